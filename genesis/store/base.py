@@ -1,0 +1,115 @@
+"""What a store is: named immutable-or-conditional objects, in a folder, a bucket, or behind HTTP.
+
+Contracts every store keeps:
+
+- A `put` is all or nothing: a reader sees the old object, the new one, or none, never a part, whatever is killed.
+- A `put` that returned is durable: a folder has been fsynced, S3 has acknowledged.
+- Conditional writes are exact where the store allows it: of two writers conditional on the same ETag one succeeds.
+- A write whose acknowledgement was lost is retried, and its own earlier success is recognised as success.
+- Every call has a deadline; a failure that passes is retried with back-off, one that does not becomes a `StoreError`
+  at once. Calls are safe from many threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from enum import Enum
+from typing import Protocol, runtime_checkable
+
+from typing_extensions import Buffer
+
+__all__ = ["CachePolicy", "ObjectInfo", "ReadableStore", "Store", "StoredObject"]
+
+
+class CachePolicy(Enum):
+    """The ``Cache-Control`` header an object is stored with."""
+
+    IMMUTABLE = "public, max-age=31536000, immutable"
+    """Shards, sealed segments, vocabularies: never overwritten."""
+    SHORT = "public, max-age=60, must-revalidate"
+    """manifest.json and tokenizer.json."""
+    NONE = "no-store"
+    """checkpoints.json: no cache may ever answer for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """What is known of an object without reading it."""
+
+    key: str
+    size_bytes: int
+    etag: str
+    """Opaque; changes whenever the object does."""
+    modified_at: datetime | None
+    """Aware, UTC; None where the store does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """An object's bytes and the ETag they had."""
+
+    body: bytes
+    etag: str
+
+
+@runtime_checkable
+class ReadableStore(Protocol):
+    """A store as readers see it."""
+
+    @property
+    def url(self) -> str:
+        """The store's address, without credentials, as a user would type it."""
+
+    def get(self, key: str) -> StoredObject:
+        """The whole object.
+
+        Raises:
+            ObjectNotFoundError: there is none.
+            StoreError: the store cannot be read.
+        """
+
+    def head(self, key: str) -> ObjectInfo | None:
+        """Size and ETag, or None if there is no such object."""
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """All objects whose key begins with ``prefix``, in key order.
+
+        Raises:
+            StoreError: this kind of store cannot list (HTTP).
+        """
+
+    def close(self) -> None:
+        """Gives back connections; the store is not used again."""
+
+
+@runtime_checkable
+class Store(ReadableStore, Protocol):
+    """A store as the populator sees it."""
+
+    @property
+    def conditional_writes(self) -> bool:
+        """Whether ``if_absent`` and ``if_match`` are honoured; probed once, at the first question."""
+
+    def put(
+        self, key: str, body: Buffer, *, cache: CachePolicy, if_absent: bool = False, if_match: str | None = None
+    ) -> str:
+        """Stores an object and returns its ETag.
+
+        Args:
+            key: the object's name.
+            body: its bytes.
+            cache: how long caches may keep it.
+            if_absent: write only if there is no such object. If there is one of exactly these bytes, that is success:
+                it is what an earlier attempt wrote.
+            if_match: write only if the object has this ETag. If the object now has exactly these bytes, that is
+                success too: the acknowledgement was lost.
+
+        Raises:
+            PreconditionFailedError: the condition does not hold; nothing was written.
+            StoreError: the store cannot be written.
+        """
+
+    def delete(self, key: str) -> None:
+        """Removes an object; none there is success."""

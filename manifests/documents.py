@@ -1,0 +1,130 @@
+"""How every JSON file of a store is written, read and digested.
+
+Guarantees: the same value gives the same bytes (UTF-8, sorted keys, no spaces), so a digest of the file is a digest
+of the value; what is read is validated field by field before anything uses it; a ``format`` this program does not
+know is refused. The trade-off: no indentation, so a person reads the files through ``jq``; a vocabulary of 31,734
+merges takes 0.6 MB instead of 1.1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from datetime import UTC, datetime
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from typing_extensions import Buffer
+
+from manifests.errors import InvalidDocumentError, UnsupportedFormatError
+
+__all__ = ["Document", "Part", "canonical_json", "format_time", "parse_object", "parse_time", "sha256_hex"]
+
+
+def canonical_json(value: object) -> bytes:
+    """The one spelling of ``value`` as JSON: UTF-8, keys sorted, no white space, no NaN."""
+    return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def sha256_hex(data: Buffer) -> str:
+    """Lower-case hexadecimal SHA-256 of ``data``."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def format_time(moment: datetime) -> str:
+    """``2026-11-20T17:32:03Z``; seconds, always UTC."""
+    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def parse_time(text: str) -> datetime:
+    """The inverse of `format_time`.
+
+    Raises:
+        InvalidDocumentError: ``text`` is not such a time.
+    """
+    try:
+        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC)
+    except ValueError:
+        raise InvalidDocumentError(f"expected a time such as '2026-11-20T17:32:03Z', found {text!r}") from None
+
+
+def parse_object(data: bytes, what: str) -> dict[str, Any]:
+    """Parses ``data`` as one JSON object; ``what`` names the file in messages.
+
+    Raises:
+        InvalidDocumentError: it is not UTF-8, not JSON, nested too deep, or not an object.
+    """
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise InvalidDocumentError(f"{what}: expected a JSON object, found {_excerpt(data)} ({error})") from None
+    if not isinstance(value, dict):
+        raise InvalidDocumentError(f"{what}: expected a JSON object, found {_excerpt(data)}")
+    return value
+
+
+def _excerpt(data: bytes) -> str:
+    if not data:
+        return "an empty file"
+    return f"{len(data)} bytes beginning {bytes(data[:24])!r}"
+
+
+class Part(BaseModel):
+    """A value inside a document: frozen, and ignoring fields added by later revisions of the same format."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Document(Part):
+    """A whole JSON file. Subclasses name the file and the one format they read and write."""
+
+    FILE: ClassVar[str]
+    FORMAT: ClassVar[int] = 1
+
+    format: int = 1
+
+    @classmethod
+    def from_json(cls, data: bytes, *, name: str | None = None) -> Self:
+        """Reads and validates a file.
+
+        Args:
+            data: the file's bytes.
+            name: what to call the file in messages; by default the class's own file name.
+
+        Raises:
+            UnsupportedFormatError: ``format`` is not the one this class knows.
+            InvalidDocumentError: anything else that breaks the contract.
+        """
+        return cls.from_object(parse_object(data, name or cls.FILE), name=name)
+
+    @classmethod
+    def from_object(cls, value: dict[str, Any], *, name: str | None = None) -> Self:
+        """`from_json` for JSON that is parsed already."""
+        what = name or cls.FILE
+        found = value.get("format", cls.FORMAT)
+        if found != cls.FORMAT:
+            raise UnsupportedFormatError(
+                f"{what}: expected format {cls.FORMAT}, found {found!r}; install a newer release to read it"
+            )
+        try:
+            return cls.model_validate(value)
+        except ValidationError as error:
+            raise InvalidDocumentError(f"{what}: {_first_problem(error)}") from None
+
+    def to_object(self) -> dict[str, Any]:
+        """The document as plain JSON values; fields that are None are left out."""
+        return self.model_dump(mode="json", exclude_none=True)
+
+    def to_json(self) -> bytes:
+        """The file's bytes."""
+        return canonical_json(self.to_object())
+
+
+def _first_problem(error: ValidationError) -> str:
+    problems = error.errors(include_url=False)
+    first = problems[0]
+    where = ".".join(str(part) for part in first["loc"]) or "the document"
+    found = repr(first.get("input"))
+    found = found if len(found) <= 60 else found[:60] + "…"
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return f"{where}: {first['msg']}, found {found}{more}"

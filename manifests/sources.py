@@ -1,0 +1,80 @@
+"""``sources.json``: the text a store can be made from, as 001 lists it.
+
+Added to 001's fields: ``revision`` (a branch or commit of the repository; it is resolved to a commit once and pinned),
+``data_files`` (glob patterns inside the repository, in the order they are read) and ``merges`` (the source's share of
+the 31,734 merges a vocabulary of 32,000 ids has).
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from manifests.documents import Document
+from manifests.fields import Count, SourceName
+
+__all__ = ["TOTAL_MERGES", "SourceSpec", "SourcesFile", "builtin_sources"]
+
+TOTAL_MERGES = 31_734
+"""32,000 − 10 specials − 256 bytes (001, "BPE Learning")."""
+
+
+class SourceSpec(BaseModel):
+    """One source. Written by hand, so a field that does not exist is an error, not ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: SourceName
+    hf_path: str | None = None
+    """Dataset repository on the Hub, ``owner/name``; a source needs this or local files (``--input``)."""
+    hf_name: str | None = None
+    """The Hub's name for the configuration; informative when ``data_files`` are given."""
+    text_field: str = Field(default="text", min_length=1)
+    target_shards: Count = 0
+    priority: Count = 100
+    enabled: bool = True
+    revision: str = "main"
+    data_files: tuple[str, ...] = ()
+    merges: Count = 0
+
+    @model_validator(mode="after")
+    def _hub_sources_name_files(self) -> Self:
+        if self.hf_path is not None and not self.data_files:
+            raise ValueError(
+                f"source {self.name!r} has hf_path but no data_files; give patterns such as 'data/*.parquet'"
+            )
+        return self
+
+
+class SourcesFile(Document):
+    """``sources.json``."""
+
+    FILE: ClassVar[str] = "sources.json"
+
+    sources: tuple[SourceSpec, ...]
+
+    @model_validator(mode="after")
+    def _names_and_shares(self) -> Self:
+        names = [source.name for source in self.sources]
+        repeated = {name for name in names if names.count(name) > 1}
+        if repeated:
+            raise ValueError(f"sources named twice: {sorted(repeated)}")
+        shares = sum(source.merges for source in self.sources)
+        if shares > TOTAL_MERGES:
+            raise ValueError(f"the merges shares sum to {shares}, expected at most {TOTAL_MERGES}")
+        return self
+
+    def get(self, name: str) -> SourceSpec | None:
+        """The source of that name, if there is one."""
+        return next((source for source in self.sources if source.name == name), None)
+
+    def enabled(self) -> list[SourceSpec]:
+        """The enabled sources, lowest ``priority`` number first."""
+        return sorted((source for source in self.sources if source.enabled), key=lambda source: source.priority)
+
+
+def builtin_sources() -> SourcesFile:
+    """The five sources of 001, as shipped with this package."""
+    return SourcesFile.from_json(resources.files("manifests").joinpath("sources.json").read_bytes())
