@@ -29,6 +29,7 @@ __all__ = [
     "GenesisError",
     "InputChangedError",
     "InputNotFoundError",
+    "InterruptedRunError",
     "InvalidTextError",
     "LeaseError",
     "LeaseHeldError",
@@ -122,6 +123,10 @@ class LeaseLostError(LeaseError):
 
 class WorkerError(GenesisError):
     """A worker process failed, or died more often than it may."""
+
+
+class InterruptedRunError(GenesisError):
+    """The run was asked to stop at a point where there is nothing to keep."""
 
 
 class UsageError(GenesisError):

@@ -14,7 +14,7 @@ from manifests.documents import parse_time
 from manifests.errors import InvalidDocumentError
 from manifests.keys import check_key
 
-__all__ = ["SHARD_TOKENS", "Count", "Key", "ShardTokens", "Sha256", "SourceName", "Time", "TokenId"]
+__all__ = ["SHARD_TOKENS", "Count", "Key", "Sha256", "ShardTokens", "SourceName", "Time", "TokenId"]
 
 SHARD_TOKENS = 2_500_000
 """Token ids in a shard (001, "Shard Format")."""

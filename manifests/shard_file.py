@@ -213,7 +213,7 @@ def _directory(layout: list[_Record], crcs: list[int]) -> bytes:
 
 
 def _fingerprint(crcs: list[int]) -> bytes:
-    """torch's ``serialization_id``: a fixed hash of the names, and the CRCs folded as ``hash_combine`` does."""
+    """Torch's ``serialization_id``: a fixed hash of the names, and the CRCs folded as ``hash_combine`` does."""
     seed = 0
     for crc in crcs:
         seed ^= (crc + 0x9E3779B9 + (seed << 6) + (seed >> 2)) & _MASK

@@ -1,0 +1,72 @@
+"""The application: its commands, how it logs, and how errors become exit codes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+import typer
+
+from genesis.cli import export, inspect, keygen, learn, populate, sources, status, verify
+from genesis.errors import GenesisError, InterruptedRunError, UsageError
+from manifests import ContractError
+
+__all__ = ["app", "run"]
+
+app = typer.Typer(
+    name="genesis",
+    help="Turn web text into token shards that training nodes can trust.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command("populate")(populate.populate_command)
+app.command("learn")(learn.learn_command)
+app.command("status")(status.status_command)
+app.command("verify")(verify.verify_command)
+app.command("sources")(sources.sources_command)
+app.command("keygen")(keygen.keygen_command)
+app.add_typer(inspect.app, name="inspect")
+app.add_typer(export.app, name="export")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one command line and returns its exit code."""
+    _set_up_logging()
+    try:
+        result = app(args=list(arguments), prog_name="genesis", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return 2
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return _fail("interrupted", 130)
+    except UsageError as error:
+        return _fail(str(error), 2)
+    except InterruptedRunError as error:
+        return _fail(str(error), 130)
+    except (GenesisError, ContractError) as error:
+        return _fail(str(error), 1)
+    except BrokenPipeError:
+        # The reader of our output (head, say) has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return result if isinstance(result, int) else 0
+
+
+def _fail(message: str, code: int) -> int:
+    logging.getLogger("genesis").debug("failed", exc_info=True)
+    typer.echo(f"genesis: {message}", err=True)
+    return code
+
+
+def _set_up_logging() -> None:
+    level = os.environ.get("GENESIS_LOG", "INFO").upper()
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
+    logging.getLogger("genesis").setLevel(level if level in logging.getLevelNamesMapping() else "INFO")

@@ -1,0 +1,199 @@
+"""From full images to commits: seals and stores shards in threads, commits them in order in another.
+
+Sealing (CRC-32), digesting (SHA-256) and writing 20 MB release the interpreter lock, so a few threads keep a disk or
+an uplink busy while the main thread fills the next image. Shards are stored in any order but committed in theirs;
+shards that become ready during a commit share the next one.
+
+The images are the bound: at most ``num_threads + 2`` exist (20 MB each), and `new_image` waits for one to be free.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from genesis.errors import GenesisError, PreconditionFailedError, StoreUnavailableError
+from genesis.populate.crashpoint import crash_point
+from genesis.populate.ledger import Ledger
+from genesis.populate.packer import FilledShard, Position
+from genesis.store.base import CachePolicy
+from manifests import ShardEntry, ShardImage, sha256_hex, shard_key
+
+__all__ = ["Commit", "Committer"]
+
+logger = logging.getLogger(__name__)
+
+_GROUP = 64
+_DRAIN_S = 3600.0
+"""Deadline for storing what is in hand; every single store operation has its own, far shorter one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What one commit added."""
+
+    entries: tuple[ShardEntry, ...]
+    position: Position
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    entry: Future[ShardEntry]
+    position: Position
+
+
+class Committer:
+    """Stores and commits the shards of one source.
+
+    Args:
+        ledger: the store's, open.
+        source: name of the source.
+        next_merge_id: of the vocabulary the shards are written with.
+        commit: commits entries with the position behind them; called in the commit thread.
+        num_threads: shards stored at once.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        source: str,
+        next_merge_id: int,
+        commit: Callable[[Commit], None],
+        num_threads: int = 4,
+    ) -> None:
+        self._ledger = ledger
+        self._source = source
+        self._next_merge_id = next_merge_id
+        self._commit = commit
+        self._next_shard_id = ledger.next_shard_id
+        self._free: queue.LifoQueue[ShardImage] = queue.LifoQueue()
+        self._images_left = num_threads + 2
+        self._in_flight: deque[_InFlight] = deque()
+        self._closed = False
+        self._changed = threading.Condition()
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="store")
+        self._thread = threading.Thread(target=self._run, name="commit", daemon=True)
+        self._failure: GenesisError | None = None
+
+    def start(self) -> None:
+        """Starts the commit thread."""
+        self._thread.start()
+
+    def new_image(self) -> ShardImage:
+        """An image to fill.
+
+        Raises:
+            GenesisError: storing or committing an earlier shard failed.
+        """
+        if self._free.empty() and self._images_left:
+            self._images_left -= 1
+            return ShardImage.empty(self._ledger.shard_tokens)
+        while True:
+            self.raise_failure()
+            try:
+                return self._free.get(timeout=0.5)
+            except queue.Empty:
+                continue
+
+    def submit(self, shard: FilledShard) -> None:
+        """Takes a full image; it is stored and committed in the background."""
+        shard_id, self._next_shard_id = self._next_shard_id, self._next_shard_id + 1
+        entry = self._pool.submit(self._store, shard_id, shard)
+        with self._changed:
+            self._in_flight.append(_InFlight(entry, shard.position))
+            self._changed.notify()
+
+    def raise_failure(self) -> None:
+        """Raises what went wrong in the background, if anything did."""
+        if self._failure is not None:
+            raise self._failure
+
+    def drain(self) -> None:
+        """Waits until everything submitted is committed.
+
+        Raises:
+            GenesisError: storing or committing failed; what was committed before stays.
+        """
+        self._close()
+        self._thread.join(_DRAIN_S)
+        self.raise_failure()
+        if self._thread.is_alive():
+            raise StoreUnavailableError(
+                f"{self._ledger.store.url}: the last shards were not stored in {_DRAIN_S:.0f} s"
+            )
+
+    def abandon(self) -> None:
+        """Stops without waiting for what is not committed; the next run makes it again."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._close()
+
+    def _close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def _store(self, shard_id: int, shard: FilledShard) -> ShardEntry:
+        image = shard.image
+        try:
+            image.seal()
+            crash_point("shard-sealed")
+            self._put(shard_key(shard_id), image.buffer)
+            crash_point("shard-stored")
+            return ShardEntry(
+                id=shard_id,
+                sha256=sha256_hex(image.buffer),
+                size_bytes=len(image.buffer),
+                tokens=len(image.ids),
+                source=self._source,
+                first_document=shard.first_document,
+                last_document=shard.last_document,
+                next_merge_id=self._next_merge_id,
+            )
+        finally:
+            self._free.put(image)
+
+    def _put(self, key: str, body: bytearray) -> None:
+        store = self._ledger.store
+        try:
+            store.put(key, body, cache=CachePolicy.IMMUTABLE, if_absent=True)
+        except PreconditionFailedError:
+            # Another shard of that id: an uncommitted leftover of a run with other input. It may be replaced, but
+            # only by whoever still holds the lease after having looked at what it replaces.
+            leftover = store.head(key)
+            self._ledger.renew()
+            logger.info("%s: replacing an uncommitted leftover of an earlier run", key)
+            store.put(key, body, cache=CachePolicy.IMMUTABLE, if_match=leftover.etag if leftover else None)
+
+    def _run(self) -> None:
+        try:
+            while group := self._next_group():
+                self._commit(Commit(tuple(each.entry.result() for each in group), group[-1].position))
+        except CancelledError:
+            pass  # Abandoned.
+        except GenesisError as error:
+            self._failure = error
+        except Exception as error:
+            logger.debug("commit thread", exc_info=True)
+            self._failure = StoreUnavailableError(f"committing failed: {type(error).__name__}: {error}")
+
+    def _next_group(self) -> list[_InFlight]:
+        """The next shard, once stored, and those behind it that are stored too; empty when there will be no more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._in_flight or self._closed)
+            if not self._in_flight:
+                return []
+            group = [self._in_flight.popleft()]
+        group[0].entry.result()
+        with self._changed:
+            while self._in_flight and len(group) < _GROUP and _stored(self._in_flight[0].entry):
+                group.append(self._in_flight.popleft())
+        return group
+
+
+def _stored(entry: Future[ShardEntry]) -> bool:
+    return entry.done() and not entry.cancelled() and entry.exception() is None

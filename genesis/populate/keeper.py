@@ -1,0 +1,73 @@
+"""Holds a store's lease for as long as something is done under it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import TracebackType
+
+from genesis.errors import LeaseError, LeaseLostError, StoreError
+from genesis.populate.ledger import Ledger
+
+__all__ = ["LeaseKeeper", "held"]
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def held(ledger: Ledger) -> Iterator[Ledger]:
+    """Opens ``ledger`` and gives its lease back at the end.
+
+    If the body fails, that error is the one reported, though the lease may then have to go stale by itself.
+    """
+    ledger.open()
+    try:
+        yield ledger
+    except BaseException:
+        with suppress(StoreError, LeaseError):
+            ledger.close()
+        raise
+    ledger.close()
+
+
+class LeaseKeeper:
+    """Renews the lease every third of its length, in a thread; a context manager.
+
+    A store that does not answer is a warning: the next commit finds out whether the lease still holds.
+
+    Args:
+        ledger: whose lease.
+        on_lost: called, once, when another populator has taken over.
+    """
+
+    def __init__(self, ledger: Ledger, on_lost: Callable[[], None]) -> None:
+        self._ledger = ledger
+        self._on_lost = on_lost
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
+        self.failure: LeaseLostError | None = None
+
+    def __enter__(self) -> LeaseKeeper:
+        """Starts renewing."""
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stops renewing; the lease itself is kept."""
+        self._ended.set()
+        self._thread.join(timeout=self._ledger.lease_s)
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._ledger.lease_s / 3):
+            try:
+                self._ledger.renew()
+            except LeaseLostError as error:
+                self.failure = error
+                self._on_lost()
+                return
+            except StoreError as error:
+                logger.warning("the lease could not be renewed: %s", error)

@@ -1,0 +1,429 @@
+"""The commit protocol: what a store holds is always a prefix of the run, whole, whoever is killed when.
+
+One commit is four writes, in this order:
+
+1. the shards, put if absent (done before `Ledger.commit_shards` is called);
+2. the index segment, under a name with its digest;
+3. checkpoints.json, by compare-and-swap on its ETag: *this is the commit*. It carries the manifest it stands for;
+4. manifest.json, which readers trust.
+
+Killed before 3, nothing has happened: the next run makes the same objects again and finds them there. Killed after,
+the next start publishes the manifest the checkpoint carries. A writer that was ousted fails at 3, because taking
+the lease changed the object; it has then written nothing that a manifest names.
+
+The cost of a commit does not depend on the store's size: one segment of at most 1,000 entries is rewritten (0.35 MB),
+and the list of segments grows by 0.15 KB per 1,000 shards.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from genesis.errors import (
+    LeaseLostError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    StoreError,
+    TokenizerError,
+    UsageError,
+)
+from genesis.populate.crashpoint import crash_point
+from genesis.populate.lease import LEASE_S, check_free, describe_writer, lease_end, this_process
+from genesis.store.base import CachePolicy, Store
+from genesis.tokenizer import NeuroTokenizer
+from manifests import (
+    CHECKPOINTS_KEY,
+    MANIFEST_KEY,
+    SEGMENT_SHARDS,
+    TOKENIZER_KEY,
+    Checkpoints,
+    ContractError,
+    Manifest,
+    Segment,
+    SegmentRef,
+    ShardEntry,
+    SourceCheckpoint,
+    SourceTotals,
+    TokenizerRef,
+    Writer,
+    format_time,
+    segment_key,
+    sha256_hex,
+    sign_manifest,
+    vocabulary_key,
+)
+
+__all__ = ["Ledger", "read_checkpoints", "read_tail"]
+
+logger = logging.getLogger(__name__)
+
+SUPERSEDED_KEEP_S = 3600.0
+"""How long an index segment is kept after a longer one replaced it, for readers with an older manifest."""
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+@dataclass(slots=True)
+class Ledger:
+    """The state of a store as its one writer knows it, and the only code that writes its four JSON files.
+
+    Use `Ledger.open`. Methods may be called from several threads.
+
+    Attributes:
+        store: where everything is.
+        shard_tokens: ids in a shard, fixed for the life of the store.
+        sign_key: signs manifests, if given.
+        on_publish: called after each publication (to invalidate a CDN).
+    """
+
+    store: Store
+    shard_tokens: int
+    source: str | None = None
+    sign_key: Ed25519PrivateKey | None = None
+    on_publish: Callable[[], None] = lambda: None
+    lease_s: float = LEASE_S
+    superseded_keep_s: float = SUPERSEDED_KEEP_S
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    manifest: Manifest | None = None
+    """The newest manifest, unsigned; None until something was committed."""
+    tokens_per_s: float | None = None
+    _etag: str | None = None
+    _manifest_etag: str | None = None
+    _manifest_sha256: str | None = None
+    _tokenizer_sha256: str | None = None
+    _tail: list[ShardEntry] = field(default_factory=list)
+    _token: int = 0
+    _superseded: list[tuple[float, str]] = field(default_factory=list)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def open(self) -> None:
+        """Takes the lease, and mends what a killed writer left unpublished.
+
+        Raises:
+            LeaseHeldError: another populator is writing.
+            ContractError: a file of the store is damaged.
+            UsageError: the store has shards of another length.
+        """
+        with self._lock:
+            self._read()
+            writer = self.checkpoints.writer
+            check_free(writer, self.store.url, _now())
+            self._check_shard_tokens()
+            self._check_tokenizer_copy()
+            self._token = (writer.token if writer else 0) + 1
+            if writer is not None and writer.expires_at is not None:
+                logger.info("taking over the stale lease of %s", describe_writer(writer))
+            self._swap(self.checkpoints)
+            crash_point("lease-taken")
+            if self.manifest is not None:
+                self._tail = list(read_tail(self.store, self.manifest))
+                self._publish()
+            self._sweep_index()
+
+    def renew(self) -> None:
+        """Prolongs the lease.
+
+        Raises:
+            LeaseLostError: another populator took it.
+        """
+        with self._lock:
+            self._swap(self.checkpoints)
+
+    def close(self) -> None:
+        """Gives the lease back."""
+        with self._lock:
+            self._delete_superseded()
+            writer = Writer(id=str(this_process()), token=self._token)
+            self._swap(self.checkpoints.model_copy(update={"writer": writer}), release=True)
+
+    @property
+    def next_shard_id(self) -> int:
+        """The id the next shard gets."""
+        return self.manifest.total_shards if self.manifest else 0
+
+    @property
+    def tokenizer_sha256(self) -> str | None:
+        """Digest of the newest vocabulary's file; None if the store has none."""
+        return self.manifest.tokenizer.sha256 if self.manifest and self.manifest.tokenizer else None
+
+    def read_tokenizer(self) -> NeuroTokenizer | None:
+        """The store's newest vocabulary; of an empty store with only a tokenizer.json, that one.
+
+        Raises:
+            TokenizerError, ContractError: it is damaged.
+        """
+        if self.manifest is not None and self.manifest.tokenizer is not None:
+            reference = self.manifest.tokenizer
+            body = self.store.get(reference.key).body
+            if sha256_hex(body) != reference.sha256:
+                raise TokenizerError(
+                    f"{reference.key} does not match the manifest: expected sha256 {reference.sha256}, "
+                    f"found {sha256_hex(body)}; restore that object, then run the same command again"
+                )
+            return NeuroTokenizer.from_bytes(body)
+        try:
+            return NeuroTokenizer.from_bytes(self.store.get(TOKENIZER_KEY).body)
+        except ObjectNotFoundError:
+            return None
+
+    def commit_vocabulary(self, tokenizer: NeuroTokenizer) -> None:
+        """Makes ``tokenizer`` the store's vocabulary.
+
+        Raises:
+            LeaseLostError: another populator took the store over; nothing was changed.
+        """
+        body = tokenizer.to_file().to_json()
+        digest = sha256_hex(body)
+        if digest == self.tokenizer_sha256:
+            return
+        reference = TokenizerRef(key=vocabulary_key(digest), sha256=digest, next_merge_id=tokenizer.next_merge_id)
+        with self._lock:
+            self.store.put(reference.key, body, cache=CachePolicy.IMMUTABLE, if_absent=True)
+            crash_point("vocabulary-stored")
+            self._commit(self._next_manifest(tokenizer=reference), self.checkpoints.sources)
+
+    def commit_shards(self, entries: Sequence[ShardEntry], source: str, checkpoint: SourceCheckpoint) -> None:
+        """Commits shards that are in the store already, with the position that follows the last of them.
+
+        Args:
+            entries: the shards, ids running on from `next_shard_id`; may be empty, to commit a position alone.
+            source: whose they are.
+            checkpoint: where the source stands after them.
+
+        Raises:
+            LeaseLostError: another populator took the store over; nothing was committed.
+        """
+        with self._lock:
+            index = self._store_segments(entries)
+            crash_point("segment-stored")
+            totals = self._totals_after(entries, source, checkpoint)
+            manifest = self._next_manifest(
+                index=index,
+                sources=totals,
+                total_shards=self.next_shard_id + len(entries),
+                total_tokens=sum(each.tokens for each in totals.values()),
+                total_size_bytes=(self.manifest.total_size_bytes if self.manifest else 0)
+                + sum(entry.size_bytes for entry in entries),
+            )
+            self._commit(manifest, {**self.checkpoints.sources, source: checkpoint})
+            self._delete_superseded()
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        self.checkpoints, self._etag = read_checkpoints(self.store)
+        self.manifest = self.checkpoints.manifest
+        try:
+            published = self.store.get(MANIFEST_KEY)
+        except ObjectNotFoundError:
+            return
+        self._manifest_etag, self._manifest_sha256 = published.etag, sha256_hex(published.body)
+        found = Manifest.from_json(published.body)
+        if self.manifest is None or found.sequence > self.manifest.sequence:
+            raise ContractError(
+                f"{self.store.url}: manifest.json has sequence {found.sequence}, but checkpoints.json "
+                f"{'is missing' if self.manifest is None else f'stands at {self.manifest.sequence}'}; "
+                "restore checkpoints.json, or populate into another store"
+            )
+
+    def _check_shard_tokens(self) -> None:
+        if self.manifest is not None and self.manifest.shard_tokens != self.shard_tokens:
+            raise UsageError(
+                f"{self.store.url} has shards of {self.manifest.shard_tokens} tokens, asked for {self.shard_tokens}; "
+                f"give --shard-tokens {self.manifest.shard_tokens} or another --store"
+            )
+
+    def _check_tokenizer_copy(self) -> None:
+        """tokenizer.json may lag behind the vocabulary (a writer was killed); it may not contradict it."""
+        newest = self.manifest.tokenizer if self.manifest else None
+        try:
+            body = self.store.get(TOKENIZER_KEY).body
+        except ObjectNotFoundError:
+            return
+        self._tokenizer_sha256 = sha256_hex(body)
+        if newest is None or self._tokenizer_sha256 == newest.sha256:
+            return
+        remedy = f"copy {newest.key} of {self.store.url} over tokenizer.json, then run the same command again"
+        try:
+            found = NeuroTokenizer.from_bytes(body)
+            current = self.read_tokenizer()
+        except (ContractError, TokenizerError) as error:
+            raise TokenizerError(f"the store's tokenizer.json is damaged ({error}); {remedy}") from None
+        if current is None or current.merges[: len(found.merges)] != found.merges:
+            raise TokenizerError(f"the store's tokenizer.json is not an earlier state of its vocabulary; {remedy}")
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    def _commit(self, manifest: Manifest, sources: dict[str, SourceCheckpoint]) -> None:
+        self._swap(self.checkpoints.model_copy(update={"manifest": manifest, "sources": sources}))
+        self.manifest = manifest
+        crash_point("checkpoint-stored")
+        self._publish()
+
+    def _swap(self, checkpoints: Checkpoints, *, release: bool = False) -> None:
+        """Replaces checkpoints.json if it is still the one this writer knows: the compare-and-swap."""
+        if not release:
+            writer = Writer(
+                id=str(this_process()),
+                token=self._token,
+                expires_at=lease_end(_now(), self.lease_s),
+                source=self.source,
+                tokens_per_s=self.tokens_per_s,
+            )
+            checkpoints = checkpoints.model_copy(update={"writer": writer})
+        try:
+            self._etag = self.store.put(
+                CHECKPOINTS_KEY,
+                checkpoints.to_json(),
+                cache=CachePolicy.NONE,
+                if_absent=self._etag is None,
+                if_match=self._etag,
+            )
+        except PreconditionFailedError:
+            raise self._lost() from None
+        self.checkpoints = checkpoints
+
+    def _lost(self) -> LeaseLostError:
+        found, _ = read_checkpoints(self.store)
+        who = describe_writer(found.writer) if found.writer else "an unknown writer"
+        return LeaseLostError(
+            f"{self.store.url} was taken over by {who}; this populator stops, and everything committed is kept"
+        )
+
+    def _publish(self) -> None:
+        """Brings tokenizer.json and manifest.json up to the checkpoint's manifest."""
+        manifest = self.manifest
+        if manifest is None:
+            return
+        if manifest.tokenizer is not None and manifest.tokenizer.sha256 != self._tokenizer_sha256:
+            body = self.store.get(manifest.tokenizer.key).body
+            self.store.put(TOKENIZER_KEY, body, cache=CachePolicy.SHORT)
+            self._tokenizer_sha256 = manifest.tokenizer.sha256
+            crash_point("tokenizer-published")
+        body = (sign_manifest(manifest, self.sign_key) if self.sign_key else manifest).to_json()
+        if sha256_hex(body) == self._manifest_sha256:
+            return
+        try:
+            self._manifest_etag = self.store.put(
+                MANIFEST_KEY,
+                body,
+                cache=CachePolicy.SHORT,
+                if_absent=self._manifest_etag is None,
+                if_match=self._manifest_etag,
+            )
+        except PreconditionFailedError:
+            raise self._lost() from None
+        self._manifest_sha256 = sha256_hex(body)
+        crash_point("manifest-published")
+        self.on_publish()
+
+    def _next_manifest(self, **changes: object) -> Manifest:
+        """The manifest of the next commit: the present one with ``changes``."""
+        now = format_time(_now())
+        present = self.manifest or Manifest(
+            total_shards=0,
+            total_tokens=0,
+            total_size_bytes=0,
+            sources={},
+            shard_tokens=self.shard_tokens,
+            created_at=now,
+            updated_at=now,
+        )
+        sequence = present.sequence + 1
+        return present.model_copy(
+            update={**changes, "sequence": sequence, "previous": self._manifest_sha256, "updated_at": now}
+        )
+
+    def _totals_after(
+        self, entries: Sequence[ShardEntry], source: str, checkpoint: SourceCheckpoint
+    ) -> dict[str, SourceTotals]:
+        sources = dict(self.manifest.sources) if self.manifest else {}
+        before = sources.get(source)
+        sources[source] = SourceTotals(
+            shards=(before.shards if before else 0) + len(entries),
+            tokens=(before.tokens if before else 0) + sum(entry.tokens for entry in entries),
+            documents_processed=checkpoint.documents_processed,
+            last_shard_id=checkpoint.last_shard_id,
+        )
+        return sources
+
+    def _store_segments(self, entries: Sequence[ShardEntry]) -> tuple[SegmentRef, ...]:
+        """Puts the segments that hold ``entries`` and returns the whole index."""
+        index = list(self.manifest.index) if self.manifest else []
+        tail = self._tail
+        remaining = list(entries)
+        while remaining:
+            if len(tail) == SEGMENT_SHARDS:
+                tail = []
+            if tail:
+                replaced = index.pop()
+                self._superseded.append((time.time(), replaced.key))
+            room = SEGMENT_SHARDS - len(tail)
+            tail, remaining = tail + remaining[:room], remaining[room:]
+            index.append(self._store_segment(len(index), tail))
+        self._tail = tail
+        return tuple(index)
+
+    def _store_segment(self, number: int, shards: list[ShardEntry]) -> SegmentRef:
+        body = Segment.model_construct(shards=tuple(shards)).to_json()
+        digest = sha256_hex(body)
+        key = segment_key(number, digest)
+        self.store.put(key, body, cache=CachePolicy.IMMUTABLE, if_absent=True)
+        return SegmentRef(key=key, sha256=digest, first_shard=shards[0].id, shards=len(shards))
+
+    def _delete_superseded(self) -> None:
+        """Deletes the segments of this run that were replaced long enough ago."""
+        deadline = time.time() - self.superseded_keep_s
+        while self._superseded and self._superseded[0][0] <= deadline:
+            self.store.delete(self._superseded.pop(0)[1])
+
+    def _sweep_index(self) -> None:
+        """Queues for deletion the segments that earlier runs left behind."""
+        named = {segment.key for segment in self.manifest.index} if self.manifest else set()
+        try:
+            found = [info for info in self.store.list("index/") if info.key not in named]
+        except StoreError as error:
+            logger.warning("old index segments are not cleaned up: %s", error)
+            return
+        aged = [(info.modified_at.timestamp() if info.modified_at else time.time(), info.key) for info in found]
+        self._superseded = sorted(aged)
+        self._delete_superseded()
+
+
+def read_checkpoints(store: Store) -> tuple[Checkpoints, str | None]:
+    """The store's checkpoints and their ETag; empty ones and None if there are none.
+
+    Raises:
+        ContractError: checkpoints.json is damaged.
+    """
+    try:
+        found = store.get(CHECKPOINTS_KEY)
+    except ObjectNotFoundError:
+        return Checkpoints(), None
+    return Checkpoints.from_json(found.body), found.etag
+
+
+def read_tail(store: Store, manifest: Manifest) -> tuple[ShardEntry, ...]:
+    """The entries of the manifest's last segment.
+
+    Raises:
+        ContractError: the segment does not match the manifest.
+    """
+    if not manifest.index:
+        return ()
+    last = manifest.index[-1]
+    body = store.get(last.key).body
+    if sha256_hex(body) != last.sha256:
+        raise ContractError(
+            f"{last.key}: expected sha256 {last.sha256}, found {sha256_hex(body)}; restore that object from a copy"
+        )
+    return Segment.from_json(body, name=last.key).shards

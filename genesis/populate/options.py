@@ -1,0 +1,73 @@
+"""What a user can choose about a populate run."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from genesis.errors import UsageError
+from genesis.populate.lease import LEASE_S
+from genesis.populate.ledger import SUPERSEDED_KEEP_S
+from manifests import MAX_VOCABULARY, SHARD_TOKENS, SourcesFile, SourceSpec, builtin_sources
+
+__all__ = ["LearnOptions", "PopulateOptions", "available_cpus"]
+
+
+def available_cpus() -> int:
+    """Processors this process may run on: fewer than the machine's under taskset or in a container."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearnOptions:
+    """How much vocabulary is learned, and from what."""
+
+    documents: int = 10_000
+    """Documents, from the source's beginning, that merges are learned from (001, "BPE Learning")."""
+    merges: int | None = None
+    """Merges to learn; None for the policy: 31,734 in an empty store, the source's share in another."""
+
+    def __post_init__(self) -> None:
+        """Checks ranges."""
+        if self.documents < 1:
+            raise UsageError(f"--learn-documents: expected 1 or more, found {self.documents}")
+        if self.merges is not None and not 0 <= self.merges <= MAX_VOCABULARY:
+            raise UsageError(f"--merges: expected 0 to {MAX_VOCABULARY}, found {self.merges}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PopulateOptions:
+    """One source into one store."""
+
+    spec: SourceSpec
+    store_url: str
+    inputs: tuple[str, ...] = ()
+    """Files, folders or patterns to read instead of the Hub."""
+    sources: SourcesFile = field(default_factory=builtin_sources)
+    num_workers: int = field(default_factory=available_cpus)
+    shard_tokens: int = SHARD_TOKENS
+    max_shards: int | None = None
+    """Stop when the source has this many shards in the store; None for its ``target_shards``."""
+    max_documents: int | None = None
+    """Read no further than this many documents from the source's beginning."""
+    learn: LearnOptions = field(default_factory=LearnOptions)
+    lease_s: float = LEASE_S
+    superseded_keep_s: float = SUPERSEDED_KEEP_S
+
+    def __post_init__(self) -> None:
+        """Checks ranges."""
+        for name, value in (("--workers", self.num_workers), ("--shard-tokens", self.shard_tokens)):
+            if value < 1:
+                raise UsageError(f"{name}: expected 1 or more, found {value}")
+        for name, limit in (("--max-shards", self.max_shards), ("--max-documents", self.max_documents)):
+            if limit is not None and limit < 0:
+                raise UsageError(f"{name}: expected 0 or more, found {limit}")
+
+    @property
+    def shard_limit(self) -> int | None:
+        """Shards of the source in the store at which to stop; None for no limit."""
+        if self.max_shards is not None:
+            return self.max_shards
+        return self.spec.target_shards or None

@@ -1,0 +1,261 @@
+"""Populate: one source's text into one store's shards.
+
+    tasks → worker processes (read, encode) → packer (this thread) → store threads → commit thread
+
+Guarantees (each held by a test): the shards are a function of the input files in order, the vocabulary and the shard
+size, the same for any number of workers and any history of kills; every document's ids are in the store or behind
+the checkpoint exactly once; memory is bounded by workers × ring + six shard images whatever the corpus.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import lru_cache
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from genesis.errors import InputChangedError
+from genesis.populate.committer import Commit, Committer
+from genesis.populate.crashpoint import crash_point
+from genesis.populate.estimate import expected_text_bytes
+from genesis.populate.keeper import LeaseKeeper, held
+from genesis.populate.ledger import Ledger
+from genesis.populate.options import PopulateOptions
+from genesis.populate.packer import Packer, Position
+from genesis.populate.pool import WorkerPool
+from genesis.populate.progress import Progress
+from genesis.populate.vocabulary import ensure_vocabulary
+from genesis.sources import resolve, tasks
+from genesis.store import Store
+from genesis.tokenizer import NeuroTokenizer
+from manifests import Cursor, SourceCheckpoint, format_time
+
+__all__ = ["PopulateResult", "populate"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PopulateResult:
+    """What a run did, and where the source stands."""
+
+    source: str
+    shards_added: int
+    total_shards: int
+    """Shards of this source in the store."""
+    documents: int
+    """Documents processed of this source, in all."""
+    rows_skipped: int
+    unsharded_tokens: int
+    unsharded_documents: int
+    text_bytes: int
+    """UTF-8 bytes encoded in this run, those behind the last shard included."""
+    seconds: float
+    ended: bool
+    """The source was read to its end."""
+    interrupted: bool
+    """The run was asked to stop."""
+
+
+def populate(
+    options: PopulateOptions,
+    store: Store,
+    *,
+    stop: threading.Event | None = None,
+    sign_key: Ed25519PrivateKey | None = None,
+    ledger: Ledger | None = None,
+) -> PopulateResult:
+    """Populates ``store`` from one source, going on from where its checkpoint stands.
+
+    Args:
+        options: what and how much.
+        store: where to.
+        stop: set it (from a signal handler, say) to commit what is in hand and return.
+        sign_key: signs the manifests.
+        ledger: prepared by the caller; by default one is made from ``store`` and ``options``.
+
+    Raises:
+        GenesisError, ContractError: see the subclasses; what was committed stays, and the same call goes on once the
+            cause is mended.
+    """
+    stop = stop or threading.Event()
+    ledger = ledger or Ledger(
+        store,
+        options.shard_tokens,
+        sign_key=sign_key,
+        lease_s=options.lease_s,
+        superseded_keep_s=options.superseded_keep_s,
+    )
+    ledger.source = options.spec.name
+    with held(ledger), LeaseKeeper(ledger, on_lost=stop.set) as keeper:
+        result = _Run(options, ledger, stop).run()
+        if keeper.failure is not None:
+            raise keeper.failure
+    return result
+
+
+class _Run:
+    """One source's run; holds what its steps share."""
+
+    def __init__(self, options: PopulateOptions, ledger: Ledger, stop: threading.Event) -> None:
+        self._options = options
+        self._ledger = ledger
+        self._stop = stop
+        self._name = options.spec.name
+
+    def run(self) -> PopulateResult:
+        started = time.monotonic()
+        checkpoint = self._ledger.checkpoints.sources.get(self._name)
+        start = Position.from_checkpoint(checkpoint) if checkpoint else Position()
+        pinned = start.cursor.revision if start.cursor else ""
+        self._plan = resolve(self._options.spec, self._options.inputs, pinned_revision=pinned or None)
+        self._fingerprint = lru_cache(maxsize=2)(self._plan.fingerprint)
+        if checkpoint is not None:
+            self._check_unchanged(checkpoint)
+        tokenizer = ensure_vocabulary(
+            self._ledger, self._options.spec, self._plan, self._options.learn, self._options.num_workers, self._stop
+        )
+        self._tokenizer_sha256 = tokenizer.sha256
+        if checkpoint is None:
+            self._pin_input()
+        before = self._shards()
+        text_before = start.text_bytes
+        packer, ended = self._encode(tokenizer, start)
+        crash_point("source-finished")
+        end = self._ledger.checkpoints.sources[self._name]
+        return PopulateResult(
+            source=self._name,
+            shards_added=self._shards() - before,
+            total_shards=self._shards(),
+            documents=end.documents_processed,
+            rows_skipped=end.rows_skipped,
+            unsharded_tokens=packer.unsharded_tokens,
+            unsharded_documents=packer.unsharded_documents,
+            text_bytes=packer.text_bytes - text_before,
+            seconds=time.monotonic() - started,
+            ended=ended,
+            interrupted=self._stop.is_set(),
+        )
+
+    def _encode(self, tokenizer: NeuroTokenizer, start: Position) -> tuple[Packer, bool]:
+        """Runs the pipeline; returns the packer as it ended and whether the source did."""
+        progress = Progress(
+            self._name, expected_text_bytes(self._plan, start), self._options.shard_limit, self._shards()
+        )
+        committer = Committer(
+            self._ledger, self._name, tokenizer.next_merge_id, lambda commit: self._commit(commit, progress)
+        )
+        packer = Packer(self._plan, start, committer.new_image)
+        progress.start()
+        committer.start()
+        try:
+            with closing(progress):
+                ended = self._feed(packer, committer, progress, tokenizer, start.cursor)
+            committer.drain()
+        except BaseException:
+            committer.abandon()
+            raise
+        if ended or self._documents_reached(packer):
+            self._finish(packer, ended)
+        return packer, ended
+
+    def _feed(
+        self,
+        packer: Packer,
+        committer: Committer,
+        progress: Progress,
+        tokenizer: NeuroTokenizer,
+        cursor: Cursor | None,
+    ) -> bool:
+        """Feeds the packer until the source ends (True) or a limit or a stop comes first (False)."""
+        limit = self._options.shard_limit
+        room = limit - self._shards() if limit is not None else None
+        if (room is not None and room <= 0) or self._documents_reached(packer):
+            return False
+        submitted = 0
+        for shard in packer.start():
+            committer.submit(shard)
+            submitted += 1
+            if submitted == room:
+                return False
+        with WorkerPool(tokenizer.to_file().to_json(), self._options.num_workers) as pool:
+            for block in pool.blocks(tasks(self._plan, cursor)):
+                committer.raise_failure()
+                for shard in packer.feed(block, self._options.max_documents):
+                    committer.submit(shard)
+                    submitted += 1
+                    if submitted == room:
+                        return False
+                progress.encoded(len(block.ids), int(block.text_bytes[-1]) if len(block.text_bytes) else 0)
+                if self._stop.is_set() or self._documents_reached(packer):
+                    return False
+        return True
+
+    def _documents_reached(self, packer: Packer) -> bool:
+        limit = self._options.max_documents
+        return limit is not None and packer.documents >= limit
+
+    def _shards(self) -> int:
+        manifest = self._ledger.manifest
+        totals = manifest.sources.get(self._name) if manifest else None
+        return totals.shards if totals else 0
+
+    def _commit(self, commit: Commit, progress: Progress) -> None:
+        self._ledger.tokens_per_s = round(progress.tokens_per_s, 1)
+        self._ledger.commit_shards(commit.entries, self._name, self._checkpoint(commit.position, commit.entries[-1].id))
+        progress.committed(len(commit.entries))
+
+    def _finish(self, packer: Packer, ended: bool) -> None:
+        """Notes what fills no shard: it stays behind the cursor, neither padded nor lost."""
+        present = self._ledger.checkpoints.sources[self._name]
+        finished = present.model_copy(
+            update={
+                "ended": ended,
+                "unsharded_tokens": packer.unsharded_tokens,
+                "unsharded_documents": packer.unsharded_documents,
+            }
+        )
+        if finished != present:
+            finished = finished.model_copy(update={"timestamp": _timestamp()})
+            self._ledger.commit_shards((), self._name, finished)
+
+    def _pin_input(self) -> None:
+        """Commits the starting position, which pins the Hub's revision before anything depends on it."""
+        if not self._plan.files:
+            return
+        cursor = Cursor(repo=self._plan.repo, revision=self._plan.revision, file=self._plan.files[0].name, row=0)
+        self._ledger.commit_shards((), self._name, self._checkpoint(Position(cursor=cursor), -1))
+
+    def _checkpoint(self, position: Position, last_shard_id: int) -> SourceCheckpoint:
+        return SourceCheckpoint(
+            documents_processed=position.documents,
+            last_shard_id=last_shard_id,
+            leftover_tokens=tuple(position.leftover.tolist()),
+            timestamp=_timestamp(),
+            cursor=position.cursor,
+            input_fingerprint=self._fingerprint(position.cursor.file) if position.cursor else None,
+            tokenizer_sha256=self._tokenizer_sha256,
+            rows_skipped=position.rows_skipped,
+            text_bytes=position.text_bytes,
+        )
+
+    def _check_unchanged(self, checkpoint: SourceCheckpoint) -> None:
+        cursor = checkpoint.cursor
+        if cursor is None or checkpoint.input_fingerprint is None:
+            return
+        found = self._fingerprint(cursor.file)
+        if found != checkpoint.input_fingerprint:
+            raise InputChangedError(
+                f"{self._name}: the input up to {cursor.file!r} is not what {checkpoint.documents_processed} documents "
+                f"were read from (fingerprint {checkpoint.input_fingerprint[:12]}…, found {found[:12]}…); "
+                "restore those files, or populate into another store"
+            )
+
+
+def _timestamp() -> str:
+    return format_time(datetime.now(UTC))

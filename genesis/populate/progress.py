@@ -1,0 +1,107 @@
+"""What a running populate tells whoever watches: a bar on a terminal, a plain line now and then elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from dataclasses import dataclass, field
+
+from tqdm import tqdm
+
+__all__ = ["Progress", "format_duration", "format_size"]
+
+logger = logging.getLogger(__name__)
+
+_LINE_EVERY_S = 10.0
+_BAR_FORMAT = "{desc} {bar} {percentage:3.0f}% {postfix}"
+
+
+def format_size(size_bytes: float) -> str:
+    """``20.0 MB``; powers of 1,000, as disks and networks count."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(size_bytes) < 1000:
+            return f"{size_bytes:.0f} B" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1000
+    return f"{size_bytes:.2f} TB"
+
+
+def format_duration(seconds: float) -> str:
+    """``3 h 07 min``, ``4 min 05 s``, ``12 s``."""
+    whole = round(seconds)
+    if whole >= 86_400:
+        return f"{whole // 86_400} d {whole % 86_400 // 3600:02d} h"
+    if whole >= 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    if whole >= 60:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole} s"
+
+
+@dataclass(slots=True)
+class Progress:
+    """Counts one source's run.
+
+    Attributes:
+        source: shown as the bar's name.
+        expected_bytes: text still to be read at the start, as far as can be estimated; None if it cannot.
+        shard_limit: shards of the source at which the run stops.
+        shards_before: shards it had at the start.
+    """
+
+    source: str
+    expected_bytes: float | None
+    shard_limit: int | None
+    shards_before: int
+    _started: float = field(default_factory=time.monotonic)
+    _line_at: float = field(default_factory=time.monotonic)
+    _tokens: int = 0
+    _text_bytes: int = 0
+    _shards: int = 0
+    _bar: tqdm[None] | None = None
+
+    def start(self) -> None:
+        """Shows the bar, if standard error is a terminal."""
+        if sys.stderr.isatty():
+            self._bar = tqdm(total=100.0, desc=self.source, bar_format=_BAR_FORMAT, leave=False, mininterval=0.5)
+
+    def encoded(self, num_tokens: int, text_bytes: int) -> None:
+        """Counts a block of documents."""
+        self._tokens += num_tokens
+        self._text_bytes += text_bytes
+        if self._bar is not None:
+            self._bar.set_postfix_str(self.line(), refresh=False)
+            self._bar.update(100.0 * self.fraction() - self._bar.n)
+        elif time.monotonic() - self._line_at >= _LINE_EVERY_S:
+            self._line_at = time.monotonic()
+            logger.info("%s: %s", self.source, self.line())
+
+    def committed(self, num_shards: int) -> None:
+        """Counts committed shards."""
+        self._shards += num_shards
+
+    def close(self) -> None:
+        """Takes the bar away."""
+        if self._bar is not None:
+            self._bar.close()
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Mean since the start."""
+        return self._tokens / max(time.monotonic() - self._started, 1e-9)
+
+    def fraction(self) -> float:
+        """How much of the run is done, 0 to 1: by the text or by the shards, whichever ends it first."""
+        by_text = self._text_bytes / self.expected_bytes if self.expected_bytes else 0.0
+        by_shards = self._shards / max(self.shard_limit - self.shards_before, 1) if self.shard_limit else 0.0
+        return min(max(by_text, by_shards), 1.0)
+
+    def line(self) -> str:
+        """Tokens/s, MB/s, shards and the time left."""
+        elapsed = max(time.monotonic() - self._started, 1e-9)
+        fraction = self.fraction()
+        left = f", {format_duration(elapsed * (1 - fraction) / fraction)} left" if fraction > 0.001 else ""
+        return (
+            f"{self.tokens_per_s / 1e6:.2f} M tokens/s, {self._text_bytes / elapsed / 1e6:.1f} MB/s, "
+            f"{self.shards_before + self._shards} shards{left}"
+        )

@@ -1,0 +1,114 @@
+"""Memory shared by one worker and its parent, through which token ids travel without passing a pipe.
+
+The worker appends blocks of uint32 ids, the parent reads each where it lies and gives the space back in the same
+order. The memory has no name: it is a file descriptor both processes hold, so nothing is left behind whoever is
+killed. A pipe costs a copy in, a copy out and two context switches per 64 KiB (0.5 GB/s measured on two cores);
+here a block costs the one copy that puts it there.
+
+The trade-off: each worker's ring is a fixed 32 MiB, which is also what bounds how far a worker runs ahead.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import threading
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["RING_IDS", "RingReader", "RingWriter", "anonymous_file"]
+
+RING_IDS = 8 << 20
+"""Capacity in ids: 32 MiB, some eight batches of English text."""
+
+
+def anonymous_file(size_bytes: int) -> int:
+    """A file descriptor of ``size_bytes`` of memory (where the system has that) or of an unlinked file."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("genesis-ring", os.MFD_CLOEXEC)
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, size_bytes)
+    return descriptor
+
+
+def _map_ids(descriptor: int, num_ids: int, access: int) -> npt.NDArray[np.uint32]:
+    return np.frombuffer(mmap.mmap(descriptor, num_ids * 4, access=access), dtype=np.uint32)
+
+
+@dataclass(slots=True)
+class RingReader:
+    """The parent's side."""
+
+    ids: npt.NDArray[np.uint32]
+    released: int = 0
+    """Ids given back so far, the ones skipped at the ring's end included."""
+
+    @classmethod
+    def over(cls, descriptor: int, num_ids: int = RING_IDS) -> RingReader:
+        """Maps the memory behind ``descriptor``; the descriptor may be closed afterwards."""
+        return cls(_map_ids(descriptor, num_ids, mmap.ACCESS_READ))
+
+    def view(self, position: int, count: int) -> npt.NDArray[np.uint32]:
+        """The block of ``count`` ids at ``position``; valid until released."""
+        start = position % len(self.ids)
+        return self.ids[start : start + count]
+
+    def release(self, position: int, count: int) -> int:
+        """Gives back everything up to the end of that block; returns the figure to tell the worker."""
+        self.released = max(self.released, position + count)
+        return self.released
+
+
+@dataclass(slots=True)
+class RingWriter:
+    """The worker's side. Positions only ever grow; a block never wraps around the end."""
+
+    ids: npt.NDArray[np.uint32]
+    _position: int = 0
+    _released: int = 0
+    _closed: bool = False
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    @classmethod
+    def over(cls, descriptor: int, num_ids: int = RING_IDS) -> RingWriter:
+        """Maps the memory behind ``descriptor``."""
+        return cls(_map_ids(descriptor, num_ids, mmap.ACCESS_WRITE))
+
+    def fits(self, count: int) -> bool:
+        """Whether a block of ``count`` ids can ever be reserved: at most half the ring, so that two overlap."""
+        return count <= len(self.ids) // 2
+
+    def reserve(self, count: int) -> tuple[int, npt.NDArray[np.uint32]]:
+        """Waits for room and returns the block's position and where to write its ids.
+
+        Raises:
+            EOFError: the parent is gone.
+        """
+        size = len(self.ids)
+        position = self._position
+        if position % size + count > size:
+            position += size - position % size
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or position + count - self._released <= size)
+            if self._closed:
+                raise EOFError("the populating process is gone")
+        self._position = position + count
+        start = position % size
+        return position, self.ids[start : start + count]
+
+    def released_up_to(self, released: int) -> None:
+        """Notes what the parent gave back."""
+        with self._changed:
+            self._released = max(self._released, released)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Wakes a waiting `reserve` with an error."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
