@@ -1,0 +1,39 @@
+"""Text sources: local files, the standard library's text, and dataset repositories on the Hub.
+
+`resolve` makes an `InputPlan`, `tasks` cuts it into what one worker reads at a time, `read_batches` reads a task. No
+file is ever downloaded whole; memory stays at a few batches of 4 MB whatever the size of files, row groups and lists.
+"""
+
+from __future__ import annotations
+
+from genesis.sources.base import (
+    BATCH_BYTES,
+    FileFormat,
+    InputFile,
+    InputPlan,
+    LinesTask,
+    RowGroupTask,
+    Task,
+    TextBatch,
+    WholeFilesTask,
+)
+from genesis.sources.planning import find_source, resolve
+from genesis.sources.python_docs import PYTHON_DOCS
+from genesis.sources.reading import read_batches, tasks
+
+__all__ = [
+    "BATCH_BYTES",
+    "PYTHON_DOCS",
+    "FileFormat",
+    "InputFile",
+    "InputPlan",
+    "LinesTask",
+    "RowGroupTask",
+    "Task",
+    "TextBatch",
+    "WholeFilesTask",
+    "find_source",
+    "read_batches",
+    "resolve",
+    "tasks",
+]

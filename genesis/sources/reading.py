@@ -1,0 +1,83 @@
+"""The two ends of reading: a plan cut into tasks (one reader), and a task read into batches (any worker).
+
+Reading on from the cursor behind any document gives the documents that follow it, exactly: that is what makes a
+populate that was killed end as one that was not.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from genesis.errors import InputChangedError
+from genesis.sources.base import FileFormat, InputPlan, LinesTask, RowGroupTask, Task, TextBatch
+from genesis.sources.lines import line_batches, line_tasks
+from genesis.sources.parquet import row_group_batches, row_group_tasks
+from genesis.sources.whole_files import whole_file_batches, whole_file_tasks
+from manifests import Cursor
+
+__all__ = ["read_batches", "tasks"]
+
+
+def tasks(plan: InputPlan, cursor: Cursor | None = None) -> Iterator[Task]:
+    """The plan's tasks in order, from the cursor on; lazily, so a plan of 60,000 files starts at once.
+
+    Args:
+        plan: the input.
+        cursor: the next row to read; None for the beginning.
+
+    Raises:
+        InputChangedError: the cursor stands in a file or revision the plan does not have.
+        CorruptInputError: a file is truncated or damaged; every task before it has been yielded.
+        SourceError: a file cannot be read, or not as the source says.
+    """
+    start = _start(plan, cursor)
+    files = plan.files[start:]
+    row_group, row = (cursor.row_group, cursor.row) if cursor is not None else (0, 0)
+    for whole, group in itertools.groupby(files, key=lambda file: file.format is FileFormat.WHOLE_FILE):
+        if whole:
+            yield from whole_file_tasks(itertools.islice(group, 1 if row else 0, None))
+            row_group = row = 0
+            continue
+        for file in group:
+            if file.format is FileFormat.PARQUET:
+                yield from row_group_tasks(file, plan.text_field, row_group, row)
+            else:
+                yield from line_tasks(file, plan.text_field, row)
+            row_group = row = 0
+
+
+def read_batches(task: Task) -> Iterator[TextBatch]:
+    """The documents of a task, some 4 MB of text at a time, in order.
+
+    Raises:
+        CorruptInputError: the input is damaged there; the batches before it have been yielded.
+        SourceError: it cannot be read, or has no text where the source says.
+    """
+    if isinstance(task, RowGroupTask):
+        return row_group_batches(task)
+    if isinstance(task, LinesTask):
+        return line_batches(task)
+    return whole_file_batches(task)
+
+
+def _start(plan: InputPlan, cursor: Cursor | None) -> int:
+    """The number of the file the cursor stands in."""
+    if cursor is None:
+        return 0
+    if (cursor.repo, cursor.revision) != (plan.repo, plan.revision):
+        raise InputChangedError(
+            f"{plan.source}: the checkpoint stands in {_place(cursor.repo, cursor.revision)}, the input is "
+            f"{_place(plan.repo, plan.revision)}; give the same input as before"
+        )
+    for number, file in enumerate(plan.files):
+        if file.name == cursor.file:
+            return number
+    raise InputChangedError(
+        f"{plan.source}: the checkpoint stands in {cursor.file!r}, which is no longer among the {len(plan.files)} "
+        "input files; give the same --input as before (files may be added after it, not removed)"
+    )
+
+
+def _place(repo: str, revision: str) -> str:
+    return f"{repo}@{revision[:12]}" if repo else "local files"
