@@ -9,11 +9,15 @@ from typing_extensions import Buffer
 from genesis.errors import PreconditionFailedError, UsageError
 from genesis.store.base import StoredObject
 
-__all__ = ["ConditionRefused", "WriteCondition", "settle"]
+__all__ = ["ConditionRefused", "ConditionUnsupported", "WriteCondition", "settle"]
 
 
 class ConditionRefused(Exception):  # noqa: N818 - a refusal is an answer, not yet an error
     """The store refused a conditional write; never leaves the stores."""
+
+
+class ConditionUnsupported(Exception):  # noqa: N818
+    """The server has no conditional writes; never leaves the stores."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,237 @@
+"""The S3 operations a store needs, each complete: retried until its deadline, its errors in this project's words.
+
+What is sent carries a CRC32 (or, where a gateway refuses that, a Content-MD5), and what comes is held against its
+length and, where the server gives one, its checksum. A call may outlast its deadline by one read time-out.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import zlib
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, TypeVar
+
+import urllib3.exceptions
+from botocore.exceptions import BotoCoreError, ClientError
+from botocore.parsers import ResponseParserError
+
+from genesis.errors import StoreAccessError
+from genesis.store.base import CachePolicy, ObjectInfo, StoredObject
+from genesis.store.conditions import ConditionRefused, ConditionUnsupported, WriteCondition
+from genesis.store.retrying import Deadline, Retrier, RetryPolicy, TransientError
+from genesis.store.s3_client import S3Connection, body_file
+from genesis.store.s3_errors import error_code, error_status, refuses_checksum, translate
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3.client import S3Client
+    from mypy_boto3_s3.type_defs import (
+        GetObjectOutputTypeDef,
+        PutObjectRequestTypeDef,
+    )
+
+__all__ = ["S3Bucket", "content_md5", "content_type", "quoted_etag"]
+
+T = TypeVar("T")
+
+_READ_BYTES = 4 << 20
+_ABSENT = {"NoSuchKey", "404", "NotFound"}
+_CONTENT_TYPES = {".json": "application/json", ".zst": "application/zstd", ".txt": "text/plain; charset=utf-8"}
+
+
+class S3Bucket:
+    """Operations on one bucket; keys are whole, prefix included."""
+
+    def __init__(self, name: str, policy: RetryPolicy) -> None:
+        self.name = name
+        self._connection = S3Connection(policy)
+        self._retrier = Retrier(policy)
+        self._known_to_exist = False
+        self._sends_md5 = False
+
+    @property
+    def endpoint(self) -> str:
+        """The server's address."""
+        return self._connection.endpoint()
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._connection.close()
+
+    def get(self, key: str, deadline: Deadline) -> StoredObject | None:
+        """The object, or None if there is none."""
+
+        def attempt(client: S3Client) -> StoredObject:
+            response = client.get_object(Bucket=self.name, Key=key)
+            return StoredObject(body=_read(response, deadline), etag=quoted_etag(response["ETag"]))
+
+        return self._run_if_present("read", key, attempt, deadline)
+
+    def head(self, key: str, deadline: Deadline) -> ObjectInfo | None:
+        """What is known of the object, or None if there is none."""
+
+        def attempt(client: S3Client) -> ObjectInfo:
+            response = client.head_object(Bucket=self.name, Key=key)
+            return _info(key, response["ContentLength"], response["ETag"], response.get("LastModified"))
+
+        info = self._run_if_present("look at", key, attempt, deadline)
+        if info is None and not self._known_to_exist:
+            self._check_exists(deadline)  # HEAD says 404 for a missing bucket too.
+        return info
+
+    def objects(self, prefix: str, policy: RetryPolicy) -> Iterator[ObjectInfo]:
+        """Objects whose key begins with ``prefix``, as the server orders them; every page has a deadline of its own."""
+        after = ""
+        while True:
+            page, complete = self._page(prefix, after, policy.deadline())
+            yield from page
+            if complete:
+                return
+            after = page[-1].key
+
+    def put(self, key: str, body: memoryview, cache: CachePolicy, condition: WriteCondition, deadline: Deadline) -> str:
+        """Stores an object in one request and returns its ETag.
+
+        Raises:
+            ConditionRefused: the condition did not hold, perhaps because an earlier attempt already succeeded.
+            ConditionUnsupported: the server has no conditional writes.
+        """
+
+        def attempt(client: S3Client) -> str:
+            request: PutObjectRequestTypeDef = {
+                "Bucket": self.name,
+                "Key": key,
+                "Body": body_file(body, deadline),
+                "CacheControl": cache.value,
+                "ContentType": content_type(key),
+            }
+            if self._sends_md5:
+                request["ContentMD5"] = content_md5(body)
+            else:
+                request["ChecksumCRC32"] = _crc32(body)
+            if condition.if_absent:
+                request["IfNoneMatch"] = "*"
+            if condition.if_match is not None:
+                request["IfMatch"] = condition.if_match
+            try:
+                return quoted_etag(client.put_object(**request)["ETag"])
+            except ClientError as error:
+                raise self.judge_write(error, condition) from error
+
+        return self.run("write", key, attempt, deadline)
+
+    def delete(self, key: str, deadline: Deadline) -> None:
+        """Removes an object; none there is success."""
+        self._run_if_present("delete", key, lambda client: client.delete_object(Bucket=self.name, Key=key), deadline)
+
+    def run(self, action: str, key: str, attempt: Callable[[S3Client], T], deadline: Deadline) -> T:
+        """The result of ``attempt``, which is given a client and repeated while its failures may pass.
+
+        Args:
+            action: what it does, for messages; the object's address follows.
+            key: the object's whole key.
+            attempt: may raise botocore's errors.
+            deadline: of the call.
+        """
+        what = f"{action} s3://{self.name}/{key}"
+
+        def once() -> T:
+            try:
+                return attempt(self._connection.client())
+            except (ClientError, BotoCoreError, ResponseParserError) as error:
+                raise translate(error, what, self.endpoint) from error
+            except urllib3.exceptions.HTTPError as error:
+                raise TransientError(f"{self.endpoint}: {error}") from error
+
+        result = self._retrier.call(what, once, deadline)
+        self._known_to_exist = True
+        return result
+
+    def judge_write(self, error: ClientError, condition: WriteCondition) -> Exception:
+        """The exception to raise for a write's error: its own, unless it means something `translate` cannot know."""
+        if not self._sends_md5 and refuses_checksum(error):
+            self._sends_md5 = True
+            return TransientError(f"{self.endpoint} refuses CRC32 checksums; sending MD5 from now on")
+        if condition and error_status(error) == 501:
+            return ConditionUnsupported(str(error))
+        if condition.if_match is not None and error_code(error) in _ABSENT:
+            return ConditionRefused(str(error))
+        return error
+
+    def _page(self, prefix: str, after: str, deadline: Deadline) -> tuple[list[ObjectInfo], bool]:
+        def attempt(client: S3Client) -> tuple[list[ObjectInfo], bool]:
+            response = client.list_objects_v2(Bucket=self.name, Prefix=prefix, StartAfter=after)
+            page = [
+                _info(entry["Key"], entry["Size"], entry["ETag"], entry.get("LastModified"))
+                for entry in response.get("Contents", [])
+            ]
+            return page, not (page and response.get("IsTruncated", False))
+
+        return self.run("list", prefix, attempt, deadline)
+
+    def _run_if_present(self, action: str, key: str, attempt: Callable[[S3Client], T], deadline: Deadline) -> T | None:
+        def absent_is_none(client: S3Client) -> T | None:
+            try:
+                return attempt(client)
+            except ClientError as error:
+                if error_code(error) in _ABSENT:
+                    return None
+                raise
+
+        seen = self._known_to_exist
+        result = self.run(action, key, absent_is_none, deadline)
+        self._known_to_exist = seen or result is not None
+        return result
+
+    def _check_exists(self, deadline: Deadline) -> None:
+        def attempt(client: S3Client) -> bool:
+            try:
+                client.head_bucket(Bucket=self.name)
+            except ClientError as error:
+                return error_status(error) != 404  # 403: it may exist and is none of our business.
+            return True
+
+        if not self.run("look at", "", attempt, deadline):
+            raise StoreAccessError(
+                f"there is no bucket {self.name!r} at {self.endpoint} (NoSuchBucket); create it or check the address"
+            )
+
+
+def content_type(key: str) -> str:
+    """The ``Content-Type`` of an object, by its key."""
+    return next((kind for suffix, kind in _CONTENT_TYPES.items() if key.endswith(suffix)), "application/octet-stream")
+
+
+def _read(response: GetObjectOutputTypeDef, deadline: Deadline) -> bytes:
+    expected = response["ContentLength"]
+    chunks, size = [], 0
+    with response["Body"] as body:
+        # Read to the empty chunk: only then does botocore check length and checksum.
+        while chunk := body.read(_READ_BYTES):
+            chunks.append(chunk)
+            size += len(chunk)
+            if deadline.remaining_s() < 0:
+                raise TransientError(f"{size:,} of {expected:,} bytes had come when the time was up")
+    if size != expected:
+        raise TransientError(f"expected {expected:,} bytes, {size:,} came")
+    return b"".join(chunks)
+
+
+def _info(key: str, size_bytes: int, etag: str, modified_at: datetime | None) -> ObjectInfo:
+    modified = None if modified_at is None else modified_at.astimezone(UTC)
+    return ObjectInfo(key=key, size_bytes=size_bytes, etag=quoted_etag(etag), modified_at=modified)
+
+
+def quoted_etag(etag: str) -> str:
+    """One spelling: some gateways leave out the quotes here and there."""
+    return '"' + etag.strip('"') + '"'
+
+
+def _crc32(body: memoryview) -> str:
+    return base64.b64encode(zlib.crc32(body).to_bytes(4, "big")).decode()
+
+
+def content_md5(body: memoryview) -> str:
+    """The ``Content-MD5`` header of a body."""
+    return base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()

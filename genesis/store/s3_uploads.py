@@ -1,0 +1,109 @@
+"""The four requests of a multipart upload, each complete: retried until its deadline, its errors translated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from botocore.exceptions import ClientError
+
+from genesis.store.base import CachePolicy
+from genesis.store.conditions import WriteCondition
+from genesis.store.retrying import Deadline
+from genesis.store.s3_bucket import S3Bucket, content_md5, content_type, quoted_etag
+from genesis.store.s3_client import body_file
+from genesis.store.s3_errors import error_code
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3.client import S3Client
+    from mypy_boto3_s3.type_defs import (
+        CompletedPartTypeDef,
+        CompleteMultipartUploadRequestTypeDef,
+        UploadPartRequestTypeDef,
+    )
+
+__all__ = ["Upload", "UploadVanished", "abort_upload", "complete_upload", "start_upload", "upload_part"]
+
+
+class UploadVanished(Exception):  # noqa: N818 - an answer to be judged, not yet an error
+    """A multipart upload is unknown to the server: completed by an attempt whose answer was lost, or aborted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """A multipart upload that was started."""
+
+    key: str
+    id: str
+
+
+def start_upload(bucket: S3Bucket, key: str, cache: CachePolicy, deadline: Deadline) -> Upload:
+    """Begins a multipart upload."""
+
+    def attempt(client: S3Client) -> Upload:
+        response = client.create_multipart_upload(
+            Bucket=bucket.name, Key=key, CacheControl=cache.value, ContentType=content_type(key)
+        )
+        return Upload(key, response["UploadId"])
+
+    return bucket.run("start writing", key, attempt, deadline)
+
+
+def upload_part(
+    bucket: S3Bucket, upload: Upload, number: int, body: memoryview, deadline: Deadline
+) -> CompletedPartTypeDef:
+    """Sends part ``number`` (from 1)."""
+
+    def attempt(client: S3Client) -> CompletedPartTypeDef:
+        request: UploadPartRequestTypeDef = {
+            "Bucket": bucket.name,
+            "Key": upload.key,
+            "UploadId": upload.id,
+            "PartNumber": number,
+            "Body": body_file(body, deadline),
+            "ContentMD5": content_md5(body),  # A CRC32 would have to be announced at the start, which gateways refuse.
+        }
+        return {"PartNumber": number, "ETag": client.upload_part(**request)["ETag"]}
+
+    return bucket.run(f"write part {number} of", upload.key, attempt, deadline)
+
+
+def complete_upload(
+    bucket: S3Bucket, upload: Upload, parts: list[CompletedPartTypeDef], condition: WriteCondition, deadline: Deadline
+) -> str:
+    """Makes the parts the object and returns its ETag.
+
+    Raises:
+        ConditionRefused: as `put`.
+        ConditionUnsupported: as `put`.
+        UploadVanished: the server does not know the upload (any more).
+    """
+
+    def attempt(client: S3Client) -> str:
+        request: CompleteMultipartUploadRequestTypeDef = {
+            "Bucket": bucket.name,
+            "Key": upload.key,
+            "UploadId": upload.id,
+            "MultipartUpload": {"Parts": parts},
+        }
+        if condition.if_absent:
+            request["IfNoneMatch"] = "*"
+        if condition.if_match is not None:
+            request["IfMatch"] = condition.if_match
+        try:
+            return quoted_etag(client.complete_multipart_upload(**request)["ETag"])
+        except ClientError as error:
+            if error_code(error) in ("NoSuchUpload", "ConditionalRequestConflict"):
+                raise UploadVanished(upload.id) from error
+            raise bucket.judge_write(error, condition) from error
+
+    return bucket.run("finish writing", upload.key, attempt, deadline)
+
+
+def abort_upload(bucket: S3Bucket, upload: Upload, deadline: Deadline) -> None:
+    """Throws the parts away."""
+
+    def attempt(client: S3Client) -> None:
+        client.abort_multipart_upload(Bucket=bucket.name, Key=upload.key, UploadId=upload.id)
+
+    bucket.run("give up writing", upload.key, attempt, deadline)
