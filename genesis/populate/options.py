@@ -61,6 +61,8 @@ class PopulateOptions:
         for name, value in (("--workers", self.num_workers), ("--shard-tokens", self.shard_tokens)):
             if value < 1:
                 raise UsageError(f"{name}: expected 1 or more, found {value}")
+        if self.lease_s < 1:
+            raise UsageError(f"--lease-s: expected 1 or more seconds, found {self.lease_s}")
         for name, limit in (("--max-shards", self.max_shards), ("--max-documents", self.max_documents)):
             if limit is not None and limit < 0:
                 raise UsageError(f"{name}: expected 0 or more, found {limit}")

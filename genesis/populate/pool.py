@@ -237,8 +237,8 @@ class WorkerPool:
             pending.deaths += 1
             if pending.deaths >= _DEATHS_PER_TASK:
                 pending.failure = WorkerError(
-                    f"{pending.deaths} workers in a row died ({_died_of(status)}) while encoding {_describe(pending.task)}; "
-                    "free memory or use fewer --workers, then run the same command again"
+                    f"{pending.deaths} workers in a row died ({_died_of(status)}) while encoding "
+                    f"{_describe(pending.task)}; free memory or use fewer --workers, then run the same command again"
                 )
         again = [number for number in worker.assigned if self._pending[number].failure is None]
         self._unassigned.extendleft(reversed(again))

@@ -1,0 +1,98 @@
+"""``genesis populate``: text into a store, resuming where the store stands."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from genesis.cli.options import JsonOption, SourcesOption, StoreOption, load_sources
+from genesis.cli.signals import stop_on_signals
+from genesis.errors import UsageError
+from manifests import SourcesFile, SourceSpec
+
+__all__ = ["populate_command"]
+
+logger = logging.getLogger("genesis")
+
+
+def populate_command(
+    source: Annotated[str, typer.Option("--source", help="A source of 'genesis sources', 'python-docs', or 'all'.")],
+    store: StoreOption,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option("--input", help="Files, folders or patterns to read instead of the Hub; may be repeated."),
+    ] = None,
+    workers: Annotated[int | None, typer.Option("--workers", help="Worker processes. [default: all cores]")] = None,
+    max_shards: Annotated[
+        int | None,
+        typer.Option("--max-shards", help="Stop when the source has this many shards. [default: its target]"),
+    ] = None,
+    max_documents: Annotated[
+        int | None, typer.Option("--max-documents", help="Read no further than this many documents of the source.")
+    ] = None,
+    learn_documents: Annotated[
+        int, typer.Option("--learn-documents", help="Documents the vocabulary is learned from.")
+    ] = 10_000,
+    merges: Annotated[
+        int | None,
+        typer.Option("--merges", help="Merges to learn. [default: 31,734 in an empty store, else the source's share]"),
+    ] = None,
+    shard_tokens: Annotated[
+        int | None,
+        typer.Option("--shard-tokens", help="Token ids a shard. [default: the store's, 2,500,000 for a new one]"),
+    ] = None,
+    sign_key: Annotated[
+        Path | None, typer.Option("--sign-key", help="Ed25519 private key ('genesis keygen') to sign manifests with.")
+    ] = None,
+    cloudfront_distribution: Annotated[
+        str | None,
+        typer.Option("--cloudfront-distribution", help="CloudFront distribution to invalidate after a publish."),
+    ] = None,
+    lease_s: Annotated[
+        float, typer.Option("--lease-s", help="Seconds without a sign of life after which others may take the store.")
+    ] = 60.0,
+    sources_file: SourcesOption = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be read, learned and written; write nothing.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> int:
+    """Turn a source's text into token shards in a store, going on from where it stands."""
+    from genesis.cli.running import Run
+
+    sources = load_sources(sources_file)
+    run = Run(
+        specs=_chosen(source, sources, inputs),
+        sources=sources,
+        store_url=store,
+        inputs=tuple(inputs or ()),
+        workers=workers,
+        max_shards=max_shards,
+        max_documents=max_documents,
+        learn_documents=learn_documents,
+        merges=merges,
+        shard_tokens=shard_tokens,
+        sign_key=sign_key,
+        cloudfront_distribution=cloudfront_distribution,
+        lease_s=lease_s,
+        as_json=as_json,
+    )
+    if dry_run:
+        run.print_plan()
+        return 0
+    with stop_on_signals() as stop:
+        run.populate(stop)
+    return stop.exit_code
+
+
+def _chosen(name: str, sources: SourcesFile, inputs: list[str] | None) -> list[SourceSpec]:
+    from genesis.sources import find_source
+
+    if name != "all":
+        return [find_source(name, sources)]
+    if inputs:
+        raise UsageError("--source all reads every enabled source from the Hub; --input goes with one --source")
+    return sources.enabled()

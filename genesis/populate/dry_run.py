@@ -1,0 +1,120 @@
+"""``--dry-run``: what a populate would read, learn and write, and whether there is room for it. Writes nothing."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from genesis.errors import ObjectNotFoundError
+from genesis.populate.estimate import BYTES_PER_TOKEN, expected_text_bytes
+from genesis.populate.ledger import read_checkpoints
+from genesis.populate.options import PopulateOptions
+from genesis.populate.packer import Position
+from genesis.populate.progress import format_size
+from genesis.populate.vocabulary import merges_to_learn
+from genesis.sources import resolve
+from genesis.store import Store
+from genesis.tokenizer import NeuroTokenizer
+from manifests import TOKENIZER_KEY, shard_file_bytes
+
+__all__ = ["PlannedRun", "plan_run"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """The answer; figures marked estimated are good to a factor of 1.3 or so."""
+
+    source: str
+    store: str
+    files: int
+    stored_bytes: int
+    revision: str
+    documents_before: int
+    next_file: str
+    """Where reading would go on; empty for the beginning."""
+    estimated_text_bytes: int
+    merges_to_learn: int
+    learn_documents: int
+    shards_before: int
+    """Shards of this source in the store."""
+    estimated_new_shards: int
+    estimated_new_bytes: int
+    free_bytes: int | None
+    """Free space where the store is; None where that cannot be asked."""
+
+    def lines(self) -> list[str]:
+        """For people."""
+        where = (
+            f"from {self.next_file}, after {self.documents_before:,} documents" if self.next_file else "from the start"
+        )
+        revision = f" at {self.revision[:12]}" if self.revision else ""
+        learn = (
+            f"{self.merges_to_learn:,} merges from the first {self.learn_documents:,} documents"
+            if self.merges_to_learn
+            else "nothing: the store has its vocabulary"
+        )
+        lines = [
+            f"{self.source} into {self.store} (dry run, nothing is written)",
+            f"  read   {self.files} files, {format_size(self.stored_bytes)}{revision}, {where}; "
+            f"about {format_size(self.estimated_text_bytes)} of text",
+            f"  learn  {learn}",
+            f"  write  about {self.estimated_new_shards:,} shards, {format_size(self.estimated_new_bytes)}, "
+            f"on top of {self.shards_before:,}",
+        ]
+        if self.free_bytes is not None:
+            verdict = "enough" if self.free_bytes > self.estimated_new_bytes else "NOT ENOUGH"
+            lines.append(f"  space  {format_size(self.free_bytes)} free: {verdict}")
+        return lines
+
+
+def plan_run(options: PopulateOptions, store: Store) -> PlannedRun:
+    """Works out what `genesis.populate.pipeline.populate` would do with the same options.
+
+    Raises:
+        GenesisError, ContractError: what the real run would fail with at its start.
+    """
+    checkpoints, _ = read_checkpoints(store)
+    checkpoint = checkpoints.sources.get(options.spec.name)
+    start = Position.from_checkpoint(checkpoint) if checkpoint else Position()
+    pinned = start.cursor.revision if start.cursor else ""
+    plan = resolve(options.spec, options.inputs, pinned_revision=pinned or None)
+    manifest = checkpoints.manifest
+    totals = manifest.sources.get(options.spec.name) if manifest else None
+    shards_before = totals.shards if totals else 0
+    text_bytes = expected_text_bytes(plan, start) or 0.0
+    shards = int(text_bytes / BYTES_PER_TOKEN / options.shard_tokens)
+    if options.shard_limit is not None:
+        shards = max(min(shards, options.shard_limit - shards_before), 0)
+    return PlannedRun(
+        source=options.spec.name,
+        store=store.url,
+        files=len(plan.files),
+        stored_bytes=plan.size_bytes,
+        revision=plan.revision,
+        documents_before=start.documents,
+        next_file=start.cursor.file if start.cursor and start.documents else "",
+        estimated_text_bytes=int(text_bytes),
+        merges_to_learn=merges_to_learn(options.spec, _tokenizer(store), options.learn.merges),
+        learn_documents=options.learn.documents,
+        shards_before=shards_before,
+        estimated_new_shards=shards,
+        estimated_new_bytes=shards * shard_file_bytes(options.shard_tokens),
+        free_bytes=_free_bytes(options.store_url),
+    )
+
+
+def _tokenizer(store: Store) -> NeuroTokenizer | None:
+    try:
+        return NeuroTokenizer.from_bytes(store.get(TOKENIZER_KEY).body)
+    except ObjectNotFoundError:
+        return None
+
+
+def _free_bytes(url: str) -> int | None:
+    if "://" in url and not url.startswith("file://"):
+        return None
+    folder = Path(url.removeprefix("file://")).expanduser().absolute()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return shutil.disk_usage(folder).free

@@ -1,0 +1,242 @@
+"""Populate against the limit and against the usual ways, in one run, with one vocabulary.
+
+    python scripts/bench_populate.py                 # everything; some three minutes on two cores
+    python scripts/bench_populate.py speed --workers 2 --copies 4
+    python scripts/bench_populate.py peers
+    python scripts/bench_populate.py commits         # the cost of a commit as the store grows
+    python scripts/bench_populate.py memory          # peak memory of 6 and of 60 shards
+
+"Wall" times a whole command from its start to its end, imports and all. "Work" is the limit's own time after its
+imports: the stricter comparison, since ours is always the whole command. Figures go to docs/performance.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BASELINES = ROOT / "scripts" / "baselines"
+SOURCE = "fineweb-edu"
+
+
+@contextmanager
+def workspace(arguments: argparse.Namespace) -> Iterator[Path]:
+    """A folder on the disk to be measured, removed afterwards."""
+    with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="bench-populate-") as folder:
+        yield Path(folder)
+
+
+def corpus(arguments: argparse.Namespace, folder: Path, copies: int) -> list[str]:
+    """The parquet files, ``copies`` times under different names."""
+    originals = sorted(arguments.corpus.glob("*.parquet"))
+    if not originals:
+        sys.exit(f"no .parquet in {arguments.corpus}; give --corpus")
+    inputs = folder / f"input-{copies}"
+    inputs.mkdir()
+    for copy in range(copies):
+        for original in originals:
+            (inputs / f"{copy:02d}_{original.name}").symlink_to(original)
+    return sorted(map(str, inputs.iterdir()))
+
+
+def make_vocabulary(folder: Path, files: list[str]) -> Path:
+    """Learns the standard vocabulary once and exports it; returns its folder."""
+    from genesis.populate.vocabulary import first_documents
+    from genesis.sources import find_source, resolve
+    from genesis.tokenizer import NeuroTokenizer, export_tokenizer
+    from manifests import TOTAL_MERGES, builtin_sources
+
+    plan = resolve(find_source(SOURCE, builtin_sources()), files[:4])
+    tokenizer = NeuroTokenizer.empty()
+    tokenizer.learn_merges(first_documents(plan, 10_000), TOTAL_MERGES, source=SOURCE, processes=2)
+    vocabulary = folder / "vocabulary"
+    vocabulary.mkdir()
+    tokenizer.save(vocabulary / "tokenizer.json")
+    export_tokenizer(tokenizer, "hf", vocabulary)
+    export_tokenizer(tokenizer, "tiktoken", vocabulary)
+    return vocabulary
+
+
+def run_ours(folder: Path, vocabulary: Path, files: list[str], workers: int, *extra: str) -> tuple[int, float]:
+    """One ``genesis populate``; returns text bytes and wall seconds."""
+    store = folder / "store"
+    store.mkdir()
+    shutil.copy(vocabulary / "tokenizer.json", store)
+    inputs = [argument for file in files for argument in ("--input", file)]
+    command = [sys.executable, "-m", "genesis", "populate", "--source", SOURCE, "--store", str(store), "--json"]
+    started = time.perf_counter()
+    done = subprocess.run(
+        [*command, "--workers", str(workers), *inputs, *extra], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    seconds = time.perf_counter() - started
+    if done.returncode:
+        sys.exit(done.stderr)
+    shutil.rmtree(store)
+    return int(json.loads(done.stdout)["text_bytes"]), seconds
+
+
+def run_baseline(
+    name: str, folder: Path, tokenizer: Path, files: list[str], processes: int
+) -> tuple[int, float, float]:
+    """One baseline script; returns text bytes, its own seconds and wall seconds."""
+    out = folder / "out"
+    command = [sys.executable, str(BASELINES / f"{name}.py"), str(tokenizer), str(out), str(processes), *files]
+    started = time.perf_counter()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    seconds = time.perf_counter() - started
+    if done.returncode:
+        sys.exit(done.stderr)
+    shutil.rmtree(out)
+    text_bytes, work_seconds = done.stdout.split()
+    return int(text_bytes), float(work_seconds), seconds
+
+
+def bench_speed(arguments: argparse.Namespace) -> None:
+    """Ours over the limit, alternating, the median of the passes."""
+    with workspace(arguments) as folder:
+        files = corpus(arguments, folder, arguments.copies)
+        vocabulary = make_vocabulary(folder, files)
+        print(f"populate to a folder, {len(files)} parquet files, {arguments.passes} passes, MB/s of text (median)")
+        columns = ("workers", "genesis wall", "limit wall", "limit work", "ratio wall", "ratio work")
+        print(" ".join(f"{column:>12}" for column in columns))
+        for workers in arguments.workers:
+            ours, wall, work = [], [], []
+            for _ in range(arguments.passes):
+                text_bytes, limit_work, limit_wall = run_baseline(
+                    "limit", folder, vocabulary / "hf" / "tokenizer.json", files, workers
+                )
+                wall.append(text_bytes / limit_wall / 1e6)
+                work.append(text_bytes / limit_work / 1e6)
+                text_bytes, seconds = run_ours(folder, vocabulary, files, workers)
+                ours.append(text_bytes / seconds / 1e6)
+            o, a, b = median(ours), median(wall), median(work)
+            print(f"{workers:>12} {o:>12.1f} {a:>12.1f} {b:>12.1f} {o / a:>12.2f} {o / b:>12.2f}")
+
+
+def bench_peers(arguments: argparse.Namespace) -> None:
+    """Ours over what most projects do, two workers each."""
+    with workspace(arguments) as folder:
+        files = corpus(arguments, folder, 1)
+        many = corpus(arguments, folder, arguments.copies)
+        vocabulary = make_vocabulary(folder, files)
+        text_bytes, seconds = run_ours(folder, vocabulary, many, 2)
+        ours = text_bytes / seconds / 1e6
+        print(f"two workers, MB/s of text: genesis {ours:.1f}")
+        tokenizers = {
+            "megatron_way": vocabulary / "hf" / "tokenizer.json",
+            "nanogpt_way": vocabulary / "tiktoken" / "genesis.tiktoken",
+        }
+        for name, tokenizer in tokenizers.items():
+            subset = files[:1] if name == "megatron_way" else files
+            text_bytes, work, _ = run_baseline(name, folder, tokenizer, subset, 2)
+            peer = text_bytes / work / 1e6
+            print(f"  {name:<13} {peer:6.1f} MB/s (without its imports): genesis is {ours / peer:.1f} times as fast")
+
+
+def bench_commits(arguments: argparse.Namespace) -> None:
+    """Seconds for storing and committing one tiny shard, over the life of a store."""
+    import numpy as np
+
+    from genesis.populate.ledger import Ledger
+    from genesis.store import CachePolicy, open_store
+    from manifests import ShardEntry, SourceCheckpoint, encode_shard, sha256_hex, shard_key
+
+    tokens, window = 8, 500
+    with workspace(arguments) as folder:
+        ledger = Ledger(open_store(str(folder / "store")), tokens, source=SOURCE)
+        ledger.open()
+        print(f"committing shards of {tokens} tokens one by one, mean ms each over {window}")
+        laps: list[float] = []
+        for shard_id in range(arguments.shards):
+            started = time.perf_counter()
+            body = encode_shard(np.full(tokens, shard_id))
+            ledger.store.put(shard_key(shard_id), body, cache=CachePolicy.IMMUTABLE, if_absent=True)
+            entry = ShardEntry(
+                id=shard_id, sha256=sha256_hex(body), size_bytes=len(body), tokens=tokens, source=SOURCE,
+                first_document=shard_id, last_document=shard_id, next_merge_id=32_000,
+            )  # fmt: skip
+            position = SourceCheckpoint(
+                documents_processed=shard_id + 1, last_shard_id=shard_id, leftover_tokens=(),
+                timestamp="2026-01-01T00:00:00Z",
+            )  # fmt: skip
+            ledger.commit_shards([entry], SOURCE, position)
+            laps.append(time.perf_counter() - started)
+            if len(laps) % window == 0:
+                recent = laps[-window:]
+                bar = "#" * round(sum(recent) / window * 1e3 * 10)
+                print(f"  shards {shard_id + 1 - window:>5}-{shard_id:<5} {sum(recent) / window * 1e3:6.2f}  {bar}")
+        first, last = sum(laps[5:1005]) / 1000, sum(laps[-1000:]) / 1000
+        print(f"first 1,000: {first * 1e3:.2f} ms, last 1,000: {last * 1e3:.2f} ms, ratio {last / first:.2f}")
+        ledger.close()
+
+
+def bench_memory(arguments: argparse.Namespace) -> None:
+    """Peak resident memory of the populating process and of its largest worker."""
+    import psutil
+
+    with workspace(arguments) as folder:
+        files = corpus(arguments, folder, max(arguments.copies, 5))
+        vocabulary = make_vocabulary(folder, files)
+        for shards in (6, 60):
+            peaks = {"parent": 0, "worker": 0}
+            done = threading.Event()
+
+            def watch(peaks: dict[str, int] = peaks, done: threading.Event = done) -> None:
+                while not done.wait(0.05):
+                    for child in psutil.Process().children(recursive=True):
+                        try:
+                            role = "worker" if "genesis.populate.worker" in child.cmdline() else "parent"
+                            peaks[role] = max(peaks[role], child.memory_info().rss)
+                        except psutil.NoSuchProcess:
+                            continue
+
+            watcher = threading.Thread(target=watch)
+            watcher.start()
+            run_ours(folder, vocabulary, files, 2, "--max-shards", str(shards))
+            done.set()
+            watcher.join()
+            parent, worker = peaks["parent"] / 1e6, peaks["worker"] / 1e6
+            print(f"{shards:>3} shards: parent {parent:.0f} MB, worker {worker:.0f} MB at most")
+
+
+def median(values: list[float]) -> float:
+    """The middle one."""
+    return sorted(values)[len(values) // 2]
+
+
+BENCHES = {"speed": bench_speed, "peers": bench_peers, "commits": bench_commits, "memory": bench_memory}
+
+
+def main() -> None:
+    """Runs the parts named, or all."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(BENCHES)}; all by default")
+    parser.add_argument("--corpus", type=Path, default=ROOT.parent / "shared" / "corpus" / "fineweb-edu")
+    parser.add_argument("--folder", default=None, help="where to write; default the system's temporary folder")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--copies", type=int, default=4, help="times the corpus is read under different names")
+    parser.add_argument("--passes", type=int, default=3)
+    parser.add_argument("--shards", type=int, default=6000, help="for commits")
+    arguments = parser.parse_args()
+    unknown = set(arguments.parts) - set(BENCHES)
+    if unknown:
+        parser.error(f"unknown part {sorted(unknown)[0]!r}; known are {', '.join(BENCHES)}")
+    for part in arguments.parts or BENCHES:
+        BENCHES[part](arguments)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    main()

@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# The tests, on a machine with nothing but Python 3.11+: makes .venv, installs with the dev extras, runs pytest.
+# Further arguments go to pytest, e.g. scripts/test.sh -m slow, or scripts/test.sh tests/genesis/store.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/venv.sh dev
+exec python -m pytest "$@"

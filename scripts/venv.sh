@@ -1,0 +1,17 @@
+# Sourced by the other scripts: activates .venv, making it and installing this project (with the extras named in $1)
+# when it is missing or older than pyproject.toml. Set GENESIS_VENV to use another folder, PYTHON for another Python.
+# shellcheck shell=bash
+venv=${GENESIS_VENV:-.venv}
+extras=${1:-}
+stamp="$venv/.installed-${extras:-plain}"
+if [ ! -f "$stamp" ] || [ pyproject.toml -nt "$stamp" ] || [ constraints.txt -nt "$stamp" ]; then
+  "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+    { echo "Python 3.11 or newer is needed; set PYTHON to one" >&2; exit 1; }
+  [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
+  echo "installing into $venv (a few minutes the first time)" >&2
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+    --constraint constraints.txt --editable ".${extras:+[$extras]}" >&2
+  touch "$stamp"
+fi
+PATH="$(cd "$venv" && pwd)/bin:$PATH"
+export PATH

@@ -1,0 +1,239 @@
+"""The commit protocol over a real folder: what is committed is whole, in order, and one writer's."""
+
+import pytest
+
+from genesis.errors import LeaseHeldError, LeaseLostError, TokenizerError, UsageError
+from genesis.populate.ledger import Ledger, read_checkpoints, read_tail
+from genesis.store import CachePolicy, open_store
+from genesis.tokenizer import NeuroTokenizer
+from manifests import (
+    Checkpoints,
+    ContractError,
+    Manifest,
+    Segment,
+    ShardEntry,
+    SourceCheckpoint,
+    Writer,
+    generate_private_key,
+    sha256_hex,
+    verify_manifest,
+)
+
+TOKENS = 4
+
+
+def entry(shard_id, source="s"):
+    return ShardEntry(
+        id=shard_id, sha256=sha256_hex(str(shard_id).encode()), size_bytes=1600, tokens=TOKENS, source=source,
+        first_document=shard_id, last_document=shard_id, next_merge_id=266,
+    )  # fmt: skip
+
+
+def checkpoint(last_shard_id, documents=0):
+    return SourceCheckpoint(
+        documents_processed=documents or last_shard_id + 1,
+        last_shard_id=last_shard_id,
+        leftover_tokens=(7, 8),
+        timestamp="2026-01-01T00:00:00Z",
+    )
+
+
+@pytest.fixture
+def store(tmp_path):
+    return open_store(str(tmp_path / "store"))
+
+
+def opened(store, **options):
+    ledger = Ledger(store, TOKENS, **options)
+    ledger.open()
+    return ledger
+
+
+def published(store):
+    return Manifest.from_json(store.get("manifest.json").body)
+
+
+def expire(store):
+    """Makes the store's lease one of another machine that stopped renewing it."""
+    checkpoints, etag = read_checkpoints(store)
+    stale = Writer(id="gone:1:2:3", token=checkpoints.writer.token, expires_at="2020-01-01T00:00:00Z")
+    body = checkpoints.model_copy(update={"writer": stale}).to_json()
+    store.put("checkpoints.json", body, cache=CachePolicy.NONE, if_match=etag)
+
+
+def test_commits_add_up_over_segments(store):
+    ledger = opened(store)
+    for start in (0, 3, 990, 1001, 2500):
+        last = {0: 2, 3: 989, 990: 1000, 1001: 2499, 2500: 2500}[start]
+        ledger.commit_shards([entry(i) for i in range(start, last + 1)], "s", checkpoint(last))
+    manifest = published(store)
+    assert (manifest.total_shards, manifest.total_tokens) == (2501, 2501 * TOKENS)
+    assert [(segment.first_shard, segment.shards) for segment in manifest.index] == [
+        (0, 1000),
+        (1000, 1000),
+        (2000, 501),
+    ]
+    found = [shard.id for segment in manifest.index for shard in Segment.from_json(store.get(segment.key).body).shards]
+    assert found == list(range(2501))
+    assert read_tail(store, manifest)[-1] == entry(2500)
+    assert manifest.sources["s"].last_shard_id == 2500
+    ledger.close()
+
+
+def test_a_new_writer_goes_on_where_the_last_stopped(store):
+    first = opened(store)
+    first.commit_shards([entry(0), entry(1)], "s", checkpoint(1))
+    first.close()
+    second = opened(store)
+    assert second.next_shard_id == 2
+    assert second.checkpoints.sources["s"] == checkpoint(1)
+    second.commit_shards([entry(2, "t")], "t", checkpoint(2, documents=9))
+    second.close()
+    manifest = published(store)
+    assert {name: totals.shards for name, totals in manifest.sources.items()} == {"s": 2, "t": 1}
+    assert read_checkpoints(store)[0].sources["s"] == checkpoint(1)
+
+
+def test_manifests_are_chained_and_signed(store):
+    key = generate_private_key()
+    ledger = opened(store, sign_key=key)
+    bodies = []
+    for shard_id in range(3):
+        ledger.commit_shards([entry(shard_id)], "s", checkpoint(shard_id))
+        bodies.append(store.get("manifest.json").body)
+    chain = [verify_manifest(body, key.public_key()) for body in bodies]
+    assert [manifest.sequence for manifest in chain] == [1, 2, 3]
+    assert [manifest.previous for manifest in chain[1:]] == [sha256_hex(body) for body in bodies[:-1]]
+    ledger.close()
+
+
+def test_the_second_populator_is_told_who_the_first_is(store):
+    first = opened(store, source="s")
+    with pytest.raises(LeaseHeldError, match=r"process \d+ on .* \(populating s\)"):
+        opened(store)
+    first.close()
+    opened(store).close()
+
+
+def test_an_ousted_writer_changes_nothing(store):
+    ousted = opened(store)
+    ousted.commit_shards([entry(0)], "s", checkpoint(0))
+    expire(store)
+    successor = opened(store)
+    successor.commit_shards([entry(1, "t")], "t", checkpoint(1))
+    before = {info.key: store.get(info.key).body for info in store.list("")}
+    with pytest.raises(LeaseLostError, match="taken over by process"):
+        ousted.commit_shards([entry(1)], "s", checkpoint(1))
+    with pytest.raises(LeaseLostError):
+        ousted.renew()
+    with pytest.raises(LeaseLostError):
+        ousted.close()
+    after = {info.key: store.get(info.key).body for info in store.list("")}
+    assert {key: body for key, body in after.items() if not key.startswith("index/")} == {
+        key: body for key, body in before.items() if not key.startswith("index/")
+    }
+    successor.close()
+
+
+def test_the_fencing_token_only_grows(store):
+    tokens = []
+    for _ in range(3):
+        ledger = opened(store)
+        tokens.append(read_checkpoints(store)[0].writer.token)
+        ledger.close()
+    assert tokens == [1, 2, 3]
+
+
+def test_a_manifest_lost_after_its_commit_is_published_at_the_next_start(store):
+    ledger = opened(store)
+    ledger.commit_shards([entry(0)], "s", checkpoint(0))
+    ledger.close()
+    older = store.get("manifest.json").body
+    ledger = opened(store)
+    ledger.commit_shards([entry(1)], "s", checkpoint(1))
+    ledger.close()
+    newer = store.get("manifest.json").body
+    store.put("manifest.json", older, cache=CachePolicy.SHORT)
+    opened(store).close()
+    assert store.get("manifest.json").body == newer
+
+
+def test_vocabularies_are_kept_and_the_newest_published(store):
+    ledger = opened(store)
+    assert ledger.read_tokenizer() is None
+    tokenizer = NeuroTokenizer.empty()
+    tokenizer.learn_merges(["banana bandana " * 20], 4, source="s")
+    ledger.commit_vocabulary(tokenizer)
+    small = store.get("tokenizer.json").body
+    tokenizer.learn_merges(["cabana cabaret " * 20], 4, source="t")
+    ledger.commit_vocabulary(tokenizer)
+    ledger.close()
+    reference = published(store).tokenizer
+    assert store.get("tokenizer.json").body == store.get(reference.key).body
+    assert sha256_hex(store.get("tokenizer.json").body) == reference.sha256
+    assert small in [store.get(info.key).body for info in store.list("vocabulary/")]
+    assert opened(store).read_tokenizer().merges == tokenizer.merges
+
+
+def test_a_contradicting_tokenizer_is_refused_until_it_is_restored(store):
+    ledger = opened(store)
+    tokenizer = NeuroTokenizer.empty()
+    tokenizer.learn_merges(["banana bandana " * 20], 4, source="s")
+    ledger.commit_vocabulary(tokenizer)
+    ledger.close()
+    good = store.get("tokenizer.json").body
+    other = NeuroTokenizer.empty()
+    other.learn_merges(["zzz xxx " * 20], 2, source="s")
+    for bad in (b"garbage", other.to_file().to_json(), good.replace(b'"107_', b'"9107_')):
+        store.put("tokenizer.json", bad, cache=CachePolicy.SHORT)
+        with pytest.raises(TokenizerError, match=r"copy vocabulary/.* over tokenizer\.json"):
+            opened(store)
+    store.put("tokenizer.json", good, cache=CachePolicy.SHORT)
+    opened(store).close()
+
+
+def test_other_shard_sizes_are_refused(store):
+    ledger = opened(store)
+    ledger.commit_shards([entry(0)], "s", checkpoint(0))
+    ledger.close()
+    with pytest.raises(UsageError, match=f"--shard-tokens {TOKENS}"):
+        Ledger(store, TOKENS + 1).open()
+
+
+def test_a_store_without_its_checkpoints_is_not_begun_anew(store):
+    ledger = opened(store)
+    ledger.commit_shards([entry(0)], "s", checkpoint(0))
+    ledger.close()
+    store.delete("checkpoints.json")
+    with pytest.raises(ContractError, match=r"restore checkpoints\.json"):
+        opened(store)
+
+
+def test_damaged_checkpoints_are_refused(store):
+    opened(store).close()
+    store.put("checkpoints.json", b'{"s": {"last_shard_id"', cache=CachePolicy.NONE)
+    with pytest.raises(ContractError, match=r"checkpoints\.json"):
+        opened(store)
+
+
+def test_superseded_segments_go_once_nobody_reads_them(store):
+    ledger = opened(store)
+    for shard_id in range(3):
+        ledger.commit_shards([entry(shard_id)], "s", checkpoint(shard_id))
+    assert len(list(store.list("index/"))) == 3
+    ledger.close()
+    opened(store).close()
+    assert len(list(store.list("index/"))) == 3
+    ledger = opened(store, superseded_keep_s=0.0)
+    ledger.close()
+    assert [info.key for info in store.list("index/")] == [published(store).index[-1].key]
+
+
+def test_checkpoints_keep_the_layout_of_the_specification(store):
+    ledger = opened(store)
+    ledger.commit_shards([entry(0)], "s", checkpoint(0))
+    ledger.close()
+    value = Checkpoints.from_json(store.get("checkpoints.json").body).to_object()
+    assert value["s"]["leftover_tokens"] == [7, 8]
+    assert set(value) == {"format", "manifest", "s", "writer"}
+    assert "expires_at" not in value["writer"]

@@ -1,0 +1,116 @@
+"""The shards depend on the documents alone: not on how they come in blocks, nor where a run was cut."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genesis.populate.packer import FilledShard, Packer, Position
+from genesis.populate.pool import Block
+from genesis.sources.base import FileFormat, InputFile, InputPlan, RowGroupTask
+from manifests import ShardImage
+
+FILE = InputFile("f.parquet", "f.parquet", FileFormat.PARQUET, 1, "d")
+PLAN = InputPlan("s", "text", (FILE,))
+SHARD = 8
+
+# Each document: its length in ids (EOS included) and how many skipped rows stand before it.
+documents = st.lists(st.tuples(st.integers(1, 30), st.integers(0, 2)), max_size=30)
+
+
+def make_blocks(docs, cuts, first=0):
+    """Documents ``first …`` of one task as blocks that end after the documents named in ``cuts``."""
+    rows = np.cumsum([1 + skipped for _, skipped in docs]) - 1 if docs else np.empty(0, np.int64)
+    edges = sorted({first, *[cut for cut in cuts if first < cut < len(docs)], len(docs)})
+    task = RowGroupTask(FILE, "text", 0, first_row=0)
+    previous_row = int(rows[first - 1]) + 1 if first else 0
+    for start, stop in itertools.pairwise(edges):
+        ids = [np.full(docs[i][0], 10 + i, np.uint32) for i in range(start, stop)]
+        end_row = int(rows[stop - 1]) + 1
+        yield Block(
+            task=task,
+            ids=np.concatenate(ids),
+            ends=np.cumsum([len(part) for part in ids]),
+            rows=rows[start:stop],
+            text_bytes=np.cumsum([docs[i][0] for i in range(start, stop)]),
+            first_row=previous_row,
+            end_row=end_row,
+        )
+        previous_row = end_row
+
+
+def pack(blocks, start=None, **limits):
+    packer = Packer(PLAN, start or Position(), lambda: ShardImage.empty(SHARD))
+    shards = list(packer.start())
+    for block in blocks:
+        shards.extend(packer.feed(block, **limits))
+    return packer, shards
+
+
+def facts(shard: FilledShard):
+    position = shard.position
+    return (
+        shard.image.ids.tolist(),
+        shard.first_document,
+        shard.last_document,
+        position.documents,
+        position.text_bytes,
+        position.rows_skipped,
+        position.cursor,
+        position.leftover.tolist(),
+    )
+
+
+@given(documents, st.lists(st.integers(0, 30)), st.lists(st.integers(0, 30)))
+def test_blocks_do_not_matter(docs, cuts, other_cuts):
+    one, shards = pack(make_blocks(docs, cuts))
+    other, same = pack(make_blocks(docs, other_cuts))
+    assert [facts(shard) for shard in shards] == [facts(shard) for shard in same]
+    assert (one.unsharded_tokens, one.unsharded_documents) == (other.unsharded_tokens, other.unsharded_documents)
+
+
+@given(documents)
+def test_every_id_is_kept_in_order(docs):
+    packer, shards = pack(make_blocks(docs, []))
+    stream = [10 + index for index, (length, _) in enumerate(docs) for _ in range(length)]
+    packed = [token for shard in shards for token in shard.image.ids.tolist()]
+    assert packed == stream[: len(packed)]
+    assert len(stream) - len(packed) == packer.unsharded_tokens < SHARD
+
+
+@given(documents, st.data())
+def test_resuming_at_any_shard_gives_the_shards_that_follow(docs, data):
+    packer, shards = pack(make_blocks(docs, []))
+    if not shards:
+        return
+    at = data.draw(st.integers(0, len(shards) - 1))
+    start = shards[at].position
+    resumed, rest = pack(make_blocks(docs, [], first=start.documents), start)
+    assert [facts(shard) for shard in rest] == [facts(shard) for shard in shards[at + 1 :]]
+    assert resumed.unsharded_tokens == packer.unsharded_tokens
+    assert resumed.unsharded_documents == packer.unsharded_documents
+
+
+@given(documents, st.integers(0, 30))
+def test_a_document_limit_gives_what_a_shorter_source_would(docs, limit):
+    _, limited = pack(make_blocks(docs, []), max_documents=limit)
+    _, short = pack(make_blocks(docs[:limit], []))
+    assert [facts(shard) for shard in limited] == [facts(shard) for shard in short]
+
+
+def test_documents_of_a_shard_are_named_from_first_to_last():
+    _, shards = pack(make_blocks([(5, 0), (3, 0), (20, 1), (4, 0)], []))
+    spans = [(shard.first_document, shard.last_document) for shard in shards]
+    assert spans == [(0, 1), (2, 2), (2, 2), (2, 3)]
+    assert [len(shard.position.leftover) for shard in shards] == [0, 12, 4, 0]
+    assert [shard.position.rows_skipped for shard in shards] == [0, 1, 1, 1]
+    assert shards[0].position.cursor.row == 2
+
+
+@pytest.mark.parametrize("docs", [[], [(3, 0)]])
+def test_too_little_for_a_shard_gives_none(docs):
+    packer, shards = pack(make_blocks(docs, []))
+    assert shards == []
+    assert packer.unsharded_tokens == sum(length for length, _ in docs)

@@ -1,0 +1,101 @@
+"""Running ``genesis`` as its user does, and looking at the store it leaves."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from genesis.store import ReadableStore, open_readable
+from genesis.tokenizer import NeuroTokenizer
+from manifests import Checkpoints, Manifest, Segment, decode_shard, sha256_hex, shard_key
+
+ROOT = Path(__file__).resolve().parents[2]
+VOLATILE = {"sequence", "previous", "created_at", "updated_at", "signature"}
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "genesis", *map(str, arguments)]
+
+
+def start(*arguments: str | Path, **environment: str) -> subprocess.Popen[str]:
+    """``genesis …`` in a process group of its own."""
+    return subprocess.Popen(
+        command(*arguments), cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={**os.environ, **environment}, start_new_session=True,
+    )  # fmt: skip
+
+
+def genesis(*arguments: str | Path, expect: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
+    """``genesis …`` to its end, which must be ``expect``; never with a traceback."""
+    done = subprocess.run(
+        command(*arguments), cwd=ROOT, text=True, capture_output=True, env={**os.environ, **environment}, timeout=110,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+def populate_arguments(
+    store: str | Path, *inputs: str | Path, shard_tokens: int = 2000, merges: int = 200
+) -> list[str]:
+    """A small populate: learns ``merges`` merges from 200 documents, cuts shards of ``shard_tokens``."""
+    arguments = ["populate", "--source", "fineweb-edu", "--store", str(store), "--shard-tokens", str(shard_tokens)]
+    arguments += ["--merges", str(merges), "--learn-documents", "200"]
+    return arguments + [part for path in inputs for part in ("--input", str(path))]
+
+
+def entries(store: ReadableStore) -> list[Any]:
+    """Every shard's entry, by way of the manifest's chain of digests."""
+    found = []
+    for reference in Manifest.from_json(store.get("manifest.json").body).index:
+        body = store.get(reference.key).body
+        assert sha256_hex(body) == reference.sha256
+        found.extend(Segment.from_json(body).shards)
+    return found
+
+
+def snapshot(url: str | Path) -> dict[str, Any]:
+    """All that a store holds, without times and sequence: two stores of the same text have equal snapshots."""
+    store = open_readable(str(url))
+    manifest = Manifest.from_json(store.get("manifest.json").body)
+    checkpoints = Checkpoints.from_json(store.get("checkpoints.json").body)
+    shards = {entry.id: sha256_hex(store.get(shard_key(entry.id)).body) for entry in entries(store)}
+    assert shards == {entry.id: entry.sha256 for entry in entries(store)}
+    assert checkpoints.manifest is not None
+    assert checkpoints.manifest.sequence == manifest.sequence
+    return {
+        "manifest": {key: value for key, value in manifest.to_object().items() if key not in VOLATILE},
+        "sources": {
+            name: {key: value for key, value in json.loads(entry.model_dump_json()).items() if key != "timestamp"}
+            for name, entry in checkpoints.sources.items()
+        },
+        "shards": shards,
+        "tokenizer": sha256_hex(store.get("tokenizer.json").body),
+    }
+
+
+def stray_objects(url: str | Path) -> list[str]:
+    """Objects that the manifest does not name: superseded segments aside, there should be none."""
+    store = open_readable(str(url))
+    manifest = Manifest.from_json(store.get("manifest.json").body)
+    named = {"manifest.json", "checkpoints.json", "tokenizer.json", *(segment.key for segment in manifest.index)}
+    named |= {shard_key(entry.id) for entry in entries(store)}
+    keys = [info.key for info in store.list("")]
+    return [key for key in keys if key not in named and not re.match(r"(index/segment_|vocabulary/)", key)]
+
+
+def decoded_documents(url: str | Path) -> list[str]:
+    """The whole documents in a store's shards, decoded, in order; the one cut off at the end is left out."""
+    store = open_readable(str(url))
+    tokenizer = NeuroTokenizer.from_bytes(store.get("tokenizer.json").body)
+    ids = [decode_shard(store.get(shard_key(entry.id)).body) for entry in entries(store)]
+    stream = np.concatenate(ids).astype(np.uint32)
+    ends = np.flatnonzero(stream == 2)
+    starts = np.concatenate([[0], ends[:-1] + 1]) if len(ends) else np.empty(0, np.int64)
+    return [tokenizer.decode(stream[start:end]) for start, end in zip(starts, ends, strict=True)]
