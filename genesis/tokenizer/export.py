@@ -1,0 +1,199 @@
+"""The vocabulary in the forms other libraries read: Hugging Face's and tiktoken's.
+
+Guarantees: every form gives the ids of `NeuroTokenizer`, also for text that spells a special token: ``<|eos|>`` in a
+document is seven bytes, never id 2. Three decisions make it so:
+
+- The ten special tokens stand in ``model.vocab`` only. Listed in ``added_tokens`` they would be searched for in every
+  text (one of 8,200 documents of documentation contained ``<|pad|>``).
+- ``tokenizer_config.json`` names pad, bos, eos and unk, which makes transformers add them as special tokens after
+  all; ``split_special_tokens: true`` keeps it from matching them in text. Whoever wants prompts parsed for ``<|eos|>``
+  passes ``split_special_tokens=False`` to ``from_pretrained``.
+- No beginning or end is added by itself: in the shards one EOS follows each document, and that is the trainer's job.
+
+The same vocabulary gives the same bytes. 32,000 ids take 1.9 MB and 0.1 s.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal
+
+from genesis.errors import TokenizerError, UsageError
+from genesis.tokenizer.files import write_file
+from genesis.tokenizer.spellings import check_spellings, spell
+from manifests.vocabulary import BYTE_OFFSET, SPECIAL_TOKENS, VocabularyFile
+
+__all__ = [
+    "export_files",
+    "export_tokenizer",
+    "hf_tokenizer_config",
+    "hf_tokenizer_json",
+    "tiktoken_ranks",
+    "token_ranks",
+]
+
+ExportTarget = Literal["hf", "tiktoken"]
+
+_NO_LENGTH_LIMIT = 10**30
+"""What transformers writes for a tokenizer that has no longest input."""
+
+
+def hf_tokenizer_json(vocabulary: VocabularyFile) -> bytes:
+    """``tokenizer.json`` as ``tokenizers``, transformers and gigatoken read it.
+
+    Raises:
+        TokenizerError: two ids spell the same bytes, or one spells the name of a special token.
+    """
+    pairs = vocabulary.pairs()
+    names = _printable(_checked_spellings(vocabulary))
+    vocab = {name: token_id for token_id, name in enumerate(names)}
+    if len(vocab) != len(names):
+        clash = next(name for token_id, name in enumerate(names) if vocab[name] != token_id)
+        raise TokenizerError(f"tokenizer.json: expected no token spelt like a special token, found {clash!r}")
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": vocab,
+        "merges": [[names[left], names[right]] for left, right in pairs],
+    }
+    return _json(_pipeline(vocabulary.pattern) | {"model": model})
+
+
+def hf_tokenizer_config(vocabulary: VocabularyFile) -> bytes:
+    """``tokenizer_config.json``, for ``PreTrainedTokenizerFast.from_pretrained``; the same for every vocabulary."""
+    del vocabulary
+    pad, bos, eos, unk = SPECIAL_TOKENS[:4]
+    config = {
+        "add_prefix_space": False,
+        "bos_token": bos,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": eos,
+        "model_max_length": _NO_LENGTH_LIMIT,
+        "pad_token": pad,
+        "split_special_tokens": True,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": unk,
+    }
+    return _json(config)
+
+
+def token_ranks(vocabulary: VocabularyFile) -> dict[bytes, int]:
+    """The id of every token but the special ones, by its bytes: tiktoken's ``mergeable_ranks``.
+
+    Raises:
+        TokenizerError: two ids spell the same bytes.
+    """
+    spellings = _checked_spellings(vocabulary)
+    return {token: token_id for token_id, token in enumerate(spellings) if token_id >= BYTE_OFFSET}
+
+
+def tiktoken_ranks(vocabulary: VocabularyFile) -> bytes:
+    """The ranks as ``tiktoken.load.load_tiktoken_bpe`` reads them: a line ``base64 id`` for each token, ids from 10.
+
+    Raises:
+        TokenizerError: two ids spell the same bytes.
+    """
+    ranks = token_ranks(vocabulary)
+    return b"".join(b"%s %d\n" % (base64.b64encode(token), token_id) for token, token_id in ranks.items())
+
+
+def _tiktoken_description(vocabulary: VocabularyFile) -> bytes:
+    special_tokens = {name: token_id for token_id, name in enumerate(SPECIAL_TOKENS)}
+    return _json(
+        {
+            "name": "genesis",
+            "pat_str": vocabulary.pattern,
+            "ranks": "genesis.tiktoken",
+            "special_tokens": special_tokens,
+        }
+    )
+
+
+_TARGETS: Mapping[str, Mapping[str, Callable[[VocabularyFile], bytes]]] = {
+    "hf": {"tokenizer.json": hf_tokenizer_json, "tokenizer_config.json": hf_tokenizer_config},
+    "tiktoken": {"genesis.tiktoken": tiktoken_ranks, "genesis.json": _tiktoken_description},
+}
+
+
+def export_files(vocabulary: VocabularyFile, target: str) -> dict[str, bytes]:
+    """The files of an export, by the names they have below a store's or a folder's root.
+
+    Args:
+        vocabulary: what to export.
+        target: ``hf`` or ``tiktoken``.
+
+    Raises:
+        UsageError: there is no such target.
+        TokenizerError: the vocabulary cannot be exported.
+    """
+    if target not in _TARGETS:
+        raise UsageError(f"expected an export to {' or '.join(_TARGETS)}, found {target!r}")
+    return {f"{target}/{name}": write(vocabulary) for name, write in _TARGETS[target].items()}
+
+
+def export_tokenizer(vocabulary: VocabularyFile, target: ExportTarget, folder: Path) -> list[Path]:
+    """Writes an export into a folder: ``hf/…`` or ``tiktoken/…`` below it.
+
+    Returns:
+        The files written.
+
+    Raises:
+        UsageError: there is no such target.
+        TokenizerError: the vocabulary cannot be exported.
+        StoreError: a file cannot be written; those written before are whole.
+    """
+    paths = []
+    for name, body in export_files(vocabulary, target).items():
+        write_file(folder / name, body)
+        paths.append(folder / name)
+    return paths
+
+
+def _checked_spellings(vocabulary: VocabularyFile) -> list[bytes]:
+    spellings = spell(vocabulary.pairs())
+    check_spellings(spellings)
+    return spellings
+
+
+def _pipeline(pattern: str) -> dict[str, object]:
+    """All of ``tokenizer.json`` but the model: split by the pattern, nothing normalised, bytes made printable."""
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+        "post_processor": None,
+        "decoder": byte_level,
+    }
+
+
+def _printable_bytes() -> dict[int, int]:
+    """GPT-2's alphabet: printable Latin-1 stands for itself, the other 68 bytes for U+0100 and up."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: 0x100 + order for order, byte in enumerate(others)}
+
+
+_PRINTABLE = _printable_bytes()
+
+
+def _printable(spellings: list[bytes]) -> list[str]:
+    tokens = [token.decode("latin-1").translate(_PRINTABLE) for token in spellings[BYTE_OFFSET:]]
+    return [*SPECIAL_TOKENS, *tokens]
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
