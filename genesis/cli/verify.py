@@ -1,0 +1,115 @@
+"""``genesis verify``: check a store down to every id, and say what is wrong and where."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from tqdm import tqdm
+
+from genesis.cli.options import JsonOption, StoreOption
+from genesis.cli.tables import count
+from genesis.errors import UsageError
+from genesis.populate.progress import format_duration, format_size
+from manifests import load_public_key
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+    from genesis.verification import Problem, VerifyReport
+
+__all__ = ["verify_command"]
+
+
+def verify_command(
+    store: StoreOption,
+    public_key: Annotated[
+        Path | None, typer.Option("--public-key", help="Ed25519 public key that must have signed the manifest.")
+    ] = None,
+    sample: Annotated[
+        str | None, typer.Option("--sample", help="Read only a share (1%) or a number (100) of the shards.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="Chooses the sample. [default: at random, printed]")
+    ] = None,
+    threads: Annotated[int, typer.Option("--threads", min=1, max=256, help="Shards read at once.")] = 8,
+    as_json: JsonOption = False,
+) -> int:
+    """Check a store: signature, every digest, every id, counts, vocabularies. Ends with 1 if anything is wrong."""
+    from genesis.store import open_readable
+    from genesis.verification import EVERY_SHARD, Sample, verify_store
+
+    key = _read_public_key(public_key)
+    chosen = Sample.parse(sample) if sample is not None else EVERY_SHARD
+    readable = open_readable(store)
+    try:
+        with _progress() as progress:
+            report = verify_store(
+                readable,
+                public_key=key,
+                sample=chosen,
+                seed=seed,
+                threads=threads,
+                on_problem=None if as_json else _print_problem,
+                on_progress=progress,
+            )
+    finally:
+        readable.close()
+    typer.echo(report.model_dump_json(indent=2) if as_json else "\n".join(_lines(report)))
+    return 0 if report.ok else 1
+
+
+def _read_public_key(path: Path | None) -> Ed25519PublicKey | None:
+    if path is None:
+        return None
+    try:
+        return load_public_key(path.read_bytes())
+    except OSError as error:
+        raise UsageError(f"--public-key {path}: {error.strerror}") from None
+
+
+def _print_problem(problem: Problem) -> None:
+    with tqdm.external_write_mode():
+        typer.echo(f"problem: {problem}")
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """What to tell of progress: a bar, if standard error is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    with tqdm(unit=" shards", leave=False, mininterval=0.5) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show
+
+
+def _lines(report: VerifyReport) -> list[str]:
+    counts = report.counts
+    signature = {
+        "verified": f"signature by {report.key_id} verified",
+        "invalid": "SIGNATURE INVALID",
+        "not checked": f"signed by {report.key_id}, not checked",
+        "unsigned": "unsigned",
+    }[report.signature]
+    sampled = f" (sample, --seed {report.seed})" if report.seed is not None else ""
+    lines = [f"note: {note}" for note in report.notes]
+    lines.append(
+        f"{report.url}: commit {report.sequence if report.sequence is not None else '-'}, {signature}; "
+        f"{count(counts.segments)} segments, {count(counts.vocabularies)} vocabularies"
+    )
+    lines.append(
+        f"{count(counts.shards_verified)} of {count(counts.shards)} shards sound{sampled}: "
+        f"{count(counts.tokens_verified)} tokens, {count(counts.documents_verified)} documents; "
+        f"{format_size(counts.bytes_read)} read in {format_duration(report.seconds)}"
+    )
+    lines.append("no problem found" if report.ok else f"{count(report.num_problems)} problems")
+    return lines

@@ -1,0 +1,235 @@
+"""What is inside a store, for people: a shard's first documents, a vocabulary's statistics (`genesis inspect`).
+
+A shard is cut into documents at its EOS ids. Its first document may have begun in an earlier shard of the same source,
+its last may go on in a later one; which is the case is read from the index, not guessed. Costs one shard (20 MB), its
+index segment and the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict
+
+from genesis.errors import UsageError
+from genesis.snapshot import find_shard, previous_of_source, read_vocabulary
+from genesis.store import ReadableStore
+from genesis.tokenizer import NeuroTokenizer
+from manifests import (
+    BYTE_OFFSET,
+    FIRST_MERGE_ID,
+    SPECIAL_TOKENS,
+    Manifest,
+    ShardEntry,
+    VocabularyFile,
+    decode_shard,
+    sha256_hex,
+    shard_key,
+)
+
+__all__ = [
+    "EOS",
+    "DocumentView",
+    "EncodedText",
+    "ShardInspection",
+    "Token",
+    "VocabularyInspection",
+    "encode_text",
+    "inspect_shard",
+    "inspect_vocabulary",
+]
+
+EOS = SPECIAL_TOKENS.index("<|eos|>")
+"""The id that ends every document."""
+
+_LONGEST = 10
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class Token(_Part):
+    """An id and what it spells; bytes that are not UTF-8 by themselves become U+FFFD."""
+
+    id: int
+    text: str
+
+
+class DocumentView(_Part):
+    """The beginning of one document of a shard."""
+
+    ordinal: int
+    """Of the document within its source."""
+    begins_before: bool
+    """It began in an earlier shard: what follows is its remainder."""
+    continues_after: bool
+    """It goes on in a later shard."""
+    num_tokens: int
+    """Of its ids in this shard, EOS included."""
+    text: str
+    is_cut: bool
+    """Only its first ids were decoded."""
+    tokens: tuple[Token, ...] | None = None
+
+
+class ShardInspection(_Part):
+    """One shard."""
+
+    format: int = 1
+    url: str
+    key: str
+    segment: str
+    entry: ShardEntry
+    num_eos: int
+    """Documents that end in the shard."""
+    sha256_matches: bool
+    documents: tuple[DocumentView, ...]
+
+
+class VocabularyInspection(_Part):
+    """A vocabulary in numbers."""
+
+    format: int = 1
+    url: str
+    key: str | None
+    sha256: str
+    ids: int
+    merges: int
+    limit: int
+    sources_contributed: dict[str, int]
+    pattern: str
+    mean_token_bytes: float
+    """Over the merges."""
+    longest: tuple[Token, ...]
+
+
+class EncodedText(_Part):
+    """A text and its ids."""
+
+    format: int = 1
+    text: str
+    tokens: tuple[Token, ...]
+
+
+def inspect_shard(
+    store: ReadableStore,
+    manifest: Manifest,
+    shard_id: int,
+    *,
+    num_documents: int = 1,
+    max_tokens: int | None = None,
+    with_tokens: bool = False,
+) -> ShardInspection:
+    """A shard's facts and its first documents, decoded.
+
+    Args:
+        store: where it is.
+        manifest: the store's.
+        shard_id: which.
+        num_documents: how many documents to decode.
+        max_tokens: decode only so many ids of each document; None for all.
+        with_tokens: list the ids one by one, too.
+
+    Raises:
+        UsageError: there is no such shard.
+        StoreError: it cannot be read.
+        ContractError: it is not a shard, or the index is damaged.
+    """
+    reference, entry = find_shard(store, manifest, shard_id)
+    key = shard_key(shard_id)
+    body = store.get(key).body
+    ids = decode_shard(body)
+    documents: tuple[DocumentView, ...] = ()
+    if num_documents:
+        tokenizer = NeuroTokenizer.from_file(read_vocabulary(store, manifest))
+        before = previous_of_source(store, manifest, entry)
+        begins_before = before is not None and before.last_document == entry.first_document
+        documents = tuple(_documents(ids, entry, begins_before, tokenizer, num_documents, max_tokens, with_tokens))
+    return ShardInspection(
+        url=store.url,
+        key=key,
+        segment=reference.key,
+        entry=entry,
+        num_eos=int(np.count_nonzero(ids == EOS)),
+        sha256_matches=sha256_hex(body) == entry.sha256,
+        documents=documents,
+    )
+
+
+def _documents(
+    ids: npt.NDArray[np.int64],
+    entry: ShardEntry,
+    begins_before: bool,
+    tokenizer: NeuroTokenizer,
+    num_documents: int,
+    max_tokens: int | None,
+    with_tokens: bool,
+) -> Iterator[DocumentView]:
+    for number, (start, end) in enumerate(_bounds(ids, num_documents)):
+        shown = ids[start:end] if max_tokens is None else ids[start : min(end, start + max_tokens)]
+        yield DocumentView(
+            ordinal=entry.first_document + number,
+            begins_before=begins_before and number == 0,
+            continues_after=ids[end - 1] != EOS,
+            num_tokens=end - start,
+            text=tokenizer.decode(shown),
+            is_cut=len(shown) < end - start,
+            tokens=_tokens(shown, tokenizer) if with_tokens else None,
+        )
+
+
+def _bounds(ids: npt.NDArray[np.int64], num_documents: int) -> list[tuple[int, int]]:
+    """Start and end (EOS included) of the first documents."""
+    ends = (np.flatnonzero(ids == EOS)[:num_documents] + 1).tolist()
+    if len(ends) < num_documents and (not ends or ends[-1] < len(ids)):
+        ends.append(len(ids))
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _tokens(ids: npt.NDArray[np.integer], tokenizer: NeuroTokenizer) -> tuple[Token, ...]:
+    return tuple(Token(id=number, text=_spelling(number, tokenizer)) for number in ids.tolist())
+
+
+def _spelling(number: int, tokenizer: NeuroTokenizer) -> str:
+    return SPECIAL_TOKENS[number] if number < BYTE_OFFSET else tokenizer.decode([number])
+
+
+def inspect_vocabulary(store: ReadableStore, manifest: Manifest | None) -> VocabularyInspection:
+    """The store's newest vocabulary in numbers.
+
+    Raises:
+        StoreEmptyError, StoreError, ContractError: there is none, or it cannot be read.
+    """
+    file = read_vocabulary(store, manifest)
+    tokenizer = NeuroTokenizer.from_file(file)
+    spellings = [(number, tokenizer.decode_bytes([number])) for number in range(FIRST_MERGE_ID, file.next_merge_id)]
+    longest = sorted(spellings, key=lambda item: (-len(item[1]), item[0]))[:_LONGEST]
+    total_bytes = sum(len(spelling) for _, spelling in spellings)
+    return VocabularyInspection(
+        url=store.url,
+        key=manifest.tokenizer.key if manifest and manifest.tokenizer else None,
+        sha256=tokenizer.sha256,
+        ids=file.next_merge_id,
+        merges=len(spellings),
+        limit=file.vocab_size,
+        sources_contributed=file.sources_contributed,
+        pattern=file.pattern,
+        mean_token_bytes=round(total_bytes / len(spellings), 2) if spellings else 0.0,
+        longest=tuple(Token(id=number, text=spelling.decode(errors="replace")) for number, spelling in longest),
+    )
+
+
+def encode_text(vocabulary: VocabularyFile, text: str) -> EncodedText:
+    """The ids of ``text``.
+
+    Raises:
+        InvalidTextError: it is not valid Unicode.
+        UsageError: it is empty.
+    """
+    if not text:
+        raise UsageError("--encode: expected a text, found an empty one")
+    tokenizer = NeuroTokenizer.from_file(vocabulary)
+    return EncodedText(text=text, tokens=_tokens(tokenizer.encode(text), tokenizer))

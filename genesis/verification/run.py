@@ -1,0 +1,165 @@
+"""The whole verification, in the order that a store at which a populator is at work allows.
+
+The manifest comes first: everything it names was there before it and stays. Shards are read by several threads, so a
+bucket is verified at the link's speed; memory is bounded by threads × two shards (40 MB each at the default size).
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+from genesis.store import ReadableStore
+from genesis.verification.chain import Head, check_checkpoints, check_manifest, goes_on_after
+from genesis.verification.index import IndexWalk
+from genesis.verification.listing import Listing, read_listing
+from genesis.verification.report import Counts, Findings, Problem, VerifyReport
+from genesis.verification.sampling import EVERY_SHARD, Sample
+from genesis.verification.shards import ShardCheck, ShardVerdict, check_shard
+from genesis.verification.vocabularies import check_vocabularies
+from manifests import Manifest, shard_key
+
+__all__ = ["verify_store"]
+
+_GIVE_UP_AFTER = 5
+"""Shards in a row that the store does not answer for (each after its own retries) before the rest is left."""
+
+
+def verify_store(
+    store: ReadableStore,
+    *,
+    public_key: Ed25519PublicKey | None = None,
+    sample: Sample = EVERY_SHARD,
+    seed: int | None = None,
+    threads: int = 8,
+    on_problem: Callable[[Problem], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> VerifyReport:
+    """Checks a store and reports everything that is wrong with it.
+
+    Args:
+        store: which; only read.
+        public_key: whose signature the manifest must carry; None to ask for none.
+        sample: which shards to read; manifest, index and vocabularies are always read whole.
+        seed: chooses the sample; by default at random, and the report tells it.
+        threads: shards read at once.
+        on_problem: told of each problem as it is found.
+        on_progress: told (shards read, shards to read) now and then.
+
+    Raises:
+        StoreEmptyError: there is no manifest.
+        StoreError: the store cannot be read at all.
+    """
+    started = time.monotonic()
+    findings = Findings(on_problem) if on_problem else Findings()
+    head = check_manifest(store, public_key, findings)
+    seed = random.SystemRandom().randrange(2**32) if seed is None else seed
+    verification = _Verification(store, findings, sample, seed, threads, on_progress)
+    if head.manifest is not None:
+        verification.run(head.manifest)
+    return _report(store.url, head, verification, time.monotonic() - started)
+
+
+@dataclass(slots=True)
+class _Verification:
+    """What the steps behind the manifest share."""
+
+    store: ReadableStore
+    findings: Findings
+    sample: Sample
+    seed: int
+    threads: int
+    on_progress: Callable[[int, int], None] | None
+    chosen: frozenset[int] | None = None
+    vocabularies: int = 0
+    segments: int = 0
+    sampled: int = 0
+    verified: int = 0
+    documents: int = 0
+    _unreachable: int = field(default=0)
+
+    def run(self, manifest: Manifest) -> None:
+        checkpoints = check_checkpoints(self.store, manifest, self.findings)
+        listing = read_listing(self.store, manifest, self.findings)
+        known = manifest.total_shards if manifest.index else 0
+        self.chosen = self.sample.choose(known, self.seed) if known else None
+        to_read = known if self.chosen is None else len(self.chosen)
+        walk = IndexWalk(self.store, manifest, goes_on_after(checkpoints), self.findings)
+        self._read_shards(walk.checks(), listing, to_read)
+        self.segments = walk.segments
+        self.vocabularies = check_vocabularies(
+            self.store, manifest, checkpoints, listing, walk.vocabulary_sizes, self.findings
+        )
+        if listing is not None:
+            listing.note_orphans(manifest, self.findings)
+
+    def _read_shards(self, checks: Iterator[ShardCheck], listing: Listing | None, to_read: int) -> None:
+        in_flight: deque[Future[ShardVerdict]] = deque()
+        pool = ThreadPoolExecutor(self.threads, thread_name_prefix="verify")
+        try:
+            for check in checks:
+                if self.chosen is None or check.entry.id in self.chosen:
+                    in_flight.append(pool.submit(check_shard, self.store, check, self.findings))
+                elif listing is not None:
+                    self._check_listed(check, listing)
+                if len(in_flight) >= 2 * self.threads:
+                    self._take(in_flight.popleft().result(), to_read)
+                if self._gave_up():
+                    return
+            while in_flight and not self._gave_up():
+                self._take(in_flight.popleft().result(), to_read)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _check_listed(self, check: ShardCheck, listing: Listing) -> None:
+        wrong = listing.shard_problem(check.entry)
+        if wrong is not None:
+            self.findings.problem(shard_key(check.entry.id), wrong)
+
+    def _take(self, verdict: ShardVerdict, to_read: int) -> None:
+        self.sampled += 1
+        self.verified += verdict.sound
+        self.documents += verdict.num_eos if verdict.sound else 0
+        self._unreachable = self._unreachable + 1 if verdict.unreachable else 0
+        if self.on_progress is not None:
+            self.on_progress(self.sampled, to_read)
+        if self._gave_up():
+            self.findings.problem(
+                self.store.url,
+                f"gave up after {_GIVE_UP_AFTER} shards in a row that cannot be read; verify it again later",
+            )
+
+    def _gave_up(self) -> bool:
+        return self._unreachable >= _GIVE_UP_AFTER
+
+
+def _report(url: str, head: Head, verification: _Verification, seconds: float) -> VerifyReport:
+    findings, manifest = verification.findings, head.manifest
+    return VerifyReport(
+        url=url,
+        ok=findings.num_problems == 0,
+        sequence=manifest.sequence if manifest else None,
+        signature=head.signature,
+        key_id=head.key_id,
+        seed=None if verification.chosen is None else verification.seed,
+        counts=Counts(
+            segments=verification.segments,
+            shards=manifest.total_shards if manifest else 0,
+            shards_sampled=verification.sampled,
+            shards_verified=verification.verified,
+            bytes_read=findings.bytes_read,
+            tokens_verified=verification.verified * (manifest.shard_tokens if manifest else 0),
+            documents_verified=verification.documents,
+            vocabularies=verification.vocabularies,
+        ),
+        num_problems=findings.num_problems,
+        problems=tuple(findings.problems),
+        notes=tuple(findings.notes),
+        seconds=round(seconds, 3),
+    )

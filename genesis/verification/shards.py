@@ -1,0 +1,143 @@
+"""One shard held against its entry in the index: digest, size, exact form, ids, document ends.
+
+A document's ids are followed by one EOS, and text never yields a special id. So the number of EOS ids is not merely
+plausible but determined: it is the number of the shard's documents, less one if the last goes on in a later shard.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from genesis.errors import ObjectNotFoundError, StoreError
+from genesis.store import ReadableStore
+from genesis.verification.report import Findings
+from manifests import (
+    BYTE_OFFSET,
+    SPECIAL_TOKENS,
+    PackedEntry,
+    ShardEntry,
+    ShardFormatError,
+    decode_shard,
+    sha256_hex,
+    shard_key,
+)
+
+__all__ = ["EOS", "ShardCheck", "ShardVerdict", "check_shard"]
+
+EOS = SPECIAL_TOKENS.index("<|eos|>")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardCheck:
+    """What is to be checked."""
+
+    entry: ShardEntry
+    continues: bool | None
+    """Whether the shard's last document goes on in a later shard; None where that cannot be known."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardVerdict:
+    """What came of it."""
+
+    shard_id: int
+    sound: bool
+    num_eos: int = 0
+    unreachable: StoreError | None = None
+    """Why the shard could not be read at all, though the store should have it."""
+
+
+def check_shard(store: ReadableStore, check: ShardCheck, findings: Findings) -> ShardVerdict:
+    """Reads a shard and reports everything that is wrong with it."""
+    entry = check.entry
+    key = shard_key(entry.id)
+    try:
+        body = store.get(key).body
+        findings.count_bytes(len(body))
+        wrong = _file_problem(body, entry)
+        if wrong is None:
+            ids = decode_shard(body, expected_tokens=entry.tokens)
+            problems = _id_problems(ids, check)
+            num_eos = int(np.count_nonzero(ids == EOS))
+        else:
+            problems, num_eos = [wrong], 0
+    except ObjectNotFoundError:
+        problems, num_eos = ["expected a shard, found no such object; restore it from a copy"], 0
+    except ShardFormatError as error:
+        problems, num_eos = [f"the index vouches for it, but it is not a shard: {error}"], 0
+    except StoreError as error:
+        findings.problem(key, error)
+        return ShardVerdict(entry.id, sound=False, unreachable=error)
+    for problem in problems:
+        findings.problem(key, problem)
+    packed_sound = entry.packed is None or _check_packed(store, entry.packed, findings)
+    return ShardVerdict(entry.id, sound=packed_sound and not problems, num_eos=num_eos)
+
+
+def _file_problem(body: bytes, entry: ShardEntry) -> str | None:
+    """What is wrong with the file as such: the most telling of what there is to say."""
+    if len(body) != entry.size_bytes:
+        return f"expected {entry.size_bytes} bytes, found {len(body)}; restore it from a copy"
+    found = sha256_hex(body)
+    if found == entry.sha256:
+        return None
+    try:
+        decode_shard(body, expected_tokens=entry.tokens)
+    except ShardFormatError as error:
+        detail = str(error)
+    else:
+        detail = "it is a shard, but another one"
+    return f"expected sha256 {entry.sha256}, found {found} ({detail})"
+
+
+def _id_problems(ids: npt.NDArray[np.int64], check: ShardCheck) -> list[str]:
+    entry = check.entry
+    problems = []
+    lowest, highest = int(ids.min()), int(ids.max())
+    if highest >= entry.next_merge_id:
+        position = int(np.argmax(ids))
+        problems.append(f"expected ids below {entry.next_merge_id}, found {highest} at position {position}")
+    special = np.flatnonzero((ids < BYTE_OFFSET) & (ids != EOS))
+    if lowest < 0 or len(special):
+        found = f"{int(ids[special[0]])} at position {special[0]} ({len(special)} in all)"
+        problems.append(f"expected no special id but EOS ({EOS}), found {found}")
+    problems += _boundary_problems(int(np.count_nonzero(ids == EOS)), bool(ids[-1] == EOS), check)
+    return problems
+
+
+def _boundary_problems(num_eos: int, ends_with_eos: bool, check: ShardCheck) -> list[str]:
+    entry = check.entry
+    touched = entry.last_document - entry.first_document + 1
+    expected = touched if ends_with_eos else touched - 1
+    problems = []
+    if num_eos != expected:
+        problems.append(
+            f"expected {expected} EOS ids for documents {entry.first_document} to {entry.last_document}, "
+            f"found {num_eos}"
+        )
+    if check.continues is not None and check.continues == ends_with_eos:
+        expected_end = "go on in" if check.continues else "end before"
+        problems.append(
+            f"expected document {entry.last_document} to {expected_end} the source's next shard, "
+            f"found the last id {'is' if ends_with_eos else 'is not'} EOS"
+        )
+    return problems
+
+
+def _check_packed(store: ReadableStore, packed: PackedEntry, findings: Findings) -> bool:
+    try:
+        body = store.get(packed.key).body
+    except StoreError as error:
+        findings.problem(packed.key, error)
+        return False
+    findings.count_bytes(len(body))
+    if len(body) != packed.size_bytes:
+        findings.problem(packed.key, f"expected {packed.size_bytes} bytes, found {len(body)}")
+        return False
+    if sha256_hex(body) != packed.sha256:
+        findings.problem(packed.key, f"expected sha256 {packed.sha256}, found {sha256_hex(body)}")
+        return False
+    return True
