@@ -11,6 +11,7 @@ Reading accepts exactly this form and nothing else; no pickle is ever executed.
 
 from __future__ import annotations
 
+import mmap
 import struct
 import zlib
 from dataclasses import dataclass
@@ -58,12 +59,14 @@ class ShardImage:
 
     Fill `ids`, then call `seal`; `buffer` is then the file. The image may be filled and sealed again.
 
+    The memory begins at a page boundary, so that a store may hand it to the disk without copying it.
+
     Attributes:
         buffer: the whole file, ``shard_file_bytes(num_tokens)`` long.
         ids: int64[num_tokens], a view into ``buffer``.
     """
 
-    buffer: bytearray
+    buffer: memoryview
     ids: npt.NDArray[np.int64]
 
     @classmethod
@@ -74,7 +77,8 @@ class ShardImage:
             ValueError: ``num_tokens`` is below 1 or above 2**28 − 1 (2 GB, the limit of this form).
         """
         layout = _layout(num_tokens)
-        buffer = bytearray(shard_file_bytes(num_tokens))
+        size_bytes = shard_file_bytes(num_tokens)
+        buffer = memoryview(mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         for record, content in zip(layout, _contents(num_tokens), strict=True):
             _put_header(buffer, record)
             buffer[record.data_offset : record.data_offset + len(content)] = content
@@ -85,21 +89,20 @@ class ShardImage:
     def seal(self) -> None:
         """Writes what depends on the ids: their CRC-32, torch's fingerprint, and the central directory."""
         layout = _layout(len(self.ids))
-        view = memoryview(self.buffer)
-        crcs = [zlib.crc32(view[record.data_offset : record.data_offset + record.size]) for record in layout[:-1]]
+        contents = [self.buffer[record.data_offset : record.data_offset + record.size] for record in layout]
+        crcs = [zlib.crc32(content) for content in contents[:-1]]
         fingerprint = _fingerprint(crcs)
-        last = layout[-1]
-        self.buffer[last.data_offset : last.data_offset + last.size] = fingerprint
+        contents[-1][:] = fingerprint
         crcs.append(zlib.crc32(fingerprint))
         for record, crc in zip(layout, crcs, strict=True):
             struct.pack_into(
                 "<4sIII", self.buffer, record.data_offset + record.size, b"PK\7\10", crc, record.size, record.size
             )
         directory = _directory(layout, crcs)
-        self.buffer[last.end :] = directory
+        self.buffer[layout[-1].end :] = directory
 
 
-def encode_shard(ids: npt.NDArray[np.integer]) -> bytearray:
+def encode_shard(ids: npt.NDArray[np.integer]) -> memoryview:
     """The ``.pt`` file of a tensor of ``ids``.
 
     Args:
@@ -189,7 +192,7 @@ def _layout(num_tokens: int) -> list[_Record]:
     return records
 
 
-def _put_header(buffer: bytearray, record: _Record) -> None:
+def _put_header(buffer: memoryview, record: _Record) -> None:
     padding = record.data_offset - record.offset - 30 - len(record.name)
     header = struct.pack("<4s5H3I2H", b"PK\3\4", 0, _FLAGS, 0, 0, 0, 0, 0, 0, len(record.name), padding)
     extra = b"FB" + struct.pack("<H", padding - 4) + b"Z" * (padding - 4)

@@ -157,7 +157,7 @@ class Committer:
         finally:
             self._free.put(image)
 
-    def _put(self, key: str, body: bytearray) -> None:
+    def _put(self, key: str, body: memoryview) -> None:
         store = self._ledger.store
         try:
             store.put(key, body, cache=CachePolicy.IMMUTABLE, if_absent=True)

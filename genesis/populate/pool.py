@@ -142,7 +142,7 @@ class WorkerPool:
             self._assign(reader)
             pending = self._pending.get(turn)
             # Even with results at hand the others are heard, or they would wait for work.
-            self._listen(reader, timeout_s=0.0 if reader.exhausted or (pending and pending.ready) else 5.0)
+            self._listen(reader, timeout_s=0.0 if (pending.ready if pending else reader.exhausted) else 5.0)
             if pending is None:
                 if reader.failure is not None and reader.exhausted:
                     raise reader.failure
