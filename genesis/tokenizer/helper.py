@@ -102,14 +102,6 @@ def _ending(returncode: int, complaint: bytes) -> str:
     return f"failed with status {returncode}: {lines[-1]}"
 
 
-def _count(request: list[bytes]) -> list[bytes]:
-    from genesis.tokenizer.words import count_words
-
-    pattern, *texts = request
-    words = count_words(texts, pattern.decode())
-    return [array("Q", words.values()).tobytes(), *map(str.encode, words)]
-
-
 def _merge(request: list[bytes]) -> list[bytes]:
     from genesis.tokenizer.merging import SEPARATOR, learn_pairs, single_threaded_after
 
@@ -125,7 +117,7 @@ def _merge(request: list[bytes]) -> list[bytes]:
     return [side.encode() for pair in pairs for side in pair]
 
 
-_JOBS: Mapping[str, Callable[[list[bytes]], list[bytes]]] = {"count": _count, "merge": _merge}
+_JOBS: Mapping[str, Callable[[list[bytes]], list[bytes]]] = {"merge": _merge}
 
 
 def main() -> None:

@@ -11,9 +11,7 @@ own. 31,734 merges from 39 MB of English take 60 % of what BpeTrainer takes on t
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -28,7 +26,7 @@ from genesis.tokenizer.spellings import Pair, spell
 from genesis.tokenizer.words import count_words
 from manifests.vocabulary import VocabularyFile
 
-__all__ = ["MAX_PAIR_COUNT", "Sample", "append_pairs", "count_in_processes", "learn", "symbolise"]
+__all__ = ["MAX_PAIR_COUNT", "Sample", "append_pairs", "learn", "symbolise"]
 
 MAX_PAIR_COUNT = 2**31 - 1
 """BpeTrainer keeps the counts of pairs in signed 32 bits (huggingface/tokenizers#2058)."""
@@ -64,9 +62,9 @@ def learn(
 
     Args:
         vocabulary: what there is.
-        texts: documents, UTF-8; bytes that are not count for nothing. All are held at once.
+        texts: documents, UTF-8; words that hold other bytes count for nothing. All are held at once.
         num_merges: how many are wanted.
-        processes: for counting words; also the threads of the trainer.
+        processes: how many cores to use.
         min_frequency: how often a pair must occur.
 
     Returns:
@@ -74,11 +72,11 @@ def learn(
 
     Raises:
         UsageError: the texts are more than the trainer can count.
-        WorkerError: a helper process died.
+        WorkerError: the helper process died.
     """
     documents = list(texts)
     size_bytes = sum(map(len, documents))
-    words = count_in_processes(documents, vocabulary.pattern, processes if size_bytes > _SMALL_BYTES else 1)
+    words = count_words(documents)
     encoded = make_engine("gigatoken", vocabulary).encode_batch([word.encode() for word in words])
     sample = symbolise(encoded, np.fromiter(words.values(), dtype=np.uint64, count=len(words)))
     if not sample.words:
@@ -86,31 +84,6 @@ def learn(
     find = _learn_here if size_bytes <= _SMALL_BYTES else _learn_in_helper
     pairs = find(sample, num_merges, min_frequency, processes)
     return append_pairs(vocabulary, sample, pairs)
-
-
-def count_in_processes(documents: Sequence[bytes], pattern: str, processes: int) -> Counter[str]:
-    """`words.count_words` by several helper processes, each on as many bytes as the next.
-
-    Raises:
-        WorkerError: one died; the others' work is thrown away.
-    """
-    if processes <= 1:
-        return count_words(documents, pattern)
-    requests = [[pattern.encode(), *part] for part in _parts_of_equal_size(documents, processes)]
-    total: Counter[str] = Counter()
-    with ThreadPoolExecutor(len(requests)) as threads:
-        for counts, *words in threads.map(lambda request: run_helper("count", request), requests):
-            for word, count in zip(words, np.frombuffer(counts, dtype=np.uint64).tolist(), strict=True):
-                total[word.decode()] += count
-    return total
-
-
-def _parts_of_equal_size(documents: Sequence[bytes], num_parts: int) -> list[list[bytes]]:
-    """Runs of documents of about equal size in bytes, none of them empty."""
-    sizes = np.cumsum([len(document) for document in documents])
-    borders = np.searchsorted(sizes, sizes[-1] * np.arange(1, num_parts) / num_parts)
-    edges = sorted({0, *borders.tolist(), len(documents)})
-    return [list(documents[start:end]) for start, end in pairwise(edges)]
 
 
 def symbolise(encoded: EncodedBatch, counts: npt.NDArray[np.uint64]) -> Sample:
@@ -126,7 +99,7 @@ def symbolise(encoded: EncodedBatch, counts: npt.NDArray[np.uint64]) -> Sample:
     ids, offsets = encoded
     lengths = np.diff(offsets)
     kept = lengths > 1
-    symbol_ids, dense = np.unique(ids[np.repeat(kept, lengths)], return_inverse=True)
+    symbol_ids, dense = _densely(ids[np.repeat(kept, lengths)])
     if len(symbol_ids) > MAX_SYMBOLS:
         raise UsageError(f"expected at most {MAX_SYMBOLS} distinct tokens in the texts, found {len(symbol_ids)}")
     lengths, counts = lengths[kept], counts[kept]
@@ -135,6 +108,14 @@ def symbolise(encoded: EncodedBatch, counts: npt.NDArray[np.uint64]) -> Sample:
     ends = np.cumsum(lengths).tolist()
     words = [text[start:end] for start, end in pairwise([0, *ends])]
     return Sample(words, counts, _characters(np.arange(len(symbol_ids))), symbol_ids)
+
+
+def _densely(ids: npt.NDArray[np.uint32]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
+    """The distinct ids, ascending, and each id's place among them; `numpy.unique` without its sort."""
+    occurs = np.zeros(int(ids.max(initial=0)) + 1, dtype=bool)
+    occurs[ids] = True
+    places = np.cumsum(occurs, dtype=np.int64) - 1
+    return np.flatnonzero(occurs).astype(np.uint32), places[ids]
 
 
 def _characters(dense: npt.NDArray[np.int64]) -> str:
