@@ -147,9 +147,7 @@ class _Wait(tenacity.wait.wait_base):
         hint = _server_wait_s(_failure(retry_state))
         if hint is not None:
             return hint
-        backoff = tenacity.wait_exponential_jitter(
-            initial=self.policy.first_wait_s, max=self.policy.max_wait_s, jitter=self.policy.first_wait_s
-        )
+        backoff = tenacity.wait_random_exponential(multiplier=self.policy.first_wait_s, max=self.policy.max_wait_s)
         return backoff(retry_state)
 
 

@@ -29,7 +29,6 @@ HUB_WINDOW_BYTES = 16 << 20
 _LOCATION = re.compile(r"hf://datasets/(?P<repo>[^@]+)@(?P<commit>[0-9a-f]{40})/(?P<path>.+)", re.DOTALL)
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 _EXPIRED = (400, 401, 403, 404, 410)
-_CHUNK_BYTES = 1 << 20
 
 
 class HubReader:
@@ -55,7 +54,7 @@ class HubReader:
         end = min(end, self.size_bytes)
         received = bytearray()
         if end > start:
-            retrying(self._file.name, lambda: self._receive(received, start, end), self._policy)
+            retrying(self._file.name, lambda: self._attempt(received, start, end), self._policy)
         return received
 
     def windows(self) -> Iterator[bytearray]:
@@ -63,25 +62,31 @@ class HubReader:
         for start in range(0, self.size_bytes, HUB_WINDOW_BYTES):
             yield self.read(start, start + HUB_WINDOW_BYTES)
 
-    def _receive(self, received: bytearray, start: int, end: int) -> None:
-        """One attempt at what is still missing of a range; what came before a cut is kept."""
+    def _attempt(self, received: bytearray, start: int, end: int) -> None:
+        """Asks for what is still missing of a range; what comes before a cut is kept.
+
+        After any failure the next attempt asks the Hub again: the CDN's address may have expired, or its host be down.
+        """
+        signed_url, self._signed_url = self._signed_url, None
+        headers = {"Range": f"bytes={start + len(received)}-{end - 1}", "Accept-Encoding": "identity"}
+        if signed_url is None:
+            self._receive(received, start, end, self._hub_url(), {**auth_headers(), **headers})
+        else:
+            self._receive(received, start, end, signed_url, headers)
+
+    def _receive(self, received: bytearray, start: int, end: int, url: str, headers: dict[str, str]) -> None:
         first = start + len(received)
         wanted = end - start
-        url = self._signed_url or self._hub_url()
-        headers = {"Range": f"bytes={first}-{end - 1}", "Accept-Encoding": "identity"}
-        if self._signed_url is None:
-            headers = {**auth_headers(), **headers}
         give_up_at = time.monotonic() + self._policy.deadline_s
         with get_session().stream("GET", url, headers=headers, timeout=self._policy.timeout_s) as response:
-            if self._signed_url is not None and response.status_code in _EXPIRED:
-                self._signed_url = None
+            if url != self._hub_url() and response.status_code in _EXPIRED:
                 raise CutConnectionError(f"the CDN's address has expired (HTTP {response.status_code})")
             if response.is_error:
                 response.read()
             hf_raise_for_status(response)
             self._check_range(response.status_code, response.headers.get("content-range", ""), first, end)
-            self._remember(str(response.url))
-            for chunk in response.iter_raw(_CHUNK_BYTES):
+            # Pieces as they arrive: a chunk size would hold back what came before a cut.
+            for chunk in response.iter_raw():
                 received += chunk
                 if len(received) > wanted:
                     raise CorruptInputError(f"{self._file.name}: the server sent more than bytes {first}-{end - 1}")
@@ -89,6 +94,7 @@ class HubReader:
                     raise CutConnectionError(f"slower than {self._policy.deadline_s:.0f} s for {wanted} bytes")
         if len(received) < wanted:
             raise CutConnectionError(f"connection cut at byte {start + len(received)} of {end}")
+        self._remember(str(response.url))
 
     def _check_range(self, status: int, content_range: str, first: int, end: int) -> None:
         if status == 200 and first == 0 and end == self.size_bytes:

@@ -38,51 +38,55 @@ def line_tasks(file: InputFile, text_field: str, first_row: int) -> Iterator[Lin
             been yielded.
     """
     row = first_row
-    whole: list[bytes] = []
-    begun: list[bytes] = []
-    chunks = _lines_from(decompressed(stream(file), codec_of(file.name)), first_row)
-    damage: DamagedStreamError | None = None
-    while damage is None:
-        try:
-            chunk = next(chunks, None)
-        except DamagedStreamError as error:
-            damage = error
-            break
-        if chunk is None:
-            whole += begun
-            begun = []
-            break
-        _append(chunk, whole, begun)
-        too_long = sum(map(len, begun)) > MAX_LINE_BYTES
-        if too_long or sum(map(len, whole)) >= BATCH_BYTES:
-            block = b"".join(whole)
-            if block:
-                yield LinesTask(file, text_field, row, block)
+    try:
+        for block in _blocks(_lines_from(decompressed(stream(file), codec_of(file.name)), first_row)):
+            yield LinesTask(file, text_field, row, block)
             row += block.count(b"\n")
-            whole.clear()
-        if too_long:
-            raise CorruptInputError(
-                f"{file.name}: line {row + 1} is over {MAX_LINE_BYTES >> 20} MiB; expected one JSON object a line"
-            )
-    if block := b"".join(whole):
-        yield LinesTask(file, text_field, row, block)
-    if damage is not None:
-        line = row + block.count(b"\n") + 1
+    except _LineTooLongError:
         raise CorruptInputError(
-            f"{file.name}: {damage.reason} (in line {line}, near byte {damage.offset} of {file.size_bytes}); "
+            f"{file.name}: line {row + 1} is over {MAX_LINE_BYTES >> 20} MiB; expected one JSON object a line"
+        ) from None
+    except DamagedStreamError as damage:
+        raise CorruptInputError(
+            f"{file.name}: {damage.reason} (in line {row + 1}, near byte {damage.offset} of {file.size_bytes}); "
             "everything before it was read: get a sound copy and run the same command again"
         ) from damage
 
 
-def _append(chunk: bytes, whole: list[bytes], begun: list[bytes]) -> None:
-    """Adds a chunk to the whole lines and to the line begun."""
-    end = chunk.rfind(b"\n") + 1
-    if end == 0:
-        begun.append(chunk)
-        return
-    whole += begun
-    whole.append(chunk[:end])
-    begun[:] = [chunk[end:]] if end < len(chunk) else []
+class _LineTooLongError(Exception):
+    """A line that would have to be held whole, and is too long for it."""
+
+
+def _blocks(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """Whole lines gathered to `BATCH_BYTES`; the last block may lack its newline. None is empty.
+
+    An error of ``chunks`` comes after the whole lines before it, without the line it cut.
+    """
+    whole: list[bytes] = []
+    begun: list[bytes] = []
+    whole_bytes = begun_bytes = 0
+    failure: Exception | None = None
+    try:
+        for chunk in chunks:
+            end = chunk.rfind(b"\n") + 1
+            if end:
+                whole += [*begun, chunk[:end]]
+                whole_bytes += begun_bytes + end
+                begun, begun_bytes = [], 0
+            begun.append(chunk[end:])
+            begun_bytes += len(chunk) - end
+            if begun_bytes > MAX_LINE_BYTES:
+                raise _LineTooLongError
+            if whole_bytes >= BATCH_BYTES:
+                yield b"".join(whole)
+                whole, whole_bytes = [], 0
+        whole += begun
+    except (DamagedStreamError, _LineTooLongError) as error:
+        failure = error
+    if block := b"".join(whole):
+        yield block
+    if failure is not None:
+        raise failure
 
 
 def _lines_from(chunks: Iterator[bytes], first_row: int) -> Iterator[bytes]:
@@ -111,24 +115,22 @@ def line_batches(task: LinesTask) -> Iterator[TextBatch]:
         CorruptInputError: a line is not a JSON object; the documents before it have been yielded.
         SourceError: no row of the file's beginning has the text field.
     """
-    data = task.data.removeprefix(_BOM) if task.first_row == 0 else task.data
-    lines = data.split(b"\n")
+    lines = task.data.split(b"\n")
     if not lines[-1]:
         lines.pop()
+    if task.first_row == 0:
+        lines[0] = lines[0].removeprefix(_BOM)
+        _check_field(task, lines[:_ROWS_TO_FIND_FIELD])
     texts: list[bytes] = []
     rows: list[int] = []
-    fields: dict[str, None] = {}
-    row = task.first_row
-    corrupt: CorruptInputError | None = None
+    end_row = task.first_row + len(lines)
+    corrupt: bytes | None = None
     for row, line in enumerate(lines, start=task.first_row):
-        try:
-            value = from_json(line, cache_strings="keys")
-        except ValueError:
+        value = _parse(line)
+        if type(value) is not dict:
             if not line.strip():
                 continue
-            value = _parse_slowly(line)
-        if type(value) is not dict:
-            corrupt = _not_an_object(task, row, line)
+            corrupt, end_row = line, row
             break
         text = value.get(task.text_field)
         if type(text) is str and text:
@@ -137,17 +139,36 @@ def line_batches(task: LinesTask) -> Iterator[TextBatch]:
             except UnicodeEncodeError:
                 continue
             rows.append(row)
-        if row < _ROWS_TO_FIND_FIELD:
-            fields.update(dict.fromkeys(value))
-    if task.first_row == 0 and fields and task.text_field not in fields:
-        raise SourceError(
-            f"{task.file.name}: none of the first {min(len(lines), _ROWS_TO_FIND_FIELD)} lines has the field "
-            f"{task.text_field!r}; they have {', '.join(sorted(fields)[:20])}: set text_field to one of them"
-        )
-    end_row = row if corrupt is not None else task.first_row + len(lines)
     yield TextBatch(texts, np.array(rows, dtype=np.int64), end_row)
     if corrupt is not None:
-        raise corrupt
+        raise CorruptInputError(
+            f"{task.file.name}: line {end_row + 1} is not a JSON object: {corrupt[:60]!r}; expected one object a line, "
+            f"with the text in {task.text_field!r}; everything before it was read"
+        )
+
+
+def _check_field(task: LinesTask, lines: list[bytes]) -> None:
+    """Refuses a file whose beginning never has the text field: all its rows would be skipped, in silence."""
+    fields: dict[str, None] = {}
+    for line in lines:
+        value = _parse(line)
+        if type(value) is not dict:
+            continue
+        if task.text_field in value:
+            return
+        fields.update(dict.fromkeys(value))
+    if fields:
+        raise SourceError(
+            f"{task.file.name}: none of the first {len(lines)} lines has the field {task.text_field!r}; they have "
+            f"{', '.join(sorted(fields)[:20])}: set text_field to one of them"
+        )
+
+
+def _parse(line: bytes) -> object:
+    try:
+        return from_json(line, cache_strings="keys")
+    except ValueError:
+        return _parse_slowly(line)
 
 
 def _parse_slowly(line: bytes) -> object:
@@ -159,10 +180,3 @@ def _parse_slowly(line: bytes) -> object:
         return json.loads(line.decode("utf-8", "surrogateescape"), parse_int=str)
     except (ValueError, RecursionError):
         return None
-
-
-def _not_an_object(task: LinesTask, row: int, line: bytes) -> CorruptInputError:
-    return CorruptInputError(
-        f"{task.file.name}: line {row + 1} is not a JSON object: {line[:60]!r}; expected one object a line, "
-        f"with the text in {task.text_field!r}; everything before it was read"
-    )

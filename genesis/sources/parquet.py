@@ -84,7 +84,7 @@ def row_group_batches(task: RowGroupTask) -> Iterator[TextBatch]:
                 row += len(piece)
     except (pa.ArrowException, OSError) as error:
         raise _damaged(task.file, f"row group {task.row_group}, row {row}", error) from error
-    if row != group.num_rows and task.first_row <= row:
+    if row != group.num_rows:
         raise CorruptInputError(
             f"{task.file.name}: row group {task.row_group} ends at row {row}, not {group.num_rows}; get a sound copy"
         )

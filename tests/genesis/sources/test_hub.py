@@ -1,0 +1,344 @@
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from pathlib import Path
+
+import huggingface_hub
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from genesis.errors import CorruptInputError, InputChangedError, InputNotFoundError, SourceError
+from genesis.sources import hub_file, parquet, read_batches, resolve, tasks
+from genesis.sources.hub_client import RetryPolicy
+from manifests import SourceSpec
+from tests.support.hub_server import COMMIT, Fault, HubServer, SeededFaults
+from tests.support.source_documents import read_on, read_until_error
+
+Serve = Callable[..., HubServer]
+
+
+def write_repository(folder: Path, seed: int = 0) -> dict[str, list[bytes]]:
+    """A dataset of three formats; the texts of each."""
+    source = random.Random(seed)
+    names = ("p0", "p1", "z2", "z10", "g")
+    texts = {name: [source.randbytes(200).hex() + str(n) for n in range(300)] for name in names}
+    (folder / "data").mkdir(parents=True)
+    (folder / "train").mkdir()
+    (folder / "README.md").write_text("# A dataset\n")
+    for name in ("p0", "p1"):
+        ballast = pa.array([source.randbytes(2000).hex() for _ in range(300)])
+        table = pa.table({"ballast": ballast, "text": pa.array(texts[name]), "more": ballast})
+        pq.write_table(table, folder / "data" / f"{name}.parquet", row_group_size=70, write_statistics=False)
+    lines = {name: b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts[name]) for name in texts}
+    for name in ("z2", "z10"):
+        (folder / "train" / f"{name}.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(lines[name]))
+    (folder / "g.json.gz").write_bytes(gzip.compress(lines["g"]))
+    return {name: [text.encode() for text in found] for name, found in texts.items()}
+
+
+def spec_of(*patterns: str, **fields: str) -> SourceSpec:
+    return SourceSpec(name="mine", hf_path=fields.pop("hf_path", "someone/texts"), data_files=patterns, **fields)
+
+
+EVERYTHING = spec_of("data/*.parquet", "train/*.jsonl.zst", "*.json.gz")
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits of milliseconds where the server does not say how long."""
+    policy = RetryPolicy(deadline_s=20.0, unreachable_s=0.3, timeout_s=5.0, first_wait_s=0.001, max_wait_s=0.01)
+    monkeypatch.setattr(RetryPolicy, "from_environment", classmethod(lambda cls: policy))
+
+
+def test_the_plan_is_pinned_and_in_the_order_of_the_patterns(tmp_path: Path, serve: Serve):
+    texts = write_repository(tmp_path)
+    hub = serve(tmp_path, page_size=2)
+    plan = resolve(EVERYTHING)
+    names = ["data/p0.parquet", "data/p1.parquet", "train/z2.jsonl.zst", "train/z10.jsonl.zst", "g.json.gz"]
+    assert [file.name for file in plan.files] == names
+    assert (plan.repo, plan.revision) == ("someone/texts", COMMIT)
+    assert [file.size_bytes for file in plan.files] == [(tmp_path / name).stat().st_size for name in names]
+    assert plan.files[0].location == f"hf://datasets/someone/texts@{COMMIT}/data/p0.parquet"
+    assert not hub.requests("resolve")
+    reading = read_on(plan)
+    assert reading.documents == [text for name in ("p0", "p1", "z2", "z10", "g") for text in texts[name]]
+    assert {(cursor.repo, cursor.revision) for cursor in reading.cursors} == {("someone/texts", COMMIT)}
+
+
+def test_reading_on_from_a_cursor_is_skipping(tmp_path: Path, serve: Serve):
+    write_repository(tmp_path)
+    serve(tmp_path)
+    plan = resolve(EVERYTHING)
+    whole = read_on(plan)
+    for count in (1, 70, 71, 299, 300, 450, 600, 601, 1199, 1400, 1500):
+        rest = read_on(plan, whole.cursors[count - 1])
+        assert rest.documents == whole.documents[count:]
+
+
+def test_a_pinned_revision_is_read_whatever_the_branch_holds(tmp_path: Path, serve: Serve):
+    old, new = "a" * 40, "b" * 40
+    texts = write_repository(tmp_path / "old", seed=1)
+    write_repository(tmp_path / "new", seed=2)
+    serve(tmp_path / "new", commit=new, commits={old: tmp_path / "old"})
+    spec = spec_of("data/p0.parquet")
+    assert resolve(spec).revision == new
+    plan = resolve(spec, pinned_revision=old)
+    reading = read_on(plan)
+    assert reading.documents == texts["p0"]
+    with pytest.raises(InputChangedError, match=r"aaaaaaaaaaaa.*bbbbbbbbbbbb"):
+        list(tasks(resolve(spec), reading.cursors[5]))
+
+
+def test_only_the_text_columns_ranges_travel(tmp_path: Path, serve: Serve):
+    texts = write_repository(tmp_path)
+    hub = serve(tmp_path)
+    plan = resolve(spec_of("data/*.parquet"))
+    text_bytes = sum(map(len, read_on(plan).documents))
+    assert all(request.range for request in [*hub.requests("resolve"), *hub.requests("cdn")])
+    footers_bytes = 2 * (64 << 10)
+    assert hub.sent_bytes("cdn") < text_bytes * 1.05 + footers_bytes < plan.size_bytes / 8
+    assert len(hub.requests("resolve")) == 2
+    groups = 5 * 2
+    footers = 2
+    assert len(hub.requests("cdn")) == groups + footers
+    assert read_on(plan).documents == texts["p0"] + texts["p1"]
+    assert len(hub.requests("cdn")) == 2 * groups + footers, "footers of the files opened last are kept"
+
+
+def test_a_plan_of_many_files_reads_no_footer_before_its_turn(tmp_path: Path, serve: Serve):
+    write_repository(tmp_path)
+    hub = serve(tmp_path)
+    given = tasks(resolve(spec_of("data/*.parquet")))
+    assert not hub.requests("cdn")
+    first = next(given)
+    assert len(hub.requests("cdn")) == 1
+    assert len(pickle.dumps(first)) < 2000
+
+
+@pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize("seed", range(6))
+def test_documents_are_the_same_through_a_storm_of_faults(
+    tmp_path: Path, serve: Serve, seed: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(hub_file, "HUB_WINDOW_BYTES", 20_000)
+    monkeypatch.setattr(parquet, "_HUB_BUFFER_BYTES", 3_000)
+    texts = write_repository(tmp_path)
+    hub = serve(tmp_path, seeded=SeededFaults(seed, probability=0.35))
+    reading = read_on(resolve(EVERYTHING))
+    assert reading.documents == [text for name in ("p0", "p1", "z2", "z10", "g") for text in texts[name]]
+    answers = {request.status for request in hub.log}
+    assert {206, 429, 500, 503} <= answers
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_cut_connection_goes_on_at_the_byte(tmp_path: Path, serve: Serve):
+    texts = write_repository(tmp_path)
+    hub = serve(tmp_path)
+    hub.inject("cdn", Fault(cut_after=10_000), Fault(cut_after=5_000))
+    assert read_on(resolve(spec_of("train/z2.jsonl.zst"))).documents == texts["z2"]
+    size = (tmp_path / "train/z2.jsonl.zst").stat().st_size
+    starts = [int(request.range.removeprefix("bytes=").split("-")[0]) for request in hub.requests("cdn")]
+    assert starts == [0, 10_000, 15_000]
+    assert hub.sent_bytes("cdn") == size
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_signed_address_that_expires_is_asked_for_again(tmp_path: Path, serve: Serve):
+    texts = write_repository(tmp_path)
+    hub = serve(tmp_path)
+    found: list[bytes] = []
+    for task in tasks(resolve(spec_of("data/p0.parquet"))):
+        hub.expire_addresses()
+        found += [text for batch in read_batches(task) for text in batch.texts]
+    assert found == texts["p0"]
+    assert {request.status for request in hub.requests("cdn")} == {206, 403}
+
+
+@pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize("place", ["api", "resolve", "cdn"])
+def test_what_the_server_says_to_wait_is_waited(
+    tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch, place: str
+):
+    write_repository(tmp_path)
+    hub = serve(tmp_path)
+    waits: list[float] = []
+    monkeypatch.setattr("tenacity.nap.time.sleep", waits.append)
+    later = format_datetime(datetime.now(UTC) + timedelta(seconds=15), usegmt=True)
+    hub.inject(
+        place,
+        Fault(status=429, headers=(("Retry-After", "7"),)),
+        Fault(
+            status=429,
+            headers=(("RateLimit", '"api";r=0;t=11'), ("RateLimit-Policy", '"fixed window";"api";q=5;w=300')),
+        ),
+        Fault(status=503, headers=(("Retry-After", later),)),
+        Fault(status=502),
+    )
+    assert len(read_on(resolve(spec_of("data/p0.parquet"))).documents) == 300
+    assert waits[:2] == [7.0, 11.0]
+    assert 10 < waits[2] <= 15
+    assert waits[3] < 1
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_server_that_asks_for_more_than_the_deadline_is_given_up_at_once(tmp_path: Path, serve: Serve):
+    write_repository(tmp_path)
+    hub = serve(tmp_path)
+    hub.inject("api", *[Fault(status=429, headers=(("Retry-After", "86400"),))] * 2)
+    with pytest.raises(SourceError, match=r"someone/texts@main: still HTTP 429.*run the same command again"):
+        resolve(EVERYTHING)
+    assert len(hub.requests("api")) == 1
+
+
+def test_failing_until_the_deadline_is_one_line_and_keeps_what_was_read(
+    tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
+):
+    policy = RetryPolicy(deadline_s=0.4, unreachable_s=0.3, timeout_s=0.2, first_wait_s=0.05, max_wait_s=0.1)
+    monkeypatch.setattr(RetryPolicy, "from_environment", classmethod(lambda cls: policy))
+    texts = write_repository(tmp_path)
+    hub = serve(tmp_path)
+    plan = resolve(spec_of("data/p0.parquet"))
+    given = tasks(plan)
+    first = next(given)
+    assert [text for batch in read_batches(first) for text in batch.texts] == texts["p0"][:70]
+    hub.seeded = SeededFaults(0, probability=1.0, kinds=(Fault(status=503),))
+    with pytest.raises(SourceError, match=r"data/p0\.parquet: still HTTP 503") as failure:
+        list(read_batches(next(given)))
+    assert "\n" not in str(failure.value)
+    hub.seeded = SeededFaults(0, probability=1.0, kinds=(Fault(delay_s=0.5),))
+    with pytest.raises(SourceError, match="cannot be reached"):
+        list(read_batches(next(given)))
+
+
+def test_a_host_that_is_not_there_is_one_line(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: None
+):
+    write_repository(tmp_path)
+    serve(tmp_path)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(SourceError, match=r"http://127\.0\.0\.1:1 cannot be reached.*HF_ENDPOINT") as failure:
+        resolve(EVERYTHING)
+    assert "\n" not in str(failure.value)
+
+
+def test_what_does_not_exist_is_not_retried(tmp_path: Path, serve: Serve):
+    write_repository(tmp_path)
+    hub = serve(tmp_path)
+    for spec in (
+        spec_of("data/*.parquet", hf_path="someone/else"),
+        spec_of("data/*.parquet", revision="no-such-branch"),
+        spec_of("nowhere/*.parquet"),
+        spec_of("data/*.jsonl"),
+    ):
+        hub.log.clear()
+        with pytest.raises(InputNotFoundError):
+            resolve(spec)
+        assert len(hub.log) <= 2
+    with pytest.raises(InputNotFoundError, match="c" * 12):
+        resolve(EVERYTHING, pinned_revision="c" * 40)
+
+
+def test_a_gated_dataset_asks_for_a_token_and_takes_it(tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch):
+    texts = write_repository(tmp_path)
+    hub = serve(tmp_path, gated_token="hf_secret")
+    spec = spec_of("data/p0.parquet")
+    with pytest.raises(SourceError, match=r"accept the dataset's terms.*HF_TOKEN"):
+        resolve(spec)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert read_on(resolve(spec)).documents == texts["p0"]
+    assert all(request.authorized for request in hub.requests("resolve") if request.status == 302)
+    assert not any(request.authorized for request in hub.requests("cdn")), "the token stays with the Hub"
+
+
+def test_a_server_that_ignores_ranges_is_refused(tmp_path: Path, serve: Serve):
+    write_repository(tmp_path)
+    hub = serve(tmp_path)
+    hub.inject("cdn", Fault(ignore_range=True))
+    with pytest.raises(SourceError, match=r"HTTP 206.*found HTTP 200.*--input"):
+        list(tasks(resolve(spec_of("data/p0.parquet"))))
+
+
+def test_a_file_of_another_length_than_listed_is_refused(tmp_path: Path, serve: Serve):
+    write_repository(tmp_path)
+    serve(tmp_path)
+    plan = resolve(spec_of("train/*.zst"))
+    path = tmp_path / "train" / "z2.jsonl.zst"
+    path.write_bytes(path.read_bytes() + b"more")
+    assert "z2.jsonl.zst" in str(read_until_error(plan, CorruptInputError).error)
+
+
+def test_offline_mode_is_said(tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch):
+    write_repository(tmp_path)
+    serve(tmp_path)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(SourceError, match="HF_HUB_OFFLINE"):
+        resolve(EVERYTHING)
+
+
+def test_deadlines_come_from_the_environment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("GENESIS_HUB_DEADLINE_S", "5")
+    monkeypatch.setenv("GENESIS_HUB_TIMEOUT_S", "2.5")
+    policy = RetryPolicy.from_environment()
+    assert (policy.deadline_s, policy.unreachable_s, policy.timeout_s) == (5.0, 5.0, 2.5)
+    monkeypatch.setenv("GENESIS_HUB_DEADLINE_S", "soon")
+    with pytest.raises(SourceError, match=r"GENESIS_HUB_DEADLINE_S.*'soon'"):
+        RetryPolicy.from_environment()
+
+
+DATASETS_SCRIPT = """
+import hashlib, json, sys
+from datasets import load_dataset
+repo, files = sys.argv[1], sys.argv[2:]
+digests = []
+for file in files:
+    rows = load_dataset(repo, data_files=file, split="train", streaming=True)
+    digests.append(hashlib.sha256("\\0".join(row["text"] for row in rows).encode()).hexdigest())
+print(json.dumps(digests))
+"""
+
+
+def test_the_datasets_library_streams_the_same_documents(tmp_path: Path, serve: Serve):
+    write_repository(tmp_path / "repository")
+    hub = serve(tmp_path / "repository")
+    files = ["data/p0.parquet", "train/z10.jsonl.zst", "g.json.gz"]
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": hub.endpoint,
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_DISABLE_XET": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(DATASETS_SCRIPT), hub.repo, *files],
+        capture_output=True, text=True, timeout=100, env=environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    ours = [hashlib.sha256(b"\0".join(read_on(resolve(spec_of(file))).documents)).hexdigest() for file in files]
+    assert json.loads(done.stdout) == ours
+
+
+def test_local_input_does_not_import_the_hub_client(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    script = (
+        "import sys; from genesis.sources import *; from manifests import SourceSpec\n"
+        "plan = resolve(SourceSpec(name='mine'), [sys.argv[1]])\n"
+        "print(sum(len(batch.texts) for task in tasks(plan) for batch in read_batches(task)))\n"
+        "print([name for name in sys.modules if name.split('.')[0] in ('huggingface_hub', 'datasets', 'torch')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split("\n")[:2] == ["1", "[]"]

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from genesis.errors import InputChangedError, InputNotFoundError, SourceError, UnknownSourceError
+from genesis.sources import PYTHON_DOCS, find_source, resolve, tasks
+from manifests import SourceSpec, builtin_sources
+from tests.support.source_documents import read_on
+
+SPEC = SourceSpec(name="mine")
+
+
+def write(folder: Path, *names: str) -> None:
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f'{{"text": "{name}"}}\n')
+
+
+def names(spec: SourceSpec, *inputs: object) -> list[str]:
+    return [file.name for file in resolve(spec, [str(text) for text in inputs]).files]
+
+
+def test_a_glob_its_expansion_and_the_folder_are_the_same_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write(tmp_path, "chunk_2.jsonl", "chunk_10.jsonl", "chunk_1.jsonl")
+    plan = resolve(SPEC, [f"{tmp_path}/chunk_*.jsonl"])
+    assert [file.name for file in plan.files] == ["chunk_1.jsonl", "chunk_2.jsonl", "chunk_10.jsonl"]
+    assert resolve(SPEC, [str(path) for path in tmp_path.iterdir()]) == plan
+    assert resolve(SPEC, [str(tmp_path)]) == plan
+    assert resolve(SPEC, [str(tmp_path), f"{tmp_path}/*.jsonl", f"{tmp_path}/chunk_1.jsonl"]) == plan
+    monkeypatch.chdir(tmp_path)
+    assert resolve(SPEC, ["*.jsonl"]) == plan
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve(SPEC, ["~/chunk_*.jsonl"]) == plan
+
+
+def test_names_do_not_depend_on_where_the_data_lies(tmp_path: Path):
+    write(tmp_path / "one", "a/x.jsonl", "b/x.jsonl")
+    shutil.copytree(tmp_path / "one", tmp_path / "two" / "deeper")
+    first, second = resolve(SPEC, [f"{tmp_path}/one/**"]), resolve(SPEC, [f"{tmp_path}/two/deeper"])
+    assert [file.name for file in first.files] == ["a/x.jsonl", "b/x.jsonl"]
+    assert first.fingerprint("b/x.jsonl") == second.fingerprint("b/x.jsonl")
+
+
+def test_a_name_with_brackets_is_taken_as_it_is(tmp_path: Path):
+    write(tmp_path, "part[1].jsonl", "part1.jsonl")
+    assert names(SPEC, tmp_path / "part[1].jsonl") == ["part[1].jsonl"]
+
+
+def test_a_folder_leaves_out_hidden_files_and_what_is_not_text(tmp_path: Path):
+    write(tmp_path, "a.jsonl", "b.csv", ".hidden.jsonl", ".git/x.txt", "below/c.txt", "README.md")
+    assert names(SPEC, tmp_path) == ["a.jsonl", "below/c.txt"]
+    assert names(SPEC, tmp_path / "b*low") == ["c.txt"]
+
+
+def test_what_matches_nothing_is_named(tmp_path: Path):
+    write(tmp_path, "a.jsonl", "empty/x.csv")
+    for text in (f"{tmp_path}/*.parquet", f"{tmp_path}/b.jsonl", f"{tmp_path}/none/*.jsonl"):
+        with pytest.raises(InputNotFoundError, match=text.replace("*", r"\*")):
+            resolve(SPEC, [f"{tmp_path}/a.jsonl", text])
+    with pytest.raises(InputNotFoundError, match="empty"):
+        resolve(SPEC, [f"{tmp_path}/empty"])
+
+
+def test_an_unknown_extension_is_refused_with_what_is_read(tmp_path: Path):
+    write(tmp_path, "table.csv")
+    for text in (f"{tmp_path}/table.csv", f"{tmp_path}/*"):
+        with pytest.raises(SourceError, match=r"table\.csv.*\.parquet, \.jsonl.*'\.csv'"):
+            resolve(SPEC, [text])
+
+
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path):
+    write(tmp_path, "a.jsonl")
+    plan = resolve(SPEC, [str(tmp_path)])
+    (tmp_path / "a.jsonl").unlink()
+    with pytest.raises(InputNotFoundError, match=r"a\.jsonl.*is gone"):
+        list(tasks(plan))
+
+
+def test_files_may_be_added_behind_but_not_changed_or_removed(tmp_path: Path):
+    write(tmp_path, "1.jsonl", "2.jsonl")
+    before = resolve(SPEC, [str(tmp_path)])
+    reading = read_on(before)
+    write(tmp_path, "3.jsonl")
+    longer = resolve(SPEC, [str(tmp_path)])
+    assert longer.fingerprint("2.jsonl") == before.fingerprint("2.jsonl")
+    assert read_on(longer, reading.cursors[-1]).documents == [b"3.jsonl"]
+    (tmp_path / "1.jsonl").write_text('{"text": "other  "}\n')
+    changed = resolve(SPEC, [str(tmp_path)])
+    assert changed.files[0].size_bytes == before.files[0].size_bytes
+    assert changed.fingerprint("2.jsonl") != before.fingerprint("2.jsonl")
+    (tmp_path / "2.jsonl").unlink()
+    shorter = resolve(SPEC, [str(tmp_path)])
+    with pytest.raises(InputChangedError, match=r"'2\.jsonl'"):
+        shorter.fingerprint("2.jsonl")
+    with pytest.raises(InputChangedError, match=r"'2\.jsonl'"):
+        list(tasks(shorter, reading.cursors[-1]))
+
+
+def test_a_change_at_either_end_of_a_large_file_is_seen(tmp_path: Path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"x" * 300_000)
+    digests = [resolve(SPEC, [str(path)]).files[0].digest]
+    for data in (b"y" + b"x" * 299_999, b"x" * 299_999 + b"y", b"x" * 300_001):
+        path.write_bytes(data)
+        digests.append(resolve(SPEC, [str(path)]).files[0].digest)
+    assert len(set(digests)) == 4
+
+
+def test_sources_are_found_by_name_and_known_ones_listed():
+    sources = builtin_sources()
+    assert find_source("c4", sources).hf_path == "allenai/c4"
+    assert find_source("python-docs", sources) is PYTHON_DOCS
+    with pytest.raises(UnknownSourceError, match=r"'fineweb-edo'.*c4, fineweb, fineweb-edu, python-docs"):
+        find_source("fineweb-edo", sources)
+
+
+def test_a_source_without_files_says_so():
+    with pytest.raises(InputNotFoundError, match="--input"):
+        resolve(SPEC)
+
+
+def test_python_docs_is_the_standard_library_in_a_fixed_order():
+    plan = resolve(PYTHON_DOCS)
+    assert plan == resolve(PYTHON_DOCS)
+    found = [file.name for file in plan.files]
+    assert {"abc.py", "json/decoder.py", "asyncio/base_events.py"} <= set(found)
+    assert not [name for name in found if "site-packages" in name or "/test/" in f"/{name}"]
+    reading = read_on(plan)
+    library = Path(plan.files[0].location.removesuffix(plan.files[0].name))
+    assert (library / "json" / "decoder.py").read_bytes() in reading.documents
+    assert sum(map(len, reading.documents)) > 5_000_000
+    assert read_on(plan, reading.cursors[99]).documents == reading.documents[100:]
