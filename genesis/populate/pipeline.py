@@ -16,10 +16,11 @@ from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
+from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from genesis.errors import InputChangedError
+from genesis.errors import InputChangedError, UsageError
 from genesis.populate.committer import Commit, Committer
 from genesis.populate.crashpoint import crash_point
 from genesis.populate.estimate import expected_text_bytes
@@ -92,6 +93,7 @@ def populate(
         superseded_keep_s=options.superseded_keep_s,
     )
     ledger.source = options.spec.name
+    _check_apart(options)
     with held(ledger), LeaseKeeper(ledger, on_lost=stop.set) as keeper:
         result = _Run(options, ledger, stop).run()
         if keeper.failure is not None:
@@ -255,6 +257,17 @@ class _Run:
                 f"were read from (fingerprint {checkpoint.input_fingerprint[:12]}…, found {found[:12]}…); "
                 "restore those files, or populate into another store"
             )
+
+
+def _check_apart(options: PopulateOptions) -> None:
+    """A store inside a folder it is made from would be read as text at the next run."""
+    if "://" in options.store_url:
+        return
+    store = Path(options.store_url).expanduser().resolve()
+    for pattern in options.inputs:
+        folder = Path(pattern).expanduser().resolve()
+        if store.is_relative_to(folder) and folder.is_dir():
+            raise UsageError(f"the store {store} lies inside the input folder {folder}; give another --store")
 
 
 def _timestamp() -> str:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -46,7 +47,7 @@ def test_no_returned_or_stale_lease_hinders(lease):
 def test_a_dead_process_of_this_machine_holds_nothing():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     here = this_process()
-    started = list(open(f"/proc/{child.pid}/stat").read().rsplit(")", 1)[1].split())[19]
+    started = Path(f"/proc/{child.pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
     process = ProcessId(here.host, child.pid, started, here.boot)
     assert not process.is_gone()
     with pytest.raises(LeaseHeldError):

@@ -68,7 +68,8 @@ def test_commits_add_up_over_segments(store):
         ledger.commit_shards([entry(i) for i in range(start, last + 1)], "s", checkpoint(last))
     manifest = published(store)
     assert (manifest.total_shards, manifest.total_tokens) == (2501, 2501 * TOKENS)
-    assert [(segment.first_shard, segment.shards) for segment in manifest.index] == [
+    spans = [(segment.first_shard, segment.shards) for segment in manifest.index]
+    assert spans == [
         (0, 1000),
         (1000, 1000),
         (2000, 501),
