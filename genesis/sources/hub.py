@@ -23,7 +23,7 @@ __all__ = ["hub_plan"]
 _COMMIT = re.compile("[0-9a-f]{40}")
 
 
-def hub_plan(spec: SourceSpec, *, pinned_revision: str = "") -> InputPlan:
+def hub_plan(spec: SourceSpec, *, pinned_revision: str | None = None) -> InputPlan:
     """The plan of a source on the Hub.
 
     Files come in the order of ``data_files``, those of one pattern in natural order; a file that several patterns

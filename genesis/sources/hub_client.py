@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import TypeVar
 
 import tenacity
@@ -120,7 +121,7 @@ def api_pages(path: str, what: str, policy: RetryPolicy, params: dict[str, str])
     pages: list[object] = []
     url: str | None = f"{constants.ENDPOINT}/api/{path}"
     while url is not None:
-        page, url = retrying(what, lambda url=url: _get_json(url, policy, {} if pages else params), policy)  # type: ignore[misc]
+        page, url = retrying(what, partial(_get_json, url, policy, {} if pages else params), policy)
         pages.append(page)
     return pages
 

@@ -9,6 +9,7 @@ from typing import BinaryIO, cast
 
 from genesis.errors import InputChangedError, InputNotFoundError, SourceError
 from genesis.sources.base import InputFile
+from genesis.sources.read_ahead import read_ahead
 
 __all__ = ["is_remote", "open_file", "read_all", "stream"]
 
@@ -51,7 +52,7 @@ def stream(file: InputFile) -> Iterator[bytes | bytearray]:
         from genesis.sources.hub_client import RetryPolicy
         from genesis.sources.hub_file import HubReader
 
-        yield from HubReader(file, RetryPolicy.from_environment()).windows()
+        yield from read_ahead(HubReader(file, RetryPolicy.from_environment()).windows())
         return
     with open_file(file) as opened:
         try:

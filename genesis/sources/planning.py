@@ -30,14 +30,14 @@ def find_source(name: str, sources_file: SourcesFile) -> SourceSpec:
     return spec
 
 
-def resolve(spec: SourceSpec, inputs: Sequence[str] = (), *, pinned_revision: str = "") -> InputPlan:
+def resolve(spec: SourceSpec, inputs: Sequence[str] = (), *, pinned_revision: str | None = None) -> InputPlan:
     """The plan of a source.
 
     Args:
         spec: the source.
         inputs: local files, folders or glob patterns to read instead of the source's own files.
         pinned_revision: the commit a checkpoint's cursor stands in; the Hub's files are taken from exactly it,
-            whatever the branch holds by now. Empty: the spec's ``revision``, resolved to a commit here.
+            whatever the branch holds by now. None: the spec's ``revision``, resolved to a commit here.
 
     Raises:
         InputNotFoundError: no file matches, or repository or revision do not exist.
