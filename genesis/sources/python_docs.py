@@ -1,7 +1,8 @@
 """``python-docs``: the text of the running Python's own standard library, a real text on every machine.
 
 It needs no network and no account, so a first run works anywhere. One document a ``.py`` file; tests and the
-packages installed beside the library are left out. Some 12 MB in 730 files for CPython 3.11. Another Python has other text: a checkpoint made with it says so (`InputChangedError`).
+packages installed beside the library are left out. Some 12 MB in 730 files for CPython 3.11. Another Python has other
+text: a checkpoint made with it says so (`InputChangedError`).
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ PYTHON_DOCS = SourceSpec(
     name="python-docs", text_field="text", target_shards=0, priority=1000, enabled=False, merges=1000
 )
 """Not one of the five sources of sources.json, whose merges shares alone sum to 31,734. In an empty store it learns
-the whole vocabulary, as any first source does; populated later it adds 1,000 merges. ``target_shards`` 0 means none: it is
-read to its end."""
+the whole vocabulary, as any first source does; populated later it adds 1,000 merges. ``target_shards`` 0 means none:
+it is read to its end."""
 
 _LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
