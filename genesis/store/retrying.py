@@ -121,10 +121,11 @@ class Retrier:
         try:
             result = retrying(attempt)
         except TransientError as error:
-            attempts = retrying.statistics["attempt_number"]
+            attempts, took_s = retrying.statistics["attempt_number"], time.monotonic() - began
+            cause = "the address and the network" if error.connecting else "the network, and the server's log and disk"
             raise StoreUnavailableError(
-                f"cannot {what}: {error} (attempts: {attempts}, over {time.monotonic() - began:.0f} s); check the "
-                "address and the network and run the same command again"
+                f"cannot {what}: {error} (attempts: {attempts}, over {took_s:.0f} s); check {cause}, and run the same "
+                "command again"
             ) from error
         self._answered = True
         return result

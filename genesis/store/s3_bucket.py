@@ -141,7 +141,7 @@ class S3Bucket:
                 return attempt(self._connection.client())
             except (ClientError, BotoCoreError, ResponseParserError) as error:
                 raise translate(error, what, self.endpoint) from error
-            except urllib3.exceptions.HTTPError as error:
+            except (urllib3.exceptions.HTTPError, TimeoutError) as error:
                 raise TransientError(f"{self.endpoint}: {error}") from error
 
         result = self._retrier.call(what, once, deadline)

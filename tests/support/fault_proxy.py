@@ -120,6 +120,8 @@ class FaultProxy:
         self.injected: Counter[Fault] = Counter()
         self.passed: list[Request] = []
         """Requests that reached the server, without their bodies."""
+        self.watch: Callable[[Request], None] | None = None
+        """Called with every request before anything else happens to it."""
         self._target_port = target_port
         self._schedule = _Schedule(seed, rate, tuple(faults))
         self._only = only
@@ -171,6 +173,8 @@ class FaultProxy:
 
     def handle(self, request: Request, client: socket.socket) -> Reply | None:
         """What the client gets; None: its connection is closed."""
+        if self.watch is not None:
+            self.watch(request)
         replied = self._answer(request) if self._answer is not None else None
         if replied is not None:
             return replied

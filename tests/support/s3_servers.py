@@ -184,13 +184,17 @@ class _OneAtATime:
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         # The body is read before the lock is taken: a client that stalls may not stop the others.
-        if "CONTENT_LENGTH" in environ:
-            environ["wsgi.input"] = io.BytesIO(environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"] or 0)))
+        length = int(environ.get("CONTENT_LENGTH") or 0)
+        body = environ["wsgi.input"].read(length)
+        if len(body) < length:  # The client was killed; moto would store what came.
+            start_response("400 Bad Request", [])
+            return []
+        environ["wsgi.input"] = io.BytesIO(body)
         with self._lock:
             if self._refuses(environ):
-                body = b"<Error><Code>PreconditionFailed</Code><Message>condition does not hold</Message></Error>"
+                refusal = b"<Error><Code>PreconditionFailed</Code><Message>condition does not hold</Message></Error>"
                 start_response("412 Precondition Failed", [("Content-Type", "application/xml")])
-                return [body]
+                return [refusal]
             return list(self._app(environ, start_response))
 
     def _refuses(self, environ: dict[str, Any]) -> bool:

@@ -1,0 +1,124 @@
+"""Real servers, one of each a test session, and the stores over them."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from genesis.store import FolderStore, Store
+from genesis.store.retrying import RetryPolicy
+from genesis.store.s3 import S3Store
+from tests.support.s3_servers import Server, moto_s3, rclone_s3
+
+BUCKET = "bucket"
+QUICK = RetryPolicy(
+    deadline_s=30, first_contact_s=0.5, connect_timeout_s=2, read_timeout_s=10, first_wait_s=0.005, longest_wait_s=0.05
+)
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def moto() -> Iterator[Server]:
+    with moto_s3(BUCKET) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def rclone_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder behind the bucket that rclone serves."""
+    return tmp_path_factory.mktemp("rclone") / BUCKET
+
+
+@pytest.fixture(scope="session")
+def rclone(rclone_folder: Path) -> Iterator[Server]:
+    with rclone_s3(rclone_folder.parent, BUCKET) as server:
+        yield server
+
+
+@pytest.fixture
+def s3_env(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Points boto3 at a server, or at a proxy of it."""
+
+    def point(server: Server, port: int | None = None) -> None:
+        for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in server.environment(port).items():
+            monkeypatch.setenv(name, value)
+
+    return point
+
+
+@pytest.fixture
+def fresh_url() -> Callable[[], str]:
+    """An ``s3://`` address nothing has been written to."""
+    return lambda: f"s3://{BUCKET}/{uuid.uuid4().hex[:8]}/{next(_numbers)}"
+
+
+@pytest.fixture
+def s3_store(fresh_url: Callable[[], str]) -> Iterator[Callable[..., S3Store]]:
+    """Makes S3 stores that are closed after the test."""
+    made: list[S3Store] = []
+
+    def make(url: str | None = None, policy: RetryPolicy = QUICK, **options: int) -> S3Store:
+        made.append(S3Store(url or fresh_url(), policy=policy, **options))
+        return made[-1]
+
+    yield make
+    for store in made:
+        store.close()
+
+
+def _opened(kind: str, request: pytest.FixtureRequest) -> Store:
+    if kind == "folder":
+        return FolderStore(request.getfixturevalue("tmp_path") / "store")
+    request.getfixturevalue("s3_env")(request.getfixturevalue(kind))
+    store: S3Store = request.getfixturevalue("s3_store")()
+    return store
+
+
+@pytest.fixture(params=["folder", "moto", "rclone"])
+def store(request: pytest.FixtureRequest) -> Store:
+    """An empty store of every kind."""
+    return _opened(request.param, request)
+
+
+@pytest.fixture(params=["folder", "moto"])
+def exact_store(request: pytest.FixtureRequest) -> Store:
+    """An empty store of every kind that honours conditional writes."""
+    return _opened(request.param, request)
+
+
+@contextmanager
+def mounted(target: Path, *options: str) -> Iterator[Path]:
+    """A mount for the duration of a test; skips the test where mounting is not permitted."""
+    target.mkdir(exist_ok=True)
+    try:
+        done = subprocess.run(["mount", *options, str(target)], capture_output=True, text=True, timeout=10)
+    except OSError as error:
+        pytest.skip(f"cannot mount here: {error}")
+    if done.returncode:
+        pytest.skip(f"cannot mount here: {done.stderr.strip()}")
+    try:
+        yield target
+    finally:
+        subprocess.run(["umount", str(target)], check=True, timeout=10)
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=1m", "tmpfs") as folder:
+        yield folder
+
+
+@pytest.fixture
+def read_only_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system that is mounted read-only."""
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "ro", "tmpfs") as folder:
+        yield folder

@@ -1,0 +1,177 @@
+"""Reading over HTTP, from a real web server (``rclone serve http``) through the fault proxy."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from pathlib import Path
+
+import pytest
+
+from genesis.errors import ObjectNotFoundError, StoreAccessError, StoreError, StoreUnavailableError
+from genesis.store import CachePolicy, FolderStore, ReadableStore, Store
+from genesis.store.http import HttpStore
+from genesis.store.retrying import RetryPolicy
+from manifests import InvalidDocumentError
+from tests.genesis.store.conftest import QUICK
+from tests.support.fault_proxy import Fault, FaultProxy, Reply, Request
+from tests.support.s3_servers import Server, free_port, rclone_http
+
+BODY = random.Random(8).randbytes(300_000)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("web")
+    store = FolderStore(root / "store")
+    store.put("shard_0.pt", BODY, cache=CachePolicy.IMMUTABLE)
+    store.put("index/segment_00000-00.json", b"{}", cache=CachePolicy.IMMUTABLE)
+    return root
+
+
+@pytest.fixture(scope="module")
+def web(folder: Path) -> Iterator[Server]:
+    with rclone_http(folder) as server:
+        yield server
+
+
+@pytest.fixture
+def http_store() -> Iterator[Callable[..., HttpStore]]:
+    made: list[HttpStore] = []
+
+    def make(port: int, policy: RetryPolicy = QUICK, **options: int) -> HttpStore:
+        made.append(HttpStore(f"http://127.0.0.1:{port}/store/", policy=policy, **options))
+        return made[-1]
+
+    yield make
+    for store in made:
+        store.close()
+
+
+def test_it_reads(web, http_store):
+    store = http_store(web.port)
+    assert isinstance(store, ReadableStore)
+    assert not isinstance(store, Store)
+    found = store.get("shard_0.pt")
+    assert found.body == BODY
+    info = store.head("shard_0.pt")
+    assert info is not None
+    assert (info.size_bytes, info.etag) == (len(BODY), found.etag)
+    assert info.modified_at is not None
+    assert store.get("index/segment_00000-00.json").body == b"{}"
+
+
+def test_nothing_there(web, http_store):
+    store = http_store(web.port)
+    assert store.head("none") is None
+    with pytest.raises(ObjectNotFoundError, match="none"):
+        store.get("none")
+
+
+def test_it_cannot_list(web, http_store):
+    with pytest.raises(StoreError, match="manifest"):
+        http_store(web.port).list()
+
+
+def test_keys_are_checked(web, http_store):
+    with pytest.raises(InvalidDocumentError):
+        http_store(web.port).get("../web/store/shard_0.pt")
+
+
+def test_an_etag_changes_with_the_object(web, folder, http_store):
+    store = http_store(web.port)
+    writer = FolderStore(folder / "store")
+    etags = set()
+    for body in (b"1", b"22", b"333"):
+        writer.put("manifest.json", body, cache=CachePolicy.SHORT)
+        found = store.get("manifest.json")
+        assert found.body == body
+        etags.add(found.etag)
+    assert len(etags) == 3
+
+
+@pytest.mark.parametrize("fault", [Fault.SHORT_BODY, Fault.CUT_BEFORE, Fault.ERROR_500, Fault.SLOW_DOWN])
+def test_reads_are_tried_again(fault, web, http_store):
+    with FaultProxy(web.port) as proxy:
+        store = http_store(proxy.port)
+        store.head("shard_0.pt")
+        proxy.script([fault] * 3)
+        assert store.get("shard_0.pt").body == BODY
+        assert proxy.injected[fault] == 3
+
+
+def test_a_server_that_hangs(web, http_store):
+    with FaultProxy(web.port) as proxy:
+        proxy.script([Fault.HANG])
+        assert http_store(proxy.port, replace(QUICK, read_timeout_s=0.2)).get("shard_0.pt").body == BODY
+        assert proxy.injected[Fault.HANG] == 1
+
+
+@pytest.mark.parametrize("in_seconds", [True, False])
+def test_retry_after_is_kept(in_seconds, web, http_store):
+    """A server that asks for more time than there is left is not asked again; one that asks for 1 s is."""
+    later = format_datetime(datetime.now(UTC) + timedelta(hours=1), usegmt=True)
+    asked: list[Request] = []
+
+    def too_many(request: Request) -> Reply | None:
+        asked.append(request)
+        if len(asked) == 1:
+            return Reply(429, headers=(("Retry-After", "1"),))
+        return Reply(429, headers=(("Retry-After", "3600" if in_seconds else later),))
+
+    with FaultProxy(web.port, answer=too_many) as proxy:
+        store = http_store(proxy.port)
+        with pytest.raises(StoreUnavailableError, match="answered 429"):
+            store.get("shard_0.pt")
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_store_that_is_not_public(status, web, http_store):
+    with FaultProxy(web.port, answer=lambda request: Reply(status)) as proxy:
+        store = http_store(proxy.port)
+        for use in (store.get, store.head):
+            with pytest.raises(StoreAccessError, match=f"{status}.*public"):
+                use("shard_0.pt")
+
+
+def test_an_answer_larger_than_any_object(web, http_store):
+    with pytest.raises(StoreError, match=r"at most 1,000 bytes, found 300,000"):
+        http_store(web.port, max_object_bytes=1000).get("shard_0.pt")
+
+
+def test_an_endless_answer_without_a_length(web, http_store):
+    def chunked(request: Request) -> Reply:
+        body = b"2710\r\n" + bytes(10_000) + b"\r\n"
+        return Reply(200, body * 50 + b"0\r\n\r\n", (("Transfer-Encoding", "chunked"), ("Content-Type", "x/y")))
+
+    with FaultProxy(web.port, answer=chunked) as proxy:
+        assert len(http_store(proxy.port).get("k").body) == 500_000
+        with pytest.raises(StoreError, match="at most 100,000 bytes"):
+            http_store(proxy.port, max_object_bytes=100_000).get("k")
+
+
+def test_redirects_are_followed_but_not_for_ever(web, http_store):
+    def redirect(request: Request) -> Reply | None:
+        if request.path == "/store/moved":
+            return Reply(302, headers=(("Location", "/store/shard_0.pt"),))
+        return Reply(302, headers=(("Location", request.path),)) if request.path == "/store/loop" else None
+
+    with FaultProxy(web.port, answer=redirect) as proxy:
+        store = http_store(proxy.port)
+        assert store.get("moved").body == BODY
+        with pytest.raises(StoreError, match="check the address"):
+            store.get("loop")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "nowhere.invalid"])
+def test_an_unreachable_host(host):
+    store = HttpStore(f"http://{host}:{free_port()}", policy=QUICK)
+    try:
+        with pytest.raises(StoreUnavailableError, match=host):
+            store.get("k")
+    finally:
+        store.close()

@@ -1,0 +1,468 @@
+"""What only S3 has: headers, parts, gateways without conditions, and the many ways access fails."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from genesis.errors import (
+    PreconditionFailedError,
+    StoreAccessError,
+    StoreError,
+    StoreFullError,
+    StoreUnavailableError,
+    UsageError,
+)
+from genesis.store import CachePolicy
+from genesis.store.s3 import S3Store
+from tests.genesis.store.conftest import BUCKET, QUICK
+from tests.support.fault_proxy import Fault, FaultProxy, Reply, Request
+from tests.support.s3_servers import Server, free_port, rclone_s3, s3_client
+
+NONE = CachePolicy.NONE
+PART = 5 << 20
+PARTS = {"multipart_threshold_bytes": 1 << 20, "part_bytes": PART}
+BIG = random.Random(2).randbytes(2 * PART + 12_345)
+
+
+def uploads(server: Server) -> list[object]:
+    client = s3_client(server)
+    try:
+        found: list[object] = client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])
+        return found
+    finally:
+        client.close()
+
+
+def is_put(request: Request) -> bool:
+    return request.method == "PUT" and "uploadId" not in request.path
+
+
+@pytest.fixture
+def proxied(moto, s3_env):
+    """Starts a proxy before moto's server and points boto3 at it."""
+    proxies: list[FaultProxy] = []
+
+    def start(**options: object) -> FaultProxy:
+        proxy = FaultProxy(moto.port, **options)  # type: ignore[arg-type]
+        proxy.start()
+        proxies.append(proxy)
+        s3_env(moto, proxy.port)
+        return proxy
+
+    yield start
+    for proxy in proxies:
+        proxy.stop()
+
+
+def test_headers(moto, s3_env, s3_store):
+    s3_env(moto)
+    store = s3_store()
+    store.put("shard_0.pt", b"1", cache=CachePolicy.IMMUTABLE)
+    store.put("manifest.json", b"{}", cache=CachePolicy.SHORT)
+    S3Store(store.url, policy=QUICK, multipart_threshold_bytes=0).put("big.zst", b"1", cache=CachePolicy.IMMUTABLE)
+    client = s3_client(moto)
+    prefix = store.url.removeprefix(f"s3://{BUCKET}/")
+    heads = {
+        key: client.head_object(Bucket=BUCKET, Key=f"{prefix}/{key}")
+        for key in ("shard_0.pt", "manifest.json", "big.zst")
+    }
+    assert {key: (head["CacheControl"], head["ContentType"]) for key, head in heads.items()} == {
+        "shard_0.pt": ("public, max-age=31536000, immutable", "application/octet-stream"),
+        "manifest.json": ("public, max-age=60, must-revalidate", "application/json"),
+        "big.zst": ("public, max-age=31536000, immutable", "application/zstd"),
+    }
+
+
+def test_stores_of_one_bucket_are_apart(moto, s3_env, s3_store, fresh_url):
+    s3_env(moto)
+    url = fresh_url()
+    first, second = s3_store(url + "/a"), s3_store(url + "/ab")
+    first.put("k", b"1", cache=NONE)
+    second.put("k", b"2", cache=NONE)
+    assert [info.key for info in first.list()] == ["k"]
+    assert first.get("k").body == b"1"
+
+
+def test_a_listing_of_many_pages(rclone, rclone_folder, s3_env, s3_store):
+    s3_env(rclone)
+    folder = rclone_folder / "pages"
+    (folder / "packed").mkdir(parents=True)
+    keys = [f"shard_{number}.pt" for number in range(1205)] + [f"packed/shard_{number}.zst" for number in range(1205)]
+    for name in (*keys, "not a key"):
+        (folder / name).touch()
+    store = s3_store(f"s3://{BUCKET}/pages")
+    assert [info.key for info in store.list()] == sorted(keys)
+    assert len(list(store.list("packed/shard_1"))) == 317
+
+
+@pytest.mark.parametrize("kind", ["moto", "rclone"])
+def test_large_bodies_go_in_parts(kind, request, s3_env, s3_store):
+    server = request.getfixturevalue(kind)
+    s3_env(server)
+    store = s3_store(**PARTS)
+    etag = store.put("k", memoryview(BIG), cache=NONE, if_absent=True)
+    assert store.get("k").body == BIG
+    assert store.put("k", BIG, cache=NONE, if_absent=True) == etag
+    changed = store.put("k", BIG[:-1], cache=NONE, if_match=etag)
+    assert changed != etag
+    for condition in ({"if_absent": True}, {"if_match": etag}):
+        with pytest.raises(PreconditionFailedError):
+            store.put("k", BIG[:-2], cache=NONE, **condition)
+    assert store.get("k").body == BIG[:-1]
+    assert uploads(server) == []
+
+
+def test_threads_racing_with_parts(moto, s3_env, s3_store):
+    s3_env(moto)
+    store = s3_store(**PARTS)
+    assert store.conditional_writes
+    barrier, won = threading.Barrier(2), []
+
+    def attempt(value: int) -> None:
+        barrier.wait(30)
+        try:
+            won.append((value, store.put("k", bytes([value]) * (2 << 20), cache=NONE, if_absent=True)))
+        except PreconditionFailedError:
+            return
+
+    threads = [threading.Thread(target=attempt, args=(value,)) for value in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    ((value, etag),) = won
+    found = store.get("k")
+    assert (found.body[0], found.etag) == (value, etag)
+
+
+def test_parts_that_come_to_nothing_are_thrown_away(moto, proxied, s3_store):
+    def refuse(request: Request) -> Reply | None:
+        full = b"<Error><Code>QuotaExceeded</Code><Message>no more</Message></Error>"
+        return Reply(403, full) if "partNumber=2" in request.path else None
+
+    proxied(answer=refuse)
+    with pytest.raises(StoreFullError, match="QuotaExceeded"):
+        s3_store(**PARTS).put("k", BIG, cache=NONE)
+    assert uploads(moto) == []
+
+
+@pytest.mark.parametrize("condition", [{}, {"if_absent": True}])
+def test_faults_at_every_request_of_an_upload(condition, moto, proxied, s3_store):
+    """Requests of a put in parts: start, three parts, complete; each suffers each fault once."""
+    proxy = proxied()
+    store = s3_store(**PARTS)
+    assert store.conditional_writes
+    store.put("warm", bytes(2 << 20), cache=NONE, if_absent=True)
+    for fault in (Fault.CUT_BEFORE, Fault.LOST_ACK, Fault.LATE_500):
+        proxy.script(step for _ in range(5) for step in (fault, None))
+        key = f"{fault.name}-k"
+        etag = store.put(key, BIG, cache=NONE, **condition)
+        found = store.get(key)
+        assert found.body == BIG
+        assert found.etag == etag
+    assert proxy.total_injected >= 13
+
+
+def test_a_lost_acknowledgement_is_success(proxied, s3_store):
+    proxy = proxied(only=is_put)
+    store = s3_store()
+    assert store.conditional_writes
+    for fault in (Fault.LOST_ACK, Fault.LATE_500):
+        proxy.script([fault])
+        first = store.put(f"{fault.name}", b"1", cache=NONE, if_absent=True)
+        assert store.get(f"{fault.name}").etag == first
+        proxy.script([fault])
+        second = store.put(f"{fault.name}", b"2", cache=NONE, if_match=first)
+        found = store.get(f"{fault.name}")
+        assert (found.body, found.etag) == (b"2", second)
+    assert proxy.total_injected == 4
+
+
+def test_a_lost_acknowledgement_and_then_another_writer(moto, proxied, s3_store):
+    """The retry must not overwrite what the other wrote on top of the write whose answer was lost."""
+    proxy = proxied(only=is_put)
+    store = s3_store()
+    assert store.conditional_writes
+    first = store.put("k", b"1", cache=NONE)
+    bucket_key = f"{store.url}/k".removeprefix(f"s3://{BUCKET}/")
+    sent: list[Request] = []
+
+    def other_writes_before_the_second(request: Request) -> None:
+        sent.append(request)
+        if len(sent) == 2:
+            client = s3_client(moto)
+            client.put_object(Bucket=BUCKET, Key=bucket_key, Body=b"other")
+            client.close()
+
+    proxy.script([Fault.LOST_ACK])
+    proxy.watch = lambda request: other_writes_before_the_second(request) if is_put(request) else None
+    with pytest.raises(PreconditionFailedError):
+        store.put("k", b"2", cache=NONE, if_match=first)
+    assert store.get("k").body == b"other"
+
+
+def test_a_conflict_is_tried_again(proxied, s3_store):
+    conflicts = iter([True])
+
+    def conflict_once(request: Request) -> Reply | None:
+        if (
+            is_put(request)
+            and "If-None-Match" in request.headers
+            and "/probe/" not in request.path
+            and next(conflicts, False)
+        ):
+            return Reply(409, b"<Error><Code>ConditionalRequestConflict</Code></Error>")
+        return None
+
+    proxied(answer=conflict_once)
+    store = s3_store()
+    etag = store.put("k", b"1", cache=NONE, if_absent=True)
+    assert store.get("k").etag == etag
+    assert next(conflicts, None) is None, "the conflict happened"
+
+
+@pytest.mark.parametrize("fault", [Fault.SHORT_BODY, Fault.CUT_BEFORE, Fault.ERROR_500, Fault.SLOW_DOWN])
+def test_reads_are_tried_again(fault, proxied, s3_store):
+    proxy = proxied()
+    store = s3_store()
+    body = random.Random(3).randbytes(300_000)
+    store.put("k", body, cache=NONE)
+    proxy.script([fault] * 3)
+    assert store.get("k").body == body
+    assert proxy.injected[fault] == 3
+
+
+def test_a_server_that_hangs(proxied, s3_store):
+    proxy = proxied()
+    store = s3_store(policy=replace(QUICK, read_timeout_s=0.2))
+    proxy.script([None, Fault.HANG, None, Fault.LOST_ACK_HANG])
+    store.put("k", b"1", cache=NONE)
+    store.put("k", b"2", cache=NONE)
+    store.put("k", b"3", cache=NONE)
+    assert store.get("k").body == b"3"
+    assert proxy.total_injected == 2
+
+
+def test_the_deadline_holds(proxied, s3_store):
+    proxied(rate=1.0, faults=[Fault.SLOW_DOWN])
+    store = s3_store(policy=replace(QUICK, deadline_s=0.3))
+    with pytest.raises(StoreUnavailableError, match=r"SlowDown.*attempts: \d+"):
+        store.put("k", b"1", cache=NONE)
+
+
+def test_a_checksum_is_sent_and_given_up_for_gateways_that_refuse_it(proxied, s3_store):
+    def refuse_crc(request: Request) -> Reply | None:
+        if any("crc32" in name.lower() for name in request.headers):
+            return Reply(400, b"<Error><Code>InvalidArgument</Code><Message>unknown checksum header</Message></Error>")
+        return None
+
+    seen: list[Request] = []
+    proxied(answer=lambda request: seen.append(request) or refuse_crc(request))
+    store = s3_store()
+    store.put("k", b"123456789", cache=NONE)
+    store.put("k2", b"1", cache=NONE)
+    assert store.get("k").body == b"123456789"
+    puts = [{name.lower(): value for name, value in request.headers.items()} for request in seen if is_put(request)]
+    assert [("x-amz-checksum-crc32" in put, "content-md5" in put) for put in puts] == [
+        (True, False), (False, True), (False, True),
+    ]  # fmt: skip
+    assert puts[0]["x-amz-checksum-crc32"] == "y/Q5Jg=="  # CRC-32's check value, cbf43926, in base64.
+
+
+def test_a_gateway_that_ignores_conditions_is_named(rclone, s3_env, s3_store, caplog):
+    s3_env(rclone)
+    store = s3_store()
+    with caplog.at_level(logging.WARNING):
+        assert not store.conditional_writes
+        assert not store.conditional_writes
+    (record,) = caplog.records
+    assert rclone.endpoint in record.getMessage()
+    assert list(store.list()) == []
+
+
+def test_a_gateway_that_does_not_implement_conditions(proxied, s3_store):
+    def not_implemented(request: Request) -> Reply | None:
+        conditional = {"if-none-match", "if-match"} & {name.lower() for name in request.headers}
+        return Reply(501, b"<Error><Code>NotImplemented</Code></Error>") if conditional else None
+
+    proxied(answer=not_implemented)
+    store = s3_store()
+    assert not store.conditional_writes
+    etag = store.put("k", b"1", cache=NONE, if_absent=True)
+    with pytest.raises(PreconditionFailedError):
+        store.put("k", b"2", cache=NONE, if_absent=True)
+    store.put("k", b"3", cache=NONE, if_match=etag)
+    assert store.get("k").body == b"3"
+
+
+def test_emulation_sees_another_writer(rclone, s3_env, s3_store):
+    """On a server without conditions, what another writes between the write and the second look is noticed."""
+    other = s3_client(rclone)
+    with FaultProxy(rclone.port) as proxy:
+        s3_env(rclone, proxy.port)
+        store = s3_store()
+        assert not store.conditional_writes
+        key = f"{store.url}/k".removeprefix(f"s3://{BUCKET}/")
+        heads: list[Request] = []
+
+        def write_before_the_second_look(request: Request) -> None:
+            if request.method == "HEAD" and request.path.endswith("/k"):
+                heads.append(request)
+                if len(heads) == 2:
+                    other.put_object(Bucket=BUCKET, Key=key, Body=b"other")
+
+        proxy.watch = write_before_the_second_look
+        with pytest.raises(PreconditionFailedError, match="another writer"):
+            store.put("k", b"mine", cache=NONE, if_absent=True)
+    assert len(heads) >= 2
+
+
+def every_call(store: S3Store) -> list[Callable[[], object]]:
+    return [
+        lambda: store.get("k"),
+        lambda: store.head("k"),
+        lambda: list(store.list()),
+        lambda: store.put("k", b"", cache=NONE),
+        lambda: store.put("k", b"", cache=NONE, if_absent=True),
+        lambda: store.delete("k"),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["moto", "rclone"])
+def test_no_such_bucket(kind, request, s3_env, s3_store):
+    s3_env(request.getfixturevalue(kind))
+    for number in range(6):
+        call = every_call(s3_store("s3://no-such-bucket/x"))[number]
+        with pytest.raises(StoreAccessError, match=r"no-such-bucket.*NoSuchBucket"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("variable", "says"),
+    [("AWS_ACCESS_KEY_ID", "InvalidAccessKeyId"), ("AWS_SECRET_ACCESS_KEY", "SignatureDoesNotMatch")],
+)
+def test_wrong_credentials(variable, says, rclone, s3_env, s3_store, monkeypatch):
+    s3_env(rclone)
+    monkeypatch.setenv(variable, "wrong-one")
+    store = s3_store()
+    for call in (lambda: store.get("k"), lambda: store.put("k", b"", cache=NONE), lambda: list(store.list())):
+        with pytest.raises(StoreAccessError, match=rf"{says}.*AWS_ACCESS_KEY_ID"):
+            call()
+    with pytest.raises(StoreAccessError, match="403"):
+        store.head("k")
+
+
+def test_no_credentials(moto, s3_env, s3_store, monkeypatch):
+    s3_env(moto)
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(StoreAccessError, match=r"no usable AWS credentials.*AWS_PROFILE"):
+        s3_store().get("k")
+
+
+def test_no_such_profile(moto, s3_env, s3_store, monkeypatch):
+    s3_env(moto)
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    with pytest.raises(StoreAccessError, match=r"nobody.*AWS_PROFILE"):
+        s3_store().get("k")
+
+
+def test_an_endpoint_that_makes_no_sense(moto, s3_env, s3_store, monkeypatch):
+    s3_env(moto)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "no address")
+    with pytest.raises(UsageError, match="AWS_ENDPOINT_URL"):
+        s3_store().get("k")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "nowhere.invalid"])
+def test_an_unreachable_host(host, moto, s3_env, s3_store, monkeypatch):
+    s3_env(moto)
+    endpoint = f"http://{host}:{free_port()}"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(StoreUnavailableError, match=endpoint):
+        s3_store().get("k")
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "error", "says"),
+    [
+        (403, "AccessDenied", StoreAccessError, "s3:PutObject"),
+        (400, "ExpiredToken", StoreAccessError, "sign in again"),
+        (403, "RequestTimeTooSkewed", StoreAccessError, "clock"),
+        (301, "PermanentRedirect", StoreAccessError, "AWS_DEFAULT_REGION"),
+        (403, "QuotaExceeded", StoreFullError, "make room"),
+        (507, "InsufficientStorage", StoreFullError, "make room"),
+        (400, "EntityTooLarge", StoreError, "EntityTooLarge"),
+    ],
+)
+def test_refusals_are_errors_at_once(status, code, error, says, proxied, s3_store):
+    asked: list[Request] = []
+
+    def refuse(request: Request) -> Reply | None:
+        if request.method == "HEAD":  # A redirected client asks where the bucket is.
+            return Reply(404)
+        asked.append(request)
+        return Reply(status, f"<Error><Code>{code}</Code><Message>so it is</Message></Error>".encode())
+
+    proxied(answer=refuse)
+    with pytest.raises(error, match=rf"{code}") as caught:
+        s3_store().put("k", b"", cache=NONE)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(asked) == 1
+
+
+def test_a_gateway_over_a_full_disk(tiny_disk, s3_env, s3_store):
+    """rclone says no more than 500; a gateway that names the reason gives StoreFullError."""
+    with rclone_s3(tiny_disk, BUCKET) as server:
+        s3_env(server)
+        store = s3_store(policy=replace(QUICK, deadline_s=1, slowest_bytes_per_s=1e9))
+        store.put("k", b"1", cache=NONE)
+        with pytest.raises(StoreUnavailableError, match=r"500.*disk"):
+            store.put("k", bytes(2 << 20), cache=NONE)
+        assert store.get("k").body == b"1"
+
+
+def test_small_parts_are_refused():
+    with pytest.raises(UsageError, match="5,242,880"):
+        S3Store("s3://bucket", part_bytes=1 << 20)
+
+
+def test_two_hundred_calls_through_faults(proxied, s3_store):
+    """Whatever fails on the way, every call succeeds and the store ends as a model of it says."""
+    proxy = proxied(
+        seed=4, rate=0.3, faults=[fault for fault in Fault if fault.name not in ("TOO_MANY", "HANG", "LOST_ACK_HANG")]
+    )
+    store = s3_store()
+    draw = random.Random(6)
+    model: dict[str, tuple[bytes, str]] = {}
+    for number in range(200):
+        key, body = f"k{draw.randrange(12)}", b"%d:" % number + draw.randbytes(draw.randrange(3000))
+        action = draw.choice(["put", "swap", "create", "get", "head", "delete"])
+        there = model.get(key)
+        if action == "delete":
+            store.delete(key)
+            model.pop(key, None)
+        elif action == "put" or (action == "create" and there is None):
+            model[key] = body, store.put(key, body, cache=NONE, if_absent=action == "create")
+        elif action == "swap" and there is not None:
+            model[key] = body, store.put(key, body, cache=NONE, if_match=there[1])
+        elif action in ("create", "swap"):
+            condition = {"if_absent": True} if there else {"if_match": '"0"'}
+            with pytest.raises(PreconditionFailedError):
+                store.put(key, body, cache=NONE, **condition)
+        elif action == "get" and there is not None:
+            assert store.get(key).body == there[0]
+        else:
+            info = store.head(key)
+            assert (info and info.etag) == (there and there[1])
+    assert {info.key: info.etag for info in store.list()} == {key: etag for key, (_, etag) in model.items()}
+    assert {key: store.get(key).body for key in model} == {key: body for key, (body, _) in model.items()}
+    assert proxy.total_injected > 50
+    assert len(proxy.injected) == 6
