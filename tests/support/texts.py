@@ -1,51 +1,41 @@
-"""Text that is the same on every machine: seeded documents of a few hundred words, some of them not English."""
+"""Strings that tokenizers have got wrong: every category of Unicode, exotic white space, contractions, line ends."""
 
-import gzip
-import json
+from __future__ import annotations
+
 import random
-from pathlib import Path
+import sys
+import unicodedata
+from functools import cache
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-import zstandard
+__all__ = ["adversarial_strings", "characters_by_category"]
 
-WORDS = (
-    "the of and to in a is that for it was as with be by on not he his but at are this have from or had an they which "
-    "one you were all her she there would their we him been has when who will no more if out so said what up its about "
-    "than into them can only other time new some could these two may first then do any like my now over such our man "
-    "me even most made after also did many off before must well back through years where much your way down should "
-    "because long each just state people those too mr how little good world make very year still see own work men day "
-    "get here old life both between being under three never know same last another while us might great go come since "
-    "against right came take used himself few house use during without again place around however home small found "
-    "naïve café Straße Москва 日本語 中文 한국어 مرحبا 🙂 e\u0301 <|eos|> 1234567 3.14159 foo_bar() {} \t -- don't I'll"
-).split(" ")
+FRAGMENTS = (
+    "'s", "'S", "'ſ", "'LL", "'re", "'d", "don't", "I'M", "’s", "''", "'",
+    "\r", "\n", "\r\n", "\n\n", "\n \n", " \n", "\t", "  ", "   ", " ", "\x0b", "\x0c", "\x1c", "\x1f", "\x7f", "\x00",
+    "\u0085", "\u00a0", "\u1680", "\u180e", "\u2003", "\u2028", "\u202f", "\u205f", "\u3000", "\u200b", "\ufeff",
+    "1", "12", "1234567", "½", "²", "Ⅷ", "٣", "a", "word", "Word", "ſ", "İ", "ß", "é", "e\u0301", "\u0301",
+    "中文", "ไทย", "한", "Ж", "ا", "😀", "👩\u200d👩\u200d👧", "🇩🇪",
+    ".", ",", "...", "!?", "--", "(", ")", "<|eos|>", "<|pad|>", "/tmp", "_", "€",
+)  # fmt: skip
 
 
-def documents(seed: int, count: int, mean_words: int = 120) -> list[str]:
-    """``count`` documents; the same for the same seed."""
-    random_numbers = random.Random(seed)
-    texts = []
-    for _ in range(count):
-        length = 1 + int(random_numbers.expovariate(1 / mean_words))
-        words = [WORDS[int(random_numbers.random() ** 2 * len(WORDS))] for _ in range(length)]
-        for position in range(9, length, 10):
-            words[position] += random_numbers.choice([".\n", ",", ".", "\n\n", ";"])
-        texts.append(" ".join(words))
-    return texts
+@cache
+def characters_by_category() -> dict[str, list[str]]:
+    """Up to 300 characters of each general category but surrogates, spread over it."""
+    found: dict[str, list[str]] = {}
+    for point in range(sys.maxunicode + 1):
+        character = chr(point)
+        found.setdefault(unicodedata.category(character), []).append(character)
+    del found["Cs"]
+    return {category: characters[:: max(1, len(characters) // 300)] for category, characters in found.items()}
 
 
-def write_parquet(path: Path, texts: list[str | None], row_group_size: int = 50) -> Path:
-    """A parquet file with the column ``text``."""
-    pq.write_table(pa.table({"id": range(len(texts)), "text": texts}), path, row_group_size=row_group_size)
-    return path
+def adversarial_strings(count: int, seed: int) -> list[str]:
+    """``count`` strings of fragments known for trouble and characters of random categories."""
+    rng = random.Random(seed)
+    categories = list(characters_by_category().values())
 
+    def piece() -> str:
+        return rng.choice(FRAGMENTS) if rng.random() < 0.7 else rng.choice(rng.choice(categories))
 
-def write_json_lines(path: Path, texts: list[str]) -> Path:
-    """A .jsonl, .jsonl.zst, .jsonl.gz or .json.gz file, by its ending."""
-    data = "".join(json.dumps({"text": text, "meta": {}}, ensure_ascii=False) + "\n" for text in texts).encode()
-    if path.suffix == ".zst":
-        data = zstandard.compress(data)
-    elif path.suffix == ".gz":
-        data = gzip.compress(data)
-    path.write_bytes(data)
-    return path
+    return ["".join(piece() for _ in range(rng.randrange(25))) for _ in range(count)]

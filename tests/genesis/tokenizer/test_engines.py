@@ -1,0 +1,219 @@
+"""The engines: equal ids on every text, any bytes back again, and memory that stays bounded."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genesis.errors import TokenizerError, UsageError
+from genesis.tokenizer import (
+    EncodedBatch,
+    GigatokenEngine,
+    NeuroTokenizer,
+    TiktokenEngine,
+    hf_tokenizer_json,
+    make_engine,
+)
+from genesis.tokenizer.engines import ENGINES, Engine, resident_bytes
+from genesis.tokenizer.learning import learn
+from manifests.vocabulary import BYTE_OFFSET, VocabularyFile
+from tests.support.texts import FRAGMENTS, adversarial_strings
+
+fragments = st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join)
+strings = fragments | st.text(st.characters(exclude_categories=["Cs"]))
+
+NO_MERGES = VocabularyFile.from_pairs([], {})
+TEN_MERGES = VocabularyFile.from_pairs(learn(NO_MERGES, [b"wordy words to tell the eos"] * 2, 10), {})
+
+
+def assert_equal(left: EncodedBatch, right: EncodedBatch) -> None:
+    np.testing.assert_array_equal(left.ids, right.ids)
+    np.testing.assert_array_equal(left.offsets, right.offsets)
+
+
+def by_hugging_face(vocabulary: VocabularyFile) -> Callable[[list[bytes]], EncodedBatch]:
+    """Encodes as ``tokenizers`` does with the exported file."""
+    tokenizer = tokenizers.Tokenizer.from_str(hf_tokenizer_json(vocabulary).decode())
+
+    def encode(texts: list[bytes]) -> EncodedBatch:
+        documents = [tokenizer.encode(text.decode(), add_special_tokens=False).ids for text in texts]
+        ids = np.array([token_id for ids in documents for token_id in ids], dtype=np.uint32)
+        return EncodedBatch(ids, np.cumsum([0, *map(len, documents)]))
+
+    return encode
+
+
+def assert_all_equal(vocabulary: VocabularyFile, texts: list[bytes]) -> None:
+    fast = GigatokenEngine(vocabulary).encode_batch(texts)
+    assert_equal(fast, TiktokenEngine(vocabulary).encode_batch(texts))
+    assert_equal(fast, by_hugging_face(vocabulary)(texts))
+
+
+def test_engines_agree_on_source_code(trained: NeuroTokenizer, python_sources: list[bytes]) -> None:
+    assert_all_equal(trained.to_file(), python_sources[60:90])
+
+
+def test_engines_agree_on_real_text(trained: NeuroTokenizer, corpus_texts: list[bytes]) -> None:
+    assert_all_equal(trained.to_file(), corpus_texts)
+
+
+def test_engines_agree_on_adversarial_strings(trained: NeuroTokenizer) -> None:
+    assert_all_equal(trained.to_file(), [text.encode() for text in adversarial_strings(5000, seed=2)])
+
+
+@pytest.mark.parametrize("vocabulary", [NO_MERGES, TEN_MERGES], ids=["no-merges", "ten-merges"])
+def test_engines_agree_on_tiny_vocabularies(vocabulary: VocabularyFile) -> None:
+    assert_all_equal(vocabulary, [text.encode() for text in [*adversarial_strings(300, seed=3), "a" * 1000, ""]])
+
+
+@pytest.mark.slow
+def test_engines_agree_on_every_character(trained: NeuroTokenizer) -> None:
+    characters = [chr(point) for point in range(0x10000) if not 0xD800 <= point < 0xE000]
+    texts = [f"a{c}b {c}1{c}  {c}\n{c}'s".encode() for c in characters]
+    assert_all_equal(trained.to_file(), texts)
+
+
+@pytest.fixture(scope="module")
+def engines(trained: NeuroTokenizer) -> dict[str, Engine]:
+    return {name: make_engine(name, trained.to_file()) for name in ENGINES}
+
+
+@pytest.mark.parametrize("engine", sorted(ENGINES))
+@given(texts=st.lists(strings.map(str.encode) | st.binary(), max_size=6))
+def test_any_bytes_come_back(
+    engine: str, engines: dict[str, Engine], trained: NeuroTokenizer, texts: list[bytes]
+) -> None:
+    ids, offsets = engines[engine].encode_batch(texts)
+    assert (ids.dtype, offsets.dtype) == (np.uint32, np.int64)
+    assert offsets[0] == 0
+    assert offsets[-1] == len(ids)
+    assert not len(ids) or (ids.min() >= BYTE_OFFSET and ids.max() < trained.current_vocab_size)
+    documents = [trained.decode_bytes(ids[start:end]) for start, end in pairwise(offsets)]
+    assert documents == texts
+
+
+@given(texts=st.lists(strings.map(str.encode), max_size=6))
+def test_engines_agree(engines: dict[str, Engine], texts: list[bytes]) -> None:
+    assert_equal(engines["gigatoken"].encode_batch(texts), engines["tiktoken"].encode_batch(texts))
+
+
+@pytest.mark.parametrize("engine", sorted(ENGINES))
+def test_no_texts_and_empty_texts(engine: str, trained: NeuroTokenizer) -> None:
+    built = make_engine(engine, trained.to_file())
+    assert built.encode_batch([]).offsets.tolist() == [0]
+    ids, offsets = built.encode_batch([b"", b"a", b""])
+    assert (ids.tolist(), offsets.tolist()) == ([107], [0, 0, 1, 1])
+
+
+@pytest.mark.parametrize("character", [b"a", b" ", b"\n", "中".encode(), b"1", b"!", b"\xff"])
+def test_a_megabyte_without_a_split_point(character: bytes, trained: NeuroTokenizer) -> None:
+    text = character * 1_000_000
+    ids, _ = GigatokenEngine(trained.to_file()).encode_batch([text])
+    assert trained.decode_bytes(ids) == text
+
+
+@pytest.mark.parametrize("engine", sorted(ENGINES))
+@pytest.mark.parametrize("text", ["<|eos|>", "a<|pad|> <|reserved_4|>", "<|bos|><|unk|>"])
+def test_the_name_of_a_special_token_is_text(engine: str, text: str, trained: NeuroTokenizer) -> None:
+    ids, _ = make_engine(engine, trained.to_file()).encode_batch([text.encode()])
+    assert ids.min() >= BYTE_OFFSET
+    assert trained.decode(ids) == text
+
+
+LETTERS = str.maketrans("0123456789", "ghijklmnop")
+
+
+def new_words(rng: random.Random) -> list[bytes]:
+    """50,000 words never seen before, some 6 MB of an encoder's cache."""
+    words = [rng.randbytes(9).hex().translate(LETTERS) for _ in range(50_000)]
+    return [" ".join(words[start : start + 100]).encode() for start in range(0, len(words), 100)]
+
+
+def test_the_encoder_is_rebuilt_when_the_process_has_grown(trained: NeuroTokenizer) -> None:
+    bounded, unbounded = (
+        GigatokenEngine(trained.to_file(), max_growth_bytes=8 << 20),
+        GigatokenEngine(trained.to_file()),
+    )
+    rng = random.Random(4)
+    for _ in range(40):
+        texts = new_words(rng)
+        assert_equal(bounded.encode_batch(texts), unbounded.encode_batch(texts))
+        if bounded.num_builds > 2:
+            break
+    assert bounded.num_builds > 2
+    assert unbounded.num_builds == 1
+
+
+@pytest.mark.parametrize(
+    ("resident", "num_builds"),
+    [
+        ([100, 150, 200, 200], 1),
+        ([100, 201, 201, 201], 2),
+        # What the rest of the process gives back does not become room for the cache.
+        ([500, 100, 201, 201], 2),
+        # Nor does what the rest of the process holds make every batch build anew.
+        ([100, 300, 900, 900, 900, 900], 3),
+    ],
+)
+def test_when_the_encoder_is_rebuilt(
+    resident: list[int], num_builds: int, trained: NeuroTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings: list[int] = []
+    monkeypatch.setattr("genesis.tokenizer.engines.resident_bytes", lambda: readings[-1])
+    engine = GigatokenEngine(trained.to_file(), max_growth_bytes=100)
+    for reading in resident:
+        readings.append(reading)
+        engine.encode_batch([b"text"])
+    assert engine.num_builds == num_builds
+
+
+def test_the_encoder_is_kept_while_the_process_does_not_grow(trained: NeuroTokenizer) -> None:
+    engine = GigatokenEngine(trained.to_file(), max_growth_bytes=64 << 20)
+    for _ in range(100):
+        engine.encode_batch([b"the same text again"])
+    assert engine.num_builds == 1
+
+
+def test_resident_memory_is_that_of_this_process() -> None:
+    before = resident_bytes()
+    ballast = np.ones(64 << 20, dtype=np.uint8)
+    assert resident_bytes() - before >= len(ballast) // 2
+
+
+def test_an_unknown_engine_is_named() -> None:
+    with pytest.raises(UsageError, match="expected an engine among gigatoken, tiktoken, found 'sentencepiece'"):
+        make_engine("sentencepiece", NO_MERGES)
+
+
+@pytest.mark.parametrize("engine", sorted(ENGINES))
+def test_two_ids_of_the_same_bytes_are_refused(engine: str) -> None:
+    a, b, c = (BYTE_OFFSET + byte for byte in b"abc")
+    vocabulary = VocabularyFile.from_pairs([(a, b), (b, c), (266, c), (a, 267)], {})
+    with pytest.raises(TokenizerError, match="found b'abc' for ids 268 and 269"):
+        make_engine(engine, vocabulary).encode_batch([b"abc"])
+
+
+@pytest.mark.parametrize("engine", sorted(ENGINES))
+def test_merges_that_would_fill_the_memory_are_refused(engine: str) -> None:
+    doubling = [(107, 107), *((266 + order, 266 + order) for order in range(40))]
+    with pytest.raises(TokenizerError, match="at most 1024 bytes, found 2048 bytes for id 276"):
+        make_engine(engine, VocabularyFile.from_pairs(doubling, {})).encode_batch([b"a"])
+
+
+def test_importing_the_package_imports_no_engine() -> None:
+    heavy = {"gigatoken", "tiktoken", "tokenizers", "transformers", "torch", "awkward"}
+    program = (
+        "import sys, genesis.tokenizer; from genesis.tokenizer import NeuroTokenizer; NeuroTokenizer.empty(); "
+        f"print(sorted({heavy!r} & set(sys.modules)))"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert found.stdout.strip() == "[]"

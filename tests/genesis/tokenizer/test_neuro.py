@@ -1,0 +1,208 @@
+"""`NeuroTokenizer`: texts come back, ids keep their meaning, files are refused or loaded, one line for each error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genesis.errors import InvalidTextError, StoreAccessError, StoreError, UsageError, VocabularyMismatchError
+from genesis.tokenizer import NeuroTokenizer
+from manifests.errors import ContractError, InvalidDocumentError, UnsupportedFormatError
+from manifests.vocabulary import BYTE_OFFSET, FIRST_MERGE_ID, MAX_VOCABULARY, VocabularyFile
+
+
+def as_object(tokenizer: NeuroTokenizer) -> dict[str, object]:
+    value: dict[str, object] = json.loads(tokenizer.to_file().to_json())
+    return value
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_text_comes_back(trained: NeuroTokenizer, text: str) -> None:
+    assert trained.decode(trained.encode(text)) == text
+
+
+@given(st.binary())
+def test_bytes_come_back(trained: NeuroTokenizer, data: bytes) -> None:
+    ids = trained.encode(data)
+    assert trained.decode_bytes(ids) == data
+    assert trained.decode(ids) == data.decode(errors="replace")
+
+
+def test_a_string_and_its_bytes_have_the_same_ids(trained: NeuroTokenizer) -> None:
+    text = "naïve café 世界"
+    np.testing.assert_array_equal(trained.encode(text), trained.encode(text.encode()))
+    ids, offsets = trained.encode_batch([text, text.encode(), bytearray(text.encode())])
+    assert offsets.tolist() == [0, len(ids) // 3, 2 * len(ids) // 3, len(ids)]
+
+
+def test_a_batch_is_its_texts_one_after_the_other(trained: NeuroTokenizer, python_sources: list[bytes]) -> None:
+    ids, offsets = trained.encode_batch(python_sources[:20])
+    for order, text in enumerate(python_sources[:20]):
+        np.testing.assert_array_equal(ids[offsets[order] : offsets[order + 1]], trained.encode(text))
+
+
+@pytest.mark.parametrize("text", ["\ud800", "fine \udfff", "a\udc80b"])
+def test_a_lone_surrogate_is_refused(text: str, trained: NeuroTokenizer) -> None:
+    with pytest.raises(InvalidTextError, match=r"text 1: expected valid Unicode, found the lone surrogate '\\ud"):
+        trained.encode_batch(["good", text])
+    with pytest.raises(InvalidTextError, match="text 1"):
+        trained.learn_merges(["good", text], 10, source="s")
+
+
+def test_special_tokens_are_dropped_in_decoding(trained: NeuroTokenizer) -> None:
+    ids = [1, *trained.encode("a document").tolist(), 2, 0, 9]
+    assert trained.decode(ids) == "a document"
+    assert trained.decode([]) == ""
+
+
+@pytest.mark.parametrize("wrong", [-1, 266, 2**31])
+def test_an_id_outside_the_vocabulary_is_refused(wrong: int) -> None:
+    with pytest.raises(InvalidTextError, match=rf"expected ids of 0…265, found {wrong}"):
+        NeuroTokenizer.empty().decode([107, wrong])
+
+
+def test_an_empty_vocabulary_is_the_bytes() -> None:
+    tokenizer = NeuroTokenizer.empty()
+    assert tokenizer.current_vocab_size == tokenizer.next_merge_id == FIRST_MERGE_ID
+    assert tokenizer.encode("é<").tolist() == [BYTE_OFFSET + byte for byte in "é<".encode()]
+    assert tokenizer.merges == []
+
+
+def test_saved_is_loaded(trained: NeuroTokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "tokenizer.json"
+    trained.save(path)
+    loaded = NeuroTokenizer.load(path)
+    assert loaded.to_file() == trained.to_file()
+    assert loaded.sha256 == trained.sha256
+    assert loaded.merges == trained.merges
+    assert loaded.sources_contributed == {"python-docs": 1500}
+    assert [entry.name for entry in path.parent.iterdir()] == ["tokenizer.json"]
+
+
+def test_saving_replaces_and_a_failure_leaves_the_old_file(trained: NeuroTokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    NeuroTokenizer.empty().save(path)
+    trained.save(path)
+    assert NeuroTokenizer.load(path).next_merge_id == trained.next_merge_id
+    with pytest.raises(StoreAccessError, match="cannot write"):
+        trained.save(path / "below-a-file.json")
+    assert NeuroTokenizer.load(path).next_merge_id == trained.next_merge_id
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"cannot read .*/absent\.json: No such file"):
+        NeuroTokenizer.load(tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"merges": {"107_107": 266, "270_107": 267}, "next_merge_id": 268}, "refers to an id that does not exist"),
+        ({"merges": {"107_107": 266, "3_107": 267}, "next_merge_id": 268}, "refers to an id that does not exist"),
+        ({"merges": {"107_107": 266, "266_107": 268}, "next_merge_id": 268}, "expected merge id 267 next"),
+        ({"merges": {"107_107": 266}, "next_merge_id": 268}, "means 2 merges, found 1"),
+        ({"merges": {"107-107": 266}, "next_merge_id": 267}, "expected a merge such as '266_111'"),
+        ({"merges": {"107_107": "266"}, "next_merge_id": 267}, "valid integer"),
+        ({"next_merge_id": MAX_VOCABULARY + 1}, "next_merge_id"),
+        ({"pattern": r"\w+"}, "expected the pattern"),
+        ({"format": 2}, "expected format 1, found 2"),
+        ({"vocab_size": 266, "merges": {"107_107": 266}, "next_merge_id": 267}, "at most vocab_size 266 ids"),
+    ],
+)
+def test_a_corrupt_file_is_refused_with_one_line(change: dict[str, object], message: str) -> None:
+    value = as_object(NeuroTokenizer.empty()) | change
+    with pytest.raises(ContractError, match=message) as refused:
+        NeuroTokenizer.from_bytes(json.dumps(value).encode())
+    assert "\n" not in str(refused.value)
+    with pytest.raises(ContractError, match=message):
+        NeuroTokenizer.empty().update_from_dict(value)
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\x80\x02", b'{"merges": {}}'])
+def test_what_is_no_vocabulary_is_refused(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(data)
+    with pytest.raises(InvalidDocumentError, match=r"tokenizer\.json: "):
+        NeuroTokenizer.load(path)
+
+
+def test_a_newer_format_says_to_upgrade() -> None:
+    with pytest.raises(UnsupportedFormatError, match="install a newer release"):
+        NeuroTokenizer.from_bytes(b'{"format": 7}')
+
+
+def test_growth_keeps_old_ids_and_what_was_encoded_with_them(
+    trained: NeuroTokenizer, python_sources: list[bytes]
+) -> None:
+    grown = NeuroTokenizer.from_file(trained.to_file())
+    old_ids = grown.encode(python_sources[70])
+    added = grown.learn_merges(python_sources[60:100], 400, source="more")
+    assert added == 400
+    assert grown.merges[:1500] == trained.merges
+    assert grown.current_vocab_size == grown.next_merge_id == trained.next_merge_id + 400
+    assert grown.decode_bytes(old_ids) == python_sources[70]
+    assert len(grown.encode(python_sources[70])) < len(old_ids)
+    assert grown.sources_contributed == {"python-docs": 1500, "more": 400}
+    assert trained.sources_contributed == {"python-docs": 1500}
+
+
+def test_a_source_that_adds_nothing_has_contributed_all_the_same() -> None:
+    tokenizer = NeuroTokenizer.empty()
+    assert tokenizer.learn_merges(["no two"], 5, source="small") == 0
+    assert tokenizer.learn_merges([], 0, source="none") == 0
+    assert tokenizer.sources_contributed == {"small": 0, "none": 0}
+
+
+def test_the_cap_is_kept() -> None:
+    full = VocabularyFile.from_pairs([], {}).model_copy(update={"vocab_size": FIRST_MERGE_ID + 2})
+    tokenizer = NeuroTokenizer.from_file(full)
+    assert tokenizer.learn_merges(["abcdef " * 9], 10, source="s") == 2
+    assert tokenizer.learn_merges(["abcdef " * 9], 10, source="s") == 0
+    assert tokenizer.next_merge_id == tokenizer.to_file().vocab_size == FIRST_MERGE_ID + 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_merges": -1}, "num_merges of at least 0, found -1"),
+        ({"processes": 0}, "processes of at least 1, found 0"),
+        ({"min_frequency": 0}, "min_frequency of at least 1, found 0"),
+        ({"source": "Not a name"}, "the name of a source such as 'fineweb-edu', found 'Not a name'"),
+    ],
+)
+def test_learning_refuses_what_makes_no_sense(arguments: dict[str, object], message: str) -> None:
+    given_arguments = {"num_merges": 1, "source": "s"} | arguments
+    with pytest.raises(UsageError, match=message):
+        NeuroTokenizer.empty().learn_merges(["text"], **given_arguments)  # type: ignore[arg-type]
+
+
+def test_a_newer_file_is_taken_over(trained: NeuroTokenizer) -> None:
+    old = NeuroTokenizer.from_file(VocabularyFile.from_pairs(list(trained.merges[:700]), {"python-docs": 700}))
+    before = old.encode("def function(self): return None")
+    assert old.update_from_dict(as_object(trained))
+    assert old.to_file() == trained.to_file()
+    assert old.decode(before) == "def function(self): return None"
+    np.testing.assert_array_equal(old.encode("import os"), trained.encode("import os"))
+
+
+def test_an_older_or_equal_file_changes_nothing(trained: NeuroTokenizer) -> None:
+    tokenizer = NeuroTokenizer.from_file(trained.to_file())
+    assert not tokenizer.update_from_dict(as_object(trained))
+    assert not tokenizer.update_from_dict(as_object(NeuroTokenizer.empty()))
+    assert tokenizer.to_file() == trained.to_file()
+
+
+def test_a_file_of_another_lineage_is_refused(trained: NeuroTokenizer) -> None:
+    tokenizer = NeuroTokenizer.from_file(trained.to_file())
+    pairs = list(trained.merges)
+    pairs[3] = (250, 251)
+    other = NeuroTokenizer.from_file(VocabularyFile.from_pairs([*pairs, (252, 253)], {}))
+    left, right = trained.merges[3]
+    with pytest.raises(VocabularyMismatchError, match=f"for id 269: 250_251 instead of {left}_{right}"):
+        tokenizer.update_from_dict(as_object(other))
+    assert tokenizer.to_file() == trained.to_file()
