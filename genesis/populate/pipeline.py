@@ -191,7 +191,7 @@ class _Run:
                 for shard in packer.feed(block, self._options.max_documents):
                     committer.submit(shard)
                     submitted += 1
-                    if submitted == room:
+                    if submitted == room or self._stop.is_set():
                         return False
                 progress.encoded(len(block.ids), int(block.text_bytes[-1]) if len(block.text_bytes) else 0)
                 if self._stop.is_set() or self._documents_reached(packer):
@@ -208,9 +208,9 @@ class _Run:
         return totals.shards if totals else 0
 
     def _commit(self, commit: Commit, progress: Progress) -> None:
-        self._ledger.tokens_per_s = round(progress.tokens_per_s, 1)
+        progress.committed(len(commit.entries), sum(entry.tokens for entry in commit.entries))
+        self._ledger.tokens_per_s = round(progress.committed_tokens_per_s, 1)
         self._ledger.commit_shards(commit.entries, self._name, self._checkpoint(commit.position, commit.entries[-1].id))
-        progress.committed(len(commit.entries))
 
     def _finish(self, packer: Packer, ended: bool) -> None:
         """Notes what fills no shard: it stays behind the cursor, neither padded nor lost."""

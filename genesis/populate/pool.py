@@ -291,6 +291,8 @@ class _TaskReader:
 
     def stop(self) -> None:
         self._stopped.set()
+        self.news.close()
+        self._notify.close()
 
     def take(self) -> Task | None:
         """The next task; None if there is none yet, or (``exhausted``) ever."""

@@ -58,6 +58,7 @@ class Progress:
     _tokens: int = 0
     _text_bytes: int = 0
     _shards: int = 0
+    _committed_tokens: int = 0
     _bar: tqdm[None] | None = None
 
     def start(self) -> None:
@@ -76,9 +77,10 @@ class Progress:
             self._line_at = time.monotonic()
             logger.info("%s: %s", self.source, self.line())
 
-    def committed(self, num_shards: int) -> None:
+    def committed(self, num_shards: int, num_tokens: int) -> None:
         """Counts committed shards."""
         self._shards += num_shards
+        self._committed_tokens += num_tokens
 
     def close(self) -> None:
         """Takes the bar away."""
@@ -86,9 +88,9 @@ class Progress:
             self._bar.close()
 
     @property
-    def tokens_per_s(self) -> float:
-        """Mean since the start."""
-        return self._tokens / max(time.monotonic() - self._started, 1e-9)
+    def committed_tokens_per_s(self) -> float:
+        """Mean since the start, of what is in the store."""
+        return self._committed_tokens / max(time.monotonic() - self._started, 1e-9)
 
     def fraction(self) -> float:
         """How much of the run is done, 0 to 1: by the text or by the shards, whichever ends it first."""
@@ -102,6 +104,6 @@ class Progress:
         fraction = self.fraction()
         left = f", {format_duration(elapsed * (1 - fraction) / fraction)} left" if fraction > 0.001 else ""
         return (
-            f"{self.tokens_per_s / 1e6:.2f} M tokens/s, {self._text_bytes / elapsed / 1e6:.1f} MB/s, "
+            f"{self._tokens / elapsed / 1e6:.2f} M tokens/s, {self._text_bytes / elapsed / 1e6:.1f} MB/s, "
             f"{self.shards_before + self._shards} shards{left}"
         )

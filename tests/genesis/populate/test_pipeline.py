@@ -6,6 +6,7 @@ import pytest
 
 from genesis.sources import read_batches, resolve, tasks
 from manifests import SourceSpec
+from tests.support.documents import documents, write_json_lines, write_parquet
 from tests.support.populating import (
     decoded_documents,
     entries,
@@ -14,7 +15,6 @@ from tests.support.populating import (
     snapshot,
     stray_objects,
 )
-from tests.support.documents import documents, write_json_lines, write_parquet
 
 
 @pytest.fixture(scope="module")
