@@ -1,0 +1,156 @@
+"""What a user can cause ends with one line and a non-zero exit, loses nothing, and goes on once it is mended."""
+
+import json
+import shutil
+import subprocess
+
+import pytest
+
+from tests.support.documents import documents, write_json_lines, write_parquet
+from tests.support.populating import genesis, populate_arguments, snapshot, stray_objects
+from tests.support.s3_servers import free_port, moto_s3
+
+
+def failure(*arguments, expect=1, **environment):
+    """The one line that a failing command ends with."""
+    done = genesis(*arguments, expect=expect, **environment)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("genesis: ")]
+    assert len(lines) == 1, done.stderr
+    assert lines[0] == done.stderr.splitlines()[-1]
+    return lines[0]
+
+
+def test_an_unknown_source_names_the_known(tmp_path):
+    line = failure("populate", "--source", "finewebedu", "--store", tmp_path / "store")
+    assert "finewebedu" in line
+    assert "fineweb-edu" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--workers", "0"], "--workers"),
+        (["--shard-tokens", "0"], "--shard-tokens"),
+        (["--merges", "-1"], "--merges"),
+        (["--sign-key", "/nowhere/key"], "--sign-key"),
+    ],
+)
+def test_options_out_of_range_are_named(options, said, small_input, tmp_path):
+    assert said in failure(*populate_arguments(tmp_path / "store", small_input), *options, expect=2)
+
+
+def test_input_that_is_not_there(tmp_path):
+    assert "*.parquet" in failure(*populate_arguments(tmp_path / "store", tmp_path / "*.parquet"))
+
+
+def test_input_that_changed(small_input, undisturbed, tmp_path):
+    path = tmp_path / "a.parquet"
+    shutil.copy(small_input, path)
+    arguments = populate_arguments(tmp_path / "store", path)
+    genesis(*arguments, "--max-shards", "5")
+    write_parquet(path, documents(seed=99, count=400), 30)
+    line = failure(*arguments)
+    assert "a.parquet" in line
+    assert "restore" in line
+    shutil.copy(small_input, path)
+    genesis(*arguments)
+    assert snapshot(tmp_path / "store") == undisturbed
+
+
+def test_a_truncated_file_stops_with_its_name_and_keeps_what_was_committed(tmp_path):
+    texts = documents(seed=11, count=400)
+    write_json_lines(tmp_path / "0.jsonl", texts[:200])
+    whole = write_json_lines(tmp_path / "1.jsonl.zst", texts[200:]).read_bytes()
+    arguments = populate_arguments(tmp_path / "store", tmp_path / "*.jsonl*")
+    genesis(*populate_arguments(tmp_path / "peace", tmp_path / "*.jsonl*"))
+    (tmp_path / "1.jsonl.zst").write_bytes(whole[: len(whole) // 2])
+    line = failure(*arguments, "--learn-documents", "100")
+    assert "1.jsonl.zst" in line
+    assert len(snapshot(tmp_path / "store")["shards"]) >= 10
+    (tmp_path / "1.jsonl.zst").write_bytes(whole)
+    genesis(*arguments)
+    assert len(snapshot(tmp_path / "store")["shards"]) == len(snapshot(tmp_path / "peace")["shards"])
+    assert stray_objects(tmp_path / "store") == []
+
+
+@pytest.mark.parametrize("damage", ["not JSON", "unknown id"])
+def test_a_damaged_vocabulary(damage, small_input, undisturbed, tmp_path):
+    store = tmp_path / "store"
+    arguments = populate_arguments(store, small_input)
+    genesis(*arguments, "--max-shards", "3")
+    good = (store / "tokenizer.json").read_bytes()
+    if damage == "not JSON":
+        bad = good[:1000]
+    else:
+        value = json.loads(good)
+        first = next(iter(value["merges"]))
+        value["merges"]["999999_10"] = value["merges"].pop(first)
+        bad = json.dumps(value).encode()
+    (store / "tokenizer.json").write_bytes(bad)
+    line = failure(*arguments)
+    assert "tokenizer.json" in line
+    assert "vocabulary/" in line
+    (store / "tokenizer.json").write_bytes(good)
+    genesis(*arguments)
+    assert snapshot(store) == undisturbed
+
+
+def test_a_damaged_checkpoint(small_input, undisturbed, tmp_path):
+    store = tmp_path / "store"
+    arguments = populate_arguments(store, small_input)
+    genesis(*arguments, "--max-shards", "3")
+    good = (store / "checkpoints.json").read_bytes()
+    (store / "checkpoints.json").write_bytes(good[:-40])
+    assert "checkpoints.json" in failure(*arguments)
+    (store / "checkpoints.json").write_bytes(good)
+    genesis(*arguments)
+    assert snapshot(store) == undisturbed
+
+
+def test_a_store_that_cannot_be_a_folder(small_input, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert str(tmp_path / "file") in failure(*populate_arguments(tmp_path / "file" / "store", small_input))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 400 kB, and how to enlarge it."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", folder], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small file system here: {mounted.stderr.strip()}")
+    yield folder, lambda: subprocess.run(["mount", "-o", "remount,size=50m", folder], check=True, timeout=10)
+    subprocess.run(["umount", folder], check=True, timeout=10)
+
+
+def test_a_full_disk(small_disk, small_input, undisturbed):
+    folder, enlarge = small_disk
+    arguments = populate_arguments(folder / "store", small_input)
+    line = failure(*arguments)
+    assert "space" in line
+    assert 1 <= len(snapshot(folder / "store")["shards"]) < len(undisturbed["shards"])
+    assert "space" in failure(*arguments)
+    enlarge()
+    genesis(*arguments)
+    assert snapshot(folder / "store") == undisturbed
+    assert stray_objects(folder / "store") == []
+
+
+def test_buckets_and_credentials(small_input, tmp_path):
+    with moto_s3("bucket") as moto:
+        environment = moto.environment()
+        missing = failure(*populate_arguments("s3://absent/s", small_input), **environment)
+        assert "absent" in missing
+        none = {**environment, "AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}
+        assert "credentials" in failure(*populate_arguments("s3://bucket/s", small_input), **none)
+
+
+def test_a_host_that_does_not_answer(small_input):
+    from tests.support.s3_servers import Server
+
+    environment = Server(port=free_port(), pid=0).environment()
+    line = failure(*populate_arguments("s3://bucket/s", small_input), **environment)
+    assert environment["AWS_ENDPOINT_URL"] in line
