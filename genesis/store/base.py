@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from typing_extensions import Buffer
 
@@ -54,9 +54,11 @@ class StoredObject:
     etag: str
 
 
-@runtime_checkable
 class ReadableStore(Protocol):
-    """A store as readers see it."""
+    """A store as readers see it.
+
+    Not for `isinstance`: that would read every property, and `Store.conditional_writes` asks the server.
+    """
 
     @property
     def url(self) -> str:
@@ -84,7 +86,6 @@ class ReadableStore(Protocol):
         """Gives back connections; the store is not used again."""
 
 
-@runtime_checkable
 class Store(ReadableStore, Protocol):
     """A store as the populator sees it."""
 

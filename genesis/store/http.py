@@ -68,7 +68,7 @@ class HttpStore:
 
     def get(self, key: str) -> StoredObject:
         """The whole object."""
-        deadline = self._policy.deadline(self._max_object_bytes)
+        deadline = self._policy.deadline()
 
         def attempt() -> StoredObject | None:
             with self._client.stream("GET", self._address(key)) as response:
@@ -152,7 +152,7 @@ class HttpStore:
             chunks.append(chunk)
             size += len(chunk)
             self._check_size(size, key)
-            if deadline.remaining_s() < 0:
+            if self._policy.is_over(deadline, size):
                 raise TransientError(f"{size:,} bytes had come when the time was up")
         if expected is not None and response.num_bytes_downloaded != expected:
             raise TransientError(f"expected {expected:,} bytes, {response.num_bytes_downloaded:,} came")

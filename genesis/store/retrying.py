@@ -76,6 +76,10 @@ class RetryPolicy:
     first_wait_s: float = 0.1
     longest_wait_s: float = 10.0
 
+    def is_over(self, deadline: Deadline, moved_bytes: int) -> bool:
+        """Whether a call with that deadline has had its time, given that it has moved ``moved_bytes`` meanwhile."""
+        return deadline.remaining_s() < -moved_bytes / self.slowest_bytes_per_s
+
     def deadline(self, size_bytes: int = 0) -> Deadline:
         """The deadline of a call that begins now and moves ``size_bytes``."""
         return Deadline.after(self.deadline_s + size_bytes / self.slowest_bytes_per_s)
@@ -100,6 +104,7 @@ class Retrier:
             StoreUnavailableError: every attempt failed.
         """
         began = time.monotonic()
+        failures: list[str] = []
 
         def out_of_time(state: tenacity.RetryCallState) -> bool:
             error = _transient(state)
@@ -109,7 +114,8 @@ class Retrier:
             return time.monotonic() + state.upcoming_sleep >= ends_at
 
         def note(state: tenacity.RetryCallState) -> None:
-            logger.debug("%s: %s; attempt %d follows", what, _transient(state), state.attempt_number + 1)
+            failures.append(str(_transient(state)))
+            logger.debug("%s: %s; attempt %d follows", what, failures[-1], state.attempt_number + 1)
 
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(TransientError),
@@ -121,11 +127,12 @@ class Retrier:
         try:
             result = retrying(attempt)
         except TransientError as error:
-            attempts, took_s = retrying.statistics["attempt_number"], time.monotonic() - began
+            # The very last may only have run out of time; the one before says why.
+            reasons = " after ".join(dict.fromkeys([str(error), *failures[-1:]]))
             cause = "the address and the network" if error.connecting else "the network, and the server's log and disk"
             raise StoreUnavailableError(
-                f"cannot {what}: {error} (attempts: {attempts}, over {took_s:.0f} s); check {cause}, and run the same "
-                "command again"
+                f"cannot {what}: {reasons} (attempts: {len(failures) + 1}, over {time.monotonic() - began:.0f} s); "
+                f"check {cause}, and run the same command again"
             ) from error
         self._answered = True
         return result

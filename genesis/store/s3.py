@@ -101,7 +101,7 @@ class S3Store:
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """All objects whose key begins with ``prefix``, in key order; what no key can name is left out."""
-        for info in self._bucket.objects(self._location.prefix + prefix, self._policy):
+        for info in self._bucket.objects(self._location.prefix + prefix):
             key = info.key.removeprefix(self._location.prefix)
             try:
                 check_key(key)

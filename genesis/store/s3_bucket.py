@@ -45,6 +45,7 @@ class S3Bucket:
 
     def __init__(self, name: str, policy: RetryPolicy) -> None:
         self.name = name
+        self._policy = policy
         self._connection = S3Connection(policy)
         self._retrier = Retrier(policy)
         self._known_to_exist = False
@@ -64,7 +65,7 @@ class S3Bucket:
 
         def attempt(client: S3Client) -> StoredObject:
             response = client.get_object(Bucket=self.name, Key=key)
-            return StoredObject(body=_read(response, deadline), etag=quoted_etag(response["ETag"]))
+            return StoredObject(body=_read(response, deadline, self._policy), etag=quoted_etag(response.get("ETag")))
 
         return self._run_if_present("read", key, attempt, deadline)
 
@@ -73,18 +74,18 @@ class S3Bucket:
 
         def attempt(client: S3Client) -> ObjectInfo:
             response = client.head_object(Bucket=self.name, Key=key)
-            return _info(key, response["ContentLength"], response["ETag"], response.get("LastModified"))
+            return _info(key, response["ContentLength"], response.get("ETag"), response.get("LastModified"))
 
         info = self._run_if_present("look at", key, attempt, deadline)
         if info is None and not self._known_to_exist:
             self._check_exists(deadline)  # HEAD says 404 for a missing bucket too.
         return info
 
-    def objects(self, prefix: str, policy: RetryPolicy) -> Iterator[ObjectInfo]:
+    def objects(self, prefix: str) -> Iterator[ObjectInfo]:
         """Objects whose key begins with ``prefix``, as the server orders them; every page has a deadline of its own."""
         after = ""
         while True:
-            page, complete = self._page(prefix, after, policy.deadline())
+            page, complete = self._page(prefix, after, self._policy.deadline())
             yield from page
             if complete:
                 return
@@ -115,7 +116,7 @@ class S3Bucket:
             if condition.if_match is not None:
                 request["IfMatch"] = condition.if_match
             try:
-                return quoted_etag(client.put_object(**request)["ETag"])
+                return quoted_etag(client.put_object(**request).get("ETag"))
             except ClientError as error:
                 raise self.judge_write(error, condition) from error
 
@@ -163,7 +164,7 @@ class S3Bucket:
         def attempt(client: S3Client) -> tuple[list[ObjectInfo], bool]:
             response = client.list_objects_v2(Bucket=self.name, Prefix=prefix, StartAfter=after)
             page = [
-                _info(entry["Key"], entry["Size"], entry["ETag"], entry.get("LastModified"))
+                _info(entry["Key"], entry["Size"], entry.get("ETag"), entry.get("LastModified"))
                 for entry in response.get("Contents", [])
             ]
             return page, not (page and response.get("IsTruncated", False))
@@ -203,7 +204,7 @@ def content_type(key: str) -> str:
     return next((kind for suffix, kind in _CONTENT_TYPES.items() if key.endswith(suffix)), "application/octet-stream")
 
 
-def _read(response: GetObjectOutputTypeDef, deadline: Deadline) -> bytes:
+def _read(response: GetObjectOutputTypeDef, deadline: Deadline, policy: RetryPolicy) -> bytes:
     expected = response["ContentLength"]
     chunks, size = [], 0
     with response["Body"] as body:
@@ -211,21 +212,28 @@ def _read(response: GetObjectOutputTypeDef, deadline: Deadline) -> bytes:
         while chunk := body.read(_READ_BYTES):
             chunks.append(chunk)
             size += len(chunk)
-            if deadline.remaining_s() < 0:
+            if policy.is_over(deadline, size):
                 raise TransientError(f"{size:,} of {expected:,} bytes had come when the time was up")
     if size != expected:
         raise TransientError(f"expected {expected:,} bytes, {size:,} came")
     return b"".join(chunks)
 
 
-def _info(key: str, size_bytes: int, etag: str, modified_at: datetime | None) -> ObjectInfo:
+def _info(key: str, size_bytes: int, etag: str | None, modified_at: datetime | None) -> ObjectInfo:
     modified = None if modified_at is None else modified_at.astimezone(UTC)
     return ObjectInfo(key=key, size_bytes=size_bytes, etag=quoted_etag(etag), modified_at=modified)
 
 
-def quoted_etag(etag: str) -> str:
-    """One spelling: some gateways leave out the quotes here and there."""
-    return '"' + etag.strip('"') + '"'
+def quoted_etag(etag: str | None) -> str:
+    """One spelling of an ETag: some gateways leave out the quotes here and there.
+
+    Raises:
+        TransientError: there is none, as rclone answers while an object is being replaced.
+    """
+    bare = (etag or "").strip('"')
+    if not bare:
+        raise TransientError("the server gave no ETag")
+    return f'"{bare}"'
 
 
 def _crc32(body: memoryview) -> str:

@@ -109,6 +109,7 @@ class S3Connection:
             if not _AMAZON.search(urlsplit(client.meta.endpoint_url).hostname or ""):
                 client.close()
                 client = session.client("s3", config=self._config().merge(Config(s3={"addressing_style": "path"})))
+            client.meta.events.register("before-parse.s3.GetObject", _plain_error_body)
         except ValueError as error:
             raise UsageError(f"expected an address such as https://host:port in AWS_ENDPOINT_URL: {error}") from None
         return client
@@ -123,6 +124,16 @@ class S3Connection:
             max_pool_connections=_POOL,
             tcp_keepalive=True,
         )
+
+
+def _plain_error_body(response_dict: dict[str, object], **_: object) -> None:
+    """Gives botocore's parser the bytes it expects in an error.
+
+    An error that carries a checksum header (rclone: 500 while an object is being replaced) reaches the parser of
+    botocore 1.44 as a stream, and ends in an AttributeError there.
+    """
+    if int(str(response_dict["status_code"])) >= 300 and not isinstance(response_dict["body"], bytes):
+        response_dict["body"] = b""
 
 
 class _BodyReader(io.RawIOBase):

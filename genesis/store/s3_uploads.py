@@ -91,7 +91,7 @@ def complete_upload(
         if condition.if_match is not None:
             request["IfMatch"] = condition.if_match
         try:
-            return quoted_etag(client.complete_multipart_upload(**request)["ETag"])
+            return quoted_etag(client.complete_multipart_upload(**request).get("ETag"))
         except ClientError as error:
             if error_code(error) in ("NoSuchUpload", "ConditionalRequestConflict"):
                 raise UploadVanished(upload.id) from error

@@ -278,7 +278,7 @@ class _Handler(BaseHTTPRequestHandler):
         given = {name.lower() for name, _ in reply.headers}
         for name, value in reply.headers:
             self.send_header(name, value)
-        if "content-length" not in given:
+        if not given & {"content-length", "transfer-encoding"}:
             self.send_header("Content-Length", str(len(reply.body)))
         self.end_headers()
         body = reply.body[: len(reply.body) // 2] if reply.is_cut else reply.body

@@ -76,7 +76,8 @@ def rclone_http(folder: Path) -> Iterator[Server]:
     """``rclone serve http`` over ``folder``."""
 
     def command(port: int) -> list[str]:
-        return [_rclone(), "serve", "http", "--addr", f"127.0.0.1:{port}", "--config", os.devnull, str(folder)]
+        flags = ["--addr", f"127.0.0.1:{port}", "--config", os.devnull, "--dir-cache-time", "0s"]
+        return [_rclone(), "serve", "http", *flags, str(folder)]
 
     with _serving(command) as server:
         yield server

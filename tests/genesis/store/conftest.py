@@ -30,14 +30,8 @@ def moto() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def rclone_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder behind the bucket that rclone serves."""
-    return tmp_path_factory.mktemp("rclone") / BUCKET
-
-
-@pytest.fixture(scope="session")
-def rclone(rclone_folder: Path) -> Iterator[Server]:
-    with rclone_s3(rclone_folder.parent, BUCKET) as server:
+def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with rclone_s3(tmp_path_factory.mktemp("rclone"), BUCKET) as server:
         yield server
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,7 +34,7 @@ def distribution(cloudfront: Any) -> str:
     origin = {"Id": "o", "DomainName": "bucket.s3.amazonaws.com", "S3OriginConfig": {"OriginAccessIdentity": ""}}
     created = cloudfront.create_distribution(
         DistributionConfig={
-            "CallerReference": "test",
+            "CallerReference": uuid.uuid4().hex,
             "Comment": "",
             "Enabled": True,
             "Origins": {"Quantity": 1, "Items": [origin]},

@@ -48,10 +48,6 @@ def together(processes: list[subprocess.Popen[str]]) -> list[str]:
     return outputs
 
 
-def test_is_a_store(store: Store):
-    assert isinstance(store, Store)
-
-
 def test_what_was_put_is_got(store: Store):
     etag = store.put("index/a.json", b"one", cache=CachePolicy.IMMUTABLE)
     found = store.get("index/a.json")

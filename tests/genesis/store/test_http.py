@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from genesis.errors import ObjectNotFoundError, StoreAccessError, StoreError, StoreUnavailableError
-from genesis.store import CachePolicy, FolderStore, ReadableStore, Store
+from genesis.store import CachePolicy, FolderStore
 from genesis.store.http import HttpStore
 from genesis.store.retrying import RetryPolicy
 from manifests import InvalidDocumentError
@@ -53,8 +53,6 @@ def http_store() -> Iterator[Callable[..., HttpStore]]:
 
 def test_it_reads(web, http_store):
     store = http_store(web.port)
-    assert isinstance(store, ReadableStore)
-    assert not isinstance(store, Store)
     found = store.get("shard_0.pt")
     assert found.body == BODY
     info = store.head("shard_0.pt")

@@ -89,16 +89,17 @@ def test_stores_of_one_bucket_are_apart(moto, s3_env, s3_store, fresh_url):
     assert first.get("k").body == b"1"
 
 
-def test_a_listing_of_many_pages(rclone, rclone_folder, s3_env, s3_store):
-    s3_env(rclone)
-    folder = rclone_folder / "pages"
+def test_a_listing_of_many_pages(tmp_path, s3_env, s3_store):
+    folder = tmp_path / BUCKET / "pages"
     (folder / "packed").mkdir(parents=True)
     keys = [f"shard_{number}.pt" for number in range(1205)] + [f"packed/shard_{number}.zst" for number in range(1205)]
     for name in (*keys, "not a key"):
         (folder / name).touch()
-    store = s3_store(f"s3://{BUCKET}/pages")
-    assert [info.key for info in store.list()] == sorted(keys)
-    assert len(list(store.list("packed/shard_1"))) == 317
+    with rclone_s3(tmp_path, BUCKET) as server:
+        s3_env(server)
+        store = s3_store(f"s3://{BUCKET}/pages")
+        assert [info.key for info in store.list()] == sorted(keys)
+        assert len(list(store.list("packed/shard_1"))) == 316
 
 
 @pytest.mark.parametrize("kind", ["moto", "rclone"])
@@ -250,8 +251,9 @@ def test_a_server_that_hangs(proxied, s3_store):
 
 
 def test_the_deadline_holds(proxied, s3_store):
-    proxied(rate=1.0, faults=[Fault.SLOW_DOWN])
-    store = s3_store(policy=replace(QUICK, deadline_s=0.3))
+    proxied(rate=1.0, faults=[Fault.SLOW_DOWN]).script([None])
+    store = s3_store(policy=replace(QUICK, deadline_s=1))
+    store.put("k", b"1", cache=NONE)  # Connected: making a client may take longer than the deadline.
     with pytest.raises(StoreUnavailableError, match=r"SlowDown.*attempts: \d+"):
         store.put("k", b"1", cache=NONE)
 
@@ -337,8 +339,8 @@ def every_call(store: S3Store) -> list[Callable[[], object]]:
 @pytest.mark.parametrize("kind", ["moto", "rclone"])
 def test_no_such_bucket(kind, request, s3_env, s3_store):
     s3_env(request.getfixturevalue(kind))
-    for number in range(6):
-        call = every_call(s3_store("s3://no-such-bucket/x"))[number]
+    store = s3_store("s3://no-such-bucket/x")
+    for call in every_call(store):
         with pytest.raises(StoreAccessError, match=r"no-such-bucket.*NoSuchBucket"):
             call()
 
@@ -424,7 +426,7 @@ def test_a_gateway_over_a_full_disk(tiny_disk, s3_env, s3_store):
         s3_env(server)
         store = s3_store(policy=replace(QUICK, deadline_s=1, slowest_bytes_per_s=1e9))
         store.put("k", b"1", cache=NONE)
-        with pytest.raises(StoreUnavailableError, match=r"500.*disk"):
+        with pytest.raises(StoreUnavailableError, match="disk"):
             store.put("k", bytes(2 << 20), cache=NONE)
         assert store.get("k").body == b"1"
 
