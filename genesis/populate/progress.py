@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from tqdm import tqdm
 
@@ -59,7 +60,7 @@ class Progress:
     _text_bytes: int = 0
     _shards: int = 0
     _committed_tokens: int = 0
-    _bar: tqdm[None] | None = None
+    _bar: tqdm[NoReturn] | None = None
 
     def start(self) -> None:
         """Shows the bar, if standard error is a terminal."""
