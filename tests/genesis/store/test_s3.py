@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import random
 import threading
@@ -275,6 +276,46 @@ def test_a_checksum_is_sent_and_given_up_for_gateways_that_refuse_it(proxied, s3
         (True, False), (False, True), (False, True),
     ]  # fmt: skip
     assert puts[0]["x-amz-checksum-crc32"] == "y/Q5Jg=="  # CRC-32's check value, cbf43926, in base64.
+
+
+def test_a_body_that_is_not_its_etags_is_read_again(proxied, s3_store):
+    """So is everything, once, on a gateway whose ETags look like an MD5 and are not."""
+    bodies = [b"right, but cut"[:5], b"right, but cut", b"another kind of ETag", b"another kind of ETag", b"once more"]
+    right = '"' + hashlib.md5(b"right, but cut").hexdigest() + '"'
+    left = [(body, right if number < 2 else '"' + "0" * 32 + '"') for number, body in enumerate(bodies)]
+
+    def reply(request: Request) -> Reply:
+        body, etag = left.pop(0)
+        return Reply(200, body, (("ETag", etag),))
+
+    proxied(answer=reply)
+    store = s3_store()
+    assert store.get("k").body == b"right, but cut"
+    assert store.get("k").body == b"another kind of ETag"
+    assert store.get("k").body == b"once more"
+    assert left == []
+
+
+def test_a_body_that_is_not_its_checksums_is_read_again(proxied, s3_store):
+    left = [b"126456789", b"123456789"]
+
+    def reply(request: Request) -> Reply:
+        return Reply(200, left.pop(0), (("ETag", '"opaque"'), ("x-amz-checksum-crc32", "y/Q5Jg==")))
+
+    proxied(answer=reply)
+    assert s3_store().get("k").body == b"123456789"
+    assert left == []
+
+
+def test_an_error_that_carries_a_checksum(proxied, s3_store):
+    replies = [
+        Reply(500, b"", (("x-amz-checksum-crc32", "y/Q5Jg=="),)),
+        Reply(200, b"123456789", (("ETag", '""'), ("x-amz-checksum-crc32", "y/Q5Jg=="))),
+        Reply(200, b"123456789", (("ETag", '"opaque"'), ("x-amz-checksum-crc32", "y/Q5Jg=="))),
+    ]
+    proxied(answer=lambda request: replies.pop(0))
+    assert s3_store().get("k").body == b"123456789"
+    assert replies == []
 
 
 def test_a_gateway_that_ignores_conditions_is_named(rclone, s3_env, s3_store, caplog):
