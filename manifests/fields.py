@@ -38,7 +38,8 @@ def _checked_time(text: str) -> str:
 
 
 Count = Annotated[int, Field(strict=True, ge=0, le=MAX_COUNT)]
-ShardTokens = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
+ShardTokens = Annotated[int, Field(strict=True, ge=1, le=2**28 - 1)]
+"""A shard of more would be over 2 GB, beyond the form of `manifests.shard_file`."""
 TokenId = Annotated[int, Field(strict=True, ge=0, le=2**32 - 1)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Key = Annotated[str, AfterValidator(_checked_key)]

@@ -6,6 +6,7 @@ A segment's name holds its own digest, so it is immutable, and committing a shar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
@@ -55,6 +56,15 @@ class Segment(Document):
     FILE: ClassVar[str] = "index segment"
 
     shards: tuple[ShardEntry, ...] = Field(min_length=1, max_length=SEGMENT_SHARDS)
+
+    @classmethod
+    def join(cls, entries: Sequence[bytes]) -> bytes:
+        """The file of shards whose entries are spelt already (`canonical_json`): what `to_json` would give.
+
+        A populator rewrites the last segment at every commit; spelling only the new entry keeps that at 0.2 ms
+        instead of 3 ms for a segment that is nearly full.
+        """
+        return b'{"format":%d,"shards":[%s]}' % (cls.FORMAT, b",".join(entries))
 
     @model_validator(mode="after")
     def _ids_run_on(self) -> Self:

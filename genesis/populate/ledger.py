@@ -53,6 +53,7 @@ from manifests import (
     SourceTotals,
     TokenizerRef,
     Writer,
+    canonical_json,
     format_time,
     segment_key,
     sha256_hex,
@@ -100,7 +101,8 @@ class Ledger:
     _manifest_etag: str | None = None
     _manifest_sha256: str | None = None
     _tokenizer_sha256: str | None = None
-    _tail: list[ShardEntry] = field(default_factory=list)
+    _tail: list[bytes] = field(default_factory=list)
+    """Entries of the last segment, as JSON."""
     _token: int = 0
     _superseded: list[tuple[float, str]] = field(default_factory=list)
     _lock: threading.RLock = field(default_factory=threading.RLock)
@@ -125,7 +127,7 @@ class Ledger:
             self._swap(self.checkpoints)
             crash_point("lease-taken")
             if self.manifest is not None:
-                self._tail = list(read_tail(self.store, self.manifest))
+                self._tail = [_entry_json(entry) for entry in read_tail(self.store, self.manifest)]
                 self._publish()
             self._sweep_index()
 
@@ -360,7 +362,7 @@ class Ledger:
         """Puts the segments that hold ``entries`` and returns the whole index."""
         index = list(self.manifest.index) if self.manifest else []
         tail = self._tail
-        remaining = list(entries)
+        remaining = [_entry_json(entry) for entry in entries]
         while remaining:
             if len(tail) == SEGMENT_SHARDS:
                 tail = []
@@ -373,12 +375,12 @@ class Ledger:
         self._tail = tail
         return tuple(index)
 
-    def _store_segment(self, number: int, shards: list[ShardEntry]) -> SegmentRef:
-        body = Segment.model_construct(shards=tuple(shards)).to_json()
+    def _store_segment(self, number: int, entries: list[bytes]) -> SegmentRef:
+        body = Segment.join(entries)
         digest = sha256_hex(body)
         key = segment_key(number, digest)
         self.store.put(key, body, cache=CachePolicy.IMMUTABLE, if_absent=True)
-        return SegmentRef(key=key, sha256=digest, first_shard=shards[0].id, shards=len(shards))
+        return SegmentRef(key=key, sha256=digest, first_shard=number * SEGMENT_SHARDS, shards=len(entries))
 
     def _delete_superseded(self) -> None:
         """Deletes the segments of this run that were replaced long enough ago."""
@@ -397,6 +399,10 @@ class Ledger:
         aged = [(info.modified_at.timestamp() if info.modified_at else time.time(), info.key) for info in found]
         self._superseded = sorted(aged)
         self._delete_superseded()
+
+
+def _entry_json(entry: ShardEntry) -> bytes:
+    return canonical_json(entry.model_dump(mode="json", exclude_none=True))
 
 
 def read_checkpoints(store: Store) -> tuple[Checkpoints, str | None]:
