@@ -2,6 +2,9 @@
 
 Guarantees: on valid UTF-8 both engines give the same ids, those of Hugging Face's ``tokenizers`` on the exported file;
 on any bytes at all the ids decode to the same bytes; text never yields a special id, also where it spells one's name.
+Two limits of the first: the vocabulary must have been learned (for tokens that their own merges never reach, tiktoken
+goes by bytes and the others by pairs), and of the 4,657 letters and digits that came with Unicode 17 only gigatoken
+0.10.0 knows yet, so before ``'s`` and its like the others cut them differently. gigatoken's ids are what shards hold.
 Results are flat arrays (a list of Python integers costs more than the encoding). Each engine runs on the calling
 thread alone: processes scale linearly with gigatoken, threads do not (measured: 380 MB/s with 2 processes, 173 with 2
 threads, 201 with one). tiktoken has a fifteenth of gigatoken's speed and is there for tests and for a machine that
@@ -11,9 +14,11 @@ gigatoken has no wheel for.
 from __future__ import annotations
 
 import logging
+import os
 import re
+import resource
+import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -40,6 +45,8 @@ __all__ = [
 
 MAX_GROWTH_BYTES = 512 << 20
 """How far a process may grow before its gigatoken encoder is built anew; a worker begins at 0.2 GB, 1 GB is allowed."""
+
+_PAGE_BYTES = resource.getpagesize()
 
 logger = logging.getLogger(__name__)
 
@@ -171,27 +178,18 @@ def make_engine(name: str, vocabulary: VocabularyFile) -> Engine:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM; where there is no /proc, the most it ever was. About 5 µs."""
+    """Memory of this process that is in RAM; where there is no /proc, the most it ever was. About 10 µs."""
     try:
-        pages = int(Path("/proc/self/statm").read_bytes().split()[1])
+        descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return _peak_resident_bytes()
-    return pages * _PAGE_BYTES
-
-
-def _page_bytes() -> int:
-    import resource
-
-    return resource.getpagesize()
+    try:
+        return int(os.read(descriptor, 256).split()[1]) * _PAGE_BYTES
+    finally:
+        os.close(descriptor)
 
 
 def _peak_resident_bytes() -> int:
-    import resource
-    import sys
-
     # Linux counts KiB, macOS bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-_PAGE_BYTES = _page_bytes()

@@ -17,6 +17,7 @@ import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
+from pathlib import Path
 
 from genesis.errors import WorkerError
 
@@ -65,13 +66,7 @@ def run_helper(
     Raises:
         WorkerError: it was killed, failed, or took too long.
     """
-    with subprocess.Popen(
-        [sys.executable, "-m", "genesis.tokenizer.helper", job],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=_environment(num_threads),
-    ) as process:
+    with _start(job, num_threads) as process:
         try:
             answer, complaint = process.communicate(pack(request), timeout=timeout_s)
         except subprocess.TimeoutExpired:
@@ -84,8 +79,23 @@ def run_helper(
     return unpack(answer)
 
 
+def _start(job: str, num_threads: int) -> subprocess.Popen[bytes]:
+    # -P: the search path is this process's, without whatever the working folder holds.
+    command = [sys.executable, "-P", "-m", "genesis.tokenizer.helper", job]
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=_environment(num_threads),
+        )
+    except OSError as error:
+        raise WorkerError(f"learning: cannot start {sys.executable!r}: {error.strerror}") from None
+
+
 def _environment(num_threads: int) -> dict[str, str]:
-    search_path = os.pathsep.join(path for path in sys.path if path)
+    search_path = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
     return os.environ | {
         "PYTHONPATH": search_path,
         "RAYON_NUM_THREADS": str(num_threads),

@@ -6,7 +6,7 @@ encodes it now, and the pairs come from `merging`.
 
 Guarantees: the merges depend on the counts of words alone: the same for texts in any order and 1, 2 or 64 processes,
 and learning A then B from one text gives what learning A + B gives, ties included. Every new id spells bytes of its
-own. 31,734 merges from 39 MB of English take 60 % of what BpeTrainer takes on the same text (docs/tokenizer.md).
+own. 31,734 merges from 39 MB of English take half the time BpeTrainer takes on the same text (docs/tokenizer.md).
 """
 
 from __future__ import annotations

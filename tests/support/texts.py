@@ -7,7 +7,19 @@ import sys
 import unicodedata
 from functools import cache
 
-__all__ = ["adversarial_strings", "characters_by_category"]
+__all__ = ["FRAGMENTS", "UNICODE_17", "adversarial_strings", "characters_by_category"]
+
+_UNICODE_17_RANGES = (
+    (0x88F, 0x88F), (0xC5C, 0xC5C), (0xCDC, 0xCDC), (0xA7CE, 0xA7CF), (0xA7D2, 0xA7D2), (0xA7D4, 0xA7D4),
+    (0xA7F1, 0xA7F1), (0x10940, 0x10959), (0x10EC5, 0x10EC7), (0x11DB0, 0x11DDB), (0x11DE0, 0x11DE9),
+    (0x16EA0, 0x16EB8), (0x16EBB, 0x16ED3), (0x16FF2, 0x16FF6), (0x187F8, 0x187FF), (0x18D09, 0x18D1E),
+    (0x18D80, 0x18DF2), (0x1E6C0, 0x1E6DE), (0x1E6E0, 0x1E6E2), (0x1E6E4, 0x1E6E5), (0x1E6E7, 0x1E6ED),
+    (0x1E6F0, 0x1E6F4), (0x1E6FE, 0x1E6FF), (0x2B73A, 0x2B73F), (0x2CEA2, 0x2CEAD), (0x323B0, 0x33479),
+)  # fmt: skip
+
+UNICODE_17 = frozenset(chr(point) for first, last in _UNICODE_17_RANGES for point in range(first, last + 1))
+"""Letters and digits new in Unicode 17 (September 2025): gigatoken 0.10.0 knows them, tiktoken 0.14.0 and tokenizers
+0.23.3 do not, so these three cut ``{character}'s`` differently."""
 
 FRAGMENTS = (
     "'s", "'S", "'ſ", "'LL", "'re", "'d", "don't", "I'M", "’s", "''", "'",
@@ -21,10 +33,11 @@ FRAGMENTS = (
 
 @cache
 def characters_by_category() -> dict[str, list[str]]:
-    """Up to 300 characters of each general category but surrogates, spread over it."""
+    """Up to 300 characters of each general category but surrogates, spread over it; none of `UNICODE_17`."""
     found: dict[str, list[str]] = {}
-    for point in range(sys.maxunicode + 1):
-        character = chr(point)
+    for character in map(chr, range(sys.maxunicode + 1)):
+        if character in UNICODE_17:
+            continue
         found.setdefault(unicodedata.category(character), []).append(character)
     del found["Cs"]
     return {category: characters[:: max(1, len(characters) // 300)] for category, characters in found.items()}

@@ -212,6 +212,12 @@ def test_a_helper_that_takes_too_long_is_stopped() -> None:
         run_helper("merge", [b""], timeout_s=0)
 
 
+def test_a_helper_that_cannot_be_started_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
+    with pytest.raises(WorkerError, match=r"cannot start '.*/no-python': No such file"):
+        run_helper("merge", [])
+
+
 def test_a_helper_that_is_killed_is_an_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, python_sources: list[bytes]
 ) -> None:
