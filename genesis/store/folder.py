@@ -162,9 +162,8 @@ class FolderStore:
             if not self._threads.acquire(timeout=self._lock_timeout_s):
                 raise filelock.Timeout(str(self._root / _LOCK_NAME))
             try:
-                with filelock.FileLock(
-                    self._root / _LOCK_NAME, timeout=self._lock_timeout_s, poll_interval=_LOCK_POLL_S
-                ):
+                lock = filelock.FileLock(self._root / _LOCK_NAME)
+                with lock.acquire(timeout=self._lock_timeout_s, poll_interval=_LOCK_POLL_S):
                     yield
             finally:
                 self._threads.release()

@@ -93,7 +93,7 @@ def test_a_shard_sized_body(store: Store):
     assert store.get("shard_0.pt").body == body
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     body=st.binary(max_size=4096),
     key=st.from_regex(r"[A-Za-z0-9_]{1,8}(/[A-Za-z0-9_][A-Za-z0-9._\-]{0,6})?-k", fullmatch=True),
