@@ -22,7 +22,6 @@ from genesis.errors import InvalidTextError, UsageError, VocabularyMismatchError
 from genesis.store.folder_errors import folder_errors
 from genesis.tokenizer.engines import EncodedBatch, Engine, make_engine
 from genesis.tokenizer.files import write_file
-from genesis.tokenizer.learning import learn
 from genesis.tokenizer.spellings import Pair, spell
 from manifests.documents import sha256_hex
 from manifests.errors import InvalidDocumentError
@@ -204,7 +203,7 @@ class NeuroTokenizer:
             texts: documents; all are held in memory.
             num_merges: how many to add, at most; the cap of the vocabulary counts too.
             source: whom to credit them to in ``sources_contributed``, also if there are none.
-            processes: how many processes to count words with; the result does not depend on it.
+            processes: how many cores to use; the result does not depend on it.
             min_frequency: how often a pair must occur; 2 keeps noise out.
 
         Returns:
@@ -215,6 +214,9 @@ class NeuroTokenizer:
             InvalidTextError: a string with a lone surrogate.
             WorkerError: a helper process died; the vocabulary is as before.
         """
+        # Here, as it brings pyarrow and regex, 60 MB that a process which only encodes need not hold.
+        from genesis.tokenizer.learning import learn
+
         _check_learning(num_merges, source, processes, min_frequency)
         wanted = min(num_merges, self._vocabulary.vocab_size - self.next_merge_id)
         if wanted < num_merges:

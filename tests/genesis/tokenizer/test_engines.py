@@ -228,7 +228,7 @@ def test_merges_that_would_fill_the_memory_are_refused(engine: str) -> None:
 
 
 def test_importing_the_package_imports_no_engine() -> None:
-    heavy = {"gigatoken", "tiktoken", "tokenizers", "transformers", "torch", "awkward"}
+    heavy = {"gigatoken", "tiktoken", "tokenizers", "transformers", "torch", "awkward", "pyarrow", "regex"}
     program = (
         "import sys, genesis.tokenizer; from genesis.tokenizer import NeuroTokenizer; NeuroTokenizer.empty(); "
         f"print(sorted({heavy!r} & set(sys.modules)))"
