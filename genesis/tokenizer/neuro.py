@@ -214,7 +214,7 @@ class NeuroTokenizer:
             InvalidTextError: a string with a lone surrogate.
             WorkerError: a helper process died; the vocabulary is as before.
         """
-        # Here, as it brings pyarrow and regex, 60 MB that a process which only encodes need not hold.
+        # Here, as it brings pyarrow and regex, 27 MB that a process which only encodes need not hold.
         from genesis.tokenizer.learning import learn
 
         _check_learning(num_merges, source, processes, min_frequency)
