@@ -97,7 +97,7 @@ def _lines(report: VerifyReport) -> list[str]:
     signature = {
         "verified": f"signature by {report.key_id} verified",
         "invalid": "SIGNATURE INVALID",
-        "not checked": f"signed by {report.key_id}, not checked",
+        "not checked": f"signed by {report.key_id} (give --public-key to check it)",
         "unsigned": "unsigned",
     }[report.signature]
     sampled = f" (sample, --seed {report.seed})" if report.seed is not None else ""
@@ -108,7 +108,7 @@ def _lines(report: VerifyReport) -> list[str]:
     )
     lines.append(
         f"{count(counts.shards_verified)} of {count(counts.shards)} shards sound{sampled}: "
-        f"{count(counts.tokens_verified)} tokens, {count(counts.documents_verified)} documents; "
+        f"{count(counts.tokens_verified)} tokens, {count(counts.documents_verified)} documents end in them; "
         f"{format_size(counts.bytes_read)} read in {format_duration(report.seconds)}"
     )
     lines.append("no problem found" if report.ok else f"{count(report.num_problems)} problems")

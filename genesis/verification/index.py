@@ -169,7 +169,6 @@ class IndexWalk:
         if self._size_bytes != self.manifest.total_size_bytes:
             self._problem(
                 MANIFEST_KEY,
-                SEGMENT_SHARDS,
                 f"expected total_size_bytes {self._size_bytes} by the index, found {self.manifest.total_size_bytes}",
             )
         for name, totals in self.manifest.sources.items():
@@ -185,6 +184,5 @@ class IndexWalk:
                 if getattr(totals, field_name) != value:
                     self._problem(
                         MANIFEST_KEY,
-                        SEGMENT_SHARDS,
                         f"{name}: expected {field_name} {value} by the index, found {getattr(totals, field_name)}",
                     )
