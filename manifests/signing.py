@@ -7,7 +7,6 @@ vouched for too. Keys are PEM (PKCS#8 private, SubjectPublicKeyInfo public), rea
 from __future__ import annotations
 
 import base64
-import binascii
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -117,7 +116,7 @@ def verify_manifest(data: bytes, key: Ed25519PublicKey) -> Manifest:
     value.pop("signature")
     try:
         key.verify(base64.b64decode(manifest.signature.value, validate=True), canonical_json(value))
-    except (InvalidSignature, binascii.Error):
+    except (InvalidSignature, ValueError):
         raise SignatureError(
             f"manifest.json was changed after it was signed (sequence {manifest.sequence}); do not use this store"
         ) from None

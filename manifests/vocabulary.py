@@ -8,6 +8,7 @@ prefix of its own.
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar, Self
 
 from pydantic import Field, StrictInt, model_validator
@@ -34,6 +35,9 @@ PATTERN = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 )
 """The GPT-4 (cl100k) split in the spelling that every engine accepts literally."""
+
+_MERGE = re.compile(r"([1-9][0-9]{0,7})_([1-9][0-9]{0,7})", re.ASCII)
+"""One spelling a pair: a second one, such as ``0266_111``, would be the same merge again."""
 
 
 class VocabularyFile(Document):
@@ -86,10 +90,10 @@ class VocabularyFile(Document):
 
 
 def _parse_pair(key: str, merge_id: int) -> tuple[int, int]:
-    left, separator, right = key.partition("_")
-    if not (separator and left.isascii() and left.isdigit() and right.isascii() and right.isdigit()):
+    matched = _MERGE.fullmatch(key)
+    if matched is None:
         raise InvalidDocumentError(f"tokenizer.json: expected a merge such as '266_111', found {key[:40]!r}")
-    pair = (int(left), int(right))
+    pair = (int(matched[1]), int(matched[2]))
     if not all(BYTE_OFFSET <= side < merge_id for side in pair):
         raise InvalidDocumentError(
             f"tokenizer.json: merge {key!r} (id {merge_id}) refers to an id that does not exist: expected both in "

@@ -1,0 +1,309 @@
+"""Every document: written and read back equal, one spelling a value, and hostile files refused in a line."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from manifests import (
+    Checkpoints,
+    ContractError,
+    InvalidDocumentError,
+    Manifest,
+    Segment,
+    ShardEntry,
+    SourcesFile,
+    UnsupportedFormatError,
+    VocabularyFile,
+    builtin_sources,
+    canonical_json,
+    format_time,
+    parse_time,
+)
+from manifests.documents import Document
+from tests.support.contract_strategies import CHECKPOINTS, SOURCES, manifests, segments, vocabularies
+
+DOCUMENTS = st.one_of(manifests(), segments(), vocabularies(), CHECKPOINTS, SOURCES)
+RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
+DIGEST = "0" * 64
+TIME = "2026-11-20T17:32:03Z"
+MANIFEST: dict[str, Any] = {
+    "format": 1,
+    "total_shards": 2,
+    "total_tokens": 20,
+    "total_size_bytes": 4000,
+    "sources": {"a": {"shards": 2, "tokens": 20, "documents_processed": 5, "last_shard_id": 1}},
+    "shard_tokens": 10,
+    "index": [{"key": "index/segment_00000-0.json", "sha256": DIGEST, "first_shard": 0, "shards": 2}],
+    "created_at": TIME,
+    "updated_at": TIME,
+}
+ENTRY: dict[str, Any] = {
+    "id": 0,
+    "sha256": DIGEST,
+    "size_bytes": 1,
+    "tokens": 10,
+    "source": "a",
+    "first_document": 0,
+    "last_document": 3,
+    "next_merge_id": 300,
+}
+
+
+@RELAXED
+@given(DOCUMENTS)
+def test_what_was_written_is_read_back(document: Document) -> None:
+    assert type(document).from_json(document.to_json()) == document
+
+
+@RELAXED
+@given(DOCUMENTS)
+def test_equal_values_give_equal_bytes(document: Document) -> None:
+    body = document.to_json()
+    assert type(document).from_json(body).to_json() == body == canonical_json(json.loads(body))
+
+
+@RELAXED
+@given(DOCUMENTS, st.integers(-5, 100).filter(lambda number: number != 1) | st.text(max_size=3) | st.none())
+def test_a_format_that_is_not_known_is_refused(document: Document, found: object) -> None:
+    value = {**json.loads(document.to_json()), "format": found}
+    with pytest.raises(UnsupportedFormatError, match="newer release"):
+        type(document).from_json(canonical_json(value))
+
+
+@RELAXED
+@given(DOCUMENTS, st.binary(max_size=200))
+def test_bytes_that_are_no_document_are_refused(document: Document, data: bytes) -> None:
+    with pytest.raises(ContractError):
+        type(document).from_json(b"\xff" + data)
+
+
+@RELAXED
+@given(st.data(), DOCUMENTS)
+def test_a_truncated_document_is_refused(data: st.DataObject, document: Document) -> None:
+    body = document.to_json()
+    with pytest.raises(InvalidDocumentError):
+        type(document).from_json(body[: data.draw(st.integers(0, len(body) - 1))])
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@RELAXED
+@given(st.data(), DOCUMENTS, JSON_VALUES)
+def test_any_value_in_any_place_is_read_or_refused_in_a_line(
+    data: st.DataObject, document: Document, value: object
+) -> None:
+    whole = json.loads(document.to_json())
+    place = whole
+    while True:
+        name = data.draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
+        inner = place[name]
+        if not isinstance(inner, dict | list) or not inner or data.draw(st.booleans()):
+            break
+        place = inner
+    place[name] = value
+    try:
+        found = type(document).from_json(json.dumps(whole).encode())
+        if isinstance(found, VocabularyFile):
+            found.pairs()
+    except ContractError as error:
+        assert "\n" not in str(error)
+        assert len(str(error)) < 600
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"3", b'"x"', b"null", b"{", b"\xff\xfe", b"{]", b"NaN"])
+@pytest.mark.parametrize("kind", [Manifest, Segment, VocabularyFile, Checkpoints, SourcesFile])
+def test_what_is_no_json_object_is_refused(kind: type[Document], body: bytes) -> None:
+    with pytest.raises(InvalidDocumentError, match="expected a JSON object"):
+        kind.from_json(body)
+
+
+@pytest.mark.parametrize("kind", [Manifest, Segment, VocabularyFile, Checkpoints, SourcesFile])
+@pytest.mark.parametrize("opening", [b"[", b'{"a":'])
+def test_deep_json_is_refused(kind: type[Document], opening: bytes) -> None:
+    with pytest.raises(InvalidDocumentError):
+        kind.from_json(b'{"sources":' + opening * 200_000)
+
+
+def test_json_of_huge_numbers_is_refused() -> None:
+    with pytest.raises(ContractError):
+        Manifest.from_json(b'{"total_shards": ' + b"9" * 10_000 + b"}")
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("total_shards",), -1),
+        (("total_shards",), 3),
+        (("total_shards",), 2.0),
+        (("total_shards",), "2"),
+        (("total_shards",), True),
+        (("total_shards",), 2**53),
+        (("total_tokens",), 21),
+        (("total_size_bytes",), -5),
+        (("sequence",), -1),
+        (("previous",), "abc"),
+        (("shard_tokens",), 0),
+        (("shard_tokens",), 9),
+        (("shard_tokens",), 2**28),
+        (("dtype",), "int32"),
+        (("created_at",), "yesterday"),
+        (("created_at",), "2026-11-20T17:32:03+01:00"),
+        (("sources", "a", "shards"), -2),
+        (("sources", "a", "shards"), 1),
+        (("sources", "a", "tokens"), 19),
+        (("sources",), {"../a": {"shards": 2, "tokens": 20, "documents_processed": 5, "last_shard_id": 1}}),
+        (("index", 0, "shards"), 1),
+        (("index", 0, "shards"), 1001),
+        (("index", 0, "shards"), 0),
+        (("index", 0, "first_shard"), 1),
+        (("index", 0, "sha256"), "F" * 64),
+        (("index", 0, "sha256"), "0" * 63),
+        (("index", 0, "key"), "../index.json"),
+        (("index", 0, "key"), "/etc/passwd"),
+        (("index",), [MANIFEST["index"][0], MANIFEST["index"][0]]),
+        (("tokenizer",), {"key": "a/../../b", "sha256": DIGEST, "next_merge_id": 300}),
+        (("tokenizer",), {"key": "a", "sha256": DIGEST, "next_merge_id": 2**32}),
+        (("signature",), {"algorithm": "none", "key_id": "", "value": ""}),
+    ],
+)
+def test_hostile_manifests_are_refused(place: tuple[str | int, ...], value: object) -> None:
+    assert Manifest.from_json(canonical_json(MANIFEST)).total_shards == 2
+    whole = json.loads(canonical_json(MANIFEST))
+    inner = whole
+    for step in place[:-1]:
+        inner = inner[step]
+    inner[place[-1]] = value
+    with pytest.raises(InvalidDocumentError, match=r"manifest\.json"):
+        Manifest.from_json(canonical_json(whole))
+
+
+@pytest.mark.parametrize("missing", ["total_shards", "total_tokens", "sources", "created_at", "updated_at"])
+def test_fields_of_the_specification_must_be_there(missing: str) -> None:
+    with pytest.raises(InvalidDocumentError, match=missing):
+        Manifest.from_object({name: value for name, value in MANIFEST.items() if name != missing})
+
+
+def test_the_specifications_own_manifest_is_read() -> None:
+    body = b"""{
+      "total_shards": 128, "total_tokens": 320000000, "total_size_bytes": 2560000000, "tokenizer_version": "bpe_v1",
+      "sources": {"fineweb-edu": {
+        "shards": 128, "tokens": 320000000, "documents_processed": 85000, "last_shard_id": 127}},
+      "created_at": "2025-12-09T20:00:00Z", "updated_at": "2025-12-09T20:52:00Z"
+    }"""
+    manifest = Manifest.from_json(body)
+    assert (manifest.shard_tokens, manifest.index, manifest.sequence) == (2_500_000, (), 0)
+
+
+def test_fields_of_later_revisions_are_ignored() -> None:
+    manifest = Manifest.from_object({**MANIFEST, "mirrors": ["https://example.org"]})
+    assert manifest == Manifest.from_object(MANIFEST)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tokens": 0},
+        {"tokens": 2**28},
+        {"first_document": 4},
+        {"last_document": -1},
+        {"source": "A"},
+        {"source": ""},
+        {"source": "a" * 65},
+        {"sha256": "x" * 64},
+        {"packed": {"key": "packed/../x", "sha256": DIGEST, "size_bytes": 1}},
+    ],
+)
+def test_hostile_entries_are_refused(changes: dict[str, object]) -> None:
+    Segment.from_object({"shards": [ENTRY]})
+    with pytest.raises(InvalidDocumentError, match="index segment"):
+        Segment.from_object({"shards": [{**ENTRY, **changes}]})
+
+
+@pytest.mark.parametrize("ids", [[], [1], [1000, 1002], [0, 0], [1, 0], list(range(1001))])
+def test_a_segments_ids_run_on_from_a_thousand(ids: list[int]) -> None:
+    with pytest.raises(InvalidDocumentError):
+        Segment.from_object({"shards": [{**ENTRY, "id": number} for number in ids]})
+
+
+def test_a_full_segment_is_as_small_as_it_is_said_to_be() -> None:
+    shards = tuple(
+        ShardEntry(
+            **{**ENTRY, "id": number, "size_bytes": 20_001_577, "source": "fineweb-edu", "next_merge_id": 32_000}
+        )
+        for number in range(599_000, 600_000)
+    )
+    assert len(Segment(shards=shards).to_json()) < 350_000
+
+
+def test_checkpoints_keep_the_layout_of_the_specification() -> None:
+    body = b"""{"fineweb-edu": {
+        "documents_processed": 85000, "last_shard_id": 127, "leftover_tokens": [1234, 5678],
+        "timestamp": "2025-12-09T20:52:00Z"}}"""
+    checkpoints = Checkpoints.from_json(body)
+    assert checkpoints.sources["fineweb-edu"].leftover_tokens == (1234, 5678)
+    assert json.loads(checkpoints.to_json())["fineweb-edu"]["last_shard_id"] == 127
+
+
+@pytest.mark.parametrize("name", ["format", "writer", "manifest"])
+def test_a_source_may_not_take_a_reserved_name(name: str) -> None:
+    position = {"documents_processed": 0, "last_shard_id": -1, "leftover_tokens": [], "timestamp": TIME}
+    whole = Checkpoints.from_object({"alpha": position})
+    with pytest.raises(InvalidDocumentError, match="may not be called"):
+        whole.model_copy(update={"sources": {name: whole.sources["alpha"]}}).to_json()
+
+
+def test_the_built_in_sources_are_the_specifications() -> None:
+    sources = builtin_sources()
+    assert [spec.name for spec in sources.enabled()] == ["fineweb-edu", "fineweb", "redpajama", "slimpajama", "c4"]
+    assert sum(spec.merges for spec in sources.sources) == 31_734
+    assert sources.get("c4") in sources.sources
+    assert sources.get("nothing") is None
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"name": "a", "hf_path": "owner/name"},
+        {"name": "a", "data_file": ["x"]},
+        {"name": "a b"},
+        {"name": "a", "merges": 31_735},
+        {"name": "a", "text_field": ""},
+        {"name": "a", "target_shards": -1},
+    ],
+)
+def test_sources_that_make_no_sense_are_refused(source: dict[str, object]) -> None:
+    with pytest.raises(InvalidDocumentError, match=r"sources\.json"):
+        SourcesFile.from_object({"sources": [source]})
+
+
+def test_a_source_may_be_named_once() -> None:
+    with pytest.raises(InvalidDocumentError, match="named twice"):
+        SourcesFile.from_object({"sources": [{"name": "a"}, {"name": "a"}]})
+
+
+@given(st.datetimes(datetime(1970, 1, 1), datetime(2999, 1, 1), timezones=st.just(UTC)))
+def test_times_are_whole_seconds_of_utc(moment: datetime) -> None:
+    assert parse_time(format_time(moment)) == moment.replace(microsecond=0)
+
+
+@pytest.mark.parametrize("text", ["", "2026-11-20", "2026-11-20T17:32:03", "2026-13-20T17:32:03Z", "1e9"])
+def test_other_spellings_of_times_are_refused(text: str) -> None:
+    with pytest.raises(InvalidDocumentError, match="expected a time"):
+        parse_time(text)
+
+
+def test_canonical_json_has_no_nan() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        canonical_json({"x": float("nan")})

@@ -1,0 +1,166 @@
+"""The shard form: byte for byte what ``torch.save`` writes, and nothing else is accepted."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manifests import ShardFormatError, ShardImage, decode_shard, encode_shard, sha256_hex, shard_file_bytes
+
+# These pin the format. A change means that every published shard has another digest: do not update them, find out why.
+GOLDEN_FULL = "e8dc04d559f468f1c0c8a3e4e84c2577718ef5aada7968a7226cc16dbed01945"
+GOLDEN_SMALL = "c9d5016c3d3dd5fc8eb98aba9f7512d0995e8018ec5fedd1a2972417fa55d7b7"
+
+LENGTHS = st.integers(1, 300) | st.integers(1, 70_000) | st.sampled_from([255, 256, 65_535, 65_536])
+
+
+def saved_by_torch(ids: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(torch.from_numpy(ids.astype(np.int64)), buffer)
+    return buffer.getvalue()
+
+
+@settings(deadline=None)
+@given(length=LENGTHS, seed=st.integers(0, 2**32 - 1), bits=st.integers(1, 63))
+def test_equal_to_torch_save(length: int, seed: int, bits: int) -> None:
+    ids = np.random.default_rng(seed).integers(-(2**bits), 2**bits, size=length, dtype=np.int64)
+    assert bytes(encode_shard(ids)) == saved_by_torch(ids)
+
+
+def test_equal_to_torch_save_for_every_small_length() -> None:
+    for length in range(1, 700):
+        ids = np.arange(length)
+        assert bytes(encode_shard(ids)) == saved_by_torch(ids), length
+
+
+@settings(deadline=None)
+@given(length=LENGTHS, seed=st.integers(0, 2**32 - 1))
+def test_what_was_encoded_is_decoded(length: int, seed: int) -> None:
+    ids = np.random.default_rng(seed).integers(0, 32_000, size=length)
+    image = encode_shard(ids)
+    assert len(image) == shard_file_bytes(length)
+    for expected_tokens in (None, length):
+        decoded = decode_shard(image, expected_tokens=expected_tokens)
+        assert decoded.dtype == np.int64
+        assert np.array_equal(decoded, ids)
+        assert not decoded.flags.writeable
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int32, np.int64])
+def test_any_integer_type_gives_the_same_file(dtype: type) -> None:
+    ids = np.arange(1000)
+    assert encode_shard(ids.astype(dtype)) == encode_shard(ids)
+
+
+def test_torch_reads_it_without_unpickling(tmp_path: Path) -> None:
+    ids = np.arange(5_000)
+    (tmp_path / "shard_0.pt").write_bytes(encode_shard(ids))
+    tensor = torch.load(tmp_path / "shard_0.pt", weights_only=True)
+    assert tensor.dtype == torch.int64
+    assert torch.equal(tensor, torch.from_numpy(ids))
+    mapped = torch.load(tmp_path / "shard_0.pt", weights_only=True, mmap=True)
+    assert torch.equal(mapped, tensor)
+
+
+def test_it_is_a_sound_zip_file() -> None:
+    with zipfile.ZipFile(io.BytesIO(encode_shard(np.arange(1000)))) as archive:
+        assert archive.testzip() is None
+        assert len(archive.namelist()) == 7
+
+
+def test_an_image_may_be_filled_and_sealed_again() -> None:
+    image = ShardImage.empty(500)
+    for seed in range(3):
+        image.ids[:] = np.random.default_rng(seed).integers(0, 32_000, 500)
+        image.seal()
+        assert bytes(image.buffer) == saved_by_torch(image.ids)
+
+
+@settings(deadline=None, max_examples=300)
+@given(data=st.data())
+def test_no_changed_byte_is_accepted(data: st.DataObject) -> None:
+    length = data.draw(st.sampled_from([1, 7, 255, 256, 300]))
+    body = encode_shard(np.arange(length) * 31)
+    position = data.draw(st.integers(0, len(body) - 1))
+    body[position] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(ShardFormatError):
+        decode_shard(body, expected_tokens=length)
+    with pytest.raises(ShardFormatError):
+        decode_shard(body)
+
+
+def test_every_changed_byte_of_a_shard_is_refused() -> None:
+    sound = bytes(encode_shard(np.arange(20)))
+    for position in range(len(sound)):
+        body = bytearray(sound)
+        body[position] ^= 0x01
+        with pytest.raises(ShardFormatError):
+            decode_shard(body)
+
+
+@settings(deadline=None)
+@given(cut=st.integers(1, 3000), length=st.integers(1, 300))
+def test_another_length_is_refused(cut: int, length: int) -> None:
+    body = bytes(encode_shard(np.arange(length)))
+    for damaged in (body[: max(len(body) - cut, 0)], body + b"\0" * cut):
+        with pytest.raises(ShardFormatError):
+            decode_shard(damaged)
+    with pytest.raises(ShardFormatError):
+        decode_shard(body, expected_tokens=length + cut)
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=4000))
+def test_any_other_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(ShardFormatError):
+        decode_shard(data)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.arange(10, dtype=torch.int32),
+        torch.arange(10).reshape(2, 5),
+        torch.arange(20)[::2],
+        torch.arange(10, dtype=torch.float64),
+        {"ids": torch.arange(10)},
+        torch.nn.Parameter(torch.zeros(10)),
+    ],
+)
+def test_other_things_that_torch_saves_are_refused(value: object) -> None:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    with pytest.raises(ShardFormatError):
+        decode_shard(buffer.getvalue())
+
+
+def test_a_pickle_is_never_executed(tmp_path: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> tuple[object, ...]:
+            return Path.touch, (tmp_path / "executed",)
+
+    buffer = io.BytesIO()
+    torch.save(Bomb(), buffer)
+    with pytest.raises(ShardFormatError):
+        decode_shard(buffer.getvalue())
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("length", [0, -1, 2**28])
+def test_lengths_that_have_no_form(length: int) -> None:
+    with pytest.raises(ValueError, match="ids in a shard"):
+        ShardImage.empty(length)
+
+
+def test_golden_digests() -> None:
+    full = encode_shard(np.arange(2_500_000))
+    assert len(full) == shard_file_bytes(2_500_000) == 20_001_577
+    assert sha256_hex(full) == GOLDEN_FULL
+    assert sha256_hex(encode_shard(np.array([10, 266, 31_999, 2]))) == GOLDEN_SMALL

@@ -1,0 +1,161 @@
+"""A signature vouches for every field of the manifest, and for nothing else."""
+
+from __future__ import annotations
+
+import base64
+import json
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec, rsa, x25519
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manifests import (
+    ContractError,
+    Manifest,
+    SignatureError,
+    canonical_json,
+    generate_private_key,
+    key_id,
+    load_private_key,
+    load_public_key,
+    private_key_pem,
+    public_key_pem,
+    sign_manifest,
+    verify_manifest,
+)
+from tests.support.contract_strategies import manifests
+
+KEY = generate_private_key()
+OTHER = generate_private_key()
+MANIFEST = Manifest(
+    total_shards=0,
+    total_tokens=0,
+    total_size_bytes=0,
+    sources={},
+    created_at="2026-11-20T17:32:03Z",
+    updated_at="2026-11-20T17:32:03Z",
+)
+
+
+@settings(deadline=None)
+@given(manifests())
+def test_what_was_signed_is_verified(manifest: Manifest) -> None:
+    signed = sign_manifest(manifest, KEY)
+    found = verify_manifest(signed.to_json(), KEY.public_key())
+    assert found == signed
+    assert found.model_copy(update={"signature": None}) == manifest
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_no_changed_byte_is_verified(data: st.DataObject) -> None:
+    signed = sign_manifest(MANIFEST, KEY)
+    body = bytearray(signed.to_json())
+    position = data.draw(st.integers(0, len(body) - 1))
+    body[position] ^= data.draw(st.integers(1, 255))
+    try:
+        found = verify_manifest(bytes(body), KEY.public_key())
+    except ContractError:
+        return
+    assert found == signed
+
+
+def test_fields_that_this_release_does_not_know_are_vouched_for_too() -> None:
+    unsigned = {**MANIFEST.to_object(), "later": [1]}
+    extended = {**unsigned, "signature": sign_object(unsigned)}
+    assert verify_manifest(canonical_json(extended), KEY.public_key())
+    with pytest.raises(SignatureError, match="changed after it was signed"):
+        verify_manifest(canonical_json({**extended, "later": [2]}), KEY.public_key())
+
+
+def sign_object(value: dict[str, object]) -> dict[str, str]:
+    signature = base64.b64encode(KEY.sign(canonical_json(value))).decode()
+    return {"algorithm": "ed25519", "key_id": key_id(KEY.public_key()), "value": signature}
+
+
+def test_white_space_does_not_matter() -> None:
+    value = json.loads(sign_manifest(MANIFEST, KEY).to_json())
+    assert verify_manifest(json.dumps(value, indent=4).encode(), KEY.public_key()).signature
+
+
+def test_an_unsigned_manifest_is_refused() -> None:
+    with pytest.raises(SignatureError, match="not signed"):
+        verify_manifest(MANIFEST.to_json(), KEY.public_key())
+
+
+def test_another_key_is_named() -> None:
+    with pytest.raises(SignatureError, match=key_id(OTHER.public_key())):
+        verify_manifest(sign_manifest(MANIFEST, KEY).to_json(), OTHER.public_key())
+
+
+def test_another_keys_signature_under_the_right_name_is_refused() -> None:
+    signed = sign_manifest(MANIFEST, OTHER)
+    assert signed.signature is not None
+    forged = signed.signature.model_copy(update={"key_id": key_id(KEY.public_key())})
+    with pytest.raises(SignatureError, match="changed"):
+        verify_manifest(signed.model_copy(update={"signature": forged}).to_json(), KEY.public_key())
+
+
+@pytest.mark.parametrize("value", ["", "!", "AAAA", "é", "A" * 88])
+def test_a_signature_that_is_none_is_refused(value: str) -> None:
+    signed = sign_manifest(MANIFEST, KEY)
+    assert signed.signature is not None
+    broken = signed.signature.model_copy(update={"value": value})
+    with pytest.raises(SignatureError):
+        verify_manifest(signed.model_copy(update={"signature": broken}).to_json(), KEY.public_key())
+
+
+def test_signing_again_replaces_the_signature() -> None:
+    again = sign_manifest(sign_manifest(MANIFEST, KEY), OTHER)
+    assert verify_manifest(again.to_json(), OTHER.public_key())
+
+
+def test_keys_survive_pem() -> None:
+    assert key_id(load_private_key(private_key_pem(KEY)).public_key()) == key_id(KEY.public_key())
+    assert key_id(load_public_key(public_key_pem(KEY.public_key()))) == key_id(KEY.public_key())
+    assert len(key_id(KEY.public_key())) == 16
+
+
+def pem_of_private(key: object, encryption: object = None) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption or NoEncryption())
+
+
+@pytest.mark.parametrize(
+    "pem",
+    [
+        b"",
+        b"not a key",
+        public_key_pem(KEY.public_key()),
+        private_key_pem(KEY)[:60],
+        pem_of_private(x25519.X25519PrivateKey.generate()),
+        pem_of_private(ec.generate_private_key(ec.SECP256R1())),
+        pem_of_private(rsa.generate_private_key(65537, 2048)),
+        pem_of_private(KEY, BestAvailableEncryption(b"secret")),
+    ],
+    ids=["empty", "text", "public", "cut", "x25519", "ec", "rsa", "encrypted"],
+)
+def test_what_is_no_private_key(pem: bytes) -> None:
+    with pytest.raises(SignatureError, match="expected an Ed25519 private key"):
+        load_private_key(pem)
+
+
+@pytest.mark.parametrize(
+    "pem",
+    [
+        b"",
+        private_key_pem(KEY),
+        x25519.X25519PrivateKey.generate().public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo),
+    ],
+    ids=["empty", "private", "x25519"],
+)
+def test_what_is_no_public_key(pem: bytes) -> None:
+    with pytest.raises(SignatureError, match="expected an Ed25519 public key"):
+        load_public_key(pem)
