@@ -63,8 +63,8 @@ def make_vocabulary(folder: Path, files: list[str]) -> Path:
     vocabulary = folder / "vocabulary"
     vocabulary.mkdir()
     tokenizer.save(vocabulary / "tokenizer.json")
-    export_tokenizer(tokenizer, "hf", vocabulary)
-    export_tokenizer(tokenizer, "tiktoken", vocabulary)
+    export_tokenizer(tokenizer.to_file(), "hf", vocabulary)
+    export_tokenizer(tokenizer.to_file(), "tiktoken", vocabulary)
     return vocabulary
 
 

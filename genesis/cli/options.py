@@ -48,5 +48,3 @@ def load_sources(path: Path | None) -> SourcesFile:
         return SourcesFile.from_json(path.read_bytes(), name=str(path))
     except OSError as error:
         raise UsageError(f"--sources-file {path}: {error.strerror}") from None
-
-

@@ -21,6 +21,9 @@ logger = logging.getLogger("genesis")
 def populate_command(
     source: Annotated[str, typer.Option("--source", help="A source of 'genesis sources', 'python-docs', or 'all'.")],
     store: StoreOption,
+    more_inputs: Annotated[
+        list[str] | None, typer.Argument(metavar="[FILE]...", help="More input, as --input.")
+    ] = None,
     inputs: Annotated[
         list[str] | None,
         typer.Option("--input", help="Files, folders or patterns to read instead of the Hub; may be repeated."),
@@ -64,11 +67,12 @@ def populate_command(
     from genesis.cli.running import Run
 
     sources = load_sources(sources_file)
+    files = (*(inputs or ()), *(more_inputs or ()))  # A pattern the shell expanded leaves all but the first behind.
     run = Run(
-        specs=_chosen(source, sources, inputs),
+        specs=_chosen(source, sources, files),
         sources=sources,
         store_url=store,
-        inputs=tuple(inputs or ()),
+        inputs=files,
         workers=workers,
         max_shards=max_shards,
         max_documents=max_documents,
@@ -88,7 +92,7 @@ def populate_command(
     return stop.exit_code
 
 
-def _chosen(name: str, sources: SourcesFile, inputs: list[str] | None) -> list[SourceSpec]:
+def _chosen(name: str, sources: SourcesFile, inputs: tuple[str, ...]) -> list[SourceSpec]:
     from genesis.sources import find_source
 
     if name != "all":

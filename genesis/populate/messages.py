@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from genesis.sources.base import Task
 
-__all__ = ["Assignment", "Encoded", "Failed", "Finished", "Ready", "Released"]
+__all__ = ["Assignment", "Encoded", "Failed", "Finished", "Released"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,6 @@ class Released:
     """Parent to worker: the ring is free up to here."""
 
     position: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """Worker to parent: imports done, vocabulary loaded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from genesis.populate.progress import Progress
 from genesis.populate.vocabulary import ensure_vocabulary
 from genesis.sources import resolve, tasks
 from genesis.store import Store
-from genesis.tokenizer import NeuroTokenizer
+from genesis.tokenizer import NeuroTokenizer, hf_tokenizer_json
 from manifests import Cursor, SourceCheckpoint, format_time
 
 __all__ = ["PopulateResult", "populate"]
@@ -95,7 +95,8 @@ def populate(
     ledger.source = options.spec.name
     _check_apart(options)
     with held(ledger), LeaseKeeper(ledger, on_lost=stop.set) as keeper:
-        result = _Run(options, ledger, stop).run()
+        with WorkerPool(options.num_workers) as pool:
+            result = _Run(options, ledger, stop, pool).run()
         if keeper.failure is not None:
             raise keeper.failure
     return result
@@ -104,10 +105,11 @@ def populate(
 class _Run:
     """One source's run; holds what its steps share."""
 
-    def __init__(self, options: PopulateOptions, ledger: Ledger, stop: threading.Event) -> None:
+    def __init__(self, options: PopulateOptions, ledger: Ledger, stop: threading.Event, pool: WorkerPool) -> None:
         self._options = options
         self._ledger = ledger
         self._stop = stop
+        self._pool = pool
         self._name = options.spec.name
 
     def run(self) -> PopulateResult:
@@ -123,6 +125,7 @@ class _Run:
             self._ledger, self._options.spec, self._plan, self._options.learn, self._options.num_workers, self._stop
         )
         self._tokenizer_sha256 = tokenizer.sha256
+        self._pool.load(hf_tokenizer_json(tokenizer.to_file()))
         if checkpoint is None:
             self._pin_input()
         before = self._shards()
@@ -157,7 +160,7 @@ class _Run:
         committer.start()
         try:
             with closing(progress):
-                ended = self._feed(packer, committer, progress, tokenizer, start.cursor)
+                ended = self._feed(packer, committer, progress, start.cursor)
             committer.drain()
         except BaseException:
             committer.abandon()
@@ -171,7 +174,6 @@ class _Run:
         packer: Packer,
         committer: Committer,
         progress: Progress,
-        tokenizer: NeuroTokenizer,
         cursor: Cursor | None,
     ) -> bool:
         """Feeds the packer until the source ends (True) or a limit or a stop comes first (False)."""
@@ -185,17 +187,16 @@ class _Run:
             submitted += 1
             if submitted == room:
                 return False
-        with WorkerPool(tokenizer.to_file().to_json(), self._options.num_workers) as pool:
-            for block in pool.blocks(tasks(self._plan, cursor)):
-                committer.raise_failure()
-                for shard in packer.feed(block, self._options.max_documents):
-                    committer.submit(shard)
-                    submitted += 1
-                    if submitted == room or self._stop.is_set():
-                        return False
-                progress.encoded(len(block.ids), int(block.text_bytes[-1]) if len(block.text_bytes) else 0)
-                if self._stop.is_set() or self._documents_reached(packer):
+        for block in self._pool.blocks(tasks(self._plan, cursor)):
+            committer.raise_failure()
+            for shard in packer.feed(block, self._options.max_documents):
+                committer.submit(shard)
+                submitted += 1
+                if submitted == room or self._stop.is_set():
                     return False
+            progress.encoded(len(block.ids), int(block.text_bytes[-1]) if len(block.text_bytes) else 0)
+            if self._stop.is_set() or self._documents_reached(packer):
+                return False
         return True
 
     def _documents_reached(self, packer: Packer) -> bool:

@@ -93,14 +93,16 @@ class _Pending:
 class WorkerPool:
     """Runs ``num_workers`` processes that encode with one vocabulary; a context manager.
 
+    Entering it starts the processes, which then import what they need (0.6 s) while the caller opens its store and
+    learns or reads the vocabulary; `load` gives them that.
+
     Args:
-        tokenizer_json: the vocabulary's file, sent to every worker.
         num_workers: processes to run.
     """
 
-    def __init__(self, tokenizer_json: bytes, num_workers: int) -> None:
-        self._tokenizer_json = tokenizer_json
+    def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
+        self._encoder_json: bytes | None = None
         self._workers: list[_Worker] = []
         self._pending: dict[int, _Pending] = {}
         self._unassigned: deque[int] = deque()
@@ -108,7 +110,7 @@ class WorkerPool:
         self._reader: _TaskReader | None = None
 
     def __enter__(self) -> WorkerPool:
-        """Starts the processes; they load while the caller prepares the rest."""
+        """Starts the processes."""
         self._workers = [self._start_worker() for _ in range(self._num_workers)]
         return self
 
@@ -129,8 +131,18 @@ class WorkerPool:
         """The workers' process ids."""
         return [worker.process.pid for worker in self._workers]
 
+    def load(self, encoder_json: bytes) -> None:
+        """Gives the workers their vocabulary.
+
+        Args:
+            encoder_json: as `genesis.tokenizer.hf_tokenizer_json` writes it.
+        """
+        self._encoder_json = encoder_json
+        for worker in self._workers:
+            self._send_encoder(worker, encoder_json)
+
     def blocks(self, tasks: Iterable[Task]) -> Iterator[Block]:
-        """Encodes ``tasks``; may be called once in the life of a pool.
+        """Encodes ``tasks``; may be called once in the life of a pool, after `load`.
 
         Raises:
             GenesisError: reading or encoding a task failed, or its worker died again and again.
@@ -265,11 +277,14 @@ class WorkerPool:
             os.close(ring_descriptor)
         connection: Connection = Connection(ours.detach())
         worker = _Worker(process, connection, ring)
-        try:
-            connection.send_bytes(self._tokenizer_json)
-        except OSError:
-            logger.debug("worker %d died while starting", process.pid)
+        if self._encoder_json is not None:
+            self._send_encoder(worker, self._encoder_json)
         return worker
+
+    def _send_encoder(self, worker: _Worker, encoder_json: bytes) -> None:
+        # As in `_send`: one that died already is replaced when its end is read.
+        with contextlib.suppress(OSError):
+            worker.connection.send_bytes(encoder_json)
 
 
 class _TaskReader:

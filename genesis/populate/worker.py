@@ -10,6 +10,7 @@ would run the caller's script again in every worker.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import queue
 import signal
@@ -21,11 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from genesis.errors import GenesisError
-from genesis.populate.messages import Assignment, Encoded, Failed, Finished, Ready, Released
+from genesis.populate.messages import Assignment, Encoded, Failed, Finished, Released
 from genesis.populate.ring import RingWriter
 from genesis.sources import read_batches
 from genesis.sources.base import TextBatch
-from genesis.tokenizer import NeuroTokenizer
+from genesis.tokenizer import Engine, GigatokenEngine
 
 __all__ = ["EOS", "join_documents", "main"]
 
@@ -64,15 +65,16 @@ def main() -> None:
     logging.basicConfig(format="worker %(process)d: %(message)s", level=logging.WARNING)
     connection: Connection = Connection(int(sys.argv[1]))
     ring = RingWriter.over(int(sys.argv[2]))
+    importlib.import_module("awkward")  # gigatoken would, at its first result; now nobody waits for it.
     try:
-        tokenizer = NeuroTokenizer.from_bytes(connection.recv_bytes())
-        connection.send(Ready())
-        _serve(connection, ring, tokenizer)
+        engine = GigatokenEngine(connection.recv_bytes())
+        engine.encode_batch([b"built before the first task comes"])
+        _serve(connection, ring, engine)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # The parent has gone or needs us no more.
 
 
-def _serve(connection: Connection, ring: RingWriter, tokenizer: NeuroTokenizer) -> None:
+def _serve(connection: Connection, ring: RingWriter, engine: Engine) -> None:
     assignments: queue.SimpleQueue[Assignment | None] = queue.SimpleQueue()
     batches: queue.Queue[_Item] = queue.Queue(_READ_AHEAD)
     threading.Thread(target=_receive, args=(connection, assignments, ring), daemon=True).start()
@@ -81,7 +83,7 @@ def _serve(connection: Connection, ring: RingWriter, tokenizer: NeuroTokenizer) 
         if isinstance(item, Finished | Failed):
             connection.send(item)
         else:
-            connection.send(_encode(*item, ring=ring, tokenizer=tokenizer))
+            connection.send(_encode(*item, ring=ring, engine=engine))
 
 
 def _receive(connection: Connection, assignments: queue.SimpleQueue[Assignment | None], ring: RingWriter) -> None:
@@ -113,8 +115,8 @@ def _read(assignments: queue.SimpleQueue[Assignment | None], batches: queue.Queu
     batches.put(None)
 
 
-def _encode(number: int, first_row: int, batch: TextBatch, *, ring: RingWriter, tokenizer: NeuroTokenizer) -> Encoded:
-    ids, offsets = tokenizer.encode_batch(batch.texts)
+def _encode(number: int, first_row: int, batch: TextBatch, *, ring: RingWriter, engine: Engine) -> Encoded:
+    ids, offsets = engine.encode_batch(batch.texts)
     num_ids = len(ids) + len(batch.texts)
     if ring.fits(num_ids):
         position, out = ring.reserve(num_ids)

@@ -75,8 +75,16 @@ class GigatokenEngine:
     the memory back; the words are learned again over the next 50 MB or so.
     """
 
-    def __init__(self, vocabulary: VocabularyFile, max_growth_bytes: int = MAX_GROWTH_BYTES) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, hf_json: bytes, max_growth_bytes: int = MAX_GROWTH_BYTES) -> None:
+        """Notes the vocabulary; the encoder is built at the first use.
+
+        Args:
+            hf_json: the vocabulary as `genesis.tokenizer.export.hf_tokenizer_json` writes it. The exported form rather
+                than the vocabulary, since many processes build encoders of one vocabulary and exporting 32,000 ids
+                takes longer than building does.
+            max_growth_bytes: growth of the process at which the encoder is built anew.
+        """
+        self._hf_json = hf_json
         self._max_growth_bytes = max_growth_bytes
         self._encoder: BPETokenizer | SentencePieceTokenizer | None = None
         self._least_resident_bytes = 0
@@ -106,7 +114,7 @@ class GigatokenEngine:
         import gigatoken
 
         self._encoder = None  # Before the next one is built, or both caches would be held at once.
-        encoder = gigatoken.Tokenizer.from_json(hf_tokenizer_json(self._vocabulary)).backend
+        encoder = gigatoken.Tokenizer.from_json(self._hf_json).backend
         self._encoder = encoder
         self._least_resident_bytes = resident_bytes()
         self._num_builds += 1
@@ -160,7 +168,7 @@ def _encode_with_tiktoken(encoding: Encoding, text: bytes) -> npt.NDArray[np.uin
 
 
 ENGINES: Mapping[str, Callable[[VocabularyFile], Engine]] = {
-    "gigatoken": GigatokenEngine,
+    "gigatoken": lambda vocabulary: GigatokenEngine(hf_tokenizer_json(vocabulary)),
     "tiktoken": TiktokenEngine,
 }
 """The engines by name."""

@@ -5,6 +5,7 @@ import random
 import signal
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from genesis.errors import CorruptInputError, WorkerError
 from genesis.populate.pool import WorkerPool
 from genesis.sources import resolve, tasks
-from genesis.tokenizer import NeuroTokenizer
+from genesis.tokenizer import NeuroTokenizer, hf_tokenizer_json
 from manifests import SourceSpec
 from tests.support.documents import documents, write_parquet
 
@@ -31,6 +32,13 @@ def plan(tmp_path):
     return resolve(SourceSpec(name="s"), [str(tmp_path)])
 
 
+@contextmanager
+def pool_of(tokenizer, workers):
+    with WorkerPool(workers) as pool:
+        pool.load(hf_tokenizer_json(tokenizer.to_file()))
+        yield pool
+
+
 def expected(tokenizer, plan):
     from genesis.sources import read_batches
 
@@ -44,14 +52,14 @@ def ids_of(blocks):
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_blocks_come_in_order(tokenizer, plan, workers):
-    with WorkerPool(tokenizer.to_file().to_json(), workers) as pool:
+    with pool_of(tokenizer, workers) as pool:
         found = ids_of(pool.blocks(tasks(plan, None)))
     assert (found == expected(tokenizer, plan)).all()
 
 
 def test_killed_workers_are_replaced(tokenizer, plan):
     found = []
-    with WorkerPool(tokenizer.to_file().to_json(), 2) as pool:
+    with pool_of(tokenizer, 2) as pool:
         for number, block in enumerate(pool.blocks(tasks(plan, None))):
             found.append(block.ids.copy())
             if number in (0, 7, 15):
@@ -60,7 +68,7 @@ def test_killed_workers_are_replaced(tokenizer, plan):
 
 
 def test_a_worker_killed_while_it_starts_is_replaced(tokenizer, plan):
-    with WorkerPool(tokenizer.to_file().to_json(), 1) as pool:
+    with pool_of(tokenizer, 1) as pool:
         os.kill(pool.process_ids[0], signal.SIGKILL)
         found = ids_of(pool.blocks(tasks(plan, None)))
     assert (found == expected(tokenizer, plan)).all()
@@ -78,7 +86,7 @@ def test_a_task_that_kills_every_worker_stops_the_run(tokenizer, plan):
                     continue
             time.sleep(0.01)
 
-    with WorkerPool(tokenizer.to_file().to_json(), 1) as pool:
+    with pool_of(tokenizer, 1) as pool:
         killer = threading.Thread(target=kill_all, args=(pool,))
         killer.start()
         try:
@@ -96,7 +104,7 @@ def test_a_damaged_row_group_is_raised_after_all_before_it(tokenizer, plan):
     body[len(body) // 2 : len(body) // 2 + 2000] = random.Random(1).randbytes(2000)
     path.write_bytes(body)
     found = []
-    with WorkerPool(tokenizer.to_file().to_json(), 2) as pool, pytest.raises(CorruptInputError, match=r"a\.parquet"):
+    with pool_of(tokenizer, 2) as pool, pytest.raises(CorruptInputError, match=r"a\.parquet"):
         found.extend(block.ids.copy() for block in pool.blocks(tasks(plan, None)))
     before = np.concatenate(found)
     assert 0.2 * len(whole) < len(before) < 0.8 * len(whole)
@@ -104,7 +112,7 @@ def test_a_damaged_row_group_is_raised_after_all_before_it(tokenizer, plan):
 
 
 def test_workers_end_with_their_pool(tokenizer, plan):
-    with WorkerPool(tokenizer.to_file().to_json(), 2) as pool:
+    with pool_of(tokenizer, 2) as pool:
         next(iter(pool.blocks(tasks(plan, None))))
         process_ids = pool.process_ids
     for process_id in process_ids:
@@ -117,7 +125,7 @@ def test_text_larger_than_the_ring_arrives(tokenizer, tmp_path):
     text = "x \n" * 6_700_000
     write_parquet(tmp_path / "big.parquet", ["small", text, "after"], 10)
     big = resolve(SourceSpec(name="s"), [str(tmp_path / "big.parquet")])
-    with WorkerPool(NeuroTokenizer.empty().to_file().to_json(), 1) as pool:
+    with pool_of(NeuroTokenizer.empty(), 1) as pool:
         found = ids_of(pool.blocks(tasks(big, None)))
     assert len(found) == len("small") + len(text) + len("after") + 3
     assert bytes((found[6:-7] - 10).astype(np.uint8)) == text.encode()

@@ -54,7 +54,7 @@ def by_hugging_face(vocabulary: VocabularyFile) -> Callable[[list[bytes]], Encod
 
 
 def assert_all_equal(vocabulary: VocabularyFile, texts: list[bytes]) -> None:
-    fast = GigatokenEngine(vocabulary).encode_batch(texts)
+    fast = GigatokenEngine(hf_tokenizer_json(vocabulary)).encode_batch(texts)
     assert_equal(fast, TiktokenEngine(vocabulary).encode_batch(texts))
     assert_equal(fast, by_hugging_face(vocabulary)(texts))
 
@@ -133,7 +133,7 @@ def test_no_texts_and_empty_texts(engine: str, trained: NeuroTokenizer) -> None:
 @pytest.mark.parametrize("character", [b"a", b" ", b"\n", "中".encode(), b"1", b"!", b"\xff"])
 def test_a_megabyte_without_a_split_point(character: bytes, trained: NeuroTokenizer) -> None:
     text = character * 1_000_000
-    ids, _ = GigatokenEngine(trained.to_file()).encode_batch([text])
+    ids, _ = GigatokenEngine(hf_tokenizer_json(trained.to_file())).encode_batch([text])
     assert trained.decode_bytes(ids) == text
 
 
@@ -156,8 +156,8 @@ def new_words(rng: random.Random) -> list[bytes]:
 
 def test_the_encoder_is_rebuilt_when_the_process_has_grown(trained: NeuroTokenizer) -> None:
     bounded, unbounded = (
-        GigatokenEngine(trained.to_file(), max_growth_bytes=8 << 20),
-        GigatokenEngine(trained.to_file()),
+        GigatokenEngine(hf_tokenizer_json(trained.to_file()), max_growth_bytes=8 << 20),
+        GigatokenEngine(hf_tokenizer_json(trained.to_file())),
     )
     rng = random.Random(4)
     for _ in range(40):
@@ -185,7 +185,7 @@ def test_when_the_encoder_is_rebuilt(
 ) -> None:
     readings: list[int] = []
     monkeypatch.setattr("genesis.tokenizer.engines.resident_bytes", lambda: readings[-1])
-    engine = GigatokenEngine(trained.to_file(), max_growth_bytes=100)
+    engine = GigatokenEngine(hf_tokenizer_json(trained.to_file()), max_growth_bytes=100)
     for reading in resident:
         readings.append(reading)
         engine.encode_batch([b"text"])
@@ -193,7 +193,7 @@ def test_when_the_encoder_is_rebuilt(
 
 
 def test_the_encoder_is_kept_while_the_process_does_not_grow(trained: NeuroTokenizer) -> None:
-    engine = GigatokenEngine(trained.to_file(), max_growth_bytes=64 << 20)
+    engine = GigatokenEngine(hf_tokenizer_json(trained.to_file()), max_growth_bytes=64 << 20)
     for _ in range(100):
         engine.encode_batch([b"the same text again"])
     assert engine.num_builds == 1
