@@ -109,7 +109,11 @@ def _lines(report: VerifyReport) -> list[str]:
     lines.append(
         f"{count(counts.shards_verified)} of {count(counts.shards)} shards sound{sampled}: "
         f"{count(counts.tokens_verified)} tokens, {count(counts.documents_verified)} documents end in them; "
-        f"{format_size(counts.bytes_read)} read in {format_duration(report.seconds)}"
+        f"{format_size(counts.bytes_read)} read in {_duration(report.seconds)}"
     )
     lines.append("no problem found" if report.ok else f"{count(report.num_problems)} problems")
     return lines
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 60 else format_duration(seconds)
