@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import mmap
 import struct
-import zlib
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+from isal import isal_zlib
 from typing_extensions import Buffer
 
 from manifests.errors import ShardFormatError
@@ -90,10 +90,10 @@ class ShardImage:
         """Writes what depends on the ids: their CRC-32, torch's fingerprint, and the central directory."""
         layout = _layout(len(self.ids))
         contents = [self.buffer[record.data_offset : record.data_offset + record.size] for record in layout]
-        crcs = [zlib.crc32(content) for content in contents[:-1]]
+        crcs = [isal_zlib.crc32(content) for content in contents[:-1]]
         fingerprint = _fingerprint(crcs)
         contents[-1][:] = fingerprint
-        crcs.append(zlib.crc32(fingerprint))
+        crcs.append(isal_zlib.crc32(fingerprint))
         for record, crc in zip(layout, crcs, strict=True):
             struct.pack_into(
                 "<4sIII", self.buffer, record.data_offset + record.size, b"PK\7\10", crc, record.size, record.size

@@ -6,8 +6,8 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import cast
 
-import click
 import typer
 
 from genesis.cli import export, inspect, keygen, learn, populate, sources, status, verify
@@ -15,6 +15,11 @@ from genesis.errors import GenesisError, InterruptedRunError, UsageError
 from manifests import ContractError
 
 __all__ = ["app", "run"]
+
+# typer brings its own copy of click since 0.27 and the real one before: this is the base of usage errors in either.
+_CLICK_ERROR: type[Exception] = next(
+    base for base in typer.BadParameter.__mro__ if issubclass(base, Exception) and base.__name__ == "ClickException"
+)
 
 app = typer.Typer(
     name="genesis",
@@ -39,13 +44,9 @@ def run(arguments: Sequence[str]) -> int:
     _set_up_logging()
     try:
         result = app(args=list(arguments), prog_name="genesis", standalone_mode=False)
-    except click.exceptions.NoArgsIsHelpError as error:
-        error.show()
-        return 2
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except (click.Abort, KeyboardInterrupt):
+    except _CLICK_ERROR as error:
+        return _show(cast("typer.BadParameter", error))
+    except (typer.Abort, KeyboardInterrupt):
         return _fail("interrupted", 130)
     except UsageError as error:
         return _fail(str(error), 2)
@@ -58,6 +59,11 @@ def run(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return result if isinstance(result, int) else 0
+
+
+def _show(error: typer.BadParameter) -> int:
+    error.show()
+    return error.exit_code
 
 
 def _fail(message: str, code: int) -> int:

@@ -8,10 +8,10 @@ worst a hostile zstd file can do is 512 MB. Both libraries release the GIL while
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Iterator
 
 import zstandard
+from isal import igzip_lib, isal_zlib
 
 from genesis.sources.formats import Codec
 
@@ -21,6 +21,7 @@ _FEED_BYTES = 16 << 10
 _PIECE_BYTES = 1 << 20
 _GZIP_WINDOW = 31
 """zlib's spelling of "gzip header and trailer, any window"."""
+_GZIP_ERROR: type[Exception] = igzip_lib.IsalError  # type: ignore[assignment]  # its stub says an instance, not a class
 _ZSTD_MAX_WINDOW_BYTES = 1 << 31
 """What ``zstd --long=31`` writes."""
 
@@ -77,7 +78,7 @@ def _zstd(pieces: Iterable[bytes | bytearray]) -> Iterator[bytes]:
 
 
 def _gzip(pieces: Iterable[bytes | bytearray]) -> Iterator[bytes]:
-    member = zlib.decompressobj(_GZIP_WINDOW)
+    member = isal_zlib.decompressobj(_GZIP_WINDOW)
     inside, padding, offset = False, False, 0
     for fed in _fed(pieces):
         rest = fed
@@ -87,10 +88,10 @@ def _gzip(pieces: Iterable[bytes | bytearray]) -> Iterator[bytes]:
                 rest = rest.lstrip(b"\0") if padding else rest
                 if not rest:
                     break
-                member, inside = zlib.decompressobj(_GZIP_WINDOW), True
+                member, inside = isal_zlib.decompressobj(_GZIP_WINDOW), True
             try:
                 plain = member.decompress(rest, _PIECE_BYTES)
-            except zlib.error as error:
+            except _GZIP_ERROR as error:
                 raise DamagedStreamError(str(error), offset) from error
             if plain:
                 yield plain
