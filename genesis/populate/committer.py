@@ -55,7 +55,7 @@ class Committer:
         source: name of the source.
         next_merge_id: of the vocabulary the shards are written with.
         commit: commits entries with the position behind them; called in the commit thread.
-        num_threads: shards stored at once.
+        num_threads: shards stored at once: a disk is kept busy by 2, an uplink, each of whose requests waits, by more.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Committer:
         source: str,
         next_merge_id: int,
         commit: Callable[[Commit], None],
-        num_threads: int = 4,
+        num_threads: int,
     ) -> None:
         self._ledger = ledger
         self._source = source

@@ -4,7 +4,7 @@
 
 Guarantees (each held by a test): the shards are a function of the input files in order, the vocabulary and the shard
 size, the same for any number of workers and any history of kills; every document's ids are in the store or behind
-the checkpoint exactly once; memory is bounded by workers × ring + six shard images whatever the corpus.
+the checkpoint exactly once; memory is bounded by workers × ring and a few shard images whatever the corpus.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from genesis.populate.pool import WorkerPool
 from genesis.populate.progress import Progress
 from genesis.populate.vocabulary import ensure_vocabulary
 from genesis.sources import resolve, tasks
-from genesis.store import Store
+from genesis.store import FolderStore, Store
 from genesis.tokenizer import NeuroTokenizer, hf_tokenizer_json
 from manifests import Cursor, SourceCheckpoint, format_time
 
@@ -153,7 +153,11 @@ class _Run:
             self._name, expected_text_bytes(self._plan, start), self._options.shard_limit, self._shards()
         )
         committer = Committer(
-            self._ledger, self._name, tokenizer.next_merge_id, lambda commit: self._commit(commit, progress)
+            self._ledger,
+            self._name,
+            tokenizer.next_merge_id,
+            lambda commit: self._commit(commit, progress),
+            num_threads=2 if isinstance(self._ledger.store, FolderStore) else 8,
         )
         packer = Packer(self._plan, start, committer.new_image)
         progress.start()

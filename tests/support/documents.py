@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
-WORDS = (
+TEXT = (
     "the of and to in a is that for it was as with be by on not he his but at are this have from or had an they which "
     "one you were all her she there would their we him been has when who will no more if out so said what up its about "
     "than into them can only other time new some could these two may first then do any like my now over such our man "
@@ -18,7 +18,8 @@ WORDS = (
     "get here old life both between being under three never know same last another while us might great go come since "
     "against right came take used himself few house use during without again place around however home small found "
     "naïve café Straße Москва 日本語 中文 한국어 مرحبا 🙂 e\u0301 <|eos|> 1234567 3.14159 foo_bar() {} \t -- don't I'll"
-).split(" ")
+)
+WORDS = TEXT.split(" ")
 
 
 def documents(seed: int, count: int, mean_words: int = 120) -> list[str]:
