@@ -19,6 +19,7 @@ GenesisError
 │   ├── LeaseHeldError             another populator holds the store
 │   └── LeaseLostError             this populator was ousted
 ├── WorkerError                    a worker process died again and again, or failed
+├── InterruptedRunError            asked to stop before anything could be committed
 └── UsageError                     options that do not go together
 """
 

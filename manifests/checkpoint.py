@@ -72,7 +72,7 @@ class Writer(Part):
     source: SourceName | None = None
     """What the writer is populating."""
     tokens_per_s: float | None = None
-    """Speed over the writer's last commits, for ``genesis status``."""
+    """Mean speed of the writer's run so far, counted in committed shards, for ``genesis status``."""
 
 
 class Checkpoints(Document):
