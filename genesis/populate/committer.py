@@ -122,6 +122,7 @@ class Committer:
         self._close()
         self._thread.join(_DRAIN_S)
         self.raise_failure()
+        self._pool.shutdown(wait=False)
         if self._thread.is_alive():
             raise StoreUnavailableError(
                 f"{self._ledger.store.url}: the last shards were not stored in {_DRAIN_S:.0f} s"

@@ -100,6 +100,7 @@ class Ledger:
     _etag: str | None = None
     _manifest_etag: str | None = None
     _manifest_sha256: str | None = None
+    _tokenizer_etag: str | None = None
     _tokenizer_sha256: str | None = None
     _tail: list[bytes] = field(default_factory=list)
     """Entries of the last segment, as JSON."""
@@ -248,10 +249,11 @@ class Ledger:
         """tokenizer.json may lag behind the vocabulary (a writer was killed); it may not contradict it."""
         newest = self.manifest.tokenizer if self.manifest else None
         try:
-            body = self.store.get(TOKENIZER_KEY).body
+            published = self.store.get(TOKENIZER_KEY)
         except ObjectNotFoundError:
             return
-        self._tokenizer_sha256 = sha256_hex(body)
+        body = published.body
+        self._tokenizer_etag, self._tokenizer_sha256 = published.etag, sha256_hex(body)
         if newest is None or self._tokenizer_sha256 == newest.sha256:
             return
         remedy = f"copy {newest.key} of {self.store.url} over tokenizer.json, then run the same command again"
@@ -308,25 +310,23 @@ class Ledger:
             return
         if manifest.tokenizer is not None and manifest.tokenizer.sha256 != self._tokenizer_sha256:
             body = self.store.get(manifest.tokenizer.key).body
-            self.store.put(TOKENIZER_KEY, body, cache=CachePolicy.SHORT)
+            self._tokenizer_etag = self._overwrite(TOKENIZER_KEY, body, self._tokenizer_etag)
             self._tokenizer_sha256 = manifest.tokenizer.sha256
             crash_point("tokenizer-published")
         body = (sign_manifest(manifest, self.sign_key) if self.sign_key else manifest).to_json()
         if sha256_hex(body) == self._manifest_sha256:
             return
-        try:
-            self._manifest_etag = self.store.put(
-                MANIFEST_KEY,
-                body,
-                cache=CachePolicy.SHORT,
-                if_absent=self._manifest_etag is None,
-                if_match=self._manifest_etag,
-            )
-        except PreconditionFailedError:
-            raise self._lost() from None
+        self._manifest_etag = self._overwrite(MANIFEST_KEY, body, self._manifest_etag)
         self._manifest_sha256 = sha256_hex(body)
         crash_point("manifest-published")
         self.on_publish()
+
+    def _overwrite(self, key: str, body: bytes, etag: str | None) -> str:
+        """Replaces the object this writer knows under ``key``; a writer ousted since its commit must not."""
+        try:
+            return self.store.put(key, body, cache=CachePolicy.SHORT, if_absent=etag is None, if_match=etag)
+        except PreconditionFailedError:
+            raise self._lost() from None
 
     def _next_manifest(self, **changes: object) -> Manifest:
         """The manifest of the next commit: the present one with ``changes``."""

@@ -53,9 +53,10 @@ class PopulateResult:
     """Documents processed of this source, in all."""
     rows_skipped: int
     unsharded_tokens: int
+    """Ids behind the last shard, once the source or its document limit has been reached; else 0."""
     unsharded_documents: int
     text_bytes: int
-    """UTF-8 bytes encoded in this run, those behind the last shard included."""
+    """UTF-8 bytes encoded in this run."""
     seconds: float
     ended: bool
     """The source was read to its end."""
@@ -139,9 +140,9 @@ class _Run:
             total_shards=self._shards(),
             documents=end.documents_processed,
             rows_skipped=end.rows_skipped,
-            unsharded_tokens=packer.unsharded_tokens,
-            unsharded_documents=packer.unsharded_documents,
-            text_bytes=packer.text_bytes - text_before,
+            unsharded_tokens=end.unsharded_tokens,
+            unsharded_documents=end.unsharded_documents,
+            text_bytes=(packer.text_bytes if ended else end.text_bytes) - text_before,
             seconds=time.monotonic() - started,
             ended=ended,
             interrupted=self._stop.is_set(),
