@@ -36,10 +36,13 @@ def learn_command(
     sign_key: Annotated[
         Path | None, typer.Option("--sign-key", help="Ed25519 private key to sign the manifest with.")
     ] = None,
+    cloudfront_distribution: Annotated[
+        str | None, typer.Option("--cloudfront-distribution", help="CloudFront distribution to invalidate afterwards.")
+    ] = None,
     sources_file: SourcesOption = None,
 ) -> int:
     """Learn the vocabulary from several sources, each adding its share of merges."""
-    from genesis.cli.running import read_sign_key, store_shard_tokens
+    from genesis.cli.running import invalidating, read_sign_key, store_shard_tokens
     from genesis.populate.keeper import LeaseKeeper, held
     from genesis.populate.ledger import Ledger
     from genesis.populate.options import LearnOptions, available_cpus
@@ -58,7 +61,11 @@ def learn_command(
     plans = [(spec, resolve(spec, files.get(spec.name, ()))) for spec in specs]
     opened = open_store(store)
     ledger = Ledger(opened, store_shard_tokens(opened, shard_tokens), sign_key=read_sign_key(sign_key))
-    with held(ledger), LeaseKeeper(ledger, on_lost=lambda: None):
+    with (
+        invalidating(cloudfront_distribution, store) as ledger.on_publish,
+        held(ledger),
+        LeaseKeeper(ledger, on_lost=lambda: None),
+    ):
         options = LearnOptions(documents=learn_documents)
         tokenizer = learn_all(ledger, plans, options, available_cpus() if workers is None else workers)
     typer.echo(f"vocabulary of {opened.url}: {tokenizer.current_vocab_size:,} ids")

@@ -10,7 +10,7 @@ import typer
 
 from genesis.cli.options import JsonOption, SourcesOption, StoreOption, load_sources
 from genesis.cli.signals import stop_on_signals
-from genesis.errors import UsageError
+from genesis.errors import InterruptedRunError, UsageError
 from manifests import SourcesFile, SourceSpec
 
 __all__ = ["populate_command"]
@@ -70,7 +70,6 @@ def populate_command(
     files = (*(inputs or ()), *(more_inputs or ()))  # A pattern the shell expanded leaves all but the first behind.
     run = Run(
         specs=_chosen(source, sources, files),
-        sources=sources,
         store_url=store,
         inputs=files,
         workers=workers,
@@ -88,7 +87,10 @@ def populate_command(
         run.print_plan()
         return 0
     with stop_on_signals() as stop:
-        run.populate(stop)
+        try:
+            run.populate(stop)
+        except InterruptedRunError as error:
+            typer.echo(f"genesis: {error}", err=True)
     return stop.exit_code
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import typer
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -25,7 +26,6 @@ from manifests import (
     CHECKPOINTS_KEY,
     SHARD_TOKENS,
     Checkpoints,
-    SourcesFile,
     SourceSpec,
     canonical_json,
     load_private_key,
@@ -63,12 +63,12 @@ def store_shard_tokens(store: Store, asked: int | None) -> int:
 
 
 @contextmanager
-def invalidating(distribution: str | None) -> Iterator[Callable[[], None]]:
+def invalidating(distribution: str | None, store_url: str) -> Iterator[Callable[[], None]]:
     """What to call after each publication; at the end, one that was held back is sent."""
     if distribution is None:
         yield lambda: None
         return
-    invalidator = Invalidator(distribution)
+    invalidator = Invalidator(distribution, prefix=urlsplit(store_url).path)
     try:
         yield invalidator.published
     finally:
@@ -80,7 +80,6 @@ class Run:
     """The options of one ``genesis populate``."""
 
     specs: list[SourceSpec]
-    sources: SourcesFile
     store_url: str
     inputs: tuple[str, ...] = ()
     workers: int | None = None
@@ -101,7 +100,7 @@ class Run:
         for spec in self.specs:
             options = self._options(spec, store_shard_tokens(store, self.shard_tokens))
             logger.info("populating %s from %s with %d workers", store.url, spec.name, options.num_workers)
-            with invalidating(self.cloudfront_distribution) as on_publish:
+            with invalidating(self.cloudfront_distribution, self.store_url) as on_publish:
                 ledger = Ledger(
                     store, options.shard_tokens, sign_key=key, on_publish=on_publish, lease_s=options.lease_s
                 )
@@ -123,7 +122,6 @@ class Run:
             spec=spec,
             store_url=self.store_url,
             inputs=self.inputs,
-            sources=self.sources,
             num_workers=available_cpus() if self.workers is None else self.workers,
             shard_tokens=shard_tokens,
             max_shards=self.max_shards,

@@ -29,6 +29,7 @@ __all__ = ["Commit", "Committer"]
 logger = logging.getLogger(__name__)
 
 _GROUP = 64
+_ABANDON_S = 300.0
 _DRAIN_S = 3600.0
 """Deadline for storing what is in hand; every single store operation has its own, far shorter one."""
 
@@ -74,7 +75,7 @@ class Committer:
         self._free: queue.LifoQueue[ShardImage] = queue.LifoQueue()
         self._images_left = num_threads + 2
         self._in_flight: deque[_InFlight] = deque()
-        self._closed = False
+        self._closed = self._abandoned = False
         self._changed = threading.Condition()
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="store")
         self._thread = threading.Thread(target=self._run, name="commit", daemon=True)
@@ -129,9 +130,12 @@ class Committer:
             )
 
     def abandon(self) -> None:
-        """Stops without waiting for what is not committed; the next run makes it again."""
+        """Commits nothing more, and returns once nothing more can be; the next run makes the rest again."""
+        with self._changed:
+            self._abandoned = True
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._close()
+        self._thread.join(_ABANDON_S)
 
     def _close(self) -> None:
         with self._changed:
@@ -172,7 +176,7 @@ class Committer:
 
     def _run(self) -> None:
         try:
-            while group := self._next_group():
+            while (group := self._next_group()) and not self._abandoned:
                 self._commit(Commit(tuple(each.entry.result() for each in group), group[-1].position))
         except CancelledError:
             pass  # Abandoned.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
 
 from genesis.errors import ObjectNotFoundError
 from genesis.populate.estimate import BYTES_PER_TOKEN, expected_text_bytes
@@ -14,7 +13,7 @@ from genesis.populate.packer import Position
 from genesis.populate.progress import format_size
 from genesis.populate.vocabulary import merges_to_learn
 from genesis.sources import resolve
-from genesis.store import Store
+from genesis.store import Store, folder_of
 from genesis.tokenizer import NeuroTokenizer
 from manifests import TOKENIZER_KEY, shard_file_bytes
 
@@ -83,6 +82,9 @@ def plan_run(options: PopulateOptions, store: Store) -> PlannedRun:
     totals = manifest.sources.get(options.spec.name) if manifest else None
     shards_before = totals.shards if totals else 0
     text_bytes = expected_text_bytes(plan, start) or 0.0
+    if options.max_documents is not None and start.documents:
+        per_document = start.text_bytes / start.documents
+        text_bytes = min(text_bytes, max(options.max_documents - start.documents, 0) * per_document)
     shards = int(text_bytes / BYTES_PER_TOKEN / options.shard_tokens)
     if options.shard_limit is not None:
         shards = max(min(shards, options.shard_limit - shards_before), 0)
@@ -112,9 +114,9 @@ def _tokenizer(store: Store) -> NeuroTokenizer | None:
 
 
 def _free_bytes(url: str) -> int | None:
-    if "://" in url and not url.startswith("file://"):
+    folder = folder_of(url)
+    if folder is None:
         return None
-    folder = Path(url.removeprefix("file://")).expanduser().absolute()
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return shutil.disk_usage(folder).free

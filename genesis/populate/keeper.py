@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
 
-from genesis.errors import LeaseError, LeaseLostError, StoreError
+from genesis.errors import GenesisError, LeaseError, LeaseLostError, StoreError
 from genesis.populate.ledger import Ledger
+from manifests import ContractError
 
 __all__ = ["LeaseKeeper", "held"]
 
@@ -61,6 +62,11 @@ class LeaseKeeper:
         self._ended.set()
         self._thread.join(timeout=self._ledger.lease_s)
 
+    def raise_failure(self) -> None:
+        """Raises LeaseLostError if the lease was lost."""
+        if self.failure is not None:
+            raise self.failure
+
     def _run(self) -> None:
         while not self._ended.wait(self._ledger.lease_s / 3):
             try:
@@ -69,5 +75,5 @@ class LeaseKeeper:
                 self.failure = error
                 self._on_lost()
                 return
-            except StoreError as error:
+            except (GenesisError, ContractError) as error:
                 logger.warning("the lease could not be renewed: %s", error)

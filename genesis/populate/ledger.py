@@ -21,12 +21,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import pairwise
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from genesis.errors import (
+    LeaseError,
     LeaseLostError,
     ObjectNotFoundError,
     PreconditionFailedError,
@@ -105,7 +108,10 @@ class Ledger:
     _tail: list[bytes] = field(default_factory=list)
     """Entries of the last segment, as JSON."""
     _token: int = 0
-    _superseded: list[tuple[float, str]] = field(default_factory=list)
+    _superseded: dict[str, float] = field(default_factory=dict)
+    """Segments that a longer one has replaced, and when."""
+    _published: bool = False
+    """Something was published that `on_publish` has not been told of."""
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def open(self) -> None:
@@ -118,19 +124,24 @@ class Ledger:
         """
         with self._lock:
             self._read()
-            writer = self.checkpoints.writer
-            check_free(writer, self.store.url, _now())
             self._check_shard_tokens()
             self._check_tokenizer_copy()
+            writer = self.checkpoints.writer
             self._token = (writer.token if writer else 0) + 1
             if writer is not None and writer.expires_at is not None:
                 logger.info("taking over the stale lease of %s", describe_writer(writer))
             self._swap(self.checkpoints)
             crash_point("lease-taken")
-            if self.manifest is not None:
-                self._tail = [_entry_json(entry) for entry in read_tail(self.store, self.manifest)]
-                self._publish()
-            self._sweep_index()
+            try:
+                if self.manifest is not None:
+                    self._tail = [_entry_json(entry) for entry in read_tail(self.store, self.manifest)]
+                    self._publish()
+                self._sweep_index()
+            except (StoreError, ContractError):
+                with suppress(StoreError, LeaseError):
+                    self.close()
+                raise
+        self._tell()
 
     def renew(self) -> None:
         """Prolongs the lease.
@@ -193,6 +204,7 @@ class Ledger:
             self.store.put(reference.key, body, cache=CachePolicy.IMMUTABLE, if_absent=True)
             crash_point("vocabulary-stored")
             self._commit(self._next_manifest(tokenizer=reference), self.checkpoints.sources)
+        self._tell()
 
     def commit_shards(self, entries: Sequence[ShardEntry], source: str, checkpoint: SourceCheckpoint) -> None:
         """Commits shards that are in the store already, with the position that follows the last of them.
@@ -206,7 +218,7 @@ class Ledger:
             LeaseLostError: another populator took the store over; nothing was committed.
         """
         with self._lock:
-            index = self._store_segments(entries)
+            index, tail, replaced = self._store_segments(entries)
             crash_point("segment-stored")
             totals = self._totals_after(entries, source, checkpoint)
             manifest = self._next_manifest(
@@ -218,12 +230,17 @@ class Ledger:
                 + sum(entry.size_bytes for entry in entries),
             )
             self._commit(manifest, {**self.checkpoints.sources, source: checkpoint})
+            self._tail = tail
+            self._superseded.update(dict.fromkeys(replaced, time.time()))
             self._delete_superseded()
+        self._tell()
 
     # -- reading -------------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
+        """Reads both states; the holder of the lease may commit between the two reads, so that is looked at first."""
         self.checkpoints, self._etag = read_checkpoints(self.store)
+        check_free(self.checkpoints.writer, self.store.url, _now())
         self.manifest = self.checkpoints.manifest
         try:
             published = self.store.get(MANIFEST_KEY)
@@ -232,6 +249,7 @@ class Ledger:
         self._manifest_etag, self._manifest_sha256 = published.etag, sha256_hex(published.body)
         found = Manifest.from_json(published.body)
         if self.manifest is None or found.sequence > self.manifest.sequence:
+            check_free(read_checkpoints(self.store)[0].writer, self.store.url, _now())
             raise ContractError(
                 f"{self.store.url}: manifest.json has sequence {found.sequence}, but checkpoints.json "
                 f"{'is missing' if self.manifest is None else f'stands at {self.manifest.sequence}'}; "
@@ -284,17 +302,27 @@ class Ledger:
                 tokens_per_s=self.tokens_per_s,
             )
             checkpoints = checkpoints.model_copy(update={"writer": writer})
+        body = checkpoints.to_json()
         try:
-            self._etag = self.store.put(
-                CHECKPOINTS_KEY,
-                checkpoints.to_json(),
-                cache=CachePolicy.NONE,
-                if_absent=self._etag is None,
-                if_match=self._etag,
-            )
+            self._etag = self._put_checkpoints(body, self._etag)
         except PreconditionFailedError:
-            raise self._lost() from None
+            self._etag = self._put_checkpoints(body, self._own_etag())
         self.checkpoints = checkpoints
+
+    def _put_checkpoints(self, body: bytes, etag: str | None) -> str:
+        return self.store.put(CHECKPOINTS_KEY, body, cache=CachePolicy.NONE, if_absent=etag is None, if_match=etag)
+
+    def _own_etag(self) -> str:
+        """The ETag of a state this very writer left there though it was told that it had failed.
+
+        Raises:
+            LeaseLostError: the state is another writer's.
+        """
+        found, etag = read_checkpoints(self.store)
+        writer = found.writer
+        if etag is None or writer is None or (writer.id, writer.token) != (str(this_process()), self._token):
+            raise self._lost()
+        return etag
 
     def _lost(self) -> LeaseLostError:
         found, _ = read_checkpoints(self.store)
@@ -318,8 +346,8 @@ class Ledger:
             return
         self._manifest_etag = self._overwrite(MANIFEST_KEY, body, self._manifest_etag)
         self._manifest_sha256 = sha256_hex(body)
+        self._published = True
         crash_point("manifest-published")
-        self.on_publish()
 
     def _overwrite(self, key: str, body: bytes, etag: str | None) -> str:
         """Replaces the object this writer knows under ``key``; a writer ousted since its commit must not."""
@@ -327,6 +355,12 @@ class Ledger:
             return self.store.put(key, body, cache=CachePolicy.SHORT, if_absent=etag is None, if_match=etag)
         except PreconditionFailedError:
             raise self._lost() from None
+
+    def _tell(self) -> None:
+        """Tells the CDN, outside the lock: that may take longer than a lease."""
+        if self._published:
+            self._published = False
+            self.on_publish()
 
     def _next_manifest(self, **changes: object) -> Manifest:
         """The manifest of the next commit: the present one with ``changes``."""
@@ -358,22 +392,25 @@ class Ledger:
         )
         return sources
 
-    def _store_segments(self, entries: Sequence[ShardEntry]) -> tuple[SegmentRef, ...]:
-        """Puts the segments that hold ``entries`` and returns the whole index."""
+    def _store_segments(self, entries: Sequence[ShardEntry]) -> tuple[tuple[SegmentRef, ...], list[bytes], list[str]]:
+        """Puts the segments that hold ``entries``.
+
+        Returns:
+            The whole index, the entries of its last segment, and the keys of segments that are in it no more. Nothing
+            is noted before the commit that makes them true.
+        """
         index = list(self.manifest.index) if self.manifest else []
-        tail = self._tail
+        tail, replaced = self._tail, list[str]()
         remaining = [_entry_json(entry) for entry in entries]
         while remaining:
             if len(tail) == SEGMENT_SHARDS:
                 tail = []
             if tail:
-                replaced = index.pop()
-                self._superseded.append((time.time(), replaced.key))
+                replaced.append(index.pop().key)
             room = SEGMENT_SHARDS - len(tail)
             tail, remaining = tail + remaining[:room], remaining[room:]
             index.append(self._store_segment(len(index), tail))
-        self._tail = tail
-        return tuple(index)
+        return tuple(index), tail, replaced
 
     def _store_segment(self, number: int, entries: list[bytes]) -> SegmentRef:
         body = Segment.join(entries)
@@ -383,21 +420,34 @@ class Ledger:
         return SegmentRef(key=key, sha256=digest, first_shard=number * SEGMENT_SHARDS, shards=len(entries))
 
     def _delete_superseded(self) -> None:
-        """Deletes the segments of this run that were replaced long enough ago."""
+        """Deletes segments that were replaced long enough ago and that the manifest does not name (again)."""
         deadline = time.time() - self.superseded_keep_s
-        while self._superseded and self._superseded[0][0] <= deadline:
-            self.store.delete(self._superseded.pop(0)[1])
+        named = {segment.key for segment in self.manifest.index} if self.manifest else set()
+        for key in [key for key, replaced_at in self._superseded.items() if replaced_at <= deadline or key in named]:
+            del self._superseded[key]
+            if key not in named:
+                self.store.delete(key)
 
     def _sweep_index(self) -> None:
-        """Queues for deletion the segments that earlier runs left behind."""
-        named = {segment.key for segment in self.manifest.index} if self.manifest else set()
+        """Notes the segments that earlier runs left behind, and since when they have been replaced.
+
+        A segment was replaced when the next one of its number was written; the newest of a number that the manifest
+        does not name belongs to a commit that was not completed, and counts from when it was written itself.
+        """
         try:
-            found = [info for info in self.store.list("index/") if info.key not in named]
+            found = list(self.store.list("index/"))
         except StoreError as error:
             logger.warning("old index segments are not cleaned up: %s", error)
             return
-        aged = [(info.modified_at.timestamp() if info.modified_at else time.time(), info.key) for info in found]
-        self._superseded = sorted(aged)
+        now = time.time()
+        by_number: dict[str, list[tuple[float, str]]] = {}
+        for info in found:
+            written_at = info.modified_at.timestamp() if info.modified_at else now
+            by_number.setdefault(info.key.partition("-")[0], []).append((written_at, info.key))
+        for segments in by_number.values():
+            segments.sort()
+            for (written_at, key), (next_written_at, _) in pairwise([*segments, segments[-1]]):
+                self._superseded[key] = max(written_at, next_written_at)
         self._delete_superseded()
 
 

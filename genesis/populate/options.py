@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from genesis.errors import UsageError
 from genesis.populate.lease import LEASE_S
 from genesis.populate.ledger import SUPERSEDED_KEEP_S
-from manifests import MAX_VOCABULARY, SHARD_TOKENS, SourcesFile, SourceSpec, builtin_sources
+from manifests import MAX_VOCABULARY, SHARD_TOKENS, SourceSpec
 
 __all__ = ["LearnOptions", "PopulateOptions", "available_cpus"]
 
@@ -45,7 +45,6 @@ class PopulateOptions:
     store_url: str
     inputs: tuple[str, ...] = ()
     """Files, folders or patterns to read instead of the Hub."""
-    sources: SourcesFile = field(default_factory=builtin_sources)
     num_workers: int = field(default_factory=available_cpus)
     shard_tokens: int = SHARD_TOKENS
     max_shards: int | None = None

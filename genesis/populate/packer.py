@@ -97,7 +97,7 @@ class Packer:
         """Begins with the tail left over from before; a tail longer than a shard fills some at once."""
         tail, position = self._position.leftover, self._position
         self._position = Position(position.documents, position.text_bytes, position.rows_skipped, position.cursor)
-        yield from self._fill(tail, lambda consumed: _with_leftover(position, tail[consumed:]), None)
+        yield from self._fill(tail, lambda consumed: _with_leftover(position, tail[consumed:]))
 
     def feed(self, block: Block, max_documents: int | None = None) -> Iterator[FilledShard]:
         """Takes in a block and yields the shards it completes.
@@ -112,16 +112,14 @@ class Packer:
             count = min(count, max_documents - before.documents)
         if count:
             ids = block.ids[: block.ends[count - 1]]
-            yield from self._fill(ids, lambda consumed: self._position_at(before, block, consumed), block)
+            yield from self._fill(ids, lambda consumed: self._position_at(before, block, consumed))
         if count == len(block.ends):
             row = block.end_row
         else:
             row = int(block.rows[count - 1]) + 1 if count else block.first_row
         self._position = self._after(before, block, count, row)
 
-    def _fill(
-        self, ids: npt.NDArray[np.uint32], position_at: Callable[[int], Position], block: Block | None
-    ) -> Iterator[FilledShard]:
+    def _fill(self, ids: npt.NDArray[np.uint32], position_at: Callable[[int], Position]) -> Iterator[FilledShard]:
         consumed = 0
         while consumed < len(ids):
             if self._image is None:

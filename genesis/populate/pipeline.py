@@ -12,15 +12,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import lru_cache
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from genesis.errors import InputChangedError, UsageError
+from genesis.errors import (
+    GenesisError,
+    InputChangedError,
+    InterruptedRunError,
+    SourceError,
+    UsageError,
+    WorkerError,
+)
 from genesis.populate.committer import Commit, Committer
 from genesis.populate.crashpoint import crash_point
 from genesis.populate.estimate import expected_text_bytes
@@ -32,7 +38,7 @@ from genesis.populate.pool import WorkerPool
 from genesis.populate.progress import Progress
 from genesis.populate.vocabulary import ensure_vocabulary
 from genesis.sources import resolve, tasks
-from genesis.store import FolderStore, Store
+from genesis.store import FolderStore, Store, folder_of
 from genesis.tokenizer import NeuroTokenizer, hf_tokenizer_json
 from manifests import Cursor, SourceCheckpoint, format_time
 
@@ -96,10 +102,13 @@ def populate(
     ledger.source = options.spec.name
     _check_apart(options)
     with held(ledger), LeaseKeeper(ledger, on_lost=stop.set) as keeper:
-        with WorkerPool(options.num_workers) as pool:
-            result = _Run(options, ledger, stop, pool).run()
-        if keeper.failure is not None:
-            raise keeper.failure
+        try:
+            with WorkerPool(options.num_workers) as pool:
+                result = _Run(options, ledger, stop, pool).run()
+        except InterruptedRunError:
+            keeper.raise_failure()
+            raise
+        keeper.raise_failure()
     return result
 
 
@@ -112,6 +121,7 @@ class _Run:
         self._stop = stop
         self._pool = pool
         self._name = options.spec.name
+        self._tokenizer_sha256: str | None = None
 
     def run(self) -> PopulateResult:
         started = time.monotonic()
@@ -119,16 +129,16 @@ class _Run:
         start = Position.from_checkpoint(checkpoint) if checkpoint else Position()
         pinned = start.cursor.revision if start.cursor else ""
         self._plan = resolve(self._options.spec, self._options.inputs, pinned_revision=pinned or None)
-        self._fingerprint = lru_cache(maxsize=2)(self._plan.fingerprint)
-        if checkpoint is not None:
+        self._fingerprints = self._plan.fingerprints()
+        if checkpoint is None:
+            self._pin_input()
+        else:
             self._check_unchanged(checkpoint)
         tokenizer = ensure_vocabulary(
             self._ledger, self._options.spec, self._plan, self._options.learn, self._options.num_workers, self._stop
         )
         self._tokenizer_sha256 = tokenizer.sha256
         self._pool.load(hf_tokenizer_json(tokenizer.to_file()))
-        if checkpoint is None:
-            self._pin_input()
         before = self._shards()
         text_before = start.text_bytes
         packer, ended = self._encode(tokenizer, start)
@@ -167,6 +177,10 @@ class _Run:
             with closing(progress):
                 ended = self._feed(packer, committer, progress, start.cursor)
             committer.drain()
+        except (SourceError, WorkerError):
+            with suppress(GenesisError):  # What came before the failure is good; the failure is what to report.
+                committer.drain()
+            raise
         except BaseException:
             committer.abandon()
             raise
@@ -192,7 +206,7 @@ class _Run:
             submitted += 1
             if submitted == room:
                 return False
-        for block in self._pool.blocks(tasks(self._plan, cursor)):
+        for block in self._pool.blocks(tasks(self._plan, cursor), self._stop):
             committer.raise_failure()
             for shard in packer.feed(block, self._options.max_documents):
                 committer.submit(shard)
@@ -202,7 +216,7 @@ class _Run:
             progress.encoded(len(block.ids), int(block.text_bytes[-1]) if len(block.text_bytes) else 0)
             if self._stop.is_set() or self._documents_reached(packer):
                 return False
-        return True
+        return not self._stop.is_set()
 
     def _documents_reached(self, packer: Packer) -> bool:
         limit = self._options.max_documents
@@ -214,9 +228,10 @@ class _Run:
         return totals.shards if totals else 0
 
     def _commit(self, commit: Commit, progress: Progress) -> None:
-        progress.committed(len(commit.entries), sum(entry.tokens for entry in commit.entries))
-        self._ledger.tokens_per_s = round(progress.committed_tokens_per_s, 1)
+        num_tokens = sum(entry.tokens for entry in commit.entries)
+        self._ledger.tokens_per_s = round(progress.speed_with(num_tokens), 1)
         self._ledger.commit_shards(commit.entries, self._name, self._checkpoint(commit.position, commit.entries[-1].id))
+        progress.committed(len(commit.entries), num_tokens)
 
     def _finish(self, packer: Packer, ended: bool) -> None:
         """Notes what fills no shard: it stays behind the cursor, neither padded nor lost."""
@@ -234,8 +249,6 @@ class _Run:
 
     def _pin_input(self) -> None:
         """Commits the starting position, which pins the Hub's revision before anything depends on it."""
-        if not self._plan.files:
-            return
         cursor = Cursor(repo=self._plan.repo, revision=self._plan.revision, file=self._plan.files[0].name, row=0)
         self._ledger.commit_shards((), self._name, self._checkpoint(Position(cursor=cursor), -1))
 
@@ -246,7 +259,7 @@ class _Run:
             leftover_tokens=tuple(position.leftover.tolist()),
             timestamp=_timestamp(),
             cursor=position.cursor,
-            input_fingerprint=self._fingerprint(position.cursor.file) if position.cursor else None,
+            input_fingerprint=self._fingerprints[position.cursor.file] if position.cursor else None,
             tokenizer_sha256=self._tokenizer_sha256,
             rows_skipped=position.rows_skipped,
             text_bytes=position.text_bytes,
@@ -256,7 +269,7 @@ class _Run:
         cursor = checkpoint.cursor
         if cursor is None or checkpoint.input_fingerprint is None:
             return
-        found = self._fingerprint(cursor.file)
+        found = self._plan.fingerprint(cursor.file)
         if found != checkpoint.input_fingerprint:
             raise InputChangedError(
                 f"{self._name}: the input up to {cursor.file!r} is not what {checkpoint.documents_processed} documents "
@@ -267,12 +280,10 @@ class _Run:
 
 def _check_apart(options: PopulateOptions) -> None:
     """A store inside a folder it is made from would be read as text at the next run."""
-    if "://" in options.store_url:
-        return
-    store = Path(options.store_url).expanduser().resolve()
-    for pattern in options.inputs:
-        folder = Path(pattern).expanduser().resolve()
-        if store.is_relative_to(folder) and folder.is_dir():
+    store = folder_of(options.store_url)
+    for pattern in options.inputs if store else ():
+        folder = Path(pattern.partition("**")[0]).expanduser().resolve()
+        if store is not None and store.is_relative_to(folder) and ("**" in pattern or folder.is_dir()):
             raise UsageError(f"the store {store} lies inside the input folder {folder}; give another --store")
 
 

@@ -25,8 +25,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import TracebackType
 
 import numpy as np
@@ -45,8 +46,10 @@ logger = logging.getLogger(__name__)
 _TASKS_PER_WORKER = 2
 _TASKS_AHEAD = 4
 _DEATHS_PER_TASK = 3
-_SILENCE_S = 900.0
-"""A worker that owes the task in turn and says nothing for this long is killed; readers give up long before."""
+_SILENCE_S = 3600.0
+"""A worker that owes the task in turn and says nothing for this long is killed. Reading one batch from the Hub may
+honestly take several requests of up to 900 s each."""
+_WAKE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,9 @@ class _Worker:
     connection: Connection
     ring: RingReader
     assigned: list[int] = field(default_factory=list)
+    """Numbers of its tasks, ascending: it does them in this order, and so its ring holds their results."""
     heard_at: float = field(default_factory=time.monotonic)
+    fell_silent: bool = False
 
 
 @dataclass(slots=True)
@@ -105,13 +110,21 @@ class WorkerPool:
         self._encoder_json: bytes | None = None
         self._workers: list[_Worker] = []
         self._pending: dict[int, _Pending] = {}
-        self._unassigned: deque[int] = deque()
         self._next_number = 0
         self._reader: _TaskReader | None = None
 
     def __enter__(self) -> WorkerPool:
-        """Starts the processes."""
-        self._workers = [self._start_worker() for _ in range(self._num_workers)]
+        """Starts the processes.
+
+        Raises:
+            WorkerError: the system does not allow that many.
+        """
+        try:
+            for _ in range(self._num_workers):
+                self._workers.append(self._start_worker())
+        except WorkerError:
+            self._end_workers()
+            raise
         return self
 
     def __exit__(
@@ -120,11 +133,15 @@ class WorkerPool:
         """Ends the processes, at once: what they still hold is not wanted."""
         if self._reader is not None:
             self._reader.stop()
+        self._end_workers()
+
+    def _end_workers(self) -> None:
         for worker in self._workers:
             worker.process.kill()
             worker.connection.close()
         for worker in self._workers:
-            worker.process.wait(timeout=10)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.process.wait(timeout=10)
 
     @property
     def process_ids(self) -> list[int]:
@@ -141,8 +158,12 @@ class WorkerPool:
         for worker in self._workers:
             self._send_encoder(worker, encoder_json)
 
-    def blocks(self, tasks: Iterable[Task]) -> Iterator[Block]:
+    def blocks(self, tasks: Iterable[Task], stop: threading.Event | None = None) -> Iterator[Block]:
         """Encodes ``tasks``; may be called once in the life of a pool, after `load`.
+
+        Args:
+            tasks: what to encode, in order.
+            stop: once set, the iterator ends early, within a second or so.
 
         Raises:
             GenesisError: reading or encoding a task failed, or its worker died again and again.
@@ -150,11 +171,11 @@ class WorkerPool:
         self._reader = reader = _TaskReader(tasks)
         reader.start()
         turn = 0
-        while True:
+        while stop is None or not stop.is_set():
             self._assign(reader)
             pending = self._pending.get(turn)
             # Even with results at hand the others are heard, or they would wait for work.
-            self._listen(reader, timeout_s=0.0 if (pending.ready if pending else reader.exhausted) else 5.0)
+            self._listen(reader, timeout_s=0.0 if (pending.ready if pending else reader.exhausted) else _WAKE_S)
             if pending is None:
                 if reader.failure is not None and reader.exhausted:
                     raise reader.failure
@@ -173,22 +194,24 @@ class WorkerPool:
                 self._check_alive(pending)
 
     def _assign(self, reader: _TaskReader) -> None:
+        """Hands out new tasks, always to the worker with the fewest."""
         while True:
             worker = min(self._workers, key=lambda each: len(each.assigned))
             if len(worker.assigned) >= _TASKS_PER_WORKER:
                 return
-            if not self._unassigned:
-                task = reader.take()
-                if task is None:
-                    return
-                self._pending[self._next_number] = _Pending(task)
-                self._unassigned.append(self._next_number)
-                self._next_number += 1
-            number = self._unassigned.popleft()
-            pending = self._pending[number]
-            pending.worker, pending.to_skip = worker, pending.received
-            worker.assigned.append(number)
-            self._send(worker, Assignment(number, pending.task))
+            task = reader.take()
+            if task is None:
+                return
+            number, self._next_number = self._next_number, self._next_number + 1
+            self._pending[number] = _Pending(task)
+            self._give(worker, number)
+
+    def _give(self, worker: _Worker, number: int) -> None:
+        pending = self._pending[number]
+        pending.worker, pending.to_skip = worker, pending.received
+        worker.assigned.append(number)
+        worker.heard_at = time.monotonic()
+        self._send(worker, Assignment(number, pending.task))
 
     def _listen(self, reader: _TaskReader, timeout_s: float) -> None:
         """Takes in what the workers or the task reader have to say, waiting for the first of it."""
@@ -212,9 +235,12 @@ class WorkerPool:
                 pending.finished = True
                 if isinstance(message, Failed):
                     pending.failure = _as_error(message, pending.task)
+                pending.task = _without_text(pending.task)
 
     def _take_in(self, worker: _Worker, encoded: Encoded) -> None:
         pending = self._pending[encoded.number]
+        if encoded.position >= 0:
+            worker.ring.receive(encoded.position, encoded.num_ids)
         if pending.to_skip:
             pending.to_skip -= 1
             self._release(worker, encoded)
@@ -224,8 +250,7 @@ class WorkerPool:
 
     def _release(self, worker: _Worker, encoded: Encoded) -> None:
         if encoded.position >= 0:
-            released = worker.ring.release(encoded.position, encoded.num_ids)
-            self._send(worker, Released(released))
+            self._send(worker, Released(worker.ring.release(encoded.position)))
 
     def _send(self, worker: _Worker, message: Assignment | Released) -> None:
         # A dead worker's socket fails here; `_listen` reads its end and replaces the worker.
@@ -235,48 +260,46 @@ class WorkerPool:
     def _check_alive(self, pending: _Pending) -> None:
         worker = pending.worker
         if worker is not None and time.monotonic() - worker.heard_at > _SILENCE_S:
-            logger.warning("worker %d said nothing for %d s; replacing it", worker.process.pid, _SILENCE_S)
+            worker.fell_silent = True
             worker.process.kill()
             worker.heard_at = time.monotonic()
 
     def _replace(self, worker: _Worker) -> None:
+        """Starts another process, which does all of the dead one's tasks again, in their order.
+
+        They may not go to a worker that has later tasks already: its ring would hold results in another order than
+        they are wanted, and fill up with those that must wait.
+        """
         worker.connection.close()
         worker.process.kill()
         status = worker.process.wait(timeout=10)
+        reason = f"silent for {_SILENCE_S:.0f} s" if worker.fell_silent else _died_of(status)
         self._workers.remove(worker)
         for number in worker.assigned:
             pending = self._pending[number]
             pending.deaths += 1
             if pending.deaths >= _DEATHS_PER_TASK:
                 pending.failure = WorkerError(
-                    f"{pending.deaths} workers in a row died ({_died_of(status)}) while encoding "
+                    f"{pending.deaths} workers in a row died ({reason}) while encoding "
                     f"{_describe(pending.task)}; free memory or use fewer --workers, then run the same command again"
                 )
         again = [number for number in worker.assigned if self._pending[number].failure is None]
-        self._unassigned.extendleft(reversed(again))
         logger.warning(
-            "worker %d died (%s); replaced, %d of its tasks are done again",
-            worker.process.pid, _died_of(status), len(again),
-        )  # fmt: skip
-        self._workers.append(self._start_worker())
+            "worker %d died (%s); replaced, %d of its tasks are done again", worker.process.pid, reason, len(again)
+        )
+        replacement = self._start_worker()
+        self._workers.append(replacement)
+        for number in again:
+            self._give(replacement, number)
 
     def _start_worker(self) -> _Worker:
-        ours, theirs = socket.socketpair()
-        ring_descriptor = anonymous_file(RING_IDS * 4)
-        ring = RingReader.over(ring_descriptor)
-        command = [sys.executable, "-m", "genesis.populate.worker", str(theirs.fileno()), str(ring_descriptor)]
         try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), ring_descriptor),
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            )
-        finally:
-            theirs.close()
-            os.close(ring_descriptor)
-        connection: Connection = Connection(ours.detach())
-        worker = _Worker(process, connection, ring)
+            worker = _spawn()
+        except OSError as error:
+            raise WorkerError(
+                f"cannot start another worker beside {len(self._workers)} ({error.strerror}); use fewer --workers, "
+                "or raise the limits on processes and open files"
+            ) from None
         if self._encoder_json is not None:
             self._send_encoder(worker, self._encoder_json)
         return worker
@@ -349,6 +372,28 @@ class _TaskReader:
             self._notify.send(b"!")
 
 
+def _spawn() -> _Worker:
+    """Starts a process and the socket and ring it shares with this one."""
+    # -P: the search path is this process's, without whatever the working folder holds.
+    command = [sys.executable, "-P", "-m", "genesis.populate.worker"]
+    search_path = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
+    with contextlib.ExitStack() as only_theirs, contextlib.ExitStack() as on_failure:
+        ours, theirs = socket.socketpair()
+        on_failure.callback(ours.close)
+        only_theirs.callback(theirs.close)
+        ring_descriptor = anonymous_file(RING_IDS * 4)
+        only_theirs.callback(os.close, ring_descriptor)
+        process = subprocess.Popen(
+            [*command, str(theirs.fileno()), str(ring_descriptor)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(), ring_descriptor),
+            env={**os.environ, "PYTHONPATH": search_path},
+        )
+        ring = RingReader.over(ring_descriptor)
+        on_failure.pop_all()
+        return _Worker(process, Connection(ours.detach()), ring)
+
+
 def _block(task: Task, worker: _Worker, encoded: Encoded) -> Block:
     ids = encoded.ids if encoded.ids is not None else worker.ring.view(encoded.position, encoded.num_ids)
     return Block(
@@ -367,6 +412,11 @@ def _as_error(failed: Failed, task: Task) -> GenesisError:
     if isinstance(kind, type) and issubclass(kind, GenesisError):
         return kind(failed.message)
     return WorkerError(f"encoding {_describe(task)} failed: {failed.error}: {failed.message}")
+
+
+def _without_text(task: Task) -> Task:
+    """The task, for naming positions only: lines would otherwise stay in memory until their turn."""
+    return replace(task, data=b"") if isinstance(task, LinesTask) else task
 
 
 def _describe(task: Task) -> str:

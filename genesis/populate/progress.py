@@ -88,10 +88,9 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
 
-    @property
-    def committed_tokens_per_s(self) -> float:
-        """Mean since the start, of what is in the store."""
-        return self._committed_tokens / max(time.monotonic() - self._started, 1e-9)
+    def speed_with(self, num_tokens: int) -> float:
+        """Committed tokens a second since the start, ``num_tokens`` that are about to be included."""
+        return (self._committed_tokens + num_tokens) / max(time.monotonic() - self._started, 1e-9)
 
     def fraction(self) -> float:
         """How much of the run is done, 0 to 1: by the text or by the shards, whichever ends it first."""

@@ -14,6 +14,7 @@ import mmap
 import os
 import tempfile
 import threading
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -41,26 +42,48 @@ def _map_ids(descriptor: int, num_ids: int, access: int) -> npt.NDArray[np.uint3
 
 
 @dataclass(slots=True)
+class _Held:
+    """A block that has come and, until ``done``, is still needed."""
+
+    position: int
+    end: int
+    done: bool = False
+
+
+@dataclass(slots=True)
 class RingReader:
-    """The parent's side."""
+    """The parent's side. Blocks may be done with in any order; space is given back in the order they were written."""
 
     ids: npt.NDArray[np.uint32]
     released: int = 0
     """Ids given back so far, the ones skipped at the ring's end included."""
+    _held: deque[_Held] = field(default_factory=deque)
 
     @classmethod
     def over(cls, descriptor: int, num_ids: int = RING_IDS) -> RingReader:
         """Maps the memory behind ``descriptor``; the descriptor may be closed afterwards."""
         return cls(_map_ids(descriptor, num_ids, mmap.ACCESS_READ))
 
+    def receive(self, position: int, count: int) -> None:
+        """Notes a block, in the order in which the worker wrote them; it is kept until released."""
+        self._held.append(_Held(position, position + count))
+
     def view(self, position: int, count: int) -> npt.NDArray[np.uint32]:
         """The block of ``count`` ids at ``position``; valid until released."""
         start = position % len(self.ids)
         return self.ids[start : start + count]
 
-    def release(self, position: int, count: int) -> int:
-        """Gives back everything up to the end of that block; returns the figure to tell the worker."""
-        self.released = max(self.released, position + count)
+    def release(self, position: int) -> int:
+        """Is done with the block at ``position``; returns the figure to tell the worker.
+
+        Space behind a block that is still needed is only given back with it.
+        """
+        for held in self._held:
+            if held.position == position:
+                held.done = True
+                break
+        while self._held and self._held[0].done:
+            self.released = self._held.popleft().end
         return self.released
 
 

@@ -72,21 +72,29 @@ class InputPlan:
     repo: str = ""
     revision: str = ""
 
+    def fingerprints(self) -> dict[str, str]:
+        """For each file's name, sha256 over name, size and digest of every file up to and including it."""
+        digest = hashlib.sha256()
+        found: dict[str, str] = {}
+        for file in self.files:
+            digest.update(f"{file.name}\0{file.size_bytes}\0{file.digest}\n".encode())
+            found[file.name] = digest.hexdigest()
+        return found
+
     def fingerprint(self, last_file: str) -> str:
-        """sha256 over name, size and digest of every file up to and including ``last_file``.
+        """One of `fingerprints`.
 
         Raises:
             InputChangedError: the plan has no such file.
         """
-        digest = hashlib.sha256()
-        for file in self.files:
-            digest.update(f"{file.name}\0{file.size_bytes}\0{file.digest}\n".encode())
-            if file.name == last_file:
-                return digest.hexdigest()
-        raise InputChangedError(
-            f"{self.source}: the checkpoint stands in {last_file!r}, which is no longer among the {len(self.files)} "
-            "input files; give the same --input as before (files may be added after it, not removed)"
-        )
+        found = self.fingerprints()
+        if last_file not in found:
+            raise InputChangedError(
+                f"{self.source}: the checkpoint stands in {last_file!r}, which is no longer among the "
+                f"{len(self.files)} input files; give the same --input as before (files may be added after it, "
+                "not removed)"
+            )
+        return found[last_file]
 
     @property
     def size_bytes(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from genesis.store.base import CachePolicy, ObjectInfo, ReadableStore, Store, StoredObject
 from genesis.store.folder import FolderStore
-from genesis.store.opening import open_readable, open_store
+from genesis.store.opening import folder_of, open_readable, open_store
 
 __all__ = [
     "CachePolicy",
@@ -18,6 +18,7 @@ __all__ = [
     "ReadableStore",
     "Store",
     "StoredObject",
+    "folder_of",
     "open_readable",
     "open_store",
 ]

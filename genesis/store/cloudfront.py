@@ -43,13 +43,14 @@ class Invalidator:
         Args:
             distribution_id: such as ``E2EXAMPLE1``.
             min_interval_s: shortest time between two invalidations.
-            prefix: the store's prefix in its bucket, if the distribution serves the bucket from its root.
+            prefix: the store's prefix in its bucket. A distribution may serve the bucket from its root or from there,
+                so both spellings of the two paths are invalidated.
             clock: seconds, never going back.
         """
         self._distribution_id = distribution_id
         self._min_interval_s = min_interval_s
-        folder = "/" + prefix.strip("/") + "/" if prefix.strip("/") else "/"
-        self._paths = [folder + MANIFEST_KEY, folder + TOKENIZER_KEY]
+        folders = ["/", f"/{prefix.strip('/')}/"] if prefix.strip("/") else ["/"]
+        self._paths = [folder + key for folder in folders for key in (MANIFEST_KEY, TOKENIZER_KEY)]
         self._clock = clock
         self._lock = threading.Lock()
         self._client: CloudFrontClient | None = None
@@ -84,7 +85,7 @@ class Invalidator:
                     "CallerReference": f"genesis-{uuid.uuid4()}",
                 },
             )
-        except (BotoCoreError, ClientError) as error:
+        except (BotoCoreError, ClientError, ValueError) as error:
             logger.warning(
                 "CloudFront distribution %s was not told of the new manifest, readers see it within a minute all the "
                 "same: %s", self._distribution_id, error,

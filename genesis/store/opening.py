@@ -15,7 +15,7 @@ from genesis.errors import UsageError
 from genesis.store.base import ReadableStore, Store
 from genesis.store.folder import FolderStore
 
-__all__ = ["open_readable", "open_store"]
+__all__ = ["folder_of", "open_readable", "open_store"]
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+(?=://)")
 
@@ -57,6 +57,11 @@ def open_readable(url: str | Path) -> ReadableStore:
     if scheme == "s3":
         return open_store(url)
     raise _unknown(scheme, "a folder's path, file:///path, s3://bucket/prefix, http:// or https://")
+
+
+def folder_of(url: str | Path) -> Path | None:
+    """The absolute folder that ``url`` names, links resolved; None if it names another kind of store."""
+    return _folder(url).resolve() if _scheme(url) in ("", "file") else None
 
 
 def _scheme(url: str | Path) -> str:

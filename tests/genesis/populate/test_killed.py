@@ -10,8 +10,11 @@ import time
 import pytest
 
 from genesis.populate.crashpoint import CRASH_POINTS
-from tests.support.documents import documents, write_json_lines
+from tests.support.documents import documents, write_json_lines, write_parquet
 from tests.support.populating import genesis, populate_arguments, snapshot, start, stray_objects
+
+ONCE = ("vocabulary-stored", "tokenizer-published", "source-finished")
+REPEATED_POINTS = [point for point in CRASH_POINTS if point not in ONCE]
 
 
 def run_and_kill(arguments, after_s=None, crash_at=""):
@@ -31,7 +34,7 @@ def run_and_kill(arguments, after_s=None, crash_at=""):
 @pytest.mark.parametrize("point", CRASH_POINTS)
 def test_killed_between_any_two_writes(point, small_input, undisturbed, tmp_path):
     arguments = [*populate_arguments(tmp_path / "store", small_input), "--workers", "1"]
-    count = {"lease-taken": 1, "vocabulary-stored": 1, "tokenizer-published": 1, "source-finished": 1}.get(point, 3)
+    count = 3 if point.startswith("shard") else 1
     assert run_and_kill(arguments, crash_at=f"{point}:{count}")
     genesis(*arguments)
     assert snapshot(tmp_path / "store") == undisturbed
@@ -39,21 +42,26 @@ def test_killed_between_any_two_writes(point, small_input, undisturbed, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_killed_thirty_times_in_one_populate(small_input, undisturbed, tmp_path):
+@pytest.mark.timeout(600)
+def test_killed_thirty_times_in_one_populate(tmp_path):
+    """Some 1,700 shards, so that there is always something left to be killed at."""
+    path = write_parquet(tmp_path / "a.parquet", documents(seed=14, count=4000), 30)
+    genesis(*populate_arguments(tmp_path / "peace", path, shard_tokens=500), "--workers", "2")
     schedule = random.Random(20261120)
-    arguments = [*populate_arguments(tmp_path / "store", small_input), "--workers", "2"]
+    arguments = [*populate_arguments(tmp_path / "store", path, shard_tokens=500), "--workers", "2"]
+    once = ["vocabulary-stored:1", "tokenizer-published:1"]
     kills = 0
     for attempt in range(60):
+        if attempt % 5 == 4:
+            kills += run_and_kill(arguments, after_s=schedule.uniform(0.3, 1.2))
+        else:
+            point = once.pop(0) if once else f"{schedule.choice(REPEATED_POINTS)}:{schedule.randint(1, 2)}"
+            kills += run_and_kill(arguments, crash_at=point)
         if kills >= 30:
             break
-        if attempt % 3 == 2:
-            kills += run_and_kill(arguments, after_s=schedule.uniform(0.3, 2.0))
-        else:
-            kills += run_and_kill(arguments, crash_at=f"{schedule.choice(CRASH_POINTS)}:{schedule.randint(1, 3)}")
     assert kills >= 30
     genesis(*arguments)
-    assert snapshot(tmp_path / "store") == undisturbed
+    assert snapshot(tmp_path / "store") == snapshot(tmp_path / "peace")
     assert stray_objects(tmp_path / "store") == []
 
 

@@ -26,9 +26,29 @@ def test_blocks_arrive_as_they_were_written(sizes):
     for number, size in enumerate(sizes):
         position, out = writer.reserve(size)
         out[:] = number
+        reader.receive(position, size)
         assert (reader.view(position, size) == number).all()
         assert len(reader.view(position, size)) == size
-        writer.released_up_to(reader.release(position, size))
+        writer.released_up_to(reader.release(position))
+
+
+@given(st.lists(st.integers(1, SIZE // 4), min_size=1, max_size=60), st.randoms(use_true_random=False))
+def test_blocks_done_with_out_of_order_are_never_overwritten_early(sizes, shuffle):
+    writer, reader = make_ring()
+    kept = []
+    for number, size in enumerate(sizes):
+        if len(kept) == 2:
+            shuffle.shuffle(kept)
+            for position, count, expected in kept:
+                assert (reader.view(position, count) == expected).all()
+                writer.released_up_to(reader.release(position))
+            kept.clear()
+        position, out = writer.reserve(size)
+        out[:] = number
+        reader.receive(position, size)
+        kept.append((position, size, number))
+    for position, count, expected in kept:
+        assert (reader.view(position, count) == expected).all()
 
 
 def test_unread_blocks_are_not_overwritten():
@@ -37,13 +57,18 @@ def test_unread_blocks_are_not_overwritten():
     for number in range(2):
         position, out = writer.reserve(SIZE // 2)
         out[:] = number
+        reader.receive(position, SIZE // 2)
         positions.append(position)
     waiting = threading.Thread(target=writer.reserve, args=(1,))
     waiting.start()
     waiting.join(0.05)
     assert waiting.is_alive()
     assert [int(reader.view(position, 1)[0]) for position in positions] == [0, 1]
-    writer.released_up_to(reader.release(positions[0], SIZE // 2))
+    reader.release(positions[1])
+    writer.released_up_to(reader.released)
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    writer.released_up_to(reader.release(positions[0]))
     waiting.join(10)
     assert not waiting.is_alive()
 

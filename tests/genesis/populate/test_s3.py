@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.support.fault_proxy import FAST_FAULTS, Fault, FaultProxy
+from tests.support.fault_proxy import FAST_FAULTS, FaultProxy
 from tests.support.populating import genesis, populate_arguments, snapshot
 from tests.support.s3_servers import moto_s3, rclone_s3, s3_client
 from tests.support.s3_snapshots import speaking_to
@@ -45,11 +45,10 @@ def test_a_gateway_that_ignores_conditions_is_named(small_input, undisturbed, tm
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_faults_change_nothing(moto, small_input, undisturbed):
-    """500, 503 SlowDown, cut connections, lost acknowledgements and answers that come too late, one request in four."""
-    with FaultProxy(moto.port, seed=3, rate=0.25, faults=FAST_FAULTS) as proxy:
+    """500, 503 SlowDown, cut connections, lost acknowledgements and answers that come too late, two requests in five."""
+    with FaultProxy(moto.port, seed=3, rate=0.4, faults=FAST_FAULTS) as proxy:
         genesis(*populate_arguments("s3://faulty/s", small_input), "--workers", "1", **moto.environment(proxy.port))
-        assert proxy.injected[Fault.LOST_ACK] > 3
-        assert proxy.injected[Fault.SLOW_DOWN] > 3
+        assert all(proxy.injected[fault] for fault in FAST_FAULTS)
     with speaking_to(moto):
         assert snapshot("s3://faulty/s") == undisturbed
 
@@ -58,13 +57,7 @@ def test_faults_change_nothing(moto, small_input, undisturbed):
 @pytest.mark.timeout(400)
 def test_faults_and_kills_together_change_nothing(moto, small_input, undisturbed):
     arguments = [*populate_arguments("s3://faulty/killed", small_input), "--workers", "1"]
-    points = (
-        "vocabulary-stored:1",
-        "shard-stored:2",
-        "segment-stored:3",
-        "checkpoint-stored:4",
-        "manifest-published:5",
-    )
+    points = ("vocabulary-stored:1", "shard-stored:2", "segment-stored:1", "checkpoint-stored:1")
     with FaultProxy(moto.port, seed=4, rate=0.15, faults=FAST_FAULTS) as proxy:
         environment = moto.environment(proxy.port)
         for point in points:

@@ -71,7 +71,9 @@ def test_at_most_once_a_minute_and_the_last_is_not_lost(cloudfront, distribution
 
 def test_a_store_below_a_prefix(cloudfront, distribution):
     Invalidator(distribution, prefix="data/v1/").published()
-    assert sent(cloudfront, distribution) == [["/data/v1/manifest.json", "/data/v1/tokenizer.json"]]
+    assert sent(cloudfront, distribution) == [
+        ["/manifest.json", "/tokenizer.json", "/data/v1/manifest.json", "/data/v1/tokenizer.json"]
+    ]
 
 
 def test_nothing_published_nothing_sent(cloudfront, distribution):
