@@ -13,8 +13,12 @@ from genesis.populate.crashpoint import CRASH_POINTS
 from tests.support.documents import documents, write_json_lines, write_parquet
 from tests.support.populating import genesis, populate_arguments, snapshot, start, stray_objects
 
-ONCE = ("vocabulary-stored", "tokenizer-published", "source-finished")
-REPEATED_POINTS = [point for point in CRASH_POINTS if point not in ONCE]
+FIRST_RUN = ["vocabulary-stored:1", "tokenizer-published:1"]
+ANY_RUN = ["lease-taken:1"] + [
+    f"{point}:{count}"
+    for point in ("shard-sealed", "shard-stored", "segment-stored", "checkpoint-stored", "manifest-published")
+    for count in (1, 2, 3)
+]
 
 
 def run_and_kill(arguments, after_s=None, crash_at=""):
@@ -49,14 +53,13 @@ def test_killed_thirty_times_in_one_populate(tmp_path):
     genesis(*populate_arguments(tmp_path / "peace", path, shard_tokens=500), "--workers", "2")
     schedule = random.Random(20261120)
     arguments = [*populate_arguments(tmp_path / "store", path, shard_tokens=500), "--workers", "2"]
-    once = ["vocabulary-stored:1", "tokenizer-published:1"]
+    first_run = list(FIRST_RUN)
     kills = 0
     for attempt in range(60):
         if attempt % 5 == 4:
             kills += run_and_kill(arguments, after_s=schedule.uniform(0.3, 1.2))
         else:
-            point = once.pop(0) if once else f"{schedule.choice(REPEATED_POINTS)}:{schedule.randint(1, 2)}"
-            kills += run_and_kill(arguments, crash_at=point)
+            kills += run_and_kill(arguments, crash_at=first_run.pop(0) if first_run else schedule.choice(ANY_RUN))
         if kills >= 30:
             break
     assert kills >= 30

@@ -45,7 +45,7 @@ def test_a_gateway_that_ignores_conditions_is_named(small_input, undisturbed, tm
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_faults_change_nothing(moto, small_input, undisturbed):
-    """500, 503 SlowDown, cut connections, lost acknowledgements and answers that come too late, two requests in five."""
+    """500, 503 SlowDown, cut connections, lost acknowledgements and late errors, two requests in five."""
     with FaultProxy(moto.port, seed=3, rate=0.4, faults=FAST_FAULTS) as proxy:
         genesis(*populate_arguments("s3://faulty/s", small_input), "--workers", "1", **moto.environment(proxy.port))
         assert all(proxy.injected[fault] for fault in FAST_FAULTS)
