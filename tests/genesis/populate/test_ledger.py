@@ -1,5 +1,8 @@
 """The commit protocol over a real folder: what is committed is whole, in order, and one writer's."""
 
+import os
+import time
+
 import pytest
 
 from genesis.errors import LeaseHeldError, LeaseLostError, TokenizerError, UsageError
@@ -238,3 +241,58 @@ def test_checkpoints_keep_the_layout_of_the_specification(store):
     assert value["s"]["leftover_tokens"] == [7, 8]
     assert set(value) == {"format", "manifest", "s", "writer"}
     assert "expires_at" not in value["writer"]
+
+
+def test_a_segment_made_again_after_a_kill_is_not_taken_for_a_leftover(store):
+    ledger = opened(store, superseded_keep_s=0.0)
+    ledger.commit_shards([entry(0)], "s", checkpoint(0))
+    ledger._store_segments([entry(1)])  # Killed here: the segment is stored, its commit is not.
+    expire(store)
+    again = opened(store, superseded_keep_s=0.0)
+    again.commit_shards([entry(1)], "s", checkpoint(1))
+    again.close()
+    assert [shard.id for shard in read_tail(store, published(store))] == [0, 1]
+    assert len(list(store.list("index/"))) == 1
+
+
+def test_a_failed_commit_deletes_nothing(store):
+    ousted = opened(store, superseded_keep_s=0.0)
+    ousted.commit_shards([entry(0)], "s", checkpoint(0))
+    expire(store)
+    with pytest.raises(LeaseLostError):
+        ousted.commit_shards([entry(1)], "s", checkpoint(1))
+    with pytest.raises(LeaseLostError):
+        ousted.close()
+    assert [shard.id for shard in read_tail(store, published(store))] == [0]
+
+
+def test_what_was_replaced_just_now_is_kept_however_old_it_is(store, tmp_path):
+    ledger = opened(store)
+    ledger.commit_shards([entry(0)], "s", checkpoint(0))
+    old = published(store).index[0].key
+    yesterday = time.time() - 86_400
+    os.utime(tmp_path / "store" / old, (yesterday, yesterday))
+    ledger.commit_shards([entry(1)], "s", checkpoint(1))
+    ledger.close()
+    opened(store).close()
+    assert store.head(old) is not None
+
+
+def test_a_renewal_whose_acknowledgement_was_lost_does_not_end_the_run(store):
+    ledger = opened(store)
+    known = ledger._etag
+    ledger.renew()
+    ledger._etag = known  # As if the answer had never come.
+    ledger.commit_shards([entry(0)], "s", checkpoint(0))
+    ledger.close()
+    assert published(store).total_shards == 1
+
+
+def test_the_cdn_is_told_of_every_publication(store):
+    told = []
+    ledger = opened(store, on_publish=lambda: told.append(published(store).sequence))
+    for shard_id in range(3):
+        ledger.commit_shards([entry(shard_id)], "s", checkpoint(shard_id))
+    ledger.renew()
+    ledger.close()
+    assert told == [1, 2, 3]
