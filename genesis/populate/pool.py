@@ -148,6 +148,11 @@ class WorkerPool:
         """The workers' process ids."""
         return [worker.process.pid for worker in self._workers]
 
+    @property
+    def assignments(self) -> list[list[int]]:
+        """For each worker, the numbers of the tasks it holds, in the order in which it does them."""
+        return [list(worker.assigned) for worker in self._workers]
+
     def load(self, encoder_json: bytes) -> None:
         """Gives the workers their vocabulary.
 

@@ -129,3 +129,16 @@ def test_text_larger_than_the_ring_arrives(tokenizer, tmp_path):
         found = ids_of(pool.blocks(tasks(big, None)))
     assert len(found) == len("small") + len(text) + len("after") + 3
     assert bytes((found[6:-7] - 10).astype(np.uint8)) == text.encode()
+
+
+def test_a_dead_workers_tasks_keep_their_order(tokenizer, plan):
+    """Its replacement does them, so that every ring holds results in the order in which they are wanted."""
+    with pool_of(tokenizer, 3) as pool:
+        blocks = pool.blocks(tasks(plan, None))
+        found = [next(blocks).ids.copy()]
+        for victim in (1, 0, 2):
+            os.kill(pool.process_ids[victim], signal.SIGKILL)
+            found.append(next(blocks).ids.copy())
+            assert all(held == sorted(held) for held in pool.assignments)
+        found += [block.ids.copy() for block in blocks]
+    assert (np.concatenate(found) == expected(tokenizer, plan)).all()
