@@ -8,4 +8,6 @@ from __future__ import annotations
 
 from genesis.errors import GenesisError
 
-__all__ = ["GenesisError"]
+__all__ = ["GenesisError", "__version__"]
+
+__version__ = "0.1.0"

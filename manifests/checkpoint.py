@@ -48,6 +48,8 @@ class SourceCheckpoint(Part):
     cursor: Cursor | None = None
     input_fingerprint: Sha256 | None = None
     """Digest over the input files up to the cursor's; files after it may be added, these may not change."""
+    earlier_fingerprint: Sha256 | None = None
+    """The same over the files before the cursor's: those hold still even where that one was mended meanwhile."""
     tokenizer_sha256: Sha256 | None = None
     """Vocabulary the source's last shard and ``leftover_tokens`` were written with."""
     rows_skipped: Count = 0

@@ -4,4 +4,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/venv.sh dev
-exec python -m pytest "$@"
+# Two processes: most of the tests wait for processes and servers of their own.
+exec python -m pytest -n 2 "$@"

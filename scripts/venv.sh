@@ -9,8 +9,11 @@ if [ ! -f "$stamp" ] || [ pyproject.toml -nt "$stamp" ] || [ constraints.txt -nt
     { echo "Python 3.11 or newer is needed; set PYTHON to one" >&2; exit 1; }
   [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
   echo "installing into $venv (a few minutes the first time)" >&2
+  log=$(mktemp)
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-    --constraint constraints.txt --editable ".${extras:+[$extras]}" >&2
+    --constraint constraints.txt --editable ".${extras:+[$extras]}" >"$log" 2>&1 ||
+    { cat "$log" >&2; exit 1; }
+  rm -f "$log"
   touch "$stamp"
 fi
 PATH="$(cd "$venv" && pwd)/bin:$PATH"

@@ -7,6 +7,7 @@ traceback is a bug.
 
 from __future__ import annotations
 
+import os
 import sys
 
 __all__ = ["main"]
@@ -14,6 +15,20 @@ __all__ = ["main"]
 
 def main() -> None:
     """Entry point of the ``genesis`` command."""
-    from genesis.cli.app import run
+    _open_missing_streams()
+    try:
+        from genesis.cli.app import run
 
-    sys.exit(run(sys.argv[1:]))
+        code = run(sys.argv[1:])
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)
+
+
+def _open_missing_streams() -> None:
+    """Standard streams that a supervisor closed go to /dev/null; else the next file opened would be taken for them."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: PTH123, SIM115  open for as long as the process lives
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: PTH123, SIM115

@@ -6,10 +6,11 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import cast
+from typing import Annotated, cast
 
 import typer
 
+from genesis import __version__
 from genesis.cli import export, inspect, keygen, learn, populate, sources, status, verify
 from genesis.errors import GenesisError, InterruptedRunError, UsageError
 from manifests import ContractError
@@ -25,10 +26,22 @@ app = typer.Typer(
     name="genesis",
     help="Turn web text into token shards that training nodes can trust.",
     no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"genesis {__version__}")
+        raise typer.Exit
+
+
 app.command("populate")(populate.populate_command)
 app.command("learn")(learn.learn_command)
 app.command("status")(status.status_command)
@@ -54,10 +67,12 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(str(error), 130)
     except (GenesisError, ContractError) as error:
         return _fail(str(error), 1)
-    except BrokenPipeError:
-        # The reader of our output (head, say) has seen enough.
+    except OSError as error:
+        # Whatever is still buffered would fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        if isinstance(error, BrokenPipeError):
+            return 0  # The reader of our output (head, say) has seen enough.
+        return _fail(f"cannot go on: {error.strerror or error}", 1)
     return result if isinstance(result, int) else 0
 
 

@@ -54,6 +54,10 @@ def populate_command(
         str | None,
         typer.Option("--cloudfront-distribution", help="CloudFront distribution to invalidate after a publish."),
     ] = None,
+    mended_input: Annotated[
+        bool,
+        typer.Option("--mended-input", help="Go on in an input file that was damaged and has been mended."),
+    ] = False,
     lease_s: Annotated[
         float, typer.Option("--lease-s", help="Seconds without a sign of life after which others may take the store.")
     ] = 60.0,
@@ -80,6 +84,7 @@ def populate_command(
         shard_tokens=shard_tokens,
         sign_key=sign_key,
         cloudfront_distribution=cloudfront_distribution,
+        mended_input=mended_input,
         lease_s=lease_s,
         as_json=as_json,
     )

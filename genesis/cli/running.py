@@ -19,7 +19,7 @@ from genesis.populate.lease import LEASE_S
 from genesis.populate.ledger import Ledger
 from genesis.populate.options import LearnOptions, PopulateOptions, available_cpus
 from genesis.populate.pipeline import PopulateResult, populate
-from genesis.populate.progress import format_duration, format_size
+from genesis.populate.progress import counted, format_duration, format_size
 from genesis.store import Store, open_store
 from genesis.store.cloudfront import Invalidator
 from manifests import (
@@ -90,6 +90,7 @@ class Run:
     shard_tokens: int | None = None
     sign_key: Path | None = None
     cloudfront_distribution: str | None = None
+    mended_input: bool = False
     lease_s: float = LEASE_S
     as_json: bool = False
 
@@ -99,7 +100,7 @@ class Run:
         store = open_store(self.store_url)
         for spec in self.specs:
             options = self._options(spec, store_shard_tokens(store, self.shard_tokens))
-            logger.info("populating %s from %s with %d workers", store.url, spec.name, options.num_workers)
+            logger.info("populating %s from %s with %s", store.url, spec.name, counted(options.num_workers, "worker"))
             with invalidating(self.cloudfront_distribution, self.store_url) as on_publish:
                 ledger = Ledger(
                     store, options.shard_tokens, sign_key=key, on_publish=on_publish, lease_s=options.lease_s
@@ -126,6 +127,7 @@ class Run:
             shard_tokens=shard_tokens,
             max_shards=self.max_shards,
             max_documents=self.max_documents,
+            mended_input=self.mended_input,
             lease_s=self.lease_s,
             learn=LearnOptions(documents=self.learn_documents, merges=self.merges),
         )
@@ -139,18 +141,22 @@ class Run:
 
 
 def _lines(result: PopulateResult, url: str) -> list[str]:
-    rate = result.text_bytes / max(result.seconds, 1e-9)
-    lines = [
-        f"{result.source}: {result.shards_added} shards added, {result.total_shards} in {url}; "
-        f"{format_size(result.text_bytes)} of text in {format_duration(result.seconds)} ({format_size(rate)}/s)"
-    ]
+    name = result.source
+    added = f"{counted(result.shards_added, 'shard')} added, {result.total_shards:,} in {url}"
+    if result.text_bytes:
+        rate = format_size(result.text_bytes / max(result.seconds, 1e-9))
+        added += f"; {format_size(result.text_bytes)} of text in {format_duration(result.seconds)} ({rate}/s)"
+    lines = [f"{name}: {added}"]
     if result.rows_skipped:
-        lines.append(f"{result.source}: {result.rows_skipped} rows skipped (null, not text, or empty)")
-    if result.ended:
+        lines.append(f"{name}: {counted(result.rows_skipped, 'row')} skipped (null, empty, or not valid text)")
+    if result.ended and result.unsharded_tokens:
         lines.append(
-            f"{result.source}: read to its end; {result.unsharded_tokens} tokens of {result.unsharded_documents} "
-            "documents fill no shard and stay behind the checkpoint until there is more text"
+            f"{name}: read to its end; {counted(result.unsharded_tokens, 'token')} of "
+            f"{counted(result.unsharded_documents, 'document')} fill no shard and stay behind the checkpoint until "
+            "there is more text"
         )
+    elif result.ended:
+        lines.append(f"{name}: read to its end")
     if result.interrupted:
-        lines.append(f"{result.source}: stopped as asked; the same command goes on from here")
+        lines.append(f"{name}: stopped as asked; the same command goes on from here")
     return lines

@@ -58,8 +58,10 @@ from manifests import (
     Writer,
     canonical_json,
     format_time,
+    key_id,
     segment_key,
     sha256_hex,
+    shard_key,
     sign_manifest,
     vocabulary_key,
 )
@@ -245,9 +247,12 @@ class Ledger:
         try:
             published = self.store.get(MANIFEST_KEY)
         except ObjectNotFoundError:
+            if self._etag is None:
+                self._check_nothing_is_lost()
             return
         self._manifest_etag, self._manifest_sha256 = published.etag, sha256_hex(published.body)
         found = Manifest.from_json(published.body)
+        self._check_signer(found)
         if self.manifest is None or found.sequence > self.manifest.sequence:
             check_free(read_checkpoints(self.store)[0].writer, self.store.url, _now())
             raise ContractError(
@@ -255,6 +260,31 @@ class Ledger:
                 f"{'is missing' if self.manifest is None else f'stands at {self.manifest.sequence}'}; "
                 "restore checkpoints.json, or populate into another store"
             )
+
+    def _check_nothing_is_lost(self) -> None:
+        """A store without its documents is not an empty one: a populator's first act is to write checkpoints.json."""
+        remains = next(iter(self.store.list("index/")), None) or self.store.head(shard_key(0))
+        if remains is not None:
+            raise ContractError(
+                f"{self.store.url} holds {remains.key} but neither manifest.json nor checkpoints.json; restore one of "
+                "them, or populate into another store"
+            )
+
+    def _check_signer(self, published: Manifest) -> None:
+        """Readers that pinned the signer would refuse an unsigned manifest, so that takes more than forgetting."""
+        if published.signature is None:
+            return
+        signer = published.signature.key_id
+        if self.sign_key is None:
+            raise UsageError(
+                f"{self.store.url} is signed by key {signer}; give --sign-key, or readers that trust that key would "
+                "refuse the store (to go on unsigned all the same, delete its manifest.json first)"
+            )
+        if key_id(self.sign_key.public_key()) != signer:
+            logger.warning(
+                "%s was signed by key %s and will be by %s: readers need the new public key",
+                self.store.url, signer, key_id(self.sign_key.public_key()),
+            )  # fmt: skip
 
     def _check_shard_tokens(self) -> None:
         if self.manifest is not None and self.manifest.shard_tokens != self.shard_tokens:

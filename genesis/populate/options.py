@@ -52,6 +52,8 @@ class PopulateOptions:
     max_documents: int | None = None
     """Read no further than this many documents from the source's beginning."""
     learn: LearnOptions = field(default_factory=LearnOptions)
+    mended_input: bool = False
+    """The file the checkpoint stands in may differ from what it was: it was damaged, and mended behind that row."""
     lease_s: float = LEASE_S
     superseded_keep_s: float = SUPERSEDED_KEEP_S
 
@@ -60,8 +62,10 @@ class PopulateOptions:
         for name, value in (("--workers", self.num_workers), ("--shard-tokens", self.shard_tokens)):
             if value < 1:
                 raise UsageError(f"{name}: expected 1 or more, found {value}")
-        if self.lease_s < 1:
-            raise UsageError(f"--lease-s: expected 1 or more seconds, found {self.lease_s}")
+        if not 1 <= self.lease_s <= 86_400:
+            raise UsageError(f"--lease-s: expected 1 to 86400 seconds, found {self.lease_s}")
+        if "" in self.inputs:
+            raise UsageError("--input: expected a file, a folder or a pattern, found an empty string")
         for name, limit in (("--max-shards", self.max_shards), ("--max-documents", self.max_documents)):
             if limit is not None and limit < 0:
                 raise UsageError(f"{name}: expected 0 or more, found {limit}")

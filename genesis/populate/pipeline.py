@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from genesis.errors import (
     GenesisError,
     InputChangedError,
+    InputNotFoundError,
     InterruptedRunError,
     SourceError,
     UsageError,
@@ -130,6 +131,8 @@ class _Run:
         pinned = start.cursor.revision if start.cursor else ""
         self._plan = resolve(self._options.spec, self._options.inputs, pinned_revision=pinned or None)
         self._fingerprints = self._plan.fingerprints()
+        names = [file.name for file in self._plan.files]
+        self._file_before = dict(zip(names, [None, *names], strict=False))
         if checkpoint is None:
             self._pin_input()
         else:
@@ -143,7 +146,7 @@ class _Run:
         text_before = start.text_bytes
         packer, ended = self._encode(tokenizer, start)
         crash_point("source-finished")
-        end = self._ledger.checkpoints.sources[self._name]
+        end = self._ledger.checkpoints.sources.get(self._name) or self._checkpoint(Position(), -1)
         return PopulateResult(
             source=self._name,
             shards_added=self._shards() - before,
@@ -235,7 +238,12 @@ class _Run:
 
     def _finish(self, packer: Packer, ended: bool) -> None:
         """Notes what fills no shard: it stays behind the cursor, neither padded nor lost."""
-        present = self._ledger.checkpoints.sources[self._name]
+        if ended and packer.documents == 0:
+            raise InputNotFoundError(
+                f"{self._name}: expected text in {len(self._plan.files)} input files, found no document; check --input "
+                "and the source's text_field"
+            )
+        present = self._ledger.checkpoints.sources.get(self._name) or self._checkpoint(Position(), -1)
         finished = present.model_copy(
             update={
                 "ended": ended,
@@ -249,6 +257,8 @@ class _Run:
 
     def _pin_input(self) -> None:
         """Commits the starting position, which pins the Hub's revision before anything depends on it."""
+        if not self._plan.revision:
+            return
         cursor = Cursor(repo=self._plan.repo, revision=self._plan.revision, file=self._plan.files[0].name, row=0)
         self._ledger.commit_shards((), self._name, self._checkpoint(Position(cursor=cursor), -1))
 
@@ -260,22 +270,36 @@ class _Run:
             timestamp=_timestamp(),
             cursor=position.cursor,
             input_fingerprint=self._fingerprints[position.cursor.file] if position.cursor else None,
+            earlier_fingerprint=self._earlier_fingerprint(position.cursor),
             tokenizer_sha256=self._tokenizer_sha256,
             rows_skipped=position.rows_skipped,
             text_bytes=position.text_bytes,
         )
 
+    def _earlier_fingerprint(self, cursor: Cursor | None) -> str | None:
+        """The fingerprint of the files before the cursor's; None for the first."""
+        if cursor is None:
+            return None
+        before = self._file_before[cursor.file]
+        return self._fingerprints[before] if before is not None else None
+
     def _check_unchanged(self, checkpoint: SourceCheckpoint) -> None:
         cursor = checkpoint.cursor
         if cursor is None or checkpoint.input_fingerprint is None:
             return
-        found = self._plan.fingerprint(cursor.file)
-        if found != checkpoint.input_fingerprint:
+        if self._plan.fingerprint(cursor.file) == checkpoint.input_fingerprint:
+            return
+        if self._earlier_fingerprint(cursor) != checkpoint.earlier_fingerprint:
             raise InputChangedError(
-                f"{self._name}: the input up to {cursor.file!r} is not what {checkpoint.documents_processed} documents "
-                f"were read from (fingerprint {checkpoint.input_fingerprint[:12]}…, found {found[:12]}…); "
-                "restore those files, or populate into another store"
+                f"{self._name}: the files before {cursor.file!r} are not those that {checkpoint.documents_processed} "
+                "documents were read from; restore them, or populate into another store"
             )
+        if not self._options.mended_input:
+            raise InputChangedError(
+                f"{self._name}: {cursor.file!r} was read up to row {cursor.row} and is another file now; restore it, "
+                "or, if it only was mended behind that row, run the same command with --mended-input"
+            )
+        logger.warning("%s: going on in the mended %s behind row %d", self._name, cursor.file, cursor.row)
 
 
 def _check_apart(options: PopulateOptions) -> None:

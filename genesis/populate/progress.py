@@ -10,12 +10,17 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
-__all__ = ["Progress", "format_duration", "format_size"]
+__all__ = ["Progress", "counted", "format_duration", "format_size"]
 
 logger = logging.getLogger(__name__)
 
 _LINE_EVERY_S = 10.0
-_BAR_FORMAT = "{desc} {bar} {percentage:3.0f}% {postfix}"
+_BAR_FORMAT = "{desc} {bar} {percentage:3.0f}%{postfix}"
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 shard``, ``1,187 shards``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def format_size(size_bytes: float) -> str:

@@ -7,11 +7,12 @@ populated. A source that comes later and has not contributed adds its own share 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Iterator, Sequence
 
-from genesis.errors import InterruptedRunError
+from genesis.errors import InputNotFoundError, InterruptedRunError, SourceError
 from genesis.populate.ledger import Ledger
 from genesis.populate.options import LearnOptions
 from genesis.sources import read_batches, tasks
@@ -86,7 +87,17 @@ def _learn(
     tokenizer: NeuroTokenizer, spec: SourceSpec, documents: Iterator[bytes], merges: int, num_workers: int
 ) -> None:
     logger.info("learning %s merges from the first documents of %s", f"{merges:,}", spec.name)
-    learned = tokenizer.learn_merges(documents, merges, source=spec.name, processes=num_workers)
+    try:
+        first = next(documents, None)
+        if first is None:
+            raise InputNotFoundError(
+                f"{spec.name}: expected text to learn from, found no document; check --input and the text_field"
+            )
+        learned = tokenizer.learn_merges(
+            itertools.chain([first], documents), merges, source=spec.name, processes=num_workers
+        )
+    except SourceError as error:
+        raise type(error)(f"while learning the vocabulary, so that nothing was written: {error}") from None
     if learned < merges:
         logger.warning("%s: only %d of %d merges occur twice or more in that text", spec.name, learned, merges)
     logger.info("the vocabulary has %s ids", f"{tokenizer.current_vocab_size:,}")

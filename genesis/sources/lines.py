@@ -49,7 +49,7 @@ def line_tasks(file: InputFile, text_field: str, first_row: int) -> Iterator[Lin
     except DamagedStreamError as damage:
         raise CorruptInputError(
             f"{file.name}: {damage.reason} (in line {row + 1}, near byte {damage.offset} of {file.size_bytes}); "
-            "everything before it was read: get a sound copy and run the same command again"
+            "everything before it was read: get a sound copy and run the same command again with --mended-input"
         ) from damage
 
 

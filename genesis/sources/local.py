@@ -14,6 +14,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from urllib.parse import unquote
 
 from genesis.errors import InputNotFoundError, SourceError
 from genesis.sources.base import InputFile, InputPlan
@@ -53,6 +54,7 @@ def local_plan(source: str, text_field: str, inputs: Sequence[str]) -> InputPlan
 
 def _expand(text: str) -> list[Path]:
     """The files an input means, as absolute paths (symbolic links not followed, so names stay the user's)."""
+    text = unquote(text.removeprefix("file://")) if text.startswith("file:///") else text
     path = Path(os.path.abspath(Path(text).expanduser()))  # noqa: PTH100  Path.resolve would follow links
     if path.is_dir():
         return _below(path)

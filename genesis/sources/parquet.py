@@ -86,7 +86,8 @@ def row_group_batches(task: RowGroupTask) -> Iterator[TextBatch]:
         raise _damaged(task.file, f"row group {task.row_group}, row {row}", error) from error
     if row != group.num_rows:
         raise CorruptInputError(
-            f"{task.file.name}: row group {task.row_group} ends at row {row}, not {group.num_rows}; get a sound copy"
+            f"{task.file.name}: row group {task.row_group} ends at row {row}, not {group.num_rows}; get a sound copy, "
+            "then run the same command again with --mended-input"
         )
 
 
@@ -118,7 +119,7 @@ def _damaged(file: InputFile, position: str, error: Exception) -> GenesisError:
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     return CorruptInputError(
         f"{file.name}: truncated or damaged ({position}): {reason}; everything before it was read: get a sound copy "
-        "and run the same command again"
+        "and run the same command again with --mended-input"
     )
 
 

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from tests.support.documents import documents, write_json_lines, write_parquet
-from tests.support.populating import genesis, populate_arguments, snapshot, stray_objects
+from tests.support.populating import ROOT, command, genesis, populate_arguments, snapshot, stray_objects
 from tests.support.s3_servers import free_port, moto_s3
 
 
@@ -32,6 +32,8 @@ def test_an_unknown_source_names_the_known(tmp_path):
         (["--workers", "0"], "--workers"),
         (["--shard-tokens", "0"], "--shard-tokens"),
         (["--merges", "-1"], "--merges"),
+        (["--lease-s", "nan"], "--lease-s"),
+        (["--input", ""], "--input"),
         (["--sign-key", "/nowhere/key"], "--sign-key"),
     ],
 )
@@ -52,6 +54,7 @@ def test_input_that_changed(small_input, undisturbed, tmp_path):
     line = failure(*arguments)
     assert "a.parquet" in line
     assert "restore" in line
+    assert "row" in line
     shutil.copy(small_input, path)
     genesis(*arguments)
     assert snapshot(tmp_path / "store") == undisturbed
@@ -64,12 +67,13 @@ def test_a_truncated_file_stops_with_its_name_and_keeps_what_was_committed(tmp_p
     arguments = populate_arguments(tmp_path / "store", tmp_path / "*.jsonl*")
     genesis(*populate_arguments(tmp_path / "peace", tmp_path / "*.jsonl*"))
     (tmp_path / "1.jsonl.zst").write_bytes(whole[: len(whole) // 2])
-    line = failure(*arguments, "--learn-documents", "100")
+    line = failure(*arguments)
     assert "1.jsonl.zst" in line
-    assert len(snapshot(tmp_path / "store")["shards"]) >= 10
+    assert "--mended-input" in line
+    assert len(snapshot(tmp_path / "store")["shards"]) >= 15
     (tmp_path / "1.jsonl.zst").write_bytes(whole)
-    genesis(*arguments)
-    assert len(snapshot(tmp_path / "store")["shards"]) == len(snapshot(tmp_path / "peace")["shards"])
+    genesis(*arguments, "--mended-input")
+    assert snapshot(tmp_path / "store") == snapshot(tmp_path / "peace")
     assert stray_objects(tmp_path / "store") == []
 
 
@@ -105,6 +109,79 @@ def test_a_damaged_checkpoint(small_input, undisturbed, tmp_path):
     (store / "checkpoints.json").write_bytes(good)
     genesis(*arguments)
     assert snapshot(store) == undisturbed
+
+
+def test_a_bad_line_can_be_mended_in_the_file_that_was_partly_read(tmp_path):
+    texts = documents(seed=15, count=400)
+    path = write_json_lines(tmp_path / "a.jsonl", texts)
+    whole = path.read_bytes()
+    genesis(*populate_arguments(tmp_path / "peace", path))
+    lines = whole.splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:300], b"{broken\n", *lines[301:]]))
+    arguments = populate_arguments(tmp_path / "store", path)
+    assert "line 301" in failure(*arguments)
+    assert len(snapshot(tmp_path / "store")["shards"]) > 10
+    path.write_bytes(whole)
+    assert "--mended-input" in failure(*arguments)
+    genesis(*arguments, "--mended-input")
+    assert snapshot(tmp_path / "store") == snapshot(tmp_path / "peace")
+
+
+def test_earlier_files_may_not_change_even_so(tmp_path):
+    for number in range(2):
+        write_json_lines(tmp_path / f"{number}.jsonl", documents(seed=30 + number, count=200))
+    arguments = populate_arguments(tmp_path / "store", tmp_path / "*.jsonl")
+    genesis(*arguments)
+    write_json_lines(tmp_path / "0.jsonl", documents(seed=40, count=200))
+    assert "before '1.jsonl'" in failure(*arguments, "--mended-input")
+
+
+@pytest.mark.parametrize("text", [b"", b'{"text": ""}\n{"text": null}\n'])
+def test_input_without_text_is_no_success(text, small_input, undisturbed, tmp_path):
+    (tmp_path / "empty.jsonl").write_bytes(text)
+    line = failure(*populate_arguments(tmp_path / "store", tmp_path / "empty.jsonl"))
+    assert "no document" in line
+    genesis(*populate_arguments(tmp_path / "store", small_input))
+    assert snapshot(tmp_path / "store") == undisturbed
+
+
+def test_a_store_that_lost_its_documents_is_not_overwritten(small_input, tmp_path):
+    store = tmp_path / "store"
+    genesis(*populate_arguments(store, small_input), "--max-shards", "3")
+    before = (store / "shard_0.pt").read_bytes()
+    for name in ("manifest.json", "checkpoints.json"):
+        (store / name).unlink()
+    assert "neither manifest.json nor checkpoints.json" in failure(*populate_arguments(store, small_input))
+    assert (store / "shard_0.pt").read_bytes() == before
+
+
+def test_a_signature_is_not_dropped_by_forgetting_the_key(small_input, tmp_path):
+    store, key = tmp_path / "store", tmp_path / "key.pem"
+    genesis("keygen", "--output", key)
+    arguments = [*populate_arguments(store, small_input), "--max-shards"]
+    genesis(*arguments, "2", "--sign-key", key)
+    signed = (store / "manifest.json").read_bytes()
+    assert "--sign-key" in failure(*arguments, "3", expect=2)
+    assert (store / "manifest.json").read_bytes() == signed
+    genesis(*arguments, "3", "--sign-key", key)
+    genesis("verify", "--store", store, "--public-key", f"{key}.pub")
+
+
+def test_a_closed_standard_error_does_not_hinder(small_input, undisturbed, tmp_path):
+    line = " ".join(command(*populate_arguments(tmp_path / "store", small_input)))
+    done = subprocess.run(f"{line} 2>&-", shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0
+    assert snapshot(tmp_path / "store") == undisturbed
+
+
+def test_a_full_standard_output_is_one_line(tmp_path, small_input):
+    store = tmp_path / "store"
+    genesis(*populate_arguments(store, small_input), "--max-shards", "1")
+    line = " ".join(command("status", "--store", store))
+    done = subprocess.run(f"{line} > /dev/full", shell=True, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("genesis: cannot go on: No space left")
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_store_that_cannot_be_a_folder(small_input, tmp_path):

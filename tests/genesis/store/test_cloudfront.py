@@ -71,9 +71,8 @@ def test_at_most_once_a_minute_and_the_last_is_not_lost(cloudfront, distribution
 
 def test_a_store_below_a_prefix(cloudfront, distribution):
     Invalidator(distribution, prefix="data/v1/").published()
-    assert sent(cloudfront, distribution) == [
-        ["/manifest.json", "/tokenizer.json", "/data/v1/manifest.json", "/data/v1/tokenizer.json"]
-    ]
+    both = ["/data/v1/manifest.json", "/data/v1/tokenizer.json", "/manifest.json", "/tokenizer.json"]
+    assert [sorted(paths) for paths in sent(cloudfront, distribution)] == [both]
 
 
 def test_nothing_published_nothing_sent(cloudfront, distribution):
