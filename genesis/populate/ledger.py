@@ -24,7 +24,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from itertools import pairwise
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -39,6 +38,7 @@ from genesis.errors import (
 )
 from genesis.populate.crashpoint import crash_point
 from genesis.populate.lease import LEASE_S, check_free, describe_writer, lease_end, this_process
+from genesis.populate.superseded import replaced_at
 from genesis.store.base import CachePolicy, Store
 from genesis.tokenizer import NeuroTokenizer
 from manifests import (
@@ -237,8 +237,6 @@ class Ledger:
             self._delete_superseded()
         self._tell()
 
-    # -- reading -------------------------------------------------------------------------------------------------
-
     def _read(self) -> None:
         """Reads both states; the holder of the lease may commit between the two reads, so that is looked at first."""
         self.checkpoints, self._etag = read_checkpoints(self.store)
@@ -312,8 +310,6 @@ class Ledger:
             raise TokenizerError(f"the store's tokenizer.json is damaged ({error}); {remedy}") from None
         if current is None or current.merges[: len(found.merges)] != found.merges:
             raise TokenizerError(f"the store's tokenizer.json is not an earlier state of its vocabulary; {remedy}")
-
-    # -- writing -------------------------------------------------------------------------------------------------
 
     def _commit(self, manifest: Manifest, sources: dict[str, SourceCheckpoint]) -> None:
         self._swap(self.checkpoints.model_copy(update={"manifest": manifest, "sources": sources}))
@@ -453,31 +449,18 @@ class Ledger:
         """Deletes segments that were replaced long enough ago and that the manifest does not name (again)."""
         deadline = time.time() - self.superseded_keep_s
         named = {segment.key for segment in self.manifest.index} if self.manifest else set()
-        for key in [key for key, replaced_at in self._superseded.items() if replaced_at <= deadline or key in named]:
+        for key in [key for key, since in self._superseded.items() if since <= deadline or key in named]:
             del self._superseded[key]
             if key not in named:
                 self.store.delete(key)
 
     def _sweep_index(self) -> None:
-        """Notes the segments that earlier runs left behind, and since when they have been replaced.
-
-        A segment was replaced when the next one of its number was written; the newest of a number that the manifest
-        does not name belongs to a commit that was not completed, and counts from when it was written itself.
-        """
+        """Notes the segments that earlier runs left behind."""
         try:
-            found = list(self.store.list("index/"))
+            self._superseded = replaced_at(self.store.list("index/"), time.time())
         except StoreError as error:
             logger.warning("old index segments are not cleaned up: %s", error)
             return
-        now = time.time()
-        by_number: dict[str, list[tuple[float, str]]] = {}
-        for info in found:
-            written_at = info.modified_at.timestamp() if info.modified_at else now
-            by_number.setdefault(info.key.partition("-")[0], []).append((written_at, info.key))
-        for segments in by_number.values():
-            segments.sort()
-            for (written_at, key), (next_written_at, _) in pairwise([*segments, segments[-1]]):
-                self._superseded[key] = max(written_at, next_written_at)
         self._delete_superseded()
 
 
