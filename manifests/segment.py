@@ -61,7 +61,7 @@ class Segment(Document):
     def join(cls, entries: Sequence[bytes]) -> bytes:
         """The file of shards whose entries are spelt already (`canonical_json`): what `to_json` would give.
 
-        A populator rewrites the last segment at every commit; spelling only the new entry keeps that at 0.2 ms
+        A populator rewrites the last segment at every commit; spelling only the new entry keeps that at 0.03 ms
         instead of 3 ms for a segment that is nearly full.
         """
         return b'{"format":%d,"shards":[%s]}' % (cls.FORMAT, b",".join(entries))

@@ -12,7 +12,6 @@ import re
 from operator import itemgetter
 from typing import ClassVar, Self
 
-import numpy as np
 from pydantic import Field, StrictInt, model_validator
 
 from manifests.documents import Document
@@ -40,7 +39,6 @@ PATTERN = (
 
 _MERGE = re.compile(r"([1-9][0-9]{0,7})_([1-9][0-9]{0,7})", re.ASCII)
 """One spelling a pair: a second one, such as ``0266_111``, would be the same merge again."""
-_MERGES = re.compile(rf"{_MERGE.pattern}(?:\n{_MERGE.pattern})*", re.ASCII)
 
 
 class VocabularyFile(Document):
@@ -73,12 +71,15 @@ class VocabularyFile(Document):
             InvalidDocumentError: a merge is not spelt ``left_right``, ids are not 266, 267, … without a gap, or a
                 merge refers to an id that does not exist before it.
         """
-        order = sorted(self.merges.items(), key=itemgetter(1))
-        if [merge_id for _, merge_id in order] == list(range(FIRST_MERGE_ID, self.next_merge_id)):
-            pairs = _parse_all([key for key, _ in order])
-            if pairs is not None:
-                return pairs
-        return _parse_one_by_one(order)
+        pairs: list[tuple[int, int]] = []
+        for key, merge_id in sorted(self.merges.items(), key=itemgetter(1)):
+            if merge_id != FIRST_MERGE_ID + len(pairs):
+                raise InvalidDocumentError(
+                    f"tokenizer.json: expected merge id {FIRST_MERGE_ID + len(pairs)} next, found {key!r}: {merge_id}; "
+                    "take a sound copy from the store's vocabulary/ folder"
+                )
+            pairs.append(_parse_pair(key, merge_id))
+        return pairs
 
     @classmethod
     def from_pairs(cls, pairs: list[tuple[int, int]], sources_contributed: dict[str, int]) -> Self:
@@ -87,32 +88,6 @@ class VocabularyFile(Document):
         return cls(
             next_merge_id=FIRST_MERGE_ID + len(pairs), merges=merges, sources_contributed=dict(sources_contributed)
         )
-
-
-def _parse_all(keys: list[str]) -> list[tuple[int, int]] | None:
-    """All merges at once, 40 times as fast as one by one; None if any of them is wrong."""
-    text = "\n".join(keys)
-    if keys and not _MERGES.fullmatch(text):
-        return None
-    numbers = text.replace("_", "\n").split("\n") if keys else []
-    sides = np.fromiter(map(int, numbers), dtype=np.int64, count=len(numbers)).reshape(-1, 2)
-    ids = np.arange(FIRST_MERGE_ID, FIRST_MERGE_ID + len(keys))
-    if (sides < BYTE_OFFSET).any() or (sides.max(axis=1, initial=0) >= ids).any():
-        return None
-    return list(zip(sides[:, 0].tolist(), sides[:, 1].tolist(), strict=True))
-
-
-def _parse_one_by_one(order: list[tuple[str, int]]) -> list[tuple[int, int]]:
-    """The same, to say which merge is wrong."""
-    pairs: list[tuple[int, int]] = []
-    for key, merge_id in order:
-        if merge_id != FIRST_MERGE_ID + len(pairs):
-            raise InvalidDocumentError(
-                f"tokenizer.json: expected merge id {FIRST_MERGE_ID + len(pairs)} next, found {key!r}: {merge_id}; "
-                "take a sound copy from the store's vocabulary/ folder"
-            )
-        pairs.append(_parse_pair(key, merge_id))
-    return pairs
 
 
 def _parse_pair(key: str, merge_id: int) -> tuple[int, int]:
