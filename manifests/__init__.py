@@ -28,8 +28,16 @@ from manifests.keys import (
     vocabulary_key,
 )
 from manifests.manifest import Manifest, SegmentRef, Signature, SourceTotals, TokenizerRef
+from manifests.packed_file import PACKED_LEVEL, max_packed_bytes, pack_ids, packed_dtype, unpack_ids
 from manifests.segment import SEGMENT_SHARDS, PackedEntry, Segment, ShardEntry
-from manifests.shard_file import ShardImage, decode_shard, encode_shard, shard_file_bytes
+from manifests.shard_file import (
+    SHARD_DATA_OFFSET,
+    ShardImage,
+    decode_shard,
+    encode_shard,
+    shard_file_bytes,
+    view_shard,
+)
 from manifests.signing import (
     generate_private_key,
     key_id,
@@ -49,8 +57,10 @@ __all__ = [
     "FIRST_MERGE_ID",
     "MANIFEST_KEY",
     "MAX_VOCABULARY",
+    "PACKED_LEVEL",
     "PATTERN",
     "SEGMENT_SHARDS",
+    "SHARD_DATA_OFFSET",
     "SHARD_TOKENS",
     "SPECIAL_TOKENS",
     "TOKENIZER_KEY",
@@ -86,6 +96,9 @@ __all__ = [
     "key_id",
     "load_private_key",
     "load_public_key",
+    "max_packed_bytes",
+    "pack_ids",
+    "packed_dtype",
     "packed_key",
     "parse_time",
     "private_key_pem",
@@ -95,6 +108,8 @@ __all__ = [
     "shard_file_bytes",
     "shard_key",
     "sign_manifest",
+    "unpack_ids",
     "verify_manifest",
+    "view_shard",
     "vocabulary_key",
 ]

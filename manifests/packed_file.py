@@ -1,0 +1,133 @@
+"""``packed/shard_{id}.zst``: the transfer form, a shard's ids narrowed to their vocabulary and compressed by zstd.
+
+The file is one zstd frame (RFC 8878) around the ids as little-endian uint16 where the vocabulary has at most 65,536
+ids, else uint32. It carries its content size and no checksum: the index entry's sha256 vouches for it, and the
+shard's own sha256 for what it expands to. `zstd -d` reads it.
+
+Writing is deterministic for one version of libzstd: the same ids and level give the same bytes on every machine.
+Another version of libzstd may give other bytes, of another size, for the same ids; what they expand to never differs.
+So a digest in an index is of the bytes that were written, and packing a shard again need not reproduce it.
+
+Reading is bounded before it begins: a frame that says it holds anything but the expected number of bytes, or asks for
+a window larger than that, is refused from its header, so a hostile file costs no more memory than an honest one
+(2 or 4 bytes an id beside the 8 of the result).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+from typing_extensions import Buffer
+
+from manifests.errors import ShardFormatError
+
+__all__ = ["PACKED_LEVEL", "max_packed_bytes", "pack_ids", "packed_dtype", "unpack_ids"]
+
+PACKED_LEVEL: Final = 5
+"""The zstd level that `genesis populate` writes with."""
+
+_MAGIC: Final = b"\x28\xb5\x2f\xfd"
+_NARROW_IDS: Final = 2**16
+_MAX_IDS: Final = 2**32
+_MIN_WINDOW_BYTES: Final = 1024  # The smallest window that a frame header can spell.
+
+
+def packed_dtype(next_merge_id: int) -> np.dtype[np.unsignedinteger]:
+    """How an id is stored: little-endian uint16 for a vocabulary of at most 65,536 ids, else uint32.
+
+    Raises:
+        ValueError: no vocabulary has that many ids.
+    """
+    if not 1 <= next_merge_id <= _MAX_IDS:
+        raise ValueError(f"expected a vocabulary of 1 to {_MAX_IDS} ids, found {next_merge_id}")
+    return np.dtype("<u2") if next_merge_id <= _NARROW_IDS else np.dtype("<u4")
+
+
+def max_packed_bytes(num_tokens: int, next_merge_id: int) -> int:
+    """The largest packed file of so many ids: what zstd may make of ids that do not compress, 5,019,531 for 2,500,000.
+
+    A reader refuses an index entry, or an answer, that says more, before it fetches it.
+    """
+    content = num_tokens * packed_dtype(next_merge_id).itemsize
+    return content + (content >> 8) + (max(2**17 - content, 0) >> 11)
+
+
+def pack_ids(ids: npt.NDArray[np.integer], next_merge_id: int, *, level: int = PACKED_LEVEL) -> bytes:
+    """The packed file of a shard's ids. Releases the interpreter lock.
+
+    Args:
+        ids: integer[N], N ≥ 1, each in 0 … ``next_merge_id`` − 1.
+        next_merge_id: ids of the vocabulary the shard was written with.
+        level: of zstd, 1 to 22; a reader need not know it.
+
+    Raises:
+        ValueError: an id is outside the vocabulary, or there are none.
+    """
+    dtype = packed_dtype(next_merge_id)
+    if ids.ndim != 1 or not len(ids):
+        raise ValueError(f"expected one dimension of ids to pack, found the shape {ids.shape}")
+    lowest, highest = int(ids.min()), int(ids.max())
+    if lowest < 0 or highest >= next_merge_id:
+        raise ValueError(f"expected ids of 0 to {next_merge_id - 1} to pack, found {lowest} to {highest}")
+    narrow = np.ascontiguousarray(ids, dtype=dtype)
+    return zstandard.ZstdCompressor(level=level, write_checksum=False, write_content_size=True).compress(narrow.data)
+
+
+def unpack_ids(data: Buffer, out: npt.NDArray[np.int64], next_merge_id: int) -> None:
+    """Expands a packed file into ``out``, which is left as it was unless everything is right.
+
+    The file's sha256 should have been checked before; everything here holds for files that nothing vouches for too.
+
+    Args:
+        data: the whole file.
+        out: int64[N], filled: `ShardImage.ids`, say. N is how many ids the file must hold.
+        next_merge_id: ids of the vocabulary the shard was written with, by its index entry.
+
+    Raises:
+        ShardFormatError: the file is no single zstd frame of exactly N ids, is truncated, goes on behind the frame,
+            asks for a window larger than its content, or holds an id of ``next_merge_id`` or above.
+    """
+    dtype = packed_dtype(next_merge_id)
+    view = memoryview(data).cast("B")
+    _check_frame(view, len(out) * dtype.itemsize, max_packed_bytes(len(out), next_merge_id))
+    try:
+        content = zstandard.ZstdDecompressor().decompress(view, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise ShardFormatError(
+            f"expected one zstd frame of {len(out)} ids, found a damaged one ({error}); fetch it again"
+        ) from None
+    narrow = np.frombuffer(content, dtype=dtype)
+    highest = int(narrow.max())
+    if highest >= next_merge_id:
+        position = int(narrow.argmax())
+        raise ShardFormatError(f"expected packed ids below {next_merge_id}, found {highest} at position {position}")
+    out[:] = narrow
+
+
+def _check_frame(view: memoryview, content_bytes: int, max_bytes: int) -> None:
+    """Refuses, from the header alone, a frame that is not what an honest writer makes of so much content."""
+    if not content_bytes:
+        raise ShardFormatError("expected a packed shard of 1 id or more, asked for 0")
+    if len(view) > max_bytes:
+        raise ShardFormatError(
+            f"expected a packed shard of at most {max_bytes} bytes for {content_bytes} bytes of ids, found {len(view)}"
+        )
+    magic = bytes(view[:4])
+    if magic != _MAGIC:
+        raise ShardFormatError(f"expected a zstd frame ({_MAGIC.hex()}…), found {magic.hex() or 'nothing'}")
+    try:
+        frame = zstandard.get_frame_parameters(view)
+    except zstandard.ZstdError as error:
+        raise ShardFormatError(f"expected a zstd frame, found a damaged header ({error}); fetch it again") from None
+    if frame.content_size != content_bytes:
+        found = "none" if frame.content_size == zstandard.CONTENTSIZE_UNKNOWN else f"{frame.content_size} bytes"
+        raise ShardFormatError(f"expected a zstd frame with a content size of {content_bytes} bytes, found {found}")
+    if frame.window_size > max(content_bytes, _MIN_WINDOW_BYTES):
+        raise ShardFormatError(
+            f"expected a zstd window of at most {content_bytes} bytes, the content's size, found {frame.window_size}"
+        )
+    if frame.dict_id:
+        raise ShardFormatError(f"expected a zstd frame without a dictionary, found one that needs {frame.dict_id}")
