@@ -28,7 +28,7 @@ from manifests.keys import (
     vocabulary_key,
 )
 from manifests.manifest import Manifest, SegmentRef, Signature, SourceTotals, TokenizerRef
-from manifests.packed_file import PACKED_LEVEL, max_packed_bytes, pack_ids, packed_dtype, unpack_ids
+from manifests.packed_file import max_packed_bytes, pack_ids, packed_dtype, unpack_ids
 from manifests.segment import SEGMENT_SHARDS, PackedEntry, Segment, ShardEntry
 from manifests.shard_file import (
     SHARD_DATA_OFFSET,
@@ -57,7 +57,6 @@ __all__ = [
     "FIRST_MERGE_ID",
     "MANIFEST_KEY",
     "MAX_VOCABULARY",
-    "PACKED_LEVEL",
     "PATTERN",
     "SEGMENT_SHARDS",
     "SHARD_DATA_OFFSET",
