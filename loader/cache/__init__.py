@@ -1,0 +1,23 @@
+"""A folder of verified, immutable files that many processes of one machine share (POSIX, a local disk).
+
+`ShardCache` says what it guarantees. Importing this costs nothing beyond the standard library.
+"""
+
+from __future__ import annotations
+
+from loader.cache.settings import DEFAULT_CACHE_BYTES, DEFAULT_CACHE_DIR, cache_bytes, cache_dir
+from loader.cache.shard_cache import CachedFile, CacheEntry, ClearReport, ShardCache
+from loader.cache.sizes import format_size, parse_size
+
+__all__ = [
+    "DEFAULT_CACHE_BYTES",
+    "DEFAULT_CACHE_DIR",
+    "CacheEntry",
+    "CachedFile",
+    "ClearReport",
+    "ShardCache",
+    "cache_bytes",
+    "cache_dir",
+    "format_size",
+    "parse_size",
+]

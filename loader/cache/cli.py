@@ -1,0 +1,112 @@
+"""``genesis cache``: what the cache holds, and emptying it.
+
+genesis may not import loader, so it finds these commands by the entry-point group ``genesis.commands``; what goes wrong
+here ends as one line and an exit code here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from loader.cache.settings import DEFAULT_CACHE_DIR, cache_bytes, cache_dir
+from loader.cache.shard_cache import CacheEntry, ClearReport, ShardCache
+from loader.cache.sizes import format_size
+from loader.errors import LoaderError, LoaderUsageError
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="Look into the cache of training nodes, or empty it.", no_args_is_help=True, rich_markup_mode=None
+)
+
+_FolderOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--cache-dir", show_default=f"$GENESIS_CACHE_DIR or {DEFAULT_CACHE_DIR}", help="The folder of the cache."
+    ),
+]
+_JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+@app.command("ls")
+def ls_command(folder: _FolderOption = None, as_json: _JsonOption = False) -> None:
+    """List the files, least recently used first, and how much of the bound (GENESIS_CACHE_BYTES) they take."""
+    with _one_line_errors():
+        cache = ShardCache(cache_dir(folder), cache_bytes())
+        entries = cache.entries()
+        typer.echo(_listing_json(cache, entries) if as_json else "\n".join(_listing(cache, entries)))
+
+
+@app.command("clear")
+def clear_command(folder: _FolderOption = None, as_json: _JsonOption = False) -> None:
+    """Remove every file that no process has open."""
+    with _one_line_errors():
+        cache = ShardCache(cache_dir(folder), cache_bytes())
+        report = cache.clear()
+        typer.echo(_report_json(cache, report) if as_json else "\n".join(_report(cache, report)))
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    try:
+        yield
+    except LoaderError as error:
+        typer.echo(f"genesis: {error}", err=True)
+        raise typer.Exit(2 if isinstance(error, LoaderUsageError) else 1) from error
+
+
+def _listing(cache: ShardCache, entries: list[CacheEntry]) -> list[str]:
+    width = max((len(entry.name) for entry in entries), default=0)
+    lines = [
+        f"{entry.name:<{width}}  {format_size(entry.size_bytes):>8}  {entry.last_used_at:%Y-%m-%d %H:%M:%S} UTC"
+        f"  {_state(entry)}".rstrip()
+        for entry in entries
+    ]
+    total = format_size(sum(entry.size_bytes for entry in entries))
+    return [*lines, f"{cache.folder}: {len(entries)} files, {total} of at most {format_size(cache.max_bytes)}"]
+
+
+def _state(entry: CacheEntry) -> str:
+    if entry.complete:
+        return "in use" if entry.in_use else ""
+    return "being made" if entry.in_use else "leftover"
+
+
+def _listing_json(cache: ShardCache, entries: list[CacheEntry]) -> str:
+    files = [
+        {
+            "name": entry.name,
+            "size_bytes": entry.size_bytes,
+            "last_used_at": entry.last_used_at.isoformat(),
+            "in_use": entry.in_use,
+            "complete": entry.complete,
+        }
+        for entry in entries
+    ]
+    total = sum(entry.size_bytes for entry in entries)
+    facts = {"folder": str(cache.folder), "max_bytes": cache.max_bytes, "total_bytes": total, "files": files}
+    return json.dumps(facts, indent=2)
+
+
+def _report(cache: ShardCache, report: ClearReport) -> list[str]:
+    return [
+        *(f"kept {name}: a process has it open" for name in report.kept),
+        f"{cache.folder}: removed {len(report.removed)} files, {format_size(report.freed_bytes)}; "
+        f"kept {len(report.kept)}",
+    ]
+
+
+def _report_json(cache: ShardCache, report: ClearReport) -> str:
+    facts = {
+        "folder": str(cache.folder),
+        "removed": list(report.removed),
+        "kept": list(report.kept),
+        "freed_bytes": report.freed_bytes,
+    }
+    return json.dumps(facts, indent=2)

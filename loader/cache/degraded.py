@@ -1,0 +1,71 @@
+"""When the cache cannot be used, and how that is told: as one warning a cause, never as the end of a training run.
+
+A cache is there for speed. Whatever its folder does (a full disk, no permission, a file system without locks), the
+bytes can still be had from the store; so its own failures become a `Degraded`, and what the caller's code raises stays
+as it is.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["Degraded", "own_calls", "warn_once"]
+
+logger = logging.getLogger(__name__)
+
+_ADVICE = {
+    errno.ENOSPC: "free some space or lower --cache-bytes",
+    errno.EDQUOT: "free some of the quota or lower --cache-bytes",
+    errno.EROFS: "give --cache-dir a folder that can be written",
+    errno.EACCES: "give --cache-dir a folder that can be written",
+    errno.EPERM: "give --cache-dir a folder that can be written",
+    errno.EEXIST: "give --cache-dir a folder, not a file",
+    errno.ENOTDIR: "give --cache-dir a folder, not a file",
+    errno.EOPNOTSUPP: "give --cache-dir a folder on a local disk",
+    errno.ENOSYS: "give --cache-dir a folder on a local disk",
+    errno.ENOLCK: "give --cache-dir a folder on a local disk",
+}
+_warned: set[tuple[str, str]] = set()
+
+
+class Degraded(Exception):  # noqa: N818  not an error: the reason to go on without the cache
+    """The cache cannot be used for this file now.
+
+    Attributes:
+        cause: what it is warned about once.
+    """
+
+    def __init__(self, cause: str, message: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+@contextmanager
+def own_calls() -> Iterator[None]:
+    """Turns what the operating system refuses into a `Degraded`; only the cache's own calls belong inside.
+
+    Raises:
+        Degraded: instead of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        number = error.errno or 0
+        found = error.strerror or str(error)
+        advice = _ADVICE.get(number, "see to the folder or give another --cache-dir")
+        raise Degraded(errno.errorcode.get(number, found), f"cannot be used ({found}): {advice}") from error
+
+
+def warn_once(folder: Path, reason: Degraded) -> None:
+    """Warns about a cause the first time that it is met in this process, for this folder."""
+    key = (os.fspath(folder), reason.cause)
+    if key in _warned:
+        logger.debug("cache %s: %s", folder, reason)
+        return
+    _warned.add(key)
+    logger.warning("cache %s: %s; until then data is fetched without it (said once)", folder, reason)

@@ -1,0 +1,310 @@
+"""The cache itself: a file that is there is mapped, one that is not is made by one process for all.
+
+Guarantees:
+
+- What `ShardCache.open` gives out was verified in this process since it was read from the disk: by `check` if it was
+  there, by `produce` if it was made now. Nothing in the folder is believed, so nothing in it needs fsync, and a folder
+  damaged in any way costs time, not correctness. The trade-off: every open hashes the file, 10 to 15 ms for 20 MB.
+- Many processes and threads: one makes a file, the others wait and map the same pages. All locks are the kernel's, so a
+  kill -9 at any moment frees them and leaves nothing that stops a later process. Every wait has a deadline.
+- Files and parts together never exceed `max_bytes`. Least recently opened goes first; what is open never goes.
+- The folder is never the reason that training stops: full, read-only, without locks, it degrades to fetching into this
+  process's memory, with one warning a cause, and is tried again at the next open.
+
+Out of scope: network file systems (flock there may be local, so two machines would each make the file; it stays
+correct, the bound may not hold), Windows (no flock, no removal of open files), and ill will inside the folder: whoever
+can truncate an open file can end its readers (SIGBUS).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from loader.cache.degraded import Degraded, own_calls, warn_once
+from loader.cache.folder import FolderFile, check_name, folder_lock, is_open, remove_if_closed, scan
+from loader.cache.mapping import map_file, touch
+from loader.cache.part import Part
+from loader.errors import CacheError, CorruptObjectError, LoaderUsageError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["CacheEntry", "CachedFile", "ClearReport", "ShardCache"]
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S = 0.001
+_LONGEST_PAUSE_S = 0.02
+_LOCK_TIMEOUT_S = 10.0
+"""How long the folder's lock may be held by others: a thousand times what it should be."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachedFile:
+    """A file's bytes. It stays open, and so safe from eviction, as long as `buffer` or any view of it lives."""
+
+    buffer: memoryview
+    """uint8[size]: the whole file; writable, and private to this process (copy on write)."""
+    from_cache: bool
+    """It was there already."""
+    cached: bool
+    """False: the cache could not be used, and the bytes live in this process only."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEntry:
+    """A file in the cache."""
+
+    name: str
+    size_bytes: int
+    last_used_at: datetime
+    """When it was last opened; in UTC."""
+    in_use: bool
+    """Some process has it open."""
+    complete: bool = True
+    """False for a part: a file being made, or the leftover of a maker that died."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClearReport:
+    """What `ShardCache.clear` did."""
+
+    removed: tuple[str, ...]
+    kept: tuple[str, ...]
+    """Open in some process."""
+    freed_bytes: int
+
+
+class ShardCache:
+    """A folder of verified, immutable files that the processes of one machine share.
+
+    Args:
+        folder: where they lie; made at the first use.
+        max_bytes: how much all of them together may take.
+        wait_timeout_s: how long to wait for a file that another process is making, in seconds; after that it is fetched
+            here, without the cache (the other may be a stopped process).
+    """
+
+    def __init__(self, folder: Path, max_bytes: int, *, wait_timeout_s: float = 600.0) -> None:
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._wait_timeout_s = wait_timeout_s
+
+    @property
+    def folder(self) -> Path:
+        """Where the files lie."""
+        return self._folder
+
+    @property
+    def max_bytes(self) -> int:
+        """How much all of them together may take."""
+        return self._max_bytes
+
+    def open(
+        self, name: str, size_bytes: int, produce: Callable[[], Buffer], check: Callable[[memoryview], None]
+    ) -> CachedFile:
+        """Opens a file, making it if it is not there.
+
+        Args:
+            name: names the content, such as ``shard_17-0123456789abcdef.pt``.
+            size_bytes: how long the file is; another length is corrupt.
+            produce: gives the bytes, verified; called at most once. What it raises goes to the caller, and whoever else
+                waits for the file tries in turn.
+            check: verifies the bytes of a file that was there; raises CorruptObjectError if they are not what they
+                should be, and then the file is removed and made anew.
+
+        Returns:
+            The bytes, and where they came from.
+
+        Raises:
+            LoaderUsageError: `name` or `size_bytes` is none.
+            CorruptObjectError: `produce` gave another number of bytes.
+        """
+        check_name(name)
+        if size_bytes < 1:
+            raise LoaderUsageError(f"{name}: expected a size of at least 1 byte, found {size_bytes}")
+        try:
+            found = self._find_or_claim(name, size_bytes, check)
+        except Degraded as reason:
+            warn_once(self._folder, reason)
+            return _private(_produced(name, size_bytes, produce))
+        if isinstance(found, memoryview):
+            return CachedFile(found, from_cache=True, cached=True)
+        with found as part:
+            data = _produced(name, size_bytes, produce)
+            try:
+                with own_calls():
+                    return CachedFile(part.publish(data), from_cache=False, cached=True)
+            except Degraded as reason:
+                warn_once(self._folder, reason)
+        return _private(data)
+
+    def contains(self, name: str) -> bool:
+        """Whether there is a file of that name: a cheap hint, it is not verified and may go at any time."""
+        check_name(name)
+        try:
+            return stat.S_ISREG(os.lstat(self._folder / name).st_mode)
+        except OSError:
+            return False
+
+    def discard(self, name: str) -> None:
+        """Removes a file, open or not; views of it stay valid. If it cannot be removed, that is warned about once."""
+        check_name(name)
+        try:
+            with own_calls():
+                (self._folder / name).unlink(missing_ok=True)
+        except Degraded as reason:
+            warn_once(self._folder, reason)
+
+    def entries(self) -> list[CacheEntry]:
+        """The files and parts in the folder, least recently used first.
+
+        Raises:
+            CacheError: the folder cannot be read.
+        """
+        with self._whole_folder() as files:
+            return [
+                CacheEntry(
+                    name=file.path.name,
+                    size_bytes=file.size_bytes,
+                    last_used_at=datetime.fromtimestamp(file.used_at_ns / 1e9, UTC),
+                    in_use=is_open(file.path),
+                    complete=file.complete,
+                )
+                for file in files
+            ]
+
+    def clear(self) -> ClearReport:
+        """Removes every file that is not open, and what dead processes left.
+
+        Raises:
+            CacheError: the folder cannot be read or written.
+        """
+        removed: list[str] = []
+        kept: list[str] = []
+        freed_bytes = 0
+        with self._whole_folder() as files:
+            for file in files:
+                if remove_if_closed(file.path):
+                    removed.append(file.path.name)
+                    freed_bytes += file.size_bytes
+                else:
+                    kept.append(file.path.name)
+        return ClearReport(tuple(removed), tuple(kept), freed_bytes)
+
+    @contextmanager
+    def _whole_folder(self) -> Iterator[list[FolderFile]]:
+        """What is in the folder, under its lock where it can be written.
+
+        The lock keeps our question whether a file is open from looking like a reader to one that makes room.
+
+        Raises:
+            CacheError: the folder, or a file in it, refused.
+        """
+        try:
+            with own_calls():
+                if not os.path.lexists(self._folder):
+                    yield []
+                    return
+                writable = os.access(self._folder, os.W_OK)
+                with folder_lock(self._folder, _LOCK_TIMEOUT_S) if writable else nullcontext():
+                    yield scan(self._folder)
+        except Degraded as reason:
+            raise CacheError(f"cache {self._folder}: {reason}") from reason
+
+    def _find_or_claim(self, name: str, size_bytes: int, check: Callable[[memoryview], None]) -> memoryview | Part:
+        """The file, if it is there or another makes it in time; else the reserved part to make it in.
+
+        Raises:
+            Degraded: neither can be had.
+        """
+        deadline = time.monotonic() + self._wait_timeout_s
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            view = self._find(name, size_bytes, check)
+            if view is not None:
+                return view
+            part = self._claim(name, size_bytes)
+            if part is not None:
+                return part
+            if time.monotonic() >= deadline:
+                raise Degraded(
+                    "wait",
+                    f"expected {name} from another process within {self._wait_timeout_s:g} s: is one stopped?",
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _find(self, name: str, size_bytes: int, check: Callable[[memoryview], None]) -> memoryview | None:
+        """The file if it is there and passes; one that does not pass is removed.
+
+        Raises:
+            Degraded: the folder cannot be used.
+        """
+        path = self._folder / name
+        with own_calls():
+            found = _status(path)
+        if found is None:
+            return None
+        try:
+            if not stat.S_ISREG(found.st_mode):
+                raise CorruptObjectError(f"expected a file, found {stat.filemode(found.st_mode)}")
+            with own_calls():
+                view = map_file(path, size_bytes)
+            if view is not None:
+                check(view)
+                touch(path)
+            return view
+        except CorruptObjectError as error:
+            logger.warning("cache %s: %s is damaged, it is removed and made anew: %s", self._folder, name, error)
+        with own_calls():
+            self._remove_damaged(path, found)
+        return None
+
+    def _remove_damaged(self, path: Path, found: os.stat_result) -> None:
+        """Removes what was found damaged, unless another process has already put a new file there."""
+        with folder_lock(self._folder, _LOCK_TIMEOUT_S):
+            now = _status(path)
+            # The time too: the number of a removed file is soon that of another.
+            if now is None or not os.path.samestat(now, found) or now.st_ctime_ns != found.st_ctime_ns:
+                return
+            path.rmdir() if stat.S_ISDIR(now.st_mode) else path.unlink()
+
+    def _claim(self, name: str, size_bytes: int) -> Part | None:
+        with own_calls():
+            part = Part.claim(self._folder, name, _LOCK_TIMEOUT_S)
+            if part is None:
+                return None
+            try:
+                part.reserve(size_bytes, self._max_bytes)
+            except BaseException:
+                part.close()
+                raise
+            return part
+
+
+def _status(path: Path) -> os.stat_result | None:
+    try:
+        return path.lstat()
+    except FileNotFoundError:
+        return None
+
+
+def _produced(name: str, size_bytes: int, produce: Callable[[], Buffer]) -> memoryview:
+    data = memoryview(produce()).cast("B")
+    if len(data) != size_bytes:
+        raise CorruptObjectError(f"{name}: expected {size_bytes} bytes, found {len(data)}; fetch it again")
+    return data
+
+
+def _private(data: memoryview) -> CachedFile:
+    return CachedFile(memoryview(bytearray(data)) if data.readonly else data, from_cache=False, cached=False)
