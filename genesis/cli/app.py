@@ -11,7 +11,8 @@ from typing import Annotated, cast
 import typer
 
 from genesis import __version__
-from genesis.cli import export, inspect, keygen, learn, populate, sources, status, verify
+from genesis.cli import export, inspect, keygen, learn, populate, serve, sources, status, verify
+from genesis.cli.plugins import add_plugins
 from genesis.errors import GenesisError, InterruptedRunError, UsageError
 from manifests import ContractError
 
@@ -46,6 +47,7 @@ app.command("populate")(populate.populate_command)
 app.command("learn")(learn.learn_command)
 app.command("status")(status.status_command)
 app.command("verify")(verify.verify_command)
+app.command("serve")(serve.serve_command)
 app.command("sources")(sources.sources_command)
 app.command("keygen")(keygen.keygen_command)
 app.add_typer(inspect.app, name="inspect")
@@ -55,6 +57,7 @@ app.add_typer(export.app, name="export")
 def run(arguments: Sequence[str]) -> int:
     """Runs one command line and returns its exit code."""
     _set_up_logging()
+    add_plugins(app, arguments)
     try:
         result = app(args=list(arguments), prog_name="genesis", standalone_mode=False)
     except _CLICK_ERROR as error:

@@ -1,0 +1,99 @@
+"""``genesis serve``: a store's folder over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from genesis.cli.options import StoreOption
+from genesis.cli.signals import StopRequest
+from genesis.cli.tables import count
+from genesis.errors import UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from genesis.serve import StoreServer, StoreSummary
+
+__all__ = ["serve_command"]
+
+logger = logging.getLogger("genesis")
+
+
+def serve_command(
+    store: StoreOption,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 8080,
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen at; 0.0.0.0 for every machine that can reach this one.")
+    ] = "127.0.0.1",
+    max_connections: Annotated[
+        int, typer.Option("--max-connections", min=1, help="Clients at once; further ones are told 503.")
+    ] = 512,
+    idle_timeout_s: Annotated[
+        float, typer.Option("--idle-timeout-s", min=0.1, help="Seconds a client may take to send a request.")
+    ] = 30.0,
+    stall_timeout_s: Annotated[
+        float, typer.Option("--stall-timeout-s", min=0.1, help="Seconds a client may take to read 256 KiB.")
+    ] = 60.0,
+    grace_s: Annotated[
+        float, typer.Option("--grace-s", min=0.0, help="Seconds that answers under way have to end when stopped.")
+    ] = 10.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what is served where as one JSON object.")] = False,
+) -> int:
+    """Serve a store's folder over HTTP, read-only, with /healthz and /metrics (docs/serve.md)."""
+    from genesis.serve import ManifestReader, ServeLimits, StoreServer, address_of, check_folder, listen
+    from genesis.store import folder_of
+
+    folder = folder_of(store)
+    if folder is None:
+        raise UsageError(f"expected a store in a folder, found {store}; only folders are served")
+    limits = ServeLimits(
+        max_connections=max_connections,
+        idle_timeout_s=idle_timeout_s,
+        stall_timeout_s=stall_timeout_s,
+        grace_s=grace_s,
+    )
+    check_folder(folder)
+    listener = listen(host, port)
+    _announce(folder, address_of(listener, host), ManifestReader(folder).read(), as_json=as_json)
+    stop = StopRequest()
+    asyncio.run(_run(StoreServer(folder, listener, limits), stop))
+    return stop.exit_code
+
+
+async def _run(server: StoreServer, stop: StopRequest) -> None:
+    """Serves until the first SIGINT or SIGTERM; the second cuts what is still being sent."""
+
+    def handle(number: int) -> None:
+        if stop.is_set():
+            server.stop(at_once=True)
+            return
+        stop.signal_number = number
+        stop.set()
+        logger.info("stopping: finishing the answers under way (once more to stop at once)")
+        server.stop()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, handle, number)
+    await server.run()
+
+
+def _announce(folder: Path, address: str, summary: StoreSummary | None, *, as_json: bool) -> None:
+    if as_json:
+        served = {
+            "folder": str(folder),
+            "url": address,
+            "sequence": summary.sequence if summary else None,
+            "total_shards": summary.total_shards if summary else None,
+            "total_tokens": summary.total_tokens if summary else None,
+        }
+        typer.echo(json.dumps(served))
+        return
+    shards = f"{count(summary.total_shards)} shards" if summary else "nothing published yet"
+    typer.echo(f"serving {folder} at {address} ({shards})")

@@ -1,0 +1,32 @@
+"""``genesis serve``: a store's folder over HTTP, for a LAN or as the origin behind a CDN.
+
+Guarantees: GET and HEAD of the store's public objects and of nothing else; conditional and range requests as RFC 9110
+has them; an answer is all of one version of an object or visibly cut short; a bounded number of connections, each of
+which must make progress. `objects` says what is public, `files` opens it, `preconditions` and `ranges` are the rules
+of HTTP as pure functions, `app` puts them together, `connections` and `server` bound and run it, `metrics` counts.
+
+The trade-off: one process of Python, no TLS, no compression and no access control. It gives 20 MB objects at about
+the rate of rclone's Go server on loopback; who needs TLS or more than a network card's worth puts nginx before it
+(docs/serve.md).
+"""
+
+from __future__ import annotations
+
+from genesis.serve.limits import ServeLimits
+from genesis.serve.listening import address_of, listen
+from genesis.serve.objects import ObjectKind, PublicObject, public_object
+from genesis.serve.server import StoreServer, check_folder
+from genesis.serve.summary import ManifestReader, StoreSummary
+
+__all__ = [
+    "ManifestReader",
+    "ObjectKind",
+    "PublicObject",
+    "ServeLimits",
+    "StoreServer",
+    "StoreSummary",
+    "address_of",
+    "check_folder",
+    "listen",
+    "public_object",
+]

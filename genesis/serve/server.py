@@ -1,0 +1,113 @@
+"""Running and stopping the server.
+
+It serves until it is told to stop, then takes no new connection, gives answers under way ``grace_s`` to end, and cuts
+the rest. uvicorn does not see the process's signals: whoever calls decides what they mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import uvicorn
+
+from genesis.errors import StoreAccessError
+from genesis.serve.app import StoreApp
+from genesis.serve.connections import BoundedConnection, bounded_connections
+from genesis.serve.limits import ServeLimits, fit_descriptors
+from genesis.serve.metrics import ServeMetrics
+
+__all__ = ["StoreServer", "check_folder"]
+
+logger = logging.getLogger(__name__)
+
+_THREADS = 8
+"""Reads under way at once: what a disk can use; more would only take turns with the interpreter."""
+_SWEEP_EVERY_S = 0.5
+
+
+def check_folder(folder: Path) -> Path:
+    """The absolute path of a folder that can be served; it may be empty and be populated while it is served.
+
+    Raises:
+        StoreAccessError: there is no such folder, or it cannot be read.
+    """
+    folder = folder.absolute()
+    try:
+        next(folder.iterdir(), None)
+    except OSError as error:
+        raise StoreAccessError(
+            f"expected a store in the folder {folder}, found: {error.strerror}; check --store (an empty folder will "
+            "do, 'genesis populate' can fill it later)"
+        ) from None
+    return folder
+
+
+class StoreServer:
+    """One folder behind one listening socket."""
+
+    def __init__(self, folder: Path, listener: socket.socket, limits: ServeLimits) -> None:
+        self._folder = folder
+        self._listener = listener
+        self._limits = limits
+        self._server: _Server | None = None
+        self._cut_at = float("inf")
+
+    async def run(self) -> None:
+        """Serves until `stop`; closes the socket."""
+        limits = fit_descriptors(self._limits)
+        metrics = ServeMetrics(self._folder)
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="genesis-serve") as threads:
+            server = self._server = _Server(_configuration(StoreApp(self._folder, metrics, threads), limits, metrics))
+            sweeping = asyncio.create_task(self._sweep(server))
+            try:
+                await server.serve(sockets=[self._listener])
+            finally:
+                sweeping.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await sweeping
+
+    def stop(self, *, at_once: bool = False) -> None:
+        """Makes `run` return: after the answers under way, within ``grace_s``, or ``at_once``."""
+        self._cut_at = time.monotonic() + (0 if at_once else self._limits.grace_s)
+        if self._server is not None:
+            self._server.should_exit = True
+
+    async def _sweep(self, server: _Server) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_EVERY_S)
+            now = time.monotonic()
+            for connection in list(server.server_state.connections):
+                if isinstance(connection, BoundedConnection):
+                    connection.expire(now)
+                    if now >= self._cut_at:
+                        connection.abort("stopping")
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, without its signal handlers."""
+
+    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return nullcontext()
+
+
+def _configuration(app: StoreApp, limits: ServeLimits, metrics: ServeMetrics) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=bounded_connections(limits, metrics),
+        loop="asyncio",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=max(1, round(limits.idle_timeout_s)),
+    )
