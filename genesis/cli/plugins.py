@@ -2,7 +2,7 @@
 
 A package declares a `typer.Typer` in the entry-point group ``genesis.commands``. The group is looked up (40 ms) only
 where the command line names none of genesis' own commands, and only the plug-in that it names is imported; the help
-needs all of them. A plug-in that cannot be loaded costs one line on standard error, and everything else goes on working.
+needs all of them. A plug-in that cannot be loaded costs one line on standard error; everything else goes on working.
 
 A plug-in's own errors are its own to tell: its commands print one line and raise ``typer.Exit``.
 """
