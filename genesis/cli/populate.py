@@ -47,6 +47,14 @@ def populate_command(
         int | None,
         typer.Option("--shard-tokens", help="Token ids a shard. [default: the store's, 2,500,000 for a new one]"),
     ] = None,
+    packed: Annotated[
+        bool,
+        typer.Option(
+            "--packed/--no-packed",
+            envvar="GENESIS_PACKED",
+            help="Write each shard's transfer form too, a sixth of its size, for readers over a network.",
+        ),
+    ] = True,
     sign_key: Annotated[
         Path | None, typer.Option("--sign-key", help="Ed25519 private key ('genesis keygen') to sign manifests with.")
     ] = None,
@@ -82,6 +90,7 @@ def populate_command(
         learn_documents=learn_documents,
         merges=merges,
         shard_tokens=shard_tokens,
+        packed=packed,
         sign_key=sign_key,
         cloudfront_distribution=cloudfront_distribution,
         mended_input=mended_input,

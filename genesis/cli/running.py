@@ -88,6 +88,7 @@ class Run:
     learn_documents: int = 10_000
     merges: int | None = None
     shard_tokens: int | None = None
+    packed: bool = True
     sign_key: Path | None = None
     cloudfront_distribution: str | None = None
     mended_input: bool = False
@@ -127,6 +128,7 @@ class Run:
             shard_tokens=shard_tokens,
             max_shards=self.max_shards,
             max_documents=self.max_documents,
+            packed=self.packed,
             mended_input=self.mended_input,
             lease_s=self.lease_s,
             learn=LearnOptions(documents=self.learn_documents, merges=self.merges),

@@ -1,8 +1,8 @@
-"""From full images to commits: seals and stores shards in threads, commits them in order in another.
+"""From full images to commits: stores shards in threads, commits them in order in another.
 
-Sealing (CRC-32), digesting (SHA-256) and writing 20 MB release the interpreter lock, so a few threads keep a disk or
-an uplink busy while the main thread fills the next image. Shards are stored in any order but committed in theirs;
-shards that become ready during a commit share the next one.
+Sealing, packing, digesting and writing 20 MB release the interpreter lock, so a few threads keep a disk or an uplink
+busy while the main thread fills the next image. Shards are stored in any order but committed in theirs; shards that
+become ready during a commit share the next one.
 
 The images are the bound: at most ``num_threads + 2`` exist (20 MB each), and `new_image` waits for one to be free.
 """
@@ -17,12 +17,10 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from genesis.errors import GenesisError, PreconditionFailedError, StoreUnavailableError
-from genesis.populate.crashpoint import crash_point
-from genesis.populate.ledger import Ledger
+from genesis.errors import GenesisError, StoreUnavailableError
 from genesis.populate.packer import FilledShard, Position
-from genesis.store.base import CachePolicy
-from manifests import ShardEntry, ShardImage, sha256_hex, shard_key
+from genesis.populate.shard_writer import ShardWriter
+from manifests import ShardEntry, ShardImage
 
 __all__ = ["Commit", "Committer"]
 
@@ -52,26 +50,16 @@ class Committer:
     """Stores and commits the shards of one source.
 
     Args:
-        ledger: the store's, open.
-        source: name of the source.
-        next_merge_id: of the vocabulary the shards are written with.
+        writer: stores a shard; its ledger is open.
         commit: commits entries with the position behind them; called in the commit thread.
         num_threads: shards stored at once: a disk is kept busy by 2, an uplink, each of whose requests waits, by more.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        source: str,
-        next_merge_id: int,
-        commit: Callable[[Commit], None],
-        num_threads: int,
-    ) -> None:
-        self._ledger = ledger
-        self._source = source
-        self._next_merge_id = next_merge_id
+    def __init__(self, writer: ShardWriter, commit: Callable[[Commit], None], num_threads: int) -> None:
+        self._writer = writer
+        self._ledger = writer.ledger
         self._commit = commit
-        self._next_shard_id = ledger.next_shard_id
+        self._next_shard_id = writer.ledger.next_shard_id
         self._free: queue.LifoQueue[ShardImage] = queue.LifoQueue()
         self._images_left = num_threads + 2
         self._in_flight: deque[_InFlight] = deque()
@@ -143,36 +131,10 @@ class Committer:
             self._changed.notify()
 
     def _store(self, shard_id: int, shard: FilledShard) -> ShardEntry:
-        image = shard.image
         try:
-            image.seal()
-            crash_point("shard-sealed")
-            self._put(shard_key(shard_id), image.buffer)
-            crash_point("shard-stored")
-            return ShardEntry(
-                id=shard_id,
-                sha256=sha256_hex(image.buffer),
-                size_bytes=len(image.buffer),
-                tokens=len(image.ids),
-                source=self._source,
-                first_document=shard.first_document,
-                last_document=shard.last_document,
-                next_merge_id=self._next_merge_id,
-            )
+            return self._writer.write(shard_id, shard)
         finally:
-            self._free.put(image)
-
-    def _put(self, key: str, body: memoryview) -> None:
-        store = self._ledger.store
-        try:
-            store.put(key, body, cache=CachePolicy.IMMUTABLE, if_absent=True)
-        except PreconditionFailedError:
-            # Another shard of that id: an uncommitted leftover of a run with other input. It may be replaced, but
-            # only by whoever still holds the lease after having looked at what it replaces.
-            leftover = store.head(key)
-            self._ledger.renew()
-            logger.info("%s: replacing an uncommitted leftover of an earlier run", key)
-            store.put(key, body, cache=CachePolicy.IMMUTABLE, if_match=leftover.etag if leftover else None)
+            self._free.put(shard.image)
 
     def _run(self) -> None:
         try:

@@ -17,6 +17,7 @@ CRASH_POINTS = (
     "vocabulary-stored",
     "shard-sealed",
     "shard-stored",
+    "packed-stored",
     "segment-stored",
     "checkpoint-stored",
     "tokenizer-published",

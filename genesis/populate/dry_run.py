@@ -6,7 +6,7 @@ import shutil
 from dataclasses import dataclass
 
 from genesis.errors import ObjectNotFoundError
-from genesis.populate.estimate import BYTES_PER_TOKEN, expected_text_bytes
+from genesis.populate.estimate import BYTES_PER_TOKEN, PACKED_BYTES_PER_TOKEN, expected_text_bytes
 from genesis.populate.ledger import read_checkpoints
 from genesis.populate.options import PopulateOptions
 from genesis.populate.packer import Position
@@ -39,6 +39,7 @@ class PlannedRun:
     """Shards of this source in the store."""
     estimated_new_shards: int
     estimated_new_bytes: int
+    """Of both forms, where both are written."""
     free_bytes: int | None
     """Free space where the store is; None where that cannot be asked."""
 
@@ -101,9 +102,15 @@ def plan_run(options: PopulateOptions, store: Store) -> PlannedRun:
         learn_documents=options.learn.documents,
         shards_before=shards_before,
         estimated_new_shards=shards,
-        estimated_new_bytes=shards * shard_file_bytes(options.shard_tokens),
+        estimated_new_bytes=shards * _stored_bytes(options),
         free_bytes=_free_bytes(options.store_url),
     )
+
+
+def _stored_bytes(options: PopulateOptions) -> int:
+    """Estimated size of a shard in the forms asked for."""
+    packed = int(options.shard_tokens * PACKED_BYTES_PER_TOKEN) if options.packed else 0
+    return shard_file_bytes(options.shard_tokens) + packed
 
 
 def _tokenizer(store: Store) -> NeuroTokenizer | None:

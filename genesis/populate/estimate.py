@@ -9,10 +9,13 @@ from __future__ import annotations
 from genesis.populate.packer import Position
 from genesis.sources.base import InputFile, InputPlan
 
-__all__ = ["BYTES_PER_TOKEN", "expected_text_bytes", "text_bytes_of"]
+__all__ = ["BYTES_PER_TOKEN", "PACKED_BYTES_PER_TOKEN", "expected_text_bytes", "text_bytes_of"]
 
 BYTES_PER_TOKEN = 4.4
 """Typical of English under a vocabulary of 32,000 ids."""
+
+PACKED_BYTES_PER_TOKEN = 1.25
+"""Of the transfer form, for the same."""
 
 _EXPANSION = {".parquet": 3.2, ".zst": 3.4, ".gz": 2.8}
 

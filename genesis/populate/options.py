@@ -52,6 +52,8 @@ class PopulateOptions:
     max_documents: int | None = None
     """Read no further than this many documents from the source's beginning."""
     learn: LearnOptions = field(default_factory=LearnOptions)
+    packed: bool = True
+    """Also write each shard's transfer form, ``packed/shard_{id}.zst``."""
     mended_input: bool = False
     """The file the checkpoint stands in may differ from what it was: it was damaged, and mended behind that row."""
     lease_s: float = LEASE_S

@@ -37,6 +37,7 @@ from genesis.populate.options import PopulateOptions
 from genesis.populate.packer import Packer, Position
 from genesis.populate.pool import WorkerPool
 from genesis.populate.progress import Progress
+from genesis.populate.shard_writer import ShardWriter
 from genesis.populate.vocabulary import ensure_vocabulary
 from genesis.sources import resolve, tasks
 from genesis.store import FolderStore, Store, folder_of
@@ -167,9 +168,7 @@ class _Run:
             self._name, expected_text_bytes(self._plan, start), self._options.shard_limit, self._shards()
         )
         committer = Committer(
-            self._ledger,
-            self._name,
-            tokenizer.next_merge_id,
+            ShardWriter(self._ledger, self._name, tokenizer.next_merge_id, packed=self._options.packed),
             lambda commit: self._commit(commit, progress),
             num_threads=2 if isinstance(self._ledger.store, FolderStore) else 8,
         )

@@ -12,7 +12,17 @@ import numpy as np
 
 from genesis.store import ReadableStore, open_readable
 from genesis.tokenizer import NeuroTokenizer
-from manifests import Checkpoints, Manifest, Segment, decode_shard, sha256_hex, shard_key
+from manifests import (
+    Checkpoints,
+    Manifest,
+    Segment,
+    ShardImage,
+    decode_shard,
+    packed_key,
+    sha256_hex,
+    shard_key,
+    unpack_ids,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 VOLATILE = {"sequence", "previous", "created_at", "updated_at", "signature"}
@@ -86,8 +96,20 @@ def stray_objects(url: str | Path) -> list[str]:
     manifest = Manifest.from_json(store.get("manifest.json").body)
     named = {"manifest.json", "checkpoints.json", "tokenizer.json", *(segment.key for segment in manifest.index)}
     named |= {shard_key(entry.id) for entry in entries(store)}
+    named |= {entry.packed.key for entry in entries(store) if entry.packed}
     keys = [info.key for info in store.list("")]
     return [key for key in keys if key not in named and not re.match(r"(index/segment_|vocabulary/)", key)]
+
+
+def check_packed(store: ReadableStore, entry: Any) -> None:
+    """The entry's packed form is what it says and expands to the very bytes of the shard."""
+    body = store.get(packed_key(entry.id)).body
+    assert (entry.packed.key, entry.packed.sha256) == (packed_key(entry.id), sha256_hex(body))
+    assert entry.packed.size_bytes == len(body)
+    image = ShardImage.empty(entry.tokens)
+    unpack_ids(body, image.ids, entry.next_merge_id)
+    image.seal()
+    assert sha256_hex(image.buffer) == entry.sha256
 
 
 def decoded_documents(url: str | Path) -> list[str]:
