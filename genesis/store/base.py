@@ -8,6 +8,7 @@ Contracts every store keeps:
 - A write whose acknowledgement was lost is retried, and its own earlier success is recognised as success.
 - Every call has a deadline; a failure that passes is retried with back-off, one that does not becomes a `StoreError`
   at once. Calls are safe from many threads.
+- A store may be used before and after a fork, and be pickled: no two processes share a connection or a lock.
 """
 
 from __future__ import annotations
@@ -64,12 +65,30 @@ class ReadableStore(Protocol):
     def url(self) -> str:
         """The store's address, without credentials, as a user would type it."""
 
-    def get(self, key: str) -> StoredObject:
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of bodies this process has received over a network, those of failed attempts too; 0 for a folder."""
+
+    def get(self, key: str, *, max_bytes: int | None = None) -> StoredObject:
         """The whole object.
+
+        Args:
+            key: the object's name.
+            max_bytes: a larger object is refused, before it is read where the store tells its size.
 
         Raises:
             ObjectNotFoundError: there is none.
-            StoreError: the store cannot be read.
+            StoreError: the store cannot be read, or the object is too large.
+        """
+
+    def get_if_changed(self, key: str, etag: str, *, max_bytes: int | None = None) -> StoredObject | None:
+        """The whole object, or None if its ETag still is ``etag``, which an earlier answer of this store gave.
+
+        Where a server gives no ETag of its own nothing vouches for an object being the same: it is always returned.
+
+        Raises:
+            ObjectNotFoundError: there is none.
+            StoreError: the store cannot be read, or the object is too large.
         """
 
     def head(self, key: str) -> ObjectInfo | None:

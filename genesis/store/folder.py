@@ -10,10 +10,11 @@ store that was copied has other ETags.
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,11 +22,12 @@ from pathlib import Path
 import filelock
 from typing_extensions import Buffer
 
-from genesis.errors import ObjectNotFoundError, StoreAccessError, StoreUnavailableError
+from genesis.errors import ObjectNotFoundError, StoreAccessError, StoreError, StoreUnavailableError
 from genesis.store.base import CachePolicy, ObjectInfo, StoredObject
 from genesis.store.conditions import WriteCondition, settle
 from genesis.store.durable import TemporaryFile, make_folders, remove_leftovers, sync_folder
 from genesis.store.folder_errors import folder_errors
+from genesis.store.per_process import PerProcess
 from manifests import InvalidDocumentError, check_key
 
 __all__ = ["FolderStore"]
@@ -48,11 +50,18 @@ class FolderStore:
         self._root = Path(root).absolute()
         self._must_exist = must_exist
         self._lock_timeout_s = lock_timeout_s
-        self._threads = threading.Lock()
+        self._threads = PerProcess(threading.Lock)
         self._swept: set[Path] = set()
 
     def __repr__(self) -> str:
         return f"FolderStore({str(self._root)!r})"
+
+    def __reduce__(self) -> tuple[Callable[[], FolderStore], tuple[()]]:
+        """A pickle holds the path and the options."""
+        make = functools.partial(
+            FolderStore, self._root, must_exist=self._must_exist, lock_timeout_s=self._lock_timeout_s
+        )
+        return make, ()
 
     @property
     def url(self) -> str:
@@ -64,20 +73,20 @@ class FolderStore:
         """Always: the file system honours them."""
         return True
 
-    def get(self, key: str) -> StoredObject:
+    @property
+    def received_bytes(self) -> int:
+        """0: nothing comes over a network."""
+        return 0
+
+    def get(self, key: str, *, max_bytes: int | None = None) -> StoredObject:
         """The whole object."""
-        path = self._path(key)
-        with folder_errors(self._root, f"read {path}"):
-            self._check_root()
-            self._refuse_links(path)
-            try:
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-            except (FileNotFoundError, NotADirectoryError):
-                raise ObjectNotFoundError(f"expected an object {key!r} in {self._root}, found none") from None
-            try:
-                return _read(descriptor, key)
-            finally:
-                os.close(descriptor)
+        with self._opened(key) as (descriptor, status):
+            return _read(descriptor, status, key, max_bytes)
+
+    def get_if_changed(self, key: str, etag: str, *, max_bytes: int | None = None) -> StoredObject | None:
+        """The whole object, or None if its ETag still is ``etag``."""
+        with self._opened(key) as (descriptor, status):
+            return None if _etag(status) == etag else _read(descriptor, status, key, max_bytes)
 
     def head(self, key: str) -> ObjectInfo | None:
         """Size and ETag, or None if there is no such object."""
@@ -124,6 +133,25 @@ class FolderStore:
     def close(self) -> None:
         """Nothing is held open."""
 
+    @contextmanager
+    def _opened(self, key: str) -> Iterator[tuple[int, os.stat_result]]:
+        """The object's file, open for the block, and its status; both stay its own if another takes its name."""
+        path = self._path(key)
+        with folder_errors(self._root, f"read {path}"):
+            self._check_root()
+            self._refuse_links(path)
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            except (FileNotFoundError, NotADirectoryError):
+                raise ObjectNotFoundError(f"expected an object {key!r} in {self._root}, found none") from None
+            try:
+                status = os.fstat(descriptor)
+                if not stat.S_ISREG(status.st_mode):
+                    raise ObjectNotFoundError(f"expected an object {key!r}, found a folder or device of that name")
+                yield descriptor, status
+            finally:
+                os.close(descriptor)
+
     def _commit(self, key: str, file: TemporaryFile, condition: WriteCondition) -> bool:
         """Gives ``file`` its name; False if the condition does not hold."""
         path = self._path(key)
@@ -158,15 +186,16 @@ class FolderStore:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Excludes the other threads, then the other processes of this machine."""
+        threads = self._threads.get()
         try:
-            if not self._threads.acquire(timeout=self._lock_timeout_s):
+            if not threads.acquire(timeout=self._lock_timeout_s):
                 raise filelock.Timeout(str(self._root / _LOCK_NAME))
             try:
                 lock = filelock.FileLock(self._root / _LOCK_NAME)
                 with lock.acquire(timeout=self._lock_timeout_s, poll_interval=_LOCK_POLL_S):
                     yield
             finally:
-                self._threads.release()
+                threads.release()
         except filelock.Timeout as error:
             raise StoreUnavailableError(
                 f"{error.lock_file}: expected the lock within {self._lock_timeout_s:.0f} s, found it held by another "
@@ -232,12 +261,16 @@ class FolderStore:
         return _object_info(key, status) if stat.S_ISREG(status.st_mode) else None
 
 
-def _read(descriptor: int, key: str) -> StoredObject:
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
-        raise ObjectNotFoundError(f"expected an object {key!r}, found a folder or device of that name")
+def _read(descriptor: int, status: os.stat_result, key: str, max_bytes: int | None) -> StoredObject:
+    if max_bytes is not None and status.st_size > max_bytes:
+        raise StoreError(
+            f"{key}: expected at most {max_bytes:,} bytes, found {status.st_size:,}; "
+            "this is not the object it should be"
+        )
     with open(descriptor, "rb", closefd=False) as file:
-        return StoredObject(body=file.read(), etag=_etag(status))
+        # An object is never written to once it has its name; a file that something else appends to is read no further.
+        body = file.read(status.st_size)
+    return StoredObject(body=body, etag=_etag(status))
 
 
 def _is_key(key: str) -> bool:

@@ -1,15 +1,16 @@
 """Reading a store over http(s), as a CDN serves it: no credentials, nothing to install on the server.
 
-Connections are kept alive and shared by all threads; 429 (with its ``Retry-After``), 5xx, time-outs and cut connections
-are retried until the call's deadline; what comes is held against its ``Content-Length`` and a largest size, so a server
-cannot fill the memory. The trade-off: HTTP has no listing; a manifest names everything there is.
+Connections are kept alive and shared by all threads of a process; 429 (with its ``Retry-After``), 5xx, time-outs and
+cut connections are retried until the call's deadline, a cut body from where it ended (`genesis.store.resuming`). What
+comes is held against its ``Content-Length`` and a largest size, and is not decompressed, so a server cannot fill the
+memory. A call may outlast its deadline by one read time-out. The trade-off: HTTP has no listing; a manifest names
+everything there is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
@@ -17,7 +18,14 @@ import httpx
 
 from genesis.errors import ObjectNotFoundError, StoreAccessError, StoreError, UsageError
 from genesis.store.base import ObjectInfo, StoredObject
-from genesis.store.retrying import Deadline, Retrier, RetryPolicy, TransientError
+from genesis.store.download import MAX_OBJECT_BYTES, Download
+from genesis.store.headers import opaque_etag, parse_date, parse_retry_after_s, parse_size
+from genesis.store.metering import Meter
+from genesis.store.per_process import PerProcess
+from genesis.store.policy import RetryPolicy, TimeLimit
+from genesis.store.resuming import Answer
+from genesis.store.retrying import Retrier, TransientError
+from genesis.store.throttle import Throttle
 from manifests import check_key
 
 __all__ = ["HttpStore"]
@@ -26,18 +34,29 @@ T = TypeVar("T")
 
 _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
 _ABSENT = {404, 410}
+_OK, _PART, _UNCHANGED, _REFUSED = 200, 206, 304, (412, 416)
 _REDIRECTS = 5
+_PLAIN_ENCODINGS = {"", "identity", "aws-chunked"}
+"""The last is a trace some S3 gateways leave of how an object was uploaded; its bytes are plain."""
 
 
 class HttpStore:
     """A store behind a web server, read-only."""
 
-    def __init__(self, url: str, *, policy: RetryPolicy | None = None, max_object_bytes: int = 1 << 30) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        policy: RetryPolicy | None = None,
+        throttle: Throttle | None = None,
+        max_object_bytes: int = MAX_OBJECT_BYTES,
+    ) -> None:
         """Names the address; nothing is contacted yet.
 
         Args:
             url: ``https://host/prefix``; ``user:password@`` is sent as basic authentication and never shown.
             policy: deadlines and time-outs.
+            throttle: bounds what is received.
             max_object_bytes: larger answers are refused.
 
         Raises:
@@ -48,52 +67,61 @@ class HttpStore:
             raise UsageError(f"expected an address such as https://host/prefix, found {_without_user(url)}")
         self._policy = policy or RetryPolicy()
         self._base = url.rstrip("/")
+        self._throttle = throttle
         self._max_object_bytes = max_object_bytes
         self._retrier = Retrier(self._policy)
-        self._client = httpx.Client(
-            follow_redirects=True,
-            max_redirects=_REDIRECTS,
-            timeout=httpx.Timeout(self._policy.read_timeout_s, connect=self._policy.connect_timeout_s),
-            # Compressed on the way, a body's length could not be told in advance.
-            headers={"Accept-Encoding": "identity"},
-        )
+        self._meter = Meter(throttle)
+        self._client = PerProcess(self._connect)
 
     def __repr__(self) -> str:
         return f"HttpStore({self.url!r})"
+
+    def __reduce__(self) -> tuple[Callable[[], HttpStore], tuple[()]]:
+        """A pickle holds what the store was made from; connections and counts stay behind."""
+        make = functools.partial(
+            HttpStore, self._base, policy=self._policy, throttle=self._throttle, max_object_bytes=self._max_object_bytes
+        )
+        return make, ()
 
     @property
     def url(self) -> str:
         """The address, without credentials."""
         return _without_user(self._base)
 
-    def get(self, key: str) -> StoredObject:
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of bodies this process has received, those of attempts that failed too."""
+        return self._meter.received_bytes
+
+    def get(self, key: str, *, max_bytes: int | None = None) -> StoredObject:
         """The whole object."""
-        deadline = self._policy.deadline()
-
-        def attempt() -> StoredObject | None:
-            with self._client.stream("GET", self._address(key)) as response:
-                if self._is_absent(response, key):
-                    return None
-                return StoredObject(body=self._body(response, key, deadline), etag=_etag(response))
-
-        found = self._call("read", key, attempt, deadline)
+        found = self._fetch(key, max_bytes, {}, known_etag=None)
         if found is None:
-            raise ObjectNotFoundError(f"expected an object {key!r} at {self.url}, found none")
+            raise StoreError(f"cannot read {self.url}/{key}: expected status 200, found 304; check the server's caches")
         return found
+
+    def get_if_changed(self, key: str, etag: str, *, max_bytes: int | None = None) -> StoredObject | None:
+        """The whole object, or None if its ETag still is ``etag``; always the object if the server gives no ETags."""
+        known_etag = opaque_etag(etag) if etag.endswith('"') else None
+        # Strong in form: servers compare weakly here, and those that compare texts know the tag they gave out.
+        return self._fetch(key, max_bytes, {"If-None-Match": known_etag} if known_etag else {}, known_etag=known_etag)
 
     def head(self, key: str) -> ObjectInfo | None:
         """Size and ETag, or None if there is no such object."""
+        limit = self._policy.deadline()
 
         def attempt() -> ObjectInfo | None:
-            response = self._client.head(self._address(key))
+            response = self._client.get().head(self._address(key), timeout=self._timeout(limit))
             if self._is_absent(response, key):
                 return None
-            size_bytes = _content_length(response)
+            self._expect(response, key, _OK)
+            size_bytes = parse_size(response.headers.get("content-length", ""))
             if size_bytes is None:
                 raise StoreError(f"{self.url} does not say how large {key!r} is; expected a Content-Length")
-            return ObjectInfo(key=key, size_bytes=size_bytes, etag=_etag(response), modified_at=_modified_at(response))
+            modified_at = parse_date(response.headers.get("last-modified", ""))
+            return ObjectInfo(key=key, size_bytes=size_bytes, etag=_etag(response), modified_at=modified_at)
 
-        return self._call("look at", key, attempt, self._policy.deadline())
+        return self._call("look at", key, attempt, limit)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Not over HTTP.
@@ -107,13 +135,66 @@ class HttpStore:
         )
 
     def close(self) -> None:
-        """Closes the connections."""
-        self._client.close()
+        """Closes the connections; the next call opens new ones."""
+        client = self._client.take()
+        if client is not None:
+            client.close()
+
+    def _connect(self) -> httpx.Client:
+        return httpx.Client(
+            follow_redirects=True,
+            max_redirects=_REDIRECTS,
+            # Compressed on the way, a body's length could not be told in advance.
+            headers={"Accept-Encoding": "identity"},
+        )
+
+    def _timeout(self, limit: TimeLimit) -> httpx.Timeout:
+        left_s = max(0.001, limit.remaining_s())
+        return httpx.Timeout(
+            min(self._policy.read_timeout_s, left_s), connect=min(self._policy.connect_timeout_s, left_s)
+        )
 
     def _address(self, key: str) -> str:
         return f"{self._base}/{check_key(key)}"
 
-    def _call(self, action: str, key: str, attempt: Callable[[], T], deadline: Deadline) -> T:
+    def _fetch(
+        self, key: str, max_bytes: int | None, headers: Mapping[str, str], known_etag: str | None
+    ) -> StoredObject | None:
+        """The object; None if the server says that it is unchanged."""
+        limit = self._max_object_bytes if max_bytes is None else min(max_bytes, self._max_object_bytes)
+        download = Download(f"{self.url}/{key}", self._policy, self._meter, max_bytes=limit)
+
+        def attempt() -> StoredObject | None:
+            held = download.held
+            ask = headers
+            if held.resumable_etag is not None:
+                ask = {"Range": f"bytes={held.size_bytes}-", "If-Range": held.resumable_etag}
+            address, timeout = self._address(key), self._timeout(download)
+            with self._client.get().stream("GET", address, headers=dict(ask), timeout=timeout) as response:
+                return self._received(response, key, download, known_etag)
+
+        return self._call("read", key, attempt, download)
+
+    def _received(
+        self, response: httpx.Response, key: str, download: Download, known_etag: str | None
+    ) -> StoredObject | None:
+        if self._is_absent(response, key):
+            raise ObjectNotFoundError(f"expected an object {key!r} at {self.url}, found none")
+        resuming = download.held.resumable_etag is not None
+        if response.status_code == _UNCHANGED and known_etag is not None and not resuming:
+            response.read()  # There is no body; the connection is kept once that has been seen.
+            return None
+        self._expect(response, key, _OK, *((_PART, *_REFUSED) if resuming else ()))
+        etag = _etag(response)
+        if response.status_code == _OK and etag == known_etag:
+            return None  # It ignores If-None-Match.
+        self._check_encoding(response, key)
+        download.begin(_answer(response))
+        for chunk in response.iter_raw():
+            download.append(chunk)
+        return StoredObject(body=download.finish(), etag=etag)
+
+    def _call(self, action: str, key: str, attempt: Callable[[], T], limit: TimeLimit) -> T:
         what = f"{action} {self.url}/{key}"
 
         def once() -> T:
@@ -126,43 +207,33 @@ class HttpStore:
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 raise StoreError(f"cannot {what}: {error}; check the address") from error
 
-        return self._retrier.call(what, once, deadline)
+        return self._retrier.call(what, once, limit)
 
     def _is_absent(self, response: httpx.Response, key: str) -> bool:
-        """Whether there is no such object; anything but that and success is raised."""
+        """Whether there is no such object; what may pass and what is not permitted is raised."""
         status = response.status_code
         if status in _TRANSIENT:
-            raise TransientError(f"answered {status}", retry_after_s=_retry_after_s(response))
+            retry_after_s = parse_retry_after_s(response.headers.get("retry-after", ""))
+            raise TransientError(f"answered {status}", retry_after_s=retry_after_s)
         if status in (401, 403, 407):
             raise StoreAccessError(
                 f"cannot read {self.url}/{key}: answered {status}; check that the store is public (a bucket that may "
                 "not be listed answers so for missing objects too)"
             )
-        if status in _ABSENT:
-            return True
-        if status != httpx.codes.OK:
-            raise StoreError(f"cannot read {self.url}/{key}: expected status 200, found {status}; check the address")
-        return False
+        return status in _ABSENT
 
-    def _body(self, response: httpx.Response, key: str, deadline: Deadline) -> bytes:
-        expected = _content_length(response)
-        self._check_size(expected or 0, key)
-        chunks, size = [], 0
-        for chunk in response.iter_bytes():
-            chunks.append(chunk)
-            size += len(chunk)
-            self._check_size(size, key)
-            if self._policy.is_over(deadline, size):
-                raise TransientError(f"{size:,} bytes had come when the time was up")
-        if expected is not None and response.num_bytes_downloaded != expected:
-            raise TransientError(f"expected {expected:,} bytes, {response.num_bytes_downloaded:,} came")
-        return b"".join(chunks)
-
-    def _check_size(self, size_bytes: int, key: str) -> None:
-        if size_bytes > self._max_object_bytes:
+    def _expect(self, response: httpx.Response, key: str, *expected: int) -> None:
+        if response.status_code not in expected:
             raise StoreError(
-                f"{self.url}/{key}: expected at most {self._max_object_bytes:,} bytes, found {size_bytes:,} or more; "
-                "this is no object of a store"
+                f"cannot read {self.url}/{key}: expected status {_OK}, found {response.status_code}; check the address"
+            )
+
+    def _check_encoding(self, response: httpx.Response, key: str) -> None:
+        encoding = response.headers.get("content-encoding", "").strip().lower()
+        if encoding not in _PLAIN_ENCODINGS:
+            raise StoreError(
+                f"cannot read {self.url}/{key}: expected its plain bytes, found Content-Encoding {encoding!r}; switch "
+                "off compression for the store in the server"
             )
 
 
@@ -171,35 +242,18 @@ def _without_user(url: str) -> str:
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
-def _content_length(response: httpx.Response) -> int | None:
-    value = response.headers.get("content-length", "")
-    return int(value) if value.isascii() and value.isdigit() else None
+def _answer(response: httpx.Response) -> Answer:
+    headers = response.headers
+    return Answer(
+        response.status_code,
+        etag=headers.get("etag", ""),
+        content_length=headers.get("content-length", ""),
+        content_range=headers.get("content-range", ""),
+    )
 
 
 def _etag(response: httpx.Response) -> str:
     """The server's ETag; where it gives none, the time and size it gives, which GET and HEAD agree on."""
-    etag: str = response.headers.get("etag", "")
-    if etag:
-        return etag.removeprefix("W/")
-    return f"{response.headers.get('last-modified', '')}/{response.headers.get('content-length', '')}"
-
-
-def _modified_at(response: httpx.Response) -> datetime | None:
-    return _parsed_date(response.headers.get("last-modified", ""))
-
-
-def _parsed_date(text: str) -> datetime | None:
-    try:
-        moment = parsedate_to_datetime(text)
-    except ValueError:
-        return None
-    return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
-
-
-def _retry_after_s(response: httpx.Response) -> float | None:
-    """What the server asks for, in either of the header's two forms."""
-    value = response.headers.get("retry-after", "")
-    if value.isascii() and value.isdigit():
-        return float(value)
-    moment = _parsed_date(value)
-    return None if moment is None else max(0.0, (moment - datetime.now(UTC)).total_seconds())
+    headers = response.headers
+    found = opaque_etag(headers.get("etag", ""))
+    return found or f"{headers.get('last-modified', '')}/{headers.get('content-length', '')}"

@@ -14,6 +14,8 @@ from urllib.parse import unquote, urlsplit
 from genesis.errors import UsageError
 from genesis.store.base import ReadableStore, Store
 from genesis.store.folder import FolderStore
+from genesis.store.policy import RetryPolicy
+from genesis.store.throttle import Throttle
 
 __all__ = ["folder_of", "open_readable", "open_store"]
 
@@ -41,8 +43,15 @@ def open_store(url: str | Path) -> Store:
     raise _unknown(scheme, "a folder's path, file:///path or s3://bucket/prefix")
 
 
-def open_readable(url: str | Path) -> ReadableStore:
+def open_readable(
+    url: str | Path, *, policy: RetryPolicy | None = None, throttle: Throttle | None = None
+) -> ReadableStore:
     """The store at ``url``, to read; a folder that is not there is an error at the first call.
+
+    Args:
+        url: a folder's path, ``file:///path``, ``s3://bucket/prefix``, ``http://`` or ``https://``.
+        policy: how long calls may take; `RetryPolicy.lasting` makes the one for a store that has mirrors.
+        throttle: bounds what is received, together with the other stores it is given to; a folder ignores both.
 
     Raises:
         UsageError: it is not an address of a store.
@@ -53,9 +62,11 @@ def open_readable(url: str | Path) -> ReadableStore:
     if scheme in ("http", "https"):
         from genesis.store.http import HttpStore
 
-        return HttpStore(str(url))
+        return HttpStore(str(url), policy=policy, throttle=throttle)
     if scheme == "s3":
-        return open_store(url)
+        from genesis.store.s3 import S3Store
+
+        return S3Store(str(url), policy=policy, throttle=throttle)
     raise _unknown(scheme, "a folder's path, file:///path, s3://bucket/prefix, http:// or https://")
 
 

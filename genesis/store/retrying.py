@@ -1,9 +1,10 @@
 """One way to try again, for every store behind a network.
 
 An attempt raises `TransientError` for what may pass (500, 503 SlowDown, time-outs, cut connections, short reads); it is
-repeated after a random wait that doubles on average (full jitter, 0.1 s to 10 s), or after what the server asked
-for, until the call's deadline; then it is a `StoreUnavailableError`. Anything else goes through at once. A server that
-has never answered is given 10 s, not the whole deadline: that is a wrong address far more often than a restart.
+repeated after a random wait that doubles on average (full jitter, 0.1 s to 10 s; from 0.1 s again after an attempt that
+brought something) on top of what the server asked for, until the call's deadline; then it is a `StoreUnavailableError`.
+A wait that would go beyond the deadline is not begun. Anything else goes through at once. A server that has never
+answered is given 10 s, not the whole deadline: that is a wrong address far more often than a restart.
 
 There is one layer of retries, here: the client libraries' own are switched off, since two layers multiply their
 attempts and the inner one knows nothing of the deadline.
@@ -12,18 +13,26 @@ attempts and the inner one knows nothing of the deadline.
 from __future__ import annotations
 
 import logging
+import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import tenacity
 
 from genesis.errors import StoreUnavailableError
+from genesis.store.policy import RetryPolicy, TimeLimit
 
-__all__ = ["Deadline", "Retrier", "RetryPolicy", "TransientError"]
+__all__ = ["Retrier", "TransientError"]
 
 T = TypeVar("T")
+
+_PROGRESS_BYTES = 64 << 10
+"""An attempt that brought less counts as one that brought nothing."""
+_LONGEST_EXPONENT = 60
+
+_JITTER = random.SystemRandom()
+"""Not the global generator: that is the user's, whose seed is to give the same numbers on every network."""
 
 logger = logging.getLogger(__name__)
 
@@ -44,47 +53,6 @@ class TransientError(Exception):
         self.connecting = connecting
 
 
-@dataclass(frozen=True, slots=True)
-class Deadline:
-    """A moment on the monotonic clock."""
-
-    at: float
-
-    @classmethod
-    def after(cls, seconds: float) -> Self:
-        """That many seconds from now."""
-        return cls(time.monotonic() + seconds)
-
-    def remaining_s(self) -> float:
-        """Seconds left; negative once it has passed."""
-        return self.at - time.monotonic()
-
-
-@dataclass(frozen=True, slots=True)
-class RetryPolicy:
-    """How long calls may take."""
-
-    deadline_s: float = 120.0
-    """For a call with all its attempts, beyond what its bytes take at ``slowest_bytes_per_s``."""
-    slowest_bytes_per_s: float = 250_000.0
-    """2 Mbit/s: a 20 MB shard has 80 s more."""
-    first_contact_s: float = 10.0
-    """For a server that has never answered to accept a connection."""
-    connect_timeout_s: float = 10.0
-    read_timeout_s: float = 30.0
-    """For the server to send anything at all."""
-    first_wait_s: float = 0.1
-    longest_wait_s: float = 10.0
-
-    def is_over(self, deadline: Deadline, moved_bytes: int) -> bool:
-        """Whether a call with that deadline has had its time, given that it has moved ``moved_bytes`` meanwhile."""
-        return deadline.remaining_s() < -moved_bytes / self.slowest_bytes_per_s
-
-    def deadline(self, size_bytes: int = 0) -> Deadline:
-        """The deadline of a call that begins now and moves ``size_bytes``."""
-        return Deadline.after(self.deadline_s + size_bytes / self.slowest_bytes_per_s)
-
-
 class Retrier:
     """Runs attempts under a policy; remembers whether the server ever answered."""
 
@@ -92,26 +60,36 @@ class Retrier:
         self._policy = policy
         self._answered = False
 
-    def call(self, what: str, attempt: Callable[[], T], deadline: Deadline) -> T:
+    def call(self, what: str, attempt: Callable[[], T], limit: TimeLimit) -> T:
         """The result of the first attempt that succeeds.
 
         Args:
             what: what is attempted, for messages: ``write 'manifest.json' to s3://bucket``.
             attempt: raises `TransientError` for what may pass.
-            deadline: no wait goes beyond it.
+            limit: no wait goes beyond it.
 
         Raises:
             StoreUnavailableError: every attempt failed.
         """
         began = time.monotonic()
         failures: list[str] = []
+        fruitless = 0
+        moved_bytes = limit.moved_bytes
 
         def out_of_time(state: tenacity.RetryCallState) -> bool:
             error = _transient(state)
             if not error.connecting:
                 self._answered = True
-            ends_at = deadline.at if self._answered else min(deadline.at, began + self._policy.first_contact_s)
-            return time.monotonic() + state.upcoming_sleep >= ends_at
+            left_s = limit.remaining_s()
+            if not self._answered:
+                left_s = min(left_s, began + self._policy.first_contact_s - time.monotonic())
+            return state.upcoming_sleep >= left_s
+
+        def wait_s(state: tenacity.RetryCallState) -> float:
+            nonlocal fruitless, moved_bytes
+            fruitless = 1 if limit.moved_bytes - moved_bytes >= _PROGRESS_BYTES else fruitless + 1
+            moved_bytes = limit.moved_bytes
+            return self._backoff_s(fruitless) + (_transient(state).retry_after_s or 0.0)
 
         def note(state: tenacity.RetryCallState) -> None:
             failures.append(str(_transient(state)))
@@ -119,7 +97,7 @@ class Retrier:
 
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(TransientError),
-            wait=self._wait_s,
+            wait=wait_s,
             stop=out_of_time,
             before_sleep=note,
             reraise=True,
@@ -137,9 +115,10 @@ class Retrier:
         self._answered = True
         return result
 
-    def _wait_s(self, state: tenacity.RetryCallState) -> float:
-        backoff = tenacity.wait_random_exponential(self._policy.first_wait_s, self._policy.longest_wait_s)
-        return max(backoff(state), _transient(state).retry_after_s or 0.0)
+    def _backoff_s(self, fruitless: int) -> float:
+        """A wait after so many attempts in a row that brought nothing (from 1)."""
+        longest_s = self._policy.first_wait_s * 2 ** min(fruitless - 1, _LONGEST_EXPONENT)
+        return _JITTER.uniform(0.0, min(self._policy.longest_wait_s, longest_s))
 
 
 def _transient(state: tenacity.RetryCallState) -> TransientError:

@@ -11,22 +11,28 @@ two writers between the looks, both may believe they won.
 
 from __future__ import annotations
 
+import functools
 import logging
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from typing_extensions import Buffer
 
-from genesis.errors import ObjectNotFoundError, PreconditionFailedError, StoreUnavailableError, UsageError
+from genesis.errors import ObjectNotFoundError, PreconditionFailedError, StoreError, StoreUnavailableError, UsageError
 from genesis.store.base import CachePolicy, ObjectInfo, StoredObject
 from genesis.store.conditions import ConditionRefused, WriteCondition, settle
-from genesis.store.retrying import Deadline, RetryPolicy
+from genesis.store.metering import Meter
+from genesis.store.per_process import PerProcess
+from genesis.store.policy import Deadline, RetryPolicy
 from genesis.store.s3_bucket import S3Bucket
 from genesis.store.s3_client import S3Location
 from genesis.store.s3_multipart import MIN_PART_BYTES, PART_BYTES, put_in_parts
 from genesis.store.s3_probe import put_conditions_hold, upload_conditions_hold
+from genesis.store.s3_reading import Outcome
 from genesis.store.s3_uploads import UploadVanished
+from genesis.store.throttle import Throttle
 from manifests import InvalidDocumentError, check_key
 
 __all__ = ["S3Store"]
@@ -45,6 +51,7 @@ class S3Store:
         url: str,
         *,
         policy: RetryPolicy | None = None,
+        throttle: Throttle | None = None,
         multipart_threshold_bytes: int = 64 << 20,
         part_bytes: int = PART_BYTES,
     ) -> None:
@@ -53,6 +60,7 @@ class S3Store:
         Args:
             url: ``s3://bucket/prefix``.
             policy: deadlines and time-outs.
+            throttle: bounds what is received.
             multipart_threshold_bytes: larger bodies go in parts.
             part_bytes: size of those, at least 5 MiB.
 
@@ -63,15 +71,29 @@ class S3Store:
             raise UsageError(f"expected part_bytes of at least {MIN_PART_BYTES:,}, found {part_bytes:,}")
         self._location = S3Location.parse(url)
         self._policy = policy or RetryPolicy()
-        self._bucket = S3Bucket(self._location.bucket, self._policy)
+        self._throttle = throttle
+        self._meter = Meter(throttle)
+        self._bucket = S3Bucket(self._location.bucket, self._policy, self._meter)
         self._threshold_bytes = multipart_threshold_bytes
         self._part_bytes = part_bytes
-        self._probing = threading.Lock()
+        self._probing = PerProcess(threading.Lock)
         self._honours_puts: bool | None = None
         self._honours_uploads: bool | None = None
 
     def __repr__(self) -> str:
         return f"S3Store({self.url!r})"
+
+    def __reduce__(self) -> tuple[Callable[[], S3Store], tuple[()]]:
+        """A pickle holds what the store was made from; connections, counts and what was probed stay behind."""
+        make = functools.partial(
+            S3Store,
+            self._location.url,
+            policy=self._policy,
+            throttle=self._throttle,
+            multipart_threshold_bytes=self._threshold_bytes,
+            part_bytes=self._part_bytes,
+        )
+        return make, ()
 
     @property
     def url(self) -> str:
@@ -81,18 +103,27 @@ class S3Store:
     @property
     def conditional_writes(self) -> bool:
         """Whether ``if_absent`` and ``if_match`` are honoured; probed once, at the first question."""
-        with self._probing:
+        with self._probing.get():
             if self._honours_puts is None:
                 self._honours_puts = put_conditions_hold(self._bucket, self._location.prefix, self._policy.deadline())
                 self._warn_unless(self._honours_puts, "writes")
             return self._honours_puts
 
-    def get(self, key: str) -> StoredObject:
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of objects this process has received, those of attempts that failed too."""
+        return self._meter.received_bytes
+
+    def get(self, key: str, *, max_bytes: int | None = None) -> StoredObject:
         """The whole object."""
-        found = self._bucket.get(self._full(key), self._policy.deadline())
+        found = self._read(key, max_bytes, None)
         if found is None:
-            raise ObjectNotFoundError(f"expected an object {key!r} in {self.url}, found none")
+            raise StoreError(f"cannot read {key!r} from {self.url}: expected the object, found 'not modified'")
         return found
+
+    def get_if_changed(self, key: str, etag: str, *, max_bytes: int | None = None) -> StoredObject | None:
+        """The whole object, or None if its ETag still is ``etag``."""
+        return self._read(key, max_bytes, etag)
 
     def head(self, key: str) -> ObjectInfo | None:
         """Size and ETag, or None if there is no such object."""
@@ -133,6 +164,18 @@ class S3Store:
 
     def _full(self, key: str) -> str:
         return self._location.prefix + check_key(key)
+
+    def _read(self, key: str, max_bytes: int | None, unless_etag: str | None) -> StoredObject | None:
+        """The object; None if it is unchanged."""
+        found = self._bucket.read(
+            self._full(key),
+            deadline=self._policy.deadline(),
+            max_bytes=sys.maxsize if max_bytes is None else max_bytes,
+            unless_etag=unless_etag,
+        )
+        if found is Outcome.ABSENT:
+            raise ObjectNotFoundError(f"expected an object {key!r} in {self.url}, found none")
+        return found if isinstance(found, StoredObject) else None
 
     def _name(self, full: str) -> str:
         return f"s3://{self._location.bucket}/{full}"
@@ -176,7 +219,7 @@ class S3Store:
     def _honours(self, view: memoryview) -> bool:
         if view.nbytes <= self._threshold_bytes or not self.conditional_writes:
             return self.conditional_writes
-        with self._probing:
+        with self._probing.get():
             if self._honours_uploads is None:
                 deadline = self._policy.deadline()
                 self._honours_uploads = upload_conditions_hold(self._bucket, self._location.prefix, deadline)

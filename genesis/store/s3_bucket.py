@@ -7,10 +7,7 @@ time-out.
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import re
-import zlib
+import sys
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, TypeVar
@@ -22,23 +19,23 @@ from botocore.parsers import ResponseParserError
 from genesis.errors import StoreAccessError
 from genesis.store.base import CachePolicy, ObjectInfo, StoredObject
 from genesis.store.conditions import ConditionRefused, ConditionUnsupported, WriteCondition
-from genesis.store.retrying import Deadline, Retrier, RetryPolicy, TransientError
+from genesis.store.download import Download
+from genesis.store.metering import Meter
+from genesis.store.policy import Deadline, RetryPolicy, TimeLimit
+from genesis.store.retrying import Retrier, TransientError
+from genesis.store.s3_checksums import content_md5, crc32
 from genesis.store.s3_client import S3Connection, body_file
 from genesis.store.s3_errors import error_code, error_status, refuses_checksum, translate
+from genesis.store.s3_reading import Outcome, S3Read, quoted_etag
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
-    from mypy_boto3_s3.type_defs import (
-        GetObjectOutputTypeDef,
-        PutObjectRequestTypeDef,
-    )
+    from mypy_boto3_s3.type_defs import PutObjectRequestTypeDef
 
-__all__ = ["S3Bucket", "content_md5", "content_type", "quoted_etag"]
+__all__ = ["S3Bucket", "content_type"]
 
 T = TypeVar("T")
 
-_READ_BYTES = 4 << 20
-_MD5_ETAG = re.compile(r'"[0-9a-f]{32}"')
 _ABSENT = {"NoSuchKey", "404", "NotFound"}
 _CONTENT_TYPES = {".json": "application/json", ".zst": "application/zstd", ".txt": "text/plain; charset=utf-8"}
 
@@ -46,9 +43,10 @@ _CONTENT_TYPES = {".json": "application/json", ".zst": "application/zstd", ".txt
 class S3Bucket:
     """Operations on one bucket; keys are whole, prefix included."""
 
-    def __init__(self, name: str, policy: RetryPolicy) -> None:
+    def __init__(self, name: str, policy: RetryPolicy, meter: Meter) -> None:
         self.name = name
         self._policy = policy
+        self._meter = meter
         self._connection = S3Connection(policy)
         self._retrier = Retrier(policy)
         self._known_to_exist = False
@@ -66,21 +64,40 @@ class S3Bucket:
 
     def get(self, key: str, deadline: Deadline) -> StoredObject | None:
         """The object, or None if there is none."""
-        doubtful: list[StoredObject] = []
+        found = self.read(key, deadline=deadline)
+        return found if isinstance(found, StoredObject) else None
 
-        def attempt(client: S3Client) -> StoredObject:
-            response = client.get_object(Bucket=self.name, Key=key)
-            found = StoredObject(body=_read(response, deadline, self._policy), etag=quoted_etag(response.get("ETag")))
-            if self._etags_are_md5 and _contradicts_etag(response, found):
-                if found not in doubtful:
-                    doubtful.append(found)
+    def read(
+        self, key: str, *, deadline: Deadline, max_bytes: int = sys.maxsize, unless_etag: str | None = None
+    ) -> StoredObject | Outcome:
+        """The object, unless there is none, or its ETag is ``unless_etag``.
+
+        Args:
+            key: the object's whole key.
+            deadline: of the call, beyond which what it moves has time of its own.
+            max_bytes: a larger object is refused.
+            unless_etag: an ETag as this store gives them.
+        """
+        where = f"s3://{self.name}/{key}"
+        download = Download(where, self._policy, self._meter, max_bytes=max_bytes, deadline=deadline)
+        reading = S3Read(self.name, key, download, unless_etag)
+        doubtful: set[str] = set()
+
+        def attempt(client: S3Client) -> StoredObject | Outcome:
+            found = reading.attempt(client)
+            if isinstance(found, StoredObject) and self._etags_are_md5 and reading.proof.contradicts_md5(found.body):
+                digest = content_md5(found.body)
+                if digest not in doubtful:
+                    doubtful.add(digest)
+                    download.discard()
                     raise TransientError(
                         f"{self.endpoint} sent {len(found.body):,} bytes that are not those of its ETag"
                     )
                 self._etags_are_md5 = False  # The same bytes twice: what looked like an MD5 is something else.
             return found
 
-        return self._run_if_present("read", key, attempt, deadline)
+        found = self._run_if_present("read", key, attempt, download)
+        return Outcome.ABSENT if found is None else found
 
     def head(self, key: str, deadline: Deadline) -> ObjectInfo | None:
         """What is known of the object, or None if there is none."""
@@ -123,7 +140,7 @@ class S3Bucket:
             if self._sends_md5:
                 request["ContentMD5"] = content_md5(body)
             else:
-                request["ChecksumCRC32"] = _crc32(body)
+                request["ChecksumCRC32"] = crc32(body)
             if condition.if_absent:
                 request["IfNoneMatch"] = "*"
             if condition.if_match is not None:
@@ -139,14 +156,14 @@ class S3Bucket:
         """Removes an object; none there is success."""
         self._run_if_present("delete", key, lambda client: client.delete_object(Bucket=self.name, Key=key), deadline)
 
-    def run(self, action: str, key: str, attempt: Callable[[S3Client], T], deadline: Deadline) -> T:
+    def run(self, action: str, key: str, attempt: Callable[[S3Client], T], limit: TimeLimit) -> T:
         """The result of ``attempt``, which is given a client and repeated while its failures may pass.
 
         Args:
             action: what it does, for messages; the object's address follows.
             key: the object's whole key.
             attempt: may raise botocore's errors.
-            deadline: of the call.
+            limit: of the call.
         """
         what = f"{action} s3://{self.name}/{key}"
 
@@ -158,7 +175,7 @@ class S3Bucket:
             except (urllib3.exceptions.HTTPError, TimeoutError) as error:
                 raise TransientError(f"{self.endpoint}: {error}") from error
 
-        result = self._retrier.call(what, once, deadline)
+        result = self._retrier.call(what, once, limit)
         self._known_to_exist = True
         return result
 
@@ -184,7 +201,7 @@ class S3Bucket:
 
         return self.run("list", prefix, attempt, deadline)
 
-    def _run_if_present(self, action: str, key: str, attempt: Callable[[S3Client], T], deadline: Deadline) -> T | None:
+    def _run_if_present(self, action: str, key: str, attempt: Callable[[S3Client], T], limit: TimeLimit) -> T | None:
         def absent_is_none(client: S3Client) -> T | None:
             try:
                 return attempt(client)
@@ -194,7 +211,7 @@ class S3Bucket:
                 raise
 
         seen = self._known_to_exist
-        result = self.run(action, key, absent_is_none, deadline)
+        result = self.run(action, key, absent_is_none, limit)
         self._known_to_exist = seen or result is not None
         return result
 
@@ -217,57 +234,6 @@ def content_type(key: str) -> str:
     return next((kind for suffix, kind in _CONTENT_TYPES.items() if key.endswith(suffix)), "application/octet-stream")
 
 
-def _read(response: GetObjectOutputTypeDef, deadline: Deadline, policy: RetryPolicy) -> bytes:
-    expected = response["ContentLength"]
-    chunks, size = [], 0
-    body = response["Body"]
-    try:  # Not `with`, which gives the stream beneath the one that checks.
-        # Read to the empty chunk: only then does botocore check length and checksum.
-        while chunk := body.read(_READ_BYTES):
-            chunks.append(chunk)
-            size += len(chunk)
-            if policy.is_over(deadline, size):
-                raise TransientError(f"{size:,} of {expected:,} bytes had come when the time was up")
-    finally:
-        body.close()
-    if size != expected:
-        raise TransientError(f"expected {expected:,} bytes, {size:,} came")
-    return b"".join(chunks)
-
-
-def _contradicts_etag(response: GetObjectOutputTypeDef, found: StoredObject) -> bool:
-    """Whether an object that came without a checksum is not what its ETag, an MD5 by its look, says.
-
-    ``rclone serve s3`` 1.75, asked while an object is being replaced, sends the new one cut to the length of the old
-    (1% of reads in a test that does nothing else); only the ETag shows it.
-    """
-    other_means = ("Checksum", "SSEKMS", "SSECustomer")  # Checked by botocore; not an MD5 where it is encrypted.
-    if any(name.startswith(other_means) for name in response) or not _MD5_ETAG.fullmatch(found.etag):
-        return False
-    return hashlib.md5(found.body, usedforsecurity=False).hexdigest() != found.etag.strip('"')
-
-
 def _info(key: str, size_bytes: int, etag: str | None, modified_at: datetime | None) -> ObjectInfo:
     modified = None if modified_at is None else modified_at.astimezone(UTC)
     return ObjectInfo(key=key, size_bytes=size_bytes, etag=quoted_etag(etag), modified_at=modified)
-
-
-def quoted_etag(etag: str | None) -> str:
-    """One spelling of an ETag: some gateways leave out the quotes here and there.
-
-    Raises:
-        TransientError: there is none, as rclone answers while an object is being replaced.
-    """
-    bare = (etag or "").strip('"')
-    if not bare:
-        raise TransientError("the server gave no ETag")
-    return f'"{bare}"'
-
-
-def _crc32(body: memoryview) -> str:
-    return base64.b64encode(zlib.crc32(body).to_bytes(4, "big")).decode()
-
-
-def content_md5(body: memoryview) -> str:
-    """The ``Content-MD5`` header of a body."""
-    return base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()

@@ -9,9 +9,7 @@ as part of the object.
 from __future__ import annotations
 
 import io
-import os
 import re
-import threading
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, cast
 from urllib.parse import urlsplit
@@ -21,7 +19,8 @@ from botocore.config import Config
 from typing_extensions import Buffer
 
 from genesis.errors import UsageError
-from genesis.store.retrying import Deadline, RetryPolicy
+from genesis.store.per_process import PerProcess
+from genesis.store.policy import Deadline, RetryPolicy
 from manifests import InvalidDocumentError, check_key
 
 if TYPE_CHECKING:
@@ -74,9 +73,7 @@ class S3Connection:
 
     def __init__(self, policy: RetryPolicy) -> None:
         self._policy = policy
-        self._lock = threading.Lock()
-        self._client: S3Client | None = None
-        self._pid = 0
+        self._client = PerProcess(self._connect)
 
     def client(self) -> S3Client:
         """The client; boto3's clients, unlike its sessions, are safe to share between threads.
@@ -85,22 +82,18 @@ class S3Connection:
             UsageError: the endpoint's address makes no sense.
             botocore.exceptions.BotoCoreError: the profile or configuration file does not.
         """
-        with self._lock:
-            if self._client is None or self._pid != os.getpid():
-                self._client, self._pid = self._connect(), os.getpid()
-            return self._client
+        return self._client.get()
 
     def endpoint(self) -> str:
         """The server's address, for messages."""
-        client = self._client
+        client = self._client.peek()
         return "S3" if client is None else client.meta.endpoint_url
 
     def close(self) -> None:
         """Closes the connections; the next call opens new ones."""
-        with self._lock:
-            if self._client is not None:
-                self._client.close()
-            self._client = None
+        client = self._client.take()
+        if client is not None:
+            client.close()
 
     def _connect(self) -> S3Client:
         session = boto3.session.Session()

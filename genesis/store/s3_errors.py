@@ -27,6 +27,7 @@ from botocore.parsers import ResponseParserError
 
 from genesis.errors import StoreAccessError, StoreError, StoreFullError
 from genesis.store.conditions import ConditionRefused
+from genesis.store.headers import parse_retry_after_s
 from genesis.store.retrying import TransientError
 
 __all__ = ["error_code", "error_status", "refuses_checksum", "translate"]
@@ -132,5 +133,4 @@ def _translate_answer(error: ClientError, what: str, endpoint: str) -> StoreErro
 
 
 def _retry_after(error: ClientError) -> float | None:
-    value = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("retry-after", "")
-    return float(value) if value.isascii() and value.isdigit() else None
+    return parse_retry_after_s(error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("retry-after", ""))

@@ -9,10 +9,12 @@ from botocore.exceptions import ClientError
 
 from genesis.store.base import CachePolicy
 from genesis.store.conditions import WriteCondition
-from genesis.store.retrying import Deadline
-from genesis.store.s3_bucket import S3Bucket, content_md5, content_type, quoted_etag
+from genesis.store.policy import Deadline
+from genesis.store.s3_bucket import S3Bucket, content_type
+from genesis.store.s3_checksums import content_md5
 from genesis.store.s3_client import body_file
 from genesis.store.s3_errors import error_code
+from genesis.store.s3_reading import quoted_etag
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client

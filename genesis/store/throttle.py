@@ -1,0 +1,96 @@
+"""A cap on the bytes a second that a process receives, shared by all its threads and all stores it is given to.
+
+A token bucket with debt: what came is paid for afterwards, by a wait that is as long as the debt and no longer. Over
+any span of time no more comes than ``bytes_per_s`` times its length, one burst (a quarter of a second's worth unless
+told otherwise), and the one block (64 KiB) each thread holds while it waits. The trade-off: the sender is slowed by the
+receive window filling up, so the kernel's buffers of each connection are filled before the first wait is felt.
+
+A forked child, and the copy a pickle makes, have a bucket of their own: the cap is one process's.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+import time
+from collections.abc import Callable
+
+from genesis.errors import UsageError
+from genesis.store.per_process import PerProcess
+
+__all__ = ["Throttle"]
+
+_BURST_S = 0.25
+
+
+class _Bucket:
+    """Tokens, one a byte, of one process."""
+
+    def __init__(self, bytes_per_s: float, burst_bytes: float, clock: Callable[[], float]) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._burst_bytes = burst_bytes
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._tokens = burst_bytes
+        self._counted_at = clock()
+
+    def owed_s(self, size_bytes: int) -> float:
+        """Takes tokens; returns how long it is until there are as many again as were taken."""
+        with self._lock:
+            now = self._clock()
+            earned = max(0.0, now - self._counted_at) * self._bytes_per_s
+            self._tokens = min(self._burst_bytes, self._tokens + earned) - size_bytes
+            self._counted_at = now
+            return max(0.0, -self._tokens / self._bytes_per_s)
+
+
+class Throttle:
+    """A bandwidth cap; see the module's docstring for what it guarantees."""
+
+    def __init__(
+        self,
+        bytes_per_s: float,
+        *,
+        burst_bytes: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Sets the cap.
+
+        Args:
+            bytes_per_s: what may be received a second, on average.
+            burst_bytes: what may come at once after a pause; a quarter of a second's worth unless given.
+            clock: seconds, never going back.
+            sleep: waits that many seconds.
+
+        Raises:
+            UsageError: a number is not positive.
+        """
+        burst = bytes_per_s * _BURST_S if burst_bytes is None else burst_bytes
+        for name, value in (("bytes_per_s", bytes_per_s), ("burst_bytes", burst)):
+            if not (math.isfinite(value) and value > 0):
+                raise UsageError(f"expected {name} above 0, found {value}")
+        self._bytes_per_s = bytes_per_s
+        self._burst_bytes = burst
+        self._sleep = sleep
+        self._bucket = PerProcess(lambda: _Bucket(bytes_per_s, burst, clock))
+
+    def __repr__(self) -> str:
+        return f"Throttle({self._bytes_per_s:,.0f} bytes/s)"
+
+    def __reduce__(self) -> tuple[Callable[[], Throttle], tuple[()]]:
+        """A pickle holds the cap alone."""
+        return functools.partial(Throttle, self._bytes_per_s, burst_bytes=self._burst_bytes), ()
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The cap."""
+        return self._bytes_per_s
+
+    def pay(self, size_bytes: int) -> float:
+        """Waits as long as ``size_bytes`` that were received cost, and returns how many seconds that was."""
+        owed_s = self._bucket.get().owed_s(size_bytes)
+        if owed_s > 0:
+            self._sleep(owed_s)
+        return owed_s
