@@ -67,7 +67,7 @@ def rclone_s3(folder: Path, *buckets: str) -> Iterator[Server]:
         flags = ["--addr", f"127.0.0.1:{port}", "--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", "--config", os.devnull]
         return [_rclone(), "serve", "s3", *flags, str(folder)]
 
-    with _serving(command) as server:
+    with serving(command) as server:
         yield server
 
 
@@ -79,14 +79,14 @@ def rclone_http(folder: Path) -> Iterator[Server]:
         flags = ["--addr", f"127.0.0.1:{port}", "--config", os.devnull, "--dir-cache-time", "0s"]
         return [_rclone(), "serve", "http", *flags, str(folder)]
 
-    with _serving(command) as server:
+    with serving(command) as server:
         yield server
 
 
 @contextmanager
 def moto_s3(*buckets: str) -> Iterator[Server]:
     """moto's server with empty ``buckets``."""
-    with _serving(lambda port: [sys.executable, __file__, str(port)]) as server:
+    with serving(lambda port: [sys.executable, __file__, str(port)]) as server:
         client = s3_client(server)
         for bucket in buckets:
             client.create_bucket(Bucket=bucket)
@@ -128,7 +128,8 @@ def _rclone() -> str:
 
 
 @contextmanager
-def _serving(command: Callable[[int], list[str]], attempts: int = 3) -> Iterator[Server]:
+def serving(command: Callable[[int], list[str]], attempts: int = 3) -> Iterator[Server]:
+    """A process that listens on a free port, which ``command`` is given; tried again where another took the port."""
     for left in reversed(range(attempts)):
         port = free_port()
         log = io.BytesIO()
