@@ -35,4 +35,4 @@ def cache_bytes(option: str | int | None = None) -> int:
         LoaderUsageError: it is no size.
     """
     chosen = option if option is not None else os.environ.get("GENESIS_CACHE_BYTES")
-    return parse_size(str(chosen)) if chosen else DEFAULT_CACHE_BYTES
+    return DEFAULT_CACHE_BYTES if chosen in (None, "") else parse_size(str(chosen))

@@ -1,0 +1,273 @@
+"""`GenesisDataLoader`: the loader as the specification draws it (000 "Data Flow", 001 "Training Node Integration").
+
+`download_shard` and `get_batch` in a loop of one's own: random windows of a shard, drawn by a generator that is seeded
+by run, node, shard and step, so that a batch can be made again. Windows may overlap and repeat, so "all tokens of the
+shard used" (001) is taken as: as many tokens drawn as the shard holds. Who wants each window once takes
+`GenesisDataset`. The vocabulary belongs here too: `sync_tokenizer` takes the store's newest, if it extends the one in
+use.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from genesis.errors import VocabularyMismatchError
+from loader.cache import settings as cache_settings
+from loader.errors import LoaderUsageError, StateMismatchError, TokenizerSyncError
+from loader.options import StoreOptions
+from loader.session import Session
+from loader.stream.assignment import DEFAULT_COUNT, Assignment, assign
+from loader.stream.permutation import start_positions
+from loader.stream.plateau import LossHistory, PlateauKind, PlateauRule
+from manifests import Manifest
+
+if TYPE_CHECKING:
+    from genesis.tokenizer import NeuroTokenizer
+
+__all__ = ["GenesisDataLoader"]
+
+logger = logging.getLogger(__name__)
+
+_VERSION: Final = 1
+_Count = Annotated[int, Field(strict=True, ge=0, le=2**62)]
+
+
+class _State(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: int = _VERSION
+    node_id: str
+    seed: int
+    shards: tuple[_Count, ...]
+    position: _Count
+    """Rotations so far: the current shard is ``shards[position % len(shards)]``."""
+    step: _Count
+    """Batches drawn so far."""
+    steps_on_shard: _Count
+    tokens_drawn: _Count
+    losses: tuple[float, ...]
+
+
+class GenesisDataLoader:
+    """A node's shards, batches of them, and the vocabulary they were written with."""
+
+    GENESIS_CDN_URL: ClassVar[str] = "https://dwquwt9gkkeil.cloudfront.net"
+    """001's distribution; used when neither ``store`` nor ``GENESIS_STORE`` names a store."""
+
+    def __init__(
+        self,
+        node_id: str,
+        store: str | os.PathLike[str] | None = None,
+        *,
+        seed: int = 0,
+        mirrors: Sequence[str] = (),
+        public_key: str | os.PathLike[str] | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int | str | None = None,
+        timeout_s: float = 600.0,
+        count: int = DEFAULT_COUNT,
+        assignment: Assignment = "modulo",
+        plateau: PlateauKind | PlateauRule = "absolute",
+        tokenizer: NeuroTokenizer | None = None,
+    ) -> None:
+        """Finds the store and the node's shards (001: the manifest is fetched here).
+
+        Args:
+            node_id: decides which shards.
+            store: a folder, ``s3://bucket/prefix`` or ``http(s)://host/prefix``.
+            seed: of the run.
+            mirrors: further addresses of the same store.
+            public_key: PEM file of the key that must have signed the manifest.
+            cache_dir: where shards are kept.
+            cache_bytes: how much is kept.
+            timeout_s: how long to try for an object.
+            count: shards the node is given.
+            assignment: ``modulo`` (001) or ``rendezvous``.
+            plateau: when `should_rotate` says so before the shard is used up.
+            tokenizer: the vocabulary in use, which the store's must extend; by default none yet.
+
+        Raises:
+            LoaderUsageError: options that make no sense, or an empty store.
+            DataUnavailableError: the store cannot be reached.
+            UntrustedManifestError: its manifest may not be believed.
+        """
+        self._session = Session.open(
+            StoreOptions(
+                mirrors=(str(store or os.environ.get("GENESIS_STORE") or self.GENESIS_CDN_URL), *mirrors),
+                public_key=Path(public_key) if public_key is not None else None,
+                cache_dir=cache_settings.cache_dir(cache_dir),
+                cache_bytes=cache_settings.cache_bytes(cache_bytes),
+                timeout_s=timeout_s,
+            )
+        )
+        self._node_id, self._seed = node_id, seed
+        self._shards = assign(node_id, range(self.manifest.total_shards), count, assignment)
+        self._rule = plateau if isinstance(plateau, PlateauRule) else PlateauRule(plateau)
+        self._history = LossHistory(self._rule.history)
+        self._position = self._step = self._steps_on_shard = self._tokens_drawn = 0
+        self._ids_of: dict[int, int] = {}
+        self._tokenizer = tokenizer
+
+    @property
+    def manifest(self) -> Manifest:
+        """The store's manifest when the run began."""
+        return self._session.catalog.manifest
+
+    @property
+    def assigned_shards(self) -> tuple[int, ...]:
+        """The node's shards, the primary one first."""
+        return self._shards
+
+    @property
+    def current_shard_id(self) -> int:
+        """The shard to train on now."""
+        return self._shards[self._position % len(self._shards)]
+
+    @property
+    def tokenizer(self) -> NeuroTokenizer:
+        """The vocabulary; fetched from the store at the first question.
+
+        Raises:
+            LoaderError: it cannot be had.
+        """
+        if self._tokenizer is None:
+            self.sync_tokenizer()
+        if self._tokenizer is None:
+            raise TokenizerSyncError("expected a vocabulary from the store, found none")
+        return self._tokenizer
+
+    def sync_tokenizer(self) -> bool:
+        """Takes the store's newest vocabulary (000, "Tokenizer Synchronization"), if it extends the one in use.
+
+        Returns:
+            Whether there were new merges.
+
+        Raises:
+            TokenizerSyncError: it does not extend the one in use: an id would change its meaning.
+            LoaderError: it cannot be had.
+        """
+        from genesis.tokenizer import NeuroTokenizer
+
+        file = self._session.newest_catalog().vocabulary()
+        try:
+            if self._tokenizer is None:
+                self._tokenizer = NeuroTokenizer.from_file(file)
+                return True
+            grew = self._tokenizer.update_from_dict(file.to_object())
+        except VocabularyMismatchError as error:
+            raise TokenizerSyncError(f"the store's vocabulary does not extend the one in use: {error}") from None
+        if grew:
+            logger.info("Updated tokenizer: %d vocab", self._tokenizer.current_vocab_size)
+        return grew
+
+    def download_shard(self, shard_id: int) -> torch.Tensor:
+        """A shard's ids, verified, from the cache or the store.
+
+        Returns:
+            int64[shard_tokens], mapped; writing to it stays in this process. The cached file is in use while it lives.
+
+        Raises:
+            LoaderError: it cannot be had.
+        """
+        shard = torch.from_numpy(self._session.open_shard(shard_id).ids)
+        self._ids_of = {**dict(list(self._ids_of.items())[-16:]), shard.data_ptr(): shard_id}
+        return shard
+
+    def get_batch(
+        self, shard: torch.Tensor, batch_size: int = 4, seq_len: int = 512, *, step: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Random windows of a shard (000, "Data Flow"), the same for the same run, node, shard and step.
+
+        Args:
+            shard: int64[N], N > seq_len, of `download_shard`.
+            batch_size: B.
+            seq_len: T.
+            step: makes the batch of that step (again) and leaves the loader as it is; by default the next one.
+
+        Returns:
+            ``input_ids`` and ``labels``, int64[B, T].
+
+        Raises:
+            LoaderUsageError: the shard is too short.
+        """
+        if batch_size < 1 or not 1 <= seq_len < len(shard):
+            raise LoaderUsageError(
+                f"expected a batch of 1 row or more of 1 to {len(shard) - 1} ids, found {batch_size} of {seq_len}"
+            )
+        shard_id = self._ids_of.get(shard.data_ptr(), -1)
+        at = self._step if step is None else step
+        # E9: the last start that leaves room for the last label is drawn too.
+        starts = start_positions(batch_size, len(shard) - seq_len, self._seed, self._node_id, shard_id, at)
+        columns = np.arange(seq_len)
+        rows = torch.from_numpy(starts[:, None] + columns)
+        if step is None:
+            self._step += 1
+            self._steps_on_shard += 1
+            self._tokens_drawn += batch_size * seq_len
+        return shard[rows], shard[rows + 1]
+
+    def report_loss(self, loss: float) -> None:
+        """Feeds the plateau rule."""
+        self._history.add(loss)
+
+    def should_rotate(self) -> bool:
+        """Whether the current shard is used up, or has no more to teach (000 and 001, "Adaptive Shard Rotation")."""
+        if self._tokens_drawn >= self.manifest.shard_tokens:
+            return True
+        if self._steps_on_shard < self._rule.min_steps:
+            return False
+        plateau = self._rule.plateau(self._history.losses())
+        if plateau is not None:
+            logger.info("[GENESIS] Loss plateau detected: avg=%.4f, variance=%.6f", plateau.mean, plateau.variance)
+        return plateau is not None
+
+    def rotate(self) -> int:
+        """Goes on to the node's next shard; returns its id."""
+        self._position += 1
+        self._history.clear()
+        logger.info("[GENESIS] Rotating to fresh data for continued learning")
+        return self.current_shard_id
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands: plain JSON values."""
+        return _State(
+            node_id=self._node_id,
+            seed=self._seed,
+            shards=self._shards,
+            position=self._position,
+            step=self._step,
+            steps_on_shard=self._steps_on_shard,
+            tokens_drawn=self._tokens_drawn,
+            losses=tuple(self._history.losses()),
+        ).model_dump(mode="json")
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes to where a state says.
+
+        Raises:
+            StateMismatchError: the state is of another node, run or release, or names shards the store has not.
+        """
+        try:
+            state = _State.model_validate(dict(state_dict))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise StateMismatchError(f"expected a loader state, found a damaged one ({first['msg']})") from None
+        if (state.version, state.node_id, state.seed) != (_VERSION, self._node_id, self._seed):
+            raise StateMismatchError(
+                f"expected a state of version {_VERSION}, node {self._node_id!r} and seed {self._seed}, found version "
+                f"{state.version}, node {state.node_id!r} and seed {state.seed}"
+            )
+        if not state.shards or max(state.shards) >= self.manifest.total_shards:
+            raise StateMismatchError(f"expected shards that the store has, found {list(state.shards)}")
+        # The run stays pinned to what it was assigned when it began, however far the store has grown since.
+        self._shards, self._position, self._step = state.shards, state.position, state.step
+        self._steps_on_shard, self._tokens_drawn = state.steps_on_shard, state.tokens_drawn
+        self._history = LossHistory(self._rule.history, state.losses)

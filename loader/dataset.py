@@ -1,0 +1,327 @@
+"""`GenesisDataset`: a node's stream of batches in the shape torch expects, in one process or in DataLoader workers.
+
+Guarantees: the batches are a function of the options, the store's shards and the steps at which shards were left early;
+a state resumes to the exact next batch; the sequence is the same for 0, 1 and 4 workers. A batch is whole when it comes
+out, so `DataLoader` is given ``batch_size=None``. Use no workers unless something else in the pipeline needs them: a
+batch takes 7 to 15 µs here, and 1.4 ms to get out of a worker.
+
+The constructor finds the manifest and pins the node's shards, against the rule of this house that constructors do no
+work: whatever is forked off afterwards has to share that pin.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from loader.board import RotationBoard
+from loader.cache import settings as cache_settings
+from loader.errors import LoaderError, LoaderUsageError
+from loader.feed import Feed, FeedStats
+from loader.node_stream import NodeStream
+from loader.options import Extra, Split, StoreOptions, StreamOptions
+from loader.session import Session
+from loader.state import StreamState, WorkerState
+from loader.stream.assignment import DEFAULT_COUNT, Assignment
+from loader.stream.plateau import PlateauKind, PlateauRule
+from manifests import Manifest
+
+__all__ = ["Batch", "GenesisDataset"]
+
+Batch = dict[str, torch.Tensor]
+
+logger = logging.getLogger(__name__)
+
+
+class GenesisDataset(IterableDataset[Batch]):
+    """Batches of a node's shards, endless unless ``epochs`` says otherwise.
+
+    Iterating again goes on where iterating stopped.
+    """
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str],
+        node_id: str,
+        *,
+        seq_len: int = 1024,
+        batch_size: int = 8,
+        seed: int = 0,
+        mirrors: Sequence[str] = (),
+        public_key: str | os.PathLike[str] | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int | str | None = None,
+        max_bytes_per_s: float | None = None,
+        timeout_s: float = 600.0,
+        count: int = DEFAULT_COUNT,
+        assignment: Assignment = "modulo",
+        sources: Mapping[str, float] | None = None,
+        holdout: int = 0,
+        split: Split = "train",
+        epochs: int | None = None,
+        plateau: PlateauKind | PlateauRule = "absolute",
+        extras: Sequence[Extra] = (),
+    ) -> None:
+        """Finds the store and pins the node's shards.
+
+        Args:
+            store: a folder, ``s3://bucket/prefix`` or ``http(s)://host/prefix``.
+            node_id: decides which shards, and in which order.
+            seq_len: T, ids a row.
+            batch_size: B, rows a batch.
+            seed: of the run.
+            mirrors: further addresses of the same store.
+            public_key: PEM file of the key that must have signed the manifest.
+            cache_dir: where shards are kept; by default ``GENESIS_CACHE_DIR`` or ``~/.neuroshard/data_cache``.
+            cache_bytes: how much is kept, as a number or ``"20GB"``; by default ``GENESIS_CACHE_BYTES`` or 20 GB.
+            max_bytes_per_s: cap on downloads.
+            timeout_s: how long to try for a shard before `DataUnavailableError`.
+            count: shards the node is given, of each source.
+            assignment: ``modulo`` (001) or ``rendezvous``.
+            sources: weights by source; by default all shards alike.
+            holdout: the first so many shards of every source are not trained on.
+            split: ``holdout`` to read exactly those, all of them.
+            epochs: end an iteration after this many passes over the shards.
+            plateau: when to leave a shard early.
+            extras: any of ``positions``, ``document_ids`` (int64[B, T]) and ``cu_seqlens`` (int32[D + 1]).
+
+        Raises:
+            LoaderUsageError: options that make no sense.
+            DataUnavailableError: the store cannot be reached.
+            UntrustedManifestError: its manifest may not be believed.
+        """
+        super().__init__()
+        store_options = StoreOptions(
+            mirrors=(str(store), *mirrors),
+            public_key=Path(public_key) if public_key is not None else None,
+            cache_dir=cache_settings.cache_dir(cache_dir),
+            cache_bytes=cache_settings.cache_bytes(cache_bytes),
+            max_bytes_per_s=max_bytes_per_s,
+            timeout_s=timeout_s,
+        )
+        self._options = StreamOptions(
+            node_id=node_id,
+            seq_len=seq_len,
+            batch_size=batch_size,
+            seed=seed,
+            count=count,
+            assignment=assignment,
+            sources=tuple((sources or {}).items()),
+            holdout=holdout,
+            split=split,
+            epochs=epochs,
+            plateau=plateau if isinstance(plateau, PlateauRule) else PlateauRule(plateau),
+            extras=tuple(extras),
+        )
+        self._session = Session.open(store_options)
+        self._stream = NodeStream.begin(self._options, self._session.catalog)
+        self._origin = self._stream.state()
+        self._board = RotationBoard.create()
+        self._worker: WorkerState | None = None
+        self._feed: Feed | None = None
+        self._feed_pid = -1
+        self._iterates_here = False
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest that the stream's shards were found in."""
+        return self._session.catalog.manifest
+
+    @property
+    def options(self) -> StreamOptions:
+        """What decides the stream."""
+        return self._options
+
+    @property
+    def shards(self) -> tuple[int, ...]:
+        """The shards that are read in this epoch, in order; of several sources, one source after the other."""
+        return tuple(shard for plan in self._stream.plans for shard in plan.lane.shards)
+
+    @property
+    def rotations(self) -> tuple[int, ...]:
+        """The steps before which a shard was left early: with them `replay` finds any batch."""
+        return self._stream.rotations
+
+    @property
+    def stats(self) -> FeedStats:
+        """What was opened in this process, and how long batches waited for it."""
+        return self._own_feed().stats
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that came over the network in this process."""
+        return self._session.mirrors.received_bytes
+
+    def __iter__(self) -> Iterator[Batch]:
+        worker = get_worker_info()
+        self._stream.begin_pass()
+        return self._batches() if worker is None else self._worker_batches(worker.id, worker.num_workers)
+
+    def report_loss(self, loss: float) -> None:
+        """Feeds the plateau rule with the loss of the latest batch; where it fires, the shard is left.
+
+        Call it in the process that trains, once a batch. With DataLoader workers, which are some batches ahead, the
+        rotation takes place behind the furthest batch that any has begun.
+        """
+        if not self._iterates_here and (furthest := self._board.furthest()) >= self._stream.step:
+            self._stream.seek(furthest + 1)
+        if self._stream.report_loss(float(loss)) is not None:
+            self._stream.add_rotation(self._stream.step if self._iterates_here else self._board.rotate())
+
+    def refresh(self) -> int:
+        """Takes the store's newest manifest: from its next epoch on, a lane reads what the node is assigned in it.
+
+        Returns:
+            How many shards the store has now.
+
+        Raises:
+            LoaderError: the store cannot be asked, or has another history; the stream goes on as it was.
+        """
+        catalog = self._session.newest_catalog()
+        total = self._stream.adopt(catalog)
+        self._session = replace(self._session, catalog=catalog)
+        if self._feed is not None:
+            self._feed.adopt(catalog)
+        self._origin = self._stream.state() if self._iterates_here else self._origin
+        return total
+
+    def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
+        """Where the stream stands: behind the last batch that came out.
+
+        Args:
+            step: where it stood behind so many batches: needed with plain DataLoader workers, whose progress this
+                object cannot see. It must not lie before the state that was loaded last.
+
+        Returns:
+            Plain JSON values, some 600 bytes.
+
+        Raises:
+            LoaderUsageError: DataLoader workers make the batches, and ``step`` is not given.
+        """
+        if step is not None:
+            return self._state_at(step).to_dict()
+        ahead = self._board.furthest() >= self._origin.step
+        if ahead and not self._iterates_here and get_worker_info() is None:
+            raise LoaderUsageError(
+                "expected state_dict(step=N), N the batches that were taken, since DataLoader workers make them, found "
+                "no step; or use torchdata's StatefulDataLoader"
+            )
+        return self._stream.state().model_copy(update={"worker": self._worker}).to_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes to where a state says; the next batch is the one that followed it.
+
+        Raises:
+            StateMismatchError: the state is of another stream, store or release.
+            LoaderError: the store's index cannot be had.
+        """
+        state = StreamState.from_dict(dict(state_dict))
+        stream = self._resumed(state)
+        self._stream, self._worker = stream, state.worker
+        self._origin = stream.state()
+        self._iterates_here = False
+        if get_worker_info() is None:
+            self._board.reset(state.step, state.rotations)
+
+    def replay(
+        self, node_id: str, step: int, *, rotations: Sequence[int] = (), total_shards: int | None = None
+    ) -> Batch:
+        """The batch a node with the same options must have trained on at a step.
+
+        Args:
+            node_id: the node.
+            step: counts its batches from 0.
+            rotations: the steps before which it left a shard early (its `rotations`).
+            total_shards: what its run was pinned to; by default what this one began with.
+
+        Raises:
+            LoaderUsageError: there is no such batch.
+            LoaderError: a shard cannot be had.
+        """
+        from loader.replay import replay_batch
+
+        total = total_shards if total_shards is not None else self._origin.lanes[0].total_shards
+        return replay_batch(self._session, replace(self._options, node_id=node_id), step, rotations, total)
+
+    def close(self) -> None:
+        """Lets go of shards and connections; iterating again opens them anew."""
+        self._feed = None
+        self._session.mirrors.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_feed": None, "_feed_pid": -1}
+
+    def _batches(self) -> Iterator[Batch]:
+        self._iterates_here = True
+        feed = self._own_feed()
+        while True:
+            stream = self._stream
+            batch = _next_batch(stream, feed)
+            if batch is None:
+                return
+            yield batch
+
+    def _worker_batches(self, worker_id: int, num_workers: int) -> Iterator[Batch]:
+        """Every ``num_workers``-th batch of the stream, this worker's."""
+        stream, feed = self._stream, self._own_feed()
+        resumed = self._worker
+        same = resumed is not None and (resumed.id, resumed.count) == (worker_id, num_workers)
+        origin = resumed.origin if resumed is not None and same else stream.step
+        step = origin + worker_id
+        step += -(-max(0, stream.step - step) // num_workers) * num_workers
+        while True:
+            for rotation in self._board.announce(step):
+                stream.add_rotation(rotation)
+            stream.seek(step)
+            batch = _next_batch(stream, feed)
+            if batch is None:
+                return
+            self._worker = WorkerState(id=worker_id, count=num_workers, origin=origin)
+            yield batch
+            step += num_workers
+
+    def _own_feed(self) -> Feed:
+        """The feed of this process: threads and open shards do not outlive a fork."""
+        if self._feed is None or self._feed_pid != os.getpid():
+            session = self._session
+            self._feed = Feed(self._options, session.catalog, session.opener, session.options.timeout_s)
+            self._feed_pid = os.getpid()
+        return self._feed
+
+    def _state_at(self, step: int) -> StreamState:
+        if step < self._origin.step:
+            raise LoaderUsageError(f"expected a step of {self._origin.step} or later, found {step}")
+        known = {"rotations": self._stream.rotations, "losses": self._stream.state().losses}
+        stream = self._resumed(self._origin.model_copy(update=known))
+        stream.begin_pass()
+        stream.seek(step)
+        return stream.state()
+
+    def _resumed(self, state: StreamState) -> NodeStream:
+        """A stream at a state; a store that has grown since this manifest was read is looked at again."""
+        most = max((lane.next_total_shards or lane.total_shards for lane in state.lanes), default=0)
+        if most > self.manifest.total_shards:
+            self._session = replace(self._session, catalog=self._session.newest_catalog())
+            self._feed = None
+        return NodeStream.resume(self._options, self._session.catalog, state)
+
+
+def _next_batch(stream: NodeStream, feed: Feed) -> Batch | None:
+    """The next batch; None at the end. Where it cannot be made, the stream stays where it is."""
+    mark = stream.mark()
+    rows = stream.next_rows()
+    if not rows:
+        return None
+    try:
+        arrays = feed.batch(rows, stream.schedule)
+    except LoaderError:
+        stream.rewind(mark)
+        raise
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}

@@ -1,0 +1,106 @@
+"""What no honest store names is refused while it is still a number or a name.
+
+The models of `manifests` bound types, counts and keys; here their combination is held against the layout (design
+section 2): every name must be the one its id and digest give, every size the one its shape gives. So a manifest can
+make a loader fetch, hold or write only objects of sizes known beforehand, under names known beforehand.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from loader.errors import HostileStoreError
+from manifests import (
+    Manifest,
+    Segment,
+    SegmentRef,
+    ShardEntry,
+    packed_key,
+    segment_key,
+    shard_file_bytes,
+    vocabulary_key,
+)
+from manifests.packed_file import max_packed_bytes
+
+__all__ = [
+    "MAX_MANIFEST_BYTES",
+    "MAX_SEGMENT_BYTES",
+    "MAX_VOCABULARY_BYTES",
+    "check_manifest",
+    "check_segment",
+]
+
+MAX_MANIFEST_BYTES: Final = 1 << 24
+"""A store of 600,000 shards has a manifest of 0.1 MB."""
+MAX_SEGMENT_BYTES: Final = 1 << 20
+"""1,000 shards take 0.5 MB."""
+MAX_VOCABULARY_BYTES: Final = 1 << 28
+"""31,734 merges take 0.6 MB."""
+
+
+def check_manifest(manifest: Manifest, max_shard_bytes: int) -> None:
+    """Refuses a manifest that names what no honest store names, or that vouches for nothing.
+
+    Raises:
+        HostileStoreError: so it does.
+    """
+    size_bytes = shard_file_bytes(manifest.shard_tokens)
+    if size_bytes > max_shard_bytes:
+        raise HostileStoreError(
+            f"manifest.json: expected shards of at most {max_shard_bytes:,} bytes, found shard_tokens "
+            f"{manifest.shard_tokens:,} ({size_bytes:,} bytes); raise max_shard_bytes if you trust the store"
+        )
+    if manifest.total_shards and not manifest.index:
+        raise HostileStoreError(
+            f"manifest.json: expected an index that vouches for its {manifest.total_shards} shards, found none; "
+            "populate the store with this program"
+        )
+    for number, reference in enumerate(manifest.index):
+        _check_key("index segment", reference.key, segment_key(number, reference.sha256))
+    if manifest.tokenizer is not None:
+        _check_key("vocabulary", manifest.tokenizer.key, vocabulary_key(manifest.tokenizer.sha256))
+
+
+def check_segment(segment: Segment, reference: SegmentRef, manifest: Manifest) -> None:
+    """Refuses a segment that is not the part of the store its link says, or names what no honest one names.
+
+    Raises:
+        HostileStoreError: so it does.
+    """
+    first, found = segment.shards[0].id, len(segment.shards)
+    if (first, found) != (reference.first_shard, reference.shards):
+        raise HostileStoreError(
+            f"{reference.key}: expected {reference.shards} shards from {reference.first_shard}, found {found} from "
+            f"{first}"
+        )
+    for entry in segment.shards:
+        _check_entry(entry, manifest)
+
+
+def _check_entry(entry: ShardEntry, manifest: Manifest) -> None:
+    what = f"shard {entry.id}"
+    size_bytes = shard_file_bytes(manifest.shard_tokens)
+    if entry.tokens != manifest.shard_tokens or entry.size_bytes != size_bytes:
+        raise HostileStoreError(
+            f"{what}: expected {manifest.shard_tokens} ids in {size_bytes} bytes, found {entry.tokens} in "
+            f"{entry.size_bytes}"
+        )
+    if entry.source not in manifest.sources:
+        raise HostileStoreError(f"{what}: expected a source the manifest names, found {entry.source!r}")
+    if manifest.tokenizer is not None and entry.next_merge_id > manifest.tokenizer.next_merge_id:
+        raise HostileStoreError(
+            f"{what}: expected ids of the store's vocabulary ({manifest.tokenizer.next_merge_id}), found "
+            f"next_merge_id {entry.next_merge_id}"
+        )
+    if entry.packed is not None:
+        _check_key(what, entry.packed.key, packed_key(entry.id))
+        largest = max_packed_bytes(entry.tokens, entry.next_merge_id)
+        if entry.packed.size_bytes > largest:
+            raise HostileStoreError(
+                f"{what}: expected a transfer form of at most {largest:,} bytes, found {entry.packed.size_bytes:,}"
+            )
+
+
+def _check_key(what: str, found: str, expected: str) -> None:
+    if found != expected:
+        raise HostileStoreError(f"{what}: expected the key {expected}, found {found!r}")

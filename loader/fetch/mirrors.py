@@ -1,0 +1,140 @@
+"""Several addresses of one store, behind one question: give me this object, and let me see whether it is right.
+
+The mirror that last gave a good answer is asked first. One that cannot be reached, or gives bytes that do not hold, is
+asked once more, and then the next one is; rounds go on until the deadline, or until every mirror has given wrong bytes
+three times, for then time will not mend it. Of several mirrors each has 20 s a turn, so that a dead one costs a shard
+20 s once and nothing afterwards; a mirror without others has 60.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
+
+from genesis.errors import GenesisError, ObjectNotFoundError, StoreAccessError, StoreError
+from genesis.store import ReadableStore, RetryPolicy, open_readable
+from genesis.store.throttle import Throttle
+from loader.errors import CorruptObjectError, DataUnavailableError, LoaderUsageError
+
+__all__ = ["Mirrors"]
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+_TURN_S: Final = 20.0
+_LONE_TURN_S: Final = 60.0
+_ROUNDS_OF_CORRUPTION: Final = 3
+_PAUSE_S: Final = 1.0
+
+
+class Mirrors:
+    """The stores of one address list.
+
+    Args:
+        addresses: of the same store, in the order of preference.
+        timeout_s: how long an object is tried for.
+        max_bytes_per_s: cap on all downloads together.
+    """
+
+    def __init__(self, addresses: Sequence[str], timeout_s: float, max_bytes_per_s: float | None = None) -> None:
+        self._addresses = tuple(addresses)
+        self._timeout_s = timeout_s
+        self._max_bytes_per_s = max_bytes_per_s
+        self._opened: list[ReadableStore] = []
+        self._preferred = 0
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The addresses without credentials."""
+        return tuple(store.url for store in self._stores())
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that came over a network, wrong ones and retries included; a folder sends none."""
+        return sum(store.received_bytes for store in self._opened)
+
+    def fetch(self, key: str, max_bytes: int, accept: Callable[[bytes], T]) -> T:
+        """An object that holds.
+
+        Args:
+            key: its name.
+            max_bytes: larger answers are refused unread.
+            accept: turns the bytes into what is wanted, or raises `CorruptObjectError`.
+
+        Raises:
+            DataUnavailableError: no mirror gave it within the deadline, or no mirror has it.
+            CorruptObjectError: every mirror that has it gives wrong bytes.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        failures: dict[str, Exception] = {}
+        corrupt_rounds = 0
+        while True:
+            for position in self._order():
+                try:
+                    return self._accepted(position, key, max_bytes, accept)
+                except (StoreError, CorruptObjectError) as error:
+                    failures[self._stores()[position].url] = error
+                    logger.info("%s", error)
+                if time.monotonic() >= deadline:
+                    raise self._unavailable(key, failures)
+            if not any(_may_pass(error) for error in failures.values()):
+                corrupt_rounds += any(isinstance(error, CorruptObjectError) for error in failures.values())
+                if corrupt_rounds in (0, _ROUNDS_OF_CORRUPTION):
+                    raise self._final(key, failures)
+            time.sleep(min(_PAUSE_S, max(0.0, deadline - time.monotonic())))
+
+    def each(self) -> list[ReadableStore]:
+        """The stores, the preferred one first."""
+        return [self._stores()[position] for position in self._order()]
+
+    def close(self) -> None:
+        """Gives back connections."""
+        for store in self._opened:
+            store.close()
+
+    def _accepted(self, position: int, key: str, max_bytes: int, accept: Callable[[bytes], T]) -> T:
+        store = self._stores()[position]
+        try:
+            result = accept(_read(store, key, max_bytes))
+        except CorruptObjectError as error:
+            # Spoilt on the way it is right the second time; spoilt where it lies it is not.
+            logger.warning("%s: %s; fetching it again", store.url, error)
+            result = accept(_read(store, key, max_bytes))
+        self._preferred = position
+        return result
+
+    def _order(self) -> list[int]:
+        others = [position for position in range(len(self._addresses)) if position != self._preferred]
+        return [self._preferred, *others]
+
+    def _stores(self) -> list[ReadableStore]:
+        if not self._opened:
+            throttle = Throttle(self._max_bytes_per_s) if self._max_bytes_per_s else None
+            turn_s = _LONE_TURN_S if len(self._addresses) == 1 else _TURN_S
+            policy = RetryPolicy().lasting(max(1.0, min(turn_s, self._timeout_s)))
+            try:
+                self._opened = [open_readable(url, policy=policy, throttle=throttle) for url in self._addresses]
+            except GenesisError as error:
+                raise LoaderUsageError(str(error)) from None
+        return self._opened
+
+    def _unavailable(self, key: str, failures: dict[str, Exception]) -> DataUnavailableError:
+        told = "; ".join(str(error) for error in failures.values())
+        return DataUnavailableError(f"{key}: no mirror gave it within {self._timeout_s:.0f} s: {told}")
+
+    def _final(self, key: str, failures: dict[str, Exception]) -> DataUnavailableError | CorruptObjectError:
+        told = "; ".join(f"{url}: {error}" for url, error in failures.items())
+        if any(isinstance(error, CorruptObjectError) for error in failures.values()):
+            return CorruptObjectError(f"{told}; have the store mended ('genesis verify' finds what is wrong)")
+        return DataUnavailableError(f"{key}: {told}")
+
+
+def _may_pass(error: Exception) -> bool:
+    return not isinstance(error, CorruptObjectError | ObjectNotFoundError | StoreAccessError)
+
+
+def _read(store: ReadableStore, key: str, max_bytes: int) -> bytes:
+    return store.get(key, max_bytes=max_bytes).body

@@ -1,0 +1,231 @@
+"""One node's stream as rows of windows: where it stands, and when it left a shard early.
+
+Everything that decides the batches, and nothing that makes them: `Feed` does that. A rotation is remembered by the step
+it came before, so the whole stream is a function of the options, the store and that list.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loader.errors import StateMismatchError
+from loader.fetch.catalog import Catalog
+from loader.options import StreamOptions
+from loader.plan import LanePlan, plan_lanes
+from loader.state import LaneState, StreamIdentity, StreamState
+from loader.stream.plateau import LossHistory, Plateau
+from loader.stream.schedule import LanePosition, Rows, Schedule
+
+__all__ = ["NodeStream"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """A position to come back to."""
+
+    schedule: Schedule
+    applied: int
+
+
+class NodeStream:
+    """The rows of batch after batch. Use `begin` or `resume`."""
+
+    def __init__(
+        self,
+        options: StreamOptions,
+        plans: Sequence[LanePlan],
+        schedule: Schedule,
+        rotations: Sequence[int] = (),
+        losses: Sequence[float] = (),
+    ) -> None:
+        self._options = options
+        self._plans = list(plans)
+        self._queued: dict[int, LanePlan] = {}
+        self._rotations = list(rotations)
+        self._applied = bisect.bisect_left(self._rotations, schedule.step)
+        self._history = LossHistory(options.plateau.history, losses)
+        self._shard_of_losses = _shards(schedule)
+        self.schedule = schedule
+
+    @classmethod
+    def begin(cls, options: StreamOptions, catalog: Catalog) -> NodeStream:
+        """A stream at its beginning, pinned to the shards there are.
+
+        Raises:
+            LoaderError: the node has no shards, or the index cannot be had.
+        """
+        plans = plan_lanes(catalog, options)
+        return cls(options, plans, Schedule([plan.lane for plan in plans], options.batch_size))
+
+    @classmethod
+    def resume(cls, options: StreamOptions, catalog: Catalog, state: StreamState) -> NodeStream:
+        """A stream where a state says it stood.
+
+        Raises:
+            StateMismatchError: the state is of another stream or store.
+            LoaderError: the index cannot be had.
+        """
+        state.check_identity(StreamIdentity.of(options))
+        plans = _plans_of(state, options, catalog)
+        positions = [LanePosition(lane.epoch, lane.window) for lane in state.lanes]
+        for plan, position in zip(plans, positions, strict=True):
+            if position.window >= plan.lane.windows:
+                raise StateMismatchError(
+                    f"expected a lane to stand at a window below {plan.lane.windows}, found {position.window}"
+                )
+        schedule = Schedule([plan.lane for plan in plans], options.batch_size, step=state.step, positions=positions)
+        stream = cls(options, plans, schedule, sorted(state.rotations), state.losses)
+        for number, lane in enumerate(state.lanes):
+            if lane.next_total_shards is not None:
+                stream._queue(number, plan_lanes(catalog, options, [lane.next_total_shards] * len(plans))[number])
+        return stream
+
+    @property
+    def step(self) -> int:
+        """Batches taken or passed over."""
+        return self.schedule.step
+
+    @property
+    def rotations(self) -> tuple[int, ...]:
+        """The steps before which a shard was, or will be, left early."""
+        return tuple(self._rotations)
+
+    @property
+    def plans(self) -> tuple[LanePlan, ...]:
+        """The lanes as they are read now."""
+        self._settle()
+        return tuple(self._plans)
+
+    def begin_pass(self) -> None:
+        """Lets the stream run to the end of the pass it is in; of the next one if that is over."""
+        epochs = self._options.epochs
+        if epochs is not None:
+            furthest = max(position.epoch for position in self.schedule.positions)
+            self.schedule.end_epoch = (furthest // epochs + 1) * epochs
+
+    def next_rows(self) -> list[Rows]:
+        """Takes the next batch; empty at the end of a pass."""
+        while self._applied < len(self._rotations) and self._rotations[self._applied] <= self.schedule.step:
+            self.schedule.rotate()
+            self._applied += 1
+        return self.schedule.next_rows()
+
+    def seek(self, step: int) -> None:
+        """Passes over batches up to ``step``, leaving shards early where that is known."""
+        while self._applied < len(self._rotations) and self._rotations[self._applied] < step:
+            self.schedule.skip_to(self._rotations[self._applied])
+            self.schedule.rotate()
+            self._applied += 1
+        self.schedule.skip_to(step)
+
+    def add_rotation(self, step: int) -> None:
+        """Lets the current shards be left before batch ``step``, which was not taken yet; twice is once."""
+        position = bisect.bisect_left(self._rotations, step)
+        if self._rotations[position : position + 1] != [step]:
+            self._rotations.insert(position, step)
+
+    def report_loss(self, loss: float) -> Plateau | None:
+        """Remembers a loss; what the plateau rule makes of those on the current shards, if it fires."""
+        shards = _shards(self.schedule)
+        if shards != self._shard_of_losses:
+            self._history.clear()
+            self._shard_of_losses = shards
+        self._history.add(loss)
+        rule = self._options.plateau
+        plateau = rule.plateau(self._history.losses())
+        if plateau is None or self._applied < len(self._rotations):
+            return None
+        if self.schedule.steps_on_shard() < rule.min_steps:
+            return None
+        self._history.clear()
+        logger.info("[GENESIS] Loss plateau detected: avg=%.4f, variance=%.6f", plateau.mean, plateau.variance)
+        logger.info("[GENESIS] Rotating to fresh data for continued learning")
+        return plateau
+
+    def adopt(self, catalog: Catalog) -> int:
+        """Lets each lane read, from its next epoch on, what the node is assigned of a newer store.
+
+        Returns:
+            How many shards the store has now.
+
+        Raises:
+            StateMismatchError: it is not the same store, grown.
+            LoaderError: the index cannot be had.
+        """
+        _plans_of(self.state(), self._options, catalog)
+        for number, plan in enumerate(plan_lanes(catalog, self._options)):
+            if plan.total_shards != self._plans[number].total_shards:
+                self._queue(number, plan)
+        return catalog.manifest.total_shards
+
+    def mark(self) -> _Mark:
+        """The position, to come back to."""
+        return _Mark(self.schedule.copy(), self._applied)
+
+    def rewind(self, mark: _Mark) -> None:
+        """Goes back to a position."""
+        self.schedule, self._applied = mark.schedule, mark.applied
+
+    def state(self) -> StreamState:
+        """Where the stream stands."""
+        self._settle()
+        lanes = tuple(
+            LaneState(
+                source=plan.source,
+                total_shards=plan.total_shards,
+                shards_sha256=plan.shards_sha256,
+                epoch=position.epoch,
+                window=position.window,
+                next_total_shards=self._queued[number].total_shards if number in self._queued else None,
+            )
+            for number, (plan, position) in enumerate(zip(self._plans, self.schedule.positions, strict=True))
+        )
+        return StreamState(
+            identity=StreamIdentity.of(self._options),
+            step=self.schedule.step,
+            lanes=lanes,
+            rotations=tuple(self._rotations),
+            losses=tuple(self._history.losses()),
+        )
+
+    def _queue(self, number: int, plan: LanePlan) -> None:
+        self._queued[number] = plan
+        self.schedule.queue_lane(number, plan.lane)
+
+    def _settle(self) -> None:
+        """Notes which lanes have begun to read what was queued for them."""
+        for number, plan in list(self._queued.items()):
+            if self.schedule.lanes[number] is plan.lane:
+                self._plans[number] = self._queued.pop(number)
+
+
+def _plans_of(state: StreamState, options: StreamOptions, catalog: Catalog) -> list[LanePlan]:
+    """The lanes a state speaks of, found again in a store that may have grown since."""
+    if len(state.lanes) != max(1, len(options.sources)):
+        raise StateMismatchError(f"expected a state of {max(1, len(options.sources))} lanes, found {len(state.lanes)}")
+    pinned = [lane.total_shards for lane in state.lanes]
+    most = max(lane.next_total_shards or lane.total_shards for lane in state.lanes)
+    if most > catalog.manifest.total_shards:
+        raise StateMismatchError(
+            f"expected a store of at least {most} shards, as the run had, found {catalog.manifest.total_shards}"
+        )
+    plans = plan_lanes(catalog, options, pinned)
+    for lane, plan in zip(state.lanes, plans, strict=True):
+        if lane.shards_sha256 != plan.shards_sha256:
+            raise StateMismatchError(
+                f"expected the shards {list(plan.lane.shards)} that the run read, found others under the same ids: "
+                "this is another store, or it was made anew"
+            )
+    return plans
+
+
+def _shards(schedule: Schedule) -> tuple[tuple[int, int], ...]:
+    return tuple(
+        (position.epoch, position.window // lane.windows_per_shard)
+        for position, lane in zip(schedule.positions, schedule.lanes, strict=True)
+    )

@@ -1,0 +1,105 @@
+"""What a user can choose: where the shards come from, and which stream of them a node reads."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
+
+from loader.cache import cache_bytes, cache_dir
+from loader.errors import LoaderUsageError
+from loader.stream.assignment import DEFAULT_COUNT, Assignment
+from loader.stream.plateau import PlateauRule
+
+__all__ = ["Extra", "Split", "StoreOptions", "StreamOptions", "default_store"]
+
+Split = Literal["train", "holdout"]
+Extra = Literal["positions", "document_ids", "cu_seqlens"]
+
+
+def default_store() -> str:
+    """Where a store is unless one is named: ``GENESIS_STORE``, or the folder `genesis populate` fills by default."""
+    return os.environ.get("GENESIS_STORE") or str(Path("~/.neuroshard/genesis-store").expanduser())
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """Where shards come from and where they are kept.
+
+    Raises:
+        LoaderUsageError: a value makes no sense.
+    """
+
+    mirrors: tuple[str, ...]
+    """Addresses of the same store, tried in this order; the first names it."""
+    public_key: Path | None = None
+    """Ed25519 public key (PEM) that must have signed the manifest."""
+    cache_dir: Path = field(default_factory=cache_dir)
+    cache_bytes: int = field(default_factory=cache_bytes)
+    max_bytes_per_s: float | None = None
+    """Cap on what is downloaded; None for none."""
+    timeout_s: float = 600.0
+    """How long an object is tried for, over all mirrors, before training is told that there is no data."""
+    manifest_max_age_s: float = 60.0
+    """How old a manifest may be at the start before the store is asked again."""
+    max_shard_bytes: int = 1 << 28
+    """Larger shards are refused as hostile; an honest one has 20 MB."""
+
+    def __post_init__(self) -> None:
+        if not self.mirrors or not all(self.mirrors):
+            raise LoaderUsageError(
+                "expected the address of a store, found none; give a folder, s3:// or http(s):// URL"
+            )
+        for name in ("cache_bytes", "timeout_s", "manifest_max_age_s", "max_shard_bytes"):
+            if getattr(self, name) < 0:
+                raise LoaderUsageError(f"{name}: expected 0 or more, found {getattr(self, name)}")
+        if self.max_bytes_per_s is not None and self.max_bytes_per_s <= 0:
+            raise LoaderUsageError(f"max_bytes_per_s: expected more than 0, found {self.max_bytes_per_s}")
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """Which stream of windows a node reads: two nodes with the same options and store read the same.
+
+    Raises:
+        LoaderUsageError: a value makes no sense.
+    """
+
+    node_id: str
+    seq_len: int = 1024
+    batch_size: int = 8
+    seed: int = 0
+    """Of the run; nodes of one run share it."""
+    count: int = DEFAULT_COUNT
+    """Shards a node is given, of each source."""
+    assignment: Assignment = "modulo"
+    sources: tuple[tuple[str, float], ...] = ()
+    """Sources and their weights; empty for all shards of the store alike."""
+    holdout: int = 0
+    """The first so many shards of every source are never trained on."""
+    split: Split = "train"
+    epochs: int | None = None
+    """End after this many passes over the node's shards; None for never."""
+    plateau: PlateauRule = field(default_factory=PlateauRule)
+    extras: tuple[Extra, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("seq_len", "batch_size", "count"):
+            if getattr(self, name) < 1:
+                raise LoaderUsageError(f"{name}: expected 1 or more, found {getattr(self, name)}")
+        if self.epochs is not None and self.epochs < 1:
+            raise LoaderUsageError(f"epochs: expected 1 or more, or None, found {self.epochs}")
+        if self.holdout < 0:
+            raise LoaderUsageError(f"holdout: expected 0 or more shards, found {self.holdout}")
+        _one_of("assignment", self.assignment, get_args(Assignment))
+        _one_of("split", self.split, get_args(Split))
+        for extra in self.extras:
+            _one_of("extras", extra, get_args(Extra))
+        if any(not weight > 0 for _, weight in self.sources) or len(dict(self.sources)) != len(self.sources):
+            raise LoaderUsageError(f"sources: expected different names with weights above 0, found {self.sources}")
+
+
+def _one_of(name: str, found: str, known: tuple[str, ...]) -> None:
+    if found not in known:
+        raise LoaderUsageError(f"{name}: expected one of {', '.join(known)}, found {found!r}")

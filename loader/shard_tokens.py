@@ -1,0 +1,147 @@
+"""`ShardTokens`: the windows of some shards as a map-style dataset, for samplers, evaluation and other loaders' mixing.
+
+Index to shard and window is arithmetic, so there is nothing to build and every window is a read away. Order is the
+sampler's affair; without one it is the order of the shards. The trade-off: a sampler that jumps between shards holds up
+to eight of them mapped, and a shard beyond those is verified again each time it comes round.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from loader.cache import settings as cache_settings
+from loader.errors import LoaderUsageError, StateMismatchError
+from loader.options import StoreOptions
+from loader.session import Session
+from loader.stream.windows import WindowView, num_windows
+
+__all__ = ["ShardTokens"]
+
+STATE_VERSION: Final = 1
+_MOST_OPEN: Final = 8
+
+Window = dict[str, torch.Tensor]
+
+
+class ShardTokens(Dataset[Window]):
+    """All windows of some shards; ``dataset[i]`` is ``{"input_ids": int64[T], "labels": int64[T]}``."""
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str],
+        shards: Sequence[int] | None = None,
+        *,
+        seq_len: int = 1024,
+        mirrors: Sequence[str] = (),
+        public_key: str | os.PathLike[str] | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int | str | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        """Finds the store; like `GenesisDataset` it does so here, so that all workers share what was found.
+
+        Args:
+            store: a folder, ``s3://bucket/prefix`` or ``http(s)://host/prefix``.
+            shards: their ids; by default all of the store.
+            seq_len: T.
+            mirrors: further addresses of the same store.
+            public_key: PEM file of the key that must have signed the manifest.
+            cache_dir: where shards are kept.
+            cache_bytes: how much is kept.
+            timeout_s: how long to try for a shard.
+
+        Raises:
+            LoaderUsageError: options that make no sense, or a shard the store has not.
+            DataUnavailableError: the store cannot be reached.
+            UntrustedManifestError: its manifest may not be believed.
+        """
+        if seq_len < 1:
+            raise LoaderUsageError(f"seq_len: expected 1 or more, found {seq_len}")
+        self._session = Session.open(
+            StoreOptions(
+                mirrors=(str(store), *mirrors),
+                public_key=Path(public_key) if public_key is not None else None,
+                cache_dir=cache_settings.cache_dir(cache_dir),
+                cache_bytes=cache_settings.cache_bytes(cache_bytes),
+                timeout_s=timeout_s,
+            )
+        )
+        catalog = self._session.catalog
+        self._shards = tuple(shards) if shards is not None else tuple(range(catalog.manifest.total_shards))
+        self._seq_len = seq_len
+        self._windows = num_windows(catalog.manifest.shard_tokens, seq_len)
+        self._sha256 = _fingerprint([catalog.entry(shard).sha256 for shard in self._shards])
+        self._open: OrderedDict[int, WindowView] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._shards) * self._windows
+
+    def __getitem__(self, index: int) -> Window:
+        inputs, labels = self._gather(np.asarray([self._checked(index)]))
+        return {"input_ids": inputs[0], "labels": labels[0]}
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Window]:
+        """Several windows at once, as DataLoader asks for a batch."""
+        inputs, labels = self._gather(np.asarray([self._checked(index) for index in indices]))
+        return [{"input_ids": x, "labels": y} for x, y in zip(inputs, labels, strict=True)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What identifies the windows; which of them were read is the sampler's to remember."""
+        return {
+            "version": STATE_VERSION,
+            "seq_len": self._seq_len,
+            "shards": list(self._shards),
+            "shards_sha256": self._sha256,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Checks that indices mean what they meant.
+
+        Raises:
+            StateMismatchError: they do not.
+        """
+        for name, expected in self.state_dict().items():
+            found = state_dict.get(name)
+            if found != expected:
+                raise StateMismatchError(
+                    f"expected a state with {name}={expected!r}, as this dataset has, found {found!r}"
+                )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": OrderedDict()}
+
+    def _checked(self, index: int) -> int:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"expected an index below {len(self)}, found {index}")
+        return index % len(self)
+
+    def _gather(self, indices: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = np.empty((len(indices), self._seq_len), dtype=np.int64)
+        labels = np.empty_like(inputs)
+        ordinals, windows = np.divmod(indices, self._windows)
+        for ordinal in np.unique(ordinals):
+            rows = ordinals == ordinal
+            inputs[rows], labels[rows] = self._view(self._shards[ordinal]).gather(windows[rows])
+        return torch.from_numpy(inputs), torch.from_numpy(labels)
+
+    def _view(self, shard_id: int) -> WindowView:
+        view = self._open.pop(shard_id, None)
+        if view is None:
+            view = WindowView.of(self._session.open_shard(shard_id).ids, self._seq_len)
+        self._open[shard_id] = view
+        if len(self._open) > _MOST_OPEN:
+            self._open.popitem(last=False)
+        return view
+
+
+def _fingerprint(digests: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()

@@ -1,0 +1,170 @@
+"""Which shards a node trains on: a function of its id and of how many shards there are.
+
+`modulo` is 001's rule ("Shard Selection"): the sha256 of the id names the first shard, the others follow it. One shard
+more in the store gives nearly every node other shards, which is why a run pins the number it began with. `rendezvous`
+ranks every shard by a hash of (node, shard) and takes the highest: when shards are added, a node exchanges only those
+that a new shard outranks, count/N of them on average. The trade-off: it ranks all N shards (600,000: 30 ms), and
+neighbours on disk are no longer neighbours in the assignment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from loader.errors import LoaderUsageError
+
+__all__ = [
+    "DEFAULT_COUNT",
+    "Assignment",
+    "Coverage",
+    "assign",
+    "coverage",
+    "get_assigned_shards",
+    "rendezvous_shards",
+    "verify_assignment",
+]
+
+Assignment = Literal["modulo", "rendezvous"]
+
+DEFAULT_COUNT: Final = 10
+"""Shards a node is given (001, "Shard Selection")."""
+
+
+def get_assigned_shards(node_id: str, num_shards: int, count: int = DEFAULT_COUNT) -> list[int]:
+    """The shards of a node (001, "Shard Selection"), first the primary one.
+
+    Args:
+        node_id: any text; its sha256 decides.
+        num_shards: shards in the store.
+        count: how many to give; never more than there are, so none comes twice.
+
+    Returns:
+        ``min(count, num_shards)`` shard ids.
+
+    Raises:
+        LoaderUsageError: there is no shard, or ``count`` is below 1.
+    """
+    _check(num_shards, count)
+    primary = int(hashlib.sha256(node_id.encode()).hexdigest(), 16) % num_shards
+    return [(primary + i) % num_shards for i in range(min(count, num_shards))]
+
+
+def rendezvous_shards(node_id: str, num_shards: int, count: int = DEFAULT_COUNT) -> list[int]:
+    """The ``count`` shards that rank highest for a node, highest first.
+
+    Args:
+        node_id: any text.
+        num_shards: shards in the store.
+        count: how many to give; never more than there are.
+
+    Raises:
+        LoaderUsageError: there is no shard, or ``count`` is below 1.
+    """
+    _check(num_shards, count)
+    return [int(shard) for shard in _ranked(node_id, np.arange(num_shards, dtype=np.uint64), count)]
+
+
+def assign(node_id: str, pool: Sequence[int], count: int, assignment: Assignment) -> tuple[int, ...]:
+    """A node's share of a pool of shards.
+
+    Args:
+        node_id: any text.
+        pool: the ids that may be given, ascending; `modulo` counts positions in it, which for all shards of a store
+            are the ids themselves.
+        count: how many to give.
+        assignment: the rule.
+
+    Raises:
+        LoaderUsageError: the pool is empty, ``count`` is below 1, or there is no such rule.
+    """
+    if assignment == "modulo":
+        return tuple(pool[position] for position in get_assigned_shards(node_id, len(pool), count))
+    if assignment == "rendezvous":
+        _check(len(pool), count)
+        return tuple(int(shard) for shard in _ranked(node_id, np.asarray(pool, dtype=np.uint64), count))
+    raise LoaderUsageError(f"expected an assignment of {', '.join(get_args(Assignment))}, found {assignment!r}")
+
+
+def verify_assignment(
+    node_id: str,
+    claimed: Iterable[int],
+    pool: int | Sequence[int],
+    *,
+    count: int = DEFAULT_COUNT,
+    assignment: Assignment = "modulo",
+) -> bool:
+    """Whether what a node claims to train on is what it was assigned, in that order.
+
+    Args:
+        node_id: the node.
+        claimed: shard ids, as it states them.
+        pool: how many shards the store had when its run began, or the ids it may have been given.
+        count: how many shards a node of this run is given.
+        assignment: the run's rule.
+    """
+    shards = range(pool) if isinstance(pool, int) else pool
+    return tuple(claimed) == assign(node_id, shards, count, assignment)
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """How a set of nodes lies on a pool of shards."""
+
+    num_nodes: int
+    num_shards: int
+    covered: int
+    """Shards that at least one node has."""
+    shared: int
+    """Shards that more than one node has."""
+    most_nodes: int
+    """Nodes on the shard that most nodes have."""
+    mean_nodes: float
+    """Nodes on a covered shard, on average."""
+
+
+def coverage(assigned: Mapping[str, Sequence[int]], num_shards: int) -> Coverage:
+    """How many of a store's shards some nodes reach together, and how far they overlap."""
+    nodes = np.zeros(num_shards, dtype=np.int64)
+    for shards in assigned.values():
+        np.add.at(nodes, np.asarray(shards, dtype=np.int64), 1)
+    covered = int(np.count_nonzero(nodes))
+    return Coverage(
+        num_nodes=len(assigned),
+        num_shards=num_shards,
+        covered=covered,
+        shared=int(np.count_nonzero(nodes > 1)),
+        most_nodes=int(nodes.max(initial=0)),
+        mean_nodes=float(nodes.sum() / covered) if covered else 0.0,
+    )
+
+
+def _check(num_shards: int, count: int) -> None:
+    if num_shards < 1:
+        raise LoaderUsageError("expected a store with shards to assign, found none; populate it, or hold out fewer")
+    if count < 1:
+        raise LoaderUsageError(f"expected to assign 1 shard or more, found a count of {count}")
+
+
+def _ranked(node_id: str, shards: npt.NDArray[np.uint64], count: int) -> npt.NDArray[np.uint64]:
+    scores = _scores(node_id, shards)
+    count = min(count, len(shards))
+    highest = np.argpartition(scores, len(scores) - count)[len(scores) - count :]
+    # Ties, which 64 bits make all but impossible, go to the lower id, so that the order is defined all the same.
+    ordered = np.lexsort((shards[highest], ~scores[highest]))
+    return shards[highest][ordered]
+
+
+def _scores(node_id: str, shards: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """A 64-bit hash of (node, shard): the sha256 of the id, then SplitMix64's finaliser over both (Steele 2014)."""
+    node = np.frombuffer(hashlib.sha256(node_id.encode()).digest()[:8], dtype="<u8")[0]
+    x = (shards + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) ^ node
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    scores: npt.NDArray[np.uint64] = x ^ (x >> np.uint64(31))
+    return scores

@@ -1,0 +1,103 @@
+"""When a shard has no more to teach: the plateau rules.
+
+`absolute` is 000 and 001 taken together ("Adaptive Shard Rotation"): of the last 50 losses the last 20 have a variance
+below 0.02 and a mean below 0.05, at least 100 steps into the shard. No language model on real text gets to 0.05, so
+in practice it says a model has memorised its shard and nothing else. `relative` asks what was probably meant: whether
+the loss still falls. It compares the mean of the last 20 losses with the mean of the up to 30 before them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from loader.errors import LoaderUsageError
+
+__all__ = ["LossHistory", "Plateau", "PlateauKind", "PlateauRule"]
+
+PlateauKind = Literal["absolute", "relative", "off"]
+
+
+@dataclass(frozen=True, slots=True)
+class Plateau:
+    """What was seen when a rule fired."""
+
+    mean: float
+    variance: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlateauRule:
+    """When to rotate early; the defaults are the specification's.
+
+    Raises:
+        LoaderUsageError: a value makes no sense.
+    """
+
+    kind: PlateauKind = "absolute"
+    history: int = 50
+    """Losses remembered (000: ``loss_history_max``)."""
+    window: int = 20
+    """The last of them, which are looked at (001)."""
+    max_variance: float = 0.02
+    """000: ``loss_plateau_threshold``."""
+    max_mean: float = 0.05
+    """`absolute` only, nats (001)."""
+    min_steps: int = 100
+    """Batches a shard is given before the rule is asked (000: ``min_steps_per_shard``)."""
+    min_improvement: float = 0.005
+    """`relative` only: a mean that fell by less than this share of itself has plateaued."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(PlateauKind):
+            raise LoaderUsageError(
+                f"expected a plateau rule of {', '.join(get_args(PlateauKind))}, found {self.kind!r}"
+            )
+        if not 2 <= self.window < self.history:
+            raise LoaderUsageError(f"expected 2 <= window < history, found {self.window} and {self.history}")
+        if self.min_steps < 0:
+            raise LoaderUsageError(f"expected min_steps of 0 or more, found {self.min_steps}")
+
+    def plateau(self, losses: Sequence[float]) -> Plateau | None:
+        """What the rule makes of the losses on the current shard; None while it is still learning.
+
+        Args:
+            losses: the latest last, at most `history` of them.
+        """
+        if self.kind == "off" or len(losses) < self.window:
+            return None
+        recent = losses[-self.window :]
+        mean = math.fsum(recent) / len(recent)
+        variance = math.fsum((loss - mean) ** 2 for loss in recent) / len(recent)
+        if variance >= self.max_variance:
+            return None
+        if self.kind == "absolute":
+            return Plateau(mean, variance) if mean < self.max_mean else None
+        earlier = losses[: -self.window]
+        if len(losses) < self.history:
+            return None
+        before = math.fsum(earlier) / len(earlier)
+        return Plateau(mean, variance) if before - mean < self.min_improvement * abs(before) else None
+
+
+class LossHistory:
+    """The latest losses on the current shard. A loss that is not finite says nothing of the data and is left out."""
+
+    def __init__(self, length: int, losses: Iterable[float] = ()) -> None:
+        self._losses: deque[float] = deque(losses, maxlen=length)
+
+    def add(self, loss: float) -> None:
+        """Remembers a loss."""
+        if math.isfinite(loss):
+            self._losses.append(float(loss))
+
+    def clear(self) -> None:
+        """Forgets them: another shard begins."""
+        self._losses.clear()
+
+    def losses(self) -> list[float]:
+        """The losses, the latest last."""
+        return list(self._losses)

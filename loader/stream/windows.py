@@ -1,0 +1,103 @@
+"""From ids to batches: windows gathered from a mapped shard, and what the document boundaries in them say.
+
+Windows do not overlap: window w is ids ``w·T … w·T + T``, its labels the same one further. Two views of the map, one id
+apart, hold every window as a row, so a batch is two gathers: 7 µs for 8 × 1,024 ids where a loop of slices takes 17.
+The ids are copied once, out of the page cache into the batch; nothing of a batch points into the map.
+
+A document ends with EOS, and text never yields that id, so the boundaries found here are exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from manifests import SPECIAL_TOKENS
+
+__all__ = ["EOS", "WindowView", "cumulative_lengths", "document_ids", "num_windows", "positions"]
+
+EOS: Final = SPECIAL_TOKENS.index("<|eos|>")
+
+Ids = npt.NDArray[np.int64]
+
+
+def num_windows(num_tokens: int, seq_len: int) -> int:
+    """Windows of ``seq_len`` ids, each with a label for its last id, in a shard of ``num_tokens``."""
+    return (num_tokens - 1) // seq_len
+
+
+@dataclass(frozen=True, slots=True)
+class WindowView:
+    """A shard as rows of windows; both are views of the map, read-only by convention.
+
+    Attributes:
+        inputs: int64[W, T].
+        labels: int64[W, T], each id the one after its input.
+    """
+
+    inputs: Ids
+    labels: Ids
+
+    @classmethod
+    def of(cls, ids: Ids, seq_len: int) -> WindowView:
+        """The windows of a shard's ids.
+
+        Args:
+            ids: int64[N], N > seq_len.
+            seq_len: T.
+        """
+        used = num_windows(len(ids), seq_len) * seq_len
+        return cls(ids[:used].reshape(-1, seq_len), ids[1 : used + 1].reshape(-1, seq_len))
+
+    def gather(self, windows: Ids) -> tuple[Ids, Ids]:
+        """Inputs and labels of some windows, each int64[len(windows), T], copied."""
+        return self.inputs.take(windows, 0), self.labels.take(windows, 0)
+
+
+def document_ids(input_ids: Ids) -> Ids:
+    """Which document of its row an id belongs to, counted from 0; an EOS belongs to the document it ends.
+
+    Args:
+        input_ids: int64[B, T].
+
+    Returns:
+        int64[B, T].
+    """
+    return np.cumsum(_starts(input_ids), axis=1) - 1
+
+
+def positions(input_ids: Ids) -> Ids:
+    """How many ids of the same document come before an id in its row.
+
+    Args:
+        input_ids: int64[B, T].
+
+    Returns:
+        int64[B, T].
+    """
+    columns = np.arange(input_ids.shape[1])
+    begins = np.where(_starts(input_ids), columns, 0)
+    return columns - np.maximum.accumulate(begins, axis=1)
+
+
+def cumulative_lengths(input_ids: Ids) -> npt.NDArray[np.int32]:
+    """Where documents begin in the batch laid out as one row, and its length: what variable-length attention takes.
+
+    Args:
+        input_ids: int64[B, T].
+
+    Returns:
+        int32[D + 1], from 0 to B·T, for D runs of one document within one row.
+    """
+    begins = np.flatnonzero(_starts(input_ids))
+    return np.append(begins, input_ids.size).astype(np.int32)
+
+
+def _starts(input_ids: Ids) -> npt.NDArray[np.bool_]:
+    """bool[B, T]: the first id of every row, and every id after an EOS."""
+    starts = np.ones(input_ids.shape, dtype=np.bool_)
+    np.equal(input_ids[:, :-1], EOS, out=starts[:, 1:])
+    return starts
