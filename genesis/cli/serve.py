@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import signal
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -60,13 +61,13 @@ def serve_command(
     )
     check_folder(folder)
     listener = listen(host, port)
-    _announce(folder, address_of(listener, host), ManifestReader(folder).read(), as_json=as_json)
+    announcement = _announcement(folder, address_of(listener, host), ManifestReader(folder).read(), as_json=as_json)
     stop = StopRequest()
-    asyncio.run(_run(StoreServer(folder, listener, limits), stop))
+    asyncio.run(_run(StoreServer(folder, listener, limits), stop, announcement))
     return stop.exit_code
 
 
-async def _run(server: StoreServer, stop: StopRequest) -> None:
+async def _run(server: StoreServer, stop: StopRequest, announcement: str) -> None:
     """Serves until the first SIGINT or SIGTERM; the second cuts what is still being sent."""
 
     def handle(number: int) -> None:
@@ -81,10 +82,12 @@ async def _run(server: StoreServer, stop: StopRequest) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, handle, number)
+    typer.echo(announcement)  # Only now: whoever waits for it may connect, and may stop it.
+    sys.stdout.flush()
     await server.run()
 
 
-def _announce(folder: Path, address: str, summary: StoreSummary | None, *, as_json: bool) -> None:
+def _announcement(folder: Path, address: str, summary: StoreSummary | None, *, as_json: bool) -> str:
     if as_json:
         served = {
             "folder": str(folder),
@@ -93,7 +96,6 @@ def _announce(folder: Path, address: str, summary: StoreSummary | None, *, as_js
             "total_shards": summary.total_shards if summary else None,
             "total_tokens": summary.total_tokens if summary else None,
         }
-        typer.echo(json.dumps(served))
-        return
+        return json.dumps(served)
     shards = f"{count(summary.total_shards)} shards" if summary else "nothing published yet"
-    typer.echo(f"serving {folder} at {address} ({shards})")
+    return f"serving {folder} at {address} ({shards})"

@@ -1,7 +1,7 @@
 """The ASGI application: from a request to an answer.
 
-Files are opened and read in a small pool of threads, so a slow disk stalls neither the other answers nor ``/healthz``.
-A body goes out in chunks of 256 KiB, the next one read once the connection has taken the last: an answer holds one or
+Files are opened and read in a small pool of threads, so a slow disk delays who waits for it, not the event loop. A
+body goes out in chunks of 256 KiB, the next one read once the connection has taken the last: an answer holds one or
 two chunks, whatever the object's size. An object that is written into while it is sent (nothing of Genesis does that)
 cuts the connection short of its Content-Length, which every client notices, instead of sending bytes of two versions.
 """

@@ -70,6 +70,12 @@ class BoundedConnection(H11Protocol):
         if self._is_answering and self._reason == "idle":
             self._deadline = None
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """A client that has closed its sending half still gets the answer it waits for; uvicorn would cut it short."""
+        if self._is_answering:
+            self.cycle.keep_alive = False
+        return self._is_answering
+
     def pause_writing(self) -> None:
         """The client has not taken what was sent; now it has to."""
         self._deadline, self._reason = time.monotonic() + self.limits.stall_timeout_s, "stalled"

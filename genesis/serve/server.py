@@ -65,6 +65,7 @@ class StoreServer:
         metrics = ServeMetrics(self._folder)
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="genesis-serve") as threads:
             server = self._server = _Server(_configuration(StoreApp(self._folder, metrics, threads), limits, metrics))
+            server.should_exit = self._cut_at < float("inf")  # Told to stop before it began.
             sweeping = asyncio.create_task(self._sweep(server))
             try:
                 await server.serve(sockets=[self._listener])

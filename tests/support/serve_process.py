@@ -1,0 +1,200 @@
+"""``genesis serve`` as a process of its own, and a client that sends exactly the bytes it is told to."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+_WITHIN_S = 30.0
+
+
+@dataclass
+class ServeProcess:
+    """A server that has said it is ready."""
+
+    process: subprocess.Popen[str]
+    announcement: str
+    url: str
+    """Without a slash at the end."""
+    errors: list[str] = field(default_factory=list)
+    """Lines of its standard error so far; all of them after `stop`."""
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def get(self, path: str, **headers: str) -> httpx.Response:
+        """GET of a path; ``if_range="x"`` is the header If-Range."""
+        return self.request("GET", path, **headers)
+
+    def request(self, method: str, path: str, **headers: str) -> httpx.Response:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return httpx.request(method, f"{self.url}{path}", headers=named, timeout=_WITHIN_S)
+
+    def metrics(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+        """Every sample of /metrics by name and labels."""
+        return {
+            (sample.name, frozenset(sample.labels.items())): sample.value
+            for family in text_string_to_metric_families(self.get("/metrics").text)
+            for sample in family.samples
+        }
+
+    def metric(self, name: str, **labels: str) -> float:
+        """One sample; 0 if it is not there yet."""
+        return self.metrics().get((name, frozenset(labels.items())), 0.0)
+
+    def wait_for_metric(self, name: str, value: float, **labels: str) -> None:
+        """Until a sample has reached ``value``."""
+        end = time.monotonic() + _WITHIN_S
+        while (found := self.metric(name, **labels)) < value:
+            if time.monotonic() > end:
+                raise AssertionError(f"expected {name}{labels} to reach {value}, found {found}")
+            time.sleep(0.05)
+
+    def connect(self, *, receive_buffer_bytes: int | None = None) -> RawClient:
+        """A connection of one's own."""
+        connection = socket.socket()
+        if receive_buffer_bytes:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
+        connection.settimeout(_WITHIN_S)
+        connection.connect(("127.0.0.1", self.port))
+        return RawClient(connection)
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Sends a signal and returns the exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        return self.process.wait(_WITHIN_S)
+
+
+class RawClient:
+    """One connection, byte by byte."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self._rest = b""
+
+    def __enter__(self) -> RawClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def send(self, text: bytes) -> None:
+        self.socket.sendall(text)
+
+    def ask(self, target: bytes, *headers: bytes, method: bytes = b"GET") -> None:
+        """Sends a whole request for ``target``, as it is spelt."""
+        lines = [method + b" " + target + b" HTTP/1.1", b"Host: localhost", *headers, b"", b""]
+        self.send(b"\r\n".join(lines))
+
+    def head(self) -> tuple[int, dict[str, str]]:
+        """Status and headers of the next answer."""
+        while b"\r\n\r\n" not in self._rest:
+            part = self.socket.recv(65536)
+            if not part:
+                raise ConnectionError(f"closed after {self._rest!r}")
+            self._rest += part
+        head, _, self._rest = self._rest.partition(b"\r\n\r\n")
+        first, *lines = head.decode("latin-1").split("\r\n")
+        headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+        return int(first.split()[1]), headers
+
+    def read(self, size_bytes: int) -> bytes:
+        """Up to ``size_bytes`` of body; fewer only if the server ends the connection."""
+        parts, left = [self._rest[:size_bytes]], size_bytes - len(self._rest[:size_bytes])
+        self._rest = self._rest[size_bytes:]
+        while left > 0:
+            try:
+                part = self.socket.recv(min(left, 1 << 20))
+            except ConnectionResetError:
+                break
+            if not part:
+                break
+            parts.append(part)
+            left -= len(part)
+        return b"".join(parts)
+
+    def answer(self) -> tuple[int, dict[str, str], bytes]:
+        """The next answer, whole."""
+        status, headers = self.head()
+        return status, headers, self.read(int(headers.get("content-length", 0)))
+
+    def is_closed(self) -> bool:
+        """Waits for the server to end the connection, whatever it still sends."""
+        try:
+            while self.socket.recv(1 << 20):
+                """What was under way."""
+        except ConnectionError:
+            return True
+        except TimeoutError:
+            return False
+        return True
+
+
+@contextmanager
+def genesis_serve(folder: Path, *options: str, log_level: str = "INFO") -> Iterator[ServeProcess]:
+    """``genesis serve`` over ``folder`` on a free port; stopped at the end if the test has not done so."""
+    command = [sys.executable, "-m", "genesis", "serve", "--store", str(folder), "--port", "0", *options]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "GENESIS_LOG": log_level},
+        cwd=Path(__file__).parents[2],
+    )
+    errors: list[str] = []
+    lines: queue.Queue[str] = queue.Queue()
+    threads = [
+        threading.Thread(target=_read, args=(process.stdout, lines.put), daemon=True),
+        threading.Thread(target=_read, args=(process.stderr, errors.append), daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        yield _announced(process, lines, errors)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        try:
+            process.wait(_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
+        finally:
+            for thread in threads:
+                thread.join(_WITHIN_S)
+
+
+def _announced(process: subprocess.Popen[str], lines: queue.Queue[str], errors: list[str]) -> ServeProcess:
+    line = lines.get(timeout=_WITHIN_S)
+    if not line:
+        raise RuntimeError(f"genesis serve ended with {process.wait(_WITHIN_S)}: {''.join(errors)}")
+    address = next(part.strip('",') for part in line.split() if part.strip('",').startswith("http://"))
+    return ServeProcess(process, line, address.rstrip("/"), errors)
+
+
+def _read(stream: object, put: object) -> None:
+    """Hands every line on, and an empty one at the end."""
+    with stream:  # type: ignore[attr-defined]
+        for line in stream:  # type: ignore[attr-defined]
+            put(line)  # type: ignore[operator]
+    put("")  # type: ignore[operator]
