@@ -1,8 +1,8 @@
 """Several addresses of one store, behind one question: give me this object, and let me see whether it is right.
 
 The mirror that last gave a good answer is asked first. One that cannot be reached, or gives bytes that do not hold, is
-asked once more, and then the next one is; rounds go on until the deadline, or until every mirror has given wrong bytes
-three times, for then time will not mend it. Of several mirrors each has 20 s a turn, so that a dead one costs a shard
+asked once more, and then the next one is; rounds go on until the deadline, or until three times every mirror was reached
+and none had the object as it should be (a CDN may remember for a moment that there was none). Of several mirrors each has 20 s a turn, so that a dead one costs a shard
 20 s once and nothing afterwards; a mirror without others has 60.
 """
 
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
-from genesis.errors import GenesisError, ObjectNotFoundError, StoreAccessError, StoreError
+from genesis.errors import GenesisError, StoreError, StoreUnavailableError
 from genesis.store import ReadableStore, RetryPolicy, open_readable
 from genesis.store.throttle import Throttle
 from loader.errors import CorruptObjectError, DataUnavailableError, LoaderUsageError
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _TURN_S: Final = 20.0
 _LONE_TURN_S: Final = 60.0
-_ROUNDS_OF_CORRUPTION: Final = 3
+_HOPELESS_ROUNDS: Final = 3
 _PAUSE_S: Final = 1.0
 
 
@@ -65,12 +65,12 @@ class Mirrors:
             accept: turns the bytes into what is wanted, or raises `CorruptObjectError`.
 
         Raises:
-            DataUnavailableError: no mirror gave it within the deadline, or no mirror has it.
+            DataUnavailableError: no mirror gave it within the deadline, or none has it.
             CorruptObjectError: every mirror that has it gives wrong bytes.
         """
         deadline = time.monotonic() + self._timeout_s
         failures: dict[str, Exception] = {}
-        corrupt_rounds = 0
+        hopeless_rounds = 0
         while True:
             for position in self._order():
                 try:
@@ -81,8 +81,8 @@ class Mirrors:
                 if time.monotonic() >= deadline:
                     raise self._unavailable(key, failures)
             if not any(_may_pass(error) for error in failures.values()):
-                corrupt_rounds += any(isinstance(error, CorruptObjectError) for error in failures.values())
-                if corrupt_rounds in (0, _ROUNDS_OF_CORRUPTION):
+                hopeless_rounds += 1
+                if hopeless_rounds == _HOPELESS_ROUNDS:
                     raise self._final(key, failures)
             time.sleep(min(_PAUSE_S, max(0.0, deadline - time.monotonic())))
 
@@ -133,7 +133,7 @@ class Mirrors:
 
 
 def _may_pass(error: Exception) -> bool:
-    return not isinstance(error, CorruptObjectError | ObjectNotFoundError | StoreAccessError)
+    return isinstance(error, StoreUnavailableError)
 
 
 def _read(store: ReadableStore, key: str, max_bytes: int) -> bytes:
