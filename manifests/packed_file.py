@@ -33,20 +33,13 @@ __all__ = ["max_packed_bytes", "pack_ids", "packed_dtype", "unpack_ids"]
 
 _MAGIC: Final = b"\x28\xb5\x2f\xfd"
 _NARROW_IDS: Final = 2**16
-_MAX_IDS: Final = 2**32
 _MIN_WINDOW_BYTES: Final = 2**10  # The smallest window that a frame header can spell.
 _MAX_WINDOW_LOG: Final = 23  # 8 MB: what RFC 8878 asks every decoder to have.
 _WIDE_LEVEL: Final = 3
 
 
 def packed_dtype(next_merge_id: int) -> np.dtype[np.unsignedinteger]:
-    """How an id is stored: little-endian uint16 for a vocabulary of at most 65,536 ids, else uint32.
-
-    Raises:
-        ValueError: no vocabulary has that many ids.
-    """
-    if not 1 <= next_merge_id <= _MAX_IDS:
-        raise ValueError(f"expected a vocabulary of 1 to {_MAX_IDS} ids, found {next_merge_id}")
+    """How an id is stored: little-endian uint16 for a vocabulary of at most 65,536 ids, else uint32."""
     return np.dtype("<u2") if next_merge_id <= _NARROW_IDS else np.dtype("<u4")
 
 

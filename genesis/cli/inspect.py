@@ -11,7 +11,7 @@ from genesis.cli.options import StoreOption
 from genesis.cli.tables import count, printable
 from genesis.errors import ObjectNotFoundError
 from genesis.populate.progress import format_size
-from manifests import CHECKPOINTS_KEY, Checkpoints, Manifest, canonical_json
+from manifests import CHECKPOINTS_KEY, Checkpoints, Manifest, ShardEntry, canonical_json
 
 if TYPE_CHECKING:
     from genesis.inspection import DocumentView, ShardInspection, Token, VocabularyInspection
@@ -128,11 +128,19 @@ def _shard_lines(found: ShardInspection) -> list[str]:
         f"{count(entry.tokens)} ids below {count(entry.next_merge_id)}, {count(entry.size_bytes)} bytes",
         f"sha256 {entry.sha256}"
         + ("" if found.sha256_matches else ", WHICH THE FILE DOES NOT HAVE: run genesis verify"),
+        *_packed_lines(entry),
         f"in {found.segment}",
     ]
     for document in found.documents:
         lines += ["", *_document_lines(document)]
     return lines
+
+
+def _packed_lines(entry: ShardEntry) -> list[str]:
+    if entry.packed is None:
+        return []
+    per_token = entry.packed.size_bytes / entry.tokens
+    return [f"packed {count(entry.packed.size_bytes)} bytes, {per_token:.2f} a token, in {entry.packed.key}"]
 
 
 def _document_lines(document: DocumentView) -> list[str]:

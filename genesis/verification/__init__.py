@@ -1,7 +1,7 @@
 """Verification: is a store what its manifest says, down to every id? (`genesis verify`)
 
     manifest (form, sums, signature) → segments (digest, chain, neighbours) → shards (digest, form, ids, EOS)
-             ├ vocabularies (digest, sound, prefixes of the newest)   └ packed shards (digest)
+             ├ vocabularies (digest, sound, prefixes of the newest)   └ packed shards (digest, expand to the shard)
              └ checkpoint (same commit), listing (sizes, orphans)
 
 Guarantees: goes on after a problem and reports each in one line with its place; reads nothing it does not check;

@@ -1,7 +1,8 @@
 """The whole verification, in the order that a store at which a populator is at work allows.
 
 The manifest comes first: everything it names was there before it and stays. Shards are read by several threads, so a
-bucket is verified at the link's speed; memory is bounded by threads × two shards (40 MB each at the default size).
+bucket is verified at the link's speed; memory is bounded by threads × a shard in both forms, once read and
+once expanded (50 MB at the default size).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from genesis.verification.report import Counts, Findings, Problem, VerifyReport
 from genesis.verification.sampling import EVERY_SHARD, Sample
 from genesis.verification.shards import ShardCheck, ShardVerdict, check_shard
 from genesis.verification.vocabularies import check_vocabularies
-from manifests import Manifest, shard_key
+from manifests import Manifest
 
 __all__ = ["verify_store"]
 
@@ -118,9 +119,8 @@ class _Verification:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _check_listed(self, check: ShardCheck, listing: Listing) -> None:
-        wrong = listing.shard_problem(check.entry)
-        if wrong is not None:
-            self.findings.problem(shard_key(check.entry.id), wrong)
+        for key, what in listing.problems(check.entry):
+            self.findings.problem(key, what)
 
     def _take(self, verdict: ShardVerdict, to_read: int) -> None:
         self.sampled += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,12 +19,15 @@ from manifests import (
     CHECKPOINTS_KEY,
     MANIFEST_KEY,
     TOKENIZER_KEY,
+    PackedEntry,
     Segment,
     ShardEntry,
     VocabularyFile,
     decode_shard,
     encode_shard,
     generate_private_key,
+    pack_ids,
+    packed_key,
     segment_key,
     sha256_hex,
     shard_key,
@@ -63,7 +67,14 @@ def flip(path: Path, position: int) -> None:
 def vouch_for_shard(folder: Path, shard_id: int, body: bytes, **changes: object) -> None:
     """Puts a shard in place that index and manifest vouch for: what a faulty populator would have written."""
     (folder / shard_key(shard_id)).write_bytes(body)
-    change_entry(folder, shard_id, sha256=sha256_hex(body), size_bytes=len(body), **changes)
+    change_entry(folder, shard_id, sha256=sha256_hex(body), size_bytes=len(body), packed=None, **changes)
+
+
+def vouch_for_packed(folder: Path, shard_id: int, body: bytes) -> None:
+    """The same for a packed form."""
+    (folder / packed_key(shard_id)).write_bytes(body)
+    entry = PackedEntry(key=packed_key(shard_id), sha256=sha256_hex(body), size_bytes=len(body))
+    change_entry(folder, shard_id, packed=entry)
 
 
 def change_entry(folder: Path, shard_id: int, **changes: object) -> None:
@@ -224,6 +235,92 @@ def test_a_damaged_shard_is_named(folder: Path, damage: Callable[[Path], str]) -
     assert set(wheres(report)) == {shard_key(3)}
     assert any(expected in problem.what for problem in report.problems), report.problems
     assert report.counts.shards_verified == report.counts.shards - 1
+
+
+def damage_flip_packed(folder: Path) -> str:
+    flip(folder / packed_key(3), 1000)
+    return "expected sha256"
+
+
+def damage_shorten_packed(folder: Path) -> str:
+    path = folder / packed_key(3)
+    path.write_bytes(path.read_bytes()[:-1])
+    return "bytes, found"
+
+
+def damage_remove_packed(folder: Path) -> str:
+    (folder / packed_key(3)).unlink()
+    return "no such object"
+
+
+def damage_packed_ids_of_another_shard(folder: Path) -> str:
+    vouch_for_packed(folder, 3, (folder / packed_key(4)).read_bytes())
+    return "expand to the shard of sha256"
+
+
+def damage_one_packed_id(folder: Path) -> str:
+    ids = ids_of(folder, 3)
+    ids[1234] ^= 1
+    vouch_for_packed(folder, 3, pack_ids(ids, 32_000))
+    return "expand to the shard of sha256"
+
+
+def damage_packed_frame(folder: Path) -> str:
+    vouch_for_packed(folder, 3, (folder / packed_key(3)).read_bytes() + b"\0")
+    return "unused data"
+
+
+def damage_packed_id_beyond_the_vocabulary(folder: Path) -> str:
+    vouch_for_packed(folder, 3, pack_ids(np.full(2000, 60_000), 65_536))
+    return "found 60000 at position 0"
+
+
+def damage_packed_bomb(folder: Path) -> str:
+    vouch_for_packed(folder, 3, pack_ids(np.zeros(10_000_000, np.int64), 65_536))
+    return "content size of 4000 bytes, found 20000000 bytes"
+
+
+def damage_packed_size(folder: Path) -> str:
+    packed = segment_of(folder).shards[3].packed.model_copy(update={"size_bytes": 10**12})
+    change_entry(folder, 3, packed=packed)
+    return "the index says 1000000000000"
+
+
+PACKED_DAMAGES = [
+    damage_flip_packed,
+    damage_shorten_packed,
+    damage_remove_packed,
+    damage_packed_ids_of_another_shard,
+    damage_one_packed_id,
+    damage_packed_frame,
+    damage_packed_id_beyond_the_vocabulary,
+    damage_packed_bomb,
+    damage_packed_size,
+]
+
+
+@pytest.mark.parametrize("damage", PACKED_DAMAGES)
+def test_a_damaged_packed_form_is_named(folder: Path, damage: Callable[[Path], str]) -> None:
+    expected = damage(folder)
+    report = verify(folder)
+    assert set(wheres(report)) == {packed_key(3)}
+    assert any(expected in problem.what for problem in report.problems), report.problems
+    assert report.counts.shards_verified == report.counts.shards - 1
+
+
+def test_a_packed_form_under_another_key_is_named(folder: Path) -> None:
+    packed = segment_of(folder).shards[3].packed.model_copy(update={"key": packed_key(4)})
+    change_entry(folder, 3, packed=packed)
+    report = verify(folder)
+    assert set(wheres(report)) == {packed_key(4)}
+    assert f"of shard 3 under the key {packed_key(3)}" in report.problems[0].what
+
+
+def test_a_store_without_packed_forms_is_sound(folder: Path) -> None:
+    shards = tuple(entry.model_copy(update={"packed": None}) for entry in segment_of(folder).shards)
+    write_segment(folder, Segment(shards=shards))
+    shutil.rmtree(folder / "packed")
+    assert verify(folder).ok
 
 
 @pytest.mark.parametrize(
@@ -428,12 +525,15 @@ def test_it_goes_on_after_every_problem(folder: Path) -> None:
 def test_orphans_are_notes(folder: Path) -> None:
     (folder / shard_key(23)).write_bytes(b"not committed")
     (folder / shard_key(999_999)).write_bytes(b"not committed")
+    (folder / packed_key(999_999)).write_bytes(b"not committed")
     (folder / segment_key(0, "0" * 64)).write_bytes(b"replaced")
     report = verify(folder)
     assert report.ok, report.problems
     notes = "\n".join(report.notes)
     assert "2 shards beyond the manifest" in notes
     assert shard_key(999_999) in notes
+    assert "1 packed shards beyond the manifest" in notes
+    assert packed_key(999_999) in notes
     assert segment_key(0, "0" * 64) in notes
 
 
@@ -450,8 +550,11 @@ def test_a_sample_is_seeded_and_read_whole(folder: Path) -> None:
 def test_a_sample_misses_no_shard_that_is_gone(folder: Path) -> None:
     (folder / shard_key(7)).unlink()
     (folder / shard_key(8)).write_bytes(b"short")
+    (folder / packed_key(9)).unlink()
+    (folder / packed_key(10)).write_bytes(b"short")
+    gone = {shard_key(7), shard_key(8), packed_key(9), packed_key(10)}
     for seed in range(3):
-        assert set(wheres(verify(folder, sample=Sample.parse("1"), seed=seed))) == {shard_key(7), shard_key(8)}
+        assert set(wheres(verify(folder, sample=Sample.parse("1"), seed=seed))) == gone
 
 
 @pytest.mark.parametrize("text", ["", "0", "0%", "101%", "-1%", "x", "1e3", "1.5"])
@@ -493,10 +596,10 @@ class FailingStore(FolderStore):
         super().__init__(root)
         self._silent = {shard_key(number) for number in silent}
 
-    def get(self, key: str) -> StoredObject:
+    def get(self, key: str, *, max_bytes: int | None = None) -> StoredObject:
         if key in self._silent:
             raise StoreUnavailableError(f"cannot read {key}: timed out")
-        return super().get(key)
+        return super().get(key, max_bytes=max_bytes)
 
 
 def test_a_shard_that_cannot_be_read_is_a_problem(folder: Path) -> None:
@@ -513,8 +616,8 @@ def test_a_store_that_is_gone_is_given_up(folder: Path) -> None:
 class ChangingStore(FolderStore):
     """A store whose populator deletes the last segment as soon as any other object than the first few is read."""
 
-    def get(self, key: str) -> StoredObject:
-        found = super().get(key)
+    def get(self, key: str, *, max_bytes: int | None = None) -> StoredObject:
+        found = super().get(key, max_bytes=max_bytes)
         if key.startswith("shard_"):
             for info in list(super().list("index/")):
                 self.delete(info.key)
@@ -531,10 +634,10 @@ class UnlistableStore(FolderStore):
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         raise StoreError("may not be listed")
 
-    def get(self, key: str) -> StoredObject:
+    def get(self, key: str, *, max_bytes: int | None = None) -> StoredObject:
         if key == CHECKPOINTS_KEY:
             raise ObjectNotFoundError("none")
-        return super().get(key)
+        return super().get(key, max_bytes=max_bytes)
 
 
 def test_what_may_not_be_looked_at_is_noted(folder: Path) -> None:
@@ -561,7 +664,8 @@ def signed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_no_changed_byte_goes_unnoticed(signed: Path, data: st.DataObject) -> None:
     manifest = manifest_of(signed)
     vouched = [MANIFEST_KEY, TOKENIZER_KEY, manifest.index[0].key, older_key(signed)]
-    key = data.draw(st.sampled_from([*vouched, *(shard_key(number) for number in range(manifest.total_shards))]))
+    shards = [form(number) for number in range(manifest.total_shards) for form in (shard_key, packed_key)]
+    key = data.draw(st.sampled_from([*vouched, *shards]))
     path = signed / key
     body = path.read_bytes()
     position = data.draw(st.integers(0, len(body) - 1))
