@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+from loader.cache.inventory import CacheEntry, ClearReport
 from loader.cache.settings import DEFAULT_CACHE_BYTES, DEFAULT_CACHE_DIR, cache_bytes, cache_dir
-from loader.cache.shard_cache import CachedFile, CacheEntry, ClearReport, ShardCache
+from loader.cache.shard_cache import CachedFile, ShardCache
 from loader.cache.sizes import format_size, parse_size
 
 __all__ = [

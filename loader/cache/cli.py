@@ -14,8 +14,9 @@ from typing import Annotated
 
 import typer
 
+from loader.cache.inventory import CacheEntry, ClearReport
 from loader.cache.settings import DEFAULT_CACHE_DIR, cache_bytes, cache_dir
-from loader.cache.shard_cache import CacheEntry, ClearReport, ShardCache
+from loader.cache.shard_cache import ShardCache
 from loader.cache.sizes import format_size
 from loader.errors import LoaderError, LoaderUsageError
 
@@ -69,7 +70,11 @@ def _listing(cache: ShardCache, entries: list[CacheEntry]) -> list[str]:
         for entry in entries
     ]
     total = format_size(sum(entry.size_bytes for entry in entries))
-    return [*lines, f"{cache.folder}: {len(entries)} files, {total} of at most {format_size(cache.max_bytes)}"]
+    return [*lines, f"{cache.folder}: {_files(len(entries))}, {total} of at most {format_size(cache.max_bytes)}"]
+
+
+def _files(number: int) -> str:
+    return f"{number} file" if number == 1 else f"{number} files"
 
 
 def _state(entry: CacheEntry) -> str:
@@ -97,7 +102,7 @@ def _listing_json(cache: ShardCache, entries: list[CacheEntry]) -> str:
 def _report(cache: ShardCache, report: ClearReport) -> list[str]:
     return [
         *(f"kept {name}: a process has it open" for name in report.kept),
-        f"{cache.folder}: removed {len(report.removed)} files, {format_size(report.freed_bytes)}; "
+        f"{cache.folder}: removed {_files(len(report.removed))}, {format_size(report.freed_bytes)}; "
         f"kept {len(report.kept)}",
     ]
 

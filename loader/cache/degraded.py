@@ -28,9 +28,11 @@ _ADVICE = {
     errno.ENOTDIR: "give --cache-dir a folder, not a file",
     errno.EOPNOTSUPP: "give --cache-dir a folder on a local disk",
     errno.ENOSYS: "give --cache-dir a folder on a local disk",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENOLCK: "give --cache-dir a folder on a local disk",
 }
-_warned: set[tuple[str, str]] = set()
+_warned: dict[tuple[str, str], object] = {}
+"""Folder and cause, and a token of the call that warned of it."""
 
 
 class Degraded(Exception):  # noqa: N818  not an error: the reason to go on without the cache
@@ -63,9 +65,9 @@ def own_calls() -> Iterator[None]:
 
 def warn_once(folder: Path, reason: Degraded) -> None:
     """Warns about a cause the first time that it is met in this process, for this folder."""
-    key = (os.fspath(folder), reason.cause)
-    if key in _warned:
+    token = object()
+    # One step, so that of several threads one warns. (Not the reason itself: it would keep its frames alive.)
+    if _warned.setdefault((os.fspath(folder), reason.cause), token) is not token:
         logger.debug("cache %s: %s", folder, reason)
         return
-    _warned.add(key)
     logger.warning("cache %s: %s; until then data is fetched without it (said once)", folder, reason)

@@ -98,6 +98,8 @@ def keep_shared(descriptor: int) -> bool:
 
 def release(descriptor: int) -> None:
     """Gives an exclusive lock back, also from children that were forked meanwhile, and closes the descriptor."""
+    if descriptor not in _exclusive:
+        return  # We are such a child: it was closed at the fork, and the lock is the parent's.
     try:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     finally:

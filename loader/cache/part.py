@@ -6,7 +6,8 @@ filled, published (renamed, and mapped by its maker), closed. A maker that dies 
 part without a lock, which the next one takes over or sweeps away.
 
 Nothing is synced to the disk. After a power cut a published file may hold zeros; it is verified at every open and then
-made anew. Syncing would cost each 20 MB file some 20 to 200 ms for a case that costs nothing else.
+made anew. Syncing would add 15 to 25 ms (on a quiet solid-state disk, far more on a busy one) to the 8 ms that a 20 MB
+file takes.
 """
 
 from __future__ import annotations

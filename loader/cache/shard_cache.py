@@ -4,7 +4,7 @@ Guarantees:
 
 - What `ShardCache.open` gives out was verified in this process since it was read from the disk: by `check` if it was
   there, by `produce` if it was made now. Nothing in the folder is believed, so nothing in it needs fsync, and a folder
-  damaged in any way costs time, not correctness. The trade-off: every open hashes the file, 10 to 15 ms for 20 MB.
+  damaged in any way costs time, not correctness. The trade-off: every open hashes the file, 12 ms for 20 MB.
 - Many processes and threads: one makes a file, the others wait and map the same pages. All locks are the kernel's, so a
   kill -9 at any moment frees them and leaves nothing that stops a later process. Every wait has a deadline.
 - Files and parts together never exceed `max_bytes`. Least recently opened goes first; what is open never goes.
@@ -22,23 +22,22 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loader.cache.degraded import Degraded, own_calls, warn_once
-from loader.cache.folder import FolderFile, check_name, folder_lock, is_open, remove_if_closed, scan
+from loader.cache.folder import check_name, folder_lock
+from loader.cache.inventory import CacheEntry, ClearReport, clear_folder, list_entries
 from loader.cache.mapping import map_file, touch
 from loader.cache.part import Part
-from loader.errors import CacheError, CorruptObjectError, LoaderUsageError
+from loader.errors import CorruptObjectError, LoaderUsageError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["CacheEntry", "CachedFile", "ClearReport", "ShardCache"]
+__all__ = ["CachedFile", "ShardCache"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,30 +59,6 @@ class CachedFile:
     """False: the cache could not be used, and the bytes live in this process only."""
 
 
-@dataclass(frozen=True, slots=True)
-class CacheEntry:
-    """A file in the cache."""
-
-    name: str
-    size_bytes: int
-    last_used_at: datetime
-    """When it was last opened; in UTC."""
-    in_use: bool
-    """Some process has it open."""
-    complete: bool = True
-    """False for a part: a file being made, or the leftover of a maker that died."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClearReport:
-    """What `ShardCache.clear` did."""
-
-    removed: tuple[str, ...]
-    kept: tuple[str, ...]
-    """Open in some process."""
-    freed_bytes: int
-
-
 class ShardCache:
     """A folder of verified, immutable files that the processes of one machine share.
 
@@ -98,6 +73,7 @@ class ShardCache:
         self._folder = folder
         self._max_bytes = max_bytes
         self._wait_timeout_s = wait_timeout_s
+        self._lock_timeout_s = min(wait_timeout_s, _LOCK_TIMEOUT_S)
 
     @property
     def folder(self) -> Path:
@@ -171,17 +147,7 @@ class ShardCache:
         Raises:
             CacheError: the folder cannot be read.
         """
-        with self._whole_folder() as files:
-            return [
-                CacheEntry(
-                    name=file.path.name,
-                    size_bytes=file.size_bytes,
-                    last_used_at=datetime.fromtimestamp(file.used_at_ns / 1e9, UTC),
-                    in_use=is_open(file.path),
-                    complete=file.complete,
-                )
-                for file in files
-            ]
+        return list_entries(self._folder, self._lock_timeout_s)
 
     def clear(self) -> ClearReport:
         """Removes every file that is not open, and what dead processes left.
@@ -189,37 +155,7 @@ class ShardCache:
         Raises:
             CacheError: the folder cannot be read or written.
         """
-        removed: list[str] = []
-        kept: list[str] = []
-        freed_bytes = 0
-        with self._whole_folder() as files:
-            for file in files:
-                if remove_if_closed(file.path):
-                    removed.append(file.path.name)
-                    freed_bytes += file.size_bytes
-                else:
-                    kept.append(file.path.name)
-        return ClearReport(tuple(removed), tuple(kept), freed_bytes)
-
-    @contextmanager
-    def _whole_folder(self) -> Iterator[list[FolderFile]]:
-        """What is in the folder, under its lock where it can be written.
-
-        The lock keeps our question whether a file is open from looking like a reader to one that makes room.
-
-        Raises:
-            CacheError: the folder, or a file in it, refused.
-        """
-        try:
-            with own_calls():
-                if not os.path.lexists(self._folder):
-                    yield []
-                    return
-                writable = os.access(self._folder, os.W_OK)
-                with folder_lock(self._folder, _LOCK_TIMEOUT_S) if writable else nullcontext():
-                    yield scan(self._folder)
-        except Degraded as reason:
-            raise CacheError(f"cache {self._folder}: {reason}") from reason
+        return clear_folder(self._folder, self._lock_timeout_s)
 
     def _find_or_claim(self, name: str, size_bytes: int, check: Callable[[memoryview], None]) -> memoryview | Part:
         """The file, if it is there or another makes it in time; else the reserved part to make it in.
@@ -272,7 +208,7 @@ class ShardCache:
 
     def _remove_damaged(self, path: Path, found: os.stat_result) -> None:
         """Removes what was found damaged, unless another process has already put a new file there."""
-        with folder_lock(self._folder, _LOCK_TIMEOUT_S):
+        with folder_lock(self._folder, self._lock_timeout_s):
             now = _status(path)
             # The time too: the number of a removed file is soon that of another.
             if now is None or not os.path.samestat(now, found) or now.st_ctime_ns != found.st_ctime_ns:
@@ -281,7 +217,7 @@ class ShardCache:
 
     def _claim(self, name: str, size_bytes: int) -> Part | None:
         with own_calls():
-            part = Part.claim(self._folder, name, _LOCK_TIMEOUT_S)
+            part = Part.claim(self._folder, name, self._lock_timeout_s)
             if part is None:
                 return None
             try:

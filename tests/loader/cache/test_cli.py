@@ -1,0 +1,85 @@
+"""``genesis cache``, as its user sees it."""
+
+import json
+
+import pytest
+
+from genesis.cli.app import run
+from loader.cache import ShardCache
+from tests.support.cache_actor import SIZE_BYTES, check, content, name_of
+from tests.support.populating import genesis
+
+
+@pytest.fixture
+def cache(folder, monkeypatch):
+    monkeypatch.setenv("GENESIS_CACHE_DIR", str(folder))
+    monkeypatch.setenv("GENESIS_CACHE_BYTES", "1MB")
+    return ShardCache(folder, 1_000_000)
+
+
+def fill(cache, *numbers):
+    return [
+        cache.open(name_of(number), SIZE_BYTES, lambda n=number: content(name_of(n)), check(name_of(number)))
+        for number in numbers
+    ]
+
+
+def test_ls_shows_what_is_there_and_how_much_of_the_bound(cache, folder, capsys):
+    first, _ = fill(cache, 1, 2)
+    del _
+    (folder / f".{name_of(3)}.part").write_bytes(b"left by a dead process")
+    assert run(["cache", "ls"]) == 0
+    *files, total = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in files] == [name_of(1), name_of(2), f".{name_of(3)}.part"]
+    assert [line.endswith("in use") for line in files] == [True, False, False]
+    assert files[0].split()[1:3] == ["40.0", "kB"] and files[2].endswith("leftover")
+    assert total == f"{folder}: 3 files, 80.0 kB of at most 1.0 MB"
+    assert first.buffer == content(name_of(1))
+
+
+def test_ls_for_programs(cache, folder, capsys):
+    fill(cache, 1)
+    assert run(["cache", "ls", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    [file] = found.pop("files")
+    assert found == {"folder": str(folder), "max_bytes": 1_000_000, "total_bytes": SIZE_BYTES}
+    assert file.pop("last_used_at") == cache.entries()[0].last_used_at.isoformat()
+    assert file == {"name": name_of(1), "size_bytes": SIZE_BYTES, "in_use": False, "complete": True}
+
+
+def test_clear_removes_what_is_closed_and_names_what_it_kept(cache, folder, capsys):
+    held, _ = fill(cache, 1, 2)
+    del _
+    assert run(["cache", "clear"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"kept {name_of(1)}: a process has it open",
+        f"{folder}: removed 1 file, 40.0 kB; kept 1",
+    ]
+    assert held.buffer == content(name_of(1))
+    del held
+    assert run(["cache", "clear", "--json", "--cache-dir", str(folder)]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "folder": str(folder), "removed": [name_of(1)], "kept": [], "freed_bytes": SIZE_BYTES,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "code"),
+    [
+        (["--cache-dir", "/dev/null"], {}, 1),
+        ([], {"GENESIS_CACHE_BYTES": "much"}, 2),
+        ([], {"GENESIS_CACHE_DIR": "~nobody-of-this-name/cache"}, 2),
+    ],
+)
+def test_what_a_user_can_mend_ends_with_one_line(arguments, environment, code):
+    done = genesis("cache", "ls", *arguments, expect=code, **environment)
+    assert done.stdout == ""
+    assert done.stderr.startswith("genesis: expected" if code == 2 else "genesis: cache /dev/null: cannot be used")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_cache_that_is_not_there_is_empty(cache, folder, capsys):
+    assert run(["cache", "ls"]) == 0
+    assert run(["cache", "clear"]) == 0
+    assert "0 files" in capsys.readouterr().out
+    assert not folder.exists()
