@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import mmap
 import zipfile
 from pathlib import Path
 
@@ -12,7 +13,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manifests import ShardFormatError, ShardImage, decode_shard, encode_shard, sha256_hex, shard_file_bytes
+from manifests import (
+    SHARD_DATA_OFFSET,
+    ShardFormatError,
+    ShardImage,
+    decode_shard,
+    encode_shard,
+    sha256_hex,
+    shard_file_bytes,
+    view_shard,
+)
 
 # These pin the format. A change means that every published shard has another digest: do not update them, find out why.
 GOLDEN_FULL = "e8dc04d559f468f1c0c8a3e4e84c2577718ef5aada7968a7226cc16dbed01945"
@@ -114,6 +124,63 @@ def test_another_length_is_refused(cut: int, length: int) -> None:
             decode_shard(damaged)
     with pytest.raises(ShardFormatError):
         decode_shard(body, expected_tokens=length + cut)
+
+
+@settings(deadline=None)
+@given(length=LENGTHS, seed=st.integers(0, 2**32 - 1))
+def test_a_view_shows_the_ids_where_they_are(length: int, seed: int) -> None:
+    ids = np.random.default_rng(seed).integers(0, 32_000, size=length)
+    body = bytearray(encode_shard(ids))
+    view = view_shard(body, length)
+    assert view.dtype == np.int64
+    assert np.array_equal(view, ids)
+    body[SHARD_DATA_OFFSET] ^= 1
+    assert view[0] == ids[0] ^ 1
+
+
+def test_a_view_may_be_written_to_exactly_if_its_buffer_may(tmp_path: Path) -> None:
+    path = tmp_path / "shard_0.pt"
+    path.write_bytes(encode_shard(np.arange(5_000)))
+    body = path.read_bytes()
+    assert not view_shard(body, 5_000).flags.writeable
+    assert not view_shard(memoryview(bytearray(body)).toreadonly(), 5_000).flags.writeable
+    with path.open("rb") as file:
+        private = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        shared = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    assert not view_shard(shared, 5_000).flags.writeable
+    ids = view_shard(private, 5_000)
+    ids[7] = 1
+    assert (ids[7], decode_shard(path.read_bytes())[7]) == (1, 7)
+    assert torch.from_numpy(ids)[7] == 1
+
+
+def test_a_view_refuses_every_changed_byte_but_the_ids_and_their_crc() -> None:
+    sound, length = bytes(encode_shard(np.arange(20))), 20
+    behind = SHARD_DATA_OFFSET + 8 * length
+    for position in range(len(sound)):
+        body = bytearray(sound)
+        body[position] ^= 0x01
+        if SHARD_DATA_OFFSET <= position < behind:
+            assert view_shard(body, length)[(position - SHARD_DATA_OFFSET) // 8] != (position - SHARD_DATA_OFFSET) // 8
+        else:
+            with pytest.raises(ShardFormatError):
+                view_shard(body, length)
+
+
+@pytest.mark.parametrize("length", [-1, 0, 19, 21, 2**28, 2**70])
+def test_a_view_of_another_length_is_refused(length: int) -> None:
+    """Also where the padding to 64 bytes makes the file the same size: its own pickle tells."""
+    with pytest.raises(ShardFormatError):
+        view_shard(encode_shard(np.arange(20)), length)
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=4000), st.integers(1, 300))
+def test_a_view_of_any_other_bytes_is_refused(data: bytes, length: int) -> None:
+    with pytest.raises(ShardFormatError):
+        view_shard(data, length)
+    with pytest.raises(ShardFormatError):
+        view_shard(data.ljust(shard_file_bytes(length), b"P")[: shard_file_bytes(length)], length)
 
 
 @settings(deadline=None)
