@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,8 +97,11 @@ class StreamOptions:
         _one_of("split", self.split, get_args(Split))
         for extra in self.extras:
             _one_of("extras", extra, get_args(Extra))
-        if any(not weight > 0 for _, weight in self.sources) or len(dict(self.sources)) != len(self.sources):
-            raise LoaderUsageError(f"sources: expected different names with weights above 0, found {self.sources}")
+        weights = [weight for _, weight in self.sources]
+        if not all(0 < weight < math.inf for weight in weights) or len(dict(self.sources)) != len(self.sources):
+            raise LoaderUsageError(
+                f"sources: expected different names with finite weights above 0, found {self.sources}"
+            )
 
 
 def _one_of(name: str, found: str, known: tuple[str, ...]) -> None:

@@ -71,7 +71,7 @@ class PlateauRule:
             return None
         recent = losses[-self.window :]
         mean = math.fsum(recent) / len(recent)
-        variance = math.fsum((loss - mean) ** 2 for loss in recent) / len(recent)
+        variance = math.fsum((loss - mean) * (loss - mean) for loss in recent) / len(recent)
         if variance >= self.max_variance:
             return None
         if self.kind == "absolute":

@@ -80,7 +80,8 @@ class Schedule:
         self._lanes = list(lanes)
         self._batch_size = batch_size
         self.end_epoch = end_epoch
-        self._thresholds = _thresholds([lane.weight for lane in lanes])
+        self._shares = _shares([lane.weight for lane in lanes])
+        self._thresholds = _thresholds(self._shares)
         self._queued: dict[int, Lane] = {}
         self.step = step
         self.positions = list(positions) if positions is not None else [LanePosition() for _ in lanes]
@@ -97,7 +98,8 @@ class Schedule:
     def next_shard(self, lane: int = 0) -> int:
         """The shard after that one."""
         shards = self._lanes[lane].shards
-        return shards[(self.positions[lane].window // self._lanes[lane].windows_per_shard + 1) % len(shards)]
+        ordinal = self.positions[lane].window // self._lanes[lane].windows_per_shard + 1
+        return shards[ordinal] if ordinal < len(shards) else self._successor(lane).shards[0]
 
     def steps_on_shard(self) -> int:
         """Batches made of the current shards; where lanes moved at different times, of the one that moved last."""
@@ -140,17 +142,19 @@ class Schedule:
         self._queued[lane] = successor
 
     def _lane_steps(self, lane: int) -> int:
-        share = self._lanes[lane].weight / sum(each.weight for each in self._lanes)
-        return int(self.positions[lane].window % self._lanes[lane].windows_per_shard / (share * self._batch_size))
+        windows = self.positions[lane].window % self._lanes[lane].windows_per_shard
+        return int(windows / (self._shares[lane] * self._batch_size)) if windows else 0
 
     def _rows_by_lane(self) -> list[int]:
         """How many rows of the next batch each lane gives, the end of the last epoch respected."""
-        if len(self._lanes) == 1:
-            return [min(self._batch_size, self._left(0))]
+        left = [self._left(lane) for lane in range(len(self._lanes))]
+        if len(left) == 1 or not all(left):
+            # A mixture ends with the first lane that does: what is left of the others would be no mixture.
+            return [min(left)]
         first = self.step * self._batch_size
         lanes = _lanes_of_rows(first, self._batch_size, self._thresholds)
-        for lane in range(len(self._lanes)):
-            beyond = np.flatnonzero(lanes == lane)[self._left(lane) :]
+        for lane, most in enumerate(left):
+            beyond = np.flatnonzero(lanes == lane)[most:]
             if len(beyond):
                 lanes = lanes[: beyond[0]]
         return [int(count) for count in np.bincount(lanes, minlength=len(self._lanes))]
@@ -160,17 +164,24 @@ class Schedule:
         if self.end_epoch is None:
             return self._batch_size
         position = self.positions[lane]
-        left = (self.end_epoch - position.epoch) * self._lanes[lane].windows - position.window
-        return max(0, min(self._batch_size, left))
+        epochs = self.end_epoch - position.epoch
+        if epochs <= 0:
+            return 0
+        left = self._lanes[lane].windows - position.window + (epochs - 1) * self._successor(lane).windows
+        return min(self._batch_size, left)
+
+    def _successor(self, lane: int) -> Lane:
+        """What the lane reads in its next epoch."""
+        return self._queued.get(lane, self._lanes[lane])
 
     def _take(self, lane: int, count: int) -> list[Rows]:
-        shards, per_shard = self._lanes[lane].shards, self._lanes[lane].windows_per_shard
         rows: list[Rows] = []
         while count:
-            position = self.positions[lane]
-            ordinal, first = divmod(position.window, per_shard)
-            take = min(count, per_shard - first)
-            rows.append(Rows(position.epoch, shards[ordinal], first, take))
+            # Looked up anew for each part: an epoch may end within a batch, and a queued lane begin.
+            current, position = self._lanes[lane], self.positions[lane]
+            ordinal, first = divmod(position.window, current.windows_per_shard)
+            take = min(count, current.windows_per_shard - first)
+            rows.append(Rows(position.epoch, current.shards[ordinal], first, take))
             self._advance(lane, take)
             count -= take
         return rows
@@ -187,10 +198,17 @@ class Schedule:
         self.positions[lane] = LanePosition(position.epoch + epochs, window)
 
 
-def _thresholds(weights: Sequence[float]) -> npt.NDArray[np.uint64]:
+def _shares(weights: Sequence[float]) -> npt.NDArray[np.float64]:
+    """The part of all rows that each lane gives."""
+    relative = np.asarray(weights, dtype=np.float64) / max(weights)
+    shares: npt.NDArray[np.float64] = relative / relative.sum()
+    return shares
+
+
+def _thresholds(shares: npt.NDArray[np.float64]) -> npt.NDArray[np.uint64]:
     """Where, in the range of a 64-bit word, each lane's part ends; the last has no end."""
-    shares = np.cumsum(np.asarray(weights, dtype=np.float64) / sum(weights))[:-1]
-    return (shares * 2.0**53).astype(np.uint64) << np.uint64(11)
+    # Shares that add up to 1 in all but name would end at 2**64, which no word can say.
+    return np.minimum(np.cumsum(shares)[:-1] * 2.0**53, 2.0**53 - 1).astype(np.uint64) << np.uint64(11)
 
 
 def _lanes_of_rows(first: int, count: int, thresholds: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
