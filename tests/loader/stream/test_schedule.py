@@ -1,0 +1,203 @@
+"""Batch k as rows of windows: each window once an epoch, the mixture right at any length, skips equal to steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from loader.stream.schedule import Lane, LanePosition, Rows, Schedule
+
+LANES = st.lists(
+    st.tuples(st.integers(1, 5), st.integers(1, 12), st.sampled_from([0.05, 0.3, 1.0, 2.0, 7.5])),
+    min_size=1,
+    max_size=4,
+).map(
+    lambda shapes: [
+        Lane(tuple(100 * number + shard for shard in range(shards)), windows, weight)
+        for number, (shards, windows, weight) in enumerate(shapes)
+    ]
+)
+BATCH_SIZES = st.integers(1, 14)
+STEPS = st.integers(0, 24)
+
+
+def windows_of(rows: list[Rows]) -> list[tuple[int, int, int]]:
+    """(epoch, shard, window) of every row."""
+    return [(part.epoch, part.shard_id, part.first + i) for part in rows for i in range(part.count)]
+
+
+def take(schedule: Schedule, steps: int) -> list[list[Rows]]:
+    return [schedule.next_rows() for _ in range(steps)]
+
+
+@given(LANES, BATCH_SIZES, STEPS)
+def test_each_lane_reads_its_windows_in_order_and_each_once_an_epoch(
+    lanes: list[Lane], batch_size: int, steps: int
+) -> None:
+    taken = [window for rows in take(Schedule(lanes, batch_size), steps) for window in windows_of(rows)]
+    assert len(taken) == steps * batch_size
+    for lane in lanes:
+        own = [window for window in taken if window[1] in lane.shards]
+        plain = [
+            (epoch, shard, window)
+            for epoch in range(len(own) // lane.windows + 1)
+            for shard in lane.shards
+            for window in range(lane.windows_per_shard)
+        ]
+        assert own == plain[: len(own)]
+
+
+@given(st.integers(1, 5), st.integers(1, 12), BATCH_SIZES, st.integers(1, 3))
+def test_an_epoch_holds_each_window_once_and_ends_with_a_partial_batch(
+    shards: int, windows: int, batch_size: int, epochs: int
+) -> None:
+    lane = Lane(tuple(range(shards)), windows)
+    schedule = Schedule([lane], batch_size, end_epoch=epochs)
+    batches = []
+    while rows := schedule.next_rows():
+        batches.append(windows_of(rows))
+    assert schedule.next_rows() == []
+    total = epochs * lane.windows
+    assert [len(batch) for batch in batches] == [batch_size] * (total // batch_size) + [total % batch_size] * (
+        total % batch_size > 0
+    )
+    assert Counter(window for batch in batches for window in batch) == Counter(
+        (epoch, shard, window) for epoch in range(epochs) for shard in range(shards) for window in range(windows)
+    )
+    assert schedule.step == len(batches)
+    assert schedule.positions == [LanePosition(epochs, 0)]
+
+
+@given(LANES, BATCH_SIZES, st.integers(1, 2))
+def test_a_mixture_ends_when_its_first_lane_does(lanes: list[Lane], batch_size: int, epochs: int) -> None:
+    schedule = Schedule(lanes, batch_size, end_epoch=epochs)
+    unending = Schedule(lanes, batch_size)
+    while rows := schedule.next_rows():
+        full = windows_of(unending.next_rows())
+        assert all(epoch < epochs for epoch, _, _ in windows_of(rows))
+        if len(windows_of(rows)) < batch_size:
+            break
+        assert windows_of(rows) == full
+    assert schedule.next_rows() == []
+    assert any(position == LanePosition(epochs, 0) for position in schedule.positions)
+    schedule.end_epoch = epochs + 1
+    assert schedule.next_rows() != []
+
+
+@given(st.lists(st.floats(0.01, 100.0), min_size=2, max_size=5), BATCH_SIZES, st.integers(1, 150))
+def test_shares_are_right_within_a_few_rows(weights: list[float], batch_size: int, steps: int) -> None:
+    lanes = [Lane((number,), 1_000_000, weight) for number, weight in enumerate(weights)]
+    rows = steps * batch_size
+    counts = Counter(shard for batch in take(Schedule(lanes, batch_size), steps) for _, shard, _ in windows_of(batch))
+    for number, weight in enumerate(weights):
+        assert abs(counts[number] - rows * weight / sum(weights)) <= 8
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1e-17), (1e-17, 1.0), (1e300, 1e300, 1.0), (5e-324, 1.0)])
+def test_extreme_weights_keep_their_meaning(weights: tuple[float, ...]) -> None:
+    lanes = [Lane((number,), 1_000_000, weight) for number, weight in enumerate(weights)]
+    counts = Counter(shard for batch in take(Schedule(lanes, 10), 100) for _, shard, _ in windows_of(batch))
+    for number, weight in enumerate(weights):
+        assert abs(counts[number] - 1_000 * (weight / max(weights)) / sum(w / max(weights) for w in weights)) <= 8
+
+
+@given(LANES, BATCH_SIZES, STEPS, STEPS, st.none() | st.integers(1, 4))
+def test_skipping_is_stepping(lanes: list[Lane], batch_size: int, first: int, more: int, end_epoch: int | None) -> None:
+    stepped, skipped = (Schedule(lanes, batch_size, end_epoch=end_epoch) for _ in range(2))
+    take(stepped, first)
+    take(skipped, first)
+    take(stepped, more)
+    skipped.skip_to(first + more)
+    assert (skipped.step, skipped.positions) == (stepped.step, stepped.positions)
+    assert take(skipped, 5) == take(stepped, 5)
+
+
+@given(LANES, BATCH_SIZES, STEPS)
+def test_rotation_goes_to_the_next_shard_of_every_lane_that_has_begun_one(
+    lanes: list[Lane], batch_size: int, steps: int
+) -> None:
+    schedule = Schedule(lanes, batch_size)
+    take(schedule, steps)
+    before = list(schedule.positions)
+    schedule.rotate()
+    for lane, old, new in zip(lanes, before, schedule.positions, strict=True):
+        at = old.epoch * lane.windows + old.window
+        expected = -(-at // lane.windows_per_shard) * lane.windows_per_shard
+        assert new.epoch * lane.windows + new.window == expected
+    again = list(schedule.positions)
+    schedule.rotate()
+    assert schedule.positions == again
+    assert schedule.step == steps
+
+
+@given(LANES, BATCH_SIZES, STEPS)
+def test_a_copy_moves_by_itself(lanes: list[Lane], batch_size: int, steps: int) -> None:
+    schedule = Schedule(lanes, batch_size)
+    schedule.queue_lane(0, Lane((900, 901), 3))
+    take(schedule, steps)
+    other = schedule.copy()
+    ahead = take(other, 20)
+    assert schedule.step == steps
+    assert take(schedule, 20) == ahead
+
+
+@given(st.integers(1, 4), st.integers(1, 9), st.integers(1, 6), st.integers(1, 9), BATCH_SIZES, STEPS, st.booleans())
+def test_a_queued_lane_begins_with_the_next_epoch(
+    shards: int, windows: int, new_shards: int, new_windows: int, batch_size: int, queued_at: int, skip: bool
+) -> None:
+    lane = Lane(tuple(range(shards)), windows)
+    successor = Lane(tuple(range(50, 50 + new_shards)), new_windows)
+    schedule = Schedule([lane], batch_size)
+    before = take(schedule, queued_at)
+    epoch = schedule.positions[0].epoch
+    schedule.queue_lane(0, successor)
+    if skip:
+        reference = schedule.copy()
+        after = take(reference, 24)
+        schedule.skip_to(queued_at + 12)
+        assert take(schedule, 12) == after[12:]
+    else:
+        after = take(schedule, 24)
+    taken = [window for rows in [*before, *after] for window in windows_of(rows)]
+    assert {shard for at, shard, _ in taken if at <= epoch} <= set(lane.shards)
+    assert {shard for at, shard, _ in taken if at > epoch} <= set(successor.shards)
+    last = max(at for at, _, _ in taken)
+    for at in range(last):
+        expected = lane if at <= epoch else successor
+        assert sorted(window for window in taken if window[0] == at) == [
+            (at, shard, window) for shard in expected.shards for window in range(expected.windows_per_shard)
+        ]
+
+
+@given(LANES, BATCH_SIZES, STEPS)
+def test_what_is_said_of_the_shards_is_what_is_read(lanes: list[Lane], batch_size: int, steps: int) -> None:
+    schedule = Schedule(lanes, batch_size)
+    take(schedule, steps)
+    for number, lane in enumerate(lanes):
+        said = [schedule.current_shard(number), schedule.next_shard(number)]
+        reference = schedule.copy()
+        own: list[int] = []
+        while len(dict.fromkeys(own)) < min(2, len(lane.shards)):
+            own += [shard for _, shard, _ in windows_of(reference.next_rows()) if shard in lane.shards]
+        assert list(dict.fromkeys(own))[:2] == list(dict.fromkeys(said))
+
+
+def test_the_shard_ahead_of_a_queued_lane_is_the_one_that_will_be_read() -> None:
+    schedule = Schedule([Lane((1, 2), 10)], 5)
+    schedule.queue_lane(0, Lane((7, 8), 10))
+    assert schedule.next_shard() == 2
+    take(schedule, 2)
+    assert (schedule.current_shard(), schedule.next_shard()) == (2, 7)
+
+
+@given(st.integers(20, 400), st.integers(1, 9), st.integers(0, 30))
+def test_steps_on_the_shard_of_a_single_lane(windows: int, batch_size: int, steps: int) -> None:
+    assume(steps * batch_size < windows)
+    schedule = Schedule([Lane((3, 4), windows)], batch_size)
+    take(schedule, steps)
+    assert schedule.steps_on_shard() == steps
+    schedule.rotate()
+    assert schedule.steps_on_shard() == 0
