@@ -3,28 +3,31 @@
 Connections are kept alive and shared by all threads of a process; 429 (with its ``Retry-After``), 5xx, time-outs and
 cut connections are retried until the call's deadline, a cut body from where it ended (`genesis.store.resuming`). What
 comes is held against its ``Content-Length`` and a largest size, and is not decompressed, so a server cannot fill the
-memory. A call may outlast its deadline by one read time-out. The trade-off: HTTP has no listing; a manifest names
-everything there is.
+memory; nor can it hold a call beyond its deadline (`genesis.store.http_transport`). The trade-off: HTTP has no listing;
+a manifest names everything there is.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 
-from genesis.errors import ObjectNotFoundError, StoreAccessError, StoreError, UsageError
+from genesis.errors import ObjectNotFoundError, StoreError, UsageError
 from genesis.store.base import ObjectInfo, StoredObject
 from genesis.store.download import MAX_OBJECT_BYTES, Download
-from genesis.store.headers import opaque_etag, parse_date, parse_retry_after_s, parse_size
+from genesis.store.headers import opaque_etag, parse_date, parse_size
+from genesis.store.http_errors import check_encoding, check_status, connection_errors, is_absent
+from genesis.store.http_transport import BoundedTransport, working_for
 from genesis.store.metering import Meter
 from genesis.store.per_process import PerProcess
 from genesis.store.policy import RetryPolicy, TimeLimit
 from genesis.store.resuming import Answer
-from genesis.store.retrying import Retrier, TransientError
+from genesis.store.retrying import Retrier
 from genesis.store.throttle import Throttle
 from manifests import check_key
 
@@ -32,12 +35,8 @@ __all__ = ["HttpStore"]
 
 T = TypeVar("T")
 
-_TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
-_ABSENT = {404, 410}
 _OK, _PART, _UNCHANGED, _REFUSED = 200, 206, 304, (412, 416)
 _REDIRECTS = 5
-_PLAIN_ENCODINGS = {"", "identity", "aws-chunked"}
-"""The last is a trace some S3 gateways leave of how an object was uploaded; its bytes are plain."""
 
 
 class HttpStore:
@@ -108,20 +107,20 @@ class HttpStore:
 
     def head(self, key: str) -> ObjectInfo | None:
         """Size and ETag, or None if there is no such object."""
-        limit = self._policy.deadline()
 
         def attempt() -> ObjectInfo | None:
-            response = self._client.get().head(self._address(key), timeout=self._timeout(limit))
-            if self._is_absent(response, key):
-                return None
-            self._expect(response, key, _OK)
+            with self._answered("HEAD", key, {}) as response:
+                if is_absent(response, self._name(key)):
+                    return None
+                check_status(response, self._name(key), _OK)
+                response.read()  # There is no body; the connection is kept once that has been seen.
             size_bytes = parse_size(response.headers.get("content-length", ""))
             if size_bytes is None:
                 raise StoreError(f"{self.url} does not say how large {key!r} is; expected a Content-Length")
             modified_at = parse_date(response.headers.get("last-modified", ""))
             return ObjectInfo(key=key, size_bytes=size_bytes, etag=_etag(response), modified_at=modified_at)
 
-        return self._call("look at", key, attempt, limit)
+        return self._call("look at", key, attempt, self._policy.deadline())
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Not over HTTP.
@@ -142,17 +141,27 @@ class HttpStore:
 
     def _connect(self) -> httpx.Client:
         return httpx.Client(
-            follow_redirects=True,
-            max_redirects=_REDIRECTS,
+            transport=BoundedTransport(),
+            timeout=httpx.Timeout(self._policy.read_timeout_s, connect=self._policy.connect_timeout_s),
             # Compressed on the way, a body's length could not be told in advance.
             headers={"Accept-Encoding": "identity"},
         )
 
-    def _timeout(self, limit: TimeLimit) -> httpx.Timeout:
-        left_s = max(0.001, limit.remaining_s())
-        return httpx.Timeout(
-            min(self._policy.read_timeout_s, left_s), connect=min(self._policy.connect_timeout_s, left_s)
-        )
+    @contextmanager
+    def _answered(self, method: str, key: str, headers: Mapping[str, str]) -> Iterator[httpx.Response]:
+        """The answer, redirects followed, its body unread; httpx would read those of the redirects, whatever size."""
+        client = self._client.get()
+        request = client.build_request(method, self._address(key), headers=dict(headers))
+        for _ in range(_REDIRECTS + 1):
+            response = client.send(request, stream=True)
+            try:
+                if response.next_request is None:
+                    yield response
+                    return
+                request = response.next_request
+            finally:
+                response.close()
+        raise StoreError(f"cannot read {self._name(key)}: found more than {_REDIRECTS} redirects; check the address")
 
     def _address(self, key: str) -> str:
         return f"{self._base}/{check_key(key)}"
@@ -161,16 +170,15 @@ class HttpStore:
         self, key: str, max_bytes: int | None, headers: Mapping[str, str], known_etag: str | None
     ) -> StoredObject | None:
         """The object; None if the server says that it is unchanged."""
-        limit = self._max_object_bytes if max_bytes is None else min(max_bytes, self._max_object_bytes)
-        download = Download(f"{self.url}/{key}", self._policy, self._meter, max_bytes=limit)
+        most = self._max_object_bytes if max_bytes is None else min(max_bytes, self._max_object_bytes)
+        download = Download(self._name(key), self._policy, self._meter, max_bytes=most)
 
         def attempt() -> StoredObject | None:
             held = download.held
             ask = headers
             if held.resumable_etag is not None:
                 ask = {"Range": f"bytes={held.size_bytes}-", "If-Range": held.resumable_etag}
-            address, timeout = self._address(key), self._timeout(download)
-            with self._client.get().stream("GET", address, headers=dict(ask), timeout=timeout) as response:
+            with self._answered("GET", key, ask) as response:
                 return self._received(response, key, download, known_etag)
 
         return self._call("read", key, attempt, download)
@@ -178,63 +186,35 @@ class HttpStore:
     def _received(
         self, response: httpx.Response, key: str, download: Download, known_etag: str | None
     ) -> StoredObject | None:
-        if self._is_absent(response, key):
+        where = self._name(key)
+        if is_absent(response, where):
             raise ObjectNotFoundError(f"expected an object {key!r} at {self.url}, found none")
         resuming = download.held.resumable_etag is not None
         if response.status_code == _UNCHANGED and known_etag is not None and not resuming:
             response.read()  # There is no body; the connection is kept once that has been seen.
             return None
-        self._expect(response, key, _OK, *((_PART, *_REFUSED) if resuming else ()))
+        check_status(response, where, _OK, *((_PART, *_REFUSED) if resuming else ()))
         etag = _etag(response)
-        if response.status_code == _OK and etag == known_etag:
+        if response.status_code in (_OK, _PART) and etag == known_etag:
             return None  # It ignores If-None-Match.
-        self._check_encoding(response, key)
+        check_encoding(response, where)
         download.begin(_answer(response))
         for chunk in response.iter_raw():
             download.append(chunk)
         return StoredObject(body=download.finish(), etag=etag)
 
     def _call(self, action: str, key: str, attempt: Callable[[], T], limit: TimeLimit) -> T:
-        what = f"{action} {self.url}/{key}"
+        what = f"{action} {self._name(key)}"
 
         def once() -> T:
-            try:
+            with connection_errors(what), working_for(limit):
                 return attempt()
-            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-                raise TransientError(f"cannot connect: {error}", connecting=True) from error
-            except (httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProtocolError) as error:
-                raise TransientError(str(error) or type(error).__name__) from error
-            except (httpx.HTTPError, httpx.InvalidURL) as error:
-                raise StoreError(f"cannot {what}: {error}; check the address") from error
 
         return self._retrier.call(what, once, limit)
 
-    def _is_absent(self, response: httpx.Response, key: str) -> bool:
-        """Whether there is no such object; what may pass and what is not permitted is raised."""
-        status = response.status_code
-        if status in _TRANSIENT:
-            retry_after_s = parse_retry_after_s(response.headers.get("retry-after", ""))
-            raise TransientError(f"answered {status}", retry_after_s=retry_after_s)
-        if status in (401, 403, 407):
-            raise StoreAccessError(
-                f"cannot read {self.url}/{key}: answered {status}; check that the store is public (a bucket that may "
-                "not be listed answers so for missing objects too)"
-            )
-        return status in _ABSENT
-
-    def _expect(self, response: httpx.Response, key: str, *expected: int) -> None:
-        if response.status_code not in expected:
-            raise StoreError(
-                f"cannot read {self.url}/{key}: expected status {_OK}, found {response.status_code}; check the address"
-            )
-
-    def _check_encoding(self, response: httpx.Response, key: str) -> None:
-        encoding = response.headers.get("content-encoding", "").strip().lower()
-        if encoding not in _PLAIN_ENCODINGS:
-            raise StoreError(
-                f"cannot read {self.url}/{key}: expected its plain bytes, found Content-Encoding {encoding!r}; switch "
-                "off compression for the store in the server"
-            )
+    def _name(self, key: str) -> str:
+        """The object's address, without credentials."""
+        return f"{self.url}/{key}"
 
 
 def _without_user(url: str) -> str:

@@ -1,7 +1,7 @@
 """Where the body of an answer goes, given what earlier attempts at the same object have brought: a pure function.
 
 Guarantees: bytes are appended only where the server says in so many words that they are the very next ones of the very
-same object (206, the strong ETag already seen, a ``Content-Range`` that begins where the last attempt ended and fits
+same object (the strong ETag already seen, a ``Content-Range`` that begins where the last attempt ended and fits
 the size known). Anything else starts over or is thrown away, so a body is never put together of two objects, however
 a cache, a redirect or a gateway that half knows ranges mixes them up. The trade-off: a server without strong ETags
 has every cut body read again from its start.
@@ -66,12 +66,15 @@ def place(held: Held, answer: Answer) -> Held | Mismatch:
         ``held`` itself, but for a total now known, if the body goes on where that ends; something that holds no bytes
         if the body begins at the object's start; a `Mismatch` if it is neither.
     """
-    if answer.status == _WHOLE:
-        return Held(0, strong_etag(answer.etag), parse_size(answer.content_length))
     if answer.status in _REFUSED:
         return Mismatch(f"the rest after {held.size_bytes:,} bytes is refused ({answer.status})")
-    if answer.status != _PART or held.resumable_etag is None:
-        return Mismatch(f"expected the whole object, found status {answer.status}")
+    if answer.status == _WHOLE and not answer.content_range:
+        return Held(0, strong_etag(answer.etag), parse_size(answer.content_length))
+    # ``rclone serve s3`` 1.75 sends parts with status 200: taken for a whole, one would be an object cut at its front.
+    if answer.status not in (_WHOLE, _PART) or held.resumable_etag is None:
+        return Mismatch(
+            f"expected the whole object, found status {answer.status}, {answer.content_range or 'no range'}"
+        )
     return _appended(held, answer)
 
 

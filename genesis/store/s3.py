@@ -23,6 +23,7 @@ from typing_extensions import Buffer
 from genesis.errors import ObjectNotFoundError, PreconditionFailedError, StoreError, StoreUnavailableError, UsageError
 from genesis.store.base import CachePolicy, ObjectInfo, StoredObject
 from genesis.store.conditions import ConditionRefused, WriteCondition, settle
+from genesis.store.headers import opaque_etag
 from genesis.store.metering import Meter
 from genesis.store.per_process import PerProcess
 from genesis.store.policy import Deadline, RetryPolicy
@@ -123,7 +124,7 @@ class S3Store:
 
     def get_if_changed(self, key: str, etag: str, *, max_bytes: int | None = None) -> StoredObject | None:
         """The whole object, or None if its ETag still is ``etag``."""
-        return self._read(key, max_bytes, etag)
+        return self._read(key, max_bytes, opaque_etag(etag))
 
     def head(self, key: str) -> ObjectInfo | None:
         """Size and ETag, or None if there is no such object."""

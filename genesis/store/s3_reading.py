@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["Outcome", "S3Read", "quoted_etag"]
 
 _READ_BYTES = 64 << 10
-_WHOLE = 200
 
 
 class Outcome(Enum):
@@ -88,12 +87,11 @@ class S3Read:
 
     def _received(self, response: GetObjectOutputTypeDef, raw: HTTPResponse) -> StoredObject | Outcome:
         etag = quoted_etag(response.get("ETag"))
-        answer = _answer(response, etag)
-        if answer.status == _WHOLE:
-            if etag == self._unless_etag:
-                return Outcome.UNCHANGED  # It ignores If-None-Match.
+        if etag == self._unless_etag:
+            return Outcome.UNCHANGED  # It ignores If-None-Match.
+        self._download.begin(_answer(response, etag))
+        if self._download.held.size_bytes == 0:
             self.proof = Proof.of(response, etag)
-        self._download.begin(answer)
         while chunk := raw.read1(_READ_BYTES):
             self._download.append(chunk)
         return self._checked(StoredObject(body=self._download.finish(), etag=etag))

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import itertools
 import subprocess
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from genesis.store import FolderStore, Store
+from genesis.store import CachePolicy, FolderStore, ReadableStore, Store, Throttle, open_readable
 from genesis.store.policy import RetryPolicy
 from genesis.store.s3 import S3Store
-from tests.support.s3_servers import Server, moto_s3, rclone_s3
+from tests.support.s3_servers import Server, moto_s3, rclone_s3, serving
 
 BUCKET = "bucket"
 QUICK = RetryPolicy(
@@ -116,3 +118,64 @@ def read_only_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system that is mounted read-only."""
     with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "ro", "tmpfs") as folder:
         yield folder
+
+
+@pytest.fixture(scope="session")
+def web_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `web_server` serves."""
+    return tmp_path_factory.mktemp("web")
+
+
+@pytest.fixture(scope="session")
+def web_server(web_folder: Path) -> Iterator[Server]:
+    """``genesis serve``: strong ETags, ranges, conditions."""
+
+    def command(port: int) -> list[str]:
+        return [sys.executable, "-m", "genesis", "serve", "--store", str(web_folder), "--port", str(port)]
+
+    with serving(command) as server:
+        yield server
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A store on a real server, written to directly, and read at another port: a proxy's."""
+
+    kind: str
+    server: Server
+    writer: Store
+    open: Callable[..., ReadableStore]
+    """``open(port, policy=, throttle=)``; what it opens is closed after the test."""
+
+    def put(self, body: bytes, key: str | None = None) -> str:
+        """Writes an object, a new one unless ``key`` is given, and returns its key."""
+        key = key or f"shard_{next(_numbers)}.pt"
+        self.writer.put(key, body, cache=CachePolicy.IMMUTABLE)
+        return key
+
+
+@pytest.fixture(params=["serve", "moto", "rclone"])
+def origin(request: pytest.FixtureRequest) -> Iterator[Origin]:
+    """Each kind of server that is read over a network."""
+    kind = request.param
+    opened: list[ReadableStore] = []
+    if kind == "serve":
+        server: Server = request.getfixturevalue("web_server")
+        writer: Store = FolderStore(request.getfixturevalue("web_folder"))
+    else:
+        server = request.getfixturevalue(kind)
+        writer = _opened(kind, request)
+        writer.head("connect")  # While the environment points at the server itself.
+
+    def open_at(
+        port: int | None = None, policy: RetryPolicy = QUICK, throttle: Throttle | None = None
+    ) -> ReadableStore:
+        if kind != "serve":
+            request.getfixturevalue("s3_env")(server, port)
+        url = f"http://127.0.0.1:{port or server.port}" if kind == "serve" else writer.url
+        opened.append(open_readable(url, policy=policy, throttle=throttle))
+        return opened[-1]
+
+    yield Origin(kind, server, writer, open_at)
+    for store in opened:
+        store.close()

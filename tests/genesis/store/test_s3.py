@@ -22,7 +22,7 @@ from genesis.errors import (
 from genesis.store import CachePolicy
 from genesis.store.s3 import S3Store
 from tests.genesis.store.conftest import BUCKET, QUICK
-from tests.support.fault_proxy import Fault, FaultProxy, Reply, Request
+from tests.support.fault_proxy import FAST_FAULTS, Fault, FaultProxy, Reply, Request
 from tests.support.s3_servers import Server, free_port, rclone_s3, s3_client
 
 NONE = CachePolicy.NONE
@@ -479,9 +479,7 @@ def test_small_parts_are_refused():
 
 def test_two_hundred_calls_through_faults(proxied, s3_store):
     """Whatever fails on the way, every call succeeds and the store ends as a model of it says."""
-    proxy = proxied(
-        seed=4, rate=0.3, faults=[fault for fault in Fault if fault.name not in ("TOO_MANY", "HANG", "LOST_ACK_HANG")]
-    )
+    proxy = proxied(seed=4, rate=0.3, faults=FAST_FAULTS)
     store = s3_store()
     draw = random.Random(6)
     model: dict[str, tuple[bytes, str]] = {}
