@@ -10,9 +10,9 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from manifests.documents import parse_time
 from manifests.errors import InvalidDocumentError
 from manifests.keys import check_key
+from manifests.spelling import parse_time
 
 __all__ = ["SHARD_TOKENS", "Count", "Key", "Sha256", "ShardTokens", "SourceName", "Time", "TokenId"]
 

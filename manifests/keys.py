@@ -12,6 +12,7 @@ from manifests.errors import InvalidDocumentError
 __all__ = [
     "CHECKPOINTS_KEY",
     "MANIFEST_KEY",
+    "SEGMENT_SHARDS",
     "TOKENIZER_KEY",
     "check_key",
     "packed_key",
@@ -23,6 +24,9 @@ __all__ = [
 MANIFEST_KEY = "manifest.json"
 CHECKPOINTS_KEY = "checkpoints.json"
 TOKENIZER_KEY = "tokenizer.json"
+
+SEGMENT_SHARDS = 1_000
+"""Shards whose facts share an index segment: shard i is number ``i % 1,000`` of segment ``i // 1,000``."""
 
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._\-]*(/[A-Za-z0-9_][A-Za-z0-9._\-]*)*")
 _MAX_KEY_CHARS = 512

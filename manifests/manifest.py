@@ -13,7 +13,7 @@ from pydantic import model_validator
 
 from manifests.documents import Document, Part
 from manifests.fields import SHARD_TOKENS, Count, Key, Sha256, ShardTokens, SourceName, Time, TokenId
-from manifests.segment import SEGMENT_SHARDS
+from manifests.keys import SEGMENT_SHARDS
 
 __all__ = ["Manifest", "SegmentRef", "Signature", "SourceTotals", "TokenizerRef"]
 

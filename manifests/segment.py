@@ -13,10 +13,9 @@ from pydantic import Field, model_validator
 
 from manifests.documents import Document, Part
 from manifests.fields import Count, Key, Sha256, ShardTokens, SourceName, TokenId
+from manifests.keys import SEGMENT_SHARDS
 
-__all__ = ["SEGMENT_SHARDS", "PackedEntry", "Segment", "ShardEntry"]
-
-SEGMENT_SHARDS = 1_000
+__all__ = ["PackedEntry", "Segment", "ShardEntry"]
 
 
 class PackedEntry(Part):

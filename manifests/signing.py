@@ -19,9 +19,9 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_public_key,
 )
 
-from manifests.documents import canonical_json, parse_object, sha256_hex
 from manifests.errors import SignatureError
 from manifests.manifest import Manifest, Signature
+from manifests.spelling import canonical_json, parse_object, sha256_hex
 
 __all__ = [
     "generate_private_key",

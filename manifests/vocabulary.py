@@ -1,6 +1,6 @@
 """``tokenizer.json``: a byte-level BPE vocabulary that grows without changing an old id.
 
-Ids: 0–9 special, 10–265 the 256 bytes in order, 266 and up the merges in the order they were learned. A file is
+`ids` says which ids there are. A file is
 valid only if its merges are exactly the ids 266 … next_merge_id − 1, each joining two lower ids that are bytes or
 merges; so a vocabulary is determined by its list of pairs, and one extends another exactly if the other's list is a
 prefix of its own.
@@ -17,19 +17,9 @@ from pydantic import Field, StrictInt, model_validator
 from manifests.documents import Document
 from manifests.errors import InvalidDocumentError
 from manifests.fields import Count, SourceName
+from manifests.ids import BYTE_OFFSET, FIRST_MERGE_ID, MAX_VOCABULARY
 
-__all__ = ["BYTE_OFFSET", "FIRST_MERGE_ID", "MAX_VOCABULARY", "PATTERN", "SPECIAL_TOKENS", "VocabularyFile"]
-
-SPECIAL_TOKENS = (
-    "<|pad|>",
-    "<|bos|>",
-    "<|eos|>",
-    "<|unk|>",
-    *(f"<|reserved_{number}|>" for number in range(4, 10)),
-)
-BYTE_OFFSET = len(SPECIAL_TOKENS)
-FIRST_MERGE_ID = BYTE_OFFSET + 256
-MAX_VOCABULARY = 10_000_000
+__all__ = ["PATTERN", "VocabularyFile"]
 
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from genesis.errors import UsageError
 from genesis.tokenizer.export import hf_tokenizer_json, token_ranks
-from manifests.vocabulary import BYTE_OFFSET, VocabularyFile
+from manifests import BYTE_OFFSET, VocabularyFile
 
 if TYPE_CHECKING:
     from gigatoken.gigatoken_rs import BPETokenizer, SentencePieceTokenizer

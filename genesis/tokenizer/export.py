@@ -24,7 +24,7 @@ from typing import Literal
 from genesis.errors import TokenizerError, UsageError
 from genesis.tokenizer.files import write_file
 from genesis.tokenizer.spellings import check_spellings, spell
-from manifests.vocabulary import BYTE_OFFSET, SPECIAL_TOKENS, VocabularyFile
+from manifests import BYTE_OFFSET, SPECIAL_TOKENS, VocabularyFile
 
 __all__ = [
     "export_files",

@@ -23,9 +23,7 @@ from genesis.store.folder_errors import folder_errors
 from genesis.tokenizer.engines import EncodedBatch, Engine, make_engine
 from genesis.tokenizer.files import write_file
 from genesis.tokenizer.spellings import Pair, spell
-from manifests.documents import sha256_hex
-from manifests.errors import InvalidDocumentError
-from manifests.vocabulary import FIRST_MERGE_ID, VocabularyFile
+from manifests import FIRST_MERGE_ID, InvalidDocumentError, VocabularyFile, sha256_hex
 
 __all__ = ["NeuroTokenizer"]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from genesis.errors import TokenizerError
-from manifests.vocabulary import BYTE_OFFSET
+from manifests import BYTE_OFFSET
 
 __all__ = ["MAX_TOKEN_BYTES", "Pair", "check_spellings", "spell"]
 

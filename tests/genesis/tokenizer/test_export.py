@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from genesis.errors import StoreAccessError, TokenizerError, UsageError
 from genesis.tokenizer import NeuroTokenizer, export_tokenizer, hf_tokenizer_config, hf_tokenizer_json, tiktoken_ranks
-from manifests.vocabulary import BYTE_OFFSET, SPECIAL_TOKENS, VocabularyFile
+from manifests import BYTE_OFFSET, SPECIAL_TOKENS, VocabularyFile
 from tests.support.texts import adversarial_strings
 
 NAMED = "a <|eos|><|pad|> and <|reserved_4|>"

@@ -23,7 +23,7 @@ from genesis.tokenizer import EncodedBatch, NeuroTokenizer
 from genesis.tokenizer import learning as learning_module
 from genesis.tokenizer.helper import pack, run_helper, unpack
 from genesis.tokenizer.learning import append_pairs, learn, symbolise
-from manifests.vocabulary import BYTE_OFFSET, PATTERN, VocabularyFile
+from manifests import BYTE_OFFSET, PATTERN, VocabularyFile
 
 EMPTY = VocabularyFile.from_pairs([], {})
 

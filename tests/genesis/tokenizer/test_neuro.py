@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from genesis.errors import InvalidTextError, StoreAccessError, StoreError, UsageError, VocabularyMismatchError
 from genesis.tokenizer import NeuroTokenizer
+from manifests import BYTE_OFFSET, FIRST_MERGE_ID, MAX_VOCABULARY, VocabularyFile
 from manifests.errors import ContractError, InvalidDocumentError, UnsupportedFormatError
-from manifests.vocabulary import BYTE_OFFSET, FIRST_MERGE_ID, MAX_VOCABULARY, VocabularyFile
 
 
 def as_object(tokenizer: NeuroTokenizer) -> dict[str, object]:
