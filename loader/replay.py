@@ -1,12 +1,14 @@
 """What a node must have trained on: any batch of any node, from the store and a few integers.
 
 A peer that is told a node's id, step and early rotations finds the very batch, byte for byte, without asking the node
-for data. It reads at most the two shards the batch lies in.
+for data. It reads at most the two shards the batch lies in. `batch_sha256` makes of a batch what peers can
+compare without sending it: 64 characters instead of 131,072 bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -18,7 +20,33 @@ from loader.plan import plan_lanes
 from loader.session import Session
 from loader.stream.schedule import Schedule
 
-__all__ = ["replay_batch"]
+__all__ = ["batch_sha256", "replay_batch"]
+
+_DIGESTED = ("input_ids", "labels")
+
+
+def batch_sha256(batch: Mapping[str, torch.Tensor]) -> str:
+    """What identifies a batch among peers: sha256 over its ``input_ids``, then its ``labels``.
+
+    Args:
+        batch: both, integers of any type on any device; each row after row, as little-endian int64. Extras do not
+            count, since they follow from the ids.
+
+    Returns:
+        64 hexadecimal digits.
+
+    Raises:
+        LoaderUsageError: one of them is missing, or holds no integers.
+    """
+    digest = hashlib.sha256()
+    for name in _DIGESTED:
+        ids = batch.get(name)
+        if ids is None or ids.is_floating_point() or ids.is_complex():
+            found = "none" if ids is None else str(ids.dtype)
+            raise LoaderUsageError(f"expected a batch with integers as {name}, found {found}")
+        words = ids.detach().to(device="cpu", dtype=torch.int64).contiguous().numpy()
+        digest.update(words.astype("<i8", copy=False).tobytes())
+    return digest.hexdigest()
 
 
 def replay_batch(

@@ -1,0 +1,109 @@
+"""``python -m loader bench``: how fast this machine reads this store, and what of that is the network's doing."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from loader.cache.sizes import format_size
+from loader.cli.options import (
+    AssignmentOption,
+    AssignmentRule,
+    BandwidthOption,
+    BatchSizeOption,
+    CacheBytesOption,
+    CacheDirOption,
+    CountOption,
+    HoldoutOption,
+    JsonOption,
+    MirrorOption,
+    NodeIdOption,
+    PublicKeyOption,
+    SeedOption,
+    SeqLenOption,
+    SourceOption,
+    StoreOption,
+    TimeoutOption,
+    only_node,
+    sources_of,
+    store_options,
+)
+from loader.options import StreamOptions
+from loader.stream.assignment import DEFAULT_COUNT
+
+if TYPE_CHECKING:
+    from loader.cli.measuring import Measured
+
+__all__ = ["bench_command"]
+
+
+def bench_command(
+    store: StoreOption,
+    node_id: NodeIdOption = None,
+    batches: Annotated[
+        int, typer.Option("--batches", min=2, help="Batches to read: 3,000 of 8 x 1024 are ten shards.")
+    ] = 3_000,
+    seq_len: SeqLenOption = 1024,
+    batch_size: BatchSizeOption = 8,
+    seed: SeedOption = 0,
+    count: CountOption = DEFAULT_COUNT,
+    assignment: AssignmentOption = AssignmentRule.MODULO,
+    source: SourceOption = None,
+    holdout: HoldoutOption = 0,
+    mirror: MirrorOption = None,
+    public_key: PublicKeyOption = None,
+    cache_dir: CacheDirOption = None,
+    cache_bytes: CacheBytesOption = None,
+    max_bandwidth: BandwidthOption = None,
+    timeout_s: TimeoutOption = 600.0,
+    as_json: JsonOption = False,
+) -> int:
+    """Read a node's batches as fast as they come, and say how fast that was."""
+    where = store_options(store, mirror, public_key, cache_dir, cache_bytes, max_bandwidth, timeout_s)
+    options = StreamOptions(
+        node_id=only_node(node_id, "bench"),
+        seq_len=seq_len,
+        batch_size=batch_size,
+        seed=seed,
+        count=count,
+        assignment=assignment.value,
+        sources=sources_of(source),
+        holdout=holdout,
+    )
+    began = time.perf_counter()
+    from loader.cli.measuring import measure
+
+    imported_s = time.perf_counter() - began
+    found = measure(where, options, batches)
+    if as_json:
+        typer.echo(json.dumps({"imported_s": imported_s, **asdict(found.stream), **asdict(found.reading)}, indent=2))
+    else:
+        typer.echo("\n".join(_lines(found, imported_s)))
+    return 0
+
+
+def _lines(found: Measured, imported_s: float) -> list[str]:
+    stream, reading = found.stream, found.reading
+    fetched = stream.shards_opened - stream.shards_from_cache
+    wire = format_size(stream.received_bytes) + " received" if stream.received_bytes else "nothing over a network"
+    return [
+        f"first batch    {stream.opened_s + stream.first_batch_s:.3f} s (store {stream.opened_s:.3f} s, shard "
+        f"{stream.first_batch_s:.3f} s), after {imported_s:.1f} s of imports",
+        f"stream         {_rate(stream.tokens_per_s)} over {stream.batches:,} batches"
+        f" in {stream.seconds:.2f} s, {stream.stalled_s:.2f} s of it waiting for shards",
+        f"shards         {stream.shards_opened} opened, {stream.shards_from_cache} of them from the cache; {fetched} "
+        f"fetched, {wire}",
+        f"reading alone  {_rate(reading.loader_tokens_per_s)} from a mapped shard; {reading.ratio:.2f} of plain "
+        f"slicing ({_rate(reading.slicing_tokens_per_s)})",
+    ]
+
+
+def _rate(tokens_per_s: float) -> str:
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if tokens_per_s >= size:
+            return f"{tokens_per_s / size:.1f} {unit} tokens/s"
+    return f"{tokens_per_s:.0f} tokens/s"
