@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from cryptography.exceptions import InvalidSignature
 
@@ -32,6 +33,9 @@ from manifests import (
     TokenizerRef,
     VocabularyFile,
     Writer,
+    max_packed_bytes,
+    pack_ids,
+    packed_key,
     public_key_pem,
     sha256_hex,
     shard_key,
@@ -58,6 +62,10 @@ def test_the_example_is_what_the_code_makes() -> None:
         assert text == example_text(key), f"{key}: run python -m tests.support.example_store and update the page"
     shard = example_files()[shard_key(0)]
     assert f"{len(shard):,} bytes, sha256\n`{sha256_hex(shard)}`" in PAGE
+    packed = example_files()[packed_key(0)]
+    assert f"in {len(packed)} bytes, sha256\n`{sha256_hex(packed)}`" in PAGE
+    lines = re.findall(r"^((?:[0-9a-f]{2} )+) {2,}\S", PAGE, re.MULTILINE)
+    assert bytes.fromhex("".join(lines)) == packed
     assert PEM.decode() in PAGE
 
 
@@ -84,9 +92,31 @@ def test_the_pages_reader_reads_a_shard(folder: Path) -> None:
     assert tuple(programs()["read_shard"](str(folder / shard_key(0)))) == IDS
 
 
+def test_the_pages_reader_reads_a_packed_shard() -> None:
+    read = programs()["read_packed"]
+    assert tuple(read(example_files()[packed_key(0)], len(IDS), 270)) == IDS
+    ids = np.random.default_rng(1).integers(0, 70_000, 5_000)
+    assert read(pack_ids(ids, 70_000), 5_000, 70_000).tolist() == ids.tolist()
+    for tokens, next_merge_id in ((4_999, 70_000), (5_000, 69_000), (5_000, 60_000)):
+        with pytest.raises(ValueError, match="expected"):
+            read(pack_ids(ids, 70_000), tokens, next_merge_id)
+
+
+def test_the_pages_bound_is_the_codes() -> None:
+    """As the page spells it: n + n/256, plus (131072 - n)/2048 while n is below 131,072."""
+    for tokens in (1, 8, 255, 256, 65_535, 65_536, 65_537, 2_500_000):
+        for next_merge_id, width in ((65_536, 2), (65_537, 4)):
+            content = tokens * width
+            bound = content + content // 256 + ((131_072 - content) // 2048 if content < 131_072 else 0)
+            assert max_packed_bytes(tokens, next_merge_id) == bound
+
+
 def test_the_pages_verifier_verifies(folder: Path) -> None:
     verify = programs()["verify_store"]
     assert verify(folder, PEM) == 1
+    (folder / packed_key(0)).write_bytes(b"another")
+    with pytest.raises(ValueError, match=r"packed/shard_0\.zst"):
+        verify(folder, PEM)
     path = folder / shard_key(0)
     path.write_bytes(path.read_bytes().replace(b"archive", b"Archive"))
     with pytest.raises(ValueError, match=r"shard_0\.pt"):
@@ -109,6 +139,11 @@ OTHERS = [VocabularyFile, Cursor, SourceCheckpoint, Writer, SourcesFile, SourceS
 def test_every_field_is_described(model: type[Any]) -> None:
     for name in model.model_fields:
         assert re.search(rf"`[^`]*\b{name}`", PAGE), f"{model.__name__}.{name} is not on the format page"
+
+
+def test_every_field_of_the_packed_form_is_described_as_such() -> None:
+    for name in PackedEntry.model_fields:
+        assert f"| `shards[].packed.{name}` |" in PAGE
 
 
 def test_the_checkpoint_stands_for_the_manifest() -> None:

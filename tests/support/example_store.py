@@ -19,6 +19,7 @@ from manifests import (
     Checkpoints,
     Cursor,
     Manifest,
+    PackedEntry,
     Segment,
     SegmentRef,
     ShardEntry,
@@ -28,6 +29,8 @@ from manifests import (
     VocabularyFile,
     Writer,
     encode_shard,
+    pack_ids,
+    packed_key,
     public_key_pem,
     segment_key,
     sha256_hex,
@@ -51,9 +54,9 @@ _TIME = "2026-11-20T17:32:03Z"
 def example_files() -> dict[str, bytes]:
     """Every file of the example, by its key."""
     vocabulary = VocabularyFile.from_pairs(MERGES, {"tiny": len(MERGES)})
-    shard = bytes(encode_shard(np.array(IDS)))
+    shard, packed = bytes(encode_shard(np.array(IDS))), pack_ids(np.array(IDS), vocabulary.next_merge_id)
     vocabulary_body = vocabulary.to_json()
-    segment_body = Segment(shards=(_entry(shard, vocabulary),)).to_json()
+    segment_body = Segment(shards=(_entry(shard, packed, vocabulary),)).to_json()
     manifest = _manifest(vocabulary_body, vocabulary, segment_body, len(shard))
     return {
         MANIFEST_KEY: sign_manifest(manifest, EXAMPLE_KEY).to_json(),
@@ -62,10 +65,11 @@ def example_files() -> dict[str, bytes]:
         TOKENIZER_KEY: vocabulary_body,
         vocabulary_key(sha256_hex(vocabulary_body)): vocabulary_body,
         shard_key(0): shard,
+        packed_key(0): packed,
     }
 
 
-def _entry(shard: bytes, vocabulary: VocabularyFile) -> ShardEntry:
+def _entry(shard: bytes, packed: bytes, vocabulary: VocabularyFile) -> ShardEntry:
     return ShardEntry(
         id=0,
         sha256=sha256_hex(shard),
@@ -75,6 +79,7 @@ def _entry(shard: bytes, vocabulary: VocabularyFile) -> ShardEntry:
         first_document=0,
         last_document=1,
         next_merge_id=vocabulary.next_merge_id,
+        packed=PackedEntry(key=packed_key(0), sha256=sha256_hex(packed), size_bytes=len(packed)),
     )
 
 

@@ -75,8 +75,11 @@ def snapshot(url: str | Path) -> dict[str, Any]:
     store = open_readable(str(url))
     manifest = Manifest.from_json(store.get("manifest.json").body)
     checkpoints = Checkpoints.from_json(store.get("checkpoints.json").body)
-    shards = {entry.id: sha256_hex(store.get(shard_key(entry.id)).body) for entry in entries(store)}
-    assert shards == {entry.id: entry.sha256 for entry in entries(store)}
+    found = entries(store)
+    shards = {entry.id: sha256_hex(store.get(shard_key(entry.id)).body) for entry in found}
+    assert shards == {entry.id: entry.sha256 for entry in found}
+    packed = {entry.packed.key: entry.packed.sha256 for entry in found if entry.packed}
+    assert packed == {key: sha256_hex(store.get(key).body) for key in packed}
     assert checkpoints.manifest is not None
     assert checkpoints.manifest.sequence == manifest.sequence
     return {
@@ -86,6 +89,7 @@ def snapshot(url: str | Path) -> dict[str, Any]:
             for name, entry in checkpoints.sources.items()
         },
         "shards": shards,
+        "packed": packed,
         "tokenizer": sha256_hex(store.get("tokenizer.json").body),
     }
 

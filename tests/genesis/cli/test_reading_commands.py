@@ -17,7 +17,7 @@ from genesis.cli.status import render
 from genesis.cli.tables import compact, printable, table
 from genesis.status import StoreStatus
 from genesis.verification import VerifyReport
-from manifests import builtin_sources, generate_private_key, public_key_pem, shard_key
+from manifests import builtin_sources, generate_private_key, packed_key, public_key_pem, shard_key
 from tests.support.small_store import PRIVATE_KEY, copy_small_store, manifest_of
 
 ROOT = Path(__file__).parents[3]
@@ -171,6 +171,8 @@ def test_inspect_shard(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert text.startswith(f"{folder}/shard_4.pt\nsource alpha")
     assert text.count("--- document ") == 2
     assert "begins in an earlier shard" in text
+    size_bytes = (folder / packed_key(4)).stat().st_size
+    assert f"\npacked {size_bytes:,} bytes, {size_bytes / 2_000:.2f} a token, in packed/shard_4.zst\n" in text
     assert "2:'<|eos|>'" in text
     assert run(["inspect", "shard", "23", "--store", str(folder)]) == 2
 
