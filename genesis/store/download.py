@@ -120,7 +120,11 @@ class Download:
         return self._buffer.getvalue()
 
     def discard(self) -> None:
-        """Throws away what is held: the next attempt asks for the whole."""
+        """Throws away what is held: the next attempt asks for the whole.
+
+        To be called at the end of a call, too. tenacity leaves reference cycles behind, through which a body would live
+        on until the garbage collector comes by: reading 15 shards of 20 MiB one after the other took 296 MiB so.
+        """
         self._held = NOTHING
         self._buffer = io.BytesIO()
 

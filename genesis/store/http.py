@@ -181,7 +181,10 @@ class HttpStore:
             with self._answered("GET", key, ask) as response:
                 return self._received(response, key, download, known_etag)
 
-        return self._call("read", key, attempt, download)
+        try:
+            return self._call("read", key, attempt, download)
+        finally:
+            download.discard()
 
     def _received(
         self, response: httpx.Response, key: str, download: Download, known_etag: str | None

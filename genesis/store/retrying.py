@@ -73,23 +73,12 @@ class Retrier:
         """
         began = time.monotonic()
         failures: list[str] = []
-        fruitless = 0
-        moved_bytes = limit.moved_bytes
 
         def out_of_time(state: tenacity.RetryCallState) -> bool:
-            error = _transient(state)
-            if not error.connecting:
-                self._answered = True
             left_s = limit.remaining_s()
-            if not self._answered:
+            if not self._has_answered(_transient(state)):
                 left_s = min(left_s, began + self._policy.first_contact_s - time.monotonic())
             return state.upcoming_sleep >= left_s
-
-        def wait_s(state: tenacity.RetryCallState) -> float:
-            nonlocal fruitless, moved_bytes
-            fruitless = 1 if limit.moved_bytes - moved_bytes >= _PROGRESS_BYTES else fruitless + 1
-            moved_bytes = limit.moved_bytes
-            return self._backoff_s(fruitless) + (_transient(state).retry_after_s or 0.0)
 
         def note(state: tenacity.RetryCallState) -> None:
             failures.append(str(_transient(state)))
@@ -97,7 +86,7 @@ class Retrier:
 
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(TransientError),
-            wait=wait_s,
+            wait=_Waits(self._policy, limit),
             stop=out_of_time,
             before_sleep=note,
             reraise=True,
@@ -115,10 +104,30 @@ class Retrier:
         self._answered = True
         return result
 
-    def _backoff_s(self, fruitless: int) -> float:
-        """A wait after so many attempts in a row that brought nothing (from 1)."""
-        longest_s = self._policy.first_wait_s * 2 ** min(fruitless - 1, _LONGEST_EXPONENT)
-        return _JITTER.uniform(0.0, min(self._policy.longest_wait_s, longest_s))
+    def _has_answered(self, error: TransientError) -> bool:
+        if not error.connecting:
+            self._answered = True
+        return self._answered
+
+
+class _Waits:
+    """The waits between the attempts of one call."""
+
+    def __init__(self, policy: RetryPolicy, limit: TimeLimit) -> None:
+        self._policy = policy
+        self._limit = limit
+        self._moved_bytes = limit.moved_bytes
+        self._fruitless = 0
+
+    def __call__(self, state: tenacity.RetryCallState) -> float:
+        """Seconds to wait now."""
+        moved_bytes = self._limit.moved_bytes
+        has_moved = moved_bytes - self._moved_bytes >= _PROGRESS_BYTES
+        self._moved_bytes = moved_bytes
+        self._fruitless = 0 if has_moved else self._fruitless + 1
+        longest_s = self._policy.first_wait_s * 2 ** min(max(0, self._fruitless - 1), _LONGEST_EXPONENT)
+        backoff_s = _JITTER.uniform(0.0, min(self._policy.longest_wait_s, longest_s))
+        return backoff_s + (_transient(state).retry_after_s or 0.0)
 
 
 def _transient(state: tenacity.RetryCallState) -> TransientError:

@@ -2,7 +2,8 @@
 
 What is sent carries a CRC32 (or, where a gateway refuses that, a Content-MD5), and what comes is held against its
 length and its checksum, or, where the server gives none, its ETag. A call may outlast its deadline by one read
-time-out.
+time-out; and by as long as a server takes that lets the headers of its answer drip, since botocore gives no hold on
+its connections (over HTTP, where servers are strangers, that is bounded: `genesis.store.http_transport`).
 """
 
 from __future__ import annotations
@@ -96,7 +97,10 @@ class S3Bucket:
                 self._etags_are_md5 = False  # The same bytes twice: what looked like an MD5 is something else.
             return found
 
-        found = self._run_if_present("read", key, attempt, download)
+        try:
+            found = self._run_if_present("read", key, attempt, download)
+        finally:
+            download.discard()
         return Outcome.ABSENT if found is None else found
 
     def head(self, key: str, deadline: Deadline) -> ObjectInfo | None:

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from genesis.errors import ObjectNotFoundError, PreconditionFailedError, UsageError
-from genesis.store import CachePolicy, Store
+from genesis.errors import ObjectNotFoundError, PreconditionFailedError, StoreError, UsageError
+from genesis.store import CachePolicy, FolderStore, Store
 from manifests import InvalidDocumentError
 
 ROOT = Path(__file__).parents[3]
@@ -111,6 +111,34 @@ def test_a_key_stays_in_the_store(store: Store, key: str):
     for use in (store.get, store.head, store.delete, lambda k: store.put(k, b"", cache=NONE)):
         with pytest.raises(InvalidDocumentError):
             use(key)
+
+
+def test_an_object_larger_than_expected(store: Store):
+    etag = store.put("k", b"12345", cache=NONE)
+    assert store.get("k", max_bytes=5).body == b"12345"
+    for read in (lambda: store.get("k", max_bytes=4), lambda: store.get_if_changed("k", '"0"', max_bytes=4)):
+        with pytest.raises(StoreError, match="at most 4 bytes, found 5"):
+            read()
+    assert store.get_if_changed("k", etag, max_bytes=4) is None
+
+
+def test_an_object_read_only_if_it_changed(store: Store):
+    first = store.put("k", b"1", cache=NONE)
+    assert store.get_if_changed("k", first) is None
+    second = store.put("k", b"2", cache=NONE)
+    found = store.get_if_changed("k", first)
+    assert found is not None
+    assert (found.body, found.etag) == (b"2", second)
+    store.delete("k")
+    with pytest.raises(ObjectNotFoundError):
+        store.get_if_changed("k", second)
+
+
+def test_what_is_received_is_counted(store: Store):
+    store.put("k", bytes(1000), cache=NONE)
+    before = store.received_bytes
+    store.get("k")
+    assert store.received_bytes - before == (0 if isinstance(store, FolderStore) else 1000)
 
 
 def test_list_is_in_key_order_and_by_prefix(store: Store):

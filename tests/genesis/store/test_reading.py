@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -88,6 +90,24 @@ def test_a_cut_body_goes_on_where_it_ended(origin, proxied):
     assert answers.ranges == [None, "bytes=100000-", "bytes=150000-"]
     assert store.received_bytes == len(BODY)
     assert store.get_if_changed(key, found.etag) is None
+
+
+def test_bodies_are_not_kept(origin):
+    """Nor are they copied: a reader that drops each body before the next needs the memory of one, and never two."""
+    size = 4 << 20
+    key = origin.put(random.Random(6).randbytes(size))
+    store = origin.open()
+    store.get(key)
+    gc.disable()
+    tracemalloc.start()
+    try:
+        for _ in range(4):
+            assert len(store.get(key, max_bytes=size).body) == size
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+    assert peak_bytes < 1.5 * size
 
 
 def test_attempts_that_bring_something_do_not_tire(origin, proxied):
