@@ -5,6 +5,7 @@
     python scripts/bench_populate.py peers
     python scripts/bench_populate.py commits         # the cost of a commit as the store grows
     python scripts/bench_populate.py memory          # peak memory of 6 and of 60 shards
+    python scripts/bench_populate.py packed          # the transfer form: bytes a token, MB/s in and out
 
 "Wall" times a whole command from its start to its end, imports and all. "Work" is what each program itself took after
 its imports; ours then still includes starting its workers, opening the store and every commit. Figures go to
@@ -24,11 +25,19 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 ROOT = Path(__file__).resolve().parent.parent
 BASELINES = ROOT / "scripts" / "baselines"
 SOURCE = "fineweb-edu"
+PACKED_LEVELS = (None, 1, 2, 3, 4, 5, 6, 7, 9)
+"""None: as `genesis populate` writes."""
 
 
 @contextmanager
@@ -106,29 +115,32 @@ def run_baseline(
 
 
 def bench_speed(arguments: argparse.Namespace) -> None:
-    """Ours over the limit, alternating, the median of the passes."""
+    """Ours over the limit, with the transfer form and without, in turn; the median of the passes."""
     with workspace(arguments) as folder:
         files = corpus(arguments, folder, arguments.copies)
         vocabulary = make_vocabulary(folder, files)
+        tokenizer = vocabulary / "hf" / "tokenizer.json"
         print(f"populate to a folder, {len(files)} parquet files, {arguments.passes} passes, MB/s of text (median)")
-        columns = ("workers", "", "genesis", "limit", "ratio")
-        print(" ".join(f"{column:>8}" for column in columns))
+        print("packed: the transfer form too, as by default; plain: --no-packed; the limit writes none")
+        columns = ("workers", "", "packed", "plain", "limit", "packed/limit", "plain/limit", "packed/plain")
+        print(" ".join(f"{column:>12}" for column in columns))
         for workers in arguments.workers:
-            rates: dict[str, tuple[list[float], list[float]]] = {"wall": ([], []), "work": ([], [])}
+            runs = {
+                "packed": partial(run_ours, folder, vocabulary, files, workers),
+                "plain": partial(run_ours, folder, vocabulary, files, workers, "--no-packed"),
+                "limit": partial(run_baseline, "limit", folder, tokenizer, files, workers),
+            }
+            rates: dict[str, dict[str, list[float]]] = {"wall": {}, "work": {}}
             for _ in range(arguments.passes):
-                tokenizer = vocabulary / "hf" / "tokenizer.json"
-                for side, run in enumerate(
-                    (
-                        run_ours(folder, vocabulary, files, workers),
-                        run_baseline("limit", folder, tokenizer, files, workers),
-                    )
-                ):
-                    text_bytes, work, wall = run
-                    rates["work"][side].append(text_bytes / work / 1e6)
-                    rates["wall"][side].append(text_bytes / wall / 1e6)
-            for name, (ours, limit) in rates.items():
-                ratio = median(ours) / median(limit)
-                print(f"{workers:>8} {name:>8} {median(ours):>8.1f} {median(limit):>8.1f} {ratio:>8.2f}")
+                for side, run in runs.items():
+                    text_bytes, work, wall = run()
+                    rates["work"].setdefault(side, []).append(text_bytes / work / 1e6)
+                    rates["wall"].setdefault(side, []).append(text_bytes / wall / 1e6)
+            for name, sides in rates.items():
+                packed, plain, limit = (median(sides[side]) for side in runs)
+                figures = f"{packed:>12.1f} {plain:>12.1f} {limit:>12.1f}"
+                print(f"{workers:>12} {name:>12} {figures}", end=" ")
+                print(f"{packed / limit:>12.2f} {plain / limit:>12.2f} {packed / plain:>12.2f}", flush=True)
 
 
 def bench_peers(arguments: argparse.Namespace) -> None:
@@ -219,12 +231,79 @@ def bench_memory(arguments: argparse.Namespace) -> None:
             print(f"{shards:>3} shards: parent {parent:.0f} MB, worker {worker:.0f} MB at most")
 
 
+def bench_packed(arguments: argparse.Namespace) -> None:
+    """Bytes a token and speed of the transfer form: as populate writes it, and at zstd's levels."""
+    with workspace(arguments) as folder:
+        shards = stored_ids(arguments.store or make_store(folder, corpus(arguments, folder, 1)))
+    num_tokens = sum(len(ids) for ids, _ in shards)
+    print(
+        f"{len(shards)} shards, {num_tokens:,} ids; MB/s of uint16 by processor time, best of {arguments.passes} passes"
+    )
+    columns = ("level", "B/token", "worst", "/uint16", "/level 3", "in MB/s", "/level 3", "out MB/s", "/level 3")
+    print(" ".join(f"{column:>10}" for column in columns))
+    laps = [{level: packing(shards, level) for level in PACKED_LEVELS} for _ in range(arguments.passes)]
+    best = {
+        level: [min(figures) for figures in zip(*(lap[level] for lap in laps), strict=True)] for level in PACKED_LEVELS
+    }
+    mean_3, _, pack_s_3, unpack_s_3 = best[3]
+    for level, (mean, worst, pack_s, unpack_s) in best.items():
+        sizes = f"{mean:>10.3f} {worst:>10.3f} {mean / 2:>10.2f} {mean / mean_3:>10.2f}"
+        pack = f"{2 * num_tokens / pack_s / 1e6:>10.0f} {pack_s_3 / pack_s:>10.2f}"
+        unpack = f"{2 * num_tokens / unpack_s / 1e6:>10.0f} {unpack_s_3 / unpack_s:>10.2f}"
+        print(f"{'as written' if level is None else level:>10} {sizes} {pack} {unpack}")
+
+
+def make_store(folder: Path, files: list[str]) -> str:
+    """A store of the corpus, as the command makes it."""
+    store = folder / "store"
+    command = [sys.executable, "-m", "genesis", "populate", "--source", SOURCE, "--store", str(store), *files]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    if done.returncode:
+        sys.exit(done.stderr)
+    return str(store)
+
+
+def stored_ids(url: str) -> list[tuple[NDArray[np.int64], int]]:
+    """Every shard's ids, and the size of the vocabulary it was written with."""
+    from genesis.store import open_readable
+    from manifests import Manifest, Segment, decode_shard, shard_key
+
+    store = open_readable(url)
+    manifest = Manifest.from_json(store.get("manifest.json").body)
+    segments = [Segment.from_json(store.get(reference.key).body) for reference in manifest.index]
+    entries = [entry for segment in segments for entry in segment.shards]
+    return [(decode_shard(store.get(shard_key(entry.id)).body), entry.next_merge_id) for entry in entries]
+
+
+def packing(shards: list[tuple[NDArray[np.int64], int]], level: int | None) -> tuple[float, float, float, float]:
+    """Bytes a token, those of the worst shard, processor seconds to pack all and to unpack all."""
+    from manifests import ShardImage, pack_ids, unpack_ids
+
+    started = time.thread_time()
+    packed = [pack_ids(ids, next_merge_id, level=level) for ids, next_merge_id in shards]
+    pack_s = time.thread_time() - started
+    image = ShardImage.empty(len(shards[0][0]))
+    image.ids[:] = 0  # Its pages are there before the clock runs, as in a loader that uses an image again.
+    started = time.thread_time()
+    for body, (_, next_merge_id) in zip(packed, shards, strict=True):
+        unpack_ids(body, image.ids, next_merge_id)
+    unpack_s = time.thread_time() - started
+    per_token = [len(body) / len(ids) for body, (ids, _) in zip(packed, shards, strict=True)]
+    return sum(per_token) / len(per_token), max(per_token), pack_s, unpack_s
+
+
 def median(values: list[float]) -> float:
     """The middle one."""
     return sorted(values)[len(values) // 2]
 
 
-BENCHES = {"speed": bench_speed, "peers": bench_peers, "commits": bench_commits, "memory": bench_memory}
+BENCHES = {
+    "speed": bench_speed,
+    "peers": bench_peers,
+    "commits": bench_commits,
+    "memory": bench_memory,
+    "packed": bench_packed,
+}
 
 
 def main() -> None:
@@ -236,6 +315,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--copies", type=int, default=4, help="times the corpus is read under different names")
     parser.add_argument("--passes", type=int, default=3)
+    parser.add_argument("--store", default=None, help="for packed: measure this store's shards; default, the corpus's")
     parser.add_argument("--shards", type=int, default=6000, help="for commits")
     arguments = parser.parse_args()
     unknown = set(arguments.parts) - set(BENCHES)

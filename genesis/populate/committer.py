@@ -52,7 +52,7 @@ class Committer:
     Args:
         writer: stores a shard; its ledger is open.
         commit: commits entries with the position behind them; called in the commit thread.
-        num_threads: shards stored at once: a disk is kept busy by 2, an uplink, each of whose requests waits, by more.
+        num_threads: shards stored at once.
     """
 
     def __init__(self, writer: ShardWriter, commit: Callable[[Commit], None], num_threads: int) -> None:

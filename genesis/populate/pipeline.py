@@ -170,7 +170,7 @@ class _Run:
         committer = Committer(
             ShardWriter(self._ledger, self._name, tokenizer.next_merge_id, packed=self._options.packed),
             lambda commit: self._commit(commit, progress),
-            num_threads=2 if isinstance(self._ledger.store, FolderStore) else 8,
+            num_threads=_store_threads(self._ledger.store, self._options.num_workers),
         )
         packer = Packer(self._plan, start, committer.new_image)
         progress.start()
@@ -308,6 +308,14 @@ def _check_apart(options: PopulateOptions) -> None:
         folder = Path(pattern.partition("**")[0]).expanduser().resolve()
         if store is not None and store.is_relative_to(folder) and ("**" in pattern or folder.is_dir()):
             raise UsageError(f"the store {store} lies inside the input folder {folder}; give another --store")
+
+
+def _store_threads(store: Store, num_workers: int) -> int:
+    """A disk is kept busy by 2 threads, an uplink, each of whose requests waits, by 8.
+
+    A thread takes some 50 ms of processor time a shard, a worker 150: with many workers a disk needs more of them.
+    """
+    return min(max(2, num_workers // 2), 8) if isinstance(store, FolderStore) else 8
 
 
 def _timestamp() -> str:
