@@ -109,7 +109,7 @@ class GenesisDataLoader:
             )
         )
         self._node_id, self._seed = node_id, seed
-        self._shards = assign(node_id, range(self.manifest.total_shards), count, assignment)
+        self._shards = assign(node_id, range(self._session.catalog.manifest.total_shards), count, assignment)
         self._rule = plateau if isinstance(plateau, PlateauRule) else PlateauRule(plateau)
         self._history = LossHistory(self._rule.history)
         self._position = self._step = self._steps_on_shard = self._tokens_drawn = 0
@@ -119,7 +119,7 @@ class GenesisDataLoader:
     @property
     def manifest(self) -> Manifest:
         """The store's manifest when the run began."""
-        return self._session.catalog.manifest
+        return self._session.catalog.document()
 
     @property
     def assigned_shards(self) -> tuple[int, ...]:
@@ -220,7 +220,7 @@ class GenesisDataLoader:
 
     def should_rotate(self) -> bool:
         """Whether the current shard is used up, or has no more to teach (000 and 001, "Adaptive Shard Rotation")."""
-        if self._tokens_drawn >= self.manifest.shard_tokens:
+        if self._tokens_drawn >= self._session.catalog.manifest.shard_tokens:
             return True
         if self._steps_on_shard < self._rule.min_steps:
             return False
@@ -265,7 +265,7 @@ class GenesisDataLoader:
                 f"expected a state of version {_VERSION}, node {self._node_id!r} and seed {self._seed}, found version "
                 f"{state.version}, node {state.node_id!r} and seed {state.seed}"
             )
-        if not state.shards or max(state.shards) >= self.manifest.total_shards:
+        if not state.shards or max(state.shards) >= self._session.catalog.manifest.total_shards:
             raise StateMismatchError(f"expected shards that the store has, found {list(state.shards)}")
         # The run stays pinned to what it was assigned when it began, however far the store has grown since.
         self._shards, self._position, self._step = state.shards, state.position, state.step

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from loader.cache import ShardCache
 from loader.fetch.catalog import Catalog
-from loader.fetch.manifest_keeper import KnownStore, ManifestKeeper
+from loader.fetch.known_store import KnownStore
+from loader.fetch.manifest_keeper import ManifestKeeper
 from loader.fetch.mirrors import Mirrors
 from loader.fetch.shards import OpenShard, ShardOpener
 from loader.options import StoreOptions

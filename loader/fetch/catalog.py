@@ -8,36 +8,51 @@ store of several means reading all segments, 200 MB for 600,000 shards, once.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 from loader.errors import CorruptObjectError, DataUnavailableError, HostileStoreError, LoaderUsageError
-from loader.fetch.limits import MAX_SEGMENT_BYTES, MAX_VOCABULARY_BYTES, check_segment
-from loader.fetch.manifest_keeper import KnownStore
+from loader.fetch.facts import ShardFacts, StoreFacts
+from loader.fetch.known_store import KnownStore
+from loader.fetch.manifest_keeper import BelievedManifest, known_name
 from loader.fetch.mirrors import Mirrors
-from manifests import SEGMENT_SHARDS, ContractError, Manifest, Segment, ShardEntry, VocabularyFile, sha256_hex
+from manifests import SEGMENT_SHARDS, ContractError, sha256_hex
+
+if TYPE_CHECKING:
+    from manifests import Manifest, VocabularyFile
 
 __all__ = ["Catalog"]
 
-T = TypeVar("T")
+MAX_SEGMENT_BYTES: Final = 1 << 20
+"""1,000 shards take 0.5 MB."""
+MAX_VOCABULARY_BYTES: Final = 1 << 28
+"""31,734 merges take 0.6 MB."""
 
 
 class Catalog:
     """What one manifest vouches for.
 
     Args:
-        manifest: a manifest that may be believed.
+        believed: a manifest that may be believed.
         mirrors: where its objects are.
         known: where its JSON files are kept.
     """
 
-    def __init__(self, manifest: Manifest, mirrors: Mirrors, known: KnownStore) -> None:
-        self.manifest = manifest
+    def __init__(self, believed: BelievedManifest, mirrors: Mirrors, known: KnownStore) -> None:
+        self._believed = believed
         self._mirrors = mirrors
         self._known = known
-        self._segments: dict[int, Segment] = {}
+        self._segments: dict[int, list[dict[str, Any]]] = {}
+        self.manifest: StoreFacts = believed.facts
 
-    def entry(self, shard_id: int) -> ShardEntry:
+    def document(self) -> Manifest:
+        """The whole manifest."""
+        from manifests import Manifest
+
+        return Manifest.from_json(self._believed.body)
+
+    def entry(self, shard_id: int) -> ShardFacts:
         """A shard's entry.
 
         Raises:
@@ -48,21 +63,21 @@ class Catalog:
             raise LoaderUsageError(
                 f"expected a shard of 0 to {self.manifest.total_shards - 1}, which the store has, found {shard_id}"
             )
-        return self._segment(shard_id // SEGMENT_SHARDS).shards[shard_id % SEGMENT_SHARDS]
+        return ShardFacts.of(self._segment(shard_id // SEGMENT_SHARDS)[shard_id % SEGMENT_SHARDS])
 
     def shards_by_source(self, total_shards: int) -> dict[str, list[int]]:
         """The ids of each source's shards among the first ``total_shards``, ascending.
 
         Where the manifest tells that there is one source, no segment is read.
         """
-        filled = [name for name, totals in self.manifest.sources.items() if totals.shards]
+        filled = [name for name, shards in self.manifest.sources.items() if shards]
         if len(filled) == 1:
             return {filled[0]: list(range(total_shards))}
         found: dict[str, list[int]] = {}
         for number in range(-(-total_shards // SEGMENT_SHARDS)):
-            for entry in self._segment(number).shards:
-                if entry.id < total_shards:
-                    found.setdefault(entry.source, []).append(entry.id)
+            for entry in self._segment(number):
+                if entry["id"] < total_shards:
+                    found.setdefault(entry["source"], []).append(entry["id"])
         return found
 
     def vocabulary(self) -> VocabularyFile:
@@ -76,34 +91,40 @@ class Catalog:
         if reference is None:
             raise DataUnavailableError("expected the manifest to name a vocabulary, found none")
 
-        def parse(body: bytes) -> VocabularyFile:
-            return VocabularyFile.from_json(body, name=reference.key)
+        from manifests import VocabularyFile
 
-        return self._json(reference.key, reference.sha256, MAX_VOCABULARY_BYTES, parse)
+        def check(body: bytes) -> None:
+            VocabularyFile.from_json(body, name=reference.key)
 
-    def _segment(self, number: int) -> Segment:
+        return VocabularyFile.from_json(self._json(reference.key, reference.sha256, MAX_VOCABULARY_BYTES, check))
+
+    def _segment(self, number: int) -> list[dict[str, Any]]:
         if number not in self._segments:
             reference = self.manifest.index[number]
 
-            def parse(body: bytes) -> Segment:
-                segment = Segment.from_json(body, name=reference.key)
-                check_segment(segment, reference, self.manifest)
-                return segment
+            def check(body: bytes) -> None:
+                from loader.fetch.limits import check_segment
+                from manifests import Segment
 
-            self._segments[number] = self._json(reference.key, reference.sha256, MAX_SEGMENT_BYTES, parse)
+                check_segment(Segment.from_json(body, name=reference.key), number, self.document())
+
+            body = self._json(reference.key, reference.sha256, MAX_SEGMENT_BYTES, check)
+            self._segments[number] = json.loads(body)["shards"]
         return self._segments[number]
 
-    def _json(self, key: str, sha256: str, max_bytes: int, parse: Callable[[bytes], T]) -> T:
-        """A JSON file by its digest: from disk, else from a mirror, then kept on disk."""
-        name = key.replace("/", "-")
+    def _json(self, key: str, sha256: str, max_bytes: int, check: Callable[[bytes], None]) -> bytes:
+        """A JSON file by its digest: from this machine, where it was checked before, else from a mirror, checked."""
+        name = known_name(key)
         body = self._known.read(name)
-        if body is None or sha256_hex(body) != sha256:
-            body = self._mirrors.fetch(key, max_bytes, lambda found: _checked(found, key, sha256))
-            self._known.write(name, body)
+        if body is not None and sha256_hex(body) == sha256:
+            return body
+        body = self._mirrors.fetch(key, max_bytes, lambda found: _checked(found, key, sha256))
         try:
-            return parse(body)
+            check(body)
         except ContractError as error:
             raise HostileStoreError(f"the manifest vouches for a file that breaks its contract: {error}") from None
+        self._known.write(name, body)
+        return body
 
 
 def _checked(body: bytes, key: str, sha256: str) -> bytes:

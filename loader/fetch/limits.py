@@ -7,13 +7,10 @@ make a loader fetch, hold or write only objects of sizes known beforehand, under
 
 from __future__ import annotations
 
-from typing import Final
-
 from loader.errors import HostileStoreError
 from manifests import (
     Manifest,
     Segment,
-    SegmentRef,
     ShardEntry,
     packed_key,
     segment_key,
@@ -23,19 +20,9 @@ from manifests import (
 from manifests.packed_file import max_packed_bytes
 
 __all__ = [
-    "MAX_MANIFEST_BYTES",
-    "MAX_SEGMENT_BYTES",
-    "MAX_VOCABULARY_BYTES",
     "check_manifest",
     "check_segment",
 ]
-
-MAX_MANIFEST_BYTES: Final = 1 << 24
-"""A store of 600,000 shards has a manifest of 0.1 MB."""
-MAX_SEGMENT_BYTES: Final = 1 << 20
-"""1,000 shards take 0.5 MB."""
-MAX_VOCABULARY_BYTES: Final = 1 << 28
-"""31,734 merges take 0.6 MB."""
 
 
 def check_manifest(manifest: Manifest, max_shard_bytes: int) -> None:
@@ -61,12 +48,18 @@ def check_manifest(manifest: Manifest, max_shard_bytes: int) -> None:
         _check_key("vocabulary", manifest.tokenizer.key, vocabulary_key(manifest.tokenizer.sha256))
 
 
-def check_segment(segment: Segment, reference: SegmentRef, manifest: Manifest) -> None:
+def check_segment(segment: Segment, number: int, manifest: Manifest) -> None:
     """Refuses a segment that is not the part of the store its link says, or names what no honest one names.
+
+    Args:
+        segment: as it came.
+        number: which of the manifest's segments it should be.
+        manifest: names it.
 
     Raises:
         HostileStoreError: so it does.
     """
+    reference = manifest.index[number]
     first, found = segment.shards[0].id, len(segment.shards)
     if (first, found) != (reference.first_shard, reference.shards):
         raise HostileStoreError(

@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import tempfile
 import time
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from genesis.errors import GenesisError, ObjectNotFoundError
 from genesis.store import ReadableStore
@@ -29,74 +26,47 @@ from loader.errors import (
     ManifestSignatureError,
     UntrustedManifestError,
 )
-from loader.fetch.limits import MAX_MANIFEST_BYTES, check_manifest
+from loader.fetch.facts import StoreFacts
+from loader.fetch.known_store import KnownStore
 from loader.fetch.mirrors import Mirrors
-from manifests import MANIFEST_KEY, ContractError, Manifest, SignatureError, sha256_hex
+from manifests import MANIFEST_KEY, ContractError, SignatureError, canonical_json, sha256_hex
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-__all__ = ["KnownStore", "ManifestKeeper"]
+__all__ = ["MAX_MANIFEST_BYTES", "BelievedManifest", "ManifestKeeper", "known_name"]
 
 logger = logging.getLogger(__name__)
 
-_FORMAT: Final = 1
+MAX_MANIFEST_BYTES: Final = 1 << 24
+"""A store of 600,000 shards has a manifest of 0.1 MB."""
 _warned: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class BelievedManifest:
+    """A manifest that may be believed."""
+
+    body: bytes
+    """The file, as it came."""
+    value: dict[str, Any]
+    """Its JSON, defaults filled in."""
+
+    @property
+    def facts(self) -> StoreFacts:
+        """What the loader needs of it."""
+        return StoreFacts.of(self.value)
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
     """The last manifest that was believed."""
 
-    manifest: Manifest
-    body: bytes
+    manifest: BelievedManifest
     checked_at: float
     """Unix time at which a store last vouched for it."""
     etags: dict[str, str]
     """By mirror, the ETag under which it gave this very body."""
-
-
-@dataclass(frozen=True, slots=True)
-class KnownStore:
-    """Where one store's JSON files are kept on this machine: a folder beside the cached shards."""
-
-    folder: Path
-
-    @classmethod
-    def of(cls, cache_dir: Path, address: str) -> KnownStore:
-        """The folder of the store at ``address``."""
-        return cls(cache_dir / "stores" / sha256_hex(address.encode())[:16])
-
-    def read(self, name: str) -> bytes | None:
-        """A file's bytes; None if it is not there or cannot be read."""
-        try:
-            return (self.folder / name).read_bytes()
-        except OSError:
-            return None
-
-    def write(self, name: str, body: bytes) -> None:
-        """Keeps a file, all or nothing; a folder that cannot be written only costs the next start a request."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            descriptor, temporary = tempfile.mkstemp(dir=self.folder, prefix=".", suffix=".tmp")
-        except OSError as error:
-            logger.debug("%s: %s", self.folder, error)
-            return
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(body)
-            Path(temporary).replace(self.folder / name)
-        except OSError as error:
-            logger.debug("%s: %s", self.folder / name, error)
-            with suppress(OSError):
-                Path(temporary).unlink()
-
-    def keep_only(self, names: frozenset[str]) -> None:
-        """Removes what no manifest names any more."""
-        with suppress(OSError):
-            for path in self.folder.iterdir():
-                if path.name not in names and not path.name.startswith("."):
-                    path.unlink(missing_ok=True)
 
 
 class ManifestKeeper:
@@ -120,14 +90,16 @@ class ManifestKeeper:
         self._max_shard_bytes = max_shard_bytes
         self._key: Ed25519PublicKey | None = None
 
-    def current(self) -> Manifest:
+    def current(self) -> BelievedManifest:
         """The manifest, no older than ``max_age_s`` unless no mirror can be reached."""
+        if self._public_key is None:
+            _warn_once(self._mirrors.addresses[0])
         seen = self._recall()
         if seen is not None and 0 <= time.time() - seen.checked_at < self._max_age_s:
             return seen.manifest
         return self._ask(seen)
 
-    def newest(self) -> Manifest:
+    def newest(self) -> BelievedManifest:
         """The manifest as the store has it now.
 
         Raises:
@@ -136,7 +108,7 @@ class ManifestKeeper:
         """
         return self._ask(self._recall())
 
-    def _ask(self, seen: _Seen | None) -> Manifest:
+    def _ask(self, seen: _Seen | None) -> BelievedManifest:
         refused: list[LoaderError] = []
         for store in self._mirrors.each():
             try:
@@ -152,8 +124,8 @@ class ManifestKeeper:
             raise refused[0]
         logger.warning(
             "going on with the manifest of %s (sequence %d), which was seen before: %s",
-            seen.manifest.updated_at,
-            seen.manifest.sequence,
+            seen.manifest.value["updated_at"],
+            seen.manifest.value["sequence"],
             "; ".join(str(each) for each in refused),
         )
         return seen.manifest
@@ -163,31 +135,30 @@ class ManifestKeeper:
         if seen is not None and etag is not None:
             found = store.get_if_changed(MANIFEST_KEY, etag, max_bytes=MAX_MANIFEST_BYTES)
             if found is None:
-                return _Seen(seen.manifest, seen.body, time.time(), seen.etags)
+                return replace(seen, checked_at=time.time())
         else:
             found = store.get(MANIFEST_KEY, max_bytes=MAX_MANIFEST_BYTES)
-        body = bytes(found.body)
-        manifest = self._believed(body, store.url)
+        manifest = self._believed(bytes(found.body), store.url)
         if seen is None:
-            return _Seen(manifest, body, time.time(), {store.url: found.etag})
-        self._check_succession(seen, manifest, store.url)
-        etags = seen.etags if body == seen.body else {}
-        return _Seen(manifest, body, time.time(), {**etags, store.url: found.etag})
+            return _Seen(manifest, time.time(), {store.url: found.etag})
+        self._check_succession(seen.manifest, manifest, store.url)
+        etags = seen.etags if manifest.body == seen.manifest.body else {}
+        return _Seen(manifest, time.time(), {**etags, store.url: found.etag})
 
-    def _believed(self, body: bytes, url: str) -> Manifest:
-        """Parses a manifest; checks its signature and its limits."""
+    def _believed(self, body: bytes, url: str) -> BelievedManifest:
+        """Checks a manifest as it came: its form, its signature, its limits."""
+        from loader.fetch.limits import check_manifest
+        from manifests import Manifest, verify_manifest
+
         if self._public_key is None:
-            _warn_once(url)
             manifest = Manifest.from_json(body)
         else:
-            from manifests import verify_manifest
-
             try:
                 manifest = verify_manifest(body, self._load_key(self._public_key))
             except SignatureError as error:
                 raise ManifestSignatureError(f"{url}: {error}") from None
         check_manifest(manifest, self._max_shard_bytes)
-        return manifest
+        return BelievedManifest(body, manifest.to_object())
 
     def _load_key(self, path: Path) -> Ed25519PublicKey:
         if self._key is None:
@@ -201,41 +172,48 @@ class ManifestKeeper:
                 raise LoaderUsageError(f"--public-key {path}: {error}") from None
         return self._key
 
-    def _check_succession(self, seen: _Seen, found: Manifest, url: str) -> None:
+    def _check_succession(self, last: BelievedManifest, found: BelievedManifest, url: str) -> None:
         """Refuses a manifest that does not follow from the last one.
 
         Raises:
             ManifestRollbackError: it is older, or of another history.
         """
-        last, advice = seen.manifest, f"if the store was made anew, remove {self._known.folder}"
-        if found.sequence < last.sequence:
+        before, now = last.value["sequence"], found.value["sequence"]
+        advice = f"if the store was made anew, remove {self._known.folder}"
+        if now < before:
             raise ManifestRollbackError(
-                f"{url}: expected a manifest of sequence {last.sequence} or later, as seen before, found "
-                f"{found.sequence}: an old copy or a rollback; {advice}"
+                f"{url}: expected a manifest of sequence {before} or later, as seen before, found {now}: an old copy "
+                f"or a rollback; {advice}"
             )
-        same = found.sequence == last.sequence
-        if same and _unsigned(found) != _unsigned(last):
+        if now == before and _unsigned(found) != _unsigned(last):
             raise ManifestRollbackError(
-                f"{url}: expected the manifest of sequence {last.sequence} seen before, found another; {advice}"
+                f"{url}: expected the manifest of sequence {before} seen before, found another; {advice}"
             )
-        follows = found.sequence == last.sequence + 1 and bool(found.signature) == bool(last.signature)
-        if follows and found.previous != sha256_hex(seen.body):
+        follows = now == before + 1 and ("signature" in found.value) == ("signature" in last.value)
+        if follows and found.value.get("previous") != sha256_hex(last.body):
             raise ManifestRollbackError(
-                f"{url}: expected manifest {found.sequence} to name manifest {last.sequence}, as it was seen before, as its "
-                f"predecessor, found another; {advice}"
+                f"{url}: expected manifest {now} to follow manifest {before}, as it was seen before, found it to name "
+                f"another predecessor; {advice}"
             )
 
     def _recall(self) -> _Seen | None:
+        """The last manifest that was believed, if it would be believed now."""
         data = self._known.read(MANIFEST_KEY)
         if data is None:
             return None
-        head, _, body = data.partition(b"\n")
+        head, _, rest = data.partition(b"\n")
+        body, _, spelt = rest.rpartition(b"\n")
+        url = self._mirrors.addresses[0]
         try:
             notes = json.loads(head)
-            if notes["format"] != _FORMAT or notes["sha256"] != sha256_hex(body):
-                raise ValueError("another format or digest")
-            manifest = self._believed(body, self._mirrors.addresses[0])
-            return _Seen(manifest, body, float(notes["checked_at"]), dict(notes["etags"]))
+            if notes["sha256"] != sha256_hex(rest):
+                raise ValueError("another digest")
+            etags, checked_at = dict(notes["etags"]), float(notes["checked_at"])
+            if self._public_key is None or notes["public_key"] == self._key_digest():
+                manifest = BelievedManifest(body, json.loads(spelt))
+                self._check_shard_bytes(manifest.facts.shard_tokens)
+            else:
+                manifest = self._believed(body, url)
         except (ValueError, KeyError, TypeError, RecursionError, ContractError) as error:
             logger.warning("%s is damaged (%s): forgetting which manifest was seen last", self._known.folder, error)
             return None
@@ -243,20 +221,36 @@ class ManifestKeeper:
             # Seen before a key was pinned, or under another one: no reason to believe it now.
             logger.info("%s", error)
             return None
+        return _Seen(manifest, checked_at, etags)
 
     def _remember(self, seen: _Seen) -> None:
+        spelt = seen.manifest.body + b"\n" + canonical_json(seen.manifest.value)
         notes = {
-            "format": _FORMAT,
             "store": self._mirrors.addresses[0],
-            "sha256": sha256_hex(seen.body),
+            "sha256": sha256_hex(spelt),
             "checked_at": seen.checked_at,
             "etags": seen.etags,
+            "public_key": self._key_digest(),
         }
-        self._known.write(MANIFEST_KEY, json.dumps(notes).encode() + b"\n" + seen.body)
-        named = {reference.key.replace("/", "-") for reference in seen.manifest.index}
-        if seen.manifest.tokenizer is not None:
-            named.add(seen.manifest.tokenizer.key.replace("/", "-"))
-        self._known.keep_only(frozenset({MANIFEST_KEY, *named}))
+        self._known.write(MANIFEST_KEY, json.dumps(notes).encode() + b"\n" + spelt)
+        facts = seen.manifest.facts
+        named = [*facts.index, *([facts.tokenizer] if facts.tokenizer else [])]
+        self._known.keep_only(frozenset({MANIFEST_KEY, *(known_name(reference.key) for reference in named)}))
+
+    def _key_digest(self) -> str | None:
+        """Names the pinned key by its file's digest."""
+        if self._public_key is None:
+            return None
+        try:
+            return sha256_hex(self._public_key.expanduser().read_bytes())
+        except OSError as error:
+            raise LoaderUsageError(f"--public-key {self._public_key}: {error.strerror}") from None
+
+    def _check_shard_bytes(self, shard_tokens: int) -> None:
+        if shard_tokens * 8 > self._max_shard_bytes:
+            raise UntrustedManifestError(
+                f"expected shards of at most {self._max_shard_bytes:,} bytes, found larger ones"
+            )
 
     def _as_loader_error(self, store: ReadableStore, error: GenesisError | ContractError) -> LoaderError:
         if isinstance(error, ObjectNotFoundError):
@@ -269,8 +263,13 @@ class ManifestKeeper:
         return UntrustedManifestError(f"{store.url}: {error}")
 
 
-def _unsigned(manifest: Manifest) -> bytes:
-    return manifest.model_copy(update={"signature": None}).to_json()
+def known_name(key: str) -> str:
+    """What the object of a key is called among a `KnownStore`'s files."""
+    return key.replace("/", "-")
+
+
+def _unsigned(manifest: BelievedManifest) -> bytes:
+    return canonical_json({name: value for name, value in manifest.value.items() if name != "signature"})
 
 
 def _warn_once(url: str) -> None:

@@ -1,9 +1,9 @@
 """Several addresses of one store, behind one question: give me this object, and let me see whether it is right.
 
-The mirror that last gave a good answer is asked first. One that cannot be reached, or gives bytes that do not hold, is
-asked once more, and then the next one is; rounds go on until the deadline, or until three times every mirror was reached
-and none had the object as it should be (a CDN may remember for a moment that there was none). Of several mirrors each has 20 s a turn, so that a dead one costs a shard
-20 s once and nothing afterwards; a mirror without others has 60.
+The mirror that last gave a good answer is asked first. One whose bytes do not hold is asked once more, one that cannot
+be reached is not, and then the next one is. Rounds go on until the deadline, or until three times every mirror was
+reached and none had the object as it should be (a CDN may remember for a moment that there was none). Of several, each
+has 20 s a turn, so that a dead one costs a shard 20 s once and nothing afterwards; a mirror without others has 60.
 """
 
 from __future__ import annotations

@@ -18,10 +18,9 @@ from typing_extensions import Buffer
 
 from loader.cache import ShardCache
 from loader.errors import CorruptObjectError, DataUnavailableError, HostileStoreError
+from loader.fetch.facts import ObjectFacts, ShardFacts
 from loader.fetch.mirrors import Mirrors
-from manifests import PackedEntry, ShardEntry, ShardFormatError, ShardImage, sha256_hex, shard_key
-from manifests.packed_file import unpack_ids
-from manifests.shard_file import view_shard
+from manifests import ShardFormatError, ShardImage, sha256_hex, shard_key, unpack_ids, view_shard
 
 T = TypeVar("T", bound=Buffer)
 
@@ -58,7 +57,7 @@ class ShardOpener:
         self._cache = cache
         self._packed = packed
 
-    def open(self, entry: ShardEntry) -> OpenShard:
+    def open(self, entry: ShardFacts) -> OpenShard:
         """The shard, verified.
 
         Raises:
@@ -74,7 +73,7 @@ class ShardOpener:
         )
         return OpenShard(entry.id, checked_ids(file.buffer, entry), file.from_cache, file.cached)
 
-    def _download(self, entry: ShardEntry) -> Buffer:
+    def _download(self, entry: ShardFacts) -> Buffer:
         if entry.packed is not None and self._packed:
             try:
                 return self._download_packed(entry, entry.packed)
@@ -83,7 +82,7 @@ class ShardOpener:
         key = shard_key(entry.id)
         return self._mirrors.fetch(key, entry.size_bytes, lambda body: check_digest(body, entry.sha256, key))
 
-    def _download_packed(self, entry: ShardEntry, packed: PackedEntry) -> Buffer:
+    def _download_packed(self, entry: ShardFacts, packed: ObjectFacts) -> Buffer:
         body = self._mirrors.fetch(
             packed.key, packed.size_bytes, lambda found: check_digest(found, packed.sha256, packed.key)
         )
@@ -96,11 +95,11 @@ class ShardOpener:
         return check_digest(image.buffer, entry.sha256, f"{packed.key}, expanded")
 
 
-def _hold(view: memoryview, entry: ShardEntry) -> None:
+def _hold(view: memoryview, entry: ShardFacts) -> None:
     check_digest(view, entry.sha256, cache_name(entry))
 
 
-def cache_name(entry: ShardEntry) -> str:
+def cache_name(entry: ShardFacts) -> str:
     """What a shard's file is called in the cache: shards of other stores, or of another content, are other files."""
     return f"shard_{entry.id}-{entry.sha256[:16]}.pt"
 
@@ -117,7 +116,7 @@ def check_digest(body: T, sha256: str, name: str) -> T:
     return body
 
 
-def checked_ids(buffer: memoryview, entry: ShardEntry) -> npt.NDArray[np.int64]:
+def checked_ids(buffer: memoryview, entry: ShardFacts) -> npt.NDArray[np.int64]:
     """The ids of a shard's file.
 
     Raises:
