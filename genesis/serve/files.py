@@ -3,7 +3,7 @@
 Guarantees: no symbolic link below the store's root is followed, at any depth, also if one is put there in that
 moment (each folder is opened relative to the last); an object that is replaced goes on being sent as it was, since a
 rename leaves the old file to whoever has it open; one that is changed in place is noticed by `OpenObject.unchanged`.
-Opening costs about 20 µs. The trade-off: the ETag is inode, time and size, as in `FolderStore`, so it costs no read of
+Opening costs about 30 µs. The trade-off: the ETag is inode, time and size, as in `FolderStore`, so it costs no read of
 a 20 MB file, and two copies of a store have other ETags.
 """
 

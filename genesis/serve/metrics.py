@@ -2,7 +2,7 @@
 
 Every label takes its values from a list fixed here or in `objects`, so no client can add a series: an unknown method is
 ``other``, and what names no object is ``none``. The registry belongs to the server, not to the process. A page costs
-about 1 ms; the store's figures are parsed again only when manifest.json is another file.
+3 to 4 ms; the store's figures are parsed again only when manifest.json is another file.
 """
 
 from __future__ import annotations

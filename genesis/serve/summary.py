@@ -1,6 +1,6 @@
 """The figures of a store's manifest, as often as anyone asks, parsed once for each manifest.
 
-A manifest of 600 segments takes 3 ms to parse and a ``stat`` 10 µs; a store that grows is a new file at each commit.
+A manifest of 600 segments takes 4 ms to parse and a look at the file 30 µs; each commit of a store is a new file.
 """
 
 from __future__ import annotations

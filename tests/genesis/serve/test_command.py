@@ -1,0 +1,175 @@
+"""Starting and stopping ``genesis serve``."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+
+import pytest
+
+from genesis.cli.app import run
+from genesis.store import CachePolicy, FolderStore
+from tests.genesis.serve.conftest import make_store
+from tests.support.serve_process import genesis_serve
+
+LARGE_BYTES = 30_000_000
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory, contents):
+    root = tmp_path_factory.mktemp("command") / "store"
+    make_store(root, contents | {"shard_0.pt": b"x" * LARGE_BYTES})
+    return root
+
+
+def _announced_in_words(server, folder):
+    expected = rf"serving {re.escape(str(folder))} at {re.escape(server.url)}/ \(1 shards\)\n"
+    assert re.fullmatch(expected, server.announcement)
+
+
+def _announced_as_json(server, folder):
+    assert json.loads(server.announcement) == {
+        "folder": str(folder),
+        "url": f"{server.url}/",
+        "sequence": 3,
+        "total_shards": 1,
+        "total_tokens": 8,
+    }
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "options", "is_announced"),
+    [
+        (signal.SIGTERM, 143, (), _announced_in_words),
+        (signal.SIGINT, 130, ("--json",), _announced_as_json),
+    ],
+)
+def test_it_says_what_it_serves_and_a_signal_lets_answers_end(large, number, code, options, is_announced):
+    with (
+        genesis_serve(large, *options) as server,
+        server.connect(receive_buffer_bytes=65_536) as client,
+        server.connect() as idle,
+    ):
+        is_announced(server, large)
+        idle.ask(b"/manifest.json")
+        idle.answer()
+        client.ask(b"/shard_0.pt")
+        client.head()
+        begun = client.read(100_000)
+        server.process.send_signal(number)
+        assert idle.is_closed()
+        server.wait_until_closed()
+        assert begun + client.read(LARGE_BYTES - len(begun)) == b"x" * LARGE_BYTES
+        assert client.is_closed()
+        assert server.wait() == code
+    assert not any("Traceback" in line for line in server.errors)
+
+
+def test_answers_that_do_not_end_are_cut(large):
+    with genesis_serve(large, "--grace-s", "0.5") as server, server.connect(receive_buffer_bytes=4096) as client:
+        client.ask(b"/shard_0.pt")
+        client.head()
+        assert server.stop() == 143
+        assert len(client.read(LARGE_BYTES)) < LARGE_BYTES
+    assert not any("Traceback" in line for line in server.errors)
+
+
+def test_a_second_signal_cuts_them_at_once(large):
+    with genesis_serve(large, "--grace-s", "3600") as server, server.connect(receive_buffer_bytes=4096) as client:
+        client.ask(b"/shard_0.pt")
+        client.head()
+        server.process.send_signal(signal.SIGINT)
+        server.wait_until_closed()
+        assert server.stop(signal.SIGTERM) == 130  # What the first one was.
+
+
+def test_a_port_in_use(store_folder, capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert run(["serve", "--store", str(store_folder), "--port", port]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert f"port {port}" in said.err
+    assert "in use" in said.err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--host", "no-such-host.invalid"], "no-such-host.invalid"),
+        (["--host", "a" * 70], "expected an address"),
+        (["--host", "192.0.2.1"], "no such address"),
+        (["--port", "70000"], "--port"),
+        (["--max-connections", "0"], "--max-connections"),
+        (["--store", "s3://bucket/prefix"], "only folders are served"),
+        (["--store", "https://example.org"], "only folders are served"),
+    ],
+)
+def test_options_that_make_no_sense(store_folder, options, words, capsys):
+    assert run(["serve", "--store", str(store_folder), "--port", "0", *options]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert words in said.err
+
+
+def test_a_folder_that_is_not_there(tmp_path, capsys):
+    for missing in (tmp_path / "none", _a_file(tmp_path)):
+        assert run(["serve", "--store", str(missing), "--port", "0"]) == 1
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert str(missing) in said.err
+        assert "check --store" in said.err
+
+
+def _a_file(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("x")
+    return path
+
+
+def test_an_empty_folder_is_served_and_filled_later(tmp_path, contents):
+    with genesis_serve(tmp_path) as server:
+        assert "nothing published yet" in server.announcement
+        assert server.get("/manifest.json").status_code == 404
+        assert server.get("/healthz").status_code == 200
+        assert server.metric("genesis_store_published") == 0
+        store = FolderStore(tmp_path)
+        for key, body in contents.items():
+            store.put(key, body, cache=CachePolicy.IMMUTABLE)
+            assert server.get(f"/{key}").content == body
+        assert server.metric("genesis_store_published") == 1
+
+
+def test_a_folder_behind_a_link_that_goes_away_for_a_while(tmp_path, contents):
+    make_store(tmp_path / "store", contents)
+    (tmp_path / "link").symlink_to(tmp_path / "store")
+    with genesis_serve(tmp_path / "link") as server:
+        assert server.get("/manifest.json").content == contents["manifest.json"]
+        (tmp_path / "store").rename(tmp_path / "elsewhere")
+        assert server.get("/manifest.json").status_code == 404
+        health = server.get("/healthz")
+        assert (health.status_code, health.headers["retry-after"]) == (503, "2")
+        (tmp_path / "elsewhere").rename(tmp_path / "store")
+        assert server.get("/manifest.json").content == contents["manifest.json"]
+        assert server.get("/healthz").text == "ok\n"
+
+
+def test_requests_are_logged_when_asked_for(store_folder):
+    with genesis_serve(store_folder) as quiet:
+        quiet.get("/manifest.json")
+        quiet.stop()
+    with genesis_serve(store_folder, log_level="DEBUG") as talking:
+        talking.get("/manifest.json")
+        with talking.connect() as client:
+            client.ask(b"/%0aFAKE")
+            client.answer()
+        talking.stop()
+    assert not any("manifest.json" in line for line in quiet.errors)
+    logged = [line for line in talking.errors if "GET" in line]
+    assert any("127.0.0.1 GET '/manifest.json' 200" in line for line in logged)
+    assert any("'/%0aFAKE' 404" in line for line in logged)

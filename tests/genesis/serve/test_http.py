@@ -1,0 +1,354 @@
+"""What comes over the wire: a server process, real sockets."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from email.utils import formatdate, parsedate_to_datetime
+
+import pytest
+
+from genesis.serve import public_object
+from genesis.store import CachePolicy
+from genesis.store.http import HttpStore
+from tests.genesis.serve.conftest import LARGE_BYTES, PRIVATE, SECRET, make_store
+from tests.support.serve_process import genesis_serve
+
+LARGE = "/shard_7.pt"
+SHORT = {"manifest.json", "tokenizer.json", "hf", "tiktoken"}
+
+
+def test_every_object_with_its_headers(server, store_folder, contents):
+    for key, body in contents.items():
+        found = server.get(f"/{key}")
+        assert found.status_code == 200, key
+        assert found.content == body
+        expected = CachePolicy.SHORT if key.split("/")[0] in SHORT else CachePolicy.IMMUTABLE
+        assert found.headers["cache-control"] == expected.value, key
+        assert found.headers["content-length"] == str(len(body))
+        assert found.headers["accept-ranges"] == "bytes"
+        assert found.headers["etag"].startswith('"')
+        modified = parsedate_to_datetime(found.headers["last-modified"]).timestamp()
+        assert modified == int((store_folder / key).stat().st_mtime)
+        assert found.headers["content-type"].startswith(
+            "application/json" if key.endswith(".json") else "application/oct"
+        )
+        assert "content-encoding" not in found.headers
+
+
+def test_etags_tell_objects_apart(server, contents):
+    tags = {key: server.request("HEAD", f"/{key}").headers["etag"] for key in contents}
+    assert len(set(tags.values())) == len(tags)
+    assert {key: server.request("HEAD", f"/{key}").headers["etag"] for key in contents} == tags
+
+
+def test_head_is_get_without_the_body(server, contents):
+    for key in contents:
+        got, asked = server.get(f"/{key}"), server.request("HEAD", f"/{key}")
+        assert asked.content == b""
+        assert _lasting(asked) == _lasting(got)
+        assert asked.status_code == got.status_code
+
+
+def _lasting(response):
+    return {name: value for name, value in response.headers.items() if name != "date"}
+
+
+def test_head_takes_no_notice_of_a_range(server):
+    found = server.request("HEAD", LARGE, range="bytes=0-9")
+    assert (found.status_code, found.headers["content-length"]) == (200, str(LARGE_BYTES))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(f"/{name}".encode() for name in PRIVATE),
+        b"/shard_8.pt",  # A link out of the store.
+        b"/shard_9.pt",  # A link to checkpoints.json.
+        b"/tiktoken/escape.json",
+        b"/shard_10.pt",  # A folder.
+        b"/shard_11.pt",  # A pipe, which must not be waited for.
+        b"/shard_12.pt",  # Nothing.
+        b"/",
+        b"//manifest.json",
+        b"//etc/passwd",
+        b"/etc/passwd",
+        b"/../checkpoints.json",
+        b"/../store-outside/shard_8.pt",
+        b"/index/../checkpoints.json",
+        b"/index/../../store-outside/shard_8.pt",
+        b"/%2e%2e/store-outside/shard_8.pt",
+        b"/%2e%2e%2fstore-outside%2fshard_8.pt",
+        b"/..%2fstore-outside/shard_8.pt",
+        b"/%252e%252e/checkpoints.json",
+        b"/./checkpoints.json",
+        b"/%63heckpoints.json",
+        b"/checkpoints.json%20",
+        b"/checkpoints.json?x=/manifest.json",
+        b"/manifest.json%00",
+        b"/manifest.json/",
+        b"/manifest.json%0d%0aX-Injected:%201",
+        b"/%ff%fe",
+        b"/%",
+        b"/%zz",
+        b"/CHECKPOINTS.JSON",
+        b"\\..\\checkpoints.json",
+        b"*",
+        b"http://localhost/checkpoints.json",
+        b"file:///etc/passwd",
+        b"/" + b"a" * 10_000,
+        b"/" + b"../" * 3_000 + b"etc/passwd",
+    ],
+)
+def test_nothing_else_gets_out(server, path):
+    with server.connect() as client:
+        client.ask(path)
+        status, headers, body = client.answer()
+    assert status == 404
+    assert SECRET not in body
+    assert headers["cache-control"] == "no-store"
+    assert "x-injected" not in headers
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"GET /manifest.json\x00 HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01",  # A TLS client.
+        b"GET /manifest.json HTTP/1.1\r\n\r\n",
+        b"nonsense\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_is_refused(server, request_bytes):
+    with server.connect() as client:
+        client.send(request_bytes)
+        try:
+            status, _ = client.head()
+        except ConnectionError:
+            status = 400  # Closed while the rest of it was still coming.
+        assert status == 400
+    assert server.get("/healthz").status_code == 200
+
+
+def test_queries_and_absolute_urls_name_the_same_object(server, contents):
+    assert server.get("/manifest.json?no=cache").content == contents["manifest.json"]
+    with server.connect() as client:
+        client.ask(f"{server.url}/manifest.json".encode())
+        assert client.answer()[2] == contents["manifest.json"]
+        client.ask(b"/%6danifest.json")
+        assert client.answer()[2] == contents["manifest.json"]
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "PATCH", "BREW"])
+def test_only_reading(server, contents, method):
+    found = server.request(method, "/manifest.json")
+    assert (found.status_code, found.headers["allow"]) == (405, "GET, HEAD")
+    assert server.get("/manifest.json").content == contents["manifest.json"]
+
+
+def test_if_none_match(server, contents):
+    first = server.get("/manifest.json")
+    for condition in (first.headers["etag"], f'"x", W/{first.headers["etag"]}', "*"):
+        again = server.get("/manifest.json", if_none_match=condition)
+        assert (again.status_code, again.content) == (304, b"")
+        for name in ("etag", "cache-control", "last-modified"):
+            assert again.headers[name] == first.headers[name]
+    assert server.request("HEAD", "/manifest.json", if_none_match=first.headers["etag"]).status_code == 304
+    assert server.get("/manifest.json", if_none_match='"x"').content == contents["manifest.json"]
+
+
+def test_conditions_by_time_and_if_match(server):
+    first = server.get(LARGE)
+    modified, etag = first.headers["last-modified"], first.headers["etag"]
+    long_ago = formatdate(0, usegmt=True)
+    assert server.get(LARGE, if_modified_since=modified).status_code == 304
+    assert server.get(LARGE, if_modified_since=long_ago).status_code == 200
+    assert server.get(LARGE, if_match=etag, range="bytes=0-0").status_code == 206
+    assert server.get(LARGE, if_match='"x"').status_code == 412
+    assert server.get(LARGE, if_unmodified_since=long_ago).status_code == 412
+
+
+def test_headers_that_come_twice(server):
+    etag = server.get("/manifest.json").headers["etag"].encode()
+    with server.connect() as client:
+        client.ask(b"/manifest.json", b'If-None-Match: "x"', b"If-None-Match: " + etag)
+        assert client.answer()[0] == 304
+        client.ask(LARGE.encode(), b"Range: bytes=0-1", b"Range: bytes=4-5")
+        status, _, body = client.answer()
+        assert (status, len(body)) == (200, LARGE_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("header", "part"),
+    [
+        ("bytes=0-0", slice(0, 1)),
+        ("bytes=100-299999", slice(100, 300_000)),
+        ("bytes=262143-262144", slice(262_143, 262_145)),
+        (f"bytes={LARGE_BYTES - 1}-", slice(LARGE_BYTES - 1, None)),
+        ("bytes=1000-99999999999", slice(1000, None)),
+        ("bytes=-5", slice(-5, None)),
+        ("bytes=-99999999", slice(None)),
+        ("bytes=0-", slice(None)),
+    ],
+)
+def test_ranges(server, contents, header, part):
+    whole = contents["shard_7.pt"]
+    found = server.get(LARGE, range=header)
+    first, end, _ = part.indices(len(whole))
+    assert found.status_code == 206
+    assert found.content == whole[part]
+    assert found.headers["content-range"] == f"bytes {first}-{end - 1}/{len(whole)}"
+    assert found.headers["content-length"] == str(end - first)
+    assert found.headers["cache-control"] == CachePolicy.IMMUTABLE.value
+
+
+@pytest.mark.parametrize("header", ["bytes=5-2", "bytes=0-1,3-4", "lines=0-1", "bytes=x"])
+def test_ranges_that_are_ignored(server, contents, header):
+    found = server.get(LARGE, range=header)
+    assert found.status_code == 200
+    assert found.content == contents["shard_7.pt"]
+
+
+@pytest.mark.parametrize(
+    ("path", "header"),
+    [
+        (LARGE, f"bytes={LARGE_BYTES}-"),
+        (LARGE, "bytes=-0"),
+        ("/shard_1000.pt", "bytes=0-"),
+        ("/shard_1000.pt", "bytes=-1"),
+    ],
+)
+def test_ranges_beyond_the_end(server, contents, path, header):
+    found = server.get(path, range=header)
+    assert found.status_code == 416
+    assert found.headers["content-range"] == f"bytes */{len(contents[path[1:]])}"
+    assert found.headers["cache-control"] == "no-store"
+
+
+def test_if_range(server, contents):
+    whole = contents["shard_7.pt"]
+    etag = server.request("HEAD", LARGE).headers["etag"]
+    assert server.get(LARGE, range="bytes=9-19", if_range=etag).content == whole[9:20]
+    for other in ('"x"', f"W/{etag}", "nonsense"):
+        found = server.get(LARGE, range="bytes=9-19", if_range=other)
+        assert (found.status_code, found.content == whole) == (200, True)
+    beyond = server.get(LARGE, range=f"bytes={LARGE_BYTES}-", if_range='"x"')
+    assert beyond.status_code == 200
+
+
+def test_not_modified_goes_before_a_range(server):
+    etag = server.request("HEAD", LARGE).headers["etag"]
+    assert server.get(LARGE, range="bytes=0-1", if_none_match=etag).status_code == 304
+
+
+def test_one_connection_many_requests(server, contents):
+    with server.connect() as client:
+        for _ in range(3):
+            for key, body in contents.items():
+                client.ask(f"/{key}".encode())
+                assert client.answer()[2] == body
+
+
+def test_requests_sent_ahead_are_answered_in_order(server, contents):
+    keys = sorted(contents)
+    with server.connect() as client:
+        client.send(b"".join(f"GET /{key} HTTP/1.1\r\nHost: x\r\n\r\n".encode() for key in keys))
+        assert [client.answer()[2] for _ in keys] == [contents[key] for key in keys]
+
+
+def test_a_request_with_a_body_is_the_last_of_its_connection(server, contents):
+    with server.connect() as client:
+        client.ask(b"/manifest.json", b"Content-Length: 1000000")
+        status, headers, body = client.answer()
+        assert (status, headers["connection"], body) == (200, "close", contents["manifest.json"])
+        assert client.is_closed()
+
+
+def test_a_client_that_has_closed_its_sending_half_gets_its_answer(server, contents):
+    with server.connect() as client:
+        client.ask(LARGE.encode())
+        client.socket.shutdown(1)
+        assert client.answer()[2] == contents["shard_7.pt"]
+        assert client.is_closed()
+
+
+def test_http_1_0(server, contents):
+    with server.connect() as client:
+        client.send(b"GET /manifest.json HTTP/1.0\r\n\r\n")
+        assert client.answer()[2] == contents["manifest.json"]
+        assert client.is_closed()
+
+
+def test_clients_that_leave_do_no_harm(server, contents):
+    for _ in range(10):
+        with server.connect(receive_buffer_bytes=4096) as client:
+            client.ask(LARGE.encode())
+            client.head()
+    assert server.get(LARGE).content == contents["shard_7.pt"]
+
+
+def test_the_store_of_this_package_reads_it(server, contents):
+    store = HttpStore(server.url)
+    try:
+        for key, body in contents.items():
+            assert store.get(key).body == body
+            info = store.head(key)
+            assert info is not None
+            assert info.size_bytes == len(body)
+        assert store.head("shard_12.pt") is None
+    finally:
+        store.close()
+
+
+def test_an_object_replaced_while_it_is_sent_is_sent_as_it_was(tmp_path, contents):
+    old, new = b"o" * 30_000_000, b"n" * 30_000_000
+    store = make_store(tmp_path / "store", contents | {"shard_0.pt": old})
+    with genesis_serve(tmp_path / "store") as server, server.connect(receive_buffer_bytes=65_536) as client:
+        client.ask(b"/shard_0.pt")
+        _, headers = client.head()
+        begun = client.read(100_000)
+        store.put("shard_0.pt", new, cache=CachePolicy.IMMUTABLE)
+        assert begun + client.read(len(old) - len(begun)) == old
+        client.ask(b"/shard_0.pt", b"Range: bytes=0-9", b"If-Range: " + headers["etag"].encode())
+        status, changed, body = client.answer()
+        assert (status, body == new) == (200, True)
+        assert changed["etag"] != headers["etag"]
+        assert server.get("/shard_0.pt", if_none_match=headers["etag"]).status_code == 200
+
+
+@pytest.mark.parametrize("change", ["overwritten", "truncated"])
+def test_an_object_changed_in_place_is_cut_short(tmp_path, contents, change):
+    old = b"o" * 30_000_000
+    make_store(tmp_path / "store", contents | {"shard_0.pt": old})
+    with genesis_serve(tmp_path / "store") as server, server.connect(receive_buffer_bytes=65_536) as client:
+        client.ask(b"/shard_0.pt")
+        client.head()
+        begun = client.read(100_000)
+        with (tmp_path / "store" / "shard_0.pt").open("r+b") as file:
+            if change == "truncated":
+                file.truncate(1_000)
+            else:
+                file.write(b"n" * len(old))
+        rest = client.read(len(old) - len(begun))
+        assert len(begun) + len(rest) < len(old)
+        assert set(begun + rest) == {ord("o")}
+        assert server.metric("genesis_serve_cut_connections_total", reason="changed") == 1
+    assert any("was written into" in line for line in server.errors)
+    assert not any("Traceback" in line for line in server.errors)
+
+
+def test_many_at_once(server, contents):
+    whole = contents["shard_7.pt"]
+
+    def fetch(number):
+        first = number * 50_000
+        return server.get(LARGE, range=f"bytes={first}-{first + 199_999}").content == whole[first : first + 200_000]
+
+    with ThreadPoolExecutor(16) as pool:
+        assert all(pool.map(fetch, range(48)))
+
+
+def test_public_object_agrees_with_the_fixture(contents):
+    assert all(public_object(f"/{key}".encode()) for key in contents)
+    assert not any(public_object(f"/{name}".encode()) for name in PRIVATE if name != "shard_8.pt")

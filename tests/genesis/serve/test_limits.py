@@ -1,0 +1,153 @@
+"""Clients that are many, slow, silent or deaf."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.genesis.serve.conftest import make_store
+from tests.support.serve_process import RawClient, ServeProcess, genesis_serve
+
+DEAF_BYTES = 12_000_000
+"""More than the buffers of a connection on loopback hold."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, contents):
+    root = tmp_path_factory.mktemp("limits") / "store"
+    make_store(root, contents | {"shard_0.pt": b"x" * DEAF_BYTES})
+    return root
+
+
+@pytest.fixture(scope="module")
+def impatient(folder) -> Iterator[ServeProcess]:
+    """A server with short time-outs."""
+    with genesis_serve(folder, "--idle-timeout-s", "1.5", "--stall-timeout-s", "1.5") as server:
+        yield server
+
+
+def test_a_hundred_slow_clients_keep_nobody_waiting(folder, contents):
+    with genesis_serve(folder) as server, contextlib.ExitStack() as stack:
+        slow = [stack.enter_context(server.connect(receive_buffer_bytes=4096)) for _ in range(100)]
+        for client in slow:
+            client.ask(b"/shard_0.pt")
+            assert client.head()[0] == 200
+        assert server.metric("genesis_serve_requests_in_flight") >= 100
+        for key in ("manifest.json", "shard_7.pt"):
+            assert server.get(f"/{key}").content == contents[key]
+        memory = server.metric("process_resident_memory_bytes")
+        assert memory < 400e6, f"{memory / 1e6:.0f} MB for 100 clients"
+        for client in slow[:3]:
+            assert client.read(DEAF_BYTES) == b"x" * DEAF_BYTES
+
+
+def test_one_too_many_is_told_so(folder, contents):
+    with genesis_serve(folder, "--max-connections", "3") as server, contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(server.connect()) for _ in range(4)]
+        for client in clients[:3]:
+            client.ask(b"/manifest.json")
+            assert client.answer()[0] == 200
+        clients[3].ask(b"/manifest.json")
+        status, headers, _ = clients[3].answer()
+        assert (status, headers["retry-after"], headers["connection"]) == (503, "2", "close")
+        assert headers["cache-control"] == "no-store"
+        assert clients[3].is_closed()
+        # Those that are in go on, and the operator can look.
+        clients[0].ask(b"/shard_7.pt")
+        assert clients[0].answer()[2] == contents["shard_7.pt"]
+        assert server.get("/healthz").status_code == 200
+        assert server.metric("genesis_serve_requests_total", method="GET", status="503", kind="none") == 1
+        clients[0].socket.close()
+        _until(lambda: server.get("/manifest.json").status_code == 200)
+        # Far too many are not even listened to.
+        for _ in range(1 + 64):
+            stack.enter_context(server.connect())
+        assert stack.enter_context(server.connect()).is_closed()
+
+
+def test_a_client_that_says_nothing(impatient):
+    with impatient.connect() as client:
+        assert client.is_closed()
+
+
+def test_a_client_that_is_kept_alive_and_says_nothing_more(impatient):
+    with impatient.connect() as client:
+        client.ask(b"/manifest.json")
+        assert client.answer()[0] == 200
+        assert client.is_closed()
+
+
+@pytest.mark.parametrize("answered_before", [False, True])
+def test_a_request_that_comes_drop_by_drop(impatient, answered_before):
+    before = impatient.metric("genesis_serve_cut_connections_total", reason="idle")
+    with impatient.connect() as client:
+        if answered_before:
+            client.ask(b"/manifest.json")
+            client.answer()
+        client.send(b"GET /manifest.json HTTP/1.1\r\n")
+        _until(lambda: _is_cut_while_dripping(client))
+    impatient.wait_for_metric("genesis_serve_cut_connections_total", before + 1, reason="idle")
+
+
+def _is_cut_while_dripping(client: RawClient) -> bool:
+    try:
+        client.send(b"X: y\r\n")
+    except ConnectionError:
+        return True
+    return False
+
+
+def test_a_client_that_reads_nothing(impatient):
+    before = impatient.metric("genesis_serve_cut_connections_total", reason="stalled")
+    with impatient.connect(receive_buffer_bytes=4096) as client:
+        client.ask(b"/shard_0.pt")
+        client.head()
+        impatient.wait_for_metric("genesis_serve_cut_connections_total", before + 1, reason="stalled")
+        assert len(client.read(DEAF_BYTES)) < DEAF_BYTES
+    _until(lambda: impatient.metric("genesis_serve_requests_in_flight") == 1)  # The one that asks.
+
+
+def test_a_client_that_reads_slowly_gets_all_of_it(impatient):
+    # A second and a half for every 256 KiB would be too slow; a fiftieth of a second, for more than that, is not.
+    with impatient.connect(receive_buffer_bytes=65_536) as client:
+        client.ask(b"/shard_0.pt")
+        client.head()
+        pause, got = threading.Event(), 0
+        while got < DEAF_BYTES:
+            part = client.read(min(400_000, DEAF_BYTES - got))
+            assert part
+            got += len(part)
+            pause.wait(0.02)
+
+
+def test_descriptors_and_connections_are_given_back(impatient, contents):
+    def leave() -> None:
+        with impatient.connect(receive_buffer_bytes=4096) as client:
+            client.ask(b"/shard_0.pt")
+            client.head()
+
+    leave()
+    _until(lambda: impatient.metric("genesis_serve_connections") == 1)
+    before = impatient.metric("process_open_fds")
+    for _ in range(40):
+        leave()
+    _until(lambda: impatient.metric("genesis_serve_connections") == 1)
+    assert impatient.metric("process_open_fds") <= before + 1
+    assert impatient.get("/shard_7.pt").content == contents["shard_7.pt"]
+
+
+def test_fewer_open_files_than_connections_need(folder):
+    with genesis_serve(folder, "--max-connections", "600", open_files=300) as server:
+        assert server.get("/manifest.json").status_code == 200
+    assert any("serving 86" in line for line in server.errors)
+
+
+def _until(holds, within_s=20.0) -> None:
+    end = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < end, "did not come about"
+        time.sleep(0.05)
