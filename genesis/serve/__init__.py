@@ -6,8 +6,8 @@ which must make progress. `objects` says what is public, `files` opens it, `prec
 of HTTP as pure functions, `app` puts them together, `connections` and `server` bound and run it, `metrics` counts.
 
 The trade-off: one process of Python, no TLS, no compression and no access control. On two cores with the client beside
-it, it gave 20 MB objects at 0.8 to 1.2 GB/s, two to three times ``rclone serve http`` and two thirds of nginx's sendfile; who
-needs TLS or more than a 10 Gbit/s card's worth puts nginx before it (docs/serve.md).
+it, it gave 20 MB objects at 0.8 to 1.2 GB/s, two to three times ``rclone serve http`` and two thirds of nginx's
+sendfile; who needs TLS or more than a 10 Gbit/s card's worth puts nginx before it (docs/serve.md).
 """
 
 from __future__ import annotations
