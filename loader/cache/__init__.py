@@ -1,6 +1,6 @@
 """A folder of verified, immutable files that many processes of one machine share (POSIX, a local disk).
 
-`ShardCache` says what it guarantees. Importing this costs nothing beyond the standard library.
+`ShardCache` says what it guarantees. Its modules import nothing but the standard library (the commands: typer).
 """
 
 from __future__ import annotations
