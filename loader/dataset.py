@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from loader.board import RotationBoard
+from loader.board import WorkerBoard
 from loader.cache import settings as cache_settings
-from loader.errors import LoaderError, LoaderUsageError
+from loader.errors import LoaderUsageError
 from loader.feed import Feed, FeedStats
 from loader.node_stream import NodeStream
 from loader.options import Extra, Split, StoreOptions, StreamOptions
@@ -123,8 +123,10 @@ class GenesisDataset(IterableDataset[Batch]):
         self._session = Session.open(store_options)
         self._stream = NodeStream.begin(self._options, self._session.catalog)
         self._origin = self._stream.state()
-        self._board = RotationBoard.create()
+        self._board = WorkerBoard.create()
+        self._generation = 0
         self._worker: WorkerState | None = None
+        self._worker_is_used = False
         self._feed: Feed | None = None
         self._feed_pid = -1
         self._iterates_here = False
@@ -132,7 +134,7 @@ class GenesisDataset(IterableDataset[Batch]):
     @property
     def manifest(self) -> Manifest:
         """The manifest that the stream's shards were found in."""
-        return self._session.catalog.manifest
+        return self._session.catalog.document()
 
     @property
     def options(self) -> StreamOptions:
@@ -147,7 +149,7 @@ class GenesisDataset(IterableDataset[Batch]):
     @property
     def rotations(self) -> tuple[int, ...]:
         """The steps before which a shard was left early: with them `replay` finds any batch."""
-        return self._stream.rotations
+        return tuple(sorted({*self._stream.rotations, *self._board.look().rotations}))
 
     @property
     def stats(self) -> FeedStats:
@@ -160,9 +162,13 @@ class GenesisDataset(IterableDataset[Batch]):
         return self._session.mirrors.received_bytes
 
     def __iter__(self) -> Iterator[Batch]:
-        worker = get_worker_info()
+        info = get_worker_info()
+        if info is not None:
+            self._worker = self._begin_worker_pass(info.id, info.num_workers, info.seed - info.id)
+            self._stream.begin_pass()
+            return self._worker_batches(self._worker)
         self._stream.begin_pass()
-        return self._batches() if worker is None else self._worker_batches(worker.id, worker.num_workers)
+        return self._batches()
 
     def report_loss(self, loss: float) -> None:
         """Feeds the plateau rule with the loss of the latest batch; where it fires, the shard is left.
@@ -170,10 +176,9 @@ class GenesisDataset(IterableDataset[Batch]):
         Call it in the process that trains, once a batch. With DataLoader workers, which are some batches ahead, the
         rotation takes place behind the furthest batch that any has begun.
         """
-        if not self._iterates_here and (furthest := self._board.furthest()) >= self._stream.step:
-            self._stream.seek(furthest + 1)
+        follows = self._follow_workers()
         if self._stream.report_loss(float(loss)) is not None:
-            self._stream.add_rotation(self._stream.step if self._iterates_here else self._board.rotate())
+            self._stream.add_rotation(self._board.rotate() if follows else self._stream.step)
 
     def refresh(self) -> int:
         """Takes the store's newest manifest: from its next epoch on, a lane reads what the node is assigned in it.
@@ -182,14 +187,17 @@ class GenesisDataset(IterableDataset[Batch]):
             How many shards the store has now.
 
         Raises:
+            LoaderUsageError: DataLoader workers are within a pass.
             LoaderError: the store cannot be asked, or has another history; the stream goes on as it was.
         """
+        if self._workers_make_batches():
+            self._settle_between_passes()
         catalog = self._session.newest_catalog()
         total = self._stream.adopt(catalog)
         self._session = replace(self._session, catalog=catalog)
         if self._feed is not None:
             self._feed.adopt(catalog)
-        self._origin = self._stream.state() if self._iterates_here else self._origin
+        self._origin = self._stream.state()
         return total
 
     def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
@@ -207,13 +215,14 @@ class GenesisDataset(IterableDataset[Batch]):
         """
         if step is not None:
             return self._state_at(step).to_dict()
-        ahead = self._board.furthest() >= self._origin.step
-        if ahead and not self._iterates_here and get_worker_info() is None:
+        if get_worker_info() is None and self._workers_make_batches():
             raise LoaderUsageError(
                 "expected state_dict(step=N), N the batches that were taken, since DataLoader workers make them, found "
                 "no step; or use torchdata's StatefulDataLoader"
             )
-        return self._stream.state().model_copy(update={"worker": self._worker}).to_dict()
+        if self._worker is not None and get_worker_info() is not None:
+            return self._stream.state(in_worker=True).model_copy(update={"worker": self._worker}).to_dict()
+        return self._stream.state().to_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes to where a state says; the next batch is the one that followed it.
@@ -222,13 +231,15 @@ class GenesisDataset(IterableDataset[Batch]):
             StateMismatchError: the state is of another stream, store or release.
             LoaderError: the store's index cannot be had.
         """
-        state = StreamState.from_dict(dict(state_dict))
+        state = StreamState.from_dict(state_dict)
         stream = self._resumed(state)
         self._stream, self._worker = stream, state.worker
         self._origin = stream.state()
         self._iterates_here = False
         if get_worker_info() is None:
-            self._board.reset(state.step, state.rotations)
+            self._generation = self._board.reset(state.step, state.rotations)
+        else:
+            self._board.merge(state.rotations)
 
     def replay(
         self, node_id: str, step: int, *, rotations: Sequence[int] = (), total_shards: int | None = None
@@ -259,33 +270,86 @@ class GenesisDataset(IterableDataset[Batch]):
         return {**self.__dict__, "_feed": None, "_feed_pid": -1}
 
     def _batches(self) -> Iterator[Batch]:
-        self._iterates_here = True
-        feed = self._own_feed()
+        stream = self._stream
+        self._generation = self._board.reset(stream.step, stream.rotations)
         while True:
-            stream = self._stream
-            batch = _next_batch(stream, feed)
+            self._iterates_here = True
+            if self._stream is not stream:  # A state was loaded since.
+                stream = self._stream
+                stream.begin_pass()
+            batch = _next_batch(stream, self._own_feed())
             if batch is None:
                 return
             yield batch
 
-    def _worker_batches(self, worker_id: int, num_workers: int) -> Iterator[Batch]:
-        """Every ``num_workers``-th batch of the stream, this worker's."""
+    def _worker_batches(self, worker: WorkerState) -> Iterator[Batch]:
+        """Every ``worker.count``-th batch of the stream, this worker's."""
         stream, feed = self._stream, self._own_feed()
-        resumed = self._worker
-        same = resumed is not None and (resumed.id, resumed.count) == (worker_id, num_workers)
-        origin = resumed.origin if resumed is not None and same else stream.step
-        step = origin + worker_id
-        step += -(-max(0, stream.step - step) // num_workers) * num_workers
+        step = worker.origin + worker.id
+        step += -(-max(0, stream.step - step) // worker.count) * worker.count
         while True:
             for rotation in self._board.announce(step):
                 stream.add_rotation(rotation)
             stream.seek(step)
             batch = _next_batch(stream, feed)
             if batch is None:
+                self._board.end_pass(stream.step)
                 return
-            self._worker = WorkerState(id=worker_id, count=num_workers, origin=origin)
             yield batch
-            step += num_workers
+            step += worker.count
+
+    def _begin_worker_pass(self, worker_id: int, num_workers: int, seed: int) -> WorkerState:
+        """Takes this worker to where all of them begin."""
+        reused, self._worker_is_used = self._worker_is_used, True
+        known = self._worker
+        if not reused and known is not None and (known.id, known.count) == (worker_id, num_workers):
+            self._board.join_pass(worker_id, seed, self._generation, known.origin, resumed=True, reused=False)
+            if self._stream.schedule.is_over:
+                # DataLoader may not ask this worker again before it begins the next pass with other processes.
+                self._board.end_pass(self._stream.step)
+            return known
+        first = self._stream.step if self._iterates_here else self._origin.step
+        origin = self._board.join_pass(worker_id, seed, self._generation, first, resumed=False, reused=reused)
+        self._move(origin)
+        return WorkerState(id=worker_id, count=num_workers, origin=origin)
+
+    def _settle_between_passes(self) -> None:
+        """Goes to where the workers' next pass begins.
+
+        Raises:
+            LoaderUsageError: they are within one, and only the training loop knows how far it has come.
+        """
+        end = self._board.look().pass_end
+        if end is None:
+            raise LoaderUsageError(
+                "expected refresh() between two passes of DataLoader workers, found them within one; call "
+                "load_state_dict(state_dict(step=N)), N the batches that were taken, refresh(), and make a new "
+                "DataLoader"
+            )
+        self._move(end)
+        self._origin = self._stream.state()
+        self._generation = self._board.reset(end, self._stream.rotations)
+
+    def _workers_make_batches(self) -> bool:
+        """Whether it is DataLoader workers that have gone on from where this process stood."""
+        furthest = self._board.look().furthest
+        if self._iterates_here and furthest >= self._stream.step:
+            self._iterates_here = False
+        return not self._iterates_here and furthest >= self._origin.step
+
+    def _follow_workers(self) -> bool:
+        """Goes on to behind the furthest batch that workers have begun, if any have; whether they have."""
+        if not self._workers_make_batches():
+            return False
+        self._move(self._board.look().furthest + 1)
+        return True
+
+    def _move(self, step: int) -> None:
+        """Moves the stream to a step, leaving shards early wherever any process knows of it."""
+        rotations = self.rotations
+        if step < self._stream.step or rotations != self._stream.rotations:
+            self._stream = self._resumed(self._origin.model_copy(update={"rotations": rotations}))
+        self._stream.seek_through(step)
 
     def _own_feed(self) -> Feed:
         """The feed of this process: threads and open shards do not outlive a fork."""
@@ -298,16 +362,14 @@ class GenesisDataset(IterableDataset[Batch]):
     def _state_at(self, step: int) -> StreamState:
         if step < self._origin.step:
             raise LoaderUsageError(f"expected a step of {self._origin.step} or later, found {step}")
-        known = {"rotations": self._stream.rotations, "losses": self._stream.state().losses}
-        stream = self._resumed(self._origin.model_copy(update=known))
-        stream.begin_pass()
-        stream.seek(step)
-        return stream.state()
+        stream = self._resumed(self._origin.model_copy(update={"rotations": self.rotations}))
+        stream.seek_through(step)
+        return stream.state().model_copy(update={"losses": self._stream.state().losses})
 
     def _resumed(self, state: StreamState) -> NodeStream:
         """A stream at a state; a store that has grown since this manifest was read is looked at again."""
         most = max((lane.next_total_shards or lane.total_shards for lane in state.lanes), default=0)
-        if most > self.manifest.total_shards:
+        if most > self._session.catalog.manifest.total_shards:
             self._session = replace(self._session, catalog=self._session.newest_catalog())
             self._feed = None
         return NodeStream.resume(self._options, self._session.catalog, state)
@@ -321,7 +383,7 @@ def _next_batch(stream: NodeStream, feed: Feed) -> Batch | None:
         return None
     try:
         arrays = feed.batch(rows, stream.schedule)
-    except LoaderError:
+    except BaseException:  # Ctrl-C too: whoever catches it may save a state.
         stream.rewind(mark)
         raise
     return {name: torch.from_numpy(array) for name, array in arrays.items()}

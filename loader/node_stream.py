@@ -10,14 +10,17 @@ import bisect
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from loader.errors import StateMismatchError
 from loader.fetch.catalog import Catalog
 from loader.options import StreamOptions
 from loader.plan import LanePlan, plan_lanes
-from loader.state import LaneState, StreamIdentity, StreamState
 from loader.stream.plateau import LossHistory, Plateau
 from loader.stream.schedule import LanePosition, Rows, Schedule
+
+if TYPE_CHECKING:
+    from loader.state import StreamState
 
 __all__ = ["NodeStream"]
 
@@ -50,6 +53,8 @@ class NodeStream:
         self._applied = bisect.bisect_left(self._rotations, schedule.step)
         self._history = LossHistory(options.plateau.history, losses)
         self._shard_of_losses = _shards(schedule)
+        self._resumes_pass = False
+        self._pass_is_over = True
         self.schedule = schedule
 
     @classmethod
@@ -70,6 +75,8 @@ class NodeStream:
             StateMismatchError: the state is of another stream or store.
             LoaderError: the index cannot be had.
         """
+        from loader.state import StreamIdentity
+
         state.check_identity(StreamIdentity.of(options))
         plans = _plans_of(state, options, catalog)
         positions = [LanePosition(lane.epoch, lane.window) for lane in state.lanes]
@@ -80,6 +87,9 @@ class NodeStream:
                 )
         schedule = Schedule([plan.lane for plan in plans], options.batch_size, step=state.step, positions=positions)
         stream = cls(options, plans, schedule, sorted(state.rotations), state.losses)
+        if options.epochs is not None and state.end_epoch is not None:
+            schedule.end_epoch = state.end_epoch
+            stream._resumes_pass, stream._pass_is_over = True, False
         for number, lane in enumerate(state.lanes):
             if lane.next_total_shards is not None:
                 stream._queue(number, plan_lanes(catalog, options, [lane.next_total_shards] * len(plans))[number])
@@ -102,9 +112,14 @@ class NodeStream:
         return tuple(self._plans)
 
     def begin_pass(self) -> None:
-        """Lets the stream run to the end of the pass it is in; of the next one if that is over."""
+        """Lets the stream run to the end of the pass it is in; of the next one if that is over.
+
+        A pass that a state was taken in is gone on with even if only its end is left: that is what came next.
+        """
+        resumes, self._resumes_pass = self._resumes_pass, False
+        self._pass_is_over = False
         epochs = self._options.epochs
-        if epochs is not None:
+        if epochs is not None and not resumes:
             furthest = max(position.epoch for position in self.schedule.positions)
             self.schedule.end_epoch = (furthest // epochs + 1) * epochs
 
@@ -113,7 +128,9 @@ class NodeStream:
         while self._applied < len(self._rotations) and self._rotations[self._applied] <= self.schedule.step:
             self.schedule.rotate()
             self._applied += 1
-        return self.schedule.next_rows()
+        rows = self.schedule.next_rows()
+        self._pass_is_over = not rows
+        return rows
 
     def seek(self, step: int) -> None:
         """Passes over batches up to ``step``, leaving shards early where that is known."""
@@ -122,6 +139,12 @@ class NodeStream:
             self.schedule.rotate()
             self._applied += 1
         self.schedule.skip_to(step)
+
+    def seek_through(self, step: int) -> None:
+        """Passes over batches up to ``step``, from pass to pass."""
+        while self.step < step:
+            self.begin_pass()
+            self.seek(step)
 
     def add_rotation(self, step: int) -> None:
         """Lets the current shards be left before batch ``step``, which was not taken yet; twice is once."""
@@ -171,9 +194,17 @@ class NodeStream:
         """Goes back to a position."""
         self.schedule, self._applied = mark.schedule, mark.applied
 
-    def state(self) -> StreamState:
-        """Where the stream stands."""
+    def state(self, *, in_worker: bool = False) -> StreamState:
+        """Where the stream stands.
+
+        Args:
+            in_worker: one of several that make a pass: that this one has nothing left to do does not end the pass.
+        """
+        from loader.state import LaneState, StreamIdentity, StreamState
+
         self._settle()
+        # Losses of a shard that was left are forgotten at the next report, which a resumed stream could not know.
+        losses = self._history.losses() if _shards(self.schedule) == self._shard_of_losses else []
         lanes = tuple(
             LaneState(
                 source=plan.source,
@@ -190,7 +221,8 @@ class NodeStream:
             step=self.schedule.step,
             lanes=lanes,
             rotations=tuple(self._rotations),
-            losses=tuple(self._history.losses()),
+            losses=tuple(losses),
+            end_epoch=None if self._pass_is_over and not in_worker else self.schedule.end_epoch,
         )
 
     def _queue(self, number: int, plan: LanePlan) -> None:

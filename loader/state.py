@@ -75,6 +75,8 @@ class StreamState(_Part):
     rotations: tuple[_Count, ...] = ()
     """The steps before which a shard was left early."""
     losses: tuple[float, ...] = ()
+    end_epoch: _Count | None = None
+    """Of a pass that is under way: the epoch before which it ends."""
     worker: WorkerState | None = None
 
     @classmethod

@@ -91,6 +91,11 @@ class Schedule:
         """The lanes as they are read now."""
         return tuple(self._lanes)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the last epoch is at its end."""
+        return not all(self._left(lane) for lane in range(len(self._lanes)))
+
     def current_shard(self, lane: int = 0) -> int:
         """The shard that the lane's next row comes from."""
         return self._lanes[lane].shards[self.positions[lane].window // self._lanes[lane].windows_per_shard]
