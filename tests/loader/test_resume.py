@@ -1,0 +1,256 @@
+"""A stream that is resumed, wherever it was stopped, gives the batches it would have given."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from loader import GenesisDataset, PlateauRule
+from tests.support.batches import digest, take
+from tests.support.token_store import TokenStore
+
+Make = Callable[..., GenesisDataset]
+QUICK = PlateauRule("absolute", history=6, window=3, min_steps=2)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training script: takes a batch, reports its loss every ``every`` batches."""
+
+    options: dict[str, Any]
+    seed: int
+    every: int
+
+    def loss(self, step: int) -> float:
+        """Below the plateau's mean for some steps on end, now and then."""
+        return 0.01 if random.Random(f"{self.seed}/{step // 5}").random() < 0.4 else 2.0
+
+    def report(self, dataset: GenesisDataset, step: int) -> None:
+        if step % self.every == 0:
+            dataset.report_loss(self.loss(step))
+
+    def batches(self, dataset: GenesisDataset, first: int, last: int) -> Iterator[str]:
+        for step, batch in zip(range(first, last), dataset, strict=False):
+            yield digest(batch)
+            self.report(dataset, step)
+
+
+RUNS = st.builds(
+    Run,
+    options=st.fixed_dictionaries(
+        {
+            "batch_size": st.integers(1, 9),
+            "seq_len": st.sampled_from([16, 64, 333, 999, 1_999]),
+            "count": st.integers(1, 5),
+            "seed": st.integers(0, 3),
+            "assignment": st.sampled_from(["modulo", "rendezvous"]),
+            "sources": st.sampled_from([None, {"alpha": 1.0}, {"alpha": 3, "beta": 1}]),
+            "holdout": st.integers(0, 2),
+            "extras": st.sampled_from([(), ("cu_seqlens",)]),
+            "plateau": st.just(QUICK),
+        }
+    ),
+    seed=st.integers(0, 50),
+    every=st.integers(1, 3),
+)
+STEPS = 24
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(RUNS, st.integers(0, STEPS), st.integers(0, STEPS), st.booleans())
+def test_resuming_twice_anywhere_is_never_having_stopped(
+    two_sources: TokenStore, make_dataset: Make, run: Run, first: int, second: int, before_report: bool
+) -> None:
+    undisturbed = make_dataset(two_sources, **run.options)
+    expected = list(run.batches(undisturbed, 0, STEPS))
+    found: list[str] = []
+    state: dict[str, Any] | None = None
+    stops = sorted([first, second])
+    for begin, end in zip([0, *stops], [*stops, STEPS], strict=True):
+        dataset = make_dataset(two_sources, **run.options)
+        if state is not None:
+            dataset.load_state_dict(json.loads(state))
+            if before_report and begin:
+                run.report(dataset, begin - 1)
+        for step, batch in zip(range(begin, end), dataset, strict=False):
+            found.append(digest(batch))
+            if step == end - 1 and before_report:
+                break
+            run.report(dataset, step)
+        state = json.dumps(dataset.state_dict())
+        if before_report and begin == end and begin:
+            # Nothing was taken, so the loss of the batch before was reported already.
+            before_report = False
+    assert found == expected
+    if not before_report:
+        assert dataset.rotations == undisturbed.rotations
+
+
+def test_rotations_happen_in_these_runs(two_sources: TokenStore, make_dataset: Make) -> None:
+    """Or the test above would say nothing of them."""
+    rotated = 0
+    for seed in range(10):
+        dataset = make_dataset(two_sources, plateau=QUICK)
+        list(Run({}, seed, 1).batches(dataset, 0, STEPS))
+        rotated += len(dataset.rotations)
+    assert rotated >= 10
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(1, 7), st.sampled_from([333, 999]), st.integers(1, 3), st.integers(1, 2), st.data())
+def test_resuming_within_finite_passes(
+    two_sources: TokenStore,
+    make_dataset: Make,
+    batch_size: int,
+    seq_len: int,
+    count: int,
+    epochs: int,
+    data: st.DataObject,
+) -> None:
+    options = {"batch_size": batch_size, "seq_len": seq_len, "count": count, "epochs": epochs}
+    undisturbed = make_dataset(two_sources, **options)
+    passes = [take(undisturbed) for _ in range(3)]
+    windows = count * ((2_000 - 1) // seq_len) * epochs
+    assert [len(each) for each in passes] == [-(-windows // batch_size)] * 3
+    stop_in = data.draw(st.integers(0, 2))
+    stop_at = data.draw(st.integers(1, len(passes[0])))
+    dataset = make_dataset(two_sources, **options)
+    for _ in range(stop_in):
+        take(dataset)
+    assert take(dataset, stop_at) == passes[stop_in][:stop_at]
+    resumed = make_dataset(two_sources, **options)
+    resumed.load_state_dict(json.loads(json.dumps(dataset.state_dict())))
+    # Also behind the last batch: the pass that was broken off ends, and the next one is the next one.
+    assert take(resumed) == passes[stop_in][stop_at:]
+    for later in range(stop_in + 1, 3):
+        assert take(resumed) == passes[later]
+
+
+def test_a_state_behind_the_end_of_a_pass_begins_the_next(two_sources: TokenStore, make_dataset: Make) -> None:
+    dataset = make_dataset(two_sources, epochs=1)
+    first = take(dataset)
+    state = dataset.state_dict()
+    second = take(dataset)
+    resumed = make_dataset(two_sources, epochs=1)
+    resumed.load_state_dict(state)
+    assert take(resumed) == second != first
+
+
+def test_going_on_after_a_break_goes_on(six_shards: TokenStore, make_dataset: Make) -> None:
+    expected = take(make_dataset(six_shards), 30)
+    dataset = make_dataset(six_shards)
+    assert [*take(dataset, 7), *take(dataset, 0), *take(dataset, 1), *take(dataset, 22)] == expected
+
+
+def test_exactly_a_pass_taken_twice_is_two_passes(six_shards: TokenStore, make_dataset: Make) -> None:
+    """islice(dataset, n) never sees the end of a pass of n batches."""
+    dataset = make_dataset(six_shards, epochs=1)
+    expected = [take(dataset), take(dataset)]
+    again = make_dataset(six_shards, epochs=1)
+    assert [take(again, len(expected[0])), take(again, len(expected[0]))] == expected
+
+
+@pytest.mark.parametrize("k", [0, 1, 5, 31, 32, 33, 100])
+def test_a_state_of_a_step_is_the_state_at_that_step(six_shards: TokenStore, make_dataset: Make, k: int) -> None:
+    dataset = make_dataset(six_shards)
+    take(dataset, k)
+    ahead = make_dataset(six_shards)
+    take(ahead, 110)
+    assert ahead.state_dict(step=k) == dataset.state_dict()
+    assert take(ahead, 3) == take(make_dataset(six_shards), 113)[110:]
+
+
+def test_a_state_of_a_step_in_a_later_pass(six_shards: TokenStore, make_dataset: Make) -> None:
+    options = {"epochs": 1, "batch_size": 7, "seq_len": 333, "count": 2}
+    dataset = make_dataset(six_shards, **options)
+    passes = [take(dataset) for _ in range(3)]
+    length = len(passes[0])
+    resumed = make_dataset(six_shards, **options)
+    resumed.load_state_dict(dataset.state_dict(step=length + 1))
+    assert take(resumed) == passes[1][1:]
+
+
+def test_loading_a_state_while_iterating(six_shards: TokenStore, make_dataset: Make) -> None:
+    dataset = make_dataset(six_shards)
+    expected = take(dataset, 40)
+    dataset = make_dataset(six_shards)
+    iterator = iter(dataset)
+    states = []
+    for _ in range(20):
+        states.append(dataset.state_dict())
+        next(iterator)
+    dataset.load_state_dict(states[5])
+    assert take(iterator, 10) == expected[5:15]
+    dataset.load_state_dict(states[19])
+    assert take(iterator, 10) == expected[19:29]
+
+
+def test_loading_a_state_while_iterating_a_finite_pass(six_shards: TokenStore, make_dataset: Make) -> None:
+    dataset = make_dataset(six_shards, epochs=1)
+    expected = take(dataset)
+    dataset = make_dataset(six_shards, epochs=1)
+    iterator = iter(dataset)
+    next(iterator)
+    state = dataset.state_dict()
+    take(iterator, 5)
+    dataset.load_state_dict(state)
+    assert take(iterator, len(expected) + 5) == expected[1:]
+
+
+def test_a_loss_after_loading_a_state_while_iterating(six_shards: TokenStore, make_dataset: Make) -> None:
+    dataset = make_dataset(six_shards, plateau=QUICK)
+    iterator = iter(dataset)
+    state = dataset.state_dict()
+    take(iterator, 4)
+    dataset.load_state_dict(state)
+    for _ in range(4):
+        next(iterator)
+        dataset.report_loss(0.01)
+    assert dataset.rotations == (4,) or dataset.rotations == (3,)
+    assert all(rotation >= 3 for rotation in dataset.rotations)
+
+
+def test_a_peek_before_loading(six_shards: TokenStore, make_dataset: Make) -> None:
+    """next(iter(dataset)) to see the shapes does not spoil a state that is loaded afterwards."""
+    dataset = make_dataset(six_shards)
+    expected = take(dataset, 30)
+    state = make_dataset(six_shards).state_dict(step=12)
+    other = make_dataset(six_shards)
+    next(iter(other))
+    other.load_state_dict(state)
+    assert take(other, 18) == expected[12:]
+
+
+def test_the_state_stays_small(tmp_path: Path) -> None:
+    store = TokenStore.of(tmp_path / "store", 12)
+    dataset = GenesisDataset(
+        store.url, "a-node-with-a-name-of-forty-characters-00", seq_len=4, batch_size=2, cache_dir=tmp_path / "cache"
+    )
+    rng = random.Random(1)
+    sizes = []
+    for step, _ in enumerate(islice(dataset, 10_000)):
+        dataset.report_loss(3.0 + rng.random())
+        if step in (200, 9_999):
+            sizes.append(len(json.dumps(dataset.state_dict())))
+    assert dataset.state_dict()["step"] == 10_000
+    assert sizes[1] < 2_000
+    assert sizes[1] - sizes[0] < 30
+
+
+def test_the_state_stays_small_with_a_rotation_every_hundred_steps(tmp_path: Path) -> None:
+    store = TokenStore.of(tmp_path / "store", 12)
+    dataset = GenesisDataset(store.url, "gpu-7", seq_len=4, batch_size=2, cache_dir=tmp_path / "cache")
+    rng = random.Random(1)
+    for _ in islice(dataset, 10_000):
+        dataset.report_loss(0.01 * rng.random())
+    assert 90 <= len(dataset.rotations) <= 100
+    assert len(json.dumps(dataset.state_dict())) < 2_000
