@@ -11,15 +11,34 @@ import mmap
 import os
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from loader.cache.locks import open_shared
 from loader.errors import CorruptObjectError
 
-__all__ = ["map_descriptor", "map_file", "touch"]
+__all__ = ["Identity", "Mapped", "map_descriptor", "map_file", "touch"]
 
 
-def map_file(path: Path, size_bytes: int) -> memoryview | None:
+class Identity(NamedTuple):
+    """Which file it is, and which content: writing to it gives it another time."""
+
+    device: int
+    inode: int
+    size_bytes: int
+    written_at_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """A mapped file."""
+
+    view: memoryview
+    identity: Identity
+
+
+def map_file(path: Path, size_bytes: int) -> Mapped | None:
     """Maps a finished file of the cache.
 
     Returns:
@@ -34,10 +53,11 @@ def map_file(path: Path, size_bytes: int) -> memoryview | None:
         return None
     try:
         # A mapping beyond the end of its file would be SIGBUS.
-        found_bytes = os.fstat(descriptor).st_size
-        if found_bytes != size_bytes:
-            raise CorruptObjectError(f"expected {size_bytes} bytes, found {found_bytes}")
-        return map_descriptor(descriptor, size_bytes)
+        found = os.fstat(descriptor)
+        if found.st_size != size_bytes:
+            raise CorruptObjectError(f"expected {size_bytes} bytes, found {found.st_size}")
+        identity = Identity(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        return Mapped(map_descriptor(descriptor, size_bytes), identity)
     finally:
         os.close(descriptor)
 
@@ -54,8 +74,9 @@ def map_descriptor(descriptor: int, size_bytes: int) -> memoryview:
 def touch(target: Path | int) -> None:
     """Notes that a file was used now; where that is not permitted it is only removed sooner.
 
+    The time of access is set and that of writing is kept, which tells if a file is still the one that was verified.
     The clock is read here: the kernel's own stamp is up to 4 ms old, too coarse for an order of use.
     """
-    now_ns = time.time_ns()
     with suppress(OSError):
-        os.utime(target, ns=(now_ns, now_ns))
+        written_at_ns = os.stat(target).st_mtime_ns  # noqa: PTH116 - it may be a descriptor
+        os.utime(target, ns=(time.time_ns(), written_at_ns))

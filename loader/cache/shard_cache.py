@@ -2,9 +2,10 @@
 
 Guarantees:
 
-- What `ShardCache.open` gives out was verified in this process since it was read from the disk: by `check` if it was
-  there, by `produce` if it was made now. Nothing in the folder is believed, so nothing in it needs fsync, and a folder
-  damaged in any way costs time, not correctness. The trade-off: every open hashes the file, 12 ms for 20 MB.
+- What `ShardCache.open` gives out was verified by this process: by `check` if it was there, by `produce` if it was made
+  now. Nothing in the folder is believed, so nothing in it needs fsync, and a folder damaged in any way costs time, not
+  correctness. The trade-off: a process hashes a file when it first opens it, 12 ms for 20 MB, and after that only if it
+  was replaced or written to, which its inode and time of writing tell.
 - Many processes and threads: one makes a file, the others wait and map the same pages. All locks are the kernel's, so a
   kill -9 at any moment frees them and leaves nothing that stops a later process. Every wait has a deadline.
 - Files and parts together never exceed `max_bytes`. Least recently opened goes first; what is open never goes.
@@ -30,7 +31,7 @@ from typing import TYPE_CHECKING
 from loader.cache.degraded import Degraded, own_calls, warn_once
 from loader.cache.folder import check_name, folder_lock
 from loader.cache.inventory import CacheEntry, ClearReport, clear_folder, list_entries
-from loader.cache.mapping import map_file, touch
+from loader.cache.mapping import Identity, map_file, touch
 from loader.cache.part import Part
 from loader.errors import CorruptObjectError, LoaderUsageError
 
@@ -73,6 +74,7 @@ class ShardCache:
         self._folder = folder
         self._max_bytes = max_bytes
         self._wait_timeout_s = wait_timeout_s
+        self._verified: dict[str, Identity] = {}
         self._lock_timeout_s = min(wait_timeout_s, _LOCK_TIMEOUT_S)
 
     @property
@@ -195,11 +197,14 @@ class ShardCache:
             if not stat.S_ISREG(found.st_mode):
                 raise CorruptObjectError(f"expected a file, found {stat.filemode(found.st_mode)}")
             with own_calls():
-                view = map_file(path, size_bytes)
-            if view is not None:
-                check(view)
-                touch(path)
-            return view
+                mapped = map_file(path, size_bytes)
+            if mapped is None:
+                return None
+            if self._verified.get(name) != mapped.identity:
+                check(mapped.view)
+                self._verified[name] = mapped.identity
+            touch(path)
+            return mapped.view
         except CorruptObjectError as error:
             logger.warning("cache %s: %s is damaged, it is removed and made anew: %s", self._folder, name, error)
         with own_calls():

@@ -6,6 +6,7 @@ import pytest
 
 from genesis.cli.app import run
 from loader.cache import ShardCache
+from loader.cache.mapping import touch
 from tests.support.cache_actor import SIZE_BYTES, check, content, name_of
 from tests.support.populating import genesis
 
@@ -27,7 +28,9 @@ def fill(cache, *numbers):
 def test_ls_shows_what_is_there_and_how_much_of_the_bound(cache, folder, capsys):
     first, _ = fill(cache, 1, 2)
     del _
-    (folder / f".{name_of(3)}.part").write_bytes(b"left by a dead process")
+    part = folder / f".{name_of(3)}.part"
+    part.write_bytes(b"left by a dead process")
+    touch(part)  # The stamp of a write may be some milliseconds old, and seem to come before the files above.
     assert run(["cache", "ls"]) == 0
     *files, total = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in files] == [name_of(1), name_of(2), f".{name_of(3)}.part"]
