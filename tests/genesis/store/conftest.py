@@ -154,18 +154,37 @@ class Origin:
         return key
 
 
+@pytest.fixture(scope="session")
+def direct_writer() -> Iterator[Callable[[Server], S3Store]]:
+    """Gives a store on an S3 server, connected to the server itself whatever boto3 is told later; one a server."""
+    made: dict[int, S3Store] = {}
+
+    def connected(server: Server) -> S3Store:
+        if server.port not in made:
+            store = S3Store(f"s3://{BUCKET}/{uuid.uuid4().hex[:8]}", policy=QUICK)
+            with pytest.MonkeyPatch.context() as environment:
+                for name, value in server.environment().items():
+                    environment.setenv(name, value)
+                store.head("connect")
+            made[server.port] = store
+        return made[server.port]
+
+    yield connected
+    for store in made.values():
+        store.close()
+
+
 @pytest.fixture(params=["serve", "moto", "rclone"])
 def origin(request: pytest.FixtureRequest) -> Iterator[Origin]:
     """Each kind of server that is read over a network."""
     kind = request.param
     opened: list[ReadableStore] = []
-    if kind == "serve":
-        server: Server = request.getfixturevalue("web_server")
-        writer: Store = FolderStore(request.getfixturevalue("web_folder"))
-    else:
-        server = request.getfixturevalue(kind)
-        writer = _opened(kind, request)
-        writer.head("connect")  # While the environment points at the server itself.
+    server: Server = request.getfixturevalue("web_server" if kind == "serve" else kind)
+    writer: Store = (
+        FolderStore(request.getfixturevalue("web_folder"))
+        if kind == "serve"
+        else request.getfixturevalue("direct_writer")(server)
+    )
 
     def open_at(
         port: int | None = None, policy: RetryPolicy = QUICK, throttle: Throttle | None = None

@@ -17,7 +17,7 @@ import threading
 
 from genesis.store import ReadableStore, open_readable
 
-_READS = 5
+_READS = 3
 _CHILD_WITHIN_S = 30
 
 
@@ -49,7 +49,7 @@ def fork(url: str, key: str) -> None:
     for thread in threads:
         thread.start()
     readers = []
-    for _ in range(3):
+    for _ in range(2):
         reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:

@@ -55,18 +55,18 @@ def test_a_fork_shares_no_connection(origin):
         store = origin.open(proxy.port)  # Points boto3 at the proxy, for the actor too.
         url = store.url
         found = acted(url, key)
-    assert found["before"] == found["after"] == [DIGEST] * 5
-    expected = {"status": 0, "received": 0, "digests": [DIGEST] * 5, "received_after": 5 * len(BODY)}
-    assert found["children"] == [expected] * 3
+    assert found["before"] == found["after"] == [DIGEST] * 3
+    expected = {"status": 0, "received": 0, "digests": [DIGEST] * 3, "received_after": 3 * len(BODY)}
+    assert found["children"] == [expected] * 2
     if origin.kind != "moto":  # Which closes after every answer.
-        # The main thread's connection or its threads', and at least one of each child.
-        assert len({request.client_port for request in requests}) >= 4
+        # The parent's, and at least one of each child.
+        assert len({request.client_port for request in requests}) > 2
 
 
 def test_a_folder_across_a_fork(tmp_path):
     FolderStore(tmp_path).put("k", BODY, cache=CachePolicy.NONE)
     found = acted(str(tmp_path), "k")
-    assert [child["digests"] for child in found["children"]] == [[DIGEST] * 5] * 3
+    assert [child["digests"] for child in found["children"]] == [[DIGEST] * 3] * 2
 
 
 def test_a_pickled_store_reads_in_another_process(origin):
@@ -74,14 +74,14 @@ def test_a_pickled_store_reads_in_another_process(origin):
     store = origin.open(policy=replace(QUICK, deadline_s=77), throttle=Throttle(1e9))
     assert store.get(key).body == BODY
     found = acted("--pickled", key, stdin=pickle.dumps(store))
-    assert found == {"url": store.url, "received": 0, "digests": [DIGEST] * 5}
+    assert found == {"url": store.url, "received": 0, "digests": [DIGEST] * 3}
     assert store.get(key).body == BODY
 
 
 def test_a_pickled_folder(tmp_path):
     FolderStore(tmp_path).put("k", BODY, cache=CachePolicy.NONE)
     store = open_readable(tmp_path)
-    assert acted("--pickled", "k", stdin=pickle.dumps(store))["digests"] == [DIGEST] * 5
+    assert acted("--pickled", "k", stdin=pickle.dumps(store))["digests"] == [DIGEST] * 3
 
 
 @pytest.mark.parametrize("url", ["/data/store", "s3://bucket/prefix", "https://user:secret@host/prefix"])

@@ -254,7 +254,7 @@ def test_a_server_that_hangs(proxied, s3_store):
 def test_the_deadline_holds(proxied, s3_store):
     proxied(rate=1.0, faults=[Fault.SLOW_DOWN]).script([None])
     store = s3_store(policy=replace(QUICK, deadline_s=1))
-    store.put("k", b"1", cache=NONE)  # Connected: making a client may take longer than the deadline.
+    store.head("k")  # Connected: making a client may take longer than the deadline.
     with pytest.raises(StoreUnavailableError, match=r"SlowDown.*attempts: \d+"):
         store.put("k", b"1", cache=NONE)
 
@@ -466,6 +466,7 @@ def test_a_gateway_over_a_full_disk(tiny_disk, s3_env, s3_store):
     with rclone_s3(tiny_disk, BUCKET) as server:
         s3_env(server)
         store = s3_store(policy=replace(QUICK, deadline_s=1, slowest_bytes_per_s=1e9))
+        store.head("k")  # Connected: making a client may take longer than the deadline.
         store.put("k", b"1", cache=NONE)
         with pytest.raises(StoreUnavailableError, match="disk"):
             store.put("k", bytes(2 << 20), cache=NONE)
