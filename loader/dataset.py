@@ -23,7 +23,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from loader.board import WorkerBoard
 from loader.cache import settings as cache_settings
-from loader.errors import LoaderUsageError
+from loader.errors import LoaderError, LoaderUsageError
 from loader.feed import Feed, FeedStats
 from loader.node_stream import NodeStream
 from loader.options import Extra, Split, StoreOptions, StreamOptions
@@ -164,7 +164,10 @@ class GenesisDataset(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         info = get_worker_info()
         if info is not None:
-            self._worker = self._begin_worker_pass(info.id, info.num_workers, info.seed - info.id)
+            try:
+                self._worker = self._begin_worker_pass(info.id, info.num_workers, info.seed - info.id)
+            except LoaderError as error:
+                return _failing(error)
             self._stream.begin_pass()
             return self._worker_batches(self._worker)
         self._stream.begin_pass()
@@ -373,6 +376,15 @@ class GenesisDataset(IterableDataset[Batch]):
             self._session = replace(self._session, catalog=self._session.newest_catalog())
             self._feed = None
         return NodeStream.resume(self._options, self._session.catalog, state)
+
+
+def _failing(error: LoaderError) -> Iterator[Batch]:
+    """Raises when a batch is asked for: a persistent worker that fails before that dies without a word."""
+
+    def fail() -> Batch:
+        raise error
+
+    return iter(fail, None)
 
 
 def _next_batch(stream: NodeStream, feed: Feed) -> Batch | None:
