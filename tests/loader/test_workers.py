@@ -1,0 +1,192 @@
+"""torch's DataLoader with any number of workers gives the batches that direct iteration gives, in that order."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from loader import GenesisDataset, LoaderUsageError, PlateauRule
+from tests.support.batches import digest, take
+from tests.support.token_store import TokenStore
+
+# Four workers on two cores are what is tested, not what is recommended.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
+Make = Callable[..., GenesisDataset]
+FINITE: dict[str, Any] = {"epochs": 1, "batch_size": 7, "seq_len": 333, "count": 2}
+"""Ten windows a pass, each worker's share of another length."""
+QUICK = PlateauRule("absolute", history=4, window=3, min_steps=2)
+
+
+def workers(dataset: GenesisDataset, count: int, **options: Any) -> DataLoader[Any]:
+    return DataLoader(dataset, batch_size=None, num_workers=count, timeout=60 if count else 0, **options)
+
+
+@pytest.mark.parametrize("count", [0, 1, 4])
+def test_the_sequence_of_direct_iteration(six_shards: TokenStore, make_dataset: Make, count: int) -> None:
+    expected = take(make_dataset(six_shards), 40)
+    assert take(workers(make_dataset(six_shards), count), 40) == expected
+
+
+def test_spawned_workers(six_shards: TokenStore, make_dataset: Make) -> None:
+    expected = take(make_dataset(six_shards, **FINITE))
+    dataset = make_dataset(six_shards, **FINITE)
+    assert take(workers(dataset, 2, multiprocessing_context="spawn")) == expected
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_pass_after_pass(six_shards: TokenStore, make_dataset: Make, count: int, persistent: bool) -> None:
+    for batch_size in (7, 2):
+        options = {**FINITE, "batch_size": batch_size}
+        direct = make_dataset(six_shards, **options)
+        expected = [take(direct) for _ in range(3)]
+        dataset = make_dataset(six_shards, **options)
+        loader = workers(dataset, count, persistent_workers=persistent)
+        torch.manual_seed(0)
+        found = []
+        for _ in range(3):
+            torch.manual_seed(0)  # As scripts do that want each epoch to be reproducible.
+            found.append(take(loader))
+        assert found == expected
+
+
+def test_each_window_once_across_workers(tmp_path: Path, make_dataset: Make) -> None:
+    store = TokenStore(tmp_path / "store")
+    for shard in range(3):
+        store.add(torch.arange(2_000).numpy() % 900 + 10 + shard)
+    store.publish()
+    dataset = make_dataset(store, seq_len=50, batch_size=4, epochs=1)
+    rows = torch.cat([batch["input_ids"] for batch in workers(dataset, 4)])
+    assert len(rows) == 3 * 39
+    assert len({row.numpy().tobytes() for row in rows}) == len(
+        {store_row.tobytes() for shard in range(3) for store_row in windows_of(shard)}
+    )
+    expected = sorted(row.tobytes() for shard in range(3) for row in windows_of(shard))
+    assert sorted(row.numpy().tobytes() for row in rows) == expected
+
+
+def windows_of(shard: int) -> list[Any]:
+    ids = torch.arange(2_000).numpy() % 900 + 10 + shard
+    return [ids[50 * window : 50 * window + 50] for window in range(39)]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_rotations_are_those_of_one_process(six_shards: TokenStore, make_dataset: Make, count: int) -> None:
+    options = {"plateau": QUICK, "seq_len": 32}
+    dataset = make_dataset(six_shards, **options)
+    found = []
+    for step, batch in enumerate(itertools.islice(workers(dataset, count), 90)):
+        found.append(digest(batch))
+        dataset.report_loss(0.01 if step % 20 > 9 else 2.0)
+    rotations = dataset.rotations
+    assert len(rotations) >= 3
+    # One process that leaves its shards before the same batches.
+    reference = make_dataset(six_shards, **options)
+    state = reference.state_dict()
+    reference.load_state_dict({**state, "rotations": list(rotations)})
+    assert take(reference, 90) == found
+    assert reference.rotations == rotations
+    for step in (0, 45, 89):
+        assert digest(dataset.replay("node-a", step, rotations=rotations)) == found[step]
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 0), (0, 3), (3, 2)])
+def test_a_state_of_a_step_resumes_with_another_number_of_workers(
+    six_shards: TokenStore, make_dataset: Make, before: int, after: int
+) -> None:
+    options = {"plateau": QUICK, "seq_len": 32}
+    dataset = make_dataset(six_shards, **options)
+    found = []
+    for step, batch in zip(range(37), workers(dataset, before), strict=False):
+        found.append(digest(batch))
+        dataset.report_loss(0.01 if step % 20 > 9 else 2.0)
+    if before:
+        with pytest.raises(LoaderUsageError, match=r"state_dict\(step=N\)"):
+            dataset.state_dict()
+    state = json.loads(json.dumps(dataset.state_dict(step=37)))
+    assert state["step"] == 37
+    expected = [digest(dataset.replay("node-a", step, rotations=dataset.rotations)) for step in range(60)]
+    assert found == expected[:37]
+    resumed = make_dataset(six_shards, **options)
+    resumed.load_state_dict(state)
+    assert take(workers(resumed, after), 23) == expected[37:]
+
+
+def test_a_peek_before_workers(six_shards: TokenStore, make_dataset: Make) -> None:
+    expected = take(make_dataset(six_shards), 30)
+    dataset = make_dataset(six_shards)
+    assert digest(next(iter(dataset))) == expected[0]
+    assert take(workers(dataset, 2), 9) == expected[1:10]
+    with pytest.raises(LoaderUsageError):
+        dataset.state_dict()
+    dataset.load_state_dict(dataset.state_dict(step=10))
+    assert take(workers(dataset, 2), 5) == expected[10:15]
+    dataset.load_state_dict(dataset.state_dict(step=15))
+    assert take(dataset, 5) == expected[15:20]
+
+
+def test_a_pass_that_is_broken_off_begins_again(six_shards: TokenStore, make_dataset: Make) -> None:
+    """Only the training loop knows how far it came; a state of that step says so."""
+    expected = take(make_dataset(six_shards), 30)
+    dataset = make_dataset(six_shards, plateau="off")
+    loader = workers(dataset, 2)
+    for batch, wanted in zip(loader, expected[:5], strict=False):
+        assert digest(batch) == wanted
+        dataset.report_loss(2.0)
+    assert take(loader, 10) == expected[:10]
+    dataset.load_state_dict(dataset.state_dict(step=10))
+    assert take(loader, 10) == expected[10:20]
+
+
+def test_persistent_workers_say_what_they_cannot_know(six_shards: TokenStore, make_dataset: Make) -> None:
+    dataset = make_dataset(six_shards)
+    loader = workers(dataset, 2, persistent_workers=True)
+    take(loader, 5)
+    with pytest.raises(LoaderUsageError, match="broken off"):
+        take(loader, 5)
+    dataset = make_dataset(six_shards, **FINITE)
+    state = dataset.state_dict()
+    loader = workers(dataset, 2, persistent_workers=True)
+    take(loader)
+    dataset.load_state_dict(state)
+    with pytest.raises(LoaderUsageError, match="was moved"):
+        take(loader)
+
+
+def test_an_error_in_a_worker_is_the_trainers(tmp_path: Path, make_dataset: Make) -> None:
+    from loader import CorruptObjectError
+
+    store = TokenStore.of(tmp_path / "store", 1)
+    for path in (*store.folder.glob("*.pt"), *store.folder.glob("packed/*")):
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    dataset = make_dataset(store, cache_dir=tmp_path / "cache")
+    with pytest.raises(CorruptObjectError, match=r"shard_0\.pt"):
+        take(workers(dataset, 1), 1)
+
+
+def test_a_dataset_that_was_pickled_outlives_its_process(six_shards: TokenStore, shared_cache: Path) -> None:
+    program = (
+        "import pickle, sys; from loader import GenesisDataset; from tests.support.batches import take\n"
+        f"dataset = GenesisDataset({six_shards.url!r}, 'node-a', seq_len=64, batch_size=4, "
+        f"cache_dir={str(shared_cache)!r})\n"
+        "take(dataset, 3)\n"
+        "sys.stdout.buffer.write(pickle.dumps(dataset))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, timeout=100)
+    dataset = pickle.loads(done.stdout)
+    expected = take(GenesisDataset(six_shards.url, "node-a", seq_len=64, batch_size=4, cache_dir=shared_cache), 12)
+    assert dataset.state_dict()["step"] == 3
+    assert take(dataset, 3) == expected[3:6]
+    dataset.report_loss(2.0)
+    assert take(workers(dataset, 2), 6) == expected[6:]
