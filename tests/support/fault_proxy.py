@@ -6,7 +6,8 @@
 
 The fault of request *n* is a function of (seed, n) alone, so a run with one client thread repeats exactly. Headers pass
 unchanged, Host among them, since S3 signatures cover it. `FaultProxy.script` instead names the faults of the next
-requests one by one, and ``answer`` lets a test reply in the server's place.
+requests one by one, ``answer`` lets a test reply in the server's place, and ``alter`` change what the server replied:
+cut it after so many bytes, have it come in pieces with pauses, mark its ETag weak.
 """
 
 from __future__ import annotations
@@ -27,6 +28,11 @@ from typing import Any, Self
 
 _HANG_AT_MOST_S = 60.0
 _FORWARD_TIMEOUT_S = 60.0
+_LATENCY_S = 0.05
+_DRIP_PIECES = 8
+_DRIP_PAUSE_S = 0.01
+_REMEMBERED_BYTES = 1 << 20
+"""Larger answers are never given again as stale ones."""
 
 
 class Fault(Enum):
@@ -34,16 +40,27 @@ class Fault(Enum):
 
     ERROR_500 = "the server is not asked; 500 InternalError"
     SLOW_DOWN = "the server is not asked; 503 SlowDown"
-    TOO_MANY = "the server is not asked; 429 with Retry-After: 1"
+    TOO_MANY = "the server is not asked; 429 with Retry-After"
     HANG = "the server is not asked; no answer until the client gives up"
     CUT_BEFORE = "the server is not asked; the connection closes"
     LOST_ACK = "the server has done it; the connection closes before its answer"
     LOST_ACK_HANG = "the server has done it; no answer until the client gives up"
     LATE_500 = "the server has done it; 500 InternalError all the same"
+    LATENCY = "the answer comes late"
     SHORT_BODY = "the connection closes after half of the body (GET only)"
+    CUT_BODY = "the connection closes at some point of the body (GET only)"
+    BIT_FLIP = "one bit of the body is another (GET only)"
+    DRIP = "the body comes in pieces, with pauses (GET only)"
+    STALE = "the first answer there was to the same request (GET only)"
 
 
-WRITE_FAULTS = tuple(fault for fault in Fault if fault is not Fault.SHORT_BODY)
+_BODY_FAULTS = {Fault.SHORT_BODY, Fault.CUT_BODY, Fault.BIT_FLIP, Fault.DRIP, Fault.STALE}
+WRITE_FAULTS = tuple(fault for fault in Fault if fault not in _BODY_FAULTS)
+READ_FAULTS = (
+    Fault.ERROR_500, Fault.SLOW_DOWN, Fault.TOO_MANY, Fault.CUT_BEFORE, Fault.LOST_ACK, Fault.LATE_500, Fault.LATENCY,
+    Fault.SHORT_BODY, Fault.CUT_BODY, Fault.DRIP,
+)  # fmt: skip
+"""Those a reader gets over by itself; a flipped bit or a stale answer it can only notice by digests."""
 FAST_FAULTS = (
     Fault.ERROR_500, Fault.SLOW_DOWN, Fault.CUT_BEFORE, Fault.LOST_ACK, Fault.LATE_500, Fault.SHORT_BODY,
 )  # fmt: skip
@@ -58,6 +75,12 @@ class Request:
     path: str
     headers: dict[str, str]
     body: bytes
+    client_port: int = 0
+    """Of the connection it came on."""
+
+    def header(self, name: str) -> str | None:
+        """A header's value."""
+        return next((value for given, value in self.headers.items() if given.lower() == name.lower()), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +90,21 @@ class Reply:
     status: int
     body: bytes = b""
     headers: tuple[tuple[str, str], ...] = ()
-    is_cut: bool = False
-    """The connection closes after half of the body."""
+    cut_after: int | None = None
+    """The connection closes after so many bytes of the body."""
+    piece_bytes: int | None = None
+    """The body comes in pieces of this size."""
+    pause_s: float = 0.0
+    """Before each piece but the first."""
+
+    def header(self, name: str) -> str | None:
+        """A header's value."""
+        return next((value for given, value in self.headers if given.lower() == name.lower()), None)
+
+    def with_header(self, name: str, value: str | None) -> Reply:
+        """The same with a header replaced, or (None) left out."""
+        others = tuple(item for item in self.headers if item[0].lower() != name.lower())
+        return replace(self, headers=others if value is None else (*others, (name, value)))
 
 
 @dataclass(slots=True)
@@ -82,16 +118,17 @@ class _Schedule:
     requests: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def next(self, method: str) -> Fault | None:
+    def next(self, method: str) -> tuple[Fault | None, random.Random]:
+        """The request's fault, and the generator for what is random about that."""
         with self.lock:
             number, self.requests = self.requests, self.requests + 1
+            draw = random.Random(f"{self.seed}/{number}")
             if self.scripted:
-                return self.scripted.pop(0)
-        draw = random.Random(f"{self.seed}/{number}")
+                return self.scripted.pop(0), draw
         fault = draw.choice(self.faults) if self.faults else None
-        if draw.random() >= self.rate or (fault is Fault.SHORT_BODY and method != "GET"):
-            return None
-        return fault
+        if draw.random() >= self.rate or (fault in _BODY_FAULTS and method != "GET"):
+            return None, draw
+        return fault, draw
 
 
 class FaultProxy:
@@ -106,6 +143,8 @@ class FaultProxy:
         faults: Sequence[Fault] = tuple(Fault),
         only: Callable[[Request], bool] | None = None,
         answer: Callable[[Request], Reply | None] | None = None,
+        alter: Callable[[Request, Reply], Reply] | None = None,
+        retry_after: str = "1",
     ) -> None:
         """Describes the proxy.
 
@@ -116,6 +155,8 @@ class FaultProxy:
             faults: which they are drawn from.
             only: requests it is false for always pass and do not count.
             answer: replies in the server's place where it does not return None; asked before any fault.
+            alter: changes what the server replied, before any fault.
+            retry_after: the header of `Fault.TOO_MANY`.
         """
         self.injected: Counter[Fault] = Counter()
         self.passed: list[Request] = []
@@ -126,6 +167,9 @@ class FaultProxy:
         self._schedule = _Schedule(seed, rate, tuple(faults))
         self._only = only
         self._answer = answer
+        self._alter = alter
+        self._retry_after = retry_after
+        self._remembered: dict[tuple[str, str], Reply] = {}
         self._stopping = threading.Event()
         self._server: _Server | None = None
         self._thread: threading.Thread | None = None
@@ -178,26 +222,33 @@ class FaultProxy:
         replied = self._answer(request) if self._answer is not None else None
         if replied is not None:
             return replied
-        fault = self._schedule.next(request.method) if self._only is None or self._only(request) else None
+        counts = self._only is None or self._only(request)
+        fault, draw = self._schedule.next(request.method) if counts else (None, random.Random(0))
         if fault is not None:
             with self._schedule.lock:
                 self.injected[fault] += 1
-        return self._suffer(fault, request, client)
+        return self._suffer(fault, request, client, draw)
 
-    def _suffer(self, fault: Fault | None, request: Request, client: socket.socket) -> Reply | None:
+    def pause(self, seconds: float) -> bool:
+        """Waits; False if the proxy is being stopped."""
+        return not self._stopping.wait(seconds)
+
+    def _suffer(
+        self, fault: Fault | None, request: Request, client: socket.socket, draw: random.Random
+    ) -> Reply | None:
         match fault:
             case Fault.ERROR_500:
                 return _s3_error(500, "InternalError")
             case Fault.SLOW_DOWN:
                 return _s3_error(503, "SlowDown")
             case Fault.TOO_MANY:
-                return Reply(429, headers=(("Retry-After", "1"),))
+                return Reply(429, headers=(("Retry-After", self._retry_after),))
             case Fault.HANG:
                 return self._hang(client)
             case Fault.CUT_BEFORE:
                 return None
             case _:
-                reply = self._forward(request)
+                reply = self._asked(request)
         match fault:
             case Fault.LOST_ACK:
                 return None
@@ -205,10 +256,22 @@ class FaultProxy:
                 return self._hang(client)
             case Fault.LATE_500:
                 return _s3_error(500, "InternalError")
-            case Fault.SHORT_BODY:
-                return None if reply is None else replace(reply, is_cut=True)
-            case _:
+            case Fault.LATENCY:
+                self.pause(_LATENCY_S)
                 return reply
+            case Fault.STALE:
+                return self._remembered.get((request.method, request.path), reply)
+            case _:
+                return reply if reply is None or fault is None else _damaged(fault, reply, draw)
+
+    def _asked(self, request: Request) -> Reply | None:
+        """What the server replies, altered and remembered."""
+        reply = self._forward(request)
+        if reply is not None and self._alter is not None:
+            reply = self._alter(request, reply)
+        if reply is not None and reply.status == 200 and len(reply.body) <= _REMEMBERED_BYTES:
+            self._remembered.setdefault((request.method, request.path), reply)
+        return reply
 
     def _hang(self, client: socket.socket) -> None:
         waited = 0.0
@@ -240,6 +303,24 @@ class FaultProxy:
             connection.close()
 
 
+def _damaged(fault: Fault, reply: Reply, draw: random.Random) -> Reply:
+    """A reply with a fault of the body."""
+    size = len(reply.body)
+    match fault:
+        case Fault.SHORT_BODY:
+            return replace(reply, cut_after=size // 2)
+        case Fault.CUT_BODY:
+            return replace(reply, cut_after=draw.randrange(size) if size else 0)
+        case Fault.DRIP:
+            return replace(reply, piece_bytes=size // _DRIP_PIECES + 1, pause_s=_DRIP_PAUSE_S)
+        case Fault.BIT_FLIP if size:
+            body = bytearray(reply.body)
+            body[draw.randrange(size)] ^= 1 << draw.randrange(8)
+            return replace(reply, body=bytes(body))
+        case _:
+            return reply
+
+
 def _s3_error(status: int, code: str) -> Reply:
     body = f"<Error><Code>{code}</Code><Message>injected</Message></Error>".encode()
     return Reply(status, body, (("Content-Type", "application/xml"),))
@@ -264,28 +345,36 @@ class _Handler(BaseHTTPRequestHandler):
     def _relay(self) -> None:
         proxy = self.server.proxy  # type: ignore[attr-defined]
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        request = Request(self.command, self.path, dict(self.headers.items()), body)
+        request = Request(self.command, self.path, dict(self.headers.items()), body, self.client_address[1])
         reply = proxy.handle(request, self.connection)
         if reply is None:
             self.close_connection = True
             return
-        self._send(reply)
+        self._send(reply, proxy)
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _relay
 
-    def _send(self, reply: Reply) -> None:
+    def _send(self, reply: Reply, proxy: FaultProxy) -> None:
         self.send_response_only(reply.status)
         given = {name.lower() for name, _ in reply.headers}
         for name, value in reply.headers:
             self.send_header(name, value)
-        if not given & {"content-length", "transfer-encoding"}:
+        if not given & {"content-length", "transfer-encoding"} and reply.status not in (204, 304):
             self.send_header("Content-Length", str(len(reply.body)))
         self.end_headers()
-        body = reply.body[: len(reply.body) // 2] if reply.is_cut else reply.body
         if self.command != "HEAD":
-            self.wfile.write(body)
-        if reply.is_cut:
+            self._send_body(reply, proxy)
+        if reply.cut_after is not None:
             self.close_connection = True
+
+    def _send_body(self, reply: Reply, proxy: FaultProxy) -> None:
+        body = reply.body if reply.cut_after is None else reply.body[: reply.cut_after]
+        step = reply.piece_bytes or max(1, len(body))
+        for offset in range(0, len(body), step):
+            if offset and not proxy.pause(reply.pause_s):
+                self.close_connection = True
+                return
+            self.wfile.write(body[offset : offset + step])
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: the tests' output is theirs."""
