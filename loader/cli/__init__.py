@@ -13,30 +13,34 @@ import sys
 from types import FrameType
 from typing import NoReturn
 
-__all__ = ["Terminated", "main"]
+__all__ = ["StoppedBySignal", "main"]
 
 
-class Terminated(BaseException):
-    """SIGTERM came; like `KeyboardInterrupt`, nothing but the entry point should catch it."""
+class StoppedBySignal(BaseException):
+    """SIGINT or SIGTERM came: like `KeyboardInterrupt`, but what came is known and no library takes it for its own."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.exit_code = 128 + number
 
 
 def main() -> None:
     """Entry point of ``python -m loader``."""
     _open_missing_streams()
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, _stop)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # Else it is ignored, as under nohup.
+        signal.signal(signal.SIGINT, _stop)
     try:
         from loader.cli.app import run
 
         code = run(sys.argv[1:])
-    except KeyboardInterrupt:
-        code = 130
-    except Terminated:
-        code = 143
+    except StoppedBySignal as stopped:
+        code = stopped.exit_code
     sys.exit(code)
 
 
-def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    raise Terminated
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    raise StoppedBySignal(number)
 
 
 def _open_missing_streams() -> None:

@@ -13,7 +13,7 @@ import typer
 
 from genesis import __version__
 from genesis.errors import GenesisError
-from loader.cli import Terminated, bench, fetch, plan, verify
+from loader.cli import StoppedBySignal, bench, fetch, plan, verify
 from loader.errors import LoaderError, LoaderUsageError
 from manifests import ContractError
 
@@ -57,10 +57,8 @@ def run(arguments: Sequence[str]) -> int:
         result = app(args=list(arguments), prog_name="python -m loader", standalone_mode=False)
     except _CLICK_ERROR as error:
         return _show(cast("typer.BadParameter", error))
-    except (typer.Abort, KeyboardInterrupt):
-        return _fail("interrupted", 130)
-    except Terminated:
-        return _fail("terminated", 143)
+    except StoppedBySignal as stopped:
+        return _fail("stopped", stopped.exit_code)
     except LoaderUsageError as error:
         return _fail(str(error), 2)
     except (LoaderError, GenesisError, ContractError) as error:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from loader.errors import LoaderUsageError
 from loader.fetch.catalog import Catalog
+from loader.fetch.facts import ShardFacts
 from loader.fetch.shards import cache_name
 from loader.options import StreamOptions
 from loader.plan import shard_pool
 from loader.session import Session
 from loader.stream.assignment import assign
-from manifests import ShardEntry
 
 __all__ = ["PlannedShard", "assigned_lanes", "in_reading_order", "planned_shards", "total_shards_of", "wire_bytes"]
 
@@ -94,7 +94,7 @@ def wire_bytes(shard: PlannedShard) -> int:
     return shard.size_bytes if shard.packed_bytes is None else shard.packed_bytes
 
 
-def _planned(session: Session, entry: ShardEntry) -> PlannedShard:
+def _planned(session: Session, entry: ShardFacts) -> PlannedShard:
     return PlannedShard(
         id=entry.id,
         source=entry.source,

@@ -1,14 +1,19 @@
-"""Cached shards held against the manifest without touching them: nothing is fetched, removed or marked as used."""
+"""Cached shards held against the manifest without touching them: nothing is fetched, removed or marked as used.
+
+A file is read whole into memory (20 MB), not mapped: it needs no lock then, so nothing waits for a check, and a file
+that is evicted meanwhile is still read to its end.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Final
 
-from loader.cache.mapping import map_file
 from loader.errors import CorruptObjectError, HostileStoreError
 from loader.fetch.catalog import Catalog
 from loader.fetch.shards import cache_name, check_digest, checked_ids
@@ -52,11 +57,10 @@ def check_shard(session: Session, shard_id: int) -> Finding:
     if not session.cache.contains(name):
         return Finding(shard_id, Condition.ABSENT)
     try:
-        view = map_file(session.cache.folder / name, entry.size_bytes)
-        if view is None:
-            return Finding(shard_id, Condition.ABSENT)
-        check_digest(view, entry.sha256, name)
-        checked_ids(view, entry)
+        data = check_digest(_read(session.cache.folder / name, entry.size_bytes), entry.sha256, name)
+        checked_ids(memoryview(data), entry)
+    except FileNotFoundError:
+        return Finding(shard_id, Condition.ABSENT)
     except CorruptObjectError as error:
         return Finding(shard_id, Condition.DAMAGED, entry.size_bytes, str(error))
     except HostileStoreError as error:
@@ -64,6 +68,16 @@ def check_shard(session: Session, shard_id: int) -> Finding:
     except OSError as error:
         return Finding(shard_id, Condition.DAMAGED, 0, f"{name}: cannot be read: {error.strerror}")
     return Finding(shard_id, Condition.SOUND, entry.size_bytes)
+
+
+def _read(path: Path, size_bytes: int) -> bytearray:
+    with path.open("rb") as file:
+        found_bytes = os.fstat(file.fileno()).st_size
+        if found_bytes != size_bytes:
+            raise CorruptObjectError(f"{path.name}: expected {size_bytes} bytes, found {found_bytes}")
+        data = bytearray(size_bytes)
+        file.readinto(data)
+        return data
 
 
 def shards_of_store(catalog: Catalog, names: Iterable[str]) -> list[int]:

@@ -46,12 +46,12 @@ def open_shards(session: Session, shard_ids: Sequence[int], jobs: int) -> Iterat
         kept.
     """
     waiting = deque(shard_ids)
-    results: queue.SimpleQueue[Outcome | Exception] = queue.SimpleQueue()
-    for number in range(min(jobs, len(shard_ids))):
+    results: queue.SimpleQueue[Outcome | Exception | None] = queue.SimpleQueue()
+    running = min(jobs, len(waiting))
+    for number in range(running):
         threading.Thread(target=_work, args=(session, waiting, results), name=f"fetch-{number}", daemon=True).start()
-    left = len(shard_ids)
     try:
-        while left:
+        while running:
             try:
                 result = results.get(timeout=_TICK_S)
             except queue.Empty:
@@ -59,37 +59,36 @@ def open_shards(session: Session, shard_ids: Sequence[int], jobs: int) -> Iterat
                 continue
             if isinstance(result, Exception):
                 raise result
-            left -= 1
-            if result.error is None and not result.cached:
-                left -= _drop(waiting)
-            yield result
+            if result is None:
+                running -= 1
+            else:
+                yield result
     finally:
-        _drop(waiting)
+        waiting.clear()
 
 
-def _drop(waiting: deque[int]) -> int:
-    """Takes away what no thread has begun; returns how many that were."""
-    dropped = 0
-    while True:
-        try:
-            waiting.popleft()
-        except IndexError:
-            return dropped
-        dropped += 1
-
-
-def _work(session: Session, waiting: deque[int], results: queue.SimpleQueue[Outcome | Exception]) -> None:
+def _work(session: Session, waiting: deque[int], results: queue.SimpleQueue[Outcome | Exception | None]) -> None:
+    """Opens what waits until nothing does; puts an outcome for each, and None at the end."""
     while True:
         try:
             shard_id = waiting.popleft()
         except IndexError:
+            results.put(None)
             return
         try:
-            shard = session.open_shard(shard_id)
-            results.put(Outcome(shard_id, from_cache=shard.from_cache, cached=shard.cached))
-            del shard  # It is in use, and so may not leave the cache, as long as it is open.
-        except LoaderError as error:
-            results.put(Outcome(shard_id, error=str(error)))
+            outcome = _opened(session, shard_id)
         except Exception as error:  # noqa: BLE001  raised in the thread that waits
             results.put(error)
             return
+        if outcome.error is None and not outcome.cached:
+            waiting.clear()
+        results.put(outcome)
+
+
+def _opened(session: Session, shard_id: int) -> Outcome:
+    """Opens a shard and lets go of it at once: while it is open it may not leave the cache."""
+    try:
+        shard = session.open_shard(shard_id)
+    except LoaderError as error:
+        return Outcome(shard_id, error=str(error))
+    return Outcome(shard_id, from_cache=shard.from_cache, cached=shard.cached)

@@ -24,8 +24,8 @@ from loader.stream.permutation import window_order
 __all__ = ["Measured", "ReadingSpeed", "StreamSpeed", "measure"]
 
 _ROUNDS: Final = 9
-_ROUND_TOKENS: Final = 1 << 21
-"""A round of some 5 ms a side."""
+_ROUND_BATCHES: Final = 256
+"""Some 5 ms a side, of 8 x 1,024 ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,21 +116,20 @@ def _reading_speed(store: StoreOptions, stream: StreamOptions) -> ReadingSpeed:
     next(iterator)
     [shard_id] = dataset.shards
     shard = torch.from_numpy(Session.open(store).open_shard(shard_id).ids)
-    per_round = max(1, _ROUND_TOKENS // (stream.batch_size * stream.seq_len))
 
     def read() -> None:
-        for _ in range(per_round):
+        for _ in range(_ROUND_BATCHES):
             next(iterator)
 
-    slice_windows = _slicing(shard, alone, shard_id, per_round)
+    slice_windows = _slicing(shard, alone, shard_id)
     times = [(_timed(read), _timed(slice_windows)) for _ in range(_ROUNDS)]
     dataset.close()
-    tokens = per_round * stream.batch_size * stream.seq_len
+    tokens = _ROUND_BATCHES * stream.batch_size * stream.seq_len
     loader_s, slicing_s = (statistics.median(side) for side in zip(*times, strict=True))
     return ReadingSpeed(tokens / loader_s, tokens / slicing_s, slicing_s / loader_s)
 
 
-def _slicing(shard: torch.Tensor, stream: StreamOptions, shard_id: int, batches: int) -> Callable[[], None]:
+def _slicing(shard: torch.Tensor, stream: StreamOptions, shard_id: int) -> Callable[[], None]:
     """A loop over windows of a shard as one writes it by hand."""
     rows, length = stream.batch_size, stream.seq_len
     windows = (len(shard) - 1) // length
@@ -139,7 +138,7 @@ def _slicing(shard: torch.Tensor, stream: StreamOptions, shard_id: int, batches:
     labels = torch.empty_like(inputs)
 
     def read() -> None:
-        for batch in range(batches):
+        for batch in range(_ROUND_BATCHES):
             for row in range(rows):
                 start = order[(batch * rows + row) % windows] * length
                 inputs[row] = shard[start : start + length]

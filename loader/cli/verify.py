@@ -79,7 +79,7 @@ def verify_command(
     batch_size: BatchSizeOption = 8,
     seed: SeedOption = 0,
     epochs: Annotated[
-        int | None, typer.Option("--epochs", min=1, help="The node's run ends after so many. [default: never]")
+        int | None, typer.Option("--epochs", min=1, help="The node's epochs, if it was given any. [default: endless]")
     ] = None,
     count: CountOption = DEFAULT_COUNT,
     assignment: AssignmentOption = AssignmentRule.MODULO,

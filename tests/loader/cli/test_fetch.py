@@ -1,0 +1,162 @@
+"""Shards into the cache: over a folder and over HTTP, again, in part, with losses, and stopped on the way."""
+
+import fcntl
+import os
+import pty
+import signal
+import struct
+import termios
+import time
+
+import pytest
+
+from loader import get_assigned_shards
+from manifests import packed_key, sha256_hex, shard_key
+from tests.support.fault_proxy import FaultProxy, Reply
+from tests.support.loader_command import LoaderCommand
+from tests.support.small_store import SHARD_TOKENS, copy_small_store, manifest_of, segment_of
+
+SHARDS = get_assigned_shards("n", 23)
+
+
+def assert_sound(loader, store):
+    """What is in the cache is what the store has."""
+    entries = segment_of(store).shards
+    for path in loader.cache.glob("shard_*.pt"):
+        shard_id = int(path.name.split("-")[0].removeprefix("shard_"))
+        assert sha256_hex(path.read_bytes()) == entries[shard_id].sha256
+
+
+def test_a_folder_is_fetched_and_the_second_time_there_already(loader, store):
+    first = loader.json("fetch", "--node-id", "n")
+    assert sorted(first["fetched"]) == sorted(SHARDS) and first["there_already"] == first["failed"] == []
+    assert first["tokens_fetched"] == 10 * SHARD_TOKENS
+    assert first["received_bytes"] == 0 and first["bytes_per_token"] == 0
+    assert loader.cached() == set(SHARDS)
+    assert_sound(loader, store)
+    second = loader.json("fetch", "--node-id", "n")
+    assert second["fetched"] == [] and sorted(second["there_already"]) == sorted(SHARDS)
+    assert second["bytes_per_token"] is None
+
+
+def test_over_http_the_packed_form_is_what_crosses_the_wire(http_loader, store):
+    done = http_loader.json("fetch", "--node-id", "n", "--jobs", "3")
+    entries = segment_of(store).shards
+    packed = sum(entries[shard].packed.size_bytes for shard in SHARDS)
+    [reference] = manifest_of(store).index
+    index = sum((store / key).stat().st_size for key in ("manifest.json", reference.key))
+    assert done["received_bytes"] == packed + index
+    assert done["bytes_per_token"] == pytest.approx(done["received_bytes"] / (10 * SHARD_TOKENS))
+    assert_sound(http_loader, store)
+    again = http_loader("fetch", "--node-id", "n").stdout
+    assert again.startswith("0 of 10 shards fetched, 10 there already; nothing over a network in ")
+
+
+def test_it_goes_on_where_an_earlier_one_ended(loader, here, store):
+    assert sorted(here.json("fetch", "--node-id", "n", "--shards", "4")["fetched"]) == sorted(SHARDS[:4])
+    path = next(loader.cache.glob(f"shard_{SHARDS[1]}-*.pt"))
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    done = here.json("fetch", "--node-id", "n")
+    assert sorted(done["fetched"]) == sorted([SHARDS[1], *SHARDS[4:]])
+    assert sorted(done["there_already"]) == sorted([SHARDS[0], *SHARDS[2:4]])
+    assert_sound(loader, store)
+
+
+def test_of_several_sources_the_first_shards_of_each_come(here):
+    done = here.json("fetch", "--node-id", "n", "--source", "alpha=1", "--source", "beta=2", "--shards", "2")
+    plan = here.json("plan", "--node-id", "n", "--source", "alpha=1", "--source", "beta=2")
+    assert sorted(done["fetched"]) == sorted(shard["id"] for shard in plan["shards"] if shard["cached"])
+    assert sorted(shard["source"] for shard in plan["shards"] if shard["cached"]) == ["alpha", "alpha", "beta", "beta"]
+
+
+def test_what_one_shard_suffers_costs_the_others_nothing(here, tmp_path):
+    store = copy_small_store(tmp_path / "store")
+    gone, spoilt = SHARDS[2], SHARDS[5]
+    for key in (packed_key(gone), shard_key(gone), packed_key(spoilt)):
+        (tmp_path / "store" / key).unlink()
+    (tmp_path / "store" / shard_key(spoilt)).write_bytes(b"x" * segment_of(tmp_path / "store").shards[0].size_bytes)
+    options = ("--store", store.url, "--node-id", "n", "--timeout-s", "1")
+    done = here.json("fetch", *options, expect=1)
+    assert sorted(done["fetched"]) == sorted({*SHARDS} - {gone, spoilt})
+    told = {failure["shard_id"]: failure["message"] for failure in done["failed"]}
+    assert told.keys() == {gone, spoilt}
+    assert "found none" in told[gone] and "sha256" in told[spoilt]
+    out, errors = here("fetch", *options, expect=1)
+    assert f"missing: {', '.join(map(str, sorted((gone, spoilt))))}; " in out
+    assert f"loader: shard {gone}: " in errors
+
+
+def test_a_cache_too_small_gets_the_shards_that_are_read_first(loader, here, store):
+    size = segment_of(store).shards[0].size_bytes
+    bound = ("--cache-bytes", str(3 * size + 1))
+    done = here.json("fetch", "--node-id", "n", *bound, expect=1)
+    assert sorted(done["fetched"]) == sorted(SHARDS[:3])
+    assert done["not_begun"] == SHARDS[3:]
+    assert loader.cached() == set(SHARDS[:3])
+    assert "raise --cache-bytes" in here("fetch", "--node-id", "n", *bound, expect=1)[1]
+    here("fetch", "--node-id", "n", *bound, "--shards", "3")
+
+
+def test_a_cache_that_keeps_nothing_is_found_out_at_the_first_shard(here):
+    done = here.json("fetch", "--node-id", "n", "--jobs", "1", "--cache-dir", "/dev/null", expect=1)
+    assert [failure["shard_id"] for failure in done["failed"]] == SHARDS[:1]
+    assert done["not_begun"] == SHARDS[1:]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_it_at_once_and_leaves_a_sound_cache(served, store, here, tmp_path, number, code):
+    stuck = SHARDS[4]
+
+    def drip(request, reply):
+        return Reply(reply.status, reply.body, reply.headers, piece_bytes=64, pause_s=5.0)
+
+    def alter(request, reply):
+        return drip(request, reply) if request.path.endswith(packed_key(stuck)) else reply
+
+    with FaultProxy(served.port, alter=alter) as proxy:
+        loader = LoaderCommand(f"http://127.0.0.1:{proxy.port}", tmp_path / "cache")
+        process = loader.start("fetch", "--node-id", "n", "--jobs", "2")
+        wait_until(lambda: loader.cached() == {*SHARDS} - {stuck})
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=4)
+    assert process.returncode == code, errors
+    assert errors.decode().splitlines()[-1] == "loader: stopped"
+    assert b"Traceback" not in errors and b"Fatal" not in errors
+    assert_sound(loader, store)
+    after = here.json("fetch", "--node-id", "n", "--cache-dir", loader.cache)
+    assert after["fetched"] == [stuck]
+    assert not list(loader.cache.glob(".*.part"))
+
+
+def wait_until(condition):
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end, "waited for 30 s"
+        time.sleep(0.02)
+
+
+def test_a_bandwidth_cap_is_kept(http_loader):
+    done = http_loader.json("fetch", "--node-id", "n", "--max-bandwidth", "20kB/s")
+    # Of what came, a quarter of a second's worth may have come at once, and a block a thread is not waited for.
+    assert done["received_bytes"] > 20_000
+    assert done["seconds"] > (done["received_bytes"] - 5_000) / 20_000 - 0.5
+
+
+def test_a_terminal_is_shown_a_bar_and_a_pipe_is_not(http_loader):
+    parent, child = pty.openpty()
+    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    process = http_loader.start("fetch", "--node-id", "n", "--max-bandwidth", "40kB", stderr=child)
+    os.close(child)
+    seen = b""
+    try:
+        while part := os.read(parent, 65536):
+            seen += part
+    except OSError:
+        """The command has closed its end."""
+    finally:
+        os.close(parent)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert b"fetching: " in seen and b"%|" in seen
+    assert out.startswith(b"10 of 10 shards fetched")
+    assert b"%|" not in http_loader("fetch", "--node-id", "m").stderr.encode()
