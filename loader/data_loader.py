@@ -232,6 +232,7 @@ class GenesisDataLoader:
     def rotate(self) -> int:
         """Goes on to the node's next shard; returns its id."""
         self._position += 1
+        self._steps_on_shard = self._tokens_drawn = 0
         self._history.clear()
         logger.info("[GENESIS] Rotating to fresh data for continued learning")
         return self.current_shard_id
@@ -256,7 +257,7 @@ class GenesisDataLoader:
             StateMismatchError: the state is of another node, run or release, or names shards the store has not.
         """
         try:
-            state = _State.model_validate(dict(state_dict))
+            state = _State.model_validate(state_dict)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             raise StateMismatchError(f"expected a loader state, found a damaged one ({first['msg']})") from None

@@ -256,7 +256,7 @@ class GenesisDataset(IterableDataset[Batch]):
             total_shards: what its run was pinned to; by default what this one began with.
 
         Raises:
-            LoaderUsageError: there is no such batch.
+            LoaderUsageError: steps are never negative.
             LoaderError: a shard cannot be had.
         """
         from loader.replay import replay_batch

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from loader.errors import StateMismatchError
+from loader.errors import LoaderUsageError, StateMismatchError
 from loader.fetch.catalog import Catalog
 from loader.options import StreamOptions
 from loader.plan import LanePlan, plan_lanes
@@ -92,7 +92,8 @@ class NodeStream:
             stream._resumes_pass, stream._pass_is_over = True, False
         for number, lane in enumerate(state.lanes):
             if lane.next_total_shards is not None:
-                stream._queue(number, plan_lanes(catalog, options, [lane.next_total_shards] * len(plans))[number])
+                later = _found_again(state, options, catalog, [lane.next_total_shards] * len(plans))
+                stream._queue(number, later[number])
         return stream
 
     @property
@@ -133,9 +134,11 @@ class NodeStream:
         return rows
 
     def seek(self, step: int) -> None:
-        """Passes over batches up to ``step``, leaving shards early where that is known."""
+        """Passes over batches up to ``step``, or to the end of the pass, leaving shards early where that is known."""
         while self._applied < len(self._rotations) and self._rotations[self._applied] < step:
             self.schedule.skip_to(self._rotations[self._applied])
+            if self.step < self._rotations[self._applied]:
+                return  # The pass is over; the rotation is one of the next.
             self.schedule.rotate()
             self._applied += 1
         self.schedule.skip_to(step)
@@ -246,7 +249,7 @@ def _plans_of(state: StreamState, options: StreamOptions, catalog: Catalog) -> l
         raise StateMismatchError(
             f"expected a store of at least {most} shards, as the run had, found {catalog.manifest.total_shards}"
         )
-    plans = plan_lanes(catalog, options, pinned)
+    plans = _found_again(state, options, catalog, pinned)
     for lane, plan in zip(state.lanes, plans, strict=True):
         if lane.shards_sha256 != plan.shards_sha256:
             raise StateMismatchError(
@@ -254,6 +257,13 @@ def _plans_of(state: StreamState, options: StreamOptions, catalog: Catalog) -> l
                 "this is another store, or it was made anew"
             )
     return plans
+
+
+def _found_again(state: StreamState, options: StreamOptions, catalog: Catalog, totals: Sequence[int]) -> list[LanePlan]:
+    try:
+        return plan_lanes(catalog, options, totals)
+    except LoaderUsageError as error:
+        raise StateMismatchError(f"the state of step {state.step} does not fit the store: {error}") from None
 
 
 def _shards(schedule: Schedule) -> tuple[tuple[int, int], ...]:

@@ -18,7 +18,7 @@ from loader.node_stream import NodeStream
 from loader.options import StreamOptions
 from loader.plan import plan_lanes
 from loader.session import Session
-from loader.stream.schedule import Schedule
+from loader.stream.schedule import Rows, Schedule
 
 __all__ = ["batch_sha256", "replay_batch"]
 
@@ -62,7 +62,7 @@ def replay_batch(
         total_shards: how many shards the store had when its run began.
 
     Raises:
-        LoaderUsageError: there is no such batch.
+        LoaderUsageError: steps are never negative.
         LoaderError: a shard cannot be had.
     """
     if step < 0 or any(rotation < 0 for rotation in rotations):
@@ -70,10 +70,10 @@ def replay_batch(
     lanes = max(1, len(options.sources))
     plans = plan_lanes(session.catalog, options, [total_shards] * lanes)
     stream = NodeStream(options, plans, Schedule([plan.lane for plan in plans], options.batch_size), sorted(rotations))
-    stream.begin_pass()
-    stream.seek(step)
-    rows = stream.next_rows()
-    if not rows:
-        raise LoaderUsageError(f"expected a step before the end of the run, found {step}")
+    stream.seek_through(step)
+    rows: list[Rows] = []
+    while not rows:  # At the end of a pass the batch is the first of the next one.
+        stream.begin_pass()
+        rows = stream.next_rows()
     feed = Feed(options, session.catalog, session.opener, session.options.timeout_s)
     return {name: torch.from_numpy(array) for name, array in feed.batch(rows).items()}

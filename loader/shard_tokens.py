@@ -79,6 +79,9 @@ class ShardTokens(Dataset[Window]):
         self._shards = tuple(shards) if shards is not None else tuple(range(catalog.manifest.total_shards))
         self._seq_len = seq_len
         self._windows = num_windows(catalog.manifest.shard_tokens, seq_len)
+        if not self._windows:
+            most = catalog.manifest.shard_tokens - 1
+            raise LoaderUsageError(f"expected seq_len to be at most {most}, which a shard holds, found {seq_len}")
         self._sha256 = _fingerprint([catalog.entry(shard).sha256 for shard in self._shards])
         self._open: OrderedDict[int, WindowView] = OrderedDict()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from loader.errors import StateMismatchError
 from loader.options import StreamOptions
@@ -47,12 +47,18 @@ class LaneState(_Part):
     """Where a lane stands."""
 
     source: str | None = None
-    total_shards: _Count
+    total_shards: Annotated[int, Field(strict=True, ge=1, le=2**62)]
     shards_sha256: str
     epoch: _Count
     window: _Count
     next_total_shards: _Count | None = None
     """What the lane is pinned to from its next epoch on, if a newer manifest was taken."""
+
+    @model_validator(mode="after")
+    def _stores_only_grow(self) -> Self:
+        if self.next_total_shards is not None and self.next_total_shards <= self.total_shards:
+            raise ValueError(f"next_total_shards {self.next_total_shards} is not above {self.total_shards}")
+        return self
 
 
 class WorkerState(_Part):
