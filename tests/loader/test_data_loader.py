@@ -1,0 +1,201 @@
+"""`GenesisDataLoader`: the methods of the specification, batches that can be made again, vocabularies that grow."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from genesis.tokenizer import NeuroTokenizer
+from loader import (
+    GenesisDataLoader,
+    LoaderUsageError,
+    PlateauRule,
+    StateMismatchError,
+    TokenizerSyncError,
+    get_assigned_shards,
+)
+from manifests import sha256_hex, vocabulary_key
+from tests.support.token_store import TokenStore, fixed_ids, vocabulary_of
+
+Make = Callable[..., GenesisDataLoader]
+
+
+@pytest.fixture
+def make_loader(shared_cache: Path) -> Make:
+    def make(store: TokenStore, node_id: str = "node-a", **options: Any) -> GenesisDataLoader:
+        return GenesisDataLoader(node_id, store.url, **{"cache_dir": shared_cache, "timeout_s": 20.0, **options})
+
+    return make
+
+
+def test_the_specifications_methods(six_shards: TokenStore, make_loader: Make) -> None:
+    loader = make_loader(six_shards, count=4)
+    assert list(loader.assigned_shards) == get_assigned_shards("node-a", 6, 4)
+    assert loader.current_shard_id == loader.assigned_shards[0]
+    shard = loader.download_shard(3)
+    assert shard.dtype == torch.int64
+    assert torch.equal(shard, torch.from_numpy(fixed_ids(3)))
+    inputs, labels = loader.get_batch(shard, 5, 100)
+    assert inputs.shape == labels.shape == (5, 100)
+    assert torch.equal(inputs[:, 1:], labels[:, :-1])
+    assert loader.get_batch(shard)[0].shape == (4, 512)
+
+
+def test_a_batch_can_be_made_again(six_shards: TokenStore, make_loader: Make) -> None:
+    loader = make_loader(six_shards)
+    shard = loader.download_shard(2)
+    batches = [loader.get_batch(shard, 3, 50) for _ in range(6)]
+    other = make_loader(six_shards)
+    again = other.download_shard(2)
+    assert torch.equal(other.get_batch(again, 3, 50, step=4)[1], batches[4][1])
+    assert torch.equal(other.get_batch(again, 3, 50)[0], batches[0][0])
+    assert not torch.equal(batches[0][0], batches[1][0])
+    stranger = make_loader(six_shards, "node-b")
+    assert not torch.equal(stranger.get_batch(stranger.download_shard(2), 3, 50)[0], batches[0][0])
+    assert not torch.equal(other.get_batch(other.download_shard(1), 3, 50, step=0)[0], batches[0][0])
+
+
+def test_the_very_last_window_is_drawn_too(six_shards: TokenStore, make_loader: Make) -> None:
+    loader = make_loader(six_shards)
+    shard = loader.download_shard(0)
+    inputs, labels = loader.get_batch(shard, 30, 1_999)
+    assert torch.equal(inputs, shard[:-1].expand(30, -1))
+    assert torch.equal(labels, shard[1:].expand(30, -1))
+    firsts = {int(row[0] == shard[1]) for row in loader.get_batch(shard, 200, 1_998)[0]}
+    assert firsts == {0, 1}
+
+
+@pytest.mark.parametrize(("batch_size", "seq_len"), [(0, 10), (4, 0), (4, 2_000), (-1, 10)])
+def test_batches_there_are_not(six_shards: TokenStore, make_loader: Make, batch_size: int, seq_len: int) -> None:
+    loader = make_loader(six_shards)
+    with pytest.raises(LoaderUsageError):
+        loader.get_batch(loader.download_shard(0), batch_size, seq_len)
+
+
+def test_rotation_on_exhaustion_begins_the_next_shard_anew(six_shards: TokenStore, make_loader: Make) -> None:
+    loader = make_loader(six_shards, count=3)
+    visited = []
+    for _ in range(7):
+        visited.append(loader.current_shard_id)
+        shard = loader.download_shard(loader.current_shard_id)
+        batches = 0
+        while not loader.should_rotate():
+            loader.get_batch(shard, 2, 100)
+            batches += 1
+        assert batches == 10  # 2,000 ids of 200 a batch.
+        loader.rotate()
+    assert visited == [*(loader.assigned_shards * 3)][:7]
+
+
+def test_rotation_on_plateau_needs_its_steps_on_this_shard(six_shards: TokenStore, make_loader: Make) -> None:
+    loader = make_loader(six_shards, plateau=PlateauRule("absolute", min_steps=6, history=5, window=3))
+    shard = loader.download_shard(loader.current_shard_id)
+    steps = []
+    for _ in range(3):
+        for step in range(1, 20):
+            loader.get_batch(shard, 1, 10)
+            loader.report_loss(0.01)
+            if loader.should_rotate():
+                steps.append(step)
+                loader.rotate()
+                break
+    assert steps == [6, 6, 6]
+
+
+def test_a_state_resumes(six_shards: TokenStore, make_loader: Make) -> None:
+    def run(loader: GenesisDataLoader, steps: int) -> list[str]:
+        found = []
+        for _ in range(steps):
+            shard = loader.download_shard(loader.current_shard_id)
+            inputs, _ = loader.get_batch(shard, 2, 60)
+            found.append(f"{loader.current_shard_id}:{sha256_hex(inputs.numpy().tobytes())}")
+            loader.report_loss(2.0)
+            if loader.should_rotate():
+                loader.rotate()
+        return found
+
+    expected = run(make_loader(six_shards), 60)
+    for k in (0, 16, 17, 18, 43):
+        first = make_loader(six_shards)
+        found = run(first, k)
+        second = make_loader(six_shards)
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert found + run(second, 60 - k) == expected
+
+
+def test_states_of_others_are_refused(six_shards: TokenStore, make_loader: Make, tmp_path: Path) -> None:
+    loader = make_loader(six_shards)
+    state = loader.state_dict()
+    for wrong in (
+        {},
+        None,
+        [1],
+        {**state, "node_id": "node-b"},
+        {**state, "seed": 4},
+        {**state, "version": 2},
+        {**state, "shards": []},
+        {**state, "shards": [0, 6]},
+        {**state, "shards": [-1]},
+        {**state, "step": -1},
+        {**state, "more": 1},
+    ):
+        with pytest.raises(StateMismatchError):
+            loader.load_state_dict(wrong)  # type: ignore[arg-type]
+
+
+def test_a_run_stays_pinned_while_its_store_grows(tmp_path: Path, make_loader: Make) -> None:
+    store = TokenStore.of(tmp_path / "store", 5)
+    loader = make_loader(store, cache_dir=tmp_path / "cache")
+    state, shards = loader.state_dict(), loader.assigned_shards
+    store.grow(8)
+    (tmp_path / "cache" / "stores").rename(tmp_path / "forgotten")
+    grown = make_loader(store, cache_dir=tmp_path / "cache")
+    assert grown.assigned_shards != shards
+    grown.load_state_dict(state)
+    assert grown.assigned_shards == shards
+
+
+def test_vocabularies_that_extend_the_one_in_use(tmp_path: Path, make_loader: Make) -> None:
+    store = TokenStore.of(tmp_path / "store", 2, next_merge_id=900)
+    loader = make_loader(store, cache_dir=tmp_path / "cache")
+    assert loader.tokenizer.current_vocab_size == 900
+    assert not loader.sync_tokenizer()
+    store.next_merge_id = 1_000
+    store.publish()
+    assert loader.sync_tokenizer()
+    assert loader.tokenizer.current_vocab_size == 1_000
+    assert loader.tokenizer.decode(loader.tokenizer.encode("Grüße")) == "Grüße"
+
+
+def test_vocabularies_that_would_change_an_id_are_refused(tmp_path: Path, make_loader: Make) -> None:
+    store = TokenStore.of(tmp_path / "store", 2, next_merge_id=900)
+    loader = make_loader(store, cache_dir=tmp_path / "cache")
+    in_use = loader.tokenizer
+    other = vocabulary_of(1_000).to_object()
+    other["merges"] = {"200_200" if n == 5 else pair: 266 + n for n, pair in enumerate(other["merges"])}
+    body = json.dumps(other).encode()
+    digest = store.put("vocabulary/new.json", body)
+    store.put(vocabulary_key(digest), body)
+    manifest = store.manifest
+    assert manifest.tokenizer is not None
+    reference = manifest.tokenizer.model_copy(
+        update={"key": vocabulary_key(digest), "sha256": digest, "next_merge_id": 1_000}
+    )
+    store.publish(tokenizer=reference)
+    with pytest.raises(TokenizerSyncError, match="does not extend"):
+        loader.sync_tokenizer()
+    assert loader.tokenizer is in_use
+    assert in_use.current_vocab_size == 900
+
+
+def test_a_smaller_vocabulary_than_the_one_in_use(tmp_path: Path, make_loader: Make) -> None:
+    store = TokenStore.of(tmp_path / "store", 2, next_merge_id=900)
+    mine = NeuroTokenizer.from_file(vocabulary_of(1_000))
+    loader = make_loader(store, cache_dir=tmp_path / "cache", tokenizer=mine)
+    assert not loader.sync_tokenizer()
+    assert loader.tokenizer.current_vocab_size == 1_000

@@ -1,0 +1,163 @@
+"""A store that grows while a node trains: the run stays pinned, and takes what is new when it is asked to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+from loader import GenesisDataset, LoaderUsageError, ManifestRollbackError, StateMismatchError, get_assigned_shards
+from tests.support.batches import take
+from tests.support.token_store import TokenStore
+
+Make = Callable[..., GenesisDataset]
+EPOCH = 20
+"""Batches of four windows in an epoch of four shards of twenty."""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> TokenStore:
+    return TokenStore.of(tmp_path / "store", 4)
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> dict[str, Any]:
+    return {"cache_dir": tmp_path / "cache", "seq_len": 99, "batch_size": 4}
+
+
+def shards_of(dataset: GenesisDataset) -> list[int]:
+    return list(dataset.shards)
+
+
+def test_a_run_stays_pinned(store: TokenStore, make_dataset: Make, options: dict[str, Any]) -> None:
+    expected = take(make_dataset(store, **options), 3 * EPOCH)
+    dataset = make_dataset(store, **options)
+    found = take(dataset, 10)
+    store.grow(9)
+    assert found + take(dataset, 3 * EPOCH - 10) == expected
+    assert shards_of(dataset) == get_assigned_shards("node-a", 4)
+
+
+def test_refresh_takes_effect_with_the_next_epoch(
+    store: TokenStore, make_dataset: Make, options: dict[str, Any]
+) -> None:
+    pinned = take(make_dataset(store, **options), 2 * EPOCH)
+    dataset = make_dataset(store, **options)
+    found = take(dataset, 7)
+    store.grow(9)
+    assert dataset.refresh() == 13
+    assert shards_of(dataset) == get_assigned_shards("node-a", 4)
+    state = json.loads(json.dumps(dataset.state_dict()))
+    assert state["lanes"][0]["next_total_shards"] == 13
+    found += take(dataset, EPOCH - 7)
+    assert found == pinned[:EPOCH]
+    assert shards_of(dataset) == get_assigned_shards("node-a", 13)
+    # The batches of a node that stands in epoch 1 of the grown store.
+    later = take(dataset, EPOCH)
+    assert later != pinned[EPOCH:]
+    new = make_dataset(store, **{**options, "cache_dir": options["cache_dir"] / "new"})
+    begun = new.state_dict()
+    begun["lanes"][0].update(epoch=1)
+    new.load_state_dict(begun)
+    assert take(new, EPOCH) == later
+    # A state with what is queued resumes, in a process that knows the grown store.
+    resumed = make_dataset(store, **options)
+    resumed.load_state_dict(state)
+    assert take(resumed, 2 * EPOCH - 7) == found[7:] + later
+
+
+def test_refresh_in_the_middle_of_a_batch_that_crosses_the_epoch(
+    store: TokenStore, make_dataset: Make, options: dict[str, Any]
+) -> None:
+    odd = {**options, "batch_size": 7}
+    dataset = make_dataset(store, **odd)
+    found = take(dataset, 11)  # 77 of 80 windows.
+    store.grow(9)
+    dataset.refresh()
+    state = dataset.state_dict()
+    crossing = next(iter(dataset))
+    resumed = make_dataset(store, **odd)
+    resumed.load_state_dict(state)
+    assert [crossing["input_ids"].tolist()] == [next(iter(resumed))["input_ids"].tolist()]
+    old = make_dataset(store, **{**odd, "cache_dir": options["cache_dir"] / "b"})
+    old.load_state_dict({**state, "lanes": [{**state["lanes"][0], "next_total_shards": 4 + 9}]})
+    rows = next(iter(old))["input_ids"]
+    assert (rows == crossing["input_ids"]).all()
+    assert len(found) == 11
+    for step in range(3):
+        assert take(dataset, 1) == take(resumed, 1), step
+
+
+def test_a_state_of_a_grown_run_with_an_older_manifest_in_hand(
+    store: TokenStore, make_dataset: Make, options: dict[str, Any]
+) -> None:
+    dataset = make_dataset(store, **options)
+    early = make_dataset(store, **options)
+    iterator = iter(early)
+    next(iterator)
+    store.grow(9)
+    dataset.refresh()
+    take(dataset, EPOCH + 3)
+    state = dataset.state_dict()
+    # Its manifest is the one of four shards; the state speaks of thirteen, so the store is asked again.
+    early.load_state_dict(state)
+    expected = take(dataset, 30)
+    assert take(iterator, 30) == expected
+
+
+def test_refresh_between_the_passes_of_workers(store: TokenStore, make_dataset: Make, options: dict[str, Any]) -> None:
+    direct = make_dataset(store, **options, epochs=1)
+    expected = [take(direct)]
+    dataset = make_dataset(store, **options, epochs=1)
+    loader = DataLoader(dataset, batch_size=None, num_workers=2, timeout=60)
+    assert [take(loader)] == expected
+    store.grow(9)
+    direct.refresh()
+    assert dataset.refresh() == 13
+    expected += [take(direct), take(direct)]
+    assert expected[1] != expected[0]
+    assert [take(loader), take(loader)] == expected[1:]
+    endless = make_dataset(store, **options)
+    take(DataLoader(endless, batch_size=None, num_workers=2, timeout=60), 5)
+    with pytest.raises(LoaderUsageError, match="between two passes"):
+        endless.refresh()
+    endless.load_state_dict(endless.state_dict(step=5))
+    assert endless.refresh() == 13
+
+
+def test_refresh_of_several_sources(tmp_path: Path, make_dataset: Make, options: dict[str, Any]) -> None:
+    store = TokenStore.of(tmp_path / "two", 6, sources=("alpha", "beta"))
+    mixed = {**options, "sources": {"alpha": 2.0, "beta": 1.0}, "holdout": 1}
+    dataset = make_dataset(store, **mixed)
+    take(dataset, 4)
+    store.grow(6, sources=("alpha", "beta"))
+    assert dataset.refresh() == 12
+    state = json.loads(json.dumps(dataset.state_dict()))
+    expected = take(dataset, 60)
+    for step in (0, 3, 19, 40):
+        resumed = make_dataset(store, **mixed)
+        resumed.load_state_dict(state)
+        assert take(resumed, step) == expected[:step]
+        again = make_dataset(store, **mixed)
+        again.load_state_dict(json.loads(json.dumps(resumed.state_dict())))
+        assert take(again, 60 - step) == expected[step:]
+    assert not {0, 1} & set(dataset.shards)  # Held out, whatever has been added.
+
+
+def test_another_store_is_not_growth(store: TokenStore, make_dataset: Make, options: dict[str, Any]) -> None:
+    dataset = make_dataset(store, **options)
+    expected = take(make_dataset(store, **options), 10)
+    found = take(dataset, 3)
+    other = TokenStore(store.folder)
+    for shard_id in range(6):
+        other.add(store.ids(shard_id + 50))
+    # The sequence goes on, two at once, so only the shards tell.
+    other.publish(sequence=9)
+    with pytest.raises((StateMismatchError, ManifestRollbackError)):
+        dataset.refresh()
+    assert dataset.state_dict()["step"] == 3
+    assert found == expected[:3]
