@@ -63,7 +63,7 @@ def test_a_stale_lease_is_taken_over_and_the_ousted_stops_without_harm(tmp_path,
     assert snapshot(store) == before
     # What it had stored and could not commit lies beyond the manifest, where the next shards replace it.
     total = before["manifest"]["total_shards"]
-    assert all(int(key.removeprefix("shard_").removesuffix(".pt")) >= total for key in stray_objects(store))
+    assert all(int(re.search(r"shard_(\d+)", key)[1]) >= total for key in stray_objects(store))
     genesis(*long_arguments(store))
     assert stray_objects(store) == []
 
