@@ -7,10 +7,9 @@ number stands for the same shards in every later manifest, and the digest of the
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from loader.errors import LoaderUsageError
 from loader.fetch.catalog import Catalog
@@ -64,7 +63,7 @@ def shard_pool(catalog: Catalog, options: StreamOptions, source: str | None, tot
     Raises:
         LoaderUsageError: there is none.
     """
-    by_source: dict[str, list[int]] | None = None
+    by_source: dict[str, Sequence[int]] | None = None
     if source is not None or options.holdout or options.split == "holdout":
         by_source = catalog.shards_by_source(total_shards)
     if by_source is None:
@@ -78,7 +77,7 @@ def shard_pool(catalog: Catalog, options: StreamOptions, source: str | None, tot
         chosen = [by_source[source]] if source is not None else list(by_source.values())
         held_out = options.split == "holdout"
         parts = [ids[: options.holdout] if held_out else ids[options.holdout :] for ids in chosen]
-        pool = np.sort(np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])).tolist() if parts else []
+        pool = parts[0] if len(parts) == 1 else sorted(itertools.chain.from_iterable(parts))
     if not len(pool):
         raise LoaderUsageError(
             f"expected shards to read, found none: the store has {total_shards}, {options.holdout} of each source are "

@@ -7,6 +7,8 @@ make a loader fetch, hold or write only objects of sizes known beforehand, under
 
 from __future__ import annotations
 
+from typing import Final
+
 from loader.errors import HostileStoreError
 from manifests import (
     Manifest,
@@ -20,9 +22,14 @@ from manifests import (
 from manifests.packed_file import max_packed_bytes
 
 __all__ = [
+    "MAX_SHARDS",
     "check_manifest",
     "check_segment",
 ]
+
+
+MAX_SHARDS: Final = 10_000_000
+"""25 trillion ids; what a node must hold for an assignment grows with it (`rendezvous`: 0.2 s and 30 MB)."""
 
 
 def check_manifest(manifest: Manifest, max_shard_bytes: int) -> None:
@@ -31,6 +38,10 @@ def check_manifest(manifest: Manifest, max_shard_bytes: int) -> None:
     Raises:
         HostileStoreError: so it does.
     """
+    if manifest.total_shards > MAX_SHARDS:
+        raise HostileStoreError(
+            f"manifest.json: expected at most {MAX_SHARDS:,} shards, found {manifest.total_shards:,}"
+        )
     size_bytes = shard_file_bytes(manifest.shard_tokens)
     if size_bytes > max_shard_bytes:
         raise HostileStoreError(

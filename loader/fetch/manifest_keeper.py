@@ -38,8 +38,8 @@ __all__ = ["MAX_MANIFEST_BYTES", "BelievedManifest", "ManifestKeeper", "known_na
 
 logger = logging.getLogger(__name__)
 
-MAX_MANIFEST_BYTES: Final = 1 << 24
-"""A store of 600,000 shards has a manifest of 0.1 MB."""
+MAX_MANIFEST_BYTES: Final = 1 << 22
+"""A store of 600,000 shards has a manifest of 0.1 MB, one of 10 million 1.6 MB."""
 _warned: set[str] = set()
 
 
