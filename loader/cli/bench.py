@@ -80,7 +80,9 @@ def bench_command(
     imported_s = time.perf_counter() - began
     found = measure(where, options, batches)
     if as_json:
-        typer.echo(json.dumps({"imported_s": imported_s, **asdict(found.stream), **asdict(found.reading)}, indent=2))
+        ratios = {"of_slicing": found.reading.of_slicing, "of_copying": found.reading.of_copying}
+        facts = {"imported_s": imported_s, **asdict(found.stream), **asdict(found.reading), **ratios}
+        typer.echo(json.dumps(facts, indent=2))
     else:
         typer.echo("\n".join(_lines(found, imported_s)))
     return 0
@@ -97,8 +99,9 @@ def _lines(found: Measured, imported_s: float) -> list[str]:
         f" in {stream.seconds:.2f} s, {stream.stalled_s:.2f} s of it waiting for shards",
         f"shards         {stream.shards_opened} opened, {stream.shards_from_cache} of them from the cache; {fetched} "
         f"fetched, {wire}",
-        f"reading alone  {_rate(reading.loader_tokens_per_s)} from a mapped shard; {reading.ratio:.2f} of plain "
-        f"slicing ({_rate(reading.slicing_tokens_per_s)})",
+        f"reading alone  {_rate(reading.loader_tokens_per_s)} from a mapped shard: {reading.of_slicing:.2f} of slicing "
+        f"tensors by hand ({_rate(reading.slicing_tokens_per_s)}),",
+        f"               {reading.of_copying:.2f} of a bare copy ({_rate(reading.copying_tokens_per_s)})",
     ]
 
 
