@@ -224,7 +224,7 @@ class GenesisDataset(IterableDataset[Batch]):
                 "no step; or use torchdata's StatefulDataLoader"
             )
         if self._worker is not None and get_worker_info() is not None:
-            return self._stream.state(in_worker=True).model_copy(update={"worker": self._worker}).to_dict()
+            return replace(self._stream.state(in_worker=True), worker=self._worker).to_dict()
         return self._stream.state().to_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -351,7 +351,7 @@ class GenesisDataset(IterableDataset[Batch]):
         """Moves the stream to a step, leaving shards early wherever any process knows of it."""
         rotations = self.rotations
         if step < self._stream.step or rotations != self._stream.rotations:
-            self._stream = self._resumed(self._origin.model_copy(update={"rotations": rotations}))
+            self._stream = self._resumed(replace(self._origin, rotations=rotations))
         self._stream.seek_through(step)
 
     def _own_feed(self) -> Feed:
@@ -365,9 +365,9 @@ class GenesisDataset(IterableDataset[Batch]):
     def _state_at(self, step: int) -> StreamState:
         if step < self._origin.step:
             raise LoaderUsageError(f"expected a step of {self._origin.step} or later, found {step}")
-        stream = self._resumed(self._origin.model_copy(update={"rotations": self.rotations}))
+        stream = self._resumed(replace(self._origin, rotations=self.rotations))
         stream.seek_through(step)
-        return stream.state().model_copy(update={"losses": self._stream.state().losses})
+        return replace(stream.state(), losses=self._stream.state().losses)
 
     def _resumed(self, state: StreamState) -> NodeStream:
         """A stream at a state; a store that has grown since this manifest was read is looked at again."""

@@ -10,17 +10,14 @@ import bisect
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from loader.errors import LoaderUsageError, StateMismatchError
 from loader.fetch.catalog import Catalog
 from loader.options import StreamOptions
 from loader.plan import LanePlan, plan_lanes
+from loader.state import LaneState, StreamIdentity, StreamState
 from loader.stream.plateau import LossHistory, Plateau
 from loader.stream.schedule import LanePosition, Rows, Schedule
-
-if TYPE_CHECKING:
-    from loader.state import StreamState
 
 __all__ = ["NodeStream"]
 
@@ -75,8 +72,6 @@ class NodeStream:
             StateMismatchError: the state is of another stream or store.
             LoaderError: the index cannot be had.
         """
-        from loader.state import StreamIdentity
-
         state.check_identity(StreamIdentity.of(options))
         plans = _plans_of(state, options, catalog)
         positions = [LanePosition(lane.epoch, lane.window) for lane in state.lanes]
@@ -203,8 +198,6 @@ class NodeStream:
         Args:
             in_worker: one of several that make a pass: that this one has nothing left to do does not end the pass.
         """
-        from loader.state import LaneState, StreamIdentity, StreamState
-
         self._settle()
         # Losses of a shard that was left are forgotten at the next report, which a resumed stream could not know.
         losses = self._history.losses() if _shards(self.schedule) == self._shard_of_losses else []

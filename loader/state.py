@@ -6,9 +6,12 @@ stream too, so a state that is loaded into another stream is refused and not sil
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Self
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, ClassVar, Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from annotated_types import Ge, Le
 
 from loader.errors import StateMismatchError
 from loader.options import StreamOptions
@@ -17,15 +20,16 @@ __all__ = ["STATE_VERSION", "LaneState", "StreamIdentity", "StreamState", "Worke
 
 STATE_VERSION: Final = 1
 
-_Count = Annotated[int, Field(strict=True, ge=0, le=2**62)]
+_Count = Annotated[int, Ge(0), Le(2**62)]
+_CONFIG: Final = {"extra": "forbid", "strict": True}
+"""How pydantic reads the classes below; it is imported for that, and not for a start without a state."""
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class StreamIdentity(_Part):
+@dataclass(frozen=True, slots=True)
+class StreamIdentity:
     """The options that decide what the stream is."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _CONFIG
 
     node_id: str
     seq_len: _Count
@@ -40,29 +44,33 @@ class StreamIdentity(_Part):
     @classmethod
     def of(cls, options: StreamOptions) -> Self:
         """The identity of a stream with these options."""
-        return cls(**{name: getattr(options, name) for name in cls.model_fields})
+        return cls(**{name: getattr(options, name) for name in cls.__slots__})
 
 
-class LaneState(_Part):
+@dataclass(frozen=True, slots=True)
+class LaneState:
     """Where a lane stands."""
 
-    source: str | None = None
-    total_shards: Annotated[int, Field(strict=True, ge=1, le=2**62)]
+    __pydantic_config__: ClassVar[dict[str, Any]] = _CONFIG
+
+    total_shards: Annotated[int, Ge(1), Le(2**62)]
     shards_sha256: str
     epoch: _Count
     window: _Count
+    source: str | None = None
     next_total_shards: _Count | None = None
     """What the lane is pinned to from its next epoch on, if a newer manifest was taken."""
 
-    @model_validator(mode="after")
-    def _stores_only_grow(self) -> Self:
+    def __post_init__(self) -> None:
         if self.next_total_shards is not None and self.next_total_shards <= self.total_shards:
             raise ValueError(f"next_total_shards {self.next_total_shards} is not above {self.total_shards}")
-        return self
 
 
-class WorkerState(_Part):
+@dataclass(frozen=True, slots=True)
+class WorkerState:
     """Which of several DataLoader workers a state was taken in."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _CONFIG
 
     id: _Count
     count: _Count
@@ -70,14 +78,17 @@ class WorkerState(_Part):
     """The step the workers began with: worker ``id`` makes the batches ``origin + id + i · count``."""
 
 
-class StreamState(_Part):
+@dataclass(frozen=True, slots=True)
+class StreamState:
     """Where a stream stands."""
 
-    version: int = STATE_VERSION
+    __pydantic_config__: ClassVar[dict[str, Any]] = _CONFIG
+
     identity: StreamIdentity
     step: _Count
     """Batches made."""
     lanes: tuple[LaneState, ...]
+    version: int = STATE_VERSION
     rotations: tuple[_Count, ...] = ()
     """The steps before which a shard was left early."""
     losses: tuple[float, ...] = ()
@@ -92,23 +103,33 @@ class StreamState(_Part):
         Raises:
             StateMismatchError: it is something else, or of another version.
         """
-        if isinstance(value, dict) and value.get("version") != STATE_VERSION:
+        from pydantic import TypeAdapter, ValidationError
+
+        if isinstance(value, Mapping) and value.get("version") != STATE_VERSION:
             raise StateMismatchError(
                 f"expected a loader state of version {STATE_VERSION}, found {value.get('version')!r}; it was made by "
                 "another release, or is the state of something else"
             )
         try:
-            return cls.model_validate(value)
+            # By way of JSON, in which a state is kept, and in which strict reading takes a list for a tuple.
+            return TypeAdapter(cls).validate_json(json.dumps(value, default=dict))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             where = ".".join(str(part) for part in first["loc"]) or "the state"
             raise StateMismatchError(
                 f"expected a loader state, found a damaged one ({where}: {first['msg']})"
             ) from None
+        except (TypeError, ValueError) as error:
+            raise StateMismatchError(f"expected a loader state of plain JSON values, found {error}") from None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return self.model_dump(mode="json", exclude_none=True)
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return {
+            **_without_none(plain),
+            "identity": plain["identity"],
+            "lanes": [_without_none(lane) for lane in plain["lanes"]],
+        }
 
     def check_identity(self, expected: StreamIdentity) -> None:
         """Refuses a state of another stream.
@@ -116,10 +137,14 @@ class StreamState(_Part):
         Raises:
             StateMismatchError: an option differs; the message says which.
         """
-        for name in StreamIdentity.model_fields:
+        for name in StreamIdentity.__slots__:
             found, wanted = getattr(self.identity, name), getattr(expected, name)
             if found != wanted:
                 raise StateMismatchError(
                     f"expected a state made with {name}={wanted!r}, as this loader has it, found {found!r}; use the "
                     "options the run began with"
                 )
+
+
+def _without_none(value: dict[str, Any]) -> dict[str, Any]:
+    return {name: each for name, each in value.items() if each is not None}
