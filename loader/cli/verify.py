@@ -100,7 +100,9 @@ def verify_command(
     asked = _replay_of(replay, rotations, claim)
     if all_cached and (node_id or asked):
         raise LoaderUsageError("expected --all or --node-id, found both; --replay needs one node")
-    node_ids = () if all_cached else (only_node(node_id, "--replay"),) if asked else node_ids_of(node_id)
+    if asked is not None:
+        only_node(node_id, "--replay")
+    node_ids = node_ids_of(node_id) if not all_cached else ()
     options = StreamOptions(
         node_id=node_ids[0] if node_ids else "",
         seq_len=seq_len,
@@ -117,11 +119,7 @@ def verify_command(
     total = total_shards_of(session.catalog, total_shards)
     if asked is not None:
         return _tell_replay(session, options, asked, total, as_json=as_json)
-    if all_cached:
-        shard_ids = shards_of_store(session.catalog, [entry.name for entry in session.cache.entries()])
-    else:
-        lanes = assigned_lanes(session.catalog, options, node_ids, total).values()
-        shard_ids = in_reading_order([lane for found in lanes for lane in found])
+    shard_ids = _shards_in_cache(session) if all_cached else _shards_of(session, options, node_ids, total)
     return _check(session, shard_ids, as_json=as_json)
 
 
@@ -152,6 +150,15 @@ def _tell_replay(session: Session, options: StreamOptions, asked: _Replay, total
     else:
         typer.echo(f"{who}: the claim does not hold: expected {found}, found {asked.claim}")
     return 0 if holds else 1
+
+
+def _shards_in_cache(session: Session) -> list[int]:
+    return shards_of_store(session.catalog, [entry.name for entry in session.cache.entries() if entry.complete])
+
+
+def _shards_of(session: Session, options: StreamOptions, node_ids: Sequence[str], total_shards: int) -> list[int]:
+    lanes = assigned_lanes(session.catalog, options, node_ids, total_shards).values()
+    return in_reading_order([lane for found in lanes for lane in found])
 
 
 def _check(session: Session, shard_ids: Sequence[int], *, as_json: bool) -> int:
