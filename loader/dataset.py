@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -31,7 +31,9 @@ from loader.session import Session
 from loader.state import StreamState, WorkerState
 from loader.stream.assignment import DEFAULT_COUNT, Assignment
 from loader.stream.plateau import PlateauKind, PlateauRule
-from manifests import Manifest
+
+if TYPE_CHECKING:
+    from manifests import Manifest
 
 __all__ = ["Batch", "GenesisDataset"]
 

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from loader.cache import cache_bytes, cache_dir
 from loader.errors import LoaderUsageError
-from loader.stream.assignment import DEFAULT_COUNT, Assignment
+from loader.stream.assignment import DEFAULT_COUNT, Assignment, check_node_id
 from loader.stream.plateau import PlateauRule
 
 __all__ = ["Extra", "Split", "StoreOptions", "StreamOptions", "default_store"]
@@ -86,6 +86,7 @@ class StreamOptions:
     extras: tuple[Extra, ...] = ()
 
     def __post_init__(self) -> None:
+        check_node_id(self.node_id)
         for name in ("seq_len", "batch_size", "count"):
             if getattr(self, name) < 1:
                 raise LoaderUsageError(f"{name}: expected 1 or more, found {getattr(self, name)}")

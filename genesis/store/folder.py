@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-import filelock
 from typing_extensions import Buffer
 
 from genesis.errors import ObjectNotFoundError, StoreAccessError, StoreError, StoreUnavailableError
@@ -186,6 +185,8 @@ class FolderStore:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Excludes the other threads, then the other processes of this machine."""
+        import filelock  # 20 ms that those who only read are spared.
+
         threads = self._threads.get()
         try:
             if not threads.acquire(timeout=self._lock_timeout_s):

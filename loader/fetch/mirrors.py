@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
@@ -92,8 +93,7 @@ class Mirrors:
 
     def close(self) -> None:
         """Gives back connections."""
-        for store in self._opened:
-            store.close()
+        _close(self._opened)
 
     def _accepted(self, position: int, key: str, max_bytes: int, accept: Callable[[bytes], T]) -> T:
         store = self._stores()[position]
@@ -117,6 +117,7 @@ class Mirrors:
             policy = RetryPolicy().lasting(max(1.0, min(turn_s, self._timeout_s)))
             try:
                 self._opened = [open_readable(url, policy=policy, throttle=throttle) for url in self._addresses]
+                weakref.finalize(self, _close, self._opened)
             except GenesisError as error:
                 raise LoaderUsageError(str(error)) from None
         return self._opened
@@ -130,6 +131,11 @@ class Mirrors:
         if any(isinstance(error, CorruptObjectError) for error in failures.values()):
             return CorruptObjectError(f"{told}; have the store mended ('genesis verify' finds what is wrong)")
         return DataUnavailableError(f"{key}: {told}")
+
+
+def _close(stores: Sequence[ReadableStore]) -> None:
+    for store in stores:
+        store.close()
 
 
 def _may_pass(error: Exception) -> bool:

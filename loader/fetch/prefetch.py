@@ -1,8 +1,8 @@
 """The next shard, opened in the background while this one is read.
 
 One daemon thread a shard, started when it is asked for and gone when it is done: nothing to shut down, and a process
-ends whether or not a download does. What failed in the background is tried again in the foreground, where its error can
-be raised. The trade-off: a second shard is mapped (20 MB, of which the kernel keeps what it likes).
+ends whether or not a download does. What had failed before it was needed is tried again in the foreground. The
+trade-off: a second shard is mapped (20 MB, of which the kernel keeps what it likes).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Final
 
 from loader.errors import DataUnavailableError
 from loader.fetch.shards import OpenShard
@@ -20,13 +21,16 @@ __all__ = ["Prefetcher"]
 
 logger = logging.getLogger(__name__)
 
+_PATIENCE: Final = 3
+"""Opening tries for the transfer form and then for the file, ``timeout_s`` each; its own error says more than ours."""
+
 
 class Prefetcher:
     """Opens shards ahead.
 
     Args:
         open_shard: opens one; called in threads.
-        timeout_s: how long to wait for one that is being opened.
+        timeout_s: how long the opening of one may try for each of its objects.
     """
 
     def __init__(self, open_shard: Callable[[int], OpenShard], timeout_s: float) -> None:
@@ -55,18 +59,17 @@ class Prefetcher:
             LoaderError: it cannot be opened.
         """
         future = self._coming.pop(shard_id, None)
+        if future is not None and future.done() and (failure := future.exception()) is not None:
+            logger.info("shard %d was not fetched ahead (%s); fetching it now", shard_id, failure)
+            future = None
         if future is None:
             return self._open_shard(shard_id)
         try:
-            failure = future.exception(self._timeout_s)
+            return future.result(_PATIENCE * self._timeout_s)
         except FutureTimeoutError:
             raise DataUnavailableError(
-                f"shard {shard_id} was not fetched in {self._timeout_s:.0f} s; check the network and the store"
+                f"shard {shard_id} was not fetched in {_PATIENCE * self._timeout_s:.0f} s; check the network"
             ) from None
-        if failure is None:
-            return future.result()
-        logger.info("shard %d was not fetched ahead (%s); fetching it now", shard_id, failure)
-        return self._open_shard(shard_id)
 
     def _run(self, shard_id: int, future: Future[OpenShard]) -> None:
         try:

@@ -24,6 +24,7 @@ __all__ = [
     "Assignment",
     "Coverage",
     "assign",
+    "check_node_id",
     "coverage",
     "get_assigned_shards",
     "rendezvous_shards",
@@ -52,7 +53,7 @@ def get_assigned_shards(node_id: str, num_shards: int, count: int = DEFAULT_COUN
         LoaderUsageError: there is no shard, or ``count`` is below 1.
     """
     _check(num_shards, count)
-    primary = int(hashlib.sha256(node_id.encode()).hexdigest(), 16) % num_shards
+    primary = int(hashlib.sha256(check_node_id(node_id)).hexdigest(), 16) % num_shards
     return [(primary + i) % num_shards for i in range(min(count, num_shards))]
 
 
@@ -145,6 +146,18 @@ def coverage(assigned: Mapping[str, Sequence[int]], num_shards: int) -> Coverage
     )
 
 
+def check_node_id(node_id: str) -> bytes:
+    """The UTF-8 form of a node's id.
+
+    Raises:
+        LoaderUsageError: it has none.
+    """
+    try:
+        return node_id.encode()
+    except UnicodeEncodeError:
+        raise LoaderUsageError(f"expected a node id that is valid Unicode, found {node_id!a}") from None
+
+
 def _check(num_shards: int, count: int) -> None:
     if num_shards < 1:
         raise LoaderUsageError("expected a store with shards to assign, found none; populate it, or hold out fewer")
@@ -178,7 +191,7 @@ def _highest(node_id: str, shards: npt.NDArray[np.uint64], count: int) -> npt.ND
 
 def _scores(node_id: str, shards: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """A 64-bit hash of (node, shard): the sha256 of the id, then SplitMix64's finaliser over both (Steele 2014)."""
-    node = np.frombuffer(hashlib.sha256(node_id.encode()).digest()[:8], dtype="<u8")[0]
+    node = np.frombuffer(hashlib.sha256(check_node_id(node_id)).digest()[:8], dtype="<u8")[0]
     x = (shards + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) ^ node
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -22,6 +22,7 @@ import numpy.typing as npt
 __all__ = ["Lane", "LanePosition", "Rows", "Schedule"]
 
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
+_CHUNK_ROWS: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +126,9 @@ class Schedule:
 
     def skip_to(self, step: int) -> None:
         """Passes over batches without making them, as if they had been taken."""
-        if len(self._lanes) == 1 and self.end_epoch is None:
-            self._advance(0, (step - self.step) * self._batch_size)
+        if self.end_epoch is None and step > self.step:
+            for lane, count in enumerate(self._rows_until(step)):
+                self._advance(lane, count)
             self.step = step
         while self.step < step and self.next_rows():
             pass
@@ -163,6 +165,17 @@ class Schedule:
             if len(beyond):
                 lanes = lanes[: beyond[0]]
         return [int(count) for count in np.bincount(lanes, minlength=len(self._lanes))]
+
+    def _rows_until(self, step: int) -> list[int]:
+        """How many rows of all the batches before ``step`` each lane gives, where there is no end."""
+        first, end = self.step * self._batch_size, step * self._batch_size
+        if len(self._lanes) == 1:
+            return [end - first]
+        counts = np.zeros(len(self._lanes), dtype=np.int64)
+        for begin in range(first, end, _CHUNK_ROWS):
+            rows = min(_CHUNK_ROWS, end - begin)
+            counts += np.bincount(_lanes_of_rows(begin, rows, self._thresholds), minlength=len(counts))
+        return [int(count) for count in counts]
 
     def _left(self, lane: int) -> int:
         """Windows until the end of the last epoch, but no more than a batch."""
