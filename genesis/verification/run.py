@@ -1,8 +1,8 @@
 """The whole verification, in the order that a store at which a populator is at work allows.
 
 The manifest comes first: everything it names was there before it and stays. Shards are read by several threads, so a
-bucket is verified at the link's speed; memory is bounded by threads × a shard in both forms, once read and
-once expanded (50 MB at the default size).
+bucket is verified at the link's speed; memory is bounded by threads × a shard and what checking it takes (45 MB at the
+default size).
 """
 
 from __future__ import annotations

@@ -62,15 +62,7 @@ def check_shard(store: ReadableStore, check: ShardCheck, findings: Findings) -> 
     entry = check.entry
     key = shard_key(entry.id)
     try:
-        body = store.get(key).body
-        findings.count_bytes(len(body))
-        wrong = _file_problem(body, entry)
-        if wrong is None:
-            ids = decode_shard(body, expected_tokens=entry.tokens)
-            problems = _id_problems(ids, check)
-            num_eos = int(np.count_nonzero(ids == EOS))
-        else:
-            problems, num_eos = [wrong], 0
+        problems, num_eos = _check_file(store, check, findings)
     except ObjectNotFoundError:
         problems, num_eos = ["expected a shard, found no such object; restore it from a copy"], 0
     except ShardFormatError as error:
@@ -82,6 +74,18 @@ def check_shard(store: ReadableStore, check: ShardCheck, findings: Findings) -> 
         findings.problem(key, problem)
     packed_sound = entry.packed is None or _check_packed(store, entry, entry.packed, findings)
     return ShardVerdict(entry.id, sound=packed_sound and not problems, num_eos=num_eos)
+
+
+def _check_file(store: ReadableStore, check: ShardCheck, findings: Findings) -> tuple[list[str], int]:
+    """What is wrong with the shard itself, and its EOS ids; apart, so that its memory is free for the packed form."""
+    entry = check.entry
+    body = store.get(shard_key(entry.id)).body
+    findings.count_bytes(len(body))
+    wrong = _file_problem(body, entry)
+    if wrong is not None:
+        return [wrong], 0
+    ids = decode_shard(body, expected_tokens=entry.tokens)
+    return _id_problems(ids, check), int(np.count_nonzero(ids == EOS))
 
 
 def _file_problem(body: bytes, entry: ShardEntry) -> str | None:
