@@ -1,0 +1,289 @@
+"""Which manifest is believed: signatures, rollbacks, mirrors that disagree, and networks that are gone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loader import (
+    DataUnavailableError,
+    GenesisDataset,
+    LoaderUsageError,
+    ManifestRollbackError,
+    ManifestSignatureError,
+    UntrustedManifestError,
+)
+from loader.options import StoreOptions
+from loader.session import Session
+from manifests import MANIFEST_KEY, generate_private_key, public_key_pem, sha256_hex
+from tests.support.batches import take
+from tests.support.fault_proxy import FaultProxy, Reply, Request
+from tests.support.s3_servers import free_port
+from tests.support.serve_process import genesis_serve
+from tests.support.small_store import PRIVATE_KEY
+from tests.support.token_store import TokenStore
+
+Open = Callable[..., Session]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> TokenStore:
+    return TokenStore.of(tmp_path / "store", 3, private_key=PRIVATE_KEY)
+
+
+@pytest.fixture
+def open_session(tmp_path: Path) -> Iterator[Open]:
+    """Asks the store at every opening, unless told otherwise."""
+    opened: list[Session] = []
+
+    def make(*addresses: str, **options: Any) -> Session:
+        given = {"cache_dir": tmp_path / "cache", "cache_bytes": 10**9, "timeout_s": 4.0, "manifest_max_age_s": 0.0}
+        opened.append(Session.open(StoreOptions(mirrors=addresses, **{**given, **options})))
+        return opened[-1]
+
+    yield make
+    for session in opened:
+        session.mirrors.close()
+
+
+def sequence_of(session: Session) -> int:
+    return session.catalog.manifest.sequence
+
+
+def alter_manifest(store: TokenStore, **fields: Any) -> None:
+    """Changes fields behind the signature's back."""
+    value = json.loads((store.folder / MANIFEST_KEY).read_bytes())
+    store.put(MANIFEST_KEY, json.dumps({**value, **fields}).encode())
+
+
+class TestSignature:
+    def test_the_pinned_key(self, store: TokenStore, open_session: Open, public_key: Path) -> None:
+        assert sequence_of(open_session(store.url, public_key=public_key)) == 1
+        store.grow(1)
+        assert sequence_of(open_session(store.url, public_key=public_key)) == 2
+
+    def test_another_key(self, store: TokenStore, open_session: Open, tmp_path: Path) -> None:
+        other = tmp_path / "other.pub"
+        other.write_bytes(public_key_pem(generate_private_key().public_key()))
+        with pytest.raises(ManifestSignatureError, match="is signed by key"):
+            open_session(store.url, public_key=other)
+
+    def test_none(self, store: TokenStore, open_session: Open, public_key: Path) -> None:
+        store.private_key = None
+        store.publish()
+        with pytest.raises(ManifestSignatureError, match="is not signed"):
+            open_session(store.url, public_key=public_key)
+
+    @pytest.mark.parametrize(
+        "fields",
+        [{"sequence": 7}, {"updated_at": "2027-01-01T00:00:00Z"}, {"surplus": 1}, {"tokenizer_version": "bpe_v2"}],
+    )
+    def test_tampered(self, store: TokenStore, open_session: Open, public_key: Path, fields: dict[str, Any]) -> None:
+        alter_manifest(store, **fields)
+        with pytest.raises(ManifestSignatureError, match="changed after it was signed"):
+            open_session(store.url, public_key=public_key)
+
+    @pytest.mark.parametrize("value", ["", "AAAA", "ä" * 88, "x" * 1_000_000])
+    def test_nonsense(self, store: TokenStore, open_session: Open, public_key: Path, value: str) -> None:
+        signature = json.loads((store.folder / MANIFEST_KEY).read_bytes())["signature"]
+        alter_manifest(store, signature={**signature, "value": value})
+        with pytest.raises(ManifestSignatureError):
+            open_session(store.url, public_key=public_key)
+
+    def test_lost_after_it_was_seen(self, store: TokenStore, open_session: Open, public_key: Path) -> None:
+        """What was believed before is no reason to go on beside a store that someone else now writes."""
+        open_session(store.url, public_key=public_key)
+        store.private_key = generate_private_key()
+        store.grow(1)
+        with pytest.raises(ManifestSignatureError):
+            open_session(store.url, public_key=public_key)
+
+    def test_a_key_that_is_pinned_later(self, store: TokenStore, open_session: Open, public_key: Path) -> None:
+        store.private_key = None
+        store.grow(1)
+        assert sequence_of(open_session(store.url)) == 2
+        with pytest.raises(ManifestSignatureError):
+            open_session(store.url, public_key=public_key, manifest_max_age_s=600.0)
+
+    def test_keys_that_are_none(self, store: TokenStore, open_session: Open, tmp_path: Path) -> None:
+        with pytest.raises(LoaderUsageError, match="public-key"):
+            open_session(store.url, public_key=tmp_path / "missing.pub")
+        (tmp_path / "bad.pub").write_bytes(b"-----BEGIN NONSENSE-----")
+        with pytest.raises(LoaderUsageError, match="public-key"):
+            open_session(store.url, public_key=tmp_path / "bad.pub")
+
+    def test_without_one_the_loader_says_so_once(
+        self, store: TokenStore, open_session: Open, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        for _ in range(3):
+            open_session(store.url)
+        assert caplog.text.count("nothing vouches for this store") == 1
+
+
+class TestHistory:
+    @pytest.mark.parametrize("kind", ["older", "same sequence", "other predecessor"])
+    def test_what_does_not_follow_is_passed_over(
+        self, store: TokenStore, open_session: Open, caplog: pytest.LogCaptureFixture, kind: str
+    ) -> None:
+        old = (store.folder / MANIFEST_KEY).read_bytes()
+        store.grow(1)
+        honest = (store.folder / MANIFEST_KEY).read_bytes()
+        assert sequence_of(open_session(store.url)) == 2
+        if kind == "older":
+            store.put(MANIFEST_KEY, old)
+        elif kind == "same sequence":
+            store.publish(sequence=2, updated_at="2027-01-01T00:00:00Z")
+        else:
+            store.publish(sequence=3, previous=sha256_hex(b"another"))
+        session = open_session(store.url)
+        assert sequence_of(session) == 2
+        assert session.catalog.manifest.total_shards == 4
+        assert "going on with the manifest" in caplog.text
+        assert "expected" in caplog.text and "found" in caplog.text
+        # The honest history goes on, and is taken again.
+        store.put(MANIFEST_KEY, honest)
+        store.grow(2)
+        assert sequence_of(open_session(store.url)) == 3
+
+    def test_what_was_missed_is_no_break(self, store: TokenStore, open_session: Open) -> None:
+        open_session(store.url)
+        for _ in range(3):
+            store.grow(1)
+        assert sequence_of(open_session(store.url)) == 4
+
+    def test_the_next_mirror_is_asked(
+        self, store: TokenStore, open_session: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.INFO)
+        shutil.copytree(store.folder, tmp_path / "stale")
+        store.grow(1)
+        mirrors = (str(tmp_path / "stale"), store.url)
+        assert sequence_of(open_session(*mirrors)) == 1
+        shutil.copytree(store.folder, tmp_path / "stale", dirs_exist_ok=True)
+        assert sequence_of(open_session(*mirrors)) == 2
+        store.put(MANIFEST_KEY, b"{}")
+        shutil.rmtree(tmp_path / "stale")
+        assert sequence_of(open_session(*mirrors)) == 2
+        assert "cannot" in caplog.text or "expected a store" in caplog.text
+
+    def test_refresh_says_nothing_of_a_rollback_but_the_log_does(
+        self, store: TokenStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        old = (store.folder / MANIFEST_KEY).read_bytes()
+        store.grow(2)
+        dataset = GenesisDataset(store.url, "node-a", seq_len=64, cache_dir=tmp_path / "cache")
+        store.put(MANIFEST_KEY, old)
+        assert dataset.refresh() == 5
+        assert "rollback" in caplog.text
+
+    def test_a_known_manifest_that_is_damaged(
+        self, store: TokenStore, open_session: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        open_session(store.url)
+        (known,) = (tmp_path / "cache" / "stores").glob(f"*/{MANIFEST_KEY}")
+        honest = known.read_bytes()
+        for damage in (
+            b"",
+            b"\n",
+            b"{}",
+            honest[:-1],
+            honest[:40],
+            b"[" * 100_000,
+            honest.replace(b'"alpha"', b'"delta"'),
+        ):
+            known.write_bytes(damage)
+            assert sequence_of(open_session(store.url, manifest_max_age_s=600.0)) == 1
+        assert "damaged" in caplog.text
+
+
+class TestNetwork:
+    def test_etags_spare_the_manifest(self, store: TokenStore, open_session: Open) -> None:
+        statuses: list[tuple[str, int]] = []
+
+        def note(request: Request, reply: Reply) -> Reply:
+            statuses.append((request.path, reply.status))
+            return reply
+
+        with genesis_serve(store.folder) as server, FaultProxy(server.port, alter=note) as proxy:
+            address = f"http://127.0.0.1:{proxy.port}"
+            assert [sequence_of(open_session(address)) for _ in range(3)] == [1, 1, 1]
+            assert statuses == [("/manifest.json", 200), ("/manifest.json", 304), ("/manifest.json", 304)]
+            open_session(address, manifest_max_age_s=600.0)
+            assert len(statuses) == 3
+            store.grow(1)
+            assert sequence_of(open_session(address)) == 2
+            assert statuses[3:] == [("/manifest.json", 200)]
+            # Every mirror has its own.
+            assert sequence_of(open_session(server.url, address)) == 2
+
+    def test_a_network_that_is_gone(self, store: TokenStore, open_session: Open, tmp_path: Path) -> None:
+        options: dict[str, Any] = {"seq_len": 64, "batch_size": 4, "cache_dir": tmp_path / "cache", "timeout_s": 2.0}
+        with genesis_serve(store.folder) as server, closing(GenesisDataset(server.url, "node-a", **options)) as dataset:
+            address = server.url
+            expected = take(dataset, 50)
+            state = dataset.state_dict(step=20)
+        # Within the manifest's age, and behind it.
+        with closing(GenesisDataset(address, "node-a", **options)) as warm:
+            warm.load_state_dict(state)
+            assert take(warm, 30) == expected[20:]
+            assert sequence_of(open_session(address, timeout_s=1.0)) == 1
+            assert warm.refresh() == 3
+        for path in (tmp_path / "cache").glob("shard_*"):
+            path.unlink()
+        with (
+            closing(GenesisDataset(address, "node-a", **options)) as cold,
+            pytest.raises(DataUnavailableError, match="shard_"),
+        ):
+            next(iter(cold))
+        shutil.rmtree(tmp_path / "cache" / "stores")
+        with pytest.raises(DataUnavailableError):
+            GenesisDataset(address, "node-a", **options)
+
+    def test_nobody_there(self, open_session: Open, tmp_path: Path) -> None:
+        with pytest.raises(DataUnavailableError):
+            open_session(f"http://127.0.0.1:{free_port()}", timeout_s=1.0)
+        with pytest.raises(DataUnavailableError, match="no such folder"):
+            open_session(str(tmp_path / "nowhere"))
+        (tmp_path / "empty").mkdir()
+        with pytest.raises(DataUnavailableError, match="found no manifest"):
+            open_session(str(tmp_path / "empty"))
+        with pytest.raises(LoaderUsageError):
+            open_session("ftp://example.org/store")
+
+    def test_an_answer_that_is_no_store(self, open_session: Open) -> None:
+        """A captive portal, say."""
+
+        def portal(_: Request) -> Reply:
+            return Reply(200, b"<html>Please log in</html>", (("Content-Type", "text/html"),))
+
+        with FaultProxy(1, answer=portal) as proxy, pytest.raises(UntrustedManifestError):
+            open_session(f"http://127.0.0.1:{proxy.port}")
+
+    def test_an_endless_manifest(self, open_session: Open) -> None:
+        asked: list[str] = []
+
+        def endless(request: Request) -> Reply:
+            asked.append(request.path)
+            return Reply(200, b"x", (("Content-Length", str(2**50)),), cut_after=1)
+
+        with FaultProxy(1, answer=endless) as proxy, pytest.raises(DataUnavailableError, match="at most"):
+            open_session(f"http://127.0.0.1:{proxy.port}")
+        assert asked == ["/manifest.json"]
+
+
+def test_rollback_errors_name_both(store: TokenStore, open_session: Open, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    old = (store.folder / MANIFEST_KEY).read_bytes()
+    store.grow(1)
+    open_session(store.url)
+    store.put(MANIFEST_KEY, old)
+    open_session(store.url)
+    assert "expected a manifest of sequence 2 or later, as seen before, found 1" in caplog.text
+    assert issubclass(ManifestRollbackError, UntrustedManifestError)
