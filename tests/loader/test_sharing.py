@@ -1,0 +1,117 @@
+"""Processes that share a cache: each shard comes once while it fits, and kills harm nobody but the killed."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loader import GenesisDataset
+from tests.support.batches import digest, take
+from tests.support.fault_proxy import FaultProxy
+from tests.support.serve_process import genesis_serve
+from tests.support.token_store import TokenStore
+
+SHARD_BYTES = 161_577
+OPTIONS: dict[str, Any] = {"seq_len": 64, "batch_size": 4, "count": 8, "timeout_s": 60.0}
+BATCHES = 700
+"""More than an epoch of eight shards of 78."""
+_FORK = multiprocessing.get_context("fork")
+"""Each process begins with torch imported, which otherwise takes longer than all it does here."""
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
+    return TokenStore.of(tmp_path_factory.mktemp("sharing") / "store", 10, shard_tokens=20_000)
+
+
+def train(address: str, node_id: str, cache: Path, cache_bytes: int, work: Path) -> None:
+    """Writes a line a batch, and a state now and then; begins where the last state says."""
+    dataset = GenesisDataset(address, node_id, cache_dir=cache, cache_bytes=cache_bytes, **OPTIONS)
+    state = work / f"{node_id}.state"
+    if state.exists():
+        dataset.load_state_dict(json.loads(state.read_text()))
+    step = dataset.state_dict()["step"]
+    with (work / f"{node_id}.log").open("a", buffering=1) as log:
+        for batch in islice(dataset, BATCHES - step):
+            log.write(f"{step} {digest(batch)}\n")
+            step += 1
+            if step % 10 == 0:
+                new = state.with_suffix(".new")
+                new.write_text(json.dumps(dataset.state_dict()))
+                new.replace(state)
+                time.sleep(0.002)
+
+
+def batches_of(log: Path) -> list[tuple[int, str]]:
+    """Whole lines: the last one of a killed process may be cut off."""
+    lines = [line.split() for line in log.read_text().splitlines()]
+    return [(int(line[0]), line[1]) for line in lines if len(line) == 2 and len(line[1]) == 24]
+
+
+def test_each_shard_comes_once_while_it_fits(store: TokenStore, tmp_path: Path) -> None:
+    expected = take(GenesisDataset(store.url, "node-0", cache_dir=tmp_path / "other", **OPTIONS), BATCHES)
+    with genesis_serve(store.folder) as server, FaultProxy(server.port) as proxy:
+        address = f"http://127.0.0.1:{proxy.port}"
+        processes = []
+        for number in range(4):
+            (tmp_path / str(number)).mkdir()
+            given = (address, "node-0", tmp_path / "cache", 20 * SHARD_BYTES, tmp_path / str(number))
+            processes.append(_FORK.Process(target=train, args=given))
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(60)
+        assert [process.exitcode for process in processes] == [0] * 4
+        asked = Counter(request.path for request in proxy.passed if "shard_" in request.path)
+    for number in range(4):
+        assert batches_of(tmp_path / str(number) / "node-0.log") == list(enumerate(expected))
+    assert len(asked) == 8
+    assert set(asked.values()) == {1}
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_kills_on_a_schedule(store: TokenStore, tmp_path: Path, seed: int) -> None:
+    """Four nodes, room for two shards: whoever finds none reads from its own memory."""
+    nodes = [f"node-{number}" for number in range(4)]
+    expected = {
+        node: take(GenesisDataset(store.url, node, cache_dir=tmp_path / "other", **OPTIONS), BATCHES) for node in nodes
+    }
+    draw = random.Random(seed)
+    with genesis_serve(store.folder) as server:
+
+        def start(node: str) -> Any:
+            given = (server.url, node, tmp_path / "cache", 2 * SHARD_BYTES, tmp_path)
+            process = _FORK.Process(target=train, args=given)
+            process.start()
+            return process
+
+        running = {node: start(node) for node in nodes}
+        killed = 0
+        for _ in range(24):
+            time.sleep(draw.uniform(0.01, 0.15))
+            node = draw.choice(nodes)
+            if running[node].exitcode is None:
+                os.kill(running[node].pid, signal.SIGKILL)
+                running[node].join(30)
+                killed += running[node].exitcode == -signal.SIGKILL
+                running[node] = start(node)
+        for process in running.values():
+            process.join(90)
+        assert [process.exitcode for process in running.values()] == [0] * 4
+    assert killed >= 5
+    for node in nodes:
+        found = batches_of(tmp_path / f"{node}.log")
+        assert {step for step, _ in found} == set(range(BATCHES))
+        assert all(expected[node][step] == each for step, each in found)
+    files = [path for path in (tmp_path / "cache").iterdir() if path.is_file() and "shard_" in path.name]
+    assert sum(path.stat().st_size for path in files) <= 2 * SHARD_BYTES
