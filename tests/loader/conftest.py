@@ -19,6 +19,12 @@ hypothesis.settings.register_profile("loader", deadline=None)
 hypothesis.settings.load_profile("loader")
 
 
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between rounds over mirrors that give nothing right: a second each would be half of what these tests take."""
+    monkeypatch.setattr("loader.fetch.mirrors._PAUSE_S", 0.05)
+
+
 @pytest.fixture(scope="session")
 def six_shards(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
     """Six shards of 2,000 ids of one source; tests only read it."""

@@ -224,7 +224,7 @@ class TestNetwork:
             assert sequence_of(open_session(server.url, address)) == 2
 
     def test_a_network_that_is_gone(self, store: TokenStore, open_session: Open, tmp_path: Path) -> None:
-        options: dict[str, Any] = {"seq_len": 64, "batch_size": 4, "cache_dir": tmp_path / "cache", "timeout_s": 2.0}
+        options: dict[str, Any] = {"seq_len": 64, "batch_size": 4, "cache_dir": tmp_path / "cache", "timeout_s": 0.5}
         with genesis_serve(store.folder) as server, closing(GenesisDataset(server.url, "node-a", **options)) as dataset:
             address = server.url
             expected = take(dataset, 50)
@@ -233,7 +233,7 @@ class TestNetwork:
         with closing(GenesisDataset(address, "node-a", **options)) as warm:
             warm.load_state_dict(state)
             assert take(warm, 30) == expected[20:]
-            assert sequence_of(open_session(address, timeout_s=1.0)) == 1
+            assert sequence_of(open_session(address, timeout_s=0.5)) == 1
             assert warm.refresh() == 3
         for path in (tmp_path / "cache").glob("shard_*"):
             path.unlink()
