@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from loader.errors import LoaderUsageError, StateMismatchError
 from loader.fetch.catalog import Catalog
@@ -17,18 +17,17 @@ from loader.options import StreamOptions
 from loader.plan import LanePlan, plan_lanes
 from loader.state import LaneState, StreamIdentity, StreamState
 from loader.stream.plateau import LossHistory, Plateau
-from loader.stream.schedule import LanePosition, Rows, Schedule
+from loader.stream.schedule import LanePosition, Rows, Schedule, ScheduleMark
 
 __all__ = ["NodeStream"]
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Mark:
+class _Mark(NamedTuple):
     """A position to come back to."""
 
-    schedule: Schedule
+    schedule: ScheduleMark
     applied: int
 
 
@@ -186,11 +185,12 @@ class NodeStream:
 
     def mark(self) -> _Mark:
         """The position, to come back to."""
-        return _Mark(self.schedule.copy(), self._applied)
+        return _Mark(self.schedule.mark(), self._applied)
 
     def rewind(self, mark: _Mark) -> None:
         """Goes back to a position."""
-        self.schedule, self._applied = mark.schedule, mark.applied
+        self.schedule.rewind(mark.schedule)
+        self._applied = mark.applied
 
     def state(self, *, in_worker: bool = False) -> StreamState:
         """Where the stream stands.

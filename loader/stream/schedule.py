@@ -12,14 +12,13 @@ on across the end of a shard: no window is dropped or repeated.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Lane", "LanePosition", "Rows", "Schedule"]
+__all__ = ["Lane", "LanePosition", "Rows", "Schedule", "ScheduleMark"]
 
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 _CHUNK_ROWS: Final = 1 << 20
@@ -56,6 +55,15 @@ class Rows:
     shard_id: int
     first: int
     count: int
+
+
+class ScheduleMark(NamedTuple):
+    """A position to come back to."""
+
+    step: int
+    positions: tuple[LanePosition, ...]
+    lanes: tuple[Lane, ...]
+    queued: tuple[tuple[int, Lane], ...]
 
 
 class Schedule:
@@ -138,11 +146,14 @@ class Schedule:
         for lane, position in enumerate(self.positions):
             self._advance(lane, -position.window % self._lanes[lane].windows_per_shard)
 
-    def copy(self) -> Schedule:
-        """One that stands where this one does, and moves by itself."""
-        other = copy(self)
-        other._lanes, other._queued, other.positions = list(self._lanes), dict(self._queued), list(self.positions)
-        return other
+    def mark(self) -> ScheduleMark:
+        """The position, to come back to."""
+        return ScheduleMark(self.step, tuple(self.positions), tuple(self._lanes), tuple(self._queued.items()))
+
+    def rewind(self, mark: ScheduleMark) -> None:
+        """Goes back to a position."""
+        self.step, self.positions = mark.step, list(mark.positions)
+        self._lanes, self._queued = list(mark.lanes), dict(mark.queued)
 
     def queue_lane(self, lane: int, successor: Lane) -> None:
         """Lets the lane read other shards from its next epoch on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from copy import deepcopy
 
 import pytest
 from hypothesis import assume, given
@@ -138,7 +139,7 @@ def test_a_copy_moves_by_itself(lanes: list[Lane], batch_size: int, steps: int) 
     schedule = Schedule(lanes, batch_size)
     schedule.queue_lane(0, Lane((900, 901), 3))
     take(schedule, steps)
-    other = schedule.copy()
+    other = deepcopy(schedule)
     ahead = take(other, 20)
     assert schedule.step == steps
     assert take(schedule, 20) == ahead
@@ -155,7 +156,7 @@ def test_a_queued_lane_begins_with_the_next_epoch(
     epoch = schedule.positions[0].epoch
     schedule.queue_lane(0, successor)
     if skip:
-        reference = schedule.copy()
+        reference = deepcopy(schedule)
         after = take(reference, 24)
         schedule.skip_to(queued_at + 12)
         assert take(schedule, 12) == after[12:]
@@ -178,7 +179,7 @@ def test_what_is_said_of_the_shards_is_what_is_read(lanes: list[Lane], batch_siz
     take(schedule, steps)
     for number, lane in enumerate(lanes):
         said = [schedule.current_shard(number), schedule.next_shard(number)]
-        reference = schedule.copy()
+        reference = deepcopy(schedule)
         own: list[int] = []
         while len(dict.fromkeys(own)) < min(2, len(lane.shards)):
             own += [shard for _, shard, _ in windows_of(reference.next_rows()) if shard in lane.shards]
