@@ -10,7 +10,7 @@ So a digest in an index is of the bytes that were written, and packing a shard a
 
 Ids of 2 bytes are written with zstd's fastest strategy and matches from 4 bytes, two ids, where its presets begin at 5
 or more: 1.20 to 1.25 bytes a token on 14 English shards, in the time in which level 3 gives 1.24 to 1.29. Level 9
-gives 1.13 to 1.17 but takes five times as long; planes of low and high bytes are larger at every level. Ids of 4
+gives 1.12 to 1.17 but takes five times as long; planes of low and high bytes are larger at every level. Ids of 4
 bytes are written at level 3, which nothing that was tried improved on.
 
 Reading is bounded before it begins: a frame that says it holds anything but the expected number of bytes, or asks for
