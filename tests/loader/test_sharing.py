@@ -49,13 +49,26 @@ def train(address: str, node_id: str, cache: Path, cache_bytes: int, work: Path)
                 new = state.with_suffix(".new")
                 new.write_text(json.dumps(dataset.state_dict()))
                 new.replace(state)
-                time.sleep(0.002)
+            time.sleep(0.001)  # A training step, so that there is something to kill.
 
 
 def batches_of(log: Path) -> list[tuple[int, str]]:
     """Whole lines: the last one of a killed process may be cut off."""
     lines = [line.split() for line in log.read_text().splitlines()]
     return [(int(line[0]), line[1]) for line in lines if len(line) == 2 and len(line[1]) == 24]
+
+
+def kills(draw: random.Random, nodes: list[str]) -> list[tuple[str, int]]:
+    """Whom to kill, and how far to let it come before: each node soon after its start, and thrice on its way."""
+    planned = [(step, node) for node in nodes for step in (0, *draw.sample(range(1, 500), 3))]
+    return [(node, step) for step, node in sorted(planned)]
+
+
+def wait_for_step(log: Path, step: int, process: Any) -> None:
+    end = time.monotonic() + 60
+    while process.exitcode is None and (step and (not log.exists() or f"\n{step} " not in log.read_text())):
+        assert time.monotonic() < end, f"{log} has not come to step {step}"
+        time.sleep(0.002)
 
 
 def test_each_shard_comes_once_while_it_fits(store: TokenStore, tmp_path: Path) -> None:
@@ -97,9 +110,9 @@ def test_kills_on_a_schedule(store: TokenStore, tmp_path: Path, seed: int) -> No
 
         running = {node: start(node) for node in nodes}
         killed = 0
-        for _ in range(24):
-            time.sleep(draw.uniform(0.01, 0.15))
-            node = draw.choice(nodes)
+        for node, step in kills(draw, nodes):
+            wait_for_step(tmp_path / f"{node}.log", step, running[node])
+            time.sleep(draw.uniform(0.0, 0.03))
             if running[node].exitcode is None:
                 os.kill(running[node].pid, signal.SIGKILL)
                 running[node].join(30)
@@ -108,7 +121,7 @@ def test_kills_on_a_schedule(store: TokenStore, tmp_path: Path, seed: int) -> No
         for process in running.values():
             process.join(90)
         assert [process.exitcode for process in running.values()] == [0] * 4
-    assert killed >= 5
+    assert killed >= 4  # Those at the start at least; how many more depends on who is ahead of whom.
     for node in nodes:
         found = batches_of(tmp_path / f"{node}.log")
         assert {step for step, _ in found} == set(range(BATCHES))
