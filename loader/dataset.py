@@ -45,8 +45,8 @@ logger = logging.getLogger(__name__)
 class GenesisDataset(IterableDataset[Batch]):
     """Batches of a node's shards, endless unless ``epochs`` says otherwise.
 
-    Iterating again goes on where iterating stopped. With DataLoader workers that is known of whole passes only: one that
-    was broken off begins again, unless ``load_state_dict(state_dict(step=N))`` says how far the training loop came.
+    Iterating again goes on where iterating stopped. With DataLoader workers that is known of whole passes only: one
+    that was broken off begins again, unless ``load_state_dict(state_dict(step=N))`` says how far training has come.
     """
 
     def __init__(
