@@ -77,6 +77,16 @@ class StoreFullError(StoreError):
 class StoreUnavailableError(StoreError):
     """The store cannot be reached, or still fails after every retry."""
 
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        """Says why.
+
+        Args:
+            message: one line for the user.
+            retry_after_s: how long the server asked to wait before the next attempt, if it did.
+        """
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
 
 class SourceError(GenesisError):
     """Something about the input text."""

@@ -19,15 +19,15 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from genesis.errors import VocabularyMismatchError
+from genesis.errors import TokenizerError, VocabularyMismatchError
 from loader.cache import settings as cache_settings
-from loader.errors import LoaderUsageError, StateMismatchError, TokenizerSyncError
+from loader.errors import HostileStoreError, LoaderUsageError, StateMismatchError, TokenizerSyncError
 from loader.options import StoreOptions
 from loader.session import Session
 from loader.stream.assignment import DEFAULT_COUNT, Assignment, assign
 from loader.stream.permutation import start_positions
 from loader.stream.plateau import LossHistory, PlateauKind, PlateauRule
-from manifests import Manifest
+from manifests import ContractError, Manifest
 
 if TYPE_CHECKING:
     from genesis.tokenizer import NeuroTokenizer
@@ -37,6 +37,8 @@ __all__ = ["GenesisDataLoader"]
 logger = logging.getLogger(__name__)
 
 _VERSION: Final = 1
+_SHARD_ID: Final = "genesis_shard_id"
+"""The attribute by which a tensor says which shard it is: it decides the windows that are drawn."""
 _Count = Annotated[int, Field(strict=True, ge=0, le=2**62)]
 
 
@@ -113,7 +115,6 @@ class GenesisDataLoader:
         self._rule = plateau if isinstance(plateau, PlateauRule) else PlateauRule(plateau)
         self._history = LossHistory(self._rule.history)
         self._position = self._step = self._steps_on_shard = self._tokens_drawn = 0
-        self._ids_of: dict[int, int] = {}
         self._tokenizer = tokenizer
 
     @property
@@ -156,7 +157,9 @@ class GenesisDataLoader:
         """
         from genesis.tokenizer import NeuroTokenizer
 
-        file = self._session.newest_catalog().vocabulary()
+        # The first time the manifest is at most a minute old, and a node without a network can begin.
+        catalog = self._session.catalog if self._tokenizer is None else self._session.newest_catalog()
+        file = catalog.vocabulary()
         try:
             if self._tokenizer is None:
                 self._tokenizer = NeuroTokenizer.from_file(file)
@@ -164,6 +167,8 @@ class GenesisDataLoader:
             grew = self._tokenizer.update_from_dict(file.to_object())
         except VocabularyMismatchError as error:
             raise TokenizerSyncError(f"the store's vocabulary does not extend the one in use: {error}") from None
+        except (ContractError, TokenizerError) as error:
+            raise HostileStoreError(f"the manifest vouches for a vocabulary that is none: {error}") from None
         if grew:
             logger.info("Updated tokenizer: %d vocab", self._tokenizer.current_vocab_size)
         return grew
@@ -178,11 +183,17 @@ class GenesisDataLoader:
             LoaderError: it cannot be had.
         """
         shard = torch.from_numpy(self._session.open_shard(shard_id).ids)
-        self._ids_of = {**dict(list(self._ids_of.items())[-16:]), shard.data_ptr(): shard_id}
+        setattr(shard, _SHARD_ID, shard_id)
         return shard
 
     def get_batch(
-        self, shard: torch.Tensor, batch_size: int = 4, seq_len: int = 512, *, step: int | None = None
+        self,
+        shard: torch.Tensor,
+        batch_size: int = 4,
+        seq_len: int = 512,
+        *,
+        step: int | None = None,
+        shard_id: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Random windows of a shard (000, "Data Flow"), the same for the same run, node, shard and step.
 
@@ -190,22 +201,25 @@ class GenesisDataLoader:
             shard: int64[N], N > seq_len, of `download_shard`.
             batch_size: B.
             seq_len: T.
+            shard_id: which shard it is; a tensor of `download_shard` knows, a copy or slice of one does not.
             step: makes the batch of that step (again) and leaves the loader as it is; by default the next one.
 
         Returns:
             ``input_ids`` and ``labels``, int64[B, T].
 
         Raises:
-            LoaderUsageError: the shard is too short.
+            LoaderUsageError: the shard is too short, or nobody says which it is.
         """
         if batch_size < 1 or not 1 <= seq_len < len(shard):
             raise LoaderUsageError(
                 f"expected a batch of 1 row or more of 1 to {len(shard) - 1} ids, found {batch_size} of {seq_len}"
             )
-        shard_id = self._ids_of.get(shard.data_ptr(), -1)
+        known_id = shard_id if shard_id is not None else getattr(shard, _SHARD_ID, None)
+        if known_id is None:
+            raise LoaderUsageError("expected a tensor of download_shard, found another; say which with shard_id=")
         at = self._step if step is None else step
         # E9: the last start that leaves room for the last label is drawn too.
-        starts = start_positions(batch_size, len(shard) - seq_len, self._seed, self._node_id, shard_id, at)
+        starts = start_positions(batch_size, len(shard) - seq_len, self._seed, self._node_id, known_id, at)
         columns = np.arange(seq_len)
         rows = torch.from_numpy(starts[:, None] + columns)
         if step is None:

@@ -6,7 +6,7 @@ LoaderError
 ├── UntrustedManifestError     the manifest may not be believed
 │   ├── ManifestSignatureError     not signed by the pinned key
 │   ├── ManifestRollbackError      older than one seen before, or another history
-│   └── HostileStoreError          it names what no honest store names
+│   └── HostileStoreError          it names, or vouches for, what no honest store does
 ├── StateMismatchError         a state_dict of another run, store or format
 ├── TokenizerSyncError         the store's vocabulary does not extend the one in use
 ├── CacheError                 the cache folder cannot be used at all
@@ -55,7 +55,7 @@ class ManifestRollbackError(UntrustedManifestError):
 
 
 class HostileStoreError(UntrustedManifestError):
-    """The store names keys, sizes or shapes that no honest store names; nothing was fetched."""
+    """The store names keys, sizes or shapes that no honest store names, or vouches for ids that are none."""
 
 
 class StateMismatchError(LoaderError):

@@ -8,6 +8,7 @@ from loader.cache import ShardCache
 from loader.fetch.catalog import Catalog
 from loader.fetch.known_store import KnownStore
 from loader.fetch.manifest_keeper import ManifestKeeper
+from loader.fetch.manifest_memory import ManifestMemory
 from loader.fetch.mirrors import Mirrors
 from loader.fetch.shards import OpenShard, ShardOpener
 from loader.options import StoreOptions
@@ -57,7 +58,7 @@ class Session:
         Raises:
             LoaderError: it cannot be asked, or not believed.
         """
-        manifest = _keeper(self.options, self.mirrors).newest()
+        manifest = _keeper(self.options, self.mirrors).newest(self.catalog.believed)
         return Catalog(manifest, self.mirrors, _known(self.options, self.mirrors))
 
 
@@ -68,7 +69,7 @@ def _known(options: StoreOptions, mirrors: Mirrors) -> KnownStore:
 def _keeper(options: StoreOptions, mirrors: Mirrors) -> ManifestKeeper:
     return ManifestKeeper(
         mirrors,
-        _known(options, mirrors),
+        ManifestMemory([KnownStore.of(options.cache_dir, address) for address in mirrors.addresses]),
         options.public_key,
         options.manifest_max_age_s,
         options.max_shard_bytes,

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
         SignatureError,
         UnsupportedFormatError,
     )
-    from manifests.fields import SHARD_TOKENS
     from manifests.ids import BYTE_OFFSET, EOS_ID, FIRST_MERGE_ID, MAX_VOCABULARY, SPECIAL_TOKENS
     from manifests.keys import (
         CHECKPOINTS_KEY,
         MANIFEST_KEY,
         SEGMENT_SHARDS,
+        SHARD_TOKENS,
         TOKENIZER_KEY,
         check_key,
         packed_key,
@@ -137,7 +137,6 @@ _NAMES_BY_MODULE = {
         "SignatureError",
         "UnsupportedFormatError",
     ),
-    "fields": ("SHARD_TOKENS",),
     "ids": (
         "BYTE_OFFSET",
         "EOS_ID",
@@ -149,6 +148,7 @@ _NAMES_BY_MODULE = {
         "CHECKPOINTS_KEY",
         "MANIFEST_KEY",
         "SEGMENT_SHARDS",
+        "SHARD_TOKENS",
         "TOKENIZER_KEY",
         "check_key",
         "packed_key",

@@ -14,10 +14,7 @@ from manifests.errors import InvalidDocumentError
 from manifests.keys import check_key
 from manifests.spelling import parse_time
 
-__all__ = ["SHARD_TOKENS", "Count", "Key", "Sha256", "ShardTokens", "SourceName", "Time", "TokenId"]
-
-SHARD_TOKENS = 2_500_000
-"""Token ids in a shard (001, "Shard Format")."""
+__all__ = ["Count", "Key", "Sha256", "ShardTokens", "SourceName", "Time", "TokenId"]
 
 MAX_COUNT = 2**53 - 1
 

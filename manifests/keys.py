@@ -13,6 +13,7 @@ __all__ = [
     "CHECKPOINTS_KEY",
     "MANIFEST_KEY",
     "SEGMENT_SHARDS",
+    "SHARD_TOKENS",
     "TOKENIZER_KEY",
     "check_key",
     "packed_key",
@@ -25,6 +26,8 @@ MANIFEST_KEY = "manifest.json"
 CHECKPOINTS_KEY = "checkpoints.json"
 TOKENIZER_KEY = "tokenizer.json"
 
+SHARD_TOKENS = 2_500_000
+"""Token ids in a shard (001, "Shard Format")."""
 SEGMENT_SHARDS = 1_000
 """Shards whose facts share an index segment: shard i is number ``i % 1,000`` of segment ``i // 1,000``."""
 

@@ -12,8 +12,8 @@ from typing import ClassVar, Literal, Self
 from pydantic import model_validator
 
 from manifests.documents import Document, Part
-from manifests.fields import SHARD_TOKENS, Count, Key, Sha256, ShardTokens, SourceName, Time, TokenId
-from manifests.keys import SEGMENT_SHARDS
+from manifests.fields import Count, Key, Sha256, ShardTokens, SourceName, Time, TokenId
+from manifests.keys import SEGMENT_SHARDS, SHARD_TOKENS
 
 __all__ = ["Manifest", "SegmentRef", "Signature", "SourceTotals", "TokenizerRef"]
 

@@ -54,9 +54,20 @@ def parse_object(data: bytes, what: str) -> dict[str, Any]:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise InvalidDocumentError(f"{what}: expected a JSON object, found {_excerpt(data)} ({error})") from None
+    if b"\\u" in data and not _is_unicode(value):
+        raise InvalidDocumentError(f"{what}: expected Unicode text, found half of a surrogate pair")
     if not isinstance(value, dict):
         raise InvalidDocumentError(f"{what}: expected a JSON object, found {_excerpt(data)}")
     return value
+
+
+def _is_unicode(value: object) -> bool:
+    """Whether every string can be written again; JSON's escapes can spell what UTF-8 cannot."""
+    try:
+        canonical_json(value)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _excerpt(data: bytes) -> str:

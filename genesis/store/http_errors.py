@@ -38,7 +38,13 @@ def connection_errors(what: str) -> Iterator[None]:
         raise TransientError(f"cannot connect: {error}", connecting=True) from error
     except (httpcore.TimeoutException, httpcore.NetworkError, httpcore.RemoteProtocolError) as error:
         raise TransientError(str(error) or type(error).__name__) from error
-    except (httpcore.ProtocolError, httpcore.UnsupportedProtocol, httpx.HTTPError, httpx.InvalidURL) as error:
+    except (
+        httpcore.ProtocolError,
+        httpcore.UnsupportedProtocol,
+        httpx.HTTPError,
+        httpx.InvalidURL,
+        UnicodeError,
+    ) as error:  # UnicodeError: a redirect to a name that no host can have.
         raise StoreError(f"cannot {what}: {error}; check the address") from error
 
 

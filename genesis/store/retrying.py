@@ -99,7 +99,8 @@ class Retrier:
             cause = "the address and the network" if error.connecting else "the network, and the server's log and disk"
             raise StoreUnavailableError(
                 f"cannot {what}: {reasons} (attempts: {len(failures) + 1}, over {time.monotonic() - began:.0f} s); "
-                f"check {cause}, and run the same command again"
+                f"check {cause}, and run the same command again",
+                retry_after_s=error.retry_after_s,
             ) from error
         self._answered = True
         return result

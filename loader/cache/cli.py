@@ -19,6 +19,8 @@ from loader.cache.settings import DEFAULT_CACHE_DIR, cache_bytes, cache_dir
 from loader.cache.shard_cache import ShardCache
 from loader.cache.sizes import format_size
 from loader.errors import LoaderError, LoaderUsageError
+from loader.fetch.known_store import KnownStore
+from manifests import MANIFEST_KEY
 
 __all__ = ["app"]
 
@@ -50,6 +52,8 @@ def clear_command(folder: _FolderOption = None, as_json: _JsonOption = False) ->
     with _one_line_errors():
         cache = ShardCache(cache_dir(folder), cache_bytes())
         report = cache.clear()
+        for store in KnownStore.all(cache.folder):
+            store.keep_only(frozenset({MANIFEST_KEY}))
         typer.echo(_report_json(cache, report) if as_json else "\n".join(_report(cache, report)))
 
 
@@ -70,6 +74,9 @@ def _listing(cache: ShardCache, entries: list[CacheEntry]) -> list[str]:
         for entry in entries
     ]
     total = format_size(sum(entry.size_bytes for entry in entries))
+    stores = KnownStore.all(cache.folder)
+    if index_bytes := sum(store.index_bytes() for store in stores):
+        lines.append(f"{format_size(index_bytes)} beside them: the indexes of {len(stores)} known stores")
     return [*lines, f"{cache.folder}: {_files(len(entries))}, {total} of at most {format_size(cache.max_bytes)}"]
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from loader.errors import CorruptObjectError, DataUnavailableError, HostileStoreError, LoaderUsageError
 from loader.fetch.facts import ShardFacts, StoreFacts
 from loader.fetch.known_store import KnownStore
-from loader.fetch.manifest_keeper import BelievedManifest, known_name
+from loader.fetch.manifest_memory import BelievedManifest, known_name
 from loader.fetch.mirrors import Mirrors
 from manifests import SEGMENT_SHARDS, ContractError, sha256_hex
 
@@ -26,8 +26,10 @@ __all__ = ["Catalog"]
 
 MAX_SEGMENT_BYTES: Final = 1 << 20
 """1,000 shards take 0.5 MB."""
-MAX_VOCABULARY_BYTES: Final = 1 << 28
-"""31,734 merges take 0.6 MB."""
+_MERGE_BYTES: Final = 64
+"""A merge takes 20 in a vocabulary's file."""
+_KEPT_SEGMENTS: Final = 100
+"""Of a store with more, those that are only searched for a source's shards are not kept on disk."""
 
 
 class Catalog:
@@ -45,6 +47,11 @@ class Catalog:
         self._known = known
         self._segments: dict[int, list[dict[str, Any]]] = {}
         self.manifest: StoreFacts = believed.facts
+
+    @property
+    def believed(self) -> BelievedManifest:
+        """The manifest."""
+        return self._believed
 
     def document(self) -> Manifest:
         """The whole manifest."""
@@ -73,10 +80,11 @@ class Catalog:
         filled = [name for name, shards in self.manifest.sources.items() if shards]
         if len(filled) == 1:
             return {filled[0]: range(total_shards)}
+        keep = len(self.manifest.index) <= _KEPT_SEGMENTS
         found: dict[str, list[int]] = {}
         for number in range(-(-total_shards // SEGMENT_SHARDS)):
             # Not kept: 600,000 entries take 0.7 GB, their ids 20 MB.
-            for entry in self._segments.get(number) or self._read_segment(number):
+            for entry in self._segments.get(number) or self._read_segment(number, keep=keep):
                 if entry["id"] < total_shards:
                     found.setdefault(entry["source"], []).append(entry["id"])
         return {**found}
@@ -97,14 +105,15 @@ class Catalog:
         def check(body: bytes) -> None:
             VocabularyFile.from_json(body, name=reference.key)
 
-        return VocabularyFile.from_json(self._json(reference.key, reference.sha256, MAX_VOCABULARY_BYTES, check))
+        most = 2**16 + _MERGE_BYTES * reference.next_merge_id
+        return VocabularyFile.from_json(self._json(reference.key, reference.sha256, most, check))
 
     def _segment(self, number: int) -> list[dict[str, Any]]:
         if number not in self._segments:
-            self._segments[number] = self._read_segment(number)
+            self._segments[number] = self._read_segment(number, keep=True)
         return self._segments[number]
 
-    def _read_segment(self, number: int) -> list[dict[str, Any]]:
+    def _read_segment(self, number: int, *, keep: bool) -> list[dict[str, Any]]:
         reference = self.manifest.index[number]
 
         def check(body: bytes) -> None:
@@ -113,7 +122,7 @@ class Catalog:
 
             check_segment(Segment.from_json(body, name=reference.key), number, self.document())
 
-        body = self._json(reference.key, reference.sha256, MAX_SEGMENT_BYTES, check)
+        body = self._json(reference.key, reference.sha256, MAX_SEGMENT_BYTES, check, keep=keep)
         entries: list[dict[str, Any]] = json.loads(body)["shards"]
         if not self._fits(number, entries):
             check(body)  # It was right for another manifest; this says what it is not for this one.
@@ -129,7 +138,9 @@ class Catalog:
             and all(entry["tokens"] == store.shard_tokens and entry["source"] in store.sources for entry in entries)
         )
 
-    def _json(self, key: str, sha256: str, max_bytes: int, check: Callable[[bytes], None]) -> bytes:
+    def _json(
+        self, key: str, sha256: str, max_bytes: int, check: Callable[[bytes], None], *, keep: bool = True
+    ) -> bytes:
         """A JSON file by its digest: from this machine, where it was checked before, else from a mirror, checked."""
         name = known_name(key)
         body = self._known.read(name)
@@ -140,7 +151,8 @@ class Catalog:
             check(body)
         except ContractError as error:
             raise HostileStoreError(f"the manifest vouches for a file that breaks its contract: {error}") from None
-        self._known.write(name, body)
+        if keep:
+            self._known.write(name, body)
         return body
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from manifests import sha256_hex
+from manifests import MANIFEST_KEY, sha256_hex
 
 __all__ = ["KnownStore"]
 
@@ -34,6 +34,19 @@ class KnownStore:
     def of(cls, cache_dir: Path, address: str) -> KnownStore:
         """The folder of the store at ``address``."""
         return cls(cache_dir / "stores" / f"{sha256_hex(address.encode())[:16]}-v{_FORMAT}")
+
+    @classmethod
+    def all(cls, cache_dir: Path) -> list[KnownStore]:
+        """Every store that is remembered beside a cache."""
+        with suppress(OSError):
+            return [cls(folder) for folder in sorted((cache_dir / "stores").iterdir()) if folder.is_dir()]
+        return []
+
+    def index_bytes(self) -> int:
+        """What the store's index takes here; the manifest, which guards against older ones, is not counted."""
+        with suppress(OSError):
+            return sum(path.stat().st_size for path in self.folder.iterdir() if path.name != MANIFEST_KEY)
+        return 0
 
     def read(self, name: str) -> bytes | None:
         """A file's bytes; None if it is not there or cannot be read."""

@@ -1,10 +1,13 @@
 """Which manifest may be believed: signed by the pinned key, and never older than one seen before.
 
-The last manifest that was believed is kept beside the cache, one file a store, so that a restart neither asks the store
-again within a minute nor can be shown an older state. What comes is asked for with the ETag of what is there (304 costs
-a header). A mirror that shows an older manifest, another one of the same sequence, or a successor that names another
-predecessor, is passed over with a warning. A mirror that cannot be reached is too: everything a manifest names is
-immutable, so a node goes on with the one it has rather than stop.
+What comes is asked for with the ETag of what is there (304 costs a header), and at the start not at all if it was seen
+within a minute. A manifest that is older, another one of the same sequence, or a successor that names another
+predecessor is refused, and the next mirror asked. If none gives one that may be believed:
+
+- At the start a node goes on with the manifest it has, with a warning, where a mirror could not be reached or showed an
+  older copy (a CDN may, for a while): everything a manifest names is immutable. Another history, or a signature that
+  does not hold, from all who answered, is an error.
+- `newest`, which asks for news, says what went wrong.
 """
 
 from __future__ import annotations
@@ -12,9 +15,9 @@ from __future__ import annotations
 import json
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from genesis.errors import GenesisError, ObjectNotFoundError
 from genesis.store import ReadableStore
@@ -26,47 +29,25 @@ from loader.errors import (
     ManifestSignatureError,
     UntrustedManifestError,
 )
-from loader.fetch.facts import StoreFacts
-from loader.fetch.known_store import KnownStore
+from loader.fetch.manifest_memory import BelievedManifest, ManifestMemory, SeenManifest
 from loader.fetch.mirrors import Mirrors
-from manifests import MANIFEST_KEY, ContractError, SignatureError, canonical_json, sha256_hex
+from manifests import MANIFEST_KEY, ContractError, SignatureError, canonical_json, sha256_hex, shard_file_bytes
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-__all__ = ["MAX_MANIFEST_BYTES", "BelievedManifest", "ManifestKeeper", "known_name"]
+__all__ = ["MAX_MANIFEST_BYTES", "ManifestKeeper"]
 
 logger = logging.getLogger(__name__)
 
-MAX_MANIFEST_BYTES: Final = 1 << 22
-"""A store of 600,000 shards has a manifest of 0.1 MB, one of 10 million 1.6 MB."""
+MAX_MANIFEST_BYTES: Final = 1 << 24
+"""A store of 600,000 shards has a manifest of 0.1 MB."""
+
 _warned: set[str] = set()
 
 
-@dataclass(frozen=True, slots=True)
-class BelievedManifest:
-    """A manifest that may be believed."""
-
-    body: bytes
-    """The file, as it came."""
-    value: dict[str, Any]
-    """Its JSON, defaults filled in."""
-
-    @property
-    def facts(self) -> StoreFacts:
-        """What the loader needs of it."""
-        return StoreFacts.of(self.value)
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """The last manifest that was believed."""
-
-    manifest: BelievedManifest
-    checked_at: float
-    """Unix time at which a store last vouched for it."""
-    etags: dict[str, str]
-    """By mirror, the ETag under which it gave this very body."""
+class _OlderManifestError(ManifestRollbackError):
+    """An older manifest: a rollback, or a cache that lags."""
 
 
 class ManifestKeeper:
@@ -74,76 +55,97 @@ class ManifestKeeper:
 
     Args:
         mirrors: the store's addresses.
-        known: where its JSON files are kept.
+        memory: what was believed before.
         public_key: PEM file of the key that must have signed it; None to believe any, with a warning.
         max_age_s: how old it may be before a store is asked.
         max_shard_bytes: larger shards are refused.
     """
 
     def __init__(
-        self, mirrors: Mirrors, known: KnownStore, public_key: Path | None, max_age_s: float, max_shard_bytes: int
+        self, mirrors: Mirrors, memory: ManifestMemory, public_key: Path | None, max_age_s: float, max_shard_bytes: int
     ) -> None:
         self._mirrors = mirrors
-        self._known = known
+        self._memory = memory
         self._public_key = public_key
         self._max_age_s = max_age_s
         self._max_shard_bytes = max_shard_bytes
         self._key: Ed25519PublicKey | None = None
 
     def current(self) -> BelievedManifest:
-        """The manifest, no older than ``max_age_s`` unless no mirror can be reached."""
-        if self._public_key is None:
-            _warn_once(self._mirrors.addresses[0])
-        seen = self._recall()
-        if seen is not None and 0 <= time.time() - seen.checked_at < self._max_age_s:
-            return seen.manifest
-        return self._ask(seen)
-
-    def newest(self) -> BelievedManifest:
-        """The manifest as the store has it now.
+        """The manifest to begin with.
 
         Raises:
             DataUnavailableError: no mirror can be reached, and none was ever seen.
             UntrustedManifestError: no mirror gives one that may be believed.
         """
-        return self._ask(self._recall())
-
-    def _ask(self, seen: _Seen | None) -> BelievedManifest:
+        if self._public_key is None:
+            _warn_once(self._mirrors.addresses[0])
+        seen = self._recall()
+        if seen is not None and 0 <= time.time() - seen.checked_at < self._max_age_s:
+            return seen.manifest
         refused: list[LoaderError] = []
-        for store in self._mirrors.each():
-            try:
-                found = self._from_store(store, seen)
-            except (LoaderError, GenesisError, ContractError) as error:
-                failure = error if isinstance(error, LoaderError) else self._as_loader_error(store, error)
-                logger.info("%s", failure)
-                refused.append(failure)
-                continue
-            self._remember(found)
-            return found.manifest
-        if seen is None or any(isinstance(each, ManifestSignatureError) for each in refused):
-            raise refused[0]
+        found = self._ask(seen, refused)
+        if found is not None:
+            return found
+        fatal = [each for each in refused if _is_fatal(each)]
+        answered = all(isinstance(each, UntrustedManifestError) for each in refused)
+        if seen is None or (fatal and answered):
+            raise (fatal or refused)[0]
         logger.warning(
             "going on with the manifest of %s (sequence %d), which was seen before: %s",
-            seen.manifest.value["updated_at"],
-            seen.manifest.value["sequence"],
+            seen.manifest.facts.updated_at,
+            seen.manifest.facts.sequence,
             "; ".join(str(each) for each in refused),
         )
         return seen.manifest
 
-    def _from_store(self, store: ReadableStore, seen: _Seen | None) -> _Seen:
+    def newest(self, floor: BelievedManifest) -> BelievedManifest:
+        """The manifest as the store has it now.
+
+        Args:
+            floor: what is in use: nothing older is believed, whatever the disk remembers.
+
+        Raises:
+            DataUnavailableError: no mirror can be reached.
+            UntrustedManifestError: no mirror gives one that may be believed.
+        """
+        seen = self._recall()
+        if seen is None or seen.manifest.facts.sequence < floor.facts.sequence:
+            seen = SeenManifest(floor, 0.0, {}, self._key_digest())
+        refused: list[LoaderError] = []
+        found = self._ask(seen, refused)
+        if found is None:
+            raise next((each for each in refused if _is_fatal(each)), refused[0])
+        return found
+
+    def _ask(self, seen: SeenManifest | None, refused: list[LoaderError]) -> BelievedManifest | None:
+        """The first manifest that may be believed; why the mirrors' were not goes to ``refused``."""
+        for store in self._mirrors.each():
+            try:
+                found = self._from_store(store, seen)
+            except (LoaderError, GenesisError, ContractError) as error:
+                refused.append(_as_loader_error(store, error))
+                logger.info("%s", refused[-1])
+                continue
+            self._memory.remember(found)
+            return found.manifest
+        return None
+
+    def _from_store(self, store: ReadableStore, seen: SeenManifest | None) -> SeenManifest:
         etag = seen.etags.get(store.url) if seen is not None else None
         if seen is not None and etag is not None:
-            found = store.get_if_changed(MANIFEST_KEY, etag, max_bytes=MAX_MANIFEST_BYTES)
-            if found is None:
-                return replace(seen, checked_at=time.time())
+            answer = store.get_if_changed(MANIFEST_KEY, etag, max_bytes=MAX_MANIFEST_BYTES)
+            if answer is None:
+                return replace(seen, checked_at=time.time(), public_key=self._key_digest())
         else:
-            found = store.get(MANIFEST_KEY, max_bytes=MAX_MANIFEST_BYTES)
-        manifest = self._believed(bytes(found.body), store.url)
-        if seen is None:
-            return _Seen(manifest, time.time(), {store.url: found.etag})
-        self._check_succession(seen.manifest, manifest, store.url)
-        etags = seen.etags if manifest.body == seen.manifest.body else {}
-        return _Seen(manifest, time.time(), {**etags, store.url: found.etag})
+            answer = store.get(MANIFEST_KEY, max_bytes=MAX_MANIFEST_BYTES)
+        found = self._believed(answer.body, store.url)
+        etags = {store.url: answer.etag}
+        if seen is not None:
+            self._check_succession(seen.manifest, found, store.url)
+            if found.body == seen.manifest.body:
+                etags = {**seen.etags, **etags}
+        return SeenManifest(found, time.time(), etags, self._key_digest())
 
     def _believed(self, body: bytes, url: str) -> BelievedManifest:
         """Checks a manifest as it came: its form, its signature, its limits."""
@@ -158,19 +160,7 @@ class ManifestKeeper:
             except SignatureError as error:
                 raise ManifestSignatureError(f"{url}: {error}") from None
         check_manifest(manifest, self._max_shard_bytes)
-        return BelievedManifest(body, manifest.to_object())
-
-    def _load_key(self, path: Path) -> Ed25519PublicKey:
-        if self._key is None:
-            from manifests import load_public_key
-
-            try:
-                self._key = load_public_key(path.expanduser().read_bytes())
-            except OSError as error:
-                raise LoaderUsageError(f"--public-key {path}: {error.strerror}") from None
-            except SignatureError as error:
-                raise LoaderUsageError(f"--public-key {path}: {error}") from None
-        return self._key
+        return BelievedManifest.of(body)
 
     def _check_succession(self, last: BelievedManifest, found: BelievedManifest, url: str) -> None:
         """Refuses a manifest that does not follow from the last one.
@@ -178,98 +168,82 @@ class ManifestKeeper:
         Raises:
             ManifestRollbackError: it is older, or of another history.
         """
-        before, now = last.value["sequence"], found.value["sequence"]
-        advice = f"if the store was made anew, remove {self._known.folder}"
-        if now < before:
-            raise ManifestRollbackError(
-                f"{url}: expected a manifest of sequence {before} or later, as seen before, found {now}: an old copy "
-                f"or a rollback; {advice}"
+        before, now = last.facts, found.facts
+        advice = f"if the store was made anew, remove {self._memory.folders}"
+        if now.sequence < before.sequence:
+            raise _OlderManifestError(
+                f"{url}: expected a manifest of sequence {before.sequence} or later, as seen before, found "
+                f"{now.sequence}: an old copy or a rollback; {advice}"
             )
-        if now == before and _unsigned(found) != _unsigned(last):
+        if now.sequence == before.sequence and _unsigned(found) != _unsigned(last):
             raise ManifestRollbackError(
-                f"{url}: expected the manifest of sequence {before} seen before, found another; {advice}"
+                f"{url}: expected the manifest of sequence {before.sequence} seen before, found another; {advice}"
             )
-        follows = now == before + 1 and ("signature" in found.value) == ("signature" in last.value)
-        if follows and found.value.get("previous") != sha256_hex(last.body):
+        follows = now.sequence == before.sequence + 1 and now.is_signed == before.is_signed
+        if follows and now.previous != sha256_hex(last.body):
             raise ManifestRollbackError(
-                f"{url}: expected manifest {now} to follow manifest {before}, as it was seen before, found it to name "
-                f"another predecessor; {advice}"
+                f"{url}: expected manifest {now.sequence} to follow manifest {before.sequence}, as it was seen before, "
+                f"found it to name another predecessor; {advice}"
             )
 
-    def _recall(self) -> _Seen | None:
+    def _recall(self) -> SeenManifest | None:
         """The last manifest that was believed, if it would be believed now."""
-        data = self._known.read(MANIFEST_KEY)
-        if data is None:
+        seen = self._memory.recall()
+        if seen is None:
             return None
-        head, _, rest = data.partition(b"\n")
-        body, _, spelt = rest.rpartition(b"\n")
-        url = self._mirrors.addresses[0]
-        try:
-            notes = json.loads(head)
-            if notes["sha256"] != sha256_hex(rest):
-                raise ValueError("another digest")
-            etags, checked_at = dict(notes["etags"]), float(notes["checked_at"])
-            if self._public_key is None or notes["public_key"] == self._key_digest():
-                manifest = BelievedManifest(body, json.loads(spelt))
-                self._check_shard_bytes(manifest.facts.shard_tokens)
-            else:
-                manifest = self._believed(body, url)
-        except (ValueError, KeyError, TypeError, RecursionError, ContractError) as error:
-            logger.warning("%s is damaged (%s): forgetting which manifest was seen last", self._known.folder, error)
+        if shard_file_bytes(seen.manifest.facts.shard_tokens) > self._max_shard_bytes:
             return None
-        except UntrustedManifestError as error:
-            # Seen before a key was pinned, or under another one: no reason to believe it now.
-            logger.info("%s", error)
-            return None
-        return _Seen(manifest, checked_at, etags)
+        if self._public_key is not None and seen.public_key != self._key_digest():
+            try:
+                self._believed(seen.manifest.body, self._mirrors.addresses[0])
+            except (ContractError, UntrustedManifestError) as error:
+                # Seen before a key was pinned, or under another one: no reason to believe it now.
+                logger.info("%s", error)
+                return None
+        return seen
 
-    def _remember(self, seen: _Seen) -> None:
-        spelt = seen.manifest.body + b"\n" + canonical_json(seen.manifest.value)
-        notes = {
-            "store": self._mirrors.addresses[0],
-            "sha256": sha256_hex(spelt),
-            "checked_at": seen.checked_at,
-            "etags": seen.etags,
-            "public_key": self._key_digest(),
-        }
-        self._known.write(MANIFEST_KEY, json.dumps(notes).encode() + b"\n" + spelt)
-        facts = seen.manifest.facts
-        named = [*facts.index, *([facts.tokenizer] if facts.tokenizer else [])]
-        self._known.keep_only(frozenset({MANIFEST_KEY, *(known_name(reference.key) for reference in named)}))
+    def _load_key(self, path: Path) -> Ed25519PublicKey:
+        if self._key is None:
+            from manifests import load_public_key
+
+            try:
+                self._key = load_public_key(_key_file(path))
+            except SignatureError as error:
+                raise LoaderUsageError(f"--public-key {path}: {error}") from None
+        return self._key
 
     def _key_digest(self) -> str | None:
         """Names the pinned key by its file's digest."""
-        if self._public_key is None:
-            return None
-        try:
-            return sha256_hex(self._public_key.expanduser().read_bytes())
-        except OSError as error:
-            raise LoaderUsageError(f"--public-key {self._public_key}: {error.strerror}") from None
+        return None if self._public_key is None else sha256_hex(_key_file(self._public_key))
 
-    def _check_shard_bytes(self, shard_tokens: int) -> None:
-        if shard_tokens * 8 > self._max_shard_bytes:
-            raise UntrustedManifestError(
-                f"expected shards of at most {self._max_shard_bytes:,} bytes, found larger ones"
-            )
 
-    def _as_loader_error(self, store: ReadableStore, error: GenesisError | ContractError) -> LoaderError:
-        if isinstance(error, ObjectNotFoundError):
-            return DataUnavailableError(
-                f"{store.url}: expected a store, found no {MANIFEST_KEY}; check the address, or fill it with 'genesis "
-                "populate'"
-            )
-        if isinstance(error, GenesisError):
-            return DataUnavailableError(str(error))
+def _key_file(path: Path) -> bytes:
+    try:
+        return path.expanduser().read_bytes()
+    except (OSError, RuntimeError) as error:
+        raise LoaderUsageError(f"--public-key {path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _is_fatal(error: LoaderError) -> bool:
+    return isinstance(error, UntrustedManifestError) and not isinstance(error, _OlderManifestError)
+
+
+def _as_loader_error(store: ReadableStore, error: Exception) -> LoaderError:
+    if isinstance(error, LoaderError):
+        return error
+    if isinstance(error, ObjectNotFoundError):
+        return DataUnavailableError(
+            f"{store.url}: expected a store, found no {MANIFEST_KEY}; check the address, or fill it with 'genesis "
+            "populate'"
+        )
+    if isinstance(error, ContractError):
         return UntrustedManifestError(f"{store.url}: {error}")
-
-
-def known_name(key: str) -> str:
-    """What the object of a key is called among a `KnownStore`'s files."""
-    return key.replace("/", "-")
+    return DataUnavailableError(str(error))
 
 
 def _unsigned(manifest: BelievedManifest) -> bytes:
-    return canonical_json({name: value for name, value in manifest.value.items() if name != "signature"})
+    value = json.loads(manifest.body)
+    return canonical_json({name: each for name, each in value.items() if name != "signature"})
 
 
 def _warn_once(url: str) -> None:

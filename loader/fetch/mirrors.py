@@ -2,13 +2,15 @@
 
 The mirror that last gave a good answer is asked first. One whose bytes do not hold is asked once more, one that cannot
 be reached is not, and then the next one is. Rounds go on until the deadline, or until three times every mirror was
-reached and none had the object as it should be (a CDN may remember for a moment that there was none). Of several, each
-has 20 s a turn, so that a dead one costs a shard 20 s once and nothing afterwards; a mirror without others has 60.
+reached and none had the object as it should be (a CDN may remember for a moment that there was none). One that says
+when to come again (Retry-After) is left alone until then. Of several, each has 20 s a turn beyond what its bytes take,
+so that a dead one costs a shard 20 s once and nothing afterwards; a mirror without others has 60.
 """
 
 from __future__ import annotations
 
 import logging
+import random
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,7 +21,7 @@ from genesis.store import ReadableStore, RetryPolicy, open_readable
 from genesis.store.throttle import Throttle
 from loader.errors import CorruptObjectError, DataUnavailableError, LoaderUsageError
 
-__all__ = ["Mirrors"]
+__all__ = ["Mirrors", "ObjectAbsentError"]
 
 T = TypeVar("T")
 
@@ -29,6 +31,14 @@ _TURN_S: Final = 20.0
 _LONE_TURN_S: Final = 60.0
 _HOPELESS_ROUNDS: Final = 3
 _PAUSE_S: Final = 1.0
+_LONGEST_PAUSE_S: Final = 30.0
+_SLOWEST_BYTES_PER_S: Final = 16_000.0
+"""128 kbit/s: a turn does not end while an object comes at that rate, or what has come would be lost with it."""
+_JITTER: Final = random.Random()  # Not the seeded one of the training: when to ask again decides no batch.
+
+
+class ObjectAbsentError(DataUnavailableError):
+    """Every mirror was reached, and none has the object."""
 
 
 class Mirrors:
@@ -66,26 +76,34 @@ class Mirrors:
             accept: turns the bytes into what is wanted, or raises `CorruptObjectError`.
 
         Raises:
-            DataUnavailableError: no mirror gave it within the deadline, or none has it.
+            ObjectAbsentError: no mirror has it.
+            DataUnavailableError: no mirror gave it within the deadline.
             CorruptObjectError: every mirror that has it gives wrong bytes.
         """
         deadline = time.monotonic() + self._timeout_s
-        failures: dict[str, Exception] = {}
-        hopeless_rounds = 0
+        failures: dict[int, Exception] = {}
+        resting_until: dict[int, float] = {}
+        rounds = hopeless_rounds = 0
         while True:
             for position in self._order():
+                if time.monotonic() < resting_until.get(position, 0.0):
+                    continue
                 try:
                     return self._accepted(position, key, max_bytes, accept)
                 except (StoreError, CorruptObjectError) as error:
-                    failures[self._stores()[position].url] = error
+                    failures[position] = error
+                    resting_until[position] = time.monotonic() + _asked_to_wait_s(error)
                     logger.info("%s", error)
                 if time.monotonic() >= deadline:
                     raise self._unavailable(key, failures)
-            if not any(_may_pass(error) for error in failures.values()):
-                hopeless_rounds += 1
-                if hopeless_rounds == _HOPELESS_ROUNDS:
-                    raise self._final(key, failures)
-            time.sleep(min(_PAUSE_S, max(0.0, deadline - time.monotonic())))
+            rounds += 1
+            hopeless_rounds = 0 if any(map(_may_pass, failures.values())) else hopeless_rounds + 1
+            if hopeless_rounds == _HOPELESS_ROUNDS:
+                raise self._final(key, failures)
+            pause_s = max(_backoff_s(rounds), min(resting_until.values()) - time.monotonic())
+            if time.monotonic() + pause_s >= deadline:
+                raise self._unavailable(key, failures)
+            time.sleep(pause_s)
 
     def each(self) -> list[ReadableStore]:
         """The stores, the preferred one first."""
@@ -114,7 +132,9 @@ class Mirrors:
         if not self._opened:
             throttle = Throttle(self._max_bytes_per_s) if self._max_bytes_per_s else None
             turn_s = _LONE_TURN_S if len(self._addresses) == 1 else _TURN_S
-            policy = RetryPolicy().lasting(max(1.0, min(turn_s, self._timeout_s)))
+            policy = RetryPolicy(slowest_bytes_per_s=_SLOWEST_BYTES_PER_S).lasting(
+                max(1.0, min(turn_s, self._timeout_s))
+            )
             try:
                 self._opened = [open_readable(url, policy=policy, throttle=throttle) for url in self._addresses]
                 weakref.finalize(self, _close, self._opened)
@@ -122,15 +142,15 @@ class Mirrors:
                 raise LoaderUsageError(str(error)) from None
         return self._opened
 
-    def _unavailable(self, key: str, failures: dict[str, Exception]) -> DataUnavailableError:
+    def _unavailable(self, key: str, failures: dict[int, Exception]) -> DataUnavailableError:
         told = "; ".join(str(error) for error in failures.values())
         return DataUnavailableError(f"{key}: no mirror gave it within {self._timeout_s:.0f} s: {told}")
 
-    def _final(self, key: str, failures: dict[str, Exception]) -> DataUnavailableError | CorruptObjectError:
-        told = "; ".join(f"{url}: {error}" for url, error in failures.items())
+    def _final(self, key: str, failures: dict[int, Exception]) -> DataUnavailableError | CorruptObjectError:
+        told = "; ".join(f"{self._stores()[position].url}: {error}" for position, error in failures.items())
         if any(isinstance(error, CorruptObjectError) for error in failures.values()):
             return CorruptObjectError(f"{told}; have the store mended ('genesis verify' finds what is wrong)")
-        return DataUnavailableError(f"{key}: {told}")
+        return ObjectAbsentError(f"{key}: {told}")
 
 
 def _close(stores: Sequence[ReadableStore]) -> None:
@@ -140,6 +160,16 @@ def _close(stores: Sequence[ReadableStore]) -> None:
 
 def _may_pass(error: Exception) -> bool:
     return isinstance(error, StoreUnavailableError)
+
+
+def _asked_to_wait_s(error: Exception) -> float:
+    return (error.retry_after_s or 0.0) if isinstance(error, StoreUnavailableError) else 0.0
+
+
+def _backoff_s(rounds: int) -> float:
+    """Half of it is jitter, so that nodes that lost a server together do not come back together."""
+    longest_s = min(_LONGEST_PAUSE_S, _PAUSE_S * 2.0 ** (rounds - 1))
+    return longest_s * _JITTER.uniform(0.5, 1.0)
 
 
 def _read(store: ReadableStore, key: str, max_bytes: int) -> bytes:

@@ -21,8 +21,8 @@ __all__ = ["Prefetcher"]
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE: Final = 3
-"""Opening tries for the transfer form and then for the file, ``timeout_s`` each; its own error says more than ours."""
+_PATIENCE: Final = 2
+"""Opening may try for the transfer form in vain and then for the file; its own error says more than ours."""
 
 
 class Prefetcher:

@@ -1,9 +1,9 @@
 """A shard by its id, as ids in a mapped file that holds what the manifest vouches for.
 
 Fetched in the transfer form where the index lists it (1.2 bytes an id instead of 8), expanded to the very bytes of the
-`.pt`, and held against both digests; a transfer form that cannot be had is made up for by the `.pt`. The file in the
-cache is digested again whenever it is opened (20 MB in 12 ms) and its ids held against the vocabulary. Nothing is
-unpickled: the one form a shard has is compared byte for byte with what it must be.
+`.pt`, and held against both digests; a transfer form that is missing or wrong is made up for by the `.pt`. The file in
+the cache is digested when a process first opens it (20 MB in 12 ms), and its ids are held against the vocabulary.
+Nothing is unpickled: the one form a shard has is compared byte for byte with what it must be.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy.typing as npt
 from typing_extensions import Buffer
 
 from loader.cache import ShardCache
-from loader.errors import CorruptObjectError, DataUnavailableError, HostileStoreError
+from loader.errors import CorruptObjectError, HostileStoreError
 from loader.fetch.facts import ObjectFacts, ShardFacts
-from loader.fetch.mirrors import Mirrors
+from loader.fetch.mirrors import Mirrors, ObjectAbsentError
 from manifests import ShardFormatError, ShardImage, sha256_hex, shard_key, unpack_ids, view_shard
 
 T = TypeVar("T", bound=Buffer)
@@ -77,7 +77,7 @@ class ShardOpener:
         if entry.packed is not None and self._packed:
             try:
                 return self._download_packed(entry, entry.packed)
-            except (CorruptObjectError, DataUnavailableError) as error:
+            except (CorruptObjectError, ObjectAbsentError) as error:
                 logger.warning("%s; fetching %s instead", error, shard_key(entry.id))
         key = shard_key(entry.id)
         return self._mirrors.fetch(key, entry.size_bytes, lambda body: check_digest(body, entry.sha256, key))

@@ -43,7 +43,7 @@ class PlateauRule:
     window: int = 20
     """The last of them, which are looked at (001)."""
     max_variance: float = 0.02
-    """000: ``loss_plateau_threshold``."""
+    """`absolute` only (000: ``loss_plateau_threshold``)."""
     max_mean: float = 0.05
     """`absolute` only, nats (001)."""
     min_steps: int = 100
@@ -72,10 +72,8 @@ class PlateauRule:
         recent = losses[-self.window :]
         mean = math.fsum(recent) / len(recent)
         variance = math.fsum((loss - mean) * (loss - mean) for loss in recent) / len(recent)
-        if variance >= self.max_variance:
-            return None
         if self.kind == "absolute":
-            return Plateau(mean, variance) if mean < self.max_mean else None
+            return Plateau(mean, variance) if variance < self.max_variance and mean < self.max_mean else None
         earlier = losses[: -self.window]
         if len(losses) < self.history:
             return None

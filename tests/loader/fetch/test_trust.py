@@ -128,25 +128,37 @@ class TestSignature:
 
 
 class TestHistory:
-    @pytest.mark.parametrize("kind", ["older", "same sequence", "other predecessor"])
-    def test_what_does_not_follow_is_passed_over(
-        self, store: TokenStore, open_session: Open, caplog: pytest.LogCaptureFixture, kind: str
+    def test_an_older_one_is_passed_over(
+        self, store: TokenStore, open_session: Open, caplog: pytest.LogCaptureFixture
     ) -> None:
         old = (store.folder / MANIFEST_KEY).read_bytes()
         store.grow(1)
         honest = (store.folder / MANIFEST_KEY).read_bytes()
         assert sequence_of(open_session(store.url)) == 2
-        if kind == "older":
-            store.put(MANIFEST_KEY, old)
-        elif kind == "same sequence":
-            store.publish(sequence=2, updated_at="2027-01-01T00:00:00Z")
-        else:
-            store.publish(sequence=3, previous=sha256_hex(b"another"))
+        store.put(MANIFEST_KEY, old)
         session = open_session(store.url)
         assert sequence_of(session) == 2
         assert session.catalog.manifest.total_shards == 4
         assert "going on with the manifest" in caplog.text
         assert "expected" in caplog.text and "found" in caplog.text
+        with pytest.raises(ManifestRollbackError, match="sequence 2 or later"):
+            session.newest_catalog()
+        # The honest history goes on, and is taken again.
+        store.put(MANIFEST_KEY, honest)
+        store.grow(2)
+        assert sequence_of(open_session(store.url)) == 3
+
+    @pytest.mark.parametrize("kind", ["same sequence", "other predecessor"])
+    def test_another_history_is_refused(self, store: TokenStore, open_session: Open, kind: str) -> None:
+        store.grow(1)
+        honest = (store.folder / MANIFEST_KEY).read_bytes()
+        assert sequence_of(open_session(store.url)) == 2
+        if kind == "same sequence":
+            store.publish(sequence=2, updated_at="2027-01-01T00:00:00Z")
+        else:
+            store.publish(sequence=3, previous=sha256_hex(b"another"))
+        with pytest.raises(ManifestRollbackError, match="if the store was made anew, remove"):
+            open_session(store.url)
         # The honest history goes on, and is taken again.
         store.put(MANIFEST_KEY, honest)
         store.grow(2)

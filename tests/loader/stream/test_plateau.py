@@ -42,14 +42,15 @@ def test_the_defaults_are_the_specifications() -> None:
     assert (rule.max_variance, rule.max_mean) == (0.02, 0.05)
 
 
-@pytest.mark.parametrize("kind", ["absolute", "relative"])
-def test_bounds_are_exclusive(kind: str) -> None:
+def test_bounds_are_exclusive() -> None:
     at_the_mean = [0.05] * 50
     assert PlateauRule("absolute").plateau(at_the_mean) is None
     assert PlateauRule("absolute").plateau([math.nextafter(0.05, 0)] * 50) is not None
     half = math.sqrt(0.02)
     wide = [1 + half * 1.0001, 1 - half * 1.0001] * 25
-    assert PlateauRule(kind, max_mean=5.0).plateau(wide) is None  # type: ignore[arg-type]
+    assert PlateauRule("absolute", max_mean=5.0).plateau(wide) is None
+    # However wide losses scatter from batch to batch, one that no longer falls has plateaued.
+    assert PlateauRule("relative").plateau(wide) is not None
 
 
 def test_relative_asks_whether_the_loss_still_falls() -> None:
