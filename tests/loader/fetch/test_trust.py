@@ -185,15 +185,16 @@ class TestHistory:
         assert sequence_of(open_session(*mirrors)) == 2
         assert "cannot" in caplog.text or "expected a store" in caplog.text
 
-    def test_refresh_says_nothing_of_a_rollback_but_the_log_does(
-        self, store: TokenStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_refresh_tells_of_a_rollback_and_the_stream_goes_on(self, store: TokenStore, tmp_path: Path) -> None:
         old = (store.folder / MANIFEST_KEY).read_bytes()
         store.grow(2)
         dataset = GenesisDataset(store.url, "node-a", seq_len=64, cache_dir=tmp_path / "cache")
         store.put(MANIFEST_KEY, old)
-        assert dataset.refresh() == 5
-        assert "rollback" in caplog.text
+        expected = take(GenesisDataset(store.url, "node-a", seq_len=64, cache_dir=tmp_path / "cache"), 9)
+        found = take(dataset, 4)
+        with pytest.raises(ManifestRollbackError, match="rollback"):
+            dataset.refresh()
+        assert found + take(dataset, 5) == expected
 
     def test_a_known_manifest_that_is_damaged(
         self, store: TokenStore, open_session: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -246,7 +247,9 @@ class TestNetwork:
             warm.load_state_dict(state)
             assert take(warm, 30) == expected[20:]
             assert sequence_of(open_session(address, timeout_s=0.5)) == 1
-            assert warm.refresh() == 3
+            with pytest.raises(DataUnavailableError):
+                warm.refresh()
+            assert take(warm, 5) == take(GenesisDataset(store.url, "node-a", **options), 55)[50:]
         for path in (tmp_path / "cache").glob("shard_*"):
             path.unlink()
         with (
