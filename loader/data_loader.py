@@ -27,7 +27,7 @@ from loader.session import Session
 from loader.stream.assignment import DEFAULT_COUNT, Assignment, assign
 from loader.stream.permutation import start_positions
 from loader.stream.plateau import LossHistory, PlateauKind, PlateauRule
-from manifests import ContractError, Manifest
+from manifests import ContractError, Manifest, sha256_hex
 
 if TYPE_CHECKING:
     from genesis.tokenizer import NeuroTokenizer
@@ -49,6 +49,8 @@ class _State(BaseModel):
     node_id: str
     seed: int
     shards: tuple[_Count, ...]
+    shards_sha256: str
+    """Over their digests: under the same ids another store has others."""
     position: _Count
     """Rotations so far: the current shard is ``shards[position % len(shards)]``."""
     step: _Count
@@ -257,6 +259,7 @@ class GenesisDataLoader:
             node_id=self._node_id,
             seed=self._seed,
             shards=self._shards,
+            shards_sha256=self._digest_of(self._shards),
             position=self._position,
             step=self._step,
             steps_on_shard=self._steps_on_shard,
@@ -282,7 +285,16 @@ class GenesisDataLoader:
             )
         if not state.shards or max(state.shards) >= self._session.catalog.manifest.total_shards:
             raise StateMismatchError(f"expected shards that the store has, found {list(state.shards)}")
+        if state.shards_sha256 != self._digest_of(state.shards):
+            raise StateMismatchError(
+                f"expected the shards {list(state.shards)} that the run read, found others under the same ids: this is "
+                "another store, or it was made anew"
+            )
         # The run stays pinned to what it was assigned when it began, however far the store has grown since.
         self._shards, self._position, self._step = state.shards, state.position, state.step
         self._steps_on_shard, self._tokens_drawn = state.steps_on_shard, state.tokens_drawn
         self._history = LossHistory(self._rule.history, state.losses)
+
+    def _digest_of(self, shards: Sequence[int]) -> str:
+        catalog = self._session.catalog
+        return sha256_hex("\n".join(catalog.entry(shard).sha256 for shard in shards).encode())

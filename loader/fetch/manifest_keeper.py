@@ -4,9 +4,9 @@ What comes is asked for with the ETag of what is there (304 costs a header), and
 within a minute. A manifest that is older, another one of the same sequence, or a successor that names another
 predecessor is refused, and the next mirror asked. If none gives one that may be believed:
 
-- At the start a node goes on with the manifest it has, with a warning, where a mirror could not be reached or showed an
-  older copy (a CDN may, for a while): everything a manifest names is immutable. Another history, or a signature that
-  does not hold, from all who answered, is an error.
+- At the start a node goes on with the manifest it has, with a warning, where any mirror could not be reached or showed
+  an older copy (a CDN may, for a while): everything a manifest names is immutable. Where every mirror shows another
+  history, or a signature that does not hold, that is an error.
 - `newest`, which asks for news, says what went wrong.
 """
 
@@ -40,7 +40,7 @@ __all__ = ["MAX_MANIFEST_BYTES", "ManifestKeeper"]
 
 logger = logging.getLogger(__name__)
 
-MAX_MANIFEST_BYTES: Final = 1 << 24
+MAX_MANIFEST_BYTES: Final = 1 << 22
 """A store of 600,000 shards has a manifest of 0.1 MB."""
 
 _warned: set[str] = set()
@@ -87,10 +87,8 @@ class ManifestKeeper:
         found = self._ask(seen, refused)
         if found is not None:
             return found
-        fatal = [each for each in refused if _is_fatal(each)]
-        answered = all(isinstance(each, UntrustedManifestError) for each in refused)
-        if seen is None or (fatal and answered):
-            raise (fatal or refused)[0]
+        if seen is None or all(map(_is_fatal, refused)):
+            raise _worst(refused)
         logger.warning(
             "going on with the manifest of %s (sequence %d), which was seen before: %s",
             seen.manifest.facts.updated_at,
@@ -115,7 +113,7 @@ class ManifestKeeper:
         refused: list[LoaderError] = []
         found = self._ask(seen, refused)
         if found is None:
-            raise next((each for each in refused if _is_fatal(each)), refused[0])
+            raise _worst(refused)
         return found
 
     def _ask(self, seen: SeenManifest | None, refused: list[LoaderError]) -> BelievedManifest | None:
@@ -127,7 +125,7 @@ class ManifestKeeper:
                 refused.append(_as_loader_error(store, error))
                 logger.info("%s", refused[-1])
                 continue
-            self._memory.remember(found)
+            self._memory.remember(found, self._is_believable)
             return found.manifest
         return None
 
@@ -188,19 +186,20 @@ class ManifestKeeper:
 
     def _recall(self) -> SeenManifest | None:
         """The last manifest that was believed, if it would be believed now."""
-        seen = self._memory.recall()
-        if seen is None:
-            return None
+        return self._memory.recall(self._is_believable)
+
+    def _is_believable(self, seen: SeenManifest) -> bool:
+        """Whether what was believed once would be now."""
         if shard_file_bytes(seen.manifest.facts.shard_tokens) > self._max_shard_bytes:
-            return None
+            return False
         if self._public_key is not None and seen.public_key != self._key_digest():
             try:
                 self._believed(seen.manifest.body, self._mirrors.addresses[0])
             except (ContractError, UntrustedManifestError) as error:
                 # Seen before a key was pinned, or under another one: no reason to believe it now.
                 logger.info("%s", error)
-                return None
-        return seen
+                return False
+        return True
 
     def _load_key(self, path: Path) -> Ed25519PublicKey:
         if self._key is None:
@@ -228,6 +227,10 @@ def _is_fatal(error: LoaderError) -> bool:
     return isinstance(error, UntrustedManifestError) and not isinstance(error, _OlderManifestError)
 
 
+def _worst(errors: list[LoaderError]) -> LoaderError:
+    return next(filter(_is_fatal, errors), errors[0])
+
+
 def _as_loader_error(store: ReadableStore, error: Exception) -> LoaderError:
     if isinstance(error, LoaderError):
         return error
@@ -243,7 +246,10 @@ def _as_loader_error(store: ReadableStore, error: Exception) -> LoaderError:
 
 def _unsigned(manifest: BelievedManifest) -> bytes:
     value = json.loads(manifest.body)
-    return canonical_json({name: each for name, each in value.items() if name != "signature"})
+    try:
+        return canonical_json({name: each for name, each in value.items() if name != "signature"})
+    except (ValueError, RecursionError):  # NaN, say, in a field that a later revision may add.
+        return manifest.body
 
 
 def _warn_once(url: str) -> None:
