@@ -86,19 +86,24 @@ def ours(arguments: argparse.Namespace, workspace: Workspace) -> dict[str, Conte
     one = options(arguments, workspace, shards=1)
     return {
         "genesis": Contestant("genesis", everything),
-        "limit": Contestant("limit", {**everything, "reuse": False}),
-        "limit, outputs reused": Contestant("limit", {**everything, "reuse": True}),
+        "limit": Contestant("limit", {**everything, "reuse": False, "keep": False}),
+        "limit, outputs reused": Contestant("limit", {**everything, "reuse": True, "keep": False}),
+        "limit, all kept mapped": Contestant("limit", {**everything, "reuse": False, "keep": True}),
         "genesis, one shard": Contestant("genesis", one),
-        "limit, one shard": Contestant("limit", {**one, "reuse": False}),
-        "limit, one shard, reused": Contestant("limit", {**one, "reuse": True}),
+        "limit, one shard": Contestant("limit", {**one, "reuse": False, "keep": True}),
+        "limit, one shard, reused": Contestant("limit", {**one, "reuse": True, "keep": True}),
     }
 
 
 def peers(arguments: argparse.Namespace, workspace: Workspace) -> dict[str, Contestant]:
-    """The peers that were asked for."""
+    """The peers that were asked for; the two fastest also without the copies that make their tensors like ours."""
     windows = workspace.tokens.stat().st_size // 2 // arguments.seq_len
     batches = {"batches": windows // arguments.batch_size}
-    return {name: Contestant(name, {**shape(arguments), **batches}) for name in arguments.peers}
+    found = {name: Contestant(name, {**shape(arguments), **batches}) for name in arguments.peers}
+    for name in arguments.peers:
+        if name in ("litdata", "datatrove"):
+            found[f"{name}, views"] = Contestant(name, {**shape(arguments), "views": True})
+    return found
 
 
 def check_same_batches(contestants: Mapping[str, Contestant], workspace: Workspace) -> None:

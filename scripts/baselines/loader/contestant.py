@@ -96,7 +96,10 @@ def batched(samples: Iterable[T], size: int) -> Iterator[list[T]]:
             batch = []
 
 
-def split(rows: Iterable[Tensor]) -> Pass:
-    """Inputs and labels of int64[B, T + 1], as two views of it."""
+def split(rows: Iterable[Tensor], *, views: bool = False) -> Pass:
+    """Inputs and labels of int64[B, T + 1]: two tensors of their own, as everyone hands out, or two views of it."""
     for batch in rows:
-        yield batch[:, :-1], batch[:, 1:]
+        if views:
+            yield batch[:, :-1], batch[:, 1:]
+        else:
+            yield batch[:, :-1].contiguous(), batch[:, 1:].contiguous()

@@ -2,7 +2,7 @@
 
 It is made for reading one after the other what was shuffled when it was written, so it is read in order, the files
 shuffled, without positions. Without a DataLoader the samples of a batch are stacked as they come (int64[T + 1] each);
-inputs and labels are two views of that tensor.
+inputs and labels are copied from that tensor.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def prepare(options: dict[str, Any]) -> Callable[[], Pass]:
     dataset = DatatroveFolderDataset(
         options["data"], seq_len=options["seq_len"], filename_pattern="*.ds", token_size=2, shuffle=True
     )
-    workers = options.get("workers")
+    workers, views = options.get("workers"), options.get("views", False)
     if workers is None:
-        return lambda: split(map(collate, batched((dataset[item] for item in range(len(dataset))), size)))
+        return lambda: split(map(collate, batched((dataset[item] for item in range(len(dataset))), size)), views=views)
     loader = DataLoader(dataset, batch_size=size, num_workers=workers, collate_fn=collate, drop_last=True)
     return lambda: split(loader)
 

@@ -1,10 +1,11 @@
 """The limit: ``torch.load(mmap=True, weights_only=True)`` and plain slicing, over the same shards in the same order.
 
-No digest, no check of ids, no cache, no state. Every shard is loaded once and stays mapped for all later passes. A
-batch is two arrays, int64[B, T], filled row by row from slices of the mapped tensor (through its numpy view: a loop of
-torch slices takes 4 times as long, `torch.stack` of them twice) and handed out as tensors. ``reuse`` fills the same two
-arrays for every batch: it saves the allocation and stays in the nearest cache, but what is kept is overwritten. The
-order of the windows is worked out before the clock starts. Batches run on across the end of a shard, as ours do.
+No digest, no check of ids, no cache, no state. A batch is two arrays, int64[B, T], filled row by row from slices of the
+mapped tensor (through its numpy view: a loop of torch slices takes 4 times as long, `torch.stack` of them twice) and
+handed out as tensors. A shard is loaded when its turn comes and let go of when the next one's does, so that one is
+mapped, as in a node. The order of the windows is worked out before the clock starts. Batches run on across the end of
+a shard, as ours do. Two ways to be faster still, each with its price: ``reuse`` fills the same two arrays for every
+batch, but what is kept is overwritten; ``keep`` leaves every shard mapped for all later passes.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ def prepare(options: dict[str, Any]) -> Callable[[], Pass]:
 
     def opened(shard: int) -> Ids:
         if shard not in mapped:
+            if not options["keep"]:
+                mapped.clear()
             mapped[shard] = torch.load(folder / f"shard_{shard}.pt", mmap=True, weights_only=True).numpy()
         return mapped[shard]
 

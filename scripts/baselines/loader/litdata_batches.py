@@ -3,7 +3,7 @@
 As its documentation has it for pre-training: ``optimize`` with a TokensLoader and chunks of 64 MB, then
 ``StreamingDataset(item_loader=TokensLoader(block_size=T + 1), shuffle=True, drop_last=True)``. The tokens are uint16,
 half of what its examples use (int32) and so faster. Without a DataLoader the blocks of a batch are stacked and widened
-at once; inputs and labels are two views of that tensor.
+at once; inputs and labels are copied from that tensor.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def prepare(options: dict[str, Any]) -> Callable[[], Pass]:
     """A pass is an epoch."""
     size, loader = options["batch_size"], TokensLoader(block_size=options["seq_len"] + 1)
     dataset = StreamingDataset(options["data"], item_loader=loader, shuffle=True, drop_last=True)
-    workers = options.get("workers")
+    workers, views = options.get("workers"), options.get("views", False)
     if workers is None:
-        return lambda: split(map(collate, batched(dataset, size)))
+        return lambda: split(map(collate, batched(dataset, size)), views=views)
     batches = StreamingDataLoader(dataset, batch_size=size, num_workers=workers, collate_fn=collate, drop_last=True)
     return lambda: split(batches)
 

@@ -3,7 +3,7 @@
 As its documentation has it for one node: ``shuffle=True`` with the default algorithm, ``batch_size`` given, the default
 shards of 64 MB, no compression, no hashes (its default: nothing is verified). Fixed shape and uint16 are the cheapest
 form the format has. Without a DataLoader the samples of a batch are stacked and widened at once, which is faster than
-torch's collation; inputs and labels are two views of that tensor.
+torch's collation; inputs and labels are copied from that tensor.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def prepare(options: dict[str, Any]) -> Callable[[], Pass]:
     """A pass is an epoch."""
     size = options["batch_size"]
     dataset = StreamingDataset(local=options["data"], shuffle=True, batch_size=size)
-    workers = options.get("workers")
+    workers, views = options.get("workers"), options.get("views", False)
     if workers is None:
-        return lambda: split(map(collate, batched(dataset, size)))
+        return lambda: split(map(collate, batched(dataset, size)), views=views)
     loader = StreamingDataLoader(dataset, batch_size=size, num_workers=workers, collate_fn=collate, drop_last=True)
     return lambda: split(loader)
 
