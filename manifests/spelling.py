@@ -51,23 +51,23 @@ def parse_object(data: bytes, what: str) -> dict[str, Any]:
         InvalidDocumentError: it is not UTF-8, not JSON, nested too deep, or not an object.
     """
     try:
-        value = json.loads(data)
+        # Decoded here: json.loads would take UTF-16, too, and surrogates that UTF-8 does not have.
+        value = json.loads(data.decode())
+        if b"\\u" in data:
+            _check_unicode(value, what)
     except (ValueError, RecursionError) as error:
         raise InvalidDocumentError(f"{what}: expected a JSON object, found {_excerpt(data)} ({error})") from None
-    if b"\\u" in data and not _is_unicode(value):
-        raise InvalidDocumentError(f"{what}: expected Unicode text, found half of a surrogate pair")
     if not isinstance(value, dict):
         raise InvalidDocumentError(f"{what}: expected a JSON object, found {_excerpt(data)}")
     return value
 
 
-def _is_unicode(value: object) -> bool:
-    """Whether every string can be written again; JSON's escapes can spell what UTF-8 cannot."""
+def _check_unicode(value: object, what: str) -> None:
+    """Refuses strings that cannot be written again: JSON's escapes can spell what UTF-8 cannot."""
     try:
-        canonical_json(value)
+        json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        return False
-    return True
+        raise InvalidDocumentError(f"{what}: expected Unicode text, found half of a surrogate pair") from None
 
 
 def _excerpt(data: bytes) -> str:

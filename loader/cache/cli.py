@@ -74,9 +74,9 @@ def _listing(cache: ShardCache, entries: list[CacheEntry]) -> list[str]:
         for entry in entries
     ]
     total = format_size(sum(entry.size_bytes for entry in entries))
-    stores = KnownStore.all(cache.folder)
-    if index_bytes := sum(store.index_bytes() for store in stores):
-        lines.append(f"{format_size(index_bytes)} beside them: the indexes of {len(stores)} known stores")
+    if indexes := [size for store in KnownStore.all(cache.folder) if (size := store.index_bytes())]:
+        of = "a store" if len(indexes) == 1 else f"{len(indexes)} stores"
+        lines.append(f"{format_size(sum(indexes))} beside them: the index of {of}")
     return [*lines, f"{cache.folder}: {_files(len(entries))}, {total} of at most {format_size(cache.max_bytes)}"]
 
 

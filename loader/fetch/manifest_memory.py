@@ -1,15 +1,16 @@
 """The manifest that was believed last, kept on this machine so that a restart cannot be shown an older one.
 
 It is kept under every address the store was given, and the newest of them is what is recalled: a mirror named first, or
-left out, changes nothing. A newer one that another process has put there meanwhile is not overwritten. In a folder that
-cannot be written the memory ends with the process.
+left out, changes nothing. A newer one that another process has put there meanwhile is not overwritten. What would not
+be believed now, such as one from before a key was pinned, counts as not there: it neither hides an older one that would
+be, nor is it kept. In a folder that cannot be written the memory ends with the process.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,12 +65,12 @@ class ManifestMemory:
         """Where it is remembered, for messages."""
         return ", ".join(str(each.folder) for each in self._folders)
 
-    def recall(self) -> SeenManifest | None:
-        """The newest manifest that was remembered; None if there is none."""
-        found = [seen for folder in self._folders if (seen := _read(folder)) is not None]
+    def recall(self, is_believable: Callable[[SeenManifest], bool]) -> SeenManifest | None:
+        """The newest manifest that was remembered and would be believed now; None if there is none."""
+        found = [seen for folder in self._folders if (seen := _read(folder)) is not None and is_believable(seen)]
         return max(found, key=lambda seen: (seen.manifest.facts.sequence, seen.checked_at), default=None)
 
-    def remember(self, seen: SeenManifest) -> None:
+    def remember(self, seen: SeenManifest, is_believable: Callable[[SeenManifest], bool]) -> None:
         """Keeps a manifest, and lets go of the index files that it does not name."""
         facts, body = seen.manifest.facts, seen.manifest.body
         notes = {
@@ -82,7 +83,7 @@ class ManifestMemory:
         kept = frozenset({MANIFEST_KEY, *map(known_name, keys)})
         for folder in self._folders:
             present = _read(folder)
-            if present is None or present.manifest.facts.sequence <= facts.sequence:
+            if present is None or present.manifest.facts.sequence <= facts.sequence or not is_believable(present):
                 folder.write(MANIFEST_KEY, json.dumps(notes).encode() + b"\n" + body)
                 folder.keep_only(kept)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,9 @@ from loader import (
     ManifestSignatureError,
     UntrustedManifestError,
 )
-from loader.options import StoreOptions
 from loader.session import Session
 from manifests import MANIFEST_KEY, generate_private_key, public_key_pem, sha256_hex
+from tests.loader.fetch.conftest import OpenSession
 from tests.support.batches import take
 from tests.support.fault_proxy import FaultProxy, Reply, Request
 from tests.support.s3_servers import free_port
@@ -30,27 +29,10 @@ from tests.support.serve_process import genesis_serve
 from tests.support.small_store import PRIVATE_KEY
 from tests.support.token_store import TokenStore
 
-Open = Callable[..., Session]
-
 
 @pytest.fixture
 def store(tmp_path: Path) -> TokenStore:
     return TokenStore.of(tmp_path / "store", 3, private_key=PRIVATE_KEY)
-
-
-@pytest.fixture
-def open_session(tmp_path: Path) -> Iterator[Open]:
-    """Asks the store at every opening, unless told otherwise."""
-    opened: list[Session] = []
-
-    def make(*addresses: str, **options: Any) -> Session:
-        given = {"cache_dir": tmp_path / "cache", "cache_bytes": 10**9, "timeout_s": 4.0, "manifest_max_age_s": 0.0}
-        opened.append(Session.open(StoreOptions(mirrors=addresses, **{**given, **options})))
-        return opened[-1]
-
-    yield make
-    for session in opened:
-        session.mirrors.close()
 
 
 def sequence_of(session: Session) -> int:
@@ -64,18 +46,18 @@ def alter_manifest(store: TokenStore, **fields: Any) -> None:
 
 
 class TestSignature:
-    def test_the_pinned_key(self, store: TokenStore, open_session: Open, public_key: Path) -> None:
+    def test_the_pinned_key(self, store: TokenStore, open_session: OpenSession, public_key: Path) -> None:
         assert sequence_of(open_session(store.url, public_key=public_key)) == 1
         store.grow(1)
         assert sequence_of(open_session(store.url, public_key=public_key)) == 2
 
-    def test_another_key(self, store: TokenStore, open_session: Open, tmp_path: Path) -> None:
+    def test_another_key(self, store: TokenStore, open_session: OpenSession, tmp_path: Path) -> None:
         other = tmp_path / "other.pub"
         other.write_bytes(public_key_pem(generate_private_key().public_key()))
         with pytest.raises(ManifestSignatureError, match="is signed by key"):
             open_session(store.url, public_key=other)
 
-    def test_none(self, store: TokenStore, open_session: Open, public_key: Path) -> None:
+    def test_none(self, store: TokenStore, open_session: OpenSession, public_key: Path) -> None:
         store.private_key = None
         store.publish()
         with pytest.raises(ManifestSignatureError, match="is not signed"):
@@ -85,19 +67,21 @@ class TestSignature:
         "fields",
         [{"sequence": 7}, {"updated_at": "2027-01-01T00:00:00Z"}, {"surplus": 1}, {"tokenizer_version": "bpe_v2"}],
     )
-    def test_tampered(self, store: TokenStore, open_session: Open, public_key: Path, fields: dict[str, Any]) -> None:
+    def test_tampered(
+        self, store: TokenStore, open_session: OpenSession, public_key: Path, fields: dict[str, Any]
+    ) -> None:
         alter_manifest(store, **fields)
         with pytest.raises(ManifestSignatureError, match="changed after it was signed"):
             open_session(store.url, public_key=public_key)
 
     @pytest.mark.parametrize("value", ["", "AAAA", "ä" * 88, "x" * 1_000_000])
-    def test_nonsense(self, store: TokenStore, open_session: Open, public_key: Path, value: str) -> None:
+    def test_nonsense(self, store: TokenStore, open_session: OpenSession, public_key: Path, value: str) -> None:
         signature = json.loads((store.folder / MANIFEST_KEY).read_bytes())["signature"]
         alter_manifest(store, signature={**signature, "value": value})
         with pytest.raises(ManifestSignatureError):
             open_session(store.url, public_key=public_key)
 
-    def test_lost_after_it_was_seen(self, store: TokenStore, open_session: Open, public_key: Path) -> None:
+    def test_lost_after_it_was_seen(self, store: TokenStore, open_session: OpenSession, public_key: Path) -> None:
         """What was believed before is no reason to go on beside a store that someone else now writes."""
         open_session(store.url, public_key=public_key)
         store.private_key = generate_private_key()
@@ -105,14 +89,14 @@ class TestSignature:
         with pytest.raises(ManifestSignatureError):
             open_session(store.url, public_key=public_key)
 
-    def test_a_key_that_is_pinned_later(self, store: TokenStore, open_session: Open, public_key: Path) -> None:
+    def test_a_key_that_is_pinned_later(self, store: TokenStore, open_session: OpenSession, public_key: Path) -> None:
         store.private_key = None
         store.grow(1)
         assert sequence_of(open_session(store.url)) == 2
         with pytest.raises(ManifestSignatureError):
             open_session(store.url, public_key=public_key, manifest_max_age_s=600.0)
 
-    def test_keys_that_are_none(self, store: TokenStore, open_session: Open, tmp_path: Path) -> None:
+    def test_keys_that_are_none(self, store: TokenStore, open_session: OpenSession, tmp_path: Path) -> None:
         with pytest.raises(LoaderUsageError, match="public-key"):
             open_session(store.url, public_key=tmp_path / "missing.pub")
         (tmp_path / "bad.pub").write_bytes(b"-----BEGIN NONSENSE-----")
@@ -120,7 +104,7 @@ class TestSignature:
             open_session(store.url, public_key=tmp_path / "bad.pub")
 
     def test_without_one_the_loader_says_so_once(
-        self, store: TokenStore, open_session: Open, caplog: pytest.LogCaptureFixture
+        self, store: TokenStore, open_session: OpenSession, caplog: pytest.LogCaptureFixture
     ) -> None:
         for _ in range(3):
             open_session(store.url)
@@ -129,7 +113,7 @@ class TestSignature:
 
 class TestHistory:
     def test_an_older_one_is_passed_over(
-        self, store: TokenStore, open_session: Open, caplog: pytest.LogCaptureFixture
+        self, store: TokenStore, open_session: OpenSession, caplog: pytest.LogCaptureFixture
     ) -> None:
         old = (store.folder / MANIFEST_KEY).read_bytes()
         store.grow(1)
@@ -149,7 +133,7 @@ class TestHistory:
         assert sequence_of(open_session(store.url)) == 3
 
     @pytest.mark.parametrize("kind", ["same sequence", "other predecessor"])
-    def test_another_history_is_refused(self, store: TokenStore, open_session: Open, kind: str) -> None:
+    def test_another_history_is_refused(self, store: TokenStore, open_session: OpenSession, kind: str) -> None:
         store.grow(1)
         honest = (store.folder / MANIFEST_KEY).read_bytes()
         assert sequence_of(open_session(store.url)) == 2
@@ -164,14 +148,14 @@ class TestHistory:
         store.grow(2)
         assert sequence_of(open_session(store.url)) == 3
 
-    def test_what_was_missed_is_no_break(self, store: TokenStore, open_session: Open) -> None:
+    def test_what_was_missed_is_no_break(self, store: TokenStore, open_session: OpenSession) -> None:
         open_session(store.url)
         for _ in range(3):
             store.grow(1)
         assert sequence_of(open_session(store.url)) == 4
 
     def test_the_next_mirror_is_asked(
-        self, store: TokenStore, open_session: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+        self, store: TokenStore, open_session: OpenSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level(logging.INFO)
         shutil.copytree(store.folder, tmp_path / "stale")
@@ -197,7 +181,7 @@ class TestHistory:
         assert found + take(dataset, 5) == expected
 
     def test_a_known_manifest_that_is_damaged(
-        self, store: TokenStore, open_session: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+        self, store: TokenStore, open_session: OpenSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         open_session(store.url)
         (known,) = (tmp_path / "cache" / "stores").glob(f"*/{MANIFEST_KEY}")
@@ -217,7 +201,7 @@ class TestHistory:
 
 
 class TestNetwork:
-    def test_etags_spare_the_manifest(self, store: TokenStore, open_session: Open) -> None:
+    def test_etags_spare_the_manifest(self, store: TokenStore, open_session: OpenSession) -> None:
         statuses: list[tuple[str, int]] = []
 
         def note(request: Request, reply: Reply) -> Reply:
@@ -236,7 +220,7 @@ class TestNetwork:
             # Every mirror has its own.
             assert sequence_of(open_session(server.url, address)) == 2
 
-    def test_a_network_that_is_gone(self, store: TokenStore, open_session: Open, tmp_path: Path) -> None:
+    def test_a_network_that_is_gone(self, store: TokenStore, open_session: OpenSession, tmp_path: Path) -> None:
         options: dict[str, Any] = {"seq_len": 64, "batch_size": 4, "cache_dir": tmp_path / "cache", "timeout_s": 0.5}
         with genesis_serve(store.folder) as server, closing(GenesisDataset(server.url, "node-a", **options)) as dataset:
             address = server.url
@@ -261,7 +245,7 @@ class TestNetwork:
         with pytest.raises(DataUnavailableError):
             GenesisDataset(address, "node-a", **options)
 
-    def test_nobody_there(self, open_session: Open, tmp_path: Path) -> None:
+    def test_nobody_there(self, open_session: OpenSession, tmp_path: Path) -> None:
         with pytest.raises(DataUnavailableError):
             open_session(f"http://127.0.0.1:{free_port()}", timeout_s=1.0)
         with pytest.raises(DataUnavailableError, match="no such folder"):
@@ -272,7 +256,7 @@ class TestNetwork:
         with pytest.raises(LoaderUsageError):
             open_session("ftp://example.org/store")
 
-    def test_an_answer_that_is_no_store(self, open_session: Open) -> None:
+    def test_an_answer_that_is_no_store(self, open_session: OpenSession) -> None:
         """A captive portal, say."""
 
         def portal(_: Request) -> Reply:
@@ -281,7 +265,7 @@ class TestNetwork:
         with FaultProxy(1, answer=portal) as proxy, pytest.raises(UntrustedManifestError):
             open_session(f"http://127.0.0.1:{proxy.port}")
 
-    def test_an_endless_manifest(self, open_session: Open) -> None:
+    def test_an_endless_manifest(self, open_session: OpenSession) -> None:
         asked: list[str] = []
 
         def endless(request: Request) -> Reply:
@@ -293,7 +277,9 @@ class TestNetwork:
         assert asked == ["/manifest.json"]
 
 
-def test_rollback_errors_name_both(store: TokenStore, open_session: Open, caplog: pytest.LogCaptureFixture) -> None:
+def test_rollback_errors_name_both(
+    store: TokenStore, open_session: OpenSession, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     old = (store.folder / MANIFEST_KEY).read_bytes()
     store.grow(1)
@@ -301,4 +287,3 @@ def test_rollback_errors_name_both(store: TokenStore, open_session: Open, caplog
     store.put(MANIFEST_KEY, old)
     open_session(store.url)
     assert "expected a manifest of sequence 2 or later, as seen before, found 1" in caplog.text
-    assert issubclass(ManifestRollbackError, UntrustedManifestError)
