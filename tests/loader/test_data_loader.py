@@ -12,14 +12,17 @@ import torch
 
 from genesis.tokenizer import NeuroTokenizer
 from loader import (
+    DataUnavailableError,
     GenesisDataLoader,
+    HostileStoreError,
     LoaderUsageError,
+    ManifestRollbackError,
     PlateauRule,
     StateMismatchError,
     TokenizerSyncError,
     get_assigned_shards,
 )
-from manifests import sha256_hex, vocabulary_key
+from manifests import MANIFEST_KEY, sha256_hex, vocabulary_key
 from tests.support.token_store import TokenStore, fixed_ids, vocabulary_of
 
 Make = Callable[..., GenesisDataLoader]
@@ -68,6 +71,34 @@ def test_the_very_last_window_is_drawn_too(six_shards: TokenStore, make_loader: 
     assert torch.equal(labels, shard[1:].expand(30, -1))
     firsts = {int(row[0] == shard[1]) for row in loader.get_batch(shard, 200, 1_998)[0]}
     assert firsts == {0, 1}
+
+
+def test_whose_tensor_it_is_decides_the_windows_and_nothing_else(six_shards: TokenStore, make_loader: Make) -> None:
+    loader = make_loader(six_shards)
+    shards = [loader.download_shard(shard_id) for shard_id in (*range(6), *range(6))]
+    expected = [loader.get_batch(shard, 3, 50, step=4)[0] for shard in shards]
+    for shard_id in range(6):
+        alone = make_loader(six_shards)
+        shard = alone.download_shard(shard_id)
+        for batch in (
+            expected[6 + shard_id],
+            alone.get_batch(shard, 3, 50, step=4)[0],
+            alone.get_batch(shard.clone(), 3, 50, step=4, shard_id=shard_id)[0],
+        ):
+            assert torch.equal(batch, expected[shard_id])
+
+
+@pytest.mark.parametrize("change", [torch.clone, lambda shard: shard[:1_000], lambda shard: torch.zeros(2_000).long()])
+def test_a_tensor_that_is_no_shard_s(
+    six_shards: TokenStore, make_loader: Make, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    loader = make_loader(six_shards)
+    other = change(loader.download_shard(2))
+    with pytest.raises(LoaderUsageError, match="shard_id="):
+        loader.get_batch(other, 3, 50)
+    assert loader.state_dict()["step"] == 0
+    assert loader.get_batch(other, 3, 50, shard_id=2)[0].shape == (3, 50)
+    assert loader.state_dict()["step"] == 1
 
 
 @pytest.mark.parametrize(("batch_size", "seq_len"), [(0, 10), (4, 0), (4, 2_000), (-1, 10)])
@@ -191,6 +222,51 @@ def test_vocabularies_that_would_change_an_id_are_refused(tmp_path: Path, make_l
         loader.sync_tokenizer()
     assert loader.tokenizer is in_use
     assert in_use.current_vocab_size == 900
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_vocabularies_that_keep_the_contract_and_are_none(tmp_path: Path, make_loader: Make, is_first: bool) -> None:
+    store = TokenStore.of(tmp_path / "store", 2)
+    loader = make_loader(store, cache_dir=tmp_path / "cache")
+    if not is_first:
+        assert loader.sync_tokenizer()
+    value = vocabulary_of(1_000 if is_first else 1_001).to_object()
+    # Its last merge is of an id that does not come before it.
+    value["merges"] = {pair: number for pair, number in value["merges"].items() if number < value["next_merge_id"] - 1}
+    value["merges"]["900000_10"] = value["next_merge_id"] - 1
+    body = json.dumps(value).encode()
+    digest = store.put("vocabulary/new.json", body)
+    store.put(vocabulary_key(digest), body)
+    assert store.tokenizer is not None
+    store.publish(
+        tokenizer=store.tokenizer.model_copy(
+            update={"key": vocabulary_key(digest), "sha256": digest, "next_merge_id": value["next_merge_id"]}
+        )
+    )
+    hostile = make_loader(store, cache_dir=tmp_path / "other") if is_first else loader
+    with pytest.raises(HostileStoreError, match="a vocabulary that is none"):
+        hostile.sync_tokenizer()
+    if is_first:
+        with pytest.raises(HostileStoreError, match="a vocabulary that is none"):
+            _ = hostile.tokenizer
+    else:
+        assert loader.tokenizer.current_vocab_size == 1_000
+
+
+@pytest.mark.parametrize("change", ["an old one", "nothing there"])
+def test_news_that_cannot_be_had_leave_the_vocabulary_in_use(tmp_path: Path, make_loader: Make, change: str) -> None:
+    store = TokenStore.of(tmp_path / "store", 2)
+    old = (store.folder / MANIFEST_KEY).read_bytes()
+    store.grow(1)
+    loader = make_loader(store, cache_dir=tmp_path / "cache", timeout_s=1.0)
+    assert loader.sync_tokenizer()
+    if change == "an old one":
+        store.put(MANIFEST_KEY, old)
+    else:
+        (store.folder / MANIFEST_KEY).unlink()
+    with pytest.raises(ManifestRollbackError if change == "an old one" else DataUnavailableError):
+        loader.sync_tokenizer()
+    assert loader.tokenizer.current_vocab_size == 1_000
 
 
 def test_a_smaller_vocabulary_than_the_one_in_use(tmp_path: Path, make_loader: Make) -> None:

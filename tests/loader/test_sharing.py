@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import random
 import signal
 import time
@@ -34,8 +33,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
     return TokenStore.of(tmp_path_factory.mktemp("sharing") / "store", 10, shard_tokens=20_000)
 
 
-def train(address: str, node_id: str, cache: Path, cache_bytes: int, work: Path) -> None:
-    """Writes a line a batch, and a state now and then; begins where the last state says."""
+def train(address: str, node_id: str, cache: Path, cache_bytes: int, work: Path, over: Path | None = None) -> None:
+    """Writes a line a batch, and a state now and then; begins where the last state says, ends once `over` is there."""
     dataset = GenesisDataset(address, node_id, cache_dir=cache, cache_bytes=cache_bytes, **OPTIONS)
     state = work / f"{node_id}.state"
     if state.exists():
@@ -50,6 +49,9 @@ def train(address: str, node_id: str, cache: Path, cache_bytes: int, work: Path)
                 new.write_text(json.dumps(dataset.state_dict()))
                 new.replace(state)
             time.sleep(0.001)  # A training step, so that there is something to kill.
+    end = time.monotonic() + 120
+    while over is not None and not over.exists() and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 def batches_of(log: Path) -> list[tuple[int, str]]:
@@ -58,17 +60,14 @@ def batches_of(log: Path) -> list[tuple[int, str]]:
     return [(int(line[0]), line[1]) for line in lines if len(line) == 2 and len(line[1]) == 24]
 
 
-def kills(draw: random.Random, nodes: list[str]) -> list[tuple[str, int]]:
-    """Whom to kill, and how far to let it come before: each node soon after its start, and thrice on its way."""
-    planned = [(step, node) for node in nodes for step in (0, *draw.sample(range(1, 500), 3))]
-    return [(node, step) for step, node in sorted(planned)]
+def kills(draw: random.Random) -> list[int]:
+    """How far a node is let come before it is killed: not at all, soon after its start, and four times on its way."""
+    return [-1, 0, *sorted(draw.sample(range(1, BATCHES), 4))]
 
 
-def wait_for_step(log: Path, step: int, process: Any) -> None:
-    end = time.monotonic() + 60
-    while process.exitcode is None and (step and (not log.exists() or f"\n{step} " not in log.read_text())):
-        assert time.monotonic() < end, f"{log} has not come to step {step}"
-        time.sleep(0.002)
+def furthest(log: Path) -> int:
+    """The last batch there is; -1 for none."""
+    return max((step for step, _ in batches_of(log)), default=-1) if log.exists() else -1
 
 
 def test_each_shard_comes_once_while_it_fits(store: TokenStore, tmp_path: Path) -> None:
@@ -99,29 +98,38 @@ def test_kills_on_a_schedule(store: TokenStore, tmp_path: Path, seed: int) -> No
     expected = {
         node: take(GenesisDataset(store.url, node, cache_dir=tmp_path / "other", **OPTIONS), BATCHES) for node in nodes
     }
-    draw = random.Random(seed)
+    draw, over = random.Random(seed), tmp_path / "over"
     with genesis_serve(store.folder) as server:
 
         def start(node: str) -> Any:
-            given = (server.url, node, tmp_path / "cache", 2 * SHARD_BYTES, tmp_path)
+            given = (server.url, node, tmp_path / "cache", 2 * SHARD_BYTES, tmp_path, over)
             process = _FORK.Process(target=train, args=given)
             process.start()
             return process
 
+        planned = {node: kills(draw) for node in nodes}
         running = {node: start(node) for node in nodes}
-        killed = 0
-        for node, step in kills(draw, nodes):
-            wait_for_step(tmp_path / f"{node}.log", step, running[node])
-            time.sleep(draw.uniform(0.0, 0.03))
-            if running[node].exitcode is None:
-                os.kill(running[node].pid, signal.SIGKILL)
-                running[node].join(30)
-                killed += running[node].exitcode == -signal.SIGKILL
-                running[node] = start(node)
+        try:
+            end = time.monotonic() + 90
+            while any(planned.values()):
+                assert time.monotonic() < end, f"still to be killed: {planned}"
+                for node in (node for node in nodes if planned[node]):
+                    process = running[node]
+                    assert process.exitcode is None, f"{node} ended by itself, with {process.exitcode}"
+                    if furthest(tmp_path / f"{node}.log") < planned[node][0]:
+                        continue
+                    planned[node].pop(0)
+                    time.sleep(draw.uniform(0.0, 0.03))  # Not always at the same point of a batch.
+                    process.kill()
+                    process.join(30)
+                    assert process.exitcode == -signal.SIGKILL
+                    running[node] = start(node)
+                time.sleep(0.002)
+        finally:
+            over.touch()  # Until then nobody ends, however far ahead of the schedule.
         for process in running.values():
             process.join(90)
         assert [process.exitcode for process in running.values()] == [0] * 4
-    assert killed >= 4  # Those at the start at least; how many more depends on who is ahead of whom.
     for node in nodes:
         found = batches_of(tmp_path / f"{node}.log")
         assert {step for step, _ in found} == set(range(BATCHES))

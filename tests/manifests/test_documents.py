@@ -136,6 +136,40 @@ def test_deep_json_is_refused(kind: type[Document], opening: bytes) -> None:
         kind.from_json(b'{"sources":' + opening * 200_000)
 
 
+@pytest.mark.parametrize("kind", [Manifest, Segment, VocabularyFile, Checkpoints, SourcesFile])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"sources": "\\ud800"}',
+        b'{"\\udc00": 1}',
+        b'{"x": [[{"y": "a\\ud83dz"}]]}',
+        b'{"x": "\xed\xa0\x80"}',
+        '{"x": "\\ud800"}'.encode("utf-16"),
+        "{}".encode("utf-16-le"),
+        b"\xef\xbb\xbf{}",
+    ],
+)
+def test_what_no_utf_8_can_spell_is_refused(kind: type[Document], body: bytes) -> None:
+    with pytest.raises(InvalidDocumentError, match=r"half of a surrogate pair|expected a JSON object"):
+        kind.from_json(body)
+
+
+def test_pairs_of_surrogates_are_text() -> None:
+    spelled = json.dumps({**MANIFEST, "tokenizer_version": "\N{GRINNING FACE}"}).encode()
+    assert b"\\ud83d\\ude00" in spelled
+    assert Manifest.from_json(spelled).tokenizer_version == "\N{GRINNING FACE}"
+
+
+@pytest.mark.parametrize("surplus", ["NaN", "-Infinity", "1e999", "[" * 200 + "]" * 200])
+def test_escapes_beside_what_cannot_be_spelled_again(surplus: str) -> None:
+    """It is in a field that a later revision may add, so it is read over, or refused: never another error."""
+    body = json.dumps({**MANIFEST, "tokenizer_version": "\u00fc", "surplus": "X"}).replace('"X"', surplus).encode()
+    assert b"\\u00fc" in body
+    assert Manifest.from_json(body).tokenizer_version == "\u00fc"
+    with pytest.raises(InvalidDocumentError):
+        Manifest.from_json(body.replace(b"\\u00fc", b"\\ud800"))
+
+
 def test_json_of_huge_numbers_is_refused() -> None:
     with pytest.raises(ContractError):
         Manifest.from_json(b'{"total_shards": ' + b"9" * 10_000 + b"}")

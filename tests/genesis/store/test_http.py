@@ -170,6 +170,21 @@ def test_redirects_are_followed_but_not_for_ever(web, http_store):
             store.get("loop")
 
 
+@pytest.mark.parametrize(
+    "location",
+    ["http://a..b/x", f"http://{'a' * 64}.example/x", "http://[::1/x", "http://h:999999/x", "ftp://h/x", "http:///x"],
+)
+def test_a_redirect_to_what_no_host_can_be_called(location, web, http_store):
+    def redirect(request: Request) -> Reply:
+        return Reply(302, headers=(("Location", location),))
+
+    with FaultProxy(web.port, answer=redirect) as proxy:
+        store = http_store(proxy.port)
+        for use in (store.get, store.head):
+            with pytest.raises(StoreError):
+                use("shard_0.pt")
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "nowhere.invalid"])
 def test_an_unreachable_host(host):
     store = HttpStore(f"http://{host}:{free_port()}", policy=QUICK)

@@ -49,6 +49,13 @@ def test_a_wait_beyond_the_deadline_is_not_begun():
     assert time.monotonic() - began < 60
 
 
+@pytest.mark.parametrize("asked_s", [3600.0, None])
+def test_how_long_the_server_asked_to_wait_is_told(asked_s):
+    with pytest.raises(StoreUnavailableError) as caught:
+        Retrier(QUICK).call("work", attempts_of(TransientError("busy", retry_after_s=asked_s)), Deadline.after(0.01))
+    assert caught.value.retry_after_s == asked_s
+
+
 def test_a_server_never_met_is_given_less_time():
     down = TransientError("refused", connecting=True)
     began = time.monotonic()

@@ -5,10 +5,16 @@ import json
 import pytest
 
 from genesis.cli.app import run
+from loader import ManifestRollbackError
 from loader.cache import ShardCache
 from loader.cache.mapping import touch
+from loader.cache.sizes import format_size
+from loader.options import StoreOptions
+from loader.session import Session
+from manifests import MANIFEST_KEY
 from tests.support.cache_actor import SIZE_BYTES, check, content, name_of
 from tests.support.populating import genesis
+from tests.support.token_store import TokenStore
 
 
 @pytest.fixture
@@ -64,6 +70,29 @@ def test_clear_removes_what_is_closed_and_names_what_it_kept(cache, folder, caps
     assert json.loads(capsys.readouterr().out) == {
         "folder": str(folder), "removed": [name_of(1)], "kept": [], "freed_bytes": SIZE_BYTES,
     }  # fmt: skip
+
+
+def test_what_is_known_of_stores_is_shown_and_cleared_but_not_which_manifest_was_seen(cache, folder, tmp_path, capsys):
+    store = TokenStore.of(tmp_path / "store", 2)
+    old = (store.folder / MANIFEST_KEY).read_bytes()
+    store.grow(1)
+
+    def options(age_s: float = 600.0) -> StoreOptions:
+        return StoreOptions((store.url,), cache_dir=folder, cache_bytes=1_000_000, manifest_max_age_s=age_s)
+
+    Session.open(options()).open_shard(0)
+    [known] = (folder / "stores").iterdir()
+    index_bytes = sum(path.stat().st_size for path in known.iterdir() if path.name != MANIFEST_KEY)
+    assert run(["cache", "ls"]) == 0
+    assert f"{format_size(index_bytes)} beside them: the index of a store" in capsys.readouterr().out
+    assert run(["cache", "clear"]) == 0
+    assert [path.name for path in known.iterdir()] == [MANIFEST_KEY]
+    capsys.readouterr()
+    assert run(["cache", "ls"]) == 0
+    assert "beside them" not in capsys.readouterr().out
+    store.put(MANIFEST_KEY, old)
+    with pytest.raises(ManifestRollbackError):
+        Session.open(options(0.0)).newest_catalog()
 
 
 @pytest.mark.parametrize(

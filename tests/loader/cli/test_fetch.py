@@ -118,7 +118,7 @@ def test_a_signal_ends_it_at_once_and_leaves_a_sound_cache(served, store, here, 
         process = loader.start("fetch", "--node-id", "n", "--jobs", "2")
         wait_until(lambda: loader.cached() == {*SHARDS} - {stuck})
         process.send_signal(number)
-        _, errors = process.communicate(timeout=4)
+        _, errors = process.communicate(timeout=60)
     assert process.returncode == code, errors
     assert errors.decode().splitlines()[-1] == "loader: stopped"
     assert b"Traceback" not in errors and b"Fatal" not in errors

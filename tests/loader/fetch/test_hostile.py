@@ -107,6 +107,8 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], None]] = {
     "a source named as a path": lambda m: m["sources"].update({"../alpha": m["sources"].pop("alpha")}),
     "a later format": lambda m: m.update(format=2),
     "no sources": lambda m: m.pop("sources"),
+    "half of a surrogate pair": lambda m: m.update(tokenizer_version="\ud800"),
+    "half of a surrogate pair in a field of its own": lambda m: m.update(surplus={"\ud800": 1}),
 }
 
 
