@@ -5,29 +5,28 @@ a state resumes to the exact next batch; the sequence is the same for 0, 1 and 4
 out, so `DataLoader` is given ``batch_size=None``. Use no workers unless something else in the pipeline needs them: a
 batch takes 7 to 15 µs here, and 1.4 ms to get out of a worker.
 
+What is here is torch's side of it; where the stream stands is `SharedStream`'s to know, and `Feed` makes the batches.
 The constructor finds the manifest and pins the node's shards, against the rule of this house that constructors do no
 work: whatever is forked off afterwards has to share that pin.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from loader.board import WorkerBoard
-from loader.cache import settings as cache_settings
 from loader.errors import LoaderError, LoaderUsageError
 from loader.feed import Feed, FeedStats
 from loader.node_stream import NodeStream
 from loader.options import Extra, Split, StoreOptions, StreamOptions
+from loader.pins import Pin, pins_of
 from loader.session import Session
+from loader.shared_stream import SharedStream
 from loader.state import StreamState, WorkerState
 from loader.stream.assignment import DEFAULT_COUNT, Assignment
 from loader.stream.plateau import PlateauKind, PlateauRule
@@ -39,14 +38,39 @@ __all__ = ["Batch", "GenesisDataset"]
 
 Batch = dict[str, torch.Tensor]
 
-logger = logging.getLogger(__name__)
-
 
 class GenesisDataset(IterableDataset[Batch]):
     """Batches of a node's shards, endless unless ``epochs`` says otherwise.
 
     Iterating again goes on where iterating stopped. With DataLoader workers that is known of whole passes only: one
-    that was broken off begins again, unless ``load_state_dict(state_dict(step=N))`` says how far training has come.
+    that was broken off begins again, with a warning, unless ``load_state_dict(state_dict(step=N))`` says how far
+    training has come. A copy (by pickle, by a fork) goes on by itself; DataLoader workers are no copies in that sense.
+
+    Args:
+        store: a folder, ``s3://bucket/prefix`` or ``http(s)://host/prefix``.
+        node_id: decides which shards, and in which order.
+        seq_len: T, ids a row.
+        batch_size: B, rows a batch.
+        seed: of the run.
+        mirrors: further addresses of the same store.
+        public_key: PEM file of the key that must have signed the manifest.
+        cache_dir: where shards are kept; by default ``GENESIS_CACHE_DIR`` or ``~/.neuroshard/data_cache``.
+        cache_bytes: how much is kept, as a number or ``"20GB"``; by default ``GENESIS_CACHE_BYTES`` or 20 GB.
+        max_bytes_per_s: cap on downloads.
+        timeout_s: how long to try for a shard before `DataUnavailableError`.
+        count: shards the node is given, of each source.
+        assignment: ``modulo`` (001) or ``rendezvous``.
+        sources: weights by source; by default all shards alike.
+        holdout: the first so many shards of every source are not trained on.
+        split: ``holdout`` to read exactly those, all of them.
+        epochs: end an iteration after this many passes over the shards.
+        plateau: when to leave a shard early.
+        extras: any of ``positions``, ``document_ids`` (int64[B, T]) and ``cu_seqlens`` (int32[D + 1]).
+
+    Raises:
+        LoaderUsageError: options that make no sense.
+        DataUnavailableError: the store cannot be reached.
+        UntrustedManifestError: its manifest may not be believed.
     """
 
     def __init__(
@@ -72,40 +96,13 @@ class GenesisDataset(IterableDataset[Batch]):
         plateau: PlateauKind | PlateauRule = "absolute",
         extras: Sequence[Extra] = (),
     ) -> None:
-        """Finds the store and pins the node's shards.
-
-        Args:
-            store: a folder, ``s3://bucket/prefix`` or ``http(s)://host/prefix``.
-            node_id: decides which shards, and in which order.
-            seq_len: T, ids a row.
-            batch_size: B, rows a batch.
-            seed: of the run.
-            mirrors: further addresses of the same store.
-            public_key: PEM file of the key that must have signed the manifest.
-            cache_dir: where shards are kept; by default ``GENESIS_CACHE_DIR`` or ``~/.neuroshard/data_cache``.
-            cache_bytes: how much is kept, as a number or ``"20GB"``; by default ``GENESIS_CACHE_BYTES`` or 20 GB.
-            max_bytes_per_s: cap on downloads.
-            timeout_s: how long to try for a shard before `DataUnavailableError`.
-            count: shards the node is given, of each source.
-            assignment: ``modulo`` (001) or ``rendezvous``.
-            sources: weights by source; by default all shards alike.
-            holdout: the first so many shards of every source are not trained on.
-            split: ``holdout`` to read exactly those, all of them.
-            epochs: end an iteration after this many passes over the shards.
-            plateau: when to leave a shard early.
-            extras: any of ``positions``, ``document_ids`` (int64[B, T]) and ``cu_seqlens`` (int32[D + 1]).
-
-        Raises:
-            LoaderUsageError: options that make no sense.
-            DataUnavailableError: the store cannot be reached.
-            UntrustedManifestError: its manifest may not be believed.
-        """
         super().__init__()
-        store_options = StoreOptions(
-            mirrors=(str(store), *mirrors),
-            public_key=Path(public_key) if public_key is not None else None,
-            cache_dir=cache_settings.cache_dir(cache_dir),
-            cache_bytes=cache_settings.cache_bytes(cache_bytes),
+        store_options = StoreOptions.of(
+            store,
+            mirrors=mirrors,
+            public_key=public_key,
+            cache_dir=cache_dir,
+            cache_bytes=cache_bytes,
             max_bytes_per_s=max_bytes_per_s,
             timeout_s=timeout_s,
         )
@@ -123,21 +120,14 @@ class GenesisDataset(IterableDataset[Batch]):
             plateau=plateau if isinstance(plateau, PlateauRule) else PlateauRule(plateau),
             extras=tuple(extras),
         )
-        self._session = Session.open(store_options)
-        self._stream = NodeStream.begin(self._options, self._session.catalog)
-        self._origin = self._stream.state()
-        self._board = WorkerBoard.create()
-        self._generation = 0
-        self._worker: WorkerState | None = None
-        self._worker_is_used = False
+        self._shared = SharedStream.begin(self._options, Session.open(store_options))
         self._feed: Feed | None = None
         self._feed_pid = -1
-        self._iterates_here = False
 
     @property
     def manifest(self) -> Manifest:
         """The manifest that the stream's shards were found in."""
-        return self._session.catalog.document()
+        return self._shared.session.catalog.document()
 
     @property
     def options(self) -> StreamOptions:
@@ -147,12 +137,20 @@ class GenesisDataset(IterableDataset[Batch]):
     @property
     def shards(self) -> tuple[int, ...]:
         """The shards that are read in this epoch, in order; of several sources, one source after the other."""
-        return tuple(shard for plan in self._stream.plans for shard in plan.lane.shards)
+        return tuple(shard for plan in self._shared.stream.plans for shard in plan.lane.shards)
 
     @property
     def rotations(self) -> tuple[int, ...]:
-        """The steps before which a shard was left early: with them `replay` finds any batch."""
-        return tuple(sorted({*self._stream.rotations, *self._board.look().rotations}))
+        """The steps before which a shard was left early: with them and `pins`, `replay` finds any batch."""
+        return self._shared.rotations
+
+    @property
+    def pins(self) -> tuple[tuple[Pin, ...], ...]:
+        """For each lane (one a source, or one for all) from which epoch on it knew how many shards of the store.
+
+        The first is of epoch 0; each `refresh` that found more adds one.
+        """
+        return self._shared.stream.pins
 
     @property
     def stats(self) -> FeedStats:
@@ -162,29 +160,27 @@ class GenesisDataset(IterableDataset[Batch]):
     @property
     def received_bytes(self) -> int:
         """Bytes that came over the network in this process."""
-        return self._session.mirrors.received_bytes
+        return self._shared.session.mirrors.received_bytes
 
     def __iter__(self) -> Iterator[Batch]:
         info = get_worker_info()
-        if info is not None:
-            try:
-                self._worker = self._begin_worker_pass(info.id, info.num_workers, info.seed - info.id)
-            except LoaderError as error:
-                return _failing(error)
-            self._stream.begin_pass()
-            return self._worker_batches(self._worker)
-        self._stream.begin_pass()
-        return self._batches()
+        if info is None:
+            stream = self._shared.stream
+            stream.begin_pass()
+            return self._batches(stream)
+        try:
+            worker = self._shared.begin_in_worker(info.id, info.num_workers, info.seed - info.id)
+        except LoaderError as error:
+            return _failing(error)
+        return self._worker_batches(worker)
 
     def report_loss(self, loss: float) -> None:
         """Feeds the plateau rule with the loss of the latest batch; where it fires, the shard is left.
 
         Call it in the process that trains, once a batch. With DataLoader workers, which are some batches ahead, the
-        rotation takes place behind the furthest batch that any has begun.
+        rotation takes place behind the furthest batch that any has begun, and a loss counts to that one's shard.
         """
-        follows = self._follow_workers()
-        if self._stream.report_loss(float(loss)) is not None:
-            self._stream.add_rotation(self._board.rotate() if follows else self._stream.step)
+        self._shared.report_loss(float(loss))
 
     def refresh(self) -> int:
         """Takes the store's newest manifest: from its next epoch on, a lane reads what the node is assigned in it.
@@ -196,18 +192,14 @@ class GenesisDataset(IterableDataset[Batch]):
             LoaderUsageError: DataLoader workers are within a pass.
             LoaderError: the store cannot be asked, or has another history; the stream goes on as it was.
         """
-        if self._workers_make_batches():
-            self._settle_between_passes()
-        catalog = self._session.newest_catalog()
-        total = self._stream.adopt(catalog)
-        self._session = replace(self._session, catalog=catalog)
-        if self._feed is not None:
-            self._feed.adopt(catalog)
-        self._origin = self._stream.state()
-        return total
+        return self._shared.refresh()
 
     def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
         """Where the stream stands: behind the last batch that came out.
+
+        With workers and a plateau rule save ``state_dict(step=N)`` of this object, which has the rotations and the
+        losses. StatefulDataLoader keeps what its workers knew when they made the latest batch: a rotation that was set
+        since is not in its state, and a resumed run would not leave the shard there.
 
         Args:
             step: where it stood behind so many batches: needed with plain DataLoader workers, whose progress this
@@ -219,16 +211,17 @@ class GenesisDataset(IterableDataset[Batch]):
         Raises:
             LoaderUsageError: DataLoader workers make the batches, and ``step`` is not given.
         """
+        shared = self._shared
         if step is not None:
-            return self._state_at(step).to_dict()
-        if get_worker_info() is None and self._workers_make_batches():
+            return shared.state(step).to_dict()
+        if get_worker_info() is not None and shared.worker is not None:
+            return replace(shared.stream.state(in_worker=True), worker=shared.worker).to_dict()
+        if get_worker_info() is None and shared.workers_make_batches():
             raise LoaderUsageError(
                 "expected state_dict(step=N), N the batches that were taken, since DataLoader workers make them, found "
                 "no step; or use torchdata's StatefulDataLoader"
             )
-        if self._worker is not None and get_worker_info() is not None:
-            return replace(self._stream.state(in_worker=True), worker=self._worker).to_dict()
-        return self._stream.state().to_dict()
+        return shared.stream.state().to_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes to where a state says; the next batch is the one that followed it.
@@ -237,18 +230,16 @@ class GenesisDataset(IterableDataset[Batch]):
             StateMismatchError: the state is of another stream, store or release.
             LoaderError: the store's index cannot be had.
         """
-        state = StreamState.from_dict(state_dict)
-        stream = self._resumed(state)
-        self._stream, self._worker = stream, state.worker
-        self._origin = stream.state()
-        self._iterates_here = False
-        if get_worker_info() is None:
-            self._generation = self._board.reset(state.step, state.rotations)
-        else:
-            self._board.merge(state.rotations)
+        self._shared.load(StreamState.from_dict(state_dict), in_worker=get_worker_info() is not None)
 
     def replay(
-        self, node_id: str, step: int, *, rotations: Sequence[int] = (), total_shards: int | None = None
+        self,
+        node_id: str,
+        step: int,
+        *,
+        rotations: Sequence[int] = (),
+        pins: Sequence[Sequence[Sequence[int]]] | None = None,
+        total_shards: int | None = None,
     ) -> Batch:
         """The batch a node with the same options must have trained on at a step.
 
@@ -256,33 +247,38 @@ class GenesisDataset(IterableDataset[Batch]):
             node_id: the node.
             step: counts its batches from 0.
             rotations: the steps before which it left a shard early (its `rotations`).
-            total_shards: what its run was pinned to; by default what this one began with.
+            pins: for each lane, from which epoch on it knew how many shards (its `pins`); by default as here.
+            total_shards: in place of ``pins``, of a run that never called `refresh`.
 
         Raises:
-            LoaderUsageError: steps are never negative.
+            LoaderUsageError: a step is negative or absurd, the store has fewer shards, or both pins and total_shards
+                are given.
             LoaderError: a shard cannot be had.
         """
         from loader.replay import replay_batch
 
-        total = total_shards if total_shards is not None else self._origin.lanes[0].total_shards
-        return replay_batch(self._session, replace(self._options, node_id=node_id), step, rotations, total)
+        if pins is not None and total_shards is not None:
+            raise LoaderUsageError("expected pins or total_shards, found both; total_shards=n is pins=[[(0, n)]]")
+        if total_shards is not None:
+            pins = [[(0, total_shards)]] * self._options.num_lanes
+        pinned = pins_of(pins, self._options.num_lanes) if pins is not None else self.pins
+        session = self._shared.session
+        if max(lane[-1].total_shards for lane in pinned) > session.catalog.manifest.total_shards:
+            session = replace(session, catalog=session.newest_catalog())
+        return replay_batch(session, replace(self._options, node_id=node_id), step, rotations, pinned)
 
     def close(self) -> None:
         """Lets go of shards and connections; iterating again opens them anew."""
         self._feed = None
-        self._session.mirrors.close()
+        self._shared.session.mirrors.close()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_feed": None, "_feed_pid": -1}
 
-    def _batches(self) -> Iterator[Batch]:
-        stream = self._stream
-        self._generation = self._board.reset(stream.step, stream.rotations)
+    def _batches(self, stream: NodeStream) -> Iterator[Batch]:
+        self._shared.begin_here()
         while True:
-            self._iterates_here = True
-            if self._stream is not stream:  # A state was loaded since.
-                stream = self._stream
-                stream.begin_pass()
+            stream = self._shared.go_on_here(stream)
             batch = _next_batch(stream, self._own_feed())
             if batch is None:
                 return
@@ -290,95 +286,22 @@ class GenesisDataset(IterableDataset[Batch]):
 
     def _worker_batches(self, worker: WorkerState) -> Iterator[Batch]:
         """Every ``worker.count``-th batch of the stream, this worker's."""
-        stream, feed = self._stream, self._own_feed()
-        step = worker.origin + worker.id
-        step += -(-max(0, stream.step - step) // worker.count) * worker.count
-        while True:
-            for rotation in self._board.announce(step):
-                stream.add_rotation(rotation)
-            stream.seek(step)
+        feed = self._own_feed()
+        for stream in self._shared.turns(worker):
             batch = _next_batch(stream, feed)
             if batch is None:
-                self._board.end_pass(stream.step)
+                self._shared.end_in_worker()
                 return
             yield batch
-            step += worker.count
-
-    def _begin_worker_pass(self, worker_id: int, num_workers: int, seed: int) -> WorkerState:
-        """Takes this worker to where all of them begin."""
-        reused, self._worker_is_used = self._worker_is_used, True
-        known = self._worker
-        if not reused and known is not None and (known.id, known.count) == (worker_id, num_workers):
-            self._board.join_pass(worker_id, seed, self._generation, known.origin, resumed=True, reused=False)
-            if self._stream.schedule.is_over:
-                # DataLoader may not ask this worker again before it begins the next pass with other processes.
-                self._board.end_pass(self._stream.step)
-            return known
-        first = self._stream.step if self._iterates_here else self._origin.step
-        origin = self._board.join_pass(worker_id, seed, self._generation, first, resumed=False, reused=reused)
-        self._move(origin)
-        return WorkerState(id=worker_id, count=num_workers, origin=origin)
-
-    def _settle_between_passes(self) -> None:
-        """Goes to where the workers' next pass begins.
-
-        Raises:
-            LoaderUsageError: they are within one, and only the training loop knows how far it has come.
-        """
-        end = self._board.look().pass_end
-        if end is None:
-            raise LoaderUsageError(
-                "expected refresh() between two passes of DataLoader workers, found them within one; call "
-                "load_state_dict(state_dict(step=N)), N the batches that were taken, refresh(), and make a new "
-                "DataLoader"
-            )
-        self._move(end)
-        self._origin = self._stream.state()
-        self._generation = self._board.reset(end, self._stream.rotations)
-
-    def _workers_make_batches(self) -> bool:
-        """Whether it is DataLoader workers that have gone on from where this process stood."""
-        furthest = self._board.look().furthest
-        if self._iterates_here and furthest >= self._stream.step:
-            self._iterates_here = False
-        return not self._iterates_here and furthest >= self._origin.step
-
-    def _follow_workers(self) -> bool:
-        """Goes on to behind the furthest batch that workers have begun, if any have; whether they have."""
-        if not self._workers_make_batches():
-            return False
-        self._move(self._board.look().furthest + 1)
-        return True
-
-    def _move(self, step: int) -> None:
-        """Moves the stream to a step, leaving shards early wherever any process knows of it."""
-        rotations = self.rotations
-        if step < self._stream.step or rotations != self._stream.rotations:
-            self._stream = self._resumed(replace(self._origin, rotations=rotations))
-        self._stream.seek_through(step)
 
     def _own_feed(self) -> Feed:
         """The feed of this process: threads and open shards do not outlive a fork."""
+        session = self._shared.session
         if self._feed is None or self._feed_pid != os.getpid():
-            session = self._session
             self._feed = Feed(self._options, session.catalog, session.opener, session.options.timeout_s)
             self._feed_pid = os.getpid()
+        self._feed.adopt(session.catalog)
         return self._feed
-
-    def _state_at(self, step: int) -> StreamState:
-        if step < self._origin.step:
-            raise LoaderUsageError(f"expected a step of {self._origin.step} or later, found {step}")
-        stream = self._resumed(replace(self._origin, rotations=self.rotations))
-        stream.seek_through(step)
-        return replace(stream.state(), losses=self._stream.state().losses)
-
-    def _resumed(self, state: StreamState) -> NodeStream:
-        """A stream at a state; a store that has grown since this manifest was read is looked at again."""
-        most = max((lane.next_total_shards or lane.total_shards for lane in state.lanes), default=0)
-        if most > self._session.catalog.manifest.total_shards:
-            self._session = replace(self._session, catalog=self._session.newest_catalog())
-            self._feed = None
-        return NodeStream.resume(self._options, self._session.catalog, state)
 
 
 def _failing(error: LoaderError) -> Iterator[Batch]:

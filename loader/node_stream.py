@@ -1,7 +1,8 @@
 """One node's stream as rows of windows: where it stands, and when it left a shard early.
 
 Everything that decides the batches, and nothing that makes them: `Feed` does that. A rotation is remembered by the step
-it came before, so the whole stream is a function of the options, the store and that list.
+it came before, a store that grew by the epoch that first read it, so the whole stream is a function of the options, the
+store and those two lists.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import bisect
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from loader.errors import LoaderUsageError, StateMismatchError
 from loader.fetch.catalog import Catalog
 from loader.options import StreamOptions
-from loader.plan import LanePlan, plan_lanes
+from loader.pins import Pin, PinnedLane, PinnedPlan, schedule_of
+from loader.plan import LanePlan, plan_lane, plan_lanes
 from loader.state import LaneState, StreamIdentity, StreamState
 from loader.stream.plateau import LossHistory, Plateau
 from loader.stream.schedule import LanePosition, Rows, Schedule, ScheduleMark
@@ -22,6 +24,9 @@ from loader.stream.schedule import LanePosition, Rows, Schedule, ScheduleMark
 __all__ = ["NodeStream"]
 
 logger = logging.getLogger(__name__)
+
+_MOST_PASSES: Final = 1_000_000
+"""That are gone through for a step: each is arithmetic, but a million of them take 15 s."""
 
 
 class _Mark(NamedTuple):
@@ -37,14 +42,13 @@ class NodeStream:
     def __init__(
         self,
         options: StreamOptions,
-        plans: Sequence[LanePlan],
+        lanes: Sequence[PinnedLane],
         schedule: Schedule,
         rotations: Sequence[int] = (),
         losses: Sequence[float] = (),
     ) -> None:
         self._options = options
-        self._plans = list(plans)
-        self._queued: dict[int, LanePlan] = {}
+        self._lanes = list(lanes)
         self._rotations = list(rotations)
         self._applied = bisect.bisect_left(self._rotations, schedule.step)
         self._history = LossHistory(options.plateau.history, losses)
@@ -54,14 +58,28 @@ class NodeStream:
         self.schedule = schedule
 
     @classmethod
-    def begin(cls, options: StreamOptions, catalog: Catalog) -> NodeStream:
-        """A stream at its beginning, pinned to the shards there are.
+    def begin(
+        cls,
+        options: StreamOptions,
+        catalog: Catalog,
+        pins: Sequence[Sequence[Pin]] | None = None,
+        rotations: Sequence[int] = (),
+    ) -> NodeStream:
+        """A stream at its beginning.
+
+        Args:
+            options: the user's.
+            catalog: the store.
+            pins: of every lane; by default each is pinned to the shards there are.
+            rotations: the steps before which a shard will be left early.
 
         Raises:
             LoaderError: the node has no shards, or the index cannot be had.
         """
-        plans = plan_lanes(catalog, options)
-        return cls(options, plans, Schedule([plan.lane for plan in plans], options.batch_size))
+        if pins is None:
+            pins = [[Pin(0, catalog.manifest.total_shards)]] * options.num_lanes
+        lanes = [PinnedLane.of(catalog, options, number, each) for number, each in enumerate(pins)]
+        return cls(options, lanes, schedule_of(lanes, options.batch_size), sorted(rotations))
 
     @classmethod
     def resume(cls, options: StreamOptions, catalog: Catalog, state: StreamState) -> NodeStream:
@@ -72,22 +90,19 @@ class NodeStream:
             LoaderError: the index cannot be had.
         """
         state.check_identity(StreamIdentity.of(options))
-        plans = _plans_of(state, options, catalog)
+        lanes = _lanes_of(state, options, catalog)
         positions = [LanePosition(lane.epoch, lane.window) for lane in state.lanes]
-        for plan, position in zip(plans, positions, strict=True):
-            if position.window >= plan.lane.windows:
+        for lane, position in zip(lanes, positions, strict=True):
+            windows = lane.at(position.epoch).lane.windows
+            if position.window >= windows:
                 raise StateMismatchError(
-                    f"expected a lane to stand at a window below {plan.lane.windows}, found {position.window}"
+                    f"expected a lane to stand at a window below {windows}, found {position.window}"
                 )
-        schedule = Schedule([plan.lane for plan in plans], options.batch_size, step=state.step, positions=positions)
-        stream = cls(options, plans, schedule, sorted(state.rotations), state.losses)
+        schedule = schedule_of(lanes, options.batch_size, step=state.step, positions=positions)
+        stream = cls(options, lanes, schedule, sorted(state.rotations), state.losses)
         if options.epochs is not None and state.end_epoch is not None:
             schedule.end_epoch = state.end_epoch
             stream._resumes_pass, stream._pass_is_over = True, False
-        for number, lane in enumerate(state.lanes):
-            if lane.next_total_shards is not None:
-                later = _found_again(state, options, catalog, [lane.next_total_shards] * len(plans))
-                stream._queue(number, later[number])
         return stream
 
     @property
@@ -103,8 +118,13 @@ class NodeStream:
     @property
     def plans(self) -> tuple[LanePlan, ...]:
         """The lanes as they are read now."""
-        self._settle()
-        return tuple(self._plans)
+        positions = self.schedule.positions
+        return tuple(lane.at(position.epoch) for lane, position in zip(self._lanes, positions, strict=True))
+
+    @property
+    def pins(self) -> tuple[tuple[Pin, ...], ...]:
+        """Of every lane: from which epoch on it reads, or will read, what is assigned of how many shards."""
+        return tuple(lane.pins for lane in self._lanes)
 
     def begin_pass(self) -> None:
         """Lets the stream run to the end of the pass it is in; of the next one if that is over.
@@ -138,10 +158,19 @@ class NodeStream:
         self.schedule.skip_to(step)
 
     def seek_through(self, step: int) -> None:
-        """Passes over batches up to ``step``, from pass to pass."""
-        while self.step < step:
+        """Passes over batches up to ``step``, from pass to pass.
+
+        Raises:
+            LoaderUsageError: the step is absurdly far, for passes as short as these.
+        """
+        for _ in range(_MOST_PASSES):
+            if self.step >= step:
+                return
             self.begin_pass()
             self.seek(step)
+        raise LoaderUsageError(
+            f"expected a step within {_MOST_PASSES:,} passes, found {step}, which is further than step {self.step}"
+        )
 
     def add_rotation(self, step: int) -> None:
         """Lets the current shards be left before batch ``step``, which was not taken yet; twice is once."""
@@ -150,7 +179,12 @@ class NodeStream:
             self._rotations.insert(position, step)
 
     def report_loss(self, loss: float) -> Plateau | None:
-        """Remembers a loss; what the plateau rule makes of those on the current shards, if it fires."""
+        """Remembers the loss of the latest batch; what the plateau rule makes of those on its shards, if it fires.
+
+        With its last batch a shard is left anyway, so nothing follows from that loss.
+        """
+        if self.schedule.batch_left_shard():
+            return None
         shards = _shards(self.schedule)
         if shards != self._shard_of_losses:
             self._history.clear()
@@ -177,10 +211,12 @@ class NodeStream:
             StateMismatchError: it is not the same store, grown.
             LoaderError: the index cannot be had.
         """
-        _plans_of(self.state(), self._options, catalog)
+        _lanes_of(self.state(), self._options, catalog)
         for number, plan in enumerate(plan_lanes(catalog, self._options)):
-            if plan.total_shards != self._plans[number].total_shards:
-                self._queue(number, plan)
+            lane, epoch = self._lanes[number], self.schedule.positions[number].epoch
+            if plan.total_shards != lane.pins[-1].total_shards:
+                self._lanes[number] = lane.grown(epoch, plan)
+                self.schedule.queue_lane(number, plan.lane)
         return catalog.manifest.total_shards
 
     def mark(self) -> _Mark:
@@ -198,65 +234,61 @@ class NodeStream:
         Args:
             in_worker: one of several that make a pass: that this one has nothing left to do does not end the pass.
         """
-        self._settle()
         # Losses of a shard that was left are forgotten at the next report, which a resumed stream could not know.
         losses = self._history.losses() if _shards(self.schedule) == self._shard_of_losses else []
-        lanes = tuple(
-            LaneState(
-                source=plan.source,
-                total_shards=plan.total_shards,
-                shards_sha256=plan.shards_sha256,
-                epoch=position.epoch,
-                window=position.window,
-                next_total_shards=self._queued[number].total_shards if number in self._queued else None,
-            )
-            for number, (plan, position) in enumerate(zip(self._plans, self.schedule.positions, strict=True))
-        )
+        lanes = zip(self._lanes, self.schedule.positions, strict=True)
         return StreamState(
             identity=StreamIdentity.of(self._options),
             step=self.schedule.step,
-            lanes=lanes,
+            lanes=tuple(_lane_state(lane, position) for lane, position in lanes),
             rotations=tuple(self._rotations),
             losses=tuple(losses),
             end_epoch=None if self._pass_is_over and not in_worker else self.schedule.end_epoch,
         )
 
-    def _queue(self, number: int, plan: LanePlan) -> None:
-        self._queued[number] = plan
-        self.schedule.queue_lane(number, plan.lane)
 
-    def _settle(self) -> None:
-        """Notes which lanes have begun to read what was queued for them."""
-        for number, plan in list(self._queued.items()):
-            if self.schedule.lanes[number] is plan.lane:
-                self._plans[number] = self._queued.pop(number)
+def _lane_state(lane: PinnedLane, position: LanePosition) -> LaneState:
+    plan, later = lane.at(position.epoch), lane.after(position.epoch)
+    pins = lane.pins[: -len(later)] if later else lane.pins
+    return LaneState(
+        source=plan.source,
+        total_shards=plan.total_shards,
+        shards_sha256=plan.shards_sha256,
+        epoch=position.epoch,
+        window=position.window,
+        next_total_shards=later[0].plan.total_shards if later else None,
+        pins=pins if len(pins) > 1 else None,
+    )
 
 
-def _plans_of(state: StreamState, options: StreamOptions, catalog: Catalog) -> list[LanePlan]:
+def _lanes_of(state: StreamState, options: StreamOptions, catalog: Catalog) -> list[PinnedLane]:
     """The lanes a state speaks of, found again in a store that may have grown since."""
-    if len(state.lanes) != max(1, len(options.sources)):
-        raise StateMismatchError(f"expected a state of {max(1, len(options.sources))} lanes, found {len(state.lanes)}")
-    pinned = [lane.total_shards for lane in state.lanes]
+    if len(state.lanes) != options.num_lanes:
+        raise StateMismatchError(f"expected a state of {options.num_lanes} lanes, found {len(state.lanes)}")
     most = max(lane.next_total_shards or lane.total_shards for lane in state.lanes)
     if most > catalog.manifest.total_shards:
         raise StateMismatchError(
             f"expected a store of at least {most} shards, as the run had, found {catalog.manifest.total_shards}"
         )
-    plans = _found_again(state, options, catalog, pinned)
-    for lane, plan in zip(state.lanes, plans, strict=True):
-        if lane.shards_sha256 != plan.shards_sha256:
-            raise StateMismatchError(
-                f"expected the shards {list(plan.lane.shards)} that the run read, found others under the same ids: "
-                "this is another store, or it was made anew"
-            )
-    return plans
-
-
-def _found_again(state: StreamState, options: StreamOptions, catalog: Catalog, totals: Sequence[int]) -> list[LanePlan]:
     try:
-        return plan_lanes(catalog, options, totals)
+        return [_lane_of(lane, options, catalog, number) for number, lane in enumerate(state.lanes)]
     except LoaderUsageError as error:
         raise StateMismatchError(f"the state of step {state.step} does not fit the store: {error}") from None
+
+
+def _lane_of(lane: LaneState, options: StreamOptions, catalog: Catalog, number: int) -> PinnedLane:
+    plan = plan_lane(catalog, options, number, lane.total_shards)
+    if lane.shards_sha256 != plan.shards_sha256:
+        raise StateMismatchError(
+            f"expected the shards {list(plan.lane.shards)} that the run read, found others under the same ids: "
+            "this is another store, or it was made anew"
+        )
+    pins = lane.pins or (Pin(0, lane.total_shards),)
+    plans = [PinnedPlan(pins[-1].epoch, plan)]
+    if lane.next_total_shards is not None:
+        later = plan_lane(catalog, options, number, lane.next_total_shards)
+        plans.append(PinnedPlan(lane.epoch + 1, later))
+    return PinnedLane(pins[:-1], tuple(plans))
 
 
 def _shards(schedule: Schedule) -> tuple[tuple[int, int], ...]:

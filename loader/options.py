@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, Self, get_args
 
-from loader.cache import cache_bytes, cache_dir
+from loader.cache import settings as cache_settings
 from loader.errors import LoaderUsageError
 from loader.stream.assignment import DEFAULT_COUNT, Assignment, check_node_id
 from loader.stream.plateau import PlateauRule
@@ -36,8 +37,8 @@ class StoreOptions:
     """Addresses of the same store, tried in this order; the first names it."""
     public_key: Path | None = None
     """Ed25519 public key (PEM) that must have signed the manifest."""
-    cache_dir: Path = field(default_factory=cache_dir)
-    cache_bytes: int = field(default_factory=cache_bytes)
+    cache_dir: Path = field(default_factory=cache_settings.cache_dir)
+    cache_bytes: int = field(default_factory=cache_settings.cache_bytes)
     max_bytes_per_s: float | None = None
     """Cap on what is downloaded; None for none."""
     timeout_s: float = 600.0
@@ -57,6 +58,32 @@ class StoreOptions:
                 raise LoaderUsageError(f"{name}: expected 0 or more, found {getattr(self, name)}")
         if self.max_bytes_per_s is not None and self.max_bytes_per_s <= 0:
             raise LoaderUsageError(f"max_bytes_per_s: expected more than 0, found {self.max_bytes_per_s}")
+
+    @classmethod
+    def of(
+        cls,
+        store: str | os.PathLike[str],
+        *,
+        mirrors: Sequence[str] = (),
+        public_key: str | os.PathLike[str] | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int | str | None = None,
+        max_bytes_per_s: float | None = None,
+        timeout_s: float = 600.0,
+    ) -> Self:
+        """From what a user writes: paths in any form, sizes such as ``"20GB"``, None for the default.
+
+        Raises:
+            LoaderUsageError: a value makes no sense.
+        """
+        return cls(
+            mirrors=(str(store), *mirrors),
+            public_key=Path(public_key) if public_key is not None else None,
+            cache_dir=cache_settings.cache_dir(cache_dir),
+            cache_bytes=cache_settings.cache_bytes(cache_bytes),
+            max_bytes_per_s=max_bytes_per_s,
+            timeout_s=timeout_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +111,11 @@ class StreamOptions:
     """End after this many passes over the node's shards; None for never."""
     plateau: PlateauRule = field(default_factory=PlateauRule)
     extras: tuple[Extra, ...] = ()
+
+    @property
+    def num_lanes(self) -> int:
+        """One of each source, or one of them all."""
+        return max(1, len(self.sources))
 
     def __post_init__(self) -> None:
         check_node_id(self.node_id)

@@ -18,7 +18,7 @@ from loader.stream.assignment import assign
 from loader.stream.schedule import Lane
 from loader.stream.windows import num_windows
 
-__all__ = ["LanePlan", "plan_lanes", "shard_pool"]
+__all__ = ["LanePlan", "plan_lane", "plan_lanes", "shard_pool"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,25 +33,15 @@ class LanePlan:
     lane: Lane
 
 
-def plan_lanes(catalog: Catalog, options: StreamOptions, totals: Sequence[int] | None = None) -> list[LanePlan]:
-    """The lanes of a node.
-
-    Args:
-        catalog: the store.
-        options: the user's.
-        totals: for each lane, how many shards of the store it may know; by default all there are.
+def plan_lanes(catalog: Catalog, options: StreamOptions) -> list[LanePlan]:
+    """The lanes of a node, as it would read the store today.
 
     Raises:
         LoaderUsageError: there is no shard to read, or none of a source that is asked for.
         LoaderError: the index cannot be had.
     """
-    sources = options.sources or ((None, 1.0),)
-    if totals is None:
-        totals = [catalog.manifest.total_shards] * len(sources)
-    return [
-        _plan_lane(catalog, options, source, weight, total)
-        for (source, weight), total in zip(sources, totals, strict=True)
-    ]
+    total = catalog.manifest.total_shards
+    return [plan_lane(catalog, options, number, total) for number in range(options.num_lanes)]
 
 
 def shard_pool(catalog: Catalog, options: StreamOptions, source: str | None, total_shards: int) -> Sequence[int]:
@@ -86,9 +76,24 @@ def shard_pool(catalog: Catalog, options: StreamOptions, source: str | None, tot
     return pool
 
 
-def _plan_lane(
-    catalog: Catalog, options: StreamOptions, source: str | None, weight: float, total_shards: int
-) -> LanePlan:
+def plan_lane(catalog: Catalog, options: StreamOptions, number: int, total_shards: int) -> LanePlan:
+    """One lane of a node.
+
+    Args:
+        catalog: the store.
+        options: the user's.
+        number: the lane's: which of the sources.
+        total_shards: how many shards of the store it may know.
+
+    Raises:
+        LoaderUsageError: the store has fewer, or none to read.
+        LoaderError: the index cannot be had.
+    """
+    if not 1 <= total_shards <= catalog.manifest.total_shards:
+        raise LoaderUsageError(
+            f"expected 1 to {catalog.manifest.total_shards} shards, which the store has, found {total_shards}"
+        )
+    source, weight = options.sources[number] if options.sources else (None, 1.0)
     pool = shard_pool(catalog, options, source, total_shards)
     if options.split == "holdout":
         shards = tuple(pool)

@@ -11,14 +11,12 @@ import hashlib
 import os
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from loader.cache import settings as cache_settings
 from loader.errors import LoaderUsageError, StateMismatchError
 from loader.options import StoreOptions
 from loader.session import Session
@@ -67,11 +65,12 @@ class ShardTokens(Dataset[Window]):
         if seq_len < 1:
             raise LoaderUsageError(f"seq_len: expected 1 or more, found {seq_len}")
         self._session = Session.open(
-            StoreOptions(
-                mirrors=(str(store), *mirrors),
-                public_key=Path(public_key) if public_key is not None else None,
-                cache_dir=cache_settings.cache_dir(cache_dir),
-                cache_bytes=cache_settings.cache_bytes(cache_bytes),
+            StoreOptions.of(
+                store,
+                mirrors=mirrors,
+                public_key=public_key,
+                cache_dir=cache_dir,
+                cache_bytes=cache_bytes,
                 timeout_s=timeout_s,
             )
         )

@@ -1,6 +1,7 @@
 """Where a stream stands, as a few numbers: what ``state_dict`` gives and ``load_state_dict`` takes.
 
-Plain JSON; under 1 kB for a run without early rotations, and 7 bytes for each of those. It holds what identifies the
+Plain JSON; under 1 kB for a run without early rotations, 7 bytes for each of those, and some 10 for each time that a
+grown store was taken. It holds what identifies the
 stream too, so a state that is loaded into another stream is refused and not silently misread.
 """
 
@@ -15,6 +16,7 @@ from annotated_types import Ge, Le
 
 from loader.errors import StateMismatchError
 from loader.options import StreamOptions
+from loader.pins import Pin, check_pins
 
 __all__ = ["STATE_VERSION", "LaneState", "StreamIdentity", "StreamState", "WorkerState"]
 
@@ -60,8 +62,14 @@ class LaneState:
     source: str | None = None
     next_total_shards: _Count | None = None
     """What the lane is pinned to from its next epoch on, if a newer manifest was taken."""
+    pins: tuple[Pin, ...] | None = None
+    """What it has been pinned to so far, this epoch's last; None if that was ever the same."""
 
     def __post_init__(self) -> None:
+        if self.pins is not None:
+            check_pins(self.pins)
+            if self.pins[-1].epoch > self.epoch or self.pins[-1].total_shards != self.total_shards:
+                raise ValueError(f"pins {self.pins} do not end with {self.total_shards} shards in epoch {self.epoch}")
         if self.next_total_shards is not None and self.next_total_shards <= self.total_shards:
             raise ValueError(f"next_total_shards {self.next_total_shards} is not above {self.total_shards}")
 

@@ -44,6 +44,7 @@ from loader.cli.progress import showing_progress
 from loader.cli.tables import counted, printable, runs
 from loader.errors import LoaderUsageError
 from loader.options import StreamOptions
+from loader.pins import Pin, pins_of
 from loader.session import Session
 from loader.stream.assignment import DEFAULT_COUNT
 
@@ -58,6 +59,7 @@ class _Replay:
 
     step: int
     rotations: tuple[int, ...]
+    pins: tuple[tuple[Pin, ...], ...] | None
     claim: str | None
 
 
@@ -71,6 +73,14 @@ def verify_command(
     ] = None,
     rotations: Annotated[
         str | None, typer.Option("--rotations", metavar="STEPS", help="Where the node left a shard early: 100,200.")
+    ] = None,
+    pins: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--pins",
+            metavar="EPOCH:SHARDS,...",
+            help="From which epoch on it knew how many shards: 0:6,2:11; once for each --source.",
+        ),
     ] = None,
     claim: Annotated[
         str | None, typer.Option("--claim", metavar="SHA256", help="Compare the batch's; ends with 1 if it differs.")
@@ -97,7 +107,9 @@ def verify_command(
 ) -> int:
     """Check a node's cached shards (sha256, shape, ids), or recompute a batch. Ends with 1 if anything is wrong."""
     where = store_options(store, mirror, public_key, cache_dir, cache_bytes, max_bandwidth, timeout_s)
-    asked = _replay_of(replay, rotations, claim)
+    if pins is not None and total_shards is not None:
+        raise LoaderUsageError("expected --pins or --total-shards, found both; --total-shards N is --pins 0:N")
+    asked = _replay_of(replay, rotations, pins, claim)
     if all_cached and (node_id or asked):
         raise LoaderUsageError("expected --all or --node-id, found both; --replay needs one node")
     if asked is not None:
@@ -123,25 +135,40 @@ def verify_command(
     return _check(session, shard_ids, as_json=as_json)
 
 
-def _replay_of(step: int | None, rotations: str | None, claim: str | None) -> _Replay | None:
+def _replay_of(
+    step: int | None, rotations: str | None, pins: Sequence[str] | None, claim: str | None
+) -> _Replay | None:
     if step is None:
-        if rotations is not None or claim is not None:
-            raise LoaderUsageError("--rotations and --claim: expected --replay STEP beside them, found none")
+        if (rotations, pins, claim) != (None, None, None):
+            raise LoaderUsageError("--rotations, --pins and --claim: expected --replay STEP beside them, found none")
         return None
     if claim is not None and not (len(claim) == _SHA256_DIGITS and set(claim.lower()) <= set("0123456789abcdef")):
         raise LoaderUsageError(f"--claim: expected {_SHA256_DIGITS} hexadecimal digits, found {claim[:80]!r}")
-    return _Replay(step, numbers_of("--rotations", rotations) if rotations else (), claim.lower() if claim else None)
+    return _Replay(
+        step,
+        numbers_of("--rotations", rotations) if rotations else (),
+        pins_of([_pairs_of(lane) for lane in pins], len(pins)) if pins is not None else None,
+        claim.lower() if claim else None,
+    )
+
+
+def _pairs_of(lane: str) -> list[tuple[int, ...]]:
+    pairs = [numbers_of("--pins", pair.replace(":", ",", 1)) for pair in lane.split(",")]
+    if any(len(pair) != 2 for pair in pairs):
+        raise LoaderUsageError(f"--pins: expected EPOCH:SHARDS between commas such as 0:6,2:11, found {lane[:60]!r}")
+    return pairs
 
 
 def _tell_replay(session: Session, options: StreamOptions, asked: _Replay, total_shards: int, *, as_json: bool) -> int:
     """Prints the digest of the batch, or whether a claim holds; returns the exit code."""
     from loader.replay import batch_sha256, replay_batch
 
-    found = batch_sha256(replay_batch(session, options, asked.step, asked.rotations, total_shards))
+    pins = pins_of(asked.pins or [[(0, total_shards)]] * options.num_lanes, options.num_lanes)
+    found = batch_sha256(replay_batch(session, options, asked.step, asked.rotations, pins))
     holds = asked.claim in (None, found)
     who = f"{printable(options.node_id)}, step {asked.step}"
     if as_json:
-        facts = {"node_id": options.node_id, "total_shards": total_shards, **asdict(asked), "sha256": found}
+        facts = {"node_id": options.node_id, **asdict(asked), "pins": pins, "sha256": found}
         typer.echo(json.dumps({**facts, "ok": holds}, indent=2))
     elif asked.claim is None:
         typer.echo(found)
