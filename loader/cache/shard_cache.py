@@ -58,6 +58,8 @@ class CachedFile:
     """It was there already."""
     cached: bool
     """False: the cache could not be used, and the bytes live in this process only."""
+    reopened: bool = False
+    """This process has verified this very file before, and it was not written to since."""
 
 
 class ShardCache:
@@ -115,8 +117,8 @@ class ShardCache:
         except Degraded as reason:
             warn_once(self._folder, reason)
             return _private(_produced(name, size_bytes, produce))
-        if isinstance(found, memoryview):
-            return CachedFile(found, from_cache=True, cached=True)
+        if isinstance(found, CachedFile):
+            return found
         with found as part:
             data = _produced(name, size_bytes, produce)
             try:
@@ -159,7 +161,7 @@ class ShardCache:
         """
         return clear_folder(self._folder, self._lock_timeout_s)
 
-    def _find_or_claim(self, name: str, size_bytes: int, check: Callable[[memoryview], None]) -> memoryview | Part:
+    def _find_or_claim(self, name: str, size_bytes: int, check: Callable[[memoryview], None]) -> CachedFile | Part:
         """The file, if it is there or another makes it in time; else the reserved part to make it in.
 
         Raises:
@@ -168,9 +170,9 @@ class ShardCache:
         deadline = time.monotonic() + self._wait_timeout_s
         pause_s = _FIRST_PAUSE_S
         while True:
-            view = self._find(name, size_bytes, check)
-            if view is not None:
-                return view
+            file = self._find(name, size_bytes, check)
+            if file is not None:
+                return file
             part = self._claim(name, size_bytes)
             if part is not None:
                 return part
@@ -182,7 +184,7 @@ class ShardCache:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _find(self, name: str, size_bytes: int, check: Callable[[memoryview], None]) -> memoryview | None:
+    def _find(self, name: str, size_bytes: int, check: Callable[[memoryview], None]) -> CachedFile | None:
         """The file if it is there and passes; one that does not pass is removed.
 
         Raises:
@@ -200,11 +202,12 @@ class ShardCache:
                 mapped = map_file(path, size_bytes)
             if mapped is None:
                 return None
-            if self._verified.get(name) != mapped.identity:
+            reopened = self._verified.get(name) == mapped.identity
+            if not reopened:
                 check(mapped.view)
                 self._verified[name] = mapped.identity
             touch(path)
-            return mapped.view
+            return CachedFile(mapped.view, from_cache=True, cached=True, reopened=reopened)
         except CorruptObjectError as error:
             logger.warning("cache %s: %s is damaged, it is removed and made anew: %s", self._folder, name, error)
         with own_calls():
