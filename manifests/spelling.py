@@ -52,7 +52,7 @@ def parse_object(data: bytes, what: str) -> dict[str, Any]:
     """
     try:
         # Decoded here: json.loads would take UTF-16, too, and surrogates that UTF-8 does not have.
-        value = json.loads(data.decode())
+        value = json.loads(data.decode("utf-8-sig"))
         if b"\\u" in data:
             _check_unicode(value, what)
     except (ValueError, RecursionError) as error:

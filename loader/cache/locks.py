@@ -86,13 +86,15 @@ def keep_shared(descriptor: int) -> bool:
     """Turns an exclusive lock into a shared one; the caller then closes the descriptor, not `release`.
 
     Returns:
-        False if another came in between (the kernel does not change a lock in one step): then there is no lock.
+        False if another came in between (the kernel does not change a lock in one step): then there is no lock, and the
+        descriptor is `release`'s still.
 
     Raises:
         OSError: the lock cannot be changed.
     """
     kept = _try_flock(descriptor, fcntl.LOCK_SH)
-    _exclusive.discard(descriptor)
+    if kept:
+        _exclusive.discard(descriptor)
     return kept
 
 

@@ -146,7 +146,6 @@ def test_deep_json_is_refused(kind: type[Document], opening: bytes) -> None:
         b'{"x": "\xed\xa0\x80"}',
         '{"x": "\\ud800"}'.encode("utf-16"),
         "{}".encode("utf-16-le"),
-        b"\xef\xbb\xbf{}",
     ],
 )
 def test_what_no_utf_8_can_spell_is_refused(kind: type[Document], body: bytes) -> None:
@@ -154,7 +153,8 @@ def test_what_no_utf_8_can_spell_is_refused(kind: type[Document], body: bytes) -
         kind.from_json(body)
 
 
-def test_pairs_of_surrogates_are_text() -> None:
+def test_pairs_of_surrogates_are_text_and_so_is_what_an_editor_marked_as_utf_8() -> None:
+    assert SourcesFile.from_json(b'\xef\xbb\xbf{"sources": []}').sources == ()
     spelled = json.dumps({**MANIFEST, "tokenizer_version": "\N{GRINNING FACE}"}).encode()
     assert b"\\ud83d\\ude00" in spelled
     assert Manifest.from_json(spelled).tokenizer_version == "\N{GRINNING FACE}"

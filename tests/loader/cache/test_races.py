@@ -84,3 +84,16 @@ def test_what_a_dead_maker_of_another_file_left_makes_room(folder, caplog):
     leftover.write_bytes(bytes(SIZE_BYTES))
     assert open_file(ShardCache(folder, SIZE_BYTES)).cached
     assert not leftover.exists() and not caplog.records
+
+
+def test_a_file_whose_lock_another_takes_while_it_is_published_leaves_no_descriptor_behind(folder, before_locking):
+    cache = ShardCache(folder, SIZE_BYTES)
+
+    def refuse(path):
+        raise BlockingIOError(path)
+
+    before = len(os.listdir("/proc/self/fd"))
+    done = before_locking(folder / NAME, refuse)
+    found = open_file(cache)
+    assert done and not found.cached and found.buffer == content(NAME)
+    assert len(os.listdir("/proc/self/fd")) == before
