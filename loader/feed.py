@@ -88,11 +88,11 @@ class Feed:
         Raises:
             LoaderError: a shard cannot be had.
         """
-        gathered = [self._gather(part, schedule) for part in rows]
-        inputs, labels = gathered[0]
-        if len(gathered) > 1:
-            inputs = np.concatenate([part for part, _ in gathered])
-            labels = np.concatenate([part for _, part in gathered])
+        inputs, labels = self._gather(rows[0], schedule)
+        if len(rows) > 1:
+            rest = [self._gather(part, schedule) for part in rows[1:]]
+            inputs = np.concatenate([inputs, *(part for part, _ in rest)])
+            labels = np.concatenate([labels, *(part for _, part in rest)])
         batch: dict[str, Array] = {"input_ids": inputs, "labels": labels}
         for extra in self._options.extras:
             batch[extra] = _EXTRAS[extra](inputs)

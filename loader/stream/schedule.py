@@ -41,8 +41,7 @@ class Lane:
         return len(self.shards) * self.windows_per_shard
 
 
-@dataclass(frozen=True, slots=True)
-class LanePosition:
+class LanePosition(NamedTuple):
     """The next window of a lane."""
 
     epoch: int = 0
@@ -135,6 +134,8 @@ class Schedule:
         Returns:
             Its rows, in order; fewer than a batch at the end of the last epoch, and none behind it.
         """
+        if self.end_epoch is None and len(self._lanes) == 1 and (inside := self._inside_of_shard()) is not None:
+            return [inside]
         rows: list[Rows] = []
         for lane, count in enumerate(self._rows_by_lane()):
             if count:
@@ -188,6 +189,16 @@ class Schedule:
             position.window % lane.windows_per_shard < count
             for position, lane, count in zip(self.positions, self._lanes, counts, strict=True)
         )
+
+    def _inside_of_shard(self) -> Rows | None:
+        """The next batch where it is as most are: of one lane, and not of a shard's last windows."""
+        lane, (epoch, window), size = self._lanes[0], self.positions[0], self._batch_size
+        ordinal, first = divmod(window, lane.windows_per_shard)
+        if first + size >= lane.windows_per_shard:
+            return None
+        self.positions[0] = LanePosition(epoch, window + size)
+        self.step += 1
+        return Rows(epoch, lane.shards[ordinal], first, size)
 
     def _lane_steps(self, lane: int) -> int:
         windows = self.positions[lane].window % self._lanes[lane].windows_per_shard
