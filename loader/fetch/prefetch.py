@@ -47,11 +47,6 @@ class Prefetcher:
             self._coming[shard_id] = future
             threading.Thread(target=self._run, args=(shard_id, future), name=f"shard-{shard_id}", daemon=True).start()
 
-    def is_ready(self, shard_id: int) -> bool:
-        """Whether `take` would not wait."""
-        future = self._coming.get(shard_id)
-        return future is not None and future.done()
-
     def take(self, shard_id: int) -> OpenShard:
         """The shard; waits for it if it is being opened, opens it if it is not.
 

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from loader import GenesisDataset, LoaderUsageError, ManifestRollbackError, StateMismatchError, get_assigned_shards
-from tests.support.batches import take
+from tests.support.batches import digest, take
 from tests.support.token_store import TokenStore
 
 Make = Callable[..., GenesisDataset]
@@ -146,6 +148,97 @@ def test_refresh_of_several_sources(tmp_path: Path, make_dataset: Make, options:
         again.load_state_dict(json.loads(json.dumps(resumed.state_dict())))
         assert take(again, 60 - step) == expected[step:]
     assert not {0, 1} & set(dataset.shards)  # Held out, whatever has been added.
+
+
+def test_a_run_that_grew_twice_can_be_replayed(store: TokenStore, make_dataset: Make, options: dict[str, Any]) -> None:
+    dataset = make_dataset(store, **options)
+    assert dataset.pins == (((0, 4),),)
+    found = take(dataset, EPOCH + 7)
+    store.grow(2)
+    dataset.refresh()
+    assert dataset.refresh() == 6  # Nothing has come since.
+    assert dataset.pins == (((0, 4), (2, 6)),)
+    found += take(dataset, EPOCH)
+    store.grow(5)
+    dataset.refresh()
+    found += take(dataset, 3 * EPOCH)
+    assert dataset.pins == (((0, 4), (2, 6), (3, 11)),)
+    assert [digest(dataset.replay("node-a", step)) for step in range(len(found))] == found
+    peer = make_dataset(store, "node-b", **options)
+    pins = json.loads(json.dumps(dataset.pins))
+    assert [digest(peer.replay("node-a", step, pins=pins)) for step in range(0, len(found), 9)] == found[::9]
+    assert digest(peer.replay("node-a", 30, total_shards=4)) == found[30]
+    assert digest(peer.replay("node-a", 70, total_shards=4)) != found[70]
+    # A state has them too, and has nothing else to know of what is over.
+    state = json.loads(json.dumps(dataset.state_dict()))
+    assert state["lanes"][0]["pins"] == [[0, 4], [2, 6], [3, 11]]
+    resumed = make_dataset(store, **options)
+    resumed.load_state_dict(state)
+    assert resumed.pins == dataset.pins
+    assert take(resumed, 30) == take(dataset, 30)
+    assert digest(resumed.replay("node-a", 60)) == found[60]
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.integers(0, 30), min_size=1, max_size=4),
+    st.sampled_from([None, {"alpha": 2.0, "beta": 1.0}]),
+    st.sampled_from([None, 1, 2]),
+    st.sets(st.integers(0, 90), max_size=3),
+    st.data(),
+)
+def test_any_run_that_grew_can_be_replayed(
+    tmp_path_factory: pytest.TempPathFactory,
+    make_dataset: Make,
+    stops: list[int],
+    sources: dict[str, float] | None,
+    epochs: int | None,
+    rotations: set[int],
+    data: st.DataObject,
+) -> None:
+    folder = tmp_path_factory.mktemp("grown")
+    store = TokenStore.of(folder / "store", 4, sources=("alpha", "beta"))
+    mixed = {"sources": sources, "epochs": epochs, "cache_dir": folder / "cache", "seq_len": 333, "batch_size": 5}
+    dataset = make_dataset(store, **mixed, count=4)
+    dataset.load_state_dict({**dataset.state_dict(), "rotations": sorted(rotations)})
+    found: list[str] = []
+    for steps in (*stops, 10):
+        end = len(found) + steps
+        while len(found) < end:
+            found += take(dataset, end - len(found))
+        store.grow(2, sources=("alpha", "beta"))
+        dataset.refresh()
+        if data.draw(st.booleans()):
+            state = json.loads(json.dumps(dataset.state_dict()))
+            dataset = make_dataset(store, **mixed, count=4)
+            dataset.load_state_dict(state)
+    steps = data.draw(st.sets(st.integers(0, len(found) - 1), min_size=1, max_size=8))
+    replayed = {step: digest(dataset.replay("node-a", step, rotations=dataset.rotations)) for step in steps}
+    assert replayed == {step: found[step] for step in steps}
+
+
+def test_a_peer_that_knows_an_older_manifest_asks_for_the_new_one(
+    store: TokenStore, make_dataset: Make, options: dict[str, Any]
+) -> None:
+    peer = make_dataset(store, "node-b", **options)
+    store.grow(9)
+    dataset = make_dataset(store, **options)
+    assert digest(peer.replay("node-a", 3, pins=dataset.pins)) == take(dataset, 4)[3]
+    assert peer.manifest.total_shards == 4
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [[], [[]], [[(1, 4)]], [[(0, 4), (0, 4)]], [[(0, 4), (3, 4)]], [[(0, 4)], [(0, 4)]], [[(0, 0)]], [[(0, 5)]], [[4]]],
+)
+def test_pins_that_no_run_of_these_options_can_have(
+    store: TokenStore, make_dataset: Make, options: dict[str, Any], pins: Any
+) -> None:
+    dataset = make_dataset(store, **options)
+    with pytest.raises(LoaderUsageError):
+        dataset.replay("node-a", 3, pins=pins)
+    with pytest.raises(LoaderUsageError, match="found both"):
+        dataset.replay("node-a", 3, pins=dataset.pins, total_shards=4)
 
 
 def test_another_store_is_not_growth(store: TokenStore, make_dataset: Make, options: dict[str, Any]) -> None:

@@ -139,3 +139,29 @@ def test_a_store_that_has_grown_since(tmp_path: Path, make_dataset: Make) -> Non
     assert digest(peer.replay("node-a", 4)) != found[4]
     assert verify_assignment("node-a", node.shards, 4)
     assert not verify_assignment("node-a", node.shards, 9)
+
+
+@pytest.mark.parametrize("sources", [None, {"alpha": 3.0, "beta": 1.0}])
+def test_a_batch_far_away(two_sources: TokenStore, make_dataset: Make, sources: dict[str, float] | None) -> None:
+    dataset = make_dataset(two_sources, sources=sources)
+    far = 2**40 - 1
+    dataset.load_state_dict(dataset.state_dict(step=far - 3))
+    assert digest(dataset.replay("node-a", far)) == take(dataset, 4)[3]
+    for step, rotations in ((far + 1, []), (3, [far + 1]), (3, [-1])):
+        with pytest.raises(LoaderUsageError, match=r"expected steps of 0 to 2\*\*40 - 1"):
+            dataset.replay("node-a", step, rotations=rotations)
+
+
+@pytest.mark.parametrize("sources", [None, {"alpha": 3.0, "beta": 1.0}])
+def test_a_batch_many_passes_away(
+    two_sources: TokenStore, make_dataset: Make, sources: dict[str, float] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loader.node_stream._MOST_PASSES", 400)
+    dataset = make_dataset(two_sources, sources=sources, epochs=1, seq_len=999, count=2)
+    found: list[str] = []
+    while len(found) < 200:
+        found += take(dataset)
+    assert [digest(dataset.replay("node-a", step)) for step in (100, 199)] == [found[100], found[199]]
+    for ask in (dataset.replay, lambda _, step: dataset.state_dict(step=step)):
+        with pytest.raises(LoaderUsageError, match="expected a step within 400 passes, found 2000000"):
+            ask("node-a", 2_000_000)

@@ -230,6 +230,29 @@ def test_a_peek_before_loading(six_shards: TokenStore, make_dataset: Make) -> No
     assert take(other, 18) == expected[12:]
 
 
+def test_the_loss_of_a_shards_last_batch_is_not_the_next_ones(six_shards: TokenStore, make_dataset: Make) -> None:
+    dataset = make_dataset(six_shards, seq_len=32, batch_size=31)  # 62 windows: two batches a shard.
+    states = []
+    for step, _ in enumerate(islice(dataset, 4)):
+        dataset.report_loss(float(step))
+        states.append(dataset.state_dict()["losses"])
+    assert states == [[0.0], [], [2.0], []]
+
+
+@pytest.mark.parametrize("batch_size", [31, 33])
+def test_losses_of_one_shard_do_not_end_the_next(six_shards: TokenStore, make_dataset: Make, batch_size: int) -> None:
+    """The last batch of a shard, which may have rows of the next, has a low loss; the rule wants two of one shard."""
+    rule = PlateauRule("absolute", history=4, window=2, min_steps=0)
+    dataset = make_dataset(six_shards, seq_len=16, batch_size=batch_size, plateau=rule)  # 124 windows a shard.
+    rotated_at = None
+    for step, _ in enumerate(islice(dataset, 6)):
+        dataset.report_loss(0.01 if step >= 3 else 2.0)
+        if dataset.rotations:
+            rotated_at = dataset.rotations[0]
+            break
+    assert rotated_at == 6
+
+
 def test_the_state_stays_small(tmp_path: Path) -> None:
     store = TokenStore.of(tmp_path / "store", 12)
     dataset = GenesisDataset(

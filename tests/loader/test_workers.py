@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
+import logging
+import multiprocessing
 import pickle
 import subprocess
 import sys
@@ -147,6 +150,95 @@ def test_a_pass_that_is_broken_off_begins_again(six_shards: TokenStore, make_dat
     assert take(loader, 10) == expected[:10]
     dataset.load_state_dict(dataset.state_dict(step=10))
     assert take(loader, 10) == expected[10:20]
+
+
+def test_it_is_said_once_that_batches_come_again(six_shards: TokenStore, make_dataset: Make, tmp_path: Path) -> None:
+    dataset = make_dataset(six_shards)
+    loader = workers(dataset, 2)
+    log = logging.FileHandler(tmp_path / "log")  # Workers write to it too.
+    logging.getLogger("loader.board").addHandler(log)
+    try:
+        take(loader, 5)
+        assert (tmp_path / "log").read_text() == ""
+        take(loader, 5)
+        said = (tmp_path / "log").read_text()
+        assert said.count("\n") == 1
+        assert "batches from step 0 come again; to go on call load_state_dict(state_dict(step=N))" in said
+        dataset.load_state_dict(dataset.state_dict(step=5))
+        take(loader, 5)
+        assert (tmp_path / "log").read_text() == said
+    finally:
+        logging.getLogger("loader.board").removeHandler(log)
+        log.close()
+
+
+def test_a_copy_does_not_move_this_stream(six_shards: TokenStore, make_dataset: Make) -> None:
+    expected = take(make_dataset(six_shards), 210)
+    dataset = make_dataset(six_shards)
+    iterator = iter(dataset)
+    found = take(iterator, 5)
+    for other in (pickle.loads(pickle.dumps(dataset)), copy.deepcopy(dataset)):
+        other.load_state_dict(other.state_dict(step=200))
+        assert take(workers(other, 2), 3) == expected[200:203]
+        dataset.report_loss(2.0)
+        assert dataset.state_dict()["step"] == 5
+    assert found + take(iterator, 5) == expected[:10]
+
+
+def train_a_rank(dataset: GenesisDataset, step: int, found: Any) -> None:
+    """As a script of several processes does that makes its dataset before it starts them."""
+    dataset.load_state_dict(dataset.state_dict(step=step))
+    loader = workers(dataset, 2)
+    batches = []
+    for batch in itertools.islice(loader, 6):
+        batches.append(digest(batch))
+        dataset.report_loss(2.0)
+    dataset.load_state_dict(dataset.state_dict(step=step + 6))
+    found.put((step, batches + take(loader, 4)))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_processes_that_are_no_workers_have_streams_of_their_own(
+    six_shards: TokenStore, make_dataset: Make, method: str
+) -> None:
+    expected = take(make_dataset(six_shards), 100)
+    dataset = make_dataset(six_shards)
+    context = multiprocessing.get_context(method)
+    found = context.Queue()
+    ranks = [context.Process(target=train_a_rank, args=(dataset, step, found)) for step in (0, 60)]
+    for rank in ranks:
+        rank.start()
+    iterator = iter(dataset)
+    own = take(iterator, 3)
+    of_ranks = dict(found.get(timeout=100) for _ in ranks)
+    for rank in ranks:
+        rank.join(100)
+    dataset.report_loss(2.0)
+    assert own + take(iterator, 3) == expected[:6]
+    assert of_ranks == {0: expected[:10], 60: expected[60:70]}
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+def test_a_rotation_that_no_worker_has_reached_is_in_the_datasets_state(
+    six_shards: TokenStore, make_dataset: Make
+) -> None:
+    """And not in StatefulDataLoader's, which has what its workers knew when they made their batches."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    options = {"plateau": QUICK, "seq_len": 32}
+    dataset = make_dataset(six_shards, **options)
+    iterator = iter(StatefulDataLoader(dataset, batch_size=None, num_workers=2, timeout=60))
+    taken = 0
+    while not dataset.rotations:
+        next(iterator)
+        taken += 1
+        dataset.report_loss(0.01)
+    assert dataset.rotations[0] > taken
+    state = json.loads(json.dumps(dataset.state_dict(step=taken)))
+    expected = take(iterator, 12)
+    resumed = make_dataset(six_shards, **options)
+    resumed.load_state_dict(state)
+    assert take(workers(resumed, 2), 12) == expected
 
 
 def test_persistent_workers_say_what_they_cannot_know(six_shards: TokenStore, make_dataset: Make) -> None:

@@ -91,6 +91,36 @@ def test_a_shard_left_early_is_replayed_as_it_was_left(here, dataset):
     assert found == f"{expected}\n"
 
 
+def test_a_run_that_took_a_grown_store_is_replayed_with_its_pins(here, dataset):
+    pins = [[(0, 9), (1, 17), (4, 23)]]
+    for step in ("0", "60", "400"):
+        expected = batch_sha256(dataset.replay("n", int(step), pins=pins))
+        found = here("verify", "--node-id", "n", "--replay", step, "--pins", "0:9, 1:17,4:23", *STREAM)[0]
+        assert found == f"{expected}\n"
+    told = here.json("verify", "--node-id", "n", "--replay", "400", "--pins", "0:9,1:17,4:23", *STREAM)
+    assert told["pins"] == [[[0, 9], [1, 17], [4, 23]]]
+    assert here.json("verify", "--node-id", "n", "--replay", "4", *STREAM)["pins"] == [[[0, 23]]]
+    assert here.json("verify", "--node-id", "n", "--replay", "4", "--total-shards", "7", *STREAM)["pins"] == [[[0, 7]]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--pins", "0:9"], "--replay STEP beside them"),
+        (["--replay", "3", "--pins", "9"], "expected EPOCH:SHARDS between commas"),
+        (["--replay", "3", "--pins", "0:9:1"], "expected whole numbers"),
+        (["--replay", "3", "--pins", "1:9"], "from epoch 0"),
+        (["--replay", "3", "--pins", "0:9,2:9"], "ever later epochs and more shards"),
+        (["--replay", "3", "--pins", "0:99"], "1 to 23 shards"),
+        (["--replay", "3", "--pins", "0:9", "--pins", "0:9"], "those of 1 lanes"),
+        (["--replay", "3", "--pins", "0:9", "--total-shards", "9"], "found both"),
+        (["--replay", str(2**40)], "2**40"),
+    ],
+)
+def test_replays_that_cannot_be(here, arguments, expected):
+    assert expected in here("verify", "--node-id", "n", *arguments, *STREAM, expect=2)[1]
+
+
 def test_a_batch_is_digested_as_inputs_then_labels_in_little_endian_words():
     import hashlib
 

@@ -173,6 +173,65 @@ def test_a_queued_lane_begins_with_the_next_epoch(
         ]
 
 
+@given(LANES, BATCH_SIZES, st.lists(STEPS, min_size=1, max_size=4), st.none() | st.integers(1, 6), st.booleans())
+def test_lanes_queued_from_the_beginning_are_lanes_queued_as_they_came(
+    lanes: list[Lane], batch_size: int, stops: list[int], end_epoch: int | None, skip: bool
+) -> None:
+    """What makes a run again that took a grown store several times."""
+    live = Schedule(lanes, batch_size, end_epoch=end_epoch)
+    queued: list[dict[int, Lane]] = [{} for _ in lanes]
+    taken = []
+    for growth, steps in enumerate(stops):
+        taken += take(live, steps)
+        for number, lane in enumerate(lanes):
+            successor = Lane(tuple(range(1_000 * growth, 1_000 * growth + growth + 1)), growth + 2, lane.weight)
+            queued[number][live.positions[number].epoch + 1] = successor
+            live.queue_lane(number, successor)
+    taken += take(live, 24)
+    again = Schedule(lanes, batch_size, end_epoch=end_epoch)
+    for number, successors in enumerate(queued):
+        for epoch, successor in successors.items():
+            again.queue_lane(number, successor, epoch)
+    if skip:
+        again.skip_to(len(taken) - 24)
+        assert take(again, 24) == taken[-24:]
+    else:
+        assert take(again, len(taken)) == taken
+    assert (again.positions, again.lanes) == (live.positions, live.lanes)
+
+
+@given(st.lists(st.floats(0.01, 100.0), min_size=2, max_size=4), BATCH_SIZES, st.integers(0, 2**50), st.integers(0, 40))
+def test_far_steps_of_a_mixture_are_where_steps_lead(
+    weights: list[float], batch_size: int, far: int, more: int
+) -> None:
+    lanes = [Lane((number,), 7, weight) for number, weight in enumerate(weights)]
+    stepped, skipped = Schedule(lanes, batch_size), Schedule(lanes, batch_size)
+    stepped.skip_to(far)
+    take(stepped, more)
+    skipped.skip_to(far + more)
+    assert (skipped.step, skipped.positions) == (stepped.step, stepped.positions)
+    rows = (far + more) * batch_size
+    for position, weight in zip(skipped.positions, weights, strict=True):
+        assert abs(7 * position.epoch + position.window - rows * (weight / sum(weights))) <= 60 + rows * 2.0**-45
+
+
+@given(LANES, BATCH_SIZES, STEPS)
+def test_a_batch_left_its_shard_if_the_next_one_begins_in_another(
+    lanes: list[Lane], batch_size: int, steps: int
+) -> None:
+    schedule = Schedule(lanes, batch_size)
+    assert not schedule.batch_left_shard()
+
+    def shards() -> list[tuple[int, int]]:
+        at = zip(schedule.positions, lanes, strict=True)
+        return [(position.epoch, position.window // lane.windows_per_shard) for position, lane in at]
+
+    for _ in range(steps):
+        before = shards()
+        schedule.next_rows()
+        assert schedule.batch_left_shard() == (shards() != before)
+
+
 @given(LANES, BATCH_SIZES, STEPS)
 def test_what_is_said_of_the_shards_is_what_is_read(lanes: list[Lane], batch_size: int, steps: int) -> None:
     schedule = Schedule(lanes, batch_size)
