@@ -230,9 +230,9 @@ class GenesisDataLoader:
             self._tokens_drawn += batch_size * seq_len
         return shard[rows], shard[rows + 1]
 
-    def report_loss(self, loss: float) -> None:
+    def report_loss(self, loss: float | torch.Tensor) -> None:
         """Feeds the plateau rule."""
-        self._history.add(loss)
+        self._history.add(loss.item() if isinstance(loss, torch.Tensor) else float(loss))
 
     def should_rotate(self) -> bool:
         """Whether the current shard is used up, or has no more to teach (000 and 001, "Adaptive Shard Rotation")."""

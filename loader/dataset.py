@@ -113,7 +113,7 @@ class GenesisDataset(IterableDataset[Batch]):
             seed=seed,
             count=count,
             assignment=assignment,
-            sources=tuple((sources or {}).items()),
+            sources=_weights(sources),
             holdout=holdout,
             split=split,
             epochs=epochs,
@@ -174,13 +174,13 @@ class GenesisDataset(IterableDataset[Batch]):
             return _failing(error)
         return self._worker_batches(worker)
 
-    def report_loss(self, loss: float) -> None:
+    def report_loss(self, loss: float | torch.Tensor) -> None:
         """Feeds the plateau rule with the loss of the latest batch; where it fires, the shard is left.
 
         Call it in the process that trains, once a batch. With DataLoader workers, which are some batches ahead, the
         rotation takes place behind the furthest batch that any has begun, and a loss counts to that one's shard.
         """
-        self._shared.report_loss(float(loss))
+        self._shared.report_loss(loss.item() if isinstance(loss, torch.Tensor) else float(loss))
 
     def refresh(self) -> int:
         """Takes the store's newest manifest: from its next epoch on, a lane reads what the node is assigned in it.
@@ -302,6 +302,12 @@ class GenesisDataset(IterableDataset[Batch]):
             self._feed_pid = os.getpid()
         self._feed.adopt(session.catalog)
         return self._feed
+
+
+def _weights(sources: Mapping[str, float] | None) -> tuple[tuple[str, float], ...]:
+    if sources is not None and not isinstance(sources, Mapping):
+        raise LoaderUsageError(f"sources: expected weights by source, such as {{'c4': 1.0}}, found {sources!r}")
+    return tuple((sources or {}).items())
 
 
 def _failing(error: LoaderError) -> Iterator[Batch]:

@@ -76,6 +76,8 @@ class StoreOptions:
         Raises:
             LoaderUsageError: a value makes no sense.
         """
+        if isinstance(mirrors, str) or store is None:
+            raise LoaderUsageError(f"expected a store's address and a list of mirrors, found {store!r} and {mirrors!r}")
         return cls(
             mirrors=(str(store), *mirrors),
             public_key=Path(public_key) if public_key is not None else None,
@@ -118,7 +120,13 @@ class StreamOptions:
         return max(1, len(self.sources))
 
     def __post_init__(self) -> None:
+        if not isinstance(self.node_id, str) or not self.node_id:
+            raise LoaderUsageError(f"node_id: expected a name, found {self.node_id!r}")
         check_node_id(self.node_id)
+        for name in ("seq_len", "batch_size", "seed", "count", "holdout"):
+            _whole(name, getattr(self, name))
+        if self.epochs is not None:
+            _whole("epochs", self.epochs)
         for name in ("seq_len", "batch_size", "count"):
             if getattr(self, name) < 1:
                 raise LoaderUsageError(f"{name}: expected 1 or more, found {getattr(self, name)}")
@@ -135,6 +143,11 @@ class StreamOptions:
             raise LoaderUsageError(
                 f"sources: expected different names with finite weights above 0, found {self.sources}"
             )
+
+
+def _whole(name: str, found: object) -> None:
+    if not isinstance(found, int) or isinstance(found, bool):
+        raise LoaderUsageError(f"{name}: expected a whole number, found {found!r}")
 
 
 def _one_of(name: str, found: str, known: tuple[str, ...]) -> None:

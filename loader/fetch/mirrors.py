@@ -93,7 +93,7 @@ class Mirrors:
                 except (StoreError, CorruptObjectError) as error:
                     failures[position] = error
                     resting_until[position] = time.monotonic() + _asked_to_wait_s(error)
-                    logger.info("%s", error)
+                    logger.debug("%s", error)
                 if time.monotonic() >= deadline:
                     raise self._unavailable(key, failures)
             rounds += 1
@@ -103,6 +103,9 @@ class Mirrors:
             pause_s = max(_backoff_s(rounds), min(resting_until.values()) - time.monotonic())
             if time.monotonic() + pause_s >= deadline:
                 raise self._unavailable(key, failures)
+            if rounds == 1:
+                told = "; ".join(str(error) for error in failures.values())
+                logger.warning("%s: trying for %.0f s more: %s", key, deadline - time.monotonic(), told)
             time.sleep(pause_s)
 
     def each(self) -> list[ReadableStore]:
