@@ -106,6 +106,8 @@ class GenesisDataset(IterableDataset[Batch]):
             max_bytes_per_s=max_bytes_per_s,
             timeout_s=timeout_s,
         )
+        if not node_id:
+            raise LoaderUsageError("node_id: expected a name, found an empty one")
         self._options = StreamOptions(
             node_id=node_id,
             seq_len=seq_len,

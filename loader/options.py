@@ -120,7 +120,7 @@ class StreamOptions:
         return max(1, len(self.sources))
 
     def __post_init__(self) -> None:
-        if not isinstance(self.node_id, str) or not self.node_id:
+        if not isinstance(self.node_id, str):
             raise LoaderUsageError(f"node_id: expected a name, found {self.node_id!r}")
         check_node_id(self.node_id)
         for name in ("seq_len", "batch_size", "seed", "count", "holdout"):

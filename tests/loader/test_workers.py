@@ -197,6 +197,7 @@ def train_a_rank(dataset: GenesisDataset, step: int, found: Any) -> None:
     found.put((step, batches + take(loader, 4)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_processes_that_are_no_workers_have_streams_of_their_own(
     six_shards: TokenStore, make_dataset: Make, method: str

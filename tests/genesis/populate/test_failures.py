@@ -111,6 +111,7 @@ def test_a_damaged_checkpoint(small_input, undisturbed, tmp_path):
     assert snapshot(store) == undisturbed
 
 
+@pytest.mark.slow
 def test_a_bad_line_can_be_mended_in_the_file_that_was_partly_read(tmp_path):
     texts = documents(seed=15, count=400)
     path = write_json_lines(tmp_path / "a.jsonl", texts)

@@ -30,6 +30,7 @@ def test_every_shard_has_its_packed_form(small_input, undisturbed, tmp_path):
     assert verify_store(store).ok
 
 
+@pytest.mark.slow
 def test_a_store_may_be_mixed(small_input, undisturbed, tmp_path):
     arguments = populate_arguments(tmp_path, small_input)
     genesis(*arguments, "--max-shards", "3", GENESIS_PACKED="0")

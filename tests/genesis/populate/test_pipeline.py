@@ -81,6 +81,7 @@ def test_the_form_of_the_input_does_not_matter(reference, texts, tmp_path):
     assert snapshot(tmp_path / "store")["shards"] == snapshot(reference[0])["shards"]
 
 
+@pytest.mark.slow
 def test_going_on_in_steps_gives_the_same_store(reference, inputs, tmp_path):
     arguments = populate_arguments(tmp_path / "store", *inputs)
     for limit in (1, 2, 7, 7):

@@ -18,6 +18,7 @@ def moto():
         yield server
 
 
+@pytest.mark.slow
 def test_a_bucket_holds_what_a_folder_would(moto, small_input, undisturbed):
     genesis(*populate_arguments(URL, small_input), "--workers", "2", **moto.environment())
     with speaking_to(moto):
