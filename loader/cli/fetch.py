@@ -186,5 +186,7 @@ def _lines(report: _Report) -> list[str]:
     ]
     if not report.is_complete:
         missing = sorted([*(failure.shard_id for failure in report.failed), *report.not_begun])
-        lines.append(f"missing: {', '.join(map(str, missing))}; the same command goes on from here")
+        lines.append(
+            f"missing: {', '.join(map(str, missing))}; once that is mended, the same command goes on from here"
+        )
     return lines
