@@ -100,7 +100,10 @@ def peers(arguments: argparse.Namespace, workspace: Workspace) -> dict[str, Cont
     windows = workspace.tokens.stat().st_size // 2 // arguments.seq_len
     batches = {"batches": windows // arguments.batch_size}
     found = {name: Contestant(name, {**shape(arguments), **batches}) for name in arguments.peers}
+    of_one = {"batches": (workspace.manifest()["shard_tokens"] - 1) // arguments.seq_len // arguments.batch_size}
     for name in arguments.peers:
+        one = {**shape(arguments), **of_one}
+        found[f"{name}, one shard"] = Contestant(name, one, one_shard=True)
         if name in ("litdata", "datatrove"):
             found[f"{name}, views"] = Contestant(name, {**shape(arguments), "views": True})
     return found

@@ -27,6 +27,8 @@ class Contestant:
 
     script: str
     options: dict[str, Any] = field(default_factory=dict)
+    one_shard: bool = False
+    """A peer reads the ids of one shard only."""
 
 
 @dataclass(slots=True)
@@ -95,7 +97,7 @@ class _Process:
 def started(name: str, contestant: Contestant, workspace: Workspace) -> Iterator[_Process]:
     """A contestant's process, ready for its first pass; ended afterwards."""
     script = CONTESTANTS / f"{contestant.script}_batches.py"
-    options = {"data": str(workspace.data_of(contestant.script)), **contestant.options}
+    options = {"data": str(workspace.data_of(contestant.script, one_shard=contestant.one_shard)), **contestant.options}
     command = [str(workspace.python_of(contestant.script)), str(script), "serve", json.dumps(options)]
     with subprocess.Popen(
         command,

@@ -101,21 +101,30 @@ class Workspace:
         command = [str(self.python_of(contestant)), "-c", code]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
 
-    def data_of(self, contestant: str) -> Path:
-        """What a contestant reads; a peer's files are written when they are first asked for."""
+    def data_of(self, contestant: str, *, one_shard: bool = False) -> Path:
+        """What a contestant reads: all ids, or those of the first shard; files are written when first asked for."""
+        tokens = self._first_shard() if one_shard else self.tokens
         if contestant not in PEERS:
-            return self.tokens if contestant == "nanogpt" else self.store
-        data = self.folder / "data" / f"{contestant}-{self.seq_len}"
+            return tokens if contestant == "nanogpt" else self.store
+        data = self.folder / "data" / f"{contestant}-{self.seq_len}{'-one-shard' * one_shard}"
         stamp = data.with_suffix(".made")
         if not stamp.exists():
             progress(f"converting the tokens for {contestant}")
             shutil.rmtree(data, ignore_errors=True)
             data.parent.mkdir(exist_ok=True)
             script = CONTESTANTS / f"{contestant}_batches.py"
-            command = [str(self.python_of(contestant)), str(script), "convert", str(self.tokens), str(data)]
+            command = [str(self.python_of(contestant)), str(script), "convert", str(tokens), str(data)]
             _run([*command, str(self.seq_len)], _CONVERT_TIMEOUT_S)
             stamp.touch()
         return data
+
+    def _first_shard(self) -> Path:
+        path = self.folder / "tokens-one-shard.bin"
+        size_bytes = 2 * self.manifest()["shard_tokens"]
+        if not path.exists() or path.stat().st_size != size_bytes:
+            with self.tokens.open("rb") as file:
+                path.write_bytes(file.read(size_bytes))
+        return path
 
     def _write_tokens(self) -> None:
         import numpy as np
