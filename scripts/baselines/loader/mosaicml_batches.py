@@ -2,8 +2,8 @@
 
 As its documentation has it for one node: ``shuffle=True`` with the default algorithm, ``batch_size`` given, the default
 shards of 64 MB, no compression, no hashes (its default: nothing is verified). Fixed shape and uint16 are the cheapest
-form the format has. Without a DataLoader the samples of a batch are stacked and widened at once, which is faster than
-torch's collation; inputs and labels are copied from that tensor.
+form the format has. Without a DataLoader the samples of a batch are stacked and widened at
+once; inputs and labels are copied from that tensor.
 """
 
 from __future__ import annotations
