@@ -3,7 +3,7 @@
 Guarantees: the batches are a function of the options, the store's shards and the steps at which shards were left early;
 a state resumes to the exact next batch; the sequence is the same for 0, 1 and 4 workers. A batch is whole when it comes
 out, so `DataLoader` is given ``batch_size=None``. Use no workers unless something else in the pipeline needs them: a
-batch takes 7 to 15 µs here, and 1.4 ms to get out of a worker.
+batch takes some 15 µs here, and 1.4 ms to get out of a worker.
 
 What is here is torch's side of it; where the stream stands is `SharedStream`'s to know, and `Feed` makes the batches.
 The constructor finds the manifest and pins the node's shards, against the rule of this house that constructors do no
