@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
 import numpy as np
@@ -20,7 +19,6 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from genesis.errors import TokenizerError, VocabularyMismatchError
-from loader.cache import settings as cache_settings
 from loader.errors import HostileStoreError, LoaderUsageError, StateMismatchError, TokenizerSyncError
 from loader.options import StoreOptions
 from loader.session import Session
@@ -104,11 +102,12 @@ class GenesisDataLoader:
             UntrustedManifestError: its manifest may not be believed.
         """
         self._session = Session.open(
-            StoreOptions(
-                mirrors=(str(store or os.environ.get("GENESIS_STORE") or self.GENESIS_CDN_URL), *mirrors),
-                public_key=Path(public_key) if public_key is not None else None,
-                cache_dir=cache_settings.cache_dir(cache_dir),
-                cache_bytes=cache_settings.cache_bytes(cache_bytes),
+            StoreOptions.of(
+                store or os.environ.get("GENESIS_STORE") or self.GENESIS_CDN_URL,
+                mirrors=mirrors,
+                public_key=public_key,
+                cache_dir=cache_dir,
+                cache_bytes=cache_bytes,
                 timeout_s=timeout_s,
             )
         )

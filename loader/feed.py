@@ -1,7 +1,7 @@
 """From rows of windows to arrays of ids, with the next shard always on its way.
 
-Holds the shards that the lanes stand in, mapped, and lets go of the others. Whenever a lane moves on, the shard behind
-the next one is asked for in the background, so moving on waits only if the network was slower than the training.
+Holds the shards that the lanes stand in, mapped, and lets go of the others. Whenever a lane moves on, the next shard is
+asked for in the background, so moving on waits only if the network was slower than the training.
 """
 
 from __future__ import annotations

@@ -51,13 +51,11 @@ class ShardOpener:
     Args:
         mirrors: where they are.
         cache: where they are kept.
-        packed: whether to use the transfer form where there is one.
     """
 
-    def __init__(self, mirrors: Mirrors, cache: ShardCache, *, packed: bool = True) -> None:
+    def __init__(self, mirrors: Mirrors, cache: ShardCache) -> None:
         self._mirrors = mirrors
         self._cache = cache
-        self._packed = packed
 
     def open(self, entry: ShardFacts) -> OpenShard:
         """The shard, verified.
@@ -85,7 +83,7 @@ class ShardOpener:
         return body
 
     def _fetch(self, entry: ShardFacts) -> Buffer:
-        if entry.packed is not None and self._packed:
+        if entry.packed is not None:
             try:
                 return self._download_packed(entry, entry.packed)
             except (CorruptObjectError, ObjectAbsentError) as error:
