@@ -1,0 +1,107 @@
+"""Everything that can go wrong in training, one line a user can act on each.
+
+TrainerError
+├── TrainerUsageError          options that do not go together, or a value out of range
+├── NonFiniteTrainingError     loss or gradient stayed NaN or infinite, step after step
+├── CheckpointError            a checkpoint cannot be written or used
+│   ├── CorruptCheckpointError     no file of it is whole
+│   └── CheckpointMismatchError    it belongs to another run, architecture or format
+├── ExportError                a checkpoint cannot be written in another project's form
+├── CodecError                 encoded numbers that no honest encoder made
+├── RpcError                   talking to a peer failed
+│   ├── PeerUnavailableError       it does not answer, or fell silent
+│   └── RefusedError               it answered no, and said why
+├── IncompatiblePeerError      the others train another architecture, vocabulary or protocol
+├── RoundFailedError           a round ended without a result; training goes on from where it was
+├── StateTransferError         no donor gave the whole state
+└── DiscoveryError             peers cannot be looked up
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointMismatchError",
+    "CodecError",
+    "CorruptCheckpointError",
+    "DiscoveryError",
+    "ExportError",
+    "IncompatiblePeerError",
+    "NonFiniteTrainingError",
+    "PeerUnavailableError",
+    "RefusedError",
+    "RoundFailedError",
+    "RpcError",
+    "StateTransferError",
+    "TrainerError",
+    "TrainerUsageError",
+]
+
+
+class TrainerError(Exception):
+    """Base of all of them; the message says what was expected, what was found, and what to do."""
+
+
+class TrainerUsageError(TrainerError):
+    """Options that do not go together, or a value out of range."""
+
+
+class NonFiniteTrainingError(TrainerError):
+    """Loss or gradient stayed NaN or infinite for too many steps in a row."""
+
+
+class CheckpointError(TrainerError):
+    """A checkpoint cannot be written or used."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """Of a checkpoint and those kept before it, none is whole."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """A checkpoint belongs to another run, another architecture, or a format this release does not read."""
+
+
+class ExportError(TrainerError):
+    """A checkpoint cannot be written in another project's form."""
+
+
+class CodecError(TrainerError):
+    """Encoded numbers that no honest encoder made, or numbers that cannot be encoded."""
+
+
+class RpcError(TrainerError):
+    """Talking to a peer failed."""
+
+
+class PeerUnavailableError(RpcError):
+    """A peer cannot be reached, fell silent, or did not answer in time."""
+
+
+class RefusedError(RpcError):
+    """A peer answered no.
+
+    Args:
+        reason: one word for programs and counters (``replayed``, ``protocol``, ``architecture``, ...).
+        text: one line for people.
+    """
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+class IncompatiblePeerError(TrainerError):
+    """The other nodes of the run train another architecture or vocabulary, or speak another protocol."""
+
+
+class RoundFailedError(TrainerError):
+    """A round ended without a result; nothing was applied, and training goes on from where it was."""
+
+
+class StateTransferError(TrainerError):
+    """No donor, or no set of donors, gave the whole state."""
+
+
+class DiscoveryError(TrainerError):
+    """Peers cannot be looked up or announced to."""
