@@ -1,0 +1,1 @@
+"""DiLoCo: many inner steps on each node, then one outer step all nodes agree on."""
