@@ -1,0 +1,88 @@
+"""`InnerConfig`: the options of the inner loop, checked where they are given.
+
+The defaults are 000's table: 1e-4 behind 1,000 steps of warm-up, down to a tenth at step 50,000, clipped at norm 1.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Final, Literal, get_args
+
+from trainer.errors import TrainerUsageError
+
+__all__ = ["Compile", "InnerConfig", "Precision", "Schedule"]
+
+Schedule = Literal["cosine", "linear", "constant"]
+Precision = Literal["auto", "fp32", "bf16"]
+Compile = Literal["auto", "on", "off"]
+
+_CHOICES: Final = {"schedule": get_args(Schedule), "precision": get_args(Precision), "compile": get_args(Compile)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InnerConfig:
+    """How a node trains between two synchronisations.
+
+    Raises:
+        TrainerUsageError: a value is out of range, or two do not go together; it names field and value.
+    """
+
+    lr: float = 1e-4
+    """Highest learning rate, reached at the end of the warm-up."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW: how much of the first and of the second moment is kept a step."""
+    eps: float = 1e-8
+    """AdamW: added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """AdamW: decoupled decay of matrices and embeddings; norms and vectors have none."""
+    max_grad_norm: float = 1.0
+    """The gradient of the whole model is scaled down to this Euclidean norm."""
+    schedule: Schedule = "cosine"
+    """How the learning rate falls behind the warm-up."""
+    warmup_steps: int = 1000
+    """Steps over which the learning rate rises in a line from 0."""
+    decay_end_step: int = 50_000
+    """Step, counted from the beginning of the run, at which the learning rate has reached its lowest."""
+    min_lr_ratio: float = 0.1
+    """Lowest learning rate as a share of ``lr``."""
+    micro_batch_size: int = 0
+    """Rows of a batch that goes through the model at once; 0: by available memory, 1 to 8."""
+    accumulation_steps: int = 1
+    """Batches whose gradients make one step, each weighted by its tokens."""
+    seq_len: int = 512
+    """Tokens of a row."""
+    precision: Precision = "auto"
+    """Of the products in the model; parameters and moments are fp32. auto: bf16 on CUDA, fp32 elsewhere."""
+    compile: Compile = "auto"
+    """torch.compile. auto: on CUDA only."""
+    activation_checkpointing: bool = False
+    """Compute each block's activations again in the backward pass: about a third more time for far less memory."""
+    max_skipped_in_a_row: int = 10
+    """So many steps in a row with a loss or gradient that is not finite end the run."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise TrainerUsageError(f"{field.name}: expected a finite number, found {value}")
+        for name, choices in _CHOICES.items():
+            _check(getattr(self, name) in choices, name, f"one of {', '.join(choices)}", getattr(self, name))
+        _check(self.lr > 0, "lr", "a learning rate above 0", self.lr)
+        valid_betas = len(self.betas) == 2 and all(0.0 <= beta < 1.0 for beta in self.betas)
+        _check(valid_betas, "betas", "two numbers of 0 or more, below 1", self.betas)
+        _check(self.eps > 0, "eps", "a number above 0", self.eps)
+        _check(self.weight_decay >= 0, "weight_decay", "0 or more", self.weight_decay)
+        _check(self.max_grad_norm > 0, "max_grad_norm", "a norm above 0", self.max_grad_norm)
+        _check(self.warmup_steps >= 0, "warmup_steps", "0 or more", self.warmup_steps)
+        _check(0.0 <= self.min_lr_ratio <= 1.0, "min_lr_ratio", "a share between 0 and 1", self.min_lr_ratio)
+        _check(self.micro_batch_size >= 0, "micro_batch_size", "0 (by memory) or more", self.micro_batch_size)
+        for name in ("accumulation_steps", "seq_len", "max_skipped_in_a_row"):
+            _check(getattr(self, name) >= 1, name, "1 or more", getattr(self, name))
+        falls = self.schedule == "constant" or self.decay_end_step > self.warmup_steps
+        _check(falls, "decay_end_step", f"more than warmup_steps ({self.warmup_steps})", self.decay_end_step)
+
+
+def _check(holds: bool, name: str, expected: str, found: object) -> None:
+    if not holds:
+        raise TrainerUsageError(f"{name}: expected {expected}, found {found!r}")

@@ -1,0 +1,231 @@
+"""`InnerLoop`: batches in, steps of AdamW out; accumulation, clipping, schedule and the guard against NaN.
+
+What a step is: ``accumulation_steps`` batches go forward and backward, each weighted by its tokens, so that the
+gradient is that of the mean over all tokens however they fall into batches. Then losses and gradient norm come to the
+host, in one transfer, the only wait for the device there is; then the step is applied, or dropped if one of them is not
+finite.
+
+**The step index advances with a dropped step too.** It counts turns of data, and schedule, synchronisation and
+checkpoints go by it: if it stood still, a node with a bad shard would fall behind the others' schedule and hold up
+their round. Parameters, both moments and AdamW's own count, which corrects the moments' bias, are untouched by such a
+step.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from trainer.errors import CheckpointMismatchError, TrainerUsageError
+from trainer.inner.config import InnerConfig
+from trainer.inner.guard import NonFiniteGuard
+from trainer.inner.optimizer import state_for
+from trainer.inner.precision import autocast_for, checkpoint_activations, compiled
+from trainer.inner.schedule import lr_at
+
+__all__ = ["IGNORED_LABEL", "Batch", "InnerLoop", "StepResult"]
+
+Batch = Mapping[str, Tensor]
+"""``input_ids`` and ``labels``, int64[B, T], on the CPU, as the loader gives them; other entries are not looked at."""
+
+IGNORED_LABEL: Final = -100
+"""A label that counts for nothing."""
+
+_VERSION: Final = 1
+_CLIP_EPS: Final = 1e-6
+"""What torch adds to the norm before it divides by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step was."""
+
+    step: int
+    """Its index, from 0."""
+    loss: float
+    """Mean over its tokens."""
+    grad_norm: float
+    """Before clipping."""
+    lr: float
+    """It was taken with."""
+    num_tokens: int
+    """Labels that counted."""
+    skipped: bool
+    """Loss or gradient was not finite: nothing was applied."""
+    seconds: float
+    """From asking for its first batch until its last kernel was queued."""
+
+
+class InnerLoop:
+    """One node's training between two synchronisations.
+
+    Args:
+        model: ``model(input_ids, labels)`` is the mean loss over the labels that are not -100; on ``device`` already.
+        optimizer: of its parameters (`make_optimizer`).
+        config: the options.
+        batches: what to train on.
+        device: where the model is.
+        on_loss: told the loss of every batch, in order, behind its step (the loader's ``report_loss``).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        config: InnerConfig,
+        batches: Iterator[Batch],
+        device: torch.device,
+        *,
+        on_loss: Callable[[float], object] | None = None,
+    ) -> None:
+        self._model = model
+        if config.activation_checkpointing:
+            checkpoint_activations(model)
+        self._forward = compiled(model, config.compile, device)
+        self._optimizer = optimizer
+        self._config = config
+        self._batches = batches
+        self._device = device
+        self._on_loss = on_loss
+        self._autocast = autocast_for(device, config.precision)
+        self._guard = NonFiniteGuard(config.max_skipped_in_a_row)
+        self._step_index = 0
+
+    @property
+    def step_index(self) -> int:
+        """Index of the step to come; as many were taken, dropped ones counted."""
+        return self._step_index
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps dropped since the run began."""
+        return self._guard.skipped
+
+    def set_step(self, global_step: int) -> None:
+        """Goes on at another place of the schedule: a late joiner takes up the others' step.
+
+        Raises:
+            TrainerUsageError: it is negative.
+        """
+        if global_step < 0:
+            raise TrainerUsageError(f"global_step: expected 0 or more, found {global_step}")
+        self._step_index = global_step
+
+    def step(self) -> StepResult:
+        """Trains on the next batches.
+
+        If the data end within a step, it is made of the batches that were left.
+
+        Raises:
+            StopIteration: the data have ended.
+            NonFiniteTrainingError: loss or gradient were not finite once too often in a row. The step is counted, not
+                applied.
+        """
+        began = time.perf_counter()
+        batches = self._take()
+        if not self._model.training:
+            self._model.train()
+        counts = [int((batch["labels"] != IGNORED_LABEL).sum()) for batch in batches]
+        losses = self._backward(batches, counts)
+        gradients = [p.grad for p in self._parameters() if p.grad is not None]
+        norm = get_total_norm(gradients).to(self._device)
+        *batch_losses, grad_norm = torch.stack([*losses, norm]).tolist()
+        num_tokens = sum(counts)
+        loss = _mean(batch_losses, counts)
+        index, lr = self._step_index, lr_at(self._step_index, self._config)
+        applied = self._guard.allows(loss, grad_norm)
+        if applied:
+            if grad_norm + _CLIP_EPS > self._config.max_grad_norm:
+                clip_grads_with_norm_(self._parameters(), self._config.max_grad_norm, norm)
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._step_index = index + 1
+        if self._on_loss is not None:
+            for each in batch_losses:
+                self._on_loss(each)
+        self._guard.raise_if_hopeless(index, loss, grad_norm, lr)
+        return StepResult(index, loss, grad_norm, lr, num_tokens, not applied, time.perf_counter() - began)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loop stands; the optimizer's tensors are the living ones, not copies."""
+        return {
+            "version": _VERSION,
+            "step_index": self._step_index,
+            "skipped_steps": self._guard.skipped,
+            "skipped_in_a_row": self._guard.skipped_in_a_row,
+            "optimizer": self._optimizer.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes to where a state says. Rates, betas and decay are the configuration's, not the state's.
+
+        Raises:
+            CheckpointMismatchError: it is of another release, or of a model with other parameters.
+        """
+        if state.get("version") != _VERSION:
+            raise CheckpointMismatchError(
+                f"expected inner-loop state of version {_VERSION}, found {state.get('version')!r}; "
+                "use the release that wrote it"
+            )
+        try:
+            counters = [int(state[name]) for name in ("step_index", "skipped_steps", "skipped_in_a_row")]
+            restored = state_for(self._optimizer, state["optimizer"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointMismatchError(f"expected the state of an inner loop, found another: {error!r}") from error
+        self._optimizer.load_state_dict(restored)
+        self._step_index, self._guard.skipped, self._guard.skipped_in_a_row = counters
+
+    def _take(self) -> list[Batch]:
+        batches = [next(self._batches)]
+        while len(batches) < self._config.accumulation_steps:
+            batch = next(self._batches, None)
+            if batch is None:
+                break
+            batches.append(batch)
+        return batches
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+    def _backward(self, batches: list[Batch], counts: list[int]) -> list[Tensor]:
+        """Sums the gradients of batches, each by its share of the tokens; their losses, NaN where no label counts."""
+        num_tokens = sum(counts)
+        losses = [torch.full((), math.nan, device=self._device) for _ in batches]
+        counting = [index for index, count in enumerate(counts) if count]
+        for index in counting:
+            with self._synchronised(last=index == counting[-1]), self._autocast():
+                loss = self._forward(*(_moved(batches[index][name], self._device) for name in ("input_ids", "labels")))
+            share = counts[index] / num_tokens
+            (loss if share == 1.0 else loss * share).backward()
+            losses[index] = loss.detach().float()
+        return losses
+
+    def _synchronised(self, *, last: bool) -> AbstractContextManager[object]:
+        """Under DDP: gradients are exchanged with the last batch of a step alone."""
+        if last or not isinstance(self._model, DistributedDataParallel):
+            return nullcontext()
+        return cast(AbstractContextManager[object], self._model.no_sync())
+
+
+def _moved(ids: Tensor, device: torch.device) -> Tensor:
+    """Ids on the device; the copy to a GPU is queued, not waited for."""
+    return ids.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ids.to(device)
+
+
+def _mean(losses: list[float], counts: list[int]) -> float:
+    """The mean over tokens of batches' mean losses; NaN where no label counts."""
+    num_tokens = sum(counts)
+    weighted = (loss * count for loss, count in zip(losses, counts, strict=True) if count)
+    return sum(weighted) / num_tokens if num_tokens else math.nan

@@ -1,0 +1,99 @@
+"""AdamW as the inner optimizer: two groups of parameters, and kernels that pass over the state once.
+
+Decay pulls matrices and embeddings towards 0. A norm's gain or a bias means something at 1 or where it stands, and is
+left alone. The fused kernel does a step in one pass over memory instead of a dozen; it exists for CPU and CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from trainer.errors import CheckpointMismatchError, TrainerUsageError
+from trainer.inner.config import InnerConfig
+
+__all__ = ["make_optimizer", "parameter_groups", "state_for"]
+
+_FUSED_DEVICES = ("cpu", "cuda")
+
+
+def make_optimizer(model: nn.Module, config: InnerConfig) -> AdamW:
+    """AdamW over a model's, or a stage's, trainable parameters; first the group with decay, then the one without.
+
+    Args:
+        model: where its parameters shall stay: a parameter that is moved afterwards is lost to the optimizer.
+        config: betas, eps, weight decay, and the rate to begin with (`InnerLoop` sets it before each step).
+
+    Raises:
+        TrainerUsageError: there is nothing to train.
+    """
+    decayed, plain = parameter_groups(model)
+    parameters = decayed + plain
+    if not parameters:
+        raise TrainerUsageError("expected a model with trainable parameters, found none; is all of it frozen?")
+    fused = all(p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in parameters)
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        fused=True if fused else None,
+    )
+
+
+def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The trainable parameters that decay, and those that do not, each in the model's order, each parameter once.
+
+    Those of norms (modules named so) and those of fewer than two dimensions do not.
+    """
+    of_norms = {
+        id(parameter)
+        for module in model.modules()
+        if type(module).__name__.endswith("Norm")
+        for parameter in module.parameters(recurse=False)
+    }
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            without = parameter.ndim < 2 or id(parameter) in of_norms
+            (plain if without else decayed).append(parameter)
+    return decayed, plain
+
+
+def state_for(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved state for ``load_state_dict``, under the optimizer's own rates, betas, decay and kernels.
+
+    A run goes on as it is configured now, and a state from a GPU loads on a CPU.
+
+    Raises:
+        CheckpointMismatchError: it belongs to parameters of other numbers or shapes.
+    """
+    own = optimizer.state_dict()
+    sizes, saved_sizes = ([len(group["params"]) for group in each["param_groups"]] for each in (own, saved))
+    if sizes != saved_sizes:
+        raise CheckpointMismatchError(
+            f"expected an optimizer of {sizes} parameters by group, found one of {saved_sizes}; is it of another model?"
+        )
+    groups = [
+        {**group, "params": list(was["params"])}
+        for group, was in zip(own["param_groups"], saved["param_groups"], strict=True)
+    ]
+    state = {key: dict(saved["state"].get(key, {})) for group in groups for key in group["params"]}
+    _check_shapes(optimizer, groups, state)
+    return {"state": {key: values for key, values in state.items() if values}, "param_groups": groups}
+
+
+def _check_shapes(optimizer: Optimizer, groups: list[dict[str, Any]], state: dict[Any, dict[str, Any]]) -> None:
+    for live, group in zip(optimizer.param_groups, groups, strict=True):
+        for parameter, key in zip(live["params"], group["params"], strict=True):
+            for name, value in state[key].items():
+                if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:
+                    raise CheckpointMismatchError(
+                        f"optimizer state {name} of parameter {key}: expected shape {tuple(parameter.shape)}, found "
+                        f"{tuple(value.shape)}; is it of another model, or of a vocabulary that has grown?"
+                    )
