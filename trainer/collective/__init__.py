@@ -1,0 +1,47 @@
+"""The collective among strangers: rounds that are agreed, robust, and bit-identical at every member.
+
+    collective = PeerCollective(endpoint, loop, run_id, terms, rule, config, directory, vocabulary_rows)
+    result = collective.reduce(contribution)        # the same vector at every member, or RoundFailedError
+
+What a round guarantees: its members are agreed before a tensor moves; each reduces a slice of the vector under the
+robust rule and sends the *result* to all; it commits only what every member left holds with one digest, so that members
+end bit for bit alike; a member that dies costs nobody the round (its slice is reduced again among the rest) and a
+coordinator that dies is replaced. What it does not: a member cut off from the others while they commit has to fetch
+their state; a reducer that lies about its slice to everybody alike is not found out (see docs/training.md).
+
+The trade-off: one more round trip than a plain butterfly for the agreement and one for the vote, some milliseconds on
+a LAN, a second across the world, once every few hundred inner steps.
+
+``planning`` and ``deciding`` are arithmetic; ``gathering``, ``ballot`` and ``consulting`` the coordinator's side;
+``reduction`` the reducer's; ``exchange``, ``results``, ``asking`` and ``member`` the member's; ``service`` answers others;
+``messages`` is what is said.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer.collective.config import CollectiveConfig, Compression
+    from trainer.collective.directory import Directory
+    from trainer.collective.peer_collective import PeerCollective
+    from trainer.collective.terms import Terms
+
+__all__ = ["CollectiveConfig", "Compression", "Directory", "PeerCollective", "Terms"]
+
+_MODULES = {
+    "CollectiveConfig": "trainer.collective.config",
+    "Compression": "trainer.collective.config",
+    "Directory": "trainer.collective.directory",
+    "PeerCollective": "trainer.collective.peer_collective",
+    "Terms": "trainer.collective.terms",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'trainer.collective' has no attribute {name!r}")
+    value = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value

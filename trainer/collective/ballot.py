@@ -1,0 +1,148 @@
+"""The coordinator's second half: votes come in, a decision goes out to all who voted.
+
+A member whose vote is missing is asked whether it is there; one that does not answer is not waited for, and one that
+already knows the outcome (from a coordinator that is gone) settles it for everybody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+
+from trainer.collective.deciding import decide_round
+from trainer.collective.messages import Agreement, Decision, Plan, Vote, Why
+from trainer.collective.planning import first_plan
+from trainer.errors import RefusedError
+from trainer.robust import Moments
+
+__all__ = ["Ballot", "Probe"]
+
+Probe = Callable[[str], Awaitable[tuple[bool, Decision | None]]]
+"""Asks a member whether it is there, and for the outcome it knows."""
+
+Examine = Callable[[Sequence[Moments]], tuple[Why, ...]]
+"""Makes findings of everybody's sums (gradient validation)."""
+
+_PROBE_INTERVAL_S = 0.5
+
+
+class Ballot:
+    """One round's votes on the node that coordinates it, or has taken over.
+
+    Args:
+        agreement: of the round.
+        probe: asks a member whether it is there.
+        examine: findings for the report.
+        max_passes: of the run.
+        deadline_s: seconds after which a vote is no longer waited for.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        probe: Probe,
+        examine: Examine,
+        *,
+        max_passes: int,
+        timeout_s: float,
+    ) -> None:
+        self._agreement = agreement
+        self._probe = probe
+        self._examine = examine
+        self._max_passes = max_passes
+        self._timeout_s = timeout_s
+        self._plan = first_plan(agreement)
+        self._votes: dict[str, Vote] = {}
+        self._sums: dict[str, Moments] = {}
+        self._absent: set[str] = set()
+        self._decisions: dict[str, Decision] = {}
+        self._outcome: Decision | None = None
+        self._changed = asyncio.Condition()
+        self._running: asyncio.Task[None] | None = None
+
+    async def vote(self, peer_id: str, vote: Vote, sums: Moments | None) -> Decision:
+        """Takes a vote and waits for what comes of all of them.
+
+        Raises:
+            RefusedError: ``unknown``: no member, or a plan of another agreement.
+        """
+        if peer_id not in self._agreement.peer_ids or vote.plan.agreement != self._agreement.digest():
+            raise RefusedError("unknown", f"round {self._agreement.round_index} has no such member or agreement")
+        if sums is not None:
+            self._sums[peer_id] = sums
+        if vote.plan.pass_index > self._plan.pass_index:
+            # A coordinator that is gone had gone further than this one knows: its plan is taken over.
+            self._plan, self._votes = vote.plan, {}
+        plan = self._plan
+        if vote.plan != plan:
+            return Decision(kind="again", plan=plan) if self._outcome is None else self._outcome
+        async with self._changed:
+            self._absent.discard(peer_id)
+            self._votes[peer_id] = vote
+            self._changed.notify_all()
+        if self._running is None:
+            self._running = asyncio.create_task(self._run())
+        digest = plan.digest()
+        async with self._changed:
+            await self._changed.wait_for(lambda: digest in self._decisions or self._outcome is not None)
+        return self._outcome or self._decisions[digest]
+
+    def close(self) -> None:
+        """Ends it."""
+        if self._running is not None:
+            self._running.cancel()
+
+    async def _run(self) -> None:
+        probing = asyncio.create_task(self._probe_missing())
+        try:
+            while self._outcome is None:
+                plan = self._plan
+                await self._wait_for_votes(plan)
+                await self._decide(plan)
+        finally:
+            probing.cancel()
+            with suppress(asyncio.CancelledError):
+                await probing
+
+    async def _wait_for_votes(self, plan: Plan) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._timeout_s), self._changed:
+                await self._changed.wait_for(
+                    lambda: self._outcome is not None
+                    or self._plan is not plan
+                    or not set(plan.members) - self._votes.keys() - self._absent
+                )
+
+    async def _decide(self, plan: Plan) -> None:
+        async with self._changed:
+            if self._outcome is not None or self._plan is not plan:
+                return
+            decision = decide_round(
+                plan,
+                self._votes,
+                num_members=len(self._agreement.members),
+                max_passes=self._max_passes,
+                findings=self._examine([self._sums[peer_id] for peer_id in sorted(self._sums)]),
+            )
+            self._decisions[plan.digest()] = decision
+            if decision.plan is not None:
+                self._plan, self._votes, self._absent = decision.plan, {}, set()
+            else:
+                self._outcome = decision
+            self._changed.notify_all()
+
+    async def _probe_missing(self) -> None:
+        while True:
+            await asyncio.sleep(_PROBE_INTERVAL_S)
+            missing = set(self._plan.members) - self._votes.keys() - self._absent
+            await asyncio.gather(*(self._probe_one(peer_id) for peer_id in sorted(missing)))
+
+    async def _probe_one(self, peer_id: str) -> None:
+        there, outcome = await self._probe(peer_id)
+        async with self._changed:
+            if outcome is not None and outcome.kind == "commit":
+                self._outcome = self._outcome or outcome
+            if not there:
+                self._absent.add(peer_id)
+            self._changed.notify_all()

@@ -1,0 +1,36 @@
+"""From sums over slices to what the rules, and the report, say of each member."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from operator import add
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.collective.messages import Agreement, Why
+from trainer.robust import Moments, RuleConfig, validate
+
+__all__ = ["add_sums", "findings_of", "weights_of"]
+
+
+def add_sums(sums: Sequence[Moments]) -> Moments:
+    """All of them added in the order given: the same numbers wherever the same sums are added."""
+    return reduce(add, sums)
+
+
+def weights_of(agreement: Agreement) -> npt.NDArray[np.float64]:
+    """The members' weights, in their order."""
+    return np.array([member.weight for member in agreement.members], dtype=np.float64)
+
+
+def findings_of(agreement: Agreement, sums: Sequence[Moments], rule: RuleConfig) -> tuple[Why, ...]:
+    """What gradient validation (000) says of whole contributions; nothing where there are no sums."""
+    usable = [one for one in sums if one.num_rows == len(agreement.members)]
+    if rule.validation == "off" or not usable:
+        return ()
+    findings = validate(add_sums(usable), rule)
+    return tuple(
+        Why(peer_id=agreement.peer_ids[position], reason=reason[:300]) for position, reason in sorted(findings.items())
+    )

@@ -1,0 +1,246 @@
+"""The coordinator's first half: who is here for a round, and what all of them agree to.
+
+A gathering opens with the first node that asks. It ends when everybody who is expected has come; those who are late are
+asked to come with what they have, those who do not answer are not waited for. Of those who came, the ones that hold the
+same state as most make up the round; the others are told to fetch it. Then all must acknowledge the agreement: who does
+not is left out of the next attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from trainer.collective.messages import Agreement, JoinRequest, Member
+from trainer.collective.planning import cut_values
+from trainer.errors import RefusedError
+from trainer.robust import cap_weights, contribution_weight
+
+__all__ = ["Gathering", "GatheringRules", "make_agreement"]
+
+logger = logging.getLogger(__name__)
+
+_INVITE_INTERVAL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatheringRules:
+    """What a gathering needs to know of the run."""
+
+    own_id: str
+    min_members: int
+    invite_after_s: float
+    gather_timeout_s: float
+    acknowledge_timeout_s: float
+    max_weight_ratio: float
+    values_per_part: int
+    expected: Callable[[int], set[str]]
+    """Peers that should come to a round, as far as is known, without this node."""
+    invite: Callable[[str, int, float], Awaitable[bool]]
+    """Asks one to come within so many seconds; whether it is going to."""
+
+
+class Gathering:
+    """One round's gathering on the node that coordinates it."""
+
+    def __init__(self, round_index: int, rules: GatheringRules) -> None:
+        self.round_index = round_index
+        self.agreement: Agreement | None = None
+        self.begun = False
+        self._rules = rules
+        self._joins: dict[str, JoinRequest] = {}
+        self._silent: set[str] = set()
+        self._acknowledged: set[str] = set()
+        self._refused: dict[str, RefusedError] = {}
+        self._changed = asyncio.Condition()
+        self._running: asyncio.Task[None] | None = None
+        self._failure: RefusedError | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether nobody can join any more."""
+        return self.agreement is not None or self._failure is not None
+
+    async def join(self, peer_id: str, request: JoinRequest) -> Agreement:
+        """Adds a node and waits for the agreement.
+
+        Raises:
+            RefusedError: ``late``: there is an agreement already; ``state``: the others hold another state; ``few``.
+        """
+        if self.over:
+            raise RefusedError("late", f"round {self.round_index} has begun without this node; join the next one")
+        async with self._changed:
+            self._joins[peer_id] = request
+            self._changed.notify_all()
+        if self._running is None:
+            self._running = asyncio.create_task(self._run())
+        try:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self.over)
+        except asyncio.CancelledError:
+            if not self.over:
+                self._joins.pop(peer_id, None)
+            raise
+        return self._agreed(peer_id)
+
+    async def acknowledge(self, peer_id: str, digest: str) -> Agreement | None:
+        """Takes a member's word that it has read the agreement; waits for everybody's.
+
+        Returns:
+            None when all have acknowledged, a new agreement when some did not.
+
+        Raises:
+            RefusedError: ``unknown`` agreement, or one without this member.
+        """
+        async with self._changed:
+            agreement = self.agreement
+            if agreement is None or agreement.digest() != digest or peer_id not in agreement.peer_ids:
+                if agreement is not None and peer_id in agreement.peer_ids:
+                    return agreement
+                raise RefusedError("unknown", f"round {self.round_index} has no such agreement; join again")
+            self._acknowledged.add(peer_id)
+            self._changed.notify_all()
+            await self._changed.wait_for(lambda: self.begun or self.agreement is not agreement)
+        return None if self.agreement is agreement else self._agreed(peer_id)
+
+    def close(self) -> None:
+        """Ends it; whoever waits is refused."""
+        if self._running is not None:
+            self._running.cancel()
+
+    def _agreed(self, peer_id: str) -> Agreement:
+        if self._failure is not None:
+            raise self._failure
+        if self.agreement is None or peer_id not in self.agreement.peer_ids:
+            raise self._refused.get(peer_id) or RefusedError(
+                "late", f"round {self.round_index} has begun without this node; join the next one"
+            )
+        return self.agreement
+
+    async def _run(self) -> None:
+        inviting = asyncio.create_task(self._invite_missing())
+        try:
+            await self._wait_for_members()
+        finally:
+            inviting.cancel()
+            with suppress(asyncio.CancelledError):
+                await inviting
+        await self._agree()
+
+    async def _wait_for_members(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._rules.gather_timeout_s):
+                while not self._all_here():
+                    # What is expected changes with what is known of the peers: looked at again from time to time.
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(0.25), self._changed:
+                            await self._changed.wait()
+
+    def _all_here(self) -> bool:
+        missing = self._rules.expected(self.round_index) - self._joins.keys() - self._silent
+        own_missing = self._rules.own_id not in self._joins.keys() | self._silent
+        return not missing and not own_missing and len(self._joins) >= self._rules.min_members
+
+    async def _invite_missing(self) -> None:
+        """Asks whoever is missing to come, again and again; who does not answer, or is elsewhere, is not waited for."""
+        began_s = time.monotonic()
+        while True:
+            after_s = max(0.0, self._rules.invite_after_s - (time.monotonic() - began_s))
+            missing = (self._rules.expected(self.round_index) | {self._rules.own_id}) - self._joins.keys()
+            await asyncio.gather(*(self._invite(peer_id, after_s) for peer_id in missing))
+            await asyncio.sleep(_INVITE_INTERVAL_S)
+
+    async def _invite(self, peer_id: str, after_s: float) -> None:
+        coming = await self._rules.invite(peer_id, self.round_index, after_s)
+        async with self._changed:
+            if coming:
+                self._silent.discard(peer_id)
+            else:
+                self._silent.add(peer_id)
+            self._changed.notify_all()
+
+    async def _agree(self) -> None:
+        joins = dict(self._joins)
+        for attempt in range(len(joins) + 1):
+            agreement = self._propose(joins, attempt)
+            async with self._changed:
+                self._acknowledged.clear()
+                self.agreement = agreement
+                self._changed.notify_all()
+            if agreement is None:
+                return
+            absent = await self._absent(agreement)
+            if not absent:
+                async with self._changed:
+                    self.begun = True
+                    self._changed.notify_all()
+                return
+            logger.info("round %d: %d members did not acknowledge", self.round_index, len(absent))
+            joins = {peer_id: join for peer_id, join in joins.items() if peer_id not in absent}
+
+    def _propose(self, joins: dict[str, JoinRequest], attempt: int) -> Agreement | None:
+        """The agreement of those who hold the state most hold; the others' refusals are kept for them."""
+        most = most_held(joins)
+        members = {peer_id: join for peer_id, join in joins.items() if join.state_digest == most}
+        for peer_id in joins.keys() - members.keys():
+            self._refused[peer_id] = RefusedError(
+                "state",
+                f"round {self.round_index}: expected the state {(most or '')[:12]} that {len(members)} members hold, found "
+                f"{joins[peer_id].state_digest[:12]}; fetch theirs",
+            )
+        if len(members) < self._rules.min_members:
+            self._failure = RefusedError(
+                "few",
+                f"round {self.round_index}: expected {self._rules.min_members} members or more, found {len(members)}",
+            )
+            return None
+        return make_agreement(self.round_index, attempt, members, self._rules)
+
+    async def _absent(self, agreement: Agreement) -> set[str]:
+        members = set(agreement.peer_ids)
+        async with self._changed:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._rules.acknowledge_timeout_s):
+                    await self._changed.wait_for(lambda: self._acknowledged >= members)
+        return members - self._acknowledged
+
+
+def most_held(joins: dict[str, JoinRequest]) -> str | None:
+    """The state most have come with; of several, the one with the lowest digest."""
+    counts = Counter((join.state_digest, join.num_values) for join in joins.values())
+    return min(counts, key=lambda state: (-counts[state], state))[0] if counts else None
+
+
+def make_agreement(
+    round_index: int, attempt: int, joins: dict[str, JoinRequest], rules: GatheringRules
+) -> Agreement:
+    """The agreement of these members: sorted, their weights capped, their vocabulary the least of what each knows."""
+    peer_ids = sorted(joins)
+    weights = cap_weights(
+        [contribution_weight(joins[peer_id].num_batches, joins[peer_id].age_s) for peer_id in peer_ids],
+        max_ratio=rules.max_weight_ratio,
+    )
+    first = joins[peer_ids[0]]
+    return Agreement(
+        round_index=round_index,
+        attempt=attempt,
+        coordinator=rules.own_id,
+        state_digest=first.state_digest,
+        num_values=first.num_values,
+        part_values=cut_values(first.num_values, len(peer_ids), rules.values_per_part),
+        vocabulary_rows=min(join.vocabulary_rows for join in joins.values()),
+        members=tuple(
+            Member(
+                peer_id=peer_id,
+                address=joins[peer_id].address,
+                certificate=joins[peer_id].certificate,
+                weight=float(weight),
+            )
+            for peer_id, weight in zip(peer_ids, weights, strict=True)
+        ),
+    )

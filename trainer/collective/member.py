@@ -1,0 +1,348 @@
+"""One round as one node goes through it: come together, agree, exchange, vote, and either commit or be no part of it.
+
+Where a coordinator is lost, the next in order takes its place, at every point: before the agreement the node asks the
+next one; after it, votes go to the next member of the agreement. Nothing of this changes what is in the result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+
+import torch
+
+from trainer.codec import Codec
+from trainer.collective.arithmetic import Arithmetic
+from trainer.collective.asking import Asking
+from trainer.collective.config import CollectiveConfig
+from trainer.collective.directory import Directory
+from trainer.collective.exchange import Exchange
+from trainer.collective.findings import add_sums, weights_of
+from trainer.collective.messages import Agreement, Commit, Decision, JoinRequest, Plan, Task, TaskDigest, Vote, Why
+from trainer.collective.planning import coordinator_order, first_plan
+from trainer.collective.reduction import Reduction
+from trainer.collective.results import HeldResults
+from trainer.collective.service import RoundService
+from trainer.collective.terms import Terms
+from trainer.engine import Contribution, RoundReport, RoundResult
+from trainer.errors import PeerUnavailableError, RefusedError, RoundFailedError, RpcError, StateBehindError
+from trainer.robust import Decision as RuleDecision
+from trainer.robust import Moments, RuleConfig, decide, needs_moments
+from trainer.rpc import Endpoint, Peer
+
+__all__ = ["RoundMember", "RoundSetting"]
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 0.3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundSetting:
+    """What all rounds of a node have in common."""
+
+    run_id: str
+    terms: Terms
+    rule: RuleConfig
+    codec: Codec
+    config: CollectiveConfig
+    endpoint: Endpoint
+    service: RoundService
+    directory: Directory
+
+
+class RoundMember:
+    """One node in one round.
+
+    Args:
+        setting: of the run.
+        contribution: what the node brings.
+        vector: its values with what earlier encodings left unsaid.
+        vocabulary_rows: the most rows of vocabulary the node could have after this round.
+    """
+
+    def __init__(
+        self, setting: RoundSetting, contribution: Contribution, vector: torch.Tensor, vocabulary_rows: int
+    ) -> None:
+        self.agreement: Agreement | None = None
+        self._setting = setting
+        self._config = setting.config
+        self._own_id = setting.endpoint.peer_id
+        self._contribution = contribution
+        self._vector = vector
+        self._vocabulary_rows = vocabulary_rows
+        self._asking = Asking(setting.endpoint, setting.service, setting.config)
+        self._reductions: list[Reduction] = []
+        self._rule_decision: RuleDecision | None = None
+        self._sums_of_all: list[Moments] = []
+
+    async def run(self) -> RoundResult:
+        """Goes through the round.
+
+        Raises:
+            StateBehindError: the others hold another state, or have gone on without this node.
+            RoundFailedError: there is no result; nothing happened.
+        """
+        began_s = time.monotonic()
+        counters = self._setting.endpoint.counters
+        sent_bytes, received_bytes = counters.sent_bytes, counters.received_bytes
+        try:
+            async with asyncio.timeout(self._config.round_timeout_s):
+                agreement = await self._come_together()
+                self.agreement = agreement
+                commit, values = await self._carry_out(agreement)
+        except TimeoutError as error:
+            raise RoundFailedError(
+                f"round {self._contribution.round_index}: not over within {self._config.round_timeout_s:.0f} s"
+            ) from error
+        finally:
+            self._setting.service.withdraw_all()
+            if self.agreement is not None:
+                self._setting.service.abandon_unless_settled(self.agreement)
+        report = self._report(agreement, commit)
+        return RoundResult(
+            vector=values,
+            report=RoundReport(
+                **report,
+                sent_bytes=counters.sent_bytes - sent_bytes,
+                received_bytes=counters.received_bytes - received_bytes,
+                seconds=time.monotonic() - began_s,
+            ),
+        )
+
+    # -- coming together -----------------------------------------------------------------------------------------------
+
+    async def _come_together(self) -> Agreement:
+        """Finds the coordinator and agrees, trying the next one wherever one is lost."""
+        tried: set[str] = set()
+        refusals: list[RefusedError] = []
+        while True:
+            for coordinator in self._coordinators(tried):
+                try:
+                    agreement = await self._agree_with(coordinator, tried)
+                except RefusedError as error:
+                    refusals.append(error)
+                    if self._is_final(error, coordinator):
+                        raise self._failure(error) from error
+                except PeerUnavailableError as error:
+                    logger.info("round %d: %s", self._contribution.round_index, error)
+                    tried.add(coordinator)
+                else:
+                    if agreement is not None:
+                        return agreement
+            await asyncio.sleep(_RETRY_S)
+
+    def _coordinators(self, tried: set[str]) -> list[str]:
+        order = coordinator_order(
+            self._setting.run_id, self._contribution.round_index, {self._own_id, *self._setting.directory.peers()}
+        )
+        reachable = [peer_id for peer_id in order if peer_id not in tried]
+        return reachable[: reachable.index(self._own_id) + 1]
+
+    async def _agree_with(self, coordinator: str, tried: set[str]) -> Agreement | None:
+        """The agreement that all have acknowledged; None where it fell apart and has to be sought again."""
+        peer = None if coordinator == self._own_id else self._setting.directory.peers().get(coordinator)
+        if peer is None and coordinator != self._own_id:
+            return None
+        agreement = await self._asking.join(peer, self._join_request(tried))
+        while True:
+            self._check(agreement)
+            begun = self._setting.service.acknowledged(agreement)
+            other = await self._wait_until_begun(peer, agreement, begun)
+            if other is None:
+                return agreement
+            self._setting.service.abandon(agreement)
+            agreement = other
+
+    async def _wait_until_begun(
+        self, coordinator: Peer | None, agreement: Agreement, begun: asyncio.Event
+    ) -> Agreement | None:
+        """None once the round has begun, or the agreement that replaces this one.
+
+        A coordinator that is lost after it told some, but not all, that the round has begun: those some open streams to
+        this node, which says as much. A moment is left for that.
+        """
+        asking = asyncio.create_task(self._asking.acknowledge(coordinator, agreement))
+        waiting = asyncio.create_task(begun.wait())
+        try:
+            await asyncio.wait({asking, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            if asking.done() and asking.exception() is not None and not begun.is_set():
+                await asyncio.wait({waiting}, timeout=min(1.0, self._config.stall_timeout_s / 4))
+            if begun.is_set():
+                return None
+            if asking.exception() is not None:
+                self._setting.service.abandon(agreement)
+            return asking.result()
+        finally:
+            for task in (asking, waiting):
+                task.cancel()
+            await asyncio.gather(asking, waiting, return_exceptions=True)
+
+    def _join_request(self, tried: set[str]) -> JoinRequest:
+        endpoint, contribution = self._setting.endpoint, self._contribution
+        return JoinRequest(
+            round_index=contribution.round_index,
+            terms=self._setting.terms,
+            state_digest=contribution.state_digest,
+            num_values=contribution.vector.numel(),
+            num_batches=contribution.num_batches,
+            age_s=max(0.0, contribution.age_s),
+            vocabulary_rows=self._vocabulary_rows,
+            address=endpoint.address,
+            certificate=endpoint.certificate.decode() if endpoint.certificate else None,
+            tried=tuple(sorted(tried)),
+        )
+
+    def _check(self, agreement: Agreement) -> None:
+        """An agreement this node does not put its name to is refused: coordinators are nobody special."""
+        mine = (self._contribution.round_index, self._contribution.state_digest, self._contribution.vector.numel())
+        theirs = (agreement.round_index, agreement.state_digest, agreement.num_values)
+        weights = sorted(member.weight for member in agreement.members)
+        most = self._config.max_weight_ratio * weights[len(weights) // 2] if weights else 0.0
+        if mine != theirs or self._own_id not in agreement.peer_ids or list(agreement.peer_ids) != sorted(
+            set(agreement.peer_ids)
+        ):
+            raise RefusedError("agreement", f"round {mine[0]}: the coordinator's agreement is not about this node's state")
+        if weights and weights[-1] > most * (1 + 1e-9):
+            raise RefusedError("agreement", f"round {mine[0]}: the coordinator gave a member more than {most:.3g}")
+        if agreement.part_values > self._setting.codec.values_per_part(self._config.part_bytes):
+            raise RefusedError("agreement", f"round {mine[0]}: the coordinator wants parts too large for a message")
+
+    def _is_final(self, error: RefusedError, coordinator: str) -> bool:
+        """Whether asking somebody else is no use."""
+        if error.reason == "behind":
+            return not self._setting.directory.holds_most_held_state()
+        return error.reason in {"state", "late", "few"}
+
+    def _failure(self, error: RefusedError) -> RoundFailedError:
+        return RoundFailedError(str(error)) if error.reason == "few" else StateBehindError(str(error))
+
+    # -- carrying it out -----------------------------------------------------------------------------------------------
+
+    async def _carry_out(self, agreement: Agreement) -> tuple[Commit, torch.Tensor]:
+        setting = self._setting
+        arithmetic = Arithmetic(agreement, setting.codec, setting.rule, self._vector, self._contribution.reference)
+        results = HeldResults(arithmetic)
+        peers = {
+            member.peer_id: Peer(
+                member.peer_id, member.address, member.certificate.encode() if member.certificate else None
+            )
+            for member in agreement.members
+        }
+        plan = first_plan(agreement)
+        deadline_s = time.monotonic() + self._config.round_timeout_s / 2
+        while True:
+            own = [self._reduction(task, plan, arithmetic, deadline_s) for task in plan.fresh if self._is_mine(task)]
+            self._reductions += own
+            await setting.service.offer(plan.digest(), own)
+            exchange = Exchange(
+                plan,
+                arithmetic,
+                setting.endpoint,
+                peers,
+                results,
+                {reduction.task.key: reduction for reduction in own},
+                stall_timeout_s=self._config.stall_timeout_s,
+                timeout_s=max(1.0, deadline_s - time.monotonic() + self._config.stall_timeout_s),
+            )
+            outcome = await exchange.run()
+            decision = await self._vote(agreement, plan, peers, results, outcome.failed)
+            if decision.plan is None:
+                return self._settle(agreement, decision, results)
+            plan = decision.plan
+            if self._own_id not in plan.members:
+                raise StateBehindError(f"round {agreement.round_index}: the others have gone on without this node")
+
+    def _is_mine(self, task: Task) -> bool:
+        return task.reducer == self._own_id
+
+    def _reduction(self, task: Task, plan: Plan, arithmetic: Arithmetic, deadline_s: float) -> Reduction:
+        barrier = needs_moments(self._setting.rule)
+        return Reduction(
+            task,
+            plan.members,
+            arithmetic,
+            self._own_id,
+            consult=(lambda task, sums: self._consult(arithmetic.agreement, task, sums)) if barrier else None,
+            measured=self._setting.rule.validation != "off" and not barrier,
+            stall_timeout_s=self._config.stall_timeout_s,
+            deadline_s=deadline_s,
+        )
+
+    async def _consult(self, agreement: Agreement, task: Task, sums: Moments) -> RuleDecision:
+        """What the rule makes of everybody's whole vectors; once decided, it holds for later passes too."""
+        if self._rule_decision is None:
+            self._sums_of_all = await self._asking.moments(agreement, task, sums)
+            self._rule_decision = decide(add_sums(self._sums_of_all), weights_of(agreement), self._setting.rule)
+        return self._rule_decision
+
+    async def _vote(
+        self,
+        agreement: Agreement,
+        plan: Plan,
+        peers: dict[str, Peer],
+        results: HeldResults,
+        failed: dict[str, str],
+    ) -> Decision:
+        own = {reduction.task.key: reduction for reduction in self._reductions}
+        dropped: dict[str, str] = {}
+        for reduction in self._reductions:
+            dropped |= reduction.dropped
+        sums = [reduction.sums for reduction in self._reductions if reduction.sums is not None]
+        first = agreement.peer_ids.index(agreement.coordinator) if agreement.coordinator in agreement.peer_ids else 0
+        for term in range(len(agreement.members)):
+            coordinator = agreement.peer_ids[(first + term) % len(agreement.members)]
+            vote = Vote(
+                plan=plan,
+                term=term,
+                digests=tuple(
+                    TaskDigest(
+                        key=task.key,
+                        digest=results.digest(task.key),
+                        num_included=own[task.key].num_included if task.key in own else None,
+                    )
+                    for task in plan.tasks
+                ),
+                failed=tuple(sorted(failed)),
+                dropped=tuple(Why(peer_id=who, reason=why[:300]) for who, why in sorted(dropped.items())),
+            )
+            try:
+                peer = None if coordinator == self._own_id else peers[coordinator]
+                return await self._asking.vote(peer, vote, add_sums(sums) if sums else None)
+            except RpcError as error:
+                logger.info("round %d: no decision from %s: %s", agreement.round_index, coordinator[:8], error)
+        raise RoundFailedError(f"round {agreement.round_index}: no member left to decide it")
+
+    def _settle(self, agreement: Agreement, decision: Decision, results: HeldResults) -> tuple[Commit, torch.Tensor]:
+        self._setting.service.settle(agreement, decision)
+        commit = decision.commit
+        if commit is None:
+            raise RoundFailedError(f"round {agreement.round_index}: {decision.reason}")
+        if self._own_id not in commit.members or not results.holds(commit.digests):
+            raise StateBehindError(
+                f"round {agreement.round_index}: the others have committed a result that this node does not hold whole"
+            )
+        return commit, results.values
+
+    def _report(self, agreement: Agreement, commit: Commit) -> dict[str, object]:
+        decision = self._rule_decision
+        left_out = {why.peer_id: why.reason for why in commit.dropped}
+        for peer_id in agreement.peer_ids:
+            if peer_id not in commit.members:
+                left_out.setdefault(peer_id, "gone before the end of the round")
+        if decision is not None:
+            for position, reason in decision.excluded.items():
+                left_out.setdefault(agreement.peer_ids[position], reason)
+        return {
+            "round_index": agreement.round_index,
+            "members": commit.members,
+            "dropped": tuple(sorted(left_out.items())),
+            "completeness": commit.completeness,
+            "rule": decision.rule_used if decision is not None else self._setting.rule.rule,
+            "num_passes": commit.plan.pass_index + 1,
+            "weights": tuple(member.weight for member in agreement.members),
+            "validation": tuple((why.peer_id, why.reason) for why in commit.findings),
+            "note": decision.note if decision is not None else "",
+        }

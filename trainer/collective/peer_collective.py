@@ -1,0 +1,129 @@
+"""`PeerCollective`: the collective among strangers, as the training thread sees it.
+
+Everything in this package lives in the event loop of the node's endpoint; this is the door between the two threads.
+What a lossy encoding leaves unsaid comes back with the result, and is added to the next contribution by the next call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import torch
+
+from trainer.codec import Codec, codec
+from trainer.collective.config import CollectiveConfig
+from trainer.collective.directory import Directory
+from trainer.collective.member import RoundMember, RoundSetting
+from trainer.collective.service import RoundService
+from trainer.collective.terms import Terms
+from trainer.engine import Contribution, RoundResult
+from trainer.errors import RoundFailedError, StateBehindError
+from trainer.robust import RuleConfig
+from trainer.rpc import Endpoint
+
+__all__ = ["PeerCollective"]
+
+_SLACK_S = 30.0
+
+
+class PeerCollective:
+    """Rounds with whoever else is in the run.
+
+    Args:
+        endpoint: not started yet, so that its answers can be registered.
+        loop: where it lives, running in another thread.
+        run_id: of the run.
+        terms: what all must have in common.
+        rule: how contributions are aggregated.
+        config: waiting and cutting.
+        directory: who else is there.
+        vocabulary_rows: the most rows of vocabulary this node could have now (asked before each round).
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        loop: asyncio.AbstractEventLoop,
+        run_id: str,
+        terms: Terms,
+        rule: RuleConfig,
+        config: CollectiveConfig,
+        directory: Directory,
+        vocabulary_rows: Callable[[], int],
+    ) -> None:
+        self._codec = codec(config.compression)
+        self._loop = loop
+        self._config = config
+        self._vocabulary_rows = vocabulary_rows
+        self._service = RoundService(
+            endpoint, run_id, terms, rule, config, self._codec.values_per_part(config.part_bytes), directory
+        )
+        self._service.register()
+        self._setting = RoundSetting(
+            run_id=run_id,
+            terms=terms,
+            rule=rule,
+            codec=self._codec,
+            config=config,
+            endpoint=endpoint,
+            service=self._service,
+            directory=directory,
+        )
+        self.agreed_vocabulary_rows = 0
+        """Rows of vocabulary that the members of the last round all can have; 0 before the first."""
+
+    def reduce(self, contribution: Contribution) -> RoundResult:
+        """Takes part in one round; see `trainer.engine.Collective`."""
+        vector = contribution.vector
+        if contribution.residual is not None:
+            vector = vector + contribution.residual
+        member = RoundMember(self._setting, contribution, vector, self._vocabulary_rows())
+        future = asyncio.run_coroutine_threadsafe(self._run(member, contribution.round_index), self._loop)
+        try:
+            result = future.result(self._config.round_timeout_s + _SLACK_S)
+        except TimeoutError as error:
+            future.cancel()
+            raise RoundFailedError(f"round {contribution.round_index}: the node's event loop does not answer") from error
+        if member.agreement is not None:
+            self.agreed_vocabulary_rows = member.agreement.vocabulary_rows
+        if self._codec.lossless or member.agreement is None:
+            return result
+        return RoundResult(
+            vector=result.vector,
+            report=result.report,
+            residual=unsaid(vector, self._codec, member.agreement.part_values),
+        )
+
+    def requested(self) -> bool:
+        """Whether others wait for this node."""
+        return self._service.invited(time.monotonic())
+
+    def move_to(self, next_round: int) -> None:
+        """The node has taken a state and trains towards this round; -1 while it has none."""
+        self._loop.call_soon_threadsafe(self._service.move_to, next_round)
+
+    def close(self) -> None:
+        """Lets go of whoever waits for this node."""
+        if self._loop.is_running():
+            self._loop.call_soon_threadsafe(self._service.close)
+
+    async def _run(self, member: RoundMember, round_index: int) -> RoundResult:
+        self._service.move_to(round_index)
+        try:
+            result = await member.run()
+        except StateBehindError:
+            self._service.move_to(-1)
+            raise
+        self._service.move_to(round_index + 1)
+        return result
+
+
+def unsaid(vector: torch.Tensor, codec: Codec, part_values: int) -> torch.Tensor:
+    """What encoding by parts lost of a vector: the vector minus what the others decoded."""
+    residual = torch.empty_like(vector)
+    for start in range(0, vector.numel(), part_values):
+        piece = vector[start : start + part_values]
+        residual[start : start + part_values] = piece - codec.decode(codec.encode(piece), piece.numel())
+    return residual

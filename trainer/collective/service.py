@@ -1,0 +1,343 @@
+"""What a node answers the others in a round: as coordinator, as reducer, and as one who may know the outcome.
+
+Nothing is kept for longer than it is of use: gatherings and agreements of the last `_KEPT` rounds, the reductions of
+the round that runs. A message about anything else is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from trainer.collective.ballot import Ballot
+from trainer.collective.config import CollectiveConfig
+from trainer.collective.consulting import Consultation, join_sums
+from trainer.collective.directory import Directory
+from trainer.collective.exchange import EXCHANGE
+from trainer.collective.findings import findings_of
+from trainer.collective.gathering import Gathering, GatheringRules
+from trainer.collective.messages import (
+    Acknowledge,
+    AcknowledgeReply,
+    Agreement,
+    Decision,
+    ExchangeOpen,
+    Invite,
+    InviteReply,
+    JoinRequest,
+    MomentsOpen,
+    MomentsReply,
+    StatusReply,
+    StatusRequest,
+    Vote,
+    Why,
+)
+from trainer.collective.planning import coordinator_order
+from trainer.collective.reduction import Reduction
+from trainer.collective.terms import Terms
+from trainer.errors import CodecError, RefusedError, RpcError
+from trainer.robust import Moments, RuleConfig
+from trainer.rpc import Endpoint, Peer, Reply, Request, ServerStream
+
+__all__ = ["RoundService"]
+
+logger = logging.getLogger(__name__)
+
+_KEPT = 4
+
+
+@dataclass(slots=True)
+class _KnownRound:
+    """One agreement this node has acknowledged."""
+
+    agreement: Agreement
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    abandoned: bool = False
+    ballot: Ballot | None = None
+    consultation: Consultation | None = None
+    outcome: Decision | None = None
+
+
+class RoundService:
+    """The answering side of all rounds of one node; lives in the event loop of its endpoint."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        run_id: str,
+        terms: Terms,
+        rule: RuleConfig,
+        config: CollectiveConfig,
+        values_per_part: int,
+        directory: Directory,
+    ) -> None:
+        self.next_round = -1
+        """The round this node trains towards; -1 while it has no state to take part with."""
+        self._endpoint = endpoint
+        self._own_id = endpoint.peer_id
+        self._run_id = run_id
+        self._terms = terms
+        self._rule = rule
+        self._config = config
+        self._values_per_part = values_per_part
+        self._directory = directory
+        self._invited_at_s: float | None = None
+        self._gatherings: OrderedDict[int, Gathering] = OrderedDict()
+        self._rounds: OrderedDict[str, _KnownRound] = OrderedDict()
+        self._reductions: dict[tuple[str, str], Reduction] = {}
+        self._reductions_changed = asyncio.Condition()
+
+    def register(self) -> None:
+        """Tells the endpoint what is answered here."""
+        self._endpoint.register("round/join", JoinRequest, self._on_join)
+        self._endpoint.register("round/acknowledge", Acknowledge, self._on_acknowledge)
+        self._endpoint.register("round/moments", MomentsOpen, self._on_moments)
+        self._endpoint.register("round/vote", Vote, self._on_vote)
+        self._endpoint.register("round/invite", Invite, self._on_invite)
+        self._endpoint.register("round/status", StatusRequest, self._on_status)
+        self._endpoint.register_stream(EXCHANGE, ExchangeOpen, self._on_exchange)
+
+    def invited(self, now_s: float) -> bool:
+        """Whether others wait for this node; ``now_s`` of `time.monotonic`."""
+        return self._invited_at_s is not None and now_s >= self._invited_at_s
+
+    def move_to(self, next_round: int) -> None:
+        """The round this node trains towards from now on."""
+        self.next_round = next_round
+        self._invited_at_s = None
+
+    # -- as coordinator ------------------------------------------------------------------------------------------------
+
+    async def join(self, peer_id: str, request: JoinRequest) -> Agreement:
+        """A node, possibly this one, asks this node to coordinate its round.
+
+        Raises:
+            RefusedError: it does not belong here (`Terms.check`), is ``behind``, should ask another (``not_coordinator``),
+                or the gathering says so.
+        """
+        self._terms.check(request.terms, f"node {peer_id[:8]}")
+        if request.round_index < self.next_round:
+            raise RefusedError(
+                "behind",
+                f"round {request.round_index} is over, the next one here is {self.next_round}; fetch the state first",
+            )
+        for candidate in coordinator_order(self._run_id, request.round_index, {self._own_id, *self._directory.peers()}):
+            if candidate == self._own_id:
+                break
+            if candidate not in request.tried and peer_id != self._own_id:
+                raise RefusedError("not_coordinator", f"round {request.round_index} is coordinated by {candidate[:8]}")
+        gathering = self._gatherings.get(request.round_index)
+        if gathering is None or self._came_to_nothing(gathering):
+            gathering = self._open_gathering(request.round_index)
+        return await gathering.join(peer_id, request)
+
+    async def acknowledge(self, peer_id: str, agreement_digest: str) -> Agreement | None:
+        """A member has read the agreement; see `Gathering.acknowledge`."""
+        for gathering in self._gatherings.values():
+            agreement = gathering.agreement
+            if agreement is not None and (agreement.digest() == agreement_digest or peer_id in agreement.peer_ids):
+                return await gathering.acknowledge(peer_id, agreement_digest)
+        raise RefusedError("unknown", "no such agreement here; join again")
+
+    async def vote(self, peer_id: str, vote: Vote, sums: Moments | None) -> Decision:
+        """A member's vote, to this node as the coordinator or the one that has taken over."""
+        known = self._known(vote.plan.agreement)
+        if known.outcome is not None:
+            return known.outcome
+        if known.ballot is None:
+            known.ballot = Ballot(
+                known.agreement,
+                lambda peer: self._probe(known.agreement, peer),
+                lambda sums: self._examine(known.agreement, sums),
+                max_passes=self._config.max_passes,
+                timeout_s=self._config.round_timeout_s,
+            )
+        return await known.ballot.vote(peer_id, vote, sums)
+
+    async def consult(self, peer_id: str, agreement_digest: str, sums: bytes) -> tuple[bytes, ...]:
+        """A reducer's sums; everybody's come back."""
+        known = self._known(agreement_digest)
+        if peer_id not in known.agreement.peer_ids:
+            raise RefusedError("unknown", "no member of this round")
+        if known.consultation is None:
+            reducers = frozenset(known.agreement.peer_ids[: known.agreement.num_parts])
+            known.consultation = Consultation(reducers, 2 * self._config.stall_timeout_s)
+        return await known.consultation.add(peer_id, sums)
+
+    # -- as member -----------------------------------------------------------------------------------------------------
+
+    def acknowledged(self, agreement: Agreement) -> asyncio.Event:
+        """Remembers an agreement; the event is set when somebody has begun it."""
+        digest = agreement.digest()
+        if digest not in self._rounds:
+            self._rounds[digest] = _KnownRound(agreement)
+            while len(self._rounds) > _KEPT:
+                self._forget(self._rounds.popitem(last=False)[1])
+        return self._rounds[digest].begun
+
+    def abandon(self, agreement: Agreement) -> None:
+        """This node goes on without that agreement, and answers so."""
+        known = self._rounds.get(agreement.digest())
+        if known is not None:
+            known.abandoned = True
+
+    def abandon_unless_settled(self, agreement: Agreement) -> None:
+        """At the end of a round, however it ended."""
+        known = self._rounds.get(agreement.digest())
+        if known is not None and known.outcome is None:
+            known.abandoned = True
+
+    def settle(self, agreement: Agreement, outcome: Decision) -> None:
+        """Remembers how a round ended, for those who ask."""
+        known = self._rounds.get(agreement.digest())
+        if known is not None and known.outcome is None:
+            known.outcome = outcome
+
+    async def offer(self, plan_digest: str, reductions: Sequence[Reduction]) -> None:
+        """From now on contributions to these are taken; those of passes before stay while somebody reads from them."""
+        async with self._reductions_changed:
+            for reduction in reductions:
+                self._reductions[plan_digest, reduction.task.key] = reduction
+            self._reductions_changed.notify_all()
+
+    def withdraw_all(self) -> None:
+        """The round is over; streams that are still served end by themselves."""
+        self._reductions.clear()
+
+    def close(self) -> None:
+        """Ends everything that waits."""
+        for gathering in self._gatherings.values():
+            gathering.close()
+        for known in self._rounds.values():
+            self._forget(known)
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    async def _on_join(self, request: Request[JoinRequest]) -> Reply[Agreement]:
+        return Reply(await self.join(request.sender, request.body))
+
+    async def _on_acknowledge(self, request: Request[Acknowledge]) -> Reply[AcknowledgeReply]:
+        return Reply(AcknowledgeReply(agreement=await self.acknowledge(request.sender, request.body.agreement)))
+
+    async def _on_moments(self, request: Request[MomentsOpen]) -> Reply[MomentsReply]:
+        sums = await self.consult(request.sender, request.body.agreement, request.payload)
+        reply, payload = join_sums(sums)
+        return Reply(reply, payload)
+
+    async def _on_vote(self, request: Request[Vote]) -> Reply[Decision]:
+        sums: Moments | None = None
+        if request.payload:
+            try:
+                sums = Moments.from_bytes(request.payload)
+            except CodecError as error:
+                raise RefusedError("malformed", f"the sums of a vote: {error}") from error
+        return Reply(await self.vote(request.sender, request.body, sums))
+
+    async def _on_invite(self, request: Request[Invite]) -> Reply[InviteReply]:
+        if self.next_round < 0 or request.body.round_index not in (self.next_round, self.next_round + 1):
+            return Reply(InviteReply(coming=False))
+        if self._invited_at_s is None and request.body.round_index == self.next_round:
+            self._invited_at_s = asyncio.get_running_loop().time() + request.body.after_s
+        return Reply(InviteReply(coming=True))
+
+    async def _on_status(self, request: Request[StatusRequest]) -> Reply[StatusReply]:
+        known = self._rounds.get(request.body.agreement)
+        if known is None or known.abandoned:
+            raise RefusedError("unknown", "not in that round")
+        return Reply(StatusReply(decision=known.outcome))
+
+    async def _on_exchange(self, request: Request[ExchangeOpen], stream: ServerStream) -> None:
+        known = self._known(request.body.agreement)
+        if request.sender not in known.agreement.peer_ids:
+            raise RefusedError("unknown", "no member of this round")
+        # Only who has seen that all acknowledged sends parts: so the round has begun, whatever became of its coordinator.
+        known.begun.set()
+        key = (request.body.plan, request.body.task)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(2 * self._config.stall_timeout_s), self._reductions_changed:
+                await self._reductions_changed.wait_for(lambda: key in self._reductions)
+        reduction = self._reductions.get(key)
+        if reduction is None:
+            raise RefusedError("unknown", "not reduced here, or not any more")
+        try:
+            await reduction.serve(request.sender, stream)
+        except ConnectionAbortedError as error:
+            raise RefusedError("unknown", str(error)) from error
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _known(self, agreement_digest: str) -> _KnownRound:
+        known = self._rounds.get(agreement_digest)
+        if known is None or known.abandoned:
+            raise RefusedError("unknown", "no such agreement here")
+        return known
+
+    def _forget(self, known: _KnownRound) -> None:
+        if known.ballot is not None:
+            known.ballot.close()
+
+    def _came_to_nothing(self, gathering: Gathering) -> bool:
+        """Whether a gathering is over without a round that could still commit, so that there may be another."""
+        if not gathering.over or gathering.agreement is None:
+            return gathering.over
+        known = self._rounds.get(gathering.agreement.digest())
+        return known is not None and (known.abandoned or (known.outcome is not None and known.outcome.kind == "abort"))
+
+    def _open_gathering(self, round_index: int) -> Gathering:
+        config = self._config
+        self._gatherings[round_index] = Gathering(
+            round_index,
+            GatheringRules(
+                own_id=self._own_id,
+                min_members=config.min_members,
+                invite_after_s=config.invite_after_s,
+                gather_timeout_s=config.gather_timeout_s,
+                acknowledge_timeout_s=config.stall_timeout_s,
+                max_weight_ratio=config.max_weight_ratio,
+                values_per_part=self._values_per_part,
+                expected=lambda _: set(self._directory.peers()),
+                invite=self._invite,
+            ),
+        )
+        while len(self._gatherings) > _KEPT:
+            self._gatherings.popitem(last=False)[1].close()
+        return self._gatherings[round_index]
+
+    async def _invite(self, peer_id: str, round_index: int, after_s: float) -> bool:
+        invite = Invite(round_index=round_index, after_s=after_s)
+        if peer_id == self._own_id:
+            return (await self._on_invite(Request(peer_id, invite))).body.coming
+        peer = self._directory.peers().get(peer_id)
+        if peer is None:
+            return False
+        stall_timeout_s = self._config.stall_timeout_s
+        try:
+            reply = await self._endpoint.call(peer, "round/invite", invite, InviteReply, timeout_s=stall_timeout_s)
+        except RpcError as error:
+            logger.info("round %d: node %s is not there: %s", round_index, peer_id[:8], error)
+            return False
+        return reply.body.coming
+
+    async def _probe(self, agreement: Agreement, peer_id: str) -> tuple[bool, Decision | None]:
+        if peer_id == self._own_id:
+            return True, None
+        member = agreement.members[agreement.peer_ids.index(peer_id)]
+        certificate = member.certificate.encode() if member.certificate else None
+        try:
+            reply = await self._endpoint.call(
+                Peer(peer_id, member.address, certificate),
+                "round/status",
+                StatusRequest(agreement=agreement.digest()),
+                StatusReply,
+                timeout_s=self._config.stall_timeout_s,
+            )
+        except RpcError:
+            return False, None
+        return True, reply.body.decision
+
+    def _examine(self, agreement: Agreement, sums: Sequence[Moments]) -> tuple[Why, ...]:
+        return findings_of(agreement, sums, self._rule)

@@ -1,0 +1,134 @@
+"""`RunConfig`: everything that makes up one node's run, each part defined beside what it configures."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from loader import Assignment, PlateauKind
+from trainer.collective import CollectiveConfig
+from trainer.diloco import DiLoCoConfig
+from trainer.discovery import DiscoveryConfig
+from trainer.errors import TrainerUsageError
+from trainer.inner import InnerConfig
+from trainer.observe import ApiConfig, LogConfig
+from trainer.robust import RuleConfig
+from trainer.rpc import RpcConfig
+
+__all__ = ["CheckpointConfig", "DataConfig", "Engine", "ModelChoice", "RunConfig", "Strategy"]
+
+Engine = Literal["p2p", "torch"]
+Strategy = Literal["diloco", "ddp"]
+
+
+def _default_store() -> str:
+    return os.environ.get("GENESIS_STORE") or str(Path("~/.neuroshard/genesis-store").expanduser())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelChoice:
+    """Which model is trained."""
+
+    preset: str = "auto"
+    """A preset's name; ``auto``: that of the checkpoint, else by the memory this machine has."""
+    memory_bytes: int = 0
+    """For ``auto``: memory to plan with; 0 asks the machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """Which tokens are read."""
+
+    store: str = field(default_factory=_default_store)
+    """A folder, ``s3://bucket/prefix`` or ``http(s)://host/prefix``."""
+    mirrors: tuple[str, ...] = ()
+    """Further addresses of the same store."""
+    public_key: str = ""
+    """PEM file of the key that must have signed the store's manifest; empty: none is asked for."""
+    shards_per_node: int = 10
+    """Shards this node is given, of each source (001)."""
+    assignment: Assignment = "modulo"
+    """How: ``modulo`` (001) or ``rendezvous``, which moves little when the store grows."""
+    sources: dict[str, float] = field(default_factory=dict)
+    """Weights by source; empty: all shards alike."""
+    holdout: int = 0
+    """The first so many shards of every source are not trained on."""
+    plateau: PlateauKind = "absolute"
+    """When a shard is left early: ``absolute`` (000, 001), ``relative`` or ``off``."""
+    cache_dir: str = ""
+    """Where shards are kept; empty: ``GENESIS_CACHE_DIR`` or ``~/.neuroshard/data_cache``."""
+    cache_bytes: str = ""
+    """How much of them, such as ``20GB``; empty: ``GENESIS_CACHE_BYTES`` or 20 GB."""
+    timeout_s: float = 600.0
+    """How long a shard is tried for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """When the node's state is written, and where."""
+
+    directory: str = "~/.neuroshard/checkpoints"
+    """Folder; the file is ``dynamic_node_{wallet_id}.pt``."""
+    token: str = ""
+    """Whose wallet names the file (000); empty: the node id does. ``GENESIS_TOKEN`` keeps it off the command line."""
+    every_steps: int = 10
+    """Inner steps between checkpoints (000)."""
+    keep: int = 3
+    """How many are kept, the newest included."""
+
+    def __post_init__(self) -> None:
+        if self.every_steps < 1:
+            raise TrainerUsageError(f"checkpoint.every_steps: expected 1 or more, found {self.every_steps}")
+        if self.keep < 1:
+            raise TrainerUsageError(f"checkpoint.keep: expected 1 or more, found {self.keep}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """One node's run; YAML has the same names in the same nesting.
+
+    Raises:
+        TrainerUsageError: values that do not go together.
+    """
+
+    node_id: str = ""
+    """Name of this node: decides its shards and their order."""
+    run_id: str = "genesis"
+    """Nodes of one run train one model together."""
+    seed: int = 0
+    """Of the weights and of the data's order; the same for all nodes of a run."""
+    engine: Engine = "p2p"
+    """``p2p``: among strangers, or alone. ``torch``: torch.distributed, under torchrun."""
+    strategy: Strategy = "diloco"
+    """``diloco``, or with the torch engine ``ddp``: gradients averaged at every step, the baseline."""
+    max_steps: int = 0
+    """Inner steps after which the node stops; 0: goes on."""
+    device: str = "auto"
+    """``auto``, ``cpu``, ``cuda``, ``cuda:1``, ``mps``."""
+    threads: int = 0
+    """Threads torch computes with on a CPU; 0: its own choice. Fixed threads make a run repeatable bit for bit."""
+    state_dir: str = "~/.neuroshard"
+    """Folder for the node's key, the shared state it hands out, and logs."""
+    model: ModelChoice = field(default_factory=ModelChoice)
+    data: DataConfig = field(default_factory=DataConfig)
+    inner: InnerConfig = field(default_factory=InnerConfig)
+    diloco: DiLoCoConfig = field(default_factory=DiLoCoConfig)
+    rule: RuleConfig = field(default_factory=RuleConfig)
+    collective: CollectiveConfig = field(default_factory=CollectiveConfig)
+    rpc: RpcConfig = field(default_factory=RpcConfig)
+    discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    api: ApiConfig = field(default_factory=ApiConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        if self.strategy == "ddp" and self.engine != "torch":
+            raise TrainerUsageError("strategy ddp: expected engine torch (under torchrun), found engine p2p")
+        if self.max_steps < 0 or self.threads < 0:
+            raise TrainerUsageError(
+                f"max_steps and threads: expected 0 or more, found {self.max_steps} and {self.threads}"
+            )
+        if not self.run_id or len(self.run_id) > 128 or not self.run_id.isprintable():
+            raise TrainerUsageError(f"run_id: expected 1 to 128 printable characters, found {self.run_id!r}")
