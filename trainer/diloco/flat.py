@@ -160,8 +160,8 @@ class FlatLayout:
         """
         if digest != self.digest():
             raise IncompatiblePeerError(
-                f"{whose} lays out other parameters than this node's {len(self.names)} tensors of {self.num_values} values "
-                f"(layout {digest[:12]}, here {self.digest()[:12]}): same preset, vocabulary and fragments are needed"
+                f"expected the layout {self.digest()[:12]} ({len(self.names)} tensors, {self.num_values} values), "
+                f"found {digest[:12]} in {whose}; use the same preset, vocabulary and number of fragments"
             )
 
     @staticmethod
