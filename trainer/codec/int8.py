@@ -104,7 +104,8 @@ class Int8Codec:
         vector = output_vector(out, num_values)
         num_blocks, num_whole = _num_blocks(num_values), num_values // BLOCK_VALUES
         # Copied once: a quarter of the vector's bytes, and torch warns of memory it may not write.
-        encoded = torch.from_numpy(np.frombuffer(view, dtype=np.int8).copy())
+        encoded = torch.empty(view.nbytes, dtype=torch.int8)
+        np.copyto(encoded.numpy(), np.frombuffer(view, dtype=np.int8))
         scales = encoded[: 4 * num_blocks].view(torch.float32)
         levels = encoded[4 * num_blocks :]
         _check_scales(scales)
