@@ -1,0 +1,108 @@
+"""The shape of a model: the eleven numbers and switches that two nodes must share to train together.
+
+Guarantees: a config that exists describes a model that can be built; two equal configs have the same parameters by
+name and shape. Read back from a checkpoint or a peer, a field too many or of another type is refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import ClassVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from trainer.errors import TrainerUsageError
+
+__all__ = ["ModelConfig"]
+
+_POSITIVE = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "max_seq_len")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """A decoder's shape.
+
+    Raises:
+        TrainerUsageError: a field is out of range, or two do not go together.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
+
+    vocab_size: int
+    """Rows of embedding and output, ids no text has yet included (see `trainer.model.growth.rows_for`)."""
+    dim: int
+    """Width of the residual stream."""
+    num_layers: int
+    """Blocks of attention and feed-forward."""
+    num_heads: int
+    """Query heads; each has dim / num_heads values."""
+    num_kv_heads: int
+    """Key and value heads; each serves num_heads / num_kv_heads query heads."""
+    ffn_dim: int
+    """Width inside the feed-forward part."""
+    max_seq_len: int = 1024
+    """Longest sequence, in tokens; the table of rotary positions has that many rows."""
+    rope_theta: float = 500_000.0
+    """Base of the rotary wavelengths."""
+    norm_eps: float = 1e-5
+    """Added to the mean square inside each norm."""
+    qk_norm: bool = False
+    """Queries and keys are normalised over all heads before they are rotated (OLMo-2)."""
+    reorder_norm: bool = False
+    """Each part's output is normalised instead of its input (OLMo-2)."""
+    tie_embeddings: bool = False
+    """The output matrix is the embedding; such a model cannot be cut into stages."""
+
+    def __post_init__(self) -> None:
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise TrainerUsageError(f"model.{name}: expected a whole number of at least 1, found {value!r}")
+        for name in ("rope_theta", "norm_eps"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise TrainerUsageError(f"model.{name}: expected a finite number above 0, found {value!r}")
+        if self.dim % self.num_heads or self.head_dim % 2:
+            raise TrainerUsageError(
+                f"model.dim: expected num_heads ({self.num_heads}) times an even number, found {self.dim}"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise TrainerUsageError(
+                f"model.num_kv_heads: expected a divisor of num_heads ({self.num_heads}), found {self.num_kv_heads}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Values of one head."""
+        return self.dim // self.num_heads
+
+    @property
+    def kv_dim(self) -> int:
+        """Values of all key heads together."""
+        return self.num_kv_heads * self.head_dim
+
+    def to_dict(self) -> dict[str, int | float | bool]:
+        """Plain values by field name, for JSON, YAML and checkpoints."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(values: Mapping[str, object]) -> ModelConfig:
+        """The inverse of `to_dict`; fields with a default may be missing, as in files of earlier releases.
+
+        Raises:
+            TrainerUsageError: a field is unknown, missing, of another type, or out of range.
+        """
+        try:
+            return _adapter().validate_python(dict(values))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(str(part) for part in first["loc"]) or "the whole"
+            raise TrainerUsageError(f"model.{where}: {first['msg']}, found {first.get('input')!r:.60}") from None
+
+
+@cache
+def _adapter() -> TypeAdapter[ModelConfig]:
+    return TypeAdapter(ModelConfig)

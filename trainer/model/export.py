@@ -1,0 +1,226 @@
+"""A trained model in Hugging Face's form: a folder that ``AutoModelForCausalLM.from_pretrained`` loads.
+
+Guarantees: transformers gives the same logits for the same ids; the folder appears whole or not at all; ids are exactly
+the tokenizer's (rows that only pad the vocabulary to a full step are left out, so nothing can be generated that cannot
+be decoded). Plain models become ``LlamaForCausalLM``; with ``qk_norm`` and ``reorder_norm`` both,
+``Olmo2ForCausalLM``; with one of them alone no class of transformers reads the model, and the export is refused.
+
+transformers itself is not needed; safetensors files above 5 GB are split, with an index.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from genesis.errors import GenesisError
+from genesis.tokenizer.export import hf_tokenizer_config, hf_tokenizer_json
+from manifests import EOS_ID, SPECIAL_TOKENS, VocabularyFile
+from manifests.errors import ContractError
+from trainer.errors import ExportError
+from trainer.model.config import ModelConfig
+from trainer.model.stages import Transformer
+
+__all__ = ["export_hf", "hf_config", "hf_names"]
+
+ExportType = Literal["float32", "bfloat16", "float16"]
+
+_MAX_FILE_BYTES = 5_000_000_000
+_PAD_ID = SPECIAL_TOKENS.index("<|pad|>")
+_BOS_ID = SPECIAL_TOKENS.index("<|bos|>")
+_EMBEDDING = "embedding.weight"
+_OUTPUT = "readout.output.weight"
+
+
+def export_hf(
+    model: Transformer | Mapping[str, Tensor],
+    config: ModelConfig,
+    tokenizer_json_path: Path,
+    out_dir: Path,
+    *,
+    dtype: ExportType = "float32",
+    max_file_bytes: int = _MAX_FILE_BYTES,
+) -> list[Path]:
+    """Writes config.json, generation_config.json, model.safetensors and the tokenizer's files.
+
+    Args:
+        model: the whole model, or its state dict, such as a checkpoint holds.
+        config: its shape; ``vocab_size`` may be older than the state, whose rows count.
+        tokenizer_json_path: the store's tokenizer.json.
+        out_dir: the folder to make; it may be there, but empty.
+        dtype: of the weights on disk.
+        max_file_bytes: size above which weights are split over several files.
+
+    Returns:
+        The files written.
+
+    Raises:
+        ExportError: no class of transformers reads such a model, a weight is missing, unknown, of the wrong shape or
+            not finite, the tokenizer has more ids than the model rows, or the folder cannot be written.
+    """
+    state = model.state_dict() if isinstance(model, Transformer) else model
+    vocabulary = _read_vocabulary(tokenizer_json_path)
+    documents = _documents(config, vocabulary, dtype)
+    weights = _weights(state, config, vocabulary.next_merge_id, getattr(torch, dtype))
+    try:
+        return _write(documents, weights, out_dir, max_file_bytes)
+    except OSError as error:
+        raise ExportError(f"cannot write the export {out_dir}: {error}") from error
+
+
+def hf_config(config: ModelConfig, num_ids: int, dtype: ExportType = "float32") -> dict[str, object]:
+    """The content of config.json, as transformers 4 and 5 read it.
+
+    Raises:
+        ExportError: no class of transformers reads such a model.
+    """
+    is_olmo2 = _is_olmo2(config)
+    fields: dict[str, object] = {
+        "architectures": ["Olmo2ForCausalLM" if is_olmo2 else "LlamaForCausalLM"],
+        "model_type": "olmo2" if is_olmo2 else "llama",
+        "vocab_size": num_ids,
+        "hidden_size": config.dim,
+        "intermediate_size": config.ffn_dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "max_position_embeddings": config.max_seq_len,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": config.tie_embeddings,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        "pad_token_id": _PAD_ID,
+        "bos_token_id": _BOS_ID,
+        "eos_token_id": EOS_ID,
+    }
+    return fields if is_olmo2 else fields | {"head_dim": config.head_dim, "mlp_bias": False}
+
+
+def hf_names(config: ModelConfig) -> dict[str, str]:
+    """Our parameter names and Hugging Face's, in the model's order.
+
+    Raises:
+        ExportError: no class of transformers reads such a model.
+    """
+    if _is_olmo2(config):
+        norms = {"attention_norm": "post_attention_layernorm", "feed_forward_norm": "post_feedforward_layernorm"}
+        norms |= {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
+    else:
+        norms = {"attention_norm": "input_layernorm", "feed_forward_norm": "post_attention_layernorm"}
+    matrices = {f"attention.{part}_proj": f"self_attn.{part}_proj" for part in "qkvo"}
+    matrices |= {f"feed_forward.{part}_proj": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
+    names = {_EMBEDDING: "model.embed_tokens.weight"}
+    for number in range(config.num_layers):
+        for ours, theirs in (matrices | norms).items():
+            names[f"layers.{number}.{ours}.weight"] = f"model.layers.{number}.{theirs}.weight"
+    names["readout.norm.weight"] = "model.norm.weight"
+    return names if config.tie_embeddings else names | {_OUTPUT: "lm_head.weight"}
+
+
+def _is_olmo2(config: ModelConfig) -> bool:
+    if config.qk_norm != config.reorder_norm:
+        raise ExportError(
+            "expected a model with both qk_norm and reorder_norm (OLMo-2) or neither (Llama), found "
+            f"qk_norm={config.qk_norm}, reorder_norm={config.reorder_norm}; no class of transformers reads it"
+        )
+    return config.qk_norm
+
+
+def _read_vocabulary(path: Path) -> VocabularyFile:
+    try:
+        return VocabularyFile.from_json(path.read_bytes())
+    except (OSError, ContractError) as error:
+        raise ExportError(f"expected the store's tokenizer.json at {path}: {error}") from error
+
+
+def _documents(config: ModelConfig, vocabulary: VocabularyFile, dtype: ExportType) -> dict[str, bytes]:
+    """Every file but the weights."""
+    generation = {"pad_token_id": _PAD_ID, "bos_token_id": _BOS_ID, "eos_token_id": EOS_ID}
+    tokenizer_config = json.loads(hf_tokenizer_config(vocabulary)) | {"model_max_length": config.max_seq_len}
+    try:
+        tokenizer = hf_tokenizer_json(vocabulary)
+    except GenesisError as error:
+        raise ExportError(f"the tokenizer cannot be exported: {error}") from error
+    return {
+        "tokenizer.json": tokenizer,
+        "tokenizer_config.json": _json(tokenizer_config),
+        "generation_config.json": _json(generation),
+        "config.json": _json(hf_config(config, vocabulary.next_merge_id, dtype)),
+    }
+
+
+def _weights(state: Mapping[str, Tensor], config: ModelConfig, num_ids: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    names = hf_names(config)
+    tied = {_OUTPUT} if config.tie_embeddings else set()
+    missing, unknown = names.keys() - state.keys(), state.keys() - names.keys() - tied
+    if missing or unknown:
+        raise ExportError(
+            f"expected the weights of a model of {config.num_layers} layers; missing {sorted(missing)[:3]}, unknown "
+            f"{sorted(unknown)[:3]}; give the whole model's state and its own config"
+        )
+    shapes = _shapes(config, names)
+    weights = {}
+    for ours, theirs in names.items():
+        tensor = state[ours].detach()
+        expected = shapes[ours]
+        if ours in (_EMBEDDING, _OUTPUT):
+            tensor, expected = _trim(ours, tensor, num_ids), (num_ids, config.dim)
+        if tuple(tensor.shape) != expected:
+            raise ExportError(f"{ours}: expected the shape {expected}, found {tuple(tensor.shape)}")
+        tensor = tensor.to(device="cpu", dtype=dtype).contiguous()
+        if not torch.isfinite(tensor).all():
+            raise ExportError(f"{ours}: expected finite weights in {dtype}, found NaN or infinity; take an older state")
+        weights[theirs] = tensor
+    return weights
+
+
+def _trim(name: str, tensor: Tensor, num_ids: int) -> Tensor:
+    if tensor.shape[0] < num_ids:
+        raise ExportError(
+            f"{name}: expected a row for each of the tokenizer's {num_ids} ids, found {tensor.shape[0]}; give the "
+            "tokenizer.json the model was trained with"
+        )
+    return tensor[:num_ids]
+
+
+def _shapes(config: ModelConfig, names: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        whole = Transformer(config).state_dict()
+    return {name: tuple(whole[name].shape) for name in names}
+
+
+def _write(
+    documents: Mapping[str, bytes], weights: dict[str, Tensor], out_dir: Path, max_file_bytes: int
+) -> list[Path]:
+    """Fills a folder beside ``out_dir`` and renames it."""
+    from huggingface_hub import save_torch_state_dict  # half a second; only exports need it
+
+    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
+        raise ExportError(f"expected {out_dir} to be a new or empty folder; name another, or remove what is there")
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", dir=out_dir.parent))
+    try:
+        for name, body in documents.items():
+            (folder / name).write_bytes(body)
+        save_torch_state_dict(weights, folder, max_shard_size=max_file_bytes)
+        folder.chmod(0o755)
+        folder.replace(out_dir)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return sorted(out_dir.iterdir())
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, indent=2).encode() + b"\n"

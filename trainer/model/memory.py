@@ -1,0 +1,107 @@
+"""How much memory training may use: a GPU's free memory, or the least that any limit leaves of main memory.
+
+On a CPU three things bound a process: its own limit (``ulimit -v``), the limits of its control group and of every group
+above it (version 1 and 2; containers), and what the machine has available. The least counts. A group's page cache that
+nobody uses at the moment counts as free, since the kernel gives it up before it kills.
+
+The trade-off: these are readings of one moment; hence the tiers in `trainer.model.choice`, and the rule that a saved
+architecture wins.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from trainer.errors import TrainerUsageError
+
+__all__ = ["available_memory_bytes"]
+
+logger = logging.getLogger(__name__)
+
+
+def available_memory_bytes(
+    device_type: str = "cpu", *, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
+) -> int:
+    """Bytes that this process may still take on a device.
+
+    Args:
+        device_type: ``cuda`` for the current GPU's free memory; anything else for main memory.
+        proc: where procfs is.
+        cgroups: where the control groups are mounted.
+
+    Raises:
+        TrainerUsageError: nothing tells how much memory there is.
+    """
+    if device_type == "cuda":
+        import torch  # a second and a half, for nothing else here
+
+        return int(torch.cuda.mem_get_info()[0])
+    found = {"machine": _machine_bytes(proc), "own limit": _own_limit_bytes(proc)}
+    found |= {f"control group {group}": left for group, left in _group_limits(proc, cgroups)}
+    known = {source: left for source, left in found.items() if left is not None}
+    if not known:
+        raise TrainerUsageError(f"expected {proc / 'meminfo'} to say how much memory there is; name a --preset instead")
+    source = min(known, key=known.__getitem__)
+    logger.debug("memory available: %.0f MB (%s)", known[source] / 1e6, source)
+    return max(0, known[source])
+
+
+def _machine_bytes(proc: Path) -> int | None:
+    fields = _fields(proc / "meminfo")
+    if "MemAvailable:" in fields:
+        return fields["MemAvailable:"] * 1024
+    if "SC_PHYS_PAGES" in os.sysconf_names and proc == Path("/proc"):  # no procfs: macOS
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+def _own_limit_bytes(proc: Path) -> int | None:
+    """What ``ulimit -v`` leaves."""
+    for line in _lines(proc / "self/limits"):
+        if line.startswith("Max address space"):
+            limit = line.removeprefix("Max address space").split()[0]
+            used = _fields(proc / "self/status").get("VmSize:", 0) * 1024
+            return int(limit) - used if limit.isdecimal() else None
+    return None
+
+
+def _group_limits(proc: Path, cgroups: Path) -> Iterator[tuple[str, int]]:
+    """What each limited control group around this process leaves."""
+    for line in _lines(proc / "self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            files = ("memory.max", "memory.current", "inactive_file")
+            mounts = [cgroups, cgroups / "unified"]
+        elif "memory" in controllers.split(","):
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            mounts = [cgroups / "memory"]
+        else:
+            continue
+        for mount in mounts:
+            for group in (PurePosixPath(path), *PurePosixPath(path).parents):
+                left = _group_bytes(mount / group.relative_to("/"), *files)
+                if left is not None:
+                    yield str(group), left
+
+
+def _group_bytes(folder: Path, limit_file: str, usage_file: str, cache_field: str) -> int | None:
+    limit, usage = (_lines(folder / name) for name in (limit_file, usage_file))
+    if not (limit and usage and limit[0].isdecimal()):
+        return None
+    return int(limit[0]) - int(usage[0]) + _fields(folder / "memory.stat").get(cache_field, 0)
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Lines of the form ``name number …``; all others are left out."""
+    pairs = (line.split()[:2] for line in _lines(path))
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
