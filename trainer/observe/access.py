@@ -1,0 +1,104 @@
+"""Who may ask: the rules that keep other people's web pages out.
+
+A browser on this machine runs pages of strangers, and those can send requests to 127.0.0.1. Reading is prevented by
+answering nothing with CORS headers, and by refusing host names that are not this machine's, since a page can point a
+name of its own here (DNS rebinding). A shutdown is asked for by POST, which a page can send without reading the answer:
+browsers mark it with ``Origin`` or ``Sec-Fetch-Site``, and marked requests from elsewhere are refused.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import socket
+from collections.abc import Collection
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+__all__ = ["HostGuard", "shutdown_refusal"]
+
+_FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
+_HEADERS = {
+    "cache-control": "no-store",
+    "cross-origin-resource-policy": "same-origin",
+    "x-content-type-options": "nosniff",
+}
+_TOKEN_HEADER = "x-genesis-token"
+
+
+class HostGuard:
+    """Answers 421 to requests for a host name that is not this machine's; marks all answers as nobody else's to use.
+
+    IP addresses always pass: a page cannot make its own origin of one.
+    """
+
+    def __init__(self, app: ASGIApp, *, allowed_hosts: Collection[str]) -> None:
+        self._app = app
+        own_names = {"localhost", socket.gethostname().lower()}
+        self._allowed = frozenset(own_names.union(name.lower() for name in allowed_hosts))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+
+        async def send_marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(_HEADERS)
+            await send(message)
+
+        if scope["type"] == "http" and not self._is_ours(Headers(scope=scope).get("host", "")):
+            detail = "expected this machine's name or address as Host; other names: api.allowed_hosts"
+            await JSONResponse({"detail": detail}, status_code=421)(scope, receive, send_marked)
+        else:
+            await self._app(scope, receive, send_marked)
+
+    def _is_ours(self, host: str) -> bool:
+        name = _without_port(host.strip().lower())
+        return name in self._allowed or _is_address(name)
+
+
+def shutdown_refusal(headers: Headers, client_host: str | None, scheme: str, token: str) -> str | None:
+    """Why a request may not stop this node; None if it may.
+
+    Args:
+        headers: of the request.
+        client_host: where it comes from.
+        scheme: http or https, as it was asked.
+        token: what ``X-Genesis-Token`` must be; empty if none is asked for.
+    """
+    if client_host is None or not _is_loopback(client_host):
+        return "expected a request from this machine"
+    if headers.get("origin", f"{scheme}://{headers.get('host', '')}") != f"{scheme}://{headers.get('host', '')}":
+        return "expected no request of another site's page (Origin)"
+    if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        return "expected no request of another site's page (Sec-Fetch-Site)"
+    if token:
+        given = headers.get(_TOKEN_HEADER, "")
+        return None if hmac.compare_digest(given.encode(), token.encode()) else "expected the token in X-Genesis-Token"
+    if any(name in headers for name in _FORWARDED):
+        return "expected a request that no proxy forwarded; set a token to allow that"
+    return None
+
+
+def _without_port(host: str) -> str:
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback

@@ -1,0 +1,101 @@
+"""The HTTP interface: two pages of status (000, "Verifying Training is Working"), health, metrics, shutdown.
+
+Everything is read only but the shutdown, which is there if the node gives a callback for it. No page carries CORS
+headers. /openapi.json describes the answers; FastAPI's own page over it is off, since it runs scripts from a CDN under
+this node's origin. An answer takes 1 ms of the interpreter, /metrics 3 ms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fastapi import FastAPI, HTTPException, Request, Response
+from pydantic import BaseModel
+
+from trainer.observe.access import HostGuard, shutdown_refusal
+from trainer.observe.config import ApiConfig
+from trainer.observe.metrics import METRICS_MEDIA_TYPE, TrainingMetrics
+from trainer.observe.status import Health, TrainingStatus, VerifyStatus
+from trainer.observe.tracker import TrainingTracker
+
+__all__ = ["ShutdownHook", "create_app"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShutdownHook:
+    """How POST /api/shutdown stops the node."""
+
+    callback: Callable[[], None]
+    """Asks the node to stop as SIGTERM does, and returns at once; called in the API's thread."""
+    token: str = ""
+    """What the header X-Genesis-Token must be; empty asks for none, and then no proxy may forward the request."""
+
+
+class Stopping(BaseModel):
+    """The node was asked to stop: it ends the step in hand, saves a checkpoint and exits."""
+
+    status: str = "stopping"
+
+
+def create_app(
+    tracker: TrainingTracker,
+    metrics: TrainingMetrics,
+    *,
+    config: ApiConfig | None = None,
+    shutdown: ShutdownHook | None = None,
+) -> FastAPI:
+    """The interface as an ASGI application.
+
+    Args:
+        tracker: what the status is read from.
+        metrics: what /metrics shows.
+        config: whose host names may be asked for.
+        shutdown: what POST /api/shutdown does; without it there is no such path.
+    """
+    app = FastAPI(title="Genesis training node", version="1", docs_url=None, redoc_url=None)
+    allowed_hosts = config.allowed_hosts if config else ()
+    app.add_middleware(HostGuard, allowed_hosts=allowed_hosts)
+    _add_pages(app, tracker, metrics)
+    if shutdown:
+        _add_shutdown(app, shutdown)
+    return app
+
+
+def _add_pages(app: FastAPI, tracker: TrainingTracker, metrics: TrainingMetrics) -> None:
+    @app.get("/api/training/verify", summary="Is training working?", response_model=VerifyStatus)
+    async def verify() -> TrainingStatus:
+        return tracker.status()
+
+    @app.get("/api/training/global", summary="The run as a whole, as far as this node can see it.")
+    async def global_status() -> TrainingStatus:
+        return tracker.status()
+
+    @app.get("/healthz", summary="The process answers; when it last trained.")
+    async def health() -> Health:
+        return tracker.health()
+
+    @app.get(
+        "/metrics",
+        summary="Figures for Prometheus, in its text form.",
+        response_class=Response,
+        responses={200: {"content": {"text/plain": {}}}},
+    )
+    async def prometheus() -> Response:
+        return Response(metrics.page(), media_type=METRICS_MEDIA_TYPE)
+
+
+def _add_shutdown(app: FastAPI, hook: ShutdownHook) -> None:
+    @app.post(
+        "/api/shutdown",
+        summary="Stops the node as Ctrl+C does; only from this machine, with the header X-Genesis-Token if one is set.",
+        status_code=202,
+        responses={403: {"description": "Not from this machine, not by this user, or by another site's page."}},
+    )
+    async def stop(request: Request) -> Stopping:
+        client_host = request.client.host if request.client else None
+        refusal = shutdown_refusal(request.headers, client_host, request.url.scheme, hook.token)
+        if refusal:
+            raise HTTPException(403, refusal)
+        hook.callback()
+        return Stopping()

@@ -1,0 +1,39 @@
+"""What a user can choose about the HTTP interface. By default nobody but this machine can reach it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from trainer.errors import TrainerUsageError
+
+__all__ = ["ApiConfig"]
+
+_HOST_NAME = re.compile(r"[A-Za-z0-9_.-]{1,253}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ApiConfig:
+    """The verification API and the page of metrics.
+
+    Raises:
+        TrainerUsageError: a value makes no sense.
+    """
+
+    enabled: bool = True
+    """Serve them at all."""
+    host: str = "127.0.0.1"
+    """Address to listen at; 0.0.0.0 lets other machines read, such as a Prometheus server."""
+    port: int = 8000
+    """TCP port; 0 takes a free one."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Further host names by which clients may ask; localhost, this machine's name and IP addresses always may."""
+
+    def __post_init__(self) -> None:
+        if not self.host:
+            raise TrainerUsageError("api.host: expected an address to listen at, found none; 127.0.0.1 is the default")
+        if not 0 <= self.port <= 65_535:
+            raise TrainerUsageError(f"api.port: expected 0 to 65535, found {self.port}; 0 takes a free one")
+        for name in self.allowed_hosts:
+            if not _HOST_NAME.fullmatch(name):
+                raise TrainerUsageError(f"api.allowed_hosts: expected host names without port, found {name!r}")

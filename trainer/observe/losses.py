@@ -1,0 +1,115 @@
+"""The losses of one node: where it began, where it is, and which way it goes.
+
+A loss varies from batch to batch by more than it falls in a hundred steps, so nothing here compares two losses. Two
+windows are compared by the medians of their eighths: the difference between the windows must stand out of the scatter
+of those medians, which a spike of a few steps does not move and which grows, as it should, where losses follow one
+another. Pure functions of NumPy arrays and a bounded memory: 2,050 numbers however long the run; 0.2 ms to judge.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["LossHistory", "LossTrend", "difference", "has_fallen", "loss_trend"]
+
+LossTrend = Literal["improving", "stable", "degrading", "unknown"]
+
+FIRST_LOSSES = 50
+"""The beginning, which training has to better."""
+_RECENT_LOSSES = 2_000
+_HALVES = (40, 200, 1_000)
+"""Windows compared with the one before, shortest first: the latest change that can be told from noise decides."""
+_NUM_BLOCKS = 8
+_STANDARD_ERRORS = 4.0
+"""How far a difference stands out; noise alone does so about once in a thousand comparisons."""
+_MIN_SHARE = 1e-3
+"""A change by less than a thousandth of the loss is none."""
+_EMA_WEIGHT = 0.02
+
+
+def loss_trend(losses: Sequence[float]) -> LossTrend:
+    """Which way the losses go, the latest last; ``unknown`` while there are fewer than 80."""
+    values = np.asarray(losses, dtype=np.float64)
+    if len(values) < 2 * _HALVES[0]:
+        return "unknown"
+    for half in _HALVES:
+        if len(values) < 2 * half:
+            break
+        change = difference(values[-2 * half : -half], values[-half:])
+        if change:
+            return "improving" if change < 0 else "degrading"
+    return "stable"
+
+
+def has_fallen(first: Sequence[float], latest: Sequence[float]) -> bool:
+    """Whether the latest losses are below the first ones by more than their noise."""
+    return difference(np.asarray(first, dtype=np.float64), np.asarray(latest, dtype=np.float64)) < 0
+
+
+def difference(before: NDArray[np.float64], after: NDArray[np.float64]) -> float:
+    """``after`` minus ``before`` by their typical values; 0 if it does not stand out of the noise.
+
+    Args:
+        before: losses, at least 8, finite.
+        after: the same.
+    """
+    medians_before, medians_after = _medians(before), _medians(after)
+    found = float(medians_after.mean() - medians_before.mean())
+    noise = math.sqrt((medians_before.var(ddof=1) + medians_after.var(ddof=1)) / _NUM_BLOCKS)
+    least = max(_STANDARD_ERRORS * noise, _MIN_SHARE * abs(float(medians_before.mean())))
+    return found if abs(found) > least else 0.0
+
+
+def _medians(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.array([np.median(block) for block in np.array_split(values, _NUM_BLOCKS)])
+
+
+class LossHistory:
+    """The first losses of a run, its latest ones, and their moving average. What is not finite is left out."""
+
+    def __init__(self) -> None:
+        self._first: list[float] = []
+        self._recent: deque[float] = deque(maxlen=_RECENT_LOSSES)
+        self._sum = 0.0
+        self._weight = 0.0
+
+    def add(self, loss: float) -> None:
+        """Remembers a loss."""
+        if not math.isfinite(loss):
+            return
+        if len(self._first) < FIRST_LOSSES:
+            self._first.append(loss)
+        self._recent.append(loss)
+        self._sum += _EMA_WEIGHT * (loss - self._sum)
+        self._weight += _EMA_WEIGHT * (1.0 - self._weight)
+
+    @property
+    def smoothed(self) -> float | None:
+        """Exponential moving average over some 50 losses, without the bias of its start; None before the first."""
+        return self._sum / self._weight if self._weight else None
+
+    @property
+    def first(self) -> list[float]:
+        """The run's first losses, at most `FIRST_LOSSES`."""
+        return list(self._first)
+
+    @property
+    def recent(self) -> list[float]:
+        """The latest losses, the last one last."""
+        return list(self._recent)
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """All of it, for a checkpoint."""
+        return {"first": self.first, "recent": self.recent, "average": [self._sum, self._weight]}
+
+    def load_state_dict(self, state: dict[str, list[float]]) -> None:
+        """Goes on from a checkpoint."""
+        self._first = [float(loss) for loss in state["first"]]
+        self._recent = deque((float(loss) for loss in state["recent"]), maxlen=_RECENT_LOSSES)
+        self._sum, self._weight = (float(number) for number in state["average"])
