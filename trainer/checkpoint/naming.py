@@ -1,0 +1,98 @@
+"""Names of checkpoints: whose they are, which is the newest, which came before.
+
+``dynamic_node_{wallet}.pt`` is 000's name and always the newest. Beside it lie ``dynamic_node_{wallet}.step-{N}.pt``,
+the newest among them too, under a second name for the same file, so that no step has to be read out of a file to keep
+it when the next one comes. A node that runs several instances, or holds only some layers, adds an instance to the name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from pathlib import Path
+from typing import Final
+
+from trainer.errors import TrainerUsageError
+
+__all__ = ["checkpoint_path", "kept_path", "kept_paths", "lock_path", "temporary_path", "twin_path", "wallet_id"]
+
+_WALLET_DIGITS: Final = 16
+_INSTANCE: Final = re.compile(r"[A-Za-z0-9-]{1,64}")
+_WALLET: Final = re.compile(r"[0-9a-f]{1,64}")
+
+
+def wallet_id(token: str | None, node_id: str) -> str:
+    """Whose checkpoints these are: the same across restarts and machines, and no way back to the token.
+
+    Args:
+        token: the user's secret; without one (None or empty) the node id stands for it.
+        node_id: the node's name.
+
+    Returns:
+        The first 16 hex digits of the sha256 of either.
+
+    Raises:
+        TrainerUsageError: there is neither.
+    """
+    identity = token or node_id
+    if not identity:
+        raise TrainerUsageError("expected a token or a node id to name checkpoints by, found neither; give --node-id")
+    return hashlib.sha256(identity.encode()).hexdigest()[:_WALLET_DIGITS]
+
+
+def checkpoint_path(directory: str | os.PathLike[str], wallet: str, instance: str = "") -> Path:
+    """The newest checkpoint's path, ``~`` expanded.
+
+    Args:
+        directory: of all checkpoints, such as ``~/.neuroshard/checkpoints``.
+        wallet: of `wallet_id`.
+        instance: tells apart what one wallet runs side by side: a layer range, a rank.
+
+    Raises:
+        TrainerUsageError: wallet or instance would not do as part of a file name.
+    """
+    if not _WALLET.fullmatch(wallet):
+        raise TrainerUsageError(f"wallet: expected the hex digits of wallet_id(), found {wallet!r}")
+    if instance and not _INSTANCE.fullmatch(instance):
+        raise TrainerUsageError(f"instance: expected at most 64 letters, digits and '-', found {instance!r}")
+    return Path(directory).expanduser() / f"dynamic_node_{wallet}{'_' if instance else ''}{instance}.pt"
+
+
+def kept_path(newest: Path, step: int) -> Path:
+    """The name under which the checkpoint of a step is kept."""
+    return newest.with_name(f"{newest.stem}.step-{step:012d}.pt")
+
+
+def kept_paths(newest: Path) -> list[Path]:
+    """All that are kept, the one written last first.
+
+    By the time of writing, not by the step: of a run begun anew under the same wallet the new ones count.
+    """
+    pattern = re.compile(re.escape(newest.stem) + r"\.step-(\d+)\.pt")
+    if not newest.parent.is_dir():
+        return []
+    found = [(_written_ns(path), path.name, path) for path in newest.parent.iterdir() if pattern.fullmatch(path.name)]
+    return [path for *_, path in sorted(found, reverse=True)]
+
+
+def temporary_path(newest: Path) -> Path:
+    """Where the next one is written: one name, since the lock lets only one process write."""
+    return newest.with_name(f".{newest.name}.tmp")
+
+
+def twin_path(newest: Path) -> Path:
+    """Where that file gets its second name, until it takes the place it is meant for."""
+    return newest.with_name(f".{newest.name}.twin.tmp")
+
+
+def lock_path(newest: Path) -> Path:
+    """The file that whoever writes these checkpoints holds locked."""
+    return newest.with_suffix(".lock")
+
+
+def _written_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:  # Whoever writes them has just dropped it.
+        return 0
