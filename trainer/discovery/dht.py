@@ -1,0 +1,148 @@
+"""Discovery through hivemind's DHT: for runs over the internet, where nobody's address is known to all.
+
+Each node files its signed announcement under the run's key and its own peer id, and looks the key up every few
+seconds. Several seeds may be named; one that answers is enough, and any may come and go. Announcements once seen are
+kept until they expire, so a DHT that is down for less than their lifetime is not noticed.
+
+What it does not protect from: a DHT node on the way may withhold records from a look-up. It cannot forge, alter or
+age them, and what it withholds is found by the next look-up that goes another way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import os
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+from trainer.discovery.announcement import Announcement
+from trainer.discovery.config import DiscoveryConfig
+from trainer.discovery.dht_client import DhtProcess
+from trainer.discovery.dht_messages import DhtSettings
+from trainer.discovery.own_record import OwnRecord
+from trainer.discovery.peer_table import PeerTable
+from trainer.errors import DiscoveryError
+from trainer.rpc.identity import Identity
+
+__all__ = ["DhtDiscovery", "listen_address"]
+
+logger = logging.getLogger(__name__)
+
+
+class DhtDiscovery:
+    """Finds the nodes of a run through a DHT; implements `Discovery`.
+
+    Args:
+        identity: this node's key.
+        run_id: whose nodes to find.
+        config: seeds, intervals, where to listen.
+    """
+
+    def __init__(self, identity: Identity, run_id: str, config: DiscoveryConfig) -> None:
+        self.process = DhtProcess(
+            DhtSettings(
+                parent_pid=os.getpid(),
+                initial_peers=config.initial_peers,
+                listen=(listen_address(config.dht_host, config.dht_port),),
+                client_mode=config.dht_client_mode,
+                map_port=not _is_loopback(config.dht_host),
+            )
+        )
+        self._key = f"{run_id}.peers"
+        self._config = config
+        self._table = PeerTable(
+            run_id, identity.peer_id, max_peers=config.max_peers, max_clock_skew_s=config.max_clock_skew_s
+        )
+        self._own = OwnRecord(
+            identity, repeat_after_s=config.announce_interval_s, lifetime_s=config.announcement_lifetime_s
+        )
+        self._stored = b""
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def refused(self) -> Counter[str]:
+        """How many records of others were refused, by reason."""
+        return self._table.refused
+
+    async def start(self) -> None:
+        """Starts the DHT process and the look-ups; does not wait for either."""
+        if self._tasks:
+            return
+        self.process.start()
+        self._tasks = [asyncio.create_task(self._repeat(what)) for what in (self._store, self._look_up)]
+
+    async def announce(self, announcement: Announcement) -> None:
+        """See `Discovery.announce`."""
+        self._own.set(announcement)
+
+    async def peers(self) -> tuple[Announcement, ...]:
+        """See `Discovery.peers`."""
+        return self._table.announcements()
+
+    async def close(self) -> None:
+        """Ends look-ups and process."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        await self.process.close()
+
+    async def _repeat(self, what: Callable[[], Awaitable[None]]) -> None:
+        """Does it every poll interval; tells once when it begins to fail and once when it works again."""
+        failing = False
+        with contextlib.suppress(DiscoveryError):
+            await self.process.wait_ready(self._config.request_timeout_s)
+        while True:
+            try:
+                await what()
+                if failing:
+                    logger.info("the DHT works again")
+                failing = False
+            except DiscoveryError as error:
+                logger.log(logging.DEBUG if failing else logging.WARNING, "%s; trying on", error)
+                failing = True
+            await asyncio.sleep(self._config.poll_interval_s)
+
+    async def _store(self) -> None:
+        """Files the own record if it is another than the one filed last."""
+        current = self._own.current()
+        if current is None or current[1] == self._stored:
+            return
+        announcement, wire = current
+        await self.process.store(
+            self._key,
+            announcement.peer_id,
+            wire.decode(),
+            announcement.expires_at,
+            self._config.request_timeout_s,
+        )
+        self._stored = wire
+
+    async def _look_up(self) -> None:
+        records, skipped = await self.process.get(self._key, self._config.request_timeout_s)
+        if skipped:
+            self._table.refused["oversized"] += skipped
+        for record in records:
+            news = self._table.offer(record.value.encode(), subkey=record.subkey)
+            if news is not None:
+                logger.debug("heard of %s at %s", news.node_id, news.address)
+
+
+def listen_address(host: str, port: int) -> str:
+    """The multiaddress of ``host`` and ``port``.
+
+    Raises:
+        DiscoveryError: the host is no IP address.
+    """
+    try:
+        version = ipaddress.ip_address(host).version
+    except ValueError:
+        raise DiscoveryError(f"dht_host: expected an IP address to listen on, found {host!r}") from None
+    return f"/ip{version}/{host}/tcp/{port}"
+
+
+def _is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(host).is_loopback

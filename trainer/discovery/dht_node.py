@@ -1,0 +1,241 @@
+"""One hivemind DHT node that holds announcements and nothing else; imported in the DHT process only.
+
+hivemind's node is joined to the seeds by a loop of ours instead of once at its start: each `rejoin_interval_s` every
+seed that is not in the routing table is dialled again. So a node starts though all seeds are down, joins when one
+comes, and finds a seed again that was restarted with an empty table; joined once, two halves of a run never meet.
+
+Every node of ours, seeds included, stores a record only if `AnnouncementValidator` believes it: nobody can hide a node
+by filing garbage under its id, nor use the seeds to store anything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import functools
+import logging
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hivemind.dht.node import DHTNode
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.p2p import P2P, PeerID
+from hivemind.utils.multiaddr import Multiaddr
+from hivemind.utils.serializer import MSGPackSerializer
+
+from trainer.discovery.announcement import AnnouncementRefusedError, verify_announcement
+from trainer.discovery.dht_messages import MAX_RECORDS, MAX_VALUE_BYTES, DhtSettings, Record
+
+__all__ = ["AnnouncementNode", "AnnouncementValidator", "die_with_parent", "key_of_run"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_CLOCK_SKEW_S = 300.0
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+"""Loaded here, so that nothing is loaded between fork and exec."""
+
+
+def key_of_run(run_id: str) -> str:
+    """The DHT key under which a run's announcements are filed."""
+    return f"{run_id}.peers"
+
+
+def die_with_parent(signal_number: int) -> None:
+    """Has the kernel send this process a signal when its parent ends (Linux; elsewhere nothing)."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal_number)
+
+
+class AnnouncementValidator(RecordValidatorBase):  # type: ignore[misc]
+    """Believes a record if it is a signed announcement filed under its own node and run, until it expires.
+
+    Expired ones pass: hivemind throws those away itself, and refusing one here refuses the whole answer it came in.
+    At most `max_records` distinct nodes are let in at a time, so that made-up identities do not fill the memory.
+    """
+
+    def __init__(self, max_records: int = 4 * MAX_RECORDS) -> None:
+        self._max_records = max_records
+        self._admitted: dict[tuple[bytes, bytes], float] = {}
+
+    def validate(self, record: DHTRecord) -> bool:
+        """Whether to believe a record, as hivemind asks for each it is told to store or is given."""
+        try:
+            wire = MSGPackSerializer.loads(record.value)
+            subkey = MSGPackSerializer.loads(record.subkey)
+        except Exception as error:  # noqa: BLE001 - whatever a stranger's bytes make msgpack raise
+            logger.debug("a DHT record that is no msgpack: %s", error)
+            return False
+        if not (isinstance(wire, bytes) and isinstance(subkey, str)):
+            return False
+        try:
+            announcement = verify_announcement(
+                wire, now=time.time(), max_clock_skew_s=_MAX_CLOCK_SKEW_S, subkey=subkey, allow_expired=True
+            )
+        except AnnouncementRefusedError as error:
+            logger.debug("a DHT record refused: %s", error)
+            return False
+        if DHTID.generate(key_of_run(announcement.run_id)).to_bytes() != record.key:
+            return False
+        # Otherwise an old record could be filed again with a later time, and stand before the new one.
+        if abs(record.expiration_time - announcement.expires_at) > 1e-3:
+            return False
+        return self._admit((record.key, record.subkey), record.expiration_time)
+
+    def _admit(self, place: tuple[bytes, bytes], expires_at: float) -> bool:
+        if place not in self._admitted and len(self._admitted) >= self._max_records:
+            now = time.time()
+            self._admitted = {known: expiry for known, expiry in self._admitted.items() if expiry > now}
+            if len(self._admitted) >= self._max_records:
+                return False
+        self._admitted[place] = max(expires_at, self._admitted.get(place, 0.0))
+        return True
+
+
+class AnnouncementNode:
+    """The node, its rejoining loop and its libp2p daemon.
+
+    Args:
+        settings: how it is to be.
+        node: hivemind's node, running.
+    """
+
+    def __init__(self, settings: DhtSettings, node: DHTNode) -> None:
+        self._settings = settings
+        self._node = node
+        self._rejoining = asyncio.create_task(self._rejoin_forever())
+
+    @classmethod
+    async def start(cls, settings: DhtSettings) -> AnnouncementNode:
+        """Starts daemon and node; joined to the seeds a moment later, or when one of them is there.
+
+        Raises:
+            Exception: whatever hivemind raises when its daemon does not start (port taken, no binary).
+        """
+        if settings.identity_path is not None:
+            _make_identity(Path(settings.identity_path))
+        with _daemon_dies_with_us():
+            node = await DHTNode.create(
+                host_maddrs=list(settings.listen),
+                announce_maddrs=list(settings.announce) or None,
+                identity_path=settings.identity_path,
+                check_if_identity_free=False,
+                client_mode=settings.client_mode,
+                no_listen=settings.client_mode,
+                nat_port_map=settings.map_port,
+                record_validator=AnnouncementValidator(),
+                refresh_timeout=30.0,
+                # Every look-up asks for the newest record, which a cache never has.
+                cache_locally=False,
+                cache_nearest=0,
+                cache_on_store=False,
+                cache_refresh_before_expiry=0,
+            )
+        return cls(settings, node)
+
+    async def store(self, key: str, subkey: str, value: str, expires_at: float) -> bool:
+        """Files a value; False if no node took it."""
+        return bool(await self._node.store(key, value.encode(), expires_at, subkey=subkey))
+
+    async def get(self, key: str) -> tuple[tuple[Record, ...], int]:
+        """The newest record of each subkey, and how many were left out as too long, not text, or too many."""
+        found = await self._node.get(key, latest=True)
+        if found is None or not isinstance(found.value, dict):
+            return (), 0 if found is None else 1
+        records: list[Record] = []
+        for subkey, entry in found.value.items():
+            record = _record(subkey, entry.value)
+            if record is not None and len(records) < MAX_RECORDS:
+                records.append(record)
+        return tuple(records), len(found.value) - len(records)
+
+    async def addresses(self) -> tuple[str, ...]:
+        """Where it is reached, with its peer id; empty for a client."""
+        if self._settings.client_mode:
+            return ()
+        return tuple(str(address) for address in await self._node.get_visible_maddrs(latest=True))
+
+    def num_neighbours(self) -> int:
+        """Nodes in its routing table."""
+        return len(self._node.protocol.routing_table.uid_to_peer_id)
+
+    async def stop(self, timeout_s: float) -> None:
+        """Ends node and daemon.
+
+        Raises:
+            TimeoutError: they did not end in time.
+        """
+        self._rejoining.cancel()
+        await asyncio.wait_for(self._node.shutdown(), timeout_s)
+
+    async def _rejoin_forever(self) -> None:
+        seeds = [Multiaddr(address) for address in self._settings.initial_peers]
+        while seeds:
+            joined = [await self._rejoin(seed) for seed in seeds]
+            if any(joined):
+                await self._node.find_nearest_nodes([self._node.node_id])
+            await asyncio.sleep(self._settings.rejoin_interval_s)
+
+    async def _rejoin(self, seed: Multiaddr) -> bool:
+        """Joins a seed that is not in the routing table; whether it newly is."""
+        peer_id = PeerID.from_base58(seed["p2p"])
+        table = self._node.protocol.routing_table
+        if peer_id == self._node.peer_id or peer_id in table.peer_id_to_uid:
+            return False
+        timeout_s = self._settings.rejoin_interval_s
+        try:
+            await asyncio.wait_for(self._node.p2p._client.connect(peer_id, [_without_peer_id(seed)]), timeout_s)
+            return await asyncio.wait_for(self._node.protocol.call_ping(peer_id), timeout_s) is not None
+        except Exception as error:  # noqa: BLE001 - a seed that is down shows in many ways, and is tried again
+            logger.debug("the seed %s cannot be reached: %s", seed, error)
+            return False
+
+
+def _record(subkey: Any, value: Any) -> Record | None:
+    if not (isinstance(subkey, str) and len(subkey) <= 256 and isinstance(value, bytes)):
+        return None
+    if len(value) > MAX_VALUE_BYTES:
+        return None
+    try:
+        return Record(subkey=subkey, value=value.decode())
+    except UnicodeDecodeError:
+        return None
+
+
+def _without_peer_id(address: Multiaddr) -> Multiaddr:
+    return Multiaddr(str(address).partition("/p2p/")[0])
+
+
+def _make_identity(path: Path) -> None:
+    """Makes the key file whole or not at all: half a key would stop every later start."""
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".identity-") as folder:
+        new = Path(folder) / "key"
+        P2P.generate_identity(str(new))
+        new.replace(path)
+
+
+@contextmanager
+def _daemon_dies_with_us() -> Iterator[None]:
+    """Has the libp2p daemon started meanwhile killed when this process ends, in whatever way.
+
+    hivemind starts it with asyncio's `create_subprocess_exec` and leaves it behind when its own process is killed.
+    """
+    module = asyncio.subprocess
+    original = module.create_subprocess_exec
+    module.create_subprocess_exec = functools.partial(
+        original, preexec_fn=functools.partial(die_with_parent, signal.SIGKILL)
+    )
+    try:
+        yield
+    finally:
+        module.create_subprocess_exec = original
