@@ -91,9 +91,11 @@ def _assign(names: Iterable[str], num_fragments: int) -> list[list[str]]:
     fragments: list[list[list[str]]] = [[] for _ in range(num_fragments)]
     for index, unit in enumerate(layers):
         fragments[index % num_fragments].append(unit)
+    with_edge: set[int] = set()
     for unit in edges:
-        fewest = min(range(num_fragments), key=lambda fragment: (len(fragments[fragment]), -fragment))
-        fragments[fewest].append(unit)
+        home = min(range(num_fragments), key=lambda index: (len(fragments[index]), index in with_edge, -index))
+        fragments[home].append(unit)
+        with_edge.add(home)
     position = {name: index for index, name in enumerate(name for unit, _ in units for name in unit)}
     return [sorted((name for unit in fragment for name in unit), key=position.__getitem__) for fragment in fragments]
 
