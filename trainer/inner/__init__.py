@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from trainer.inner.guard import NonFiniteGuard
     from trainer.inner.loop import Batch, InnerLoop, StepResult
     from trainer.inner.optimizer import make_optimizer, parameter_groups
-    from trainer.inner.precision import autocast_for, checkpoint_activations, choose_device, compiled
+    from trainer.inner.precision import autocast_for, choose_device, compiled
     from trainer.inner.random_state import rng_state, set_rng_state
 
 __all__ = [
@@ -36,7 +36,6 @@ __all__ = [
     "StepResult",
     "autocast_for",
     "batch_size_for",
-    "checkpoint_activations",
     "choose_device",
     "compiled",
     "lr_at",
@@ -53,7 +52,6 @@ _MODULES = {
     "StepResult": "trainer.inner.loop",
     "autocast_for": "trainer.inner.precision",
     "batch_size_for": "trainer.inner.batch_size",
-    "checkpoint_activations": "trainer.inner.precision",
     "choose_device": "trainer.inner.precision",
     "compiled": "trainer.inner.precision",
     "make_optimizer": "trainer.inner.optimizer",

@@ -2,50 +2,60 @@
 
 000 compares megabytes with bytes and never subtracts the model, so it answers 1 nearly always (erratum E10). Here: what
 is left beside the model's training state (16 bytes a parameter: fp32 weights, gradients and two moments), 30 % of it
-for activations, 1 to 8 rows. To 000's activations the logits are added, which it forgets and which outweigh them: at
-32,000 ids a row of 512 tokens has 131 MB of logits with their gradient, and 8 MB of activations at width 256 and 8
-layers.
+for activations of 8 bytes a token, layer and channel, 1 to 8 rows.
+
+Those 8 bytes are what activation checkpointing keeps (9 at width 128). Without it the blocks keep ten times as much, 79
+to 105 bytes in fp32 for widths of 768 to 128, and 000's rule would promise rows that do not fit. So there are never
+more than fit by what the blocks do keep. Logits need no room of their own: the loss makes them in chunks.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from trainer.errors import TrainerUsageError
-
-if TYPE_CHECKING:
-    from trainer.model import ModelConfig
+from trainer.model.config import ModelConfig
+from trainer.model.sizing import TRAINING_BYTES_PER_PARAMETER, num_parameters
 
 __all__ = ["MAX_BATCH_SIZE", "batch_size_for"]
 
 MAX_BATCH_SIZE: Final = 8
 """000's upper end; more rows a step come from accumulation."""
 
-_STATE_BYTES_PER_PARAMETER: Final = 16
-_ACTIVATION_BYTES: Final = 8
-"""For each token, layer and channel."""
-_LOGIT_BYTES: Final = 8
-"""For each token and id: the logit and its gradient, fp32."""
-_ACTIVATION_SHARE: Final = 0.3
+_SPECIFIED_BYTES: Final = 8
+"""000's activations for each token, layer and channel."""
+_SPECIFIED_SHARE: Final = 0.3
+"""000's share of memory for them."""
+_FITTING_SHARE: Final = 0.7
+"""Of what is left, for all that the blocks keep; the rest for the loss's chunks, the allocator and the batches."""
 
 
-def batch_size_for(available_memory_bytes: int, config: ModelConfig, seq_len: int) -> int:
+def batch_size_for(
+    available_memory_bytes: int, config: ModelConfig, seq_len: int, *, activation_checkpointing: bool = False
+) -> int:
     """Rows a micro-batch, 1 to 8; 1 also where the model hardly fits.
 
     Args:
         available_memory_bytes: for model and activations together, before the model is made.
         config: the model.
         seq_len: tokens of a row.
+        activation_checkpointing: as the model is built.
 
     Raises:
-        TrainerUsageError: a length or size below 1.
+        TrainerUsageError: memory or length is below 1.
     """
-    from trainer.model import num_parameters
-
     if seq_len < 1 or available_memory_bytes < 1:
         raise TrainerUsageError(
             f"expected memory and seq_len of 1 or more, found {available_memory_bytes} bytes and {seq_len} tokens"
         )
-    left_bytes = available_memory_bytes - _STATE_BYTES_PER_PARAMETER * num_parameters(config)
-    row_bytes = seq_len * (config.dim * config.num_layers * _ACTIVATION_BYTES + config.vocab_size * _LOGIT_BYTES)
-    return max(1, min(int(left_bytes * _ACTIVATION_SHARE) // row_bytes, MAX_BATCH_SIZE))
+    left_bytes = available_memory_bytes - TRAINING_BYTES_PER_PARAMETER * num_parameters(config)
+    row_layers = seq_len * config.num_layers
+    rows = int(left_bytes * _SPECIFIED_SHARE) // (row_layers * config.dim * _SPECIFIED_BYTES)
+    if not activation_checkpointing:
+        rows = min(rows, int(left_bytes * _FITTING_SHARE) // (row_layers * _kept_bytes(config)))
+    return max(1, min(rows, MAX_BATCH_SIZE))
+
+
+def _kept_bytes(config: ModelConfig) -> int:
+    """What a block keeps of a token for the backward pass: counted for tiny to 125m in fp32, within 4 %."""
+    return 4 * (8 * config.dim + 4 * config.ffn_dim + 3 * config.kv_dim)

@@ -30,16 +30,14 @@ from trainer.errors import CheckpointMismatchError, TrainerUsageError
 from trainer.inner.config import InnerConfig
 from trainer.inner.guard import NonFiniteGuard
 from trainer.inner.optimizer import state_for
-from trainer.inner.precision import autocast_for, checkpoint_activations, compiled
+from trainer.inner.precision import autocast_for, compiled
 from trainer.inner.schedule import lr_at
+from trainer.model.loss import IGNORED_LABEL
 
-__all__ = ["IGNORED_LABEL", "Batch", "InnerLoop", "StepResult"]
+__all__ = ["Batch", "InnerLoop", "StepResult"]
 
 Batch = Mapping[str, Tensor]
 """``input_ids`` and ``labels``, int64[B, T], on the CPU, as the loader gives them; other entries are not looked at."""
-
-IGNORED_LABEL: Final = -100
-"""A label that counts for nothing."""
 
 _VERSION: Final = 1
 _CLIP_EPS: Final = 1e-6
@@ -89,8 +87,6 @@ class InnerLoop:
         on_loss: Callable[[float], object] | None = None,
     ) -> None:
         self._model = model
-        if config.activation_checkpointing:
-            checkpoint_activations(model)
         self._forward = compiled(model, config.compile, device)
         self._optimizer = optimizer
         self._config = config

@@ -1,4 +1,4 @@
-"""What the device can do for speed and memory: where to compute, in which precision, compiled, with less kept.
+"""What the device can do for speed: where to compute, in which precision, compiled or not.
 
 Parameters, moments and the loss stay fp32; under autocast the products alone are bf16, whose range is that of fp32, so
 no loss scaling is needed. On a CPU all of it is off unless asked for: compiling takes a minute there that small models
@@ -14,13 +14,11 @@ from functools import partial
 from typing import TypeVar, cast
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from trainer.errors import TrainerUsageError
 from trainer.inner.config import Compile, Precision
 
-__all__ = ["autocast_for", "checkpoint_activations", "choose_device", "compiled"]
+__all__ = ["autocast_for", "choose_device", "compiled"]
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
@@ -69,32 +67,3 @@ def compiled(function: _Function, setting: Compile, device: torch.device) -> _Fu
     if setting == "off" or (setting == "auto" and device.type != "cuda"):
         return function
     return cast(_Function, torch.compile(function))
-
-
-def checkpoint_activations(model: nn.Module) -> int:
-    """Has every repeated block of a model compute its activations again in the backward pass instead of keeping them.
-
-    Repeated blocks are the entries of the innermost ``ModuleList``s. Names and values of parameters stay as they are,
-    and so do losses and gradients, to the bit.
-
-    Returns:
-        How many blocks there are.
-
-    Raises:
-        TrainerUsageError: there are none.
-    """
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    innermost = [
-        each for each in lists if not any(isinstance(inside, nn.ModuleList) for inside in list(each.modules())[1:])
-    ]
-    blocks = [block for each in innermost for block in each]
-    if not blocks:
-        raise TrainerUsageError(
-            f"activation_checkpointing: expected blocks in a ModuleList, found none in {type(model).__name__}"
-        )
-    for block in blocks:
-        if isinstance(block.__dict__.get("forward"), partial):
-            continue  # It was done before.
-        # An instance's attribute, seen before the class's method: hooks and state_dict keep working.
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    return len(blocks)
