@@ -1,0 +1,58 @@
+"""Which rule aggregates the members' vectors, and what is checked of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from trainer.errors import TrainerUsageError
+
+__all__ = ["RuleConfig", "RuleName", "ValidationMode"]
+
+RuleName = Literal["mean", "median", "trimmed_mean", "krum", "multi_krum", "centered_clip"]
+ValidationMode = Literal["off", "log", "enforce"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RuleConfig:
+    """Aggregation rule and gradient validation; the defaults are the specification's, but for the rule's name.
+
+    Raises:
+        TrainerUsageError: a value makes no sense.
+    """
+
+    rule: RuleName = "mean"
+    """How vectors become one: mean, median, trimmed_mean, krum, multi_krum or centered_clip."""
+    trim_fraction: float = 0.1
+    """trimmed_mean: share of the members left out at each end of every coordinate, 0 to 0.5 exclusive."""
+    num_byzantine: int = 1
+    """Members that may lie: at least so many are trimmed at each end; Krum needs 2 of it plus 3 members."""
+    clip_radius: float = 0.0
+    """centered_clip: how far one member may pull, in units of the vector's norm; 0 takes the median distance."""
+    validation: ValidationMode = "log"
+    """off; log: report members whose vector differs too much from the reference; enforce: leave them out."""
+    min_cosine: float = 0.3
+    """Least cosine to the reference, -1 to 1."""
+    min_norm_ratio: float = 0.1
+    """Least norm over the reference's norm."""
+    max_norm_ratio: float = 10.0
+    """Greatest norm over the reference's norm."""
+    max_variance_ratio: float = 100.0
+    """Greatest variance of the values over the reference's."""
+
+    def __post_init__(self) -> None:
+        _require(self.rule in get_args(RuleName), "rule", self.rule, f"one of {', '.join(get_args(RuleName))}")
+        modes = get_args(ValidationMode)
+        _require(self.validation in modes, "validation", self.validation, f"one of {', '.join(modes)}")
+        _require(0 <= self.trim_fraction < 0.5, "trim_fraction", self.trim_fraction, "0 <= trim_fraction < 0.5")
+        _require(self.num_byzantine >= 0, "num_byzantine", self.num_byzantine, "0 or more")
+        _require(0 <= self.clip_radius < float("inf"), "clip_radius", self.clip_radius, "0 (automatic) or more, finite")
+        _require(-1 <= self.min_cosine <= 1, "min_cosine", self.min_cosine, "-1 to 1")
+        _require(0 <= self.min_norm_ratio <= 1, "min_norm_ratio", self.min_norm_ratio, "0 to 1")
+        _require(self.max_norm_ratio >= 1, "max_norm_ratio", self.max_norm_ratio, "1 or more")
+        _require(self.max_variance_ratio >= 1, "max_variance_ratio", self.max_variance_ratio, "1 or more")
+
+
+def _require(holds: bool, field: str, value: object, expected: str) -> None:
+    if not holds:
+        raise TrainerUsageError(f"{field}: expected {expected}, found {value!r}")

@@ -1,0 +1,182 @@
+"""What the rules need to know of whole vectors, in a form that can be summed over slices.
+
+Every distance, norm, cosine and variance among n vectors and a reference follows from their Gram matrix and the sums of
+their values. Both are sums over coordinates: each reducer computes them for its slice, the members exchange them (n = 8:
+less than 500 bytes) and add them in one order, and nobody ever holds two whole vectors of others. In float64, whose
+products of fp32 values are exact, so that the distance of two vectors that agree to six digits is still right to four.
+
+A row with NaN or infinity is flagged and its entries are zero. Trust: a reducer can lie about the moments of its slice as
+it can about the slice's result; ``from_bytes`` refuses what no vectors can have (Cauchy-Schwarz), which bounds the size
+of a lie, not its existence.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from typing_extensions import Buffer
+
+from trainer.errors import CodecError, TrainerUsageError
+
+__all__ = ["MAX_MEMBERS", "Moments", "finite_rows", "moments"]
+
+MAX_MEMBERS: Final = 256
+"""Vectors in one round; bounds what ``from_bytes`` allocates to 0.5 MiB."""
+_MAGIC: Final = b"GMO1"
+_HEAD: Final = struct.Struct("<4sIQ")
+# Values of each vector worked on at once: their float64 copies stay in the last-level cache.
+_CHUNK_VALUES: Final = 32_768
+# Rounding in sums of float64; far above what 1e12 terms accumulate.
+_SLACK: Final = 1 + 1e-6
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Moments:
+    """Second moments of n vectors and a reference over some of their coordinates."""
+
+    gram: NDArray[np.float64]
+    """[n+1, n+1], inner products of (reference, x_1, ..., x_n); symmetric, finite."""
+    sums: NDArray[np.float64]
+    """[n+1], sums of the values of each."""
+    num_values: int
+    """How many coordinates they cover."""
+    finite: NDArray[np.bool_]
+    """[n], whether the vector is; where not, its entries are zero or cover a part only."""
+
+    @property
+    def num_members(self) -> int:
+        """How many vectors, the reference not counted."""
+        return len(self.finite)
+
+    def __add__(self, other: Moments) -> Moments:
+        """Moments over both ranges of coordinates. Addition of floats: the order of many is part of the result.
+
+        Raises:
+            TrainerUsageError: they are of another number of vectors.
+        """
+        if other.num_members != self.num_members:
+            raise TrainerUsageError(f"expected moments of {self.num_members} members, found {other.num_members}")
+        return Moments(
+            self.gram + other.gram,
+            self.sums + other.sums,
+            self.num_values + other.num_values,
+            self.finite & other.finite,
+        )
+
+    def to_bytes(self) -> bytes:
+        """A head, a flag a member, the upper triangle and the sums: 16 + n + 4(n+1)(n+4) bytes."""
+        triangle = self.gram[np.triu_indices(self.num_members + 1)]
+        head = _HEAD.pack(_MAGIC, self.num_members, self.num_values)
+        flags = self.finite.astype(np.uint8).tobytes()
+        return head + flags + triangle.astype("<f8").tobytes() + self.sums.astype("<f8").tobytes()
+
+    @classmethod
+    def from_bytes(cls, buffer: Buffer, num_members: int | None = None) -> Moments:
+        """What ``to_bytes`` gave.
+
+        Args:
+            buffer: as received.
+            num_members: how many are expected; None takes what it says, up to ``MAX_MEMBERS``.
+
+        Raises:
+            CodecError: no moments of any vectors look like that, or of another number of members.
+        """
+        view = memoryview(buffer).cast("B")
+        if view.nbytes < _HEAD.size:
+            raise CodecError(f"moments: expected at least {_HEAD.size} bytes, found {view.nbytes}")
+        magic, count, num_values = _HEAD.unpack_from(view)
+        if magic != _MAGIC or count > MAX_MEMBERS or (num_members is not None and count != num_members):
+            expected = f"up to {MAX_MEMBERS}" if num_members is None else str(num_members)
+            raise CodecError(f"moments: expected {_MAGIC!r} of {expected} members, found {magic!r} of {count}")
+        rows = count + 1
+        num_products = rows * (rows + 1) // 2
+        size_bytes = _HEAD.size + count + 8 * (num_products + rows)
+        if view.nbytes != size_bytes:
+            raise CodecError(f"moments: expected {size_bytes} bytes for {count} members, found {view.nbytes}")
+        flags = np.frombuffer(view, dtype=np.uint8, count=count, offset=_HEAD.size)
+        numbers = np.frombuffer(view[_HEAD.size + count :], dtype="<f8").astype(np.float64)
+        gram = np.zeros((rows, rows))
+        gram[np.triu_indices(rows)] = numbers[:num_products]
+        gram = np.triu(gram) + np.triu(gram, 1).T
+        found = cls(gram, numbers[num_products:], num_values, flags.astype(np.bool_))
+        _check_possible(found, flags)
+        return found
+
+
+def _check_possible(found: Moments, flags: NDArray[np.uint8]) -> None:
+    squares = np.diagonal(found.gram)
+    if (flags > 1).any() or not np.isfinite(found.gram).all() or not np.isfinite(found.sums).all():
+        raise CodecError("moments: expected flags of 0 and 1 and finite numbers, found others")
+    if (squares < 0).any():
+        raise CodecError(f"moments: expected squares of 0 or more, found {squares.min():.4g}")
+    norms = np.sqrt(squares)
+    # Norms first, then their products: the product of two squares could overflow.
+    products_fit = (np.abs(found.gram) <= np.outer(norms, norms) * _SLACK).all()
+    sums_fit = (np.abs(found.sums) <= norms * np.sqrt(float(found.num_values)) * _SLACK).all()
+    if not (products_fit and sums_fit):
+        raise CodecError("moments: expected inner products and sums within Cauchy-Schwarz, found greater ones")
+
+
+def finite_rows(contributions: Tensor | Sequence[Tensor]) -> list[bool]:
+    """Which vectors hold no NaN and no infinity.
+
+    Args:
+        contributions: fp32[n, d].
+    """
+    return [_is_finite(row) for row in contributions]
+
+
+def _is_finite(row: Tensor) -> bool:
+    # A finite sum proves finite terms, at twice the speed of looking at each; a sum may overflow, so the converse is
+    # looked up.
+    if bool(torch.isfinite(row.sum())):
+        return True
+    return bool(torch.isfinite(row).all())
+
+
+def moments(contributions: Tensor | Sequence[Tensor], reference: Tensor) -> Moments:
+    """Gram matrix, sums and finite flags of vectors over a slice or a part of one.
+
+    Args:
+        contributions: fp32[n, d], n up to ``MAX_MEMBERS``; rows may hold NaN or infinity.
+        reference: fp32[d], finite.
+
+    Raises:
+        TrainerUsageError: lengths differ, there are too many vectors, or the reference is not finite.
+    """
+    rows = [reference, *contributions]
+    num_values = reference.numel()
+    if len(rows) > MAX_MEMBERS + 1 or any(row.shape != (num_values,) for row in rows):
+        raise TrainerUsageError(
+            f"moments: expected up to {MAX_MEMBERS} vectors of {num_values} values, the reference's number; found "
+            f"{len(rows) - 1} of shapes {sorted({tuple(row.shape) for row in rows[1:]})}"
+        )
+    gram = torch.zeros(len(rows), len(rows), dtype=torch.float64)
+    sums = torch.zeros(len(rows), dtype=torch.float64)
+    scratch = torch.empty(len(rows), min(_CHUNK_VALUES, num_values), dtype=torch.float64)
+    for start in range(0, num_values, _CHUNK_VALUES):
+        chunk = scratch[:, : min(_CHUNK_VALUES, num_values - start)]
+        for row, into in zip(rows, chunk, strict=True):
+            into.copy_(row[start : start + _CHUNK_VALUES])
+        gram += chunk @ chunk.T
+        sums += chunk.sum(1)
+    return _flagged(gram.numpy(), sums.numpy(), num_values)
+
+
+def _flagged(gram: NDArray[np.float64], sums: NDArray[np.float64], num_values: int) -> Moments:
+    # fp32 squares cannot overflow float64: a square is finite exactly if its vector is.
+    finite = np.isfinite(np.diagonal(gram))
+    if not finite[0]:
+        raise TrainerUsageError("moments: expected a finite reference, found NaN or infinity")
+    bad = ~finite
+    gram[bad, :] = 0.0
+    gram[:, bad] = 0.0
+    sums[bad] = 0.0
+    return Moments(np.triu(gram) + np.triu(gram, 1).T, sums, num_values, finite[1:])

@@ -1,0 +1,71 @@
+"""How much a member's vector counts: by what it trained, bounded by what the others trained.
+
+Weights are claims of strangers. ``contribution_weight`` is a total function of them (no claim makes it raise), and
+``cap_weights`` bounds each by a multiple of the median, so that one claim of 1e12 weighs three honest ones and no more.
+Both are sequences of correctly rounded operations: every member computes the same bits.
+
+What weights do in each rule: mean, and trimmed mean over the values kept at a coordinate: the average is weighted.
+Multi-Krum: the average of those selected is. Centred clip: the pull of each member is. Median and Krum: nothing, but for
+weight 0, which in every rule means "brings nothing" and is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+from trainer.errors import TrainerUsageError
+
+__all__ = ["DEFAULT_MAX_RATIO", "cap_weights", "contribution_weight", "freshness"]
+
+DEFAULT_MAX_RATIO: Final = 3.0
+_FRESHNESS: Final = ((3600.0, 1.0), (86_400.0, 0.9), (7 * 86_400.0, 0.7))
+_STALE: Final = 0.3
+# No run trains that many batches in a round; keeps the square root of a claimed integer of a thousand digits finite.
+_MOST_BATCHES: Final = 10**12
+
+
+def freshness(age_s: float) -> float:
+    """1.0 below an hour, 0.9 below a day, 0.7 below a week, 0.3 from then on (and for NaN); clocks ahead are fresh."""
+    for limit_s, factor in _FRESHNESS:
+        if age_s < limit_s:
+            return factor
+    return _STALE
+
+
+def contribution_weight(num_batches: int, age_s: float) -> float:
+    """The square root of the batches trained, times freshness: 400 batches weigh twice what 100 do.
+
+    Args:
+        num_batches: batches that went into the vector; 0 or less weighs 0.
+        age_s: seconds since the oldest of them.
+    """
+    return math.sqrt(min(max(num_batches, 0), _MOST_BATCHES)) * freshness(age_s)
+
+
+def cap_weights(claimed: Sequence[float], max_ratio: float = DEFAULT_MAX_RATIO) -> list[float]:
+    """Weights none of which is more than ``max_ratio`` times the median.
+
+    The median is the lower one of the positive claims, so that it is an honest member's, or below one's, while the honest
+    are a majority. NaN, infinities and negative claims weigh 0: who makes them is left out. If no claim is
+    positive all weigh 1.
+
+    Args:
+        claimed: one weight a member, as claimed.
+        max_ratio: 1 or more; 1 lets nobody weigh more than the median.
+
+    Returns:
+        As many weights, finite and 0 or more, at least one of them positive (unless ``claimed`` is empty).
+
+    Raises:
+        TrainerUsageError: ``max_ratio`` is below 1 or not finite.
+    """
+    if not 1 <= max_ratio < math.inf:
+        raise TrainerUsageError(f"max_ratio: expected 1 or more, found {max_ratio!r}")
+    cleaned = [weight if math.isfinite(weight) and weight > 0 else 0.0 for weight in claimed]
+    positive = sorted(weight for weight in cleaned if weight > 0)
+    if not positive:
+        return [1.0] * len(cleaned)
+    ceiling = max_ratio * positive[(len(positive) - 1) // 2]
+    return [min(weight, ceiling) for weight in cleaned]
