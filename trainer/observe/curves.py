@@ -7,6 +7,7 @@ missing (rotated away, or logged elsewhere), as many tokens are taken for each a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -21,6 +22,8 @@ from trainer.observe.reading import Event, read_events
 __all__ = ["NodeCurve", "Round", "envelope", "read_curves", "smoothed", "speed"]
 
 Array = NDArray[np.float64]
+
+_BLOCK = 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,16 +116,27 @@ def read_curves(log_dirs: Sequence[Path]) -> list[NodeCurve]:
         (directory, node): node if nodes.count(node) == 1 else f"{directory.name}: {node}"
         for directory, node in with_steps
     }
-    return sorted((found.curve(labels[key]) for key, found in with_steps.items()), key=lambda curve: curve.label)
+    return sorted(
+        (found.curve(labels[key]) for key, found in with_steps.items()), key=lambda curve: _natural(curve.label)
+    )
+
+
+def _natural(label: str) -> list[tuple[int, str]]:
+    """So that gpu-2 comes before gpu-10."""
+    return [(int(digits), "") if digits else (-1, text) for digits, text in re.findall(r"(\d+)|(\D+)", label)]
 
 
 def smoothed(values: Array, *, span: float) -> Array:
     """Exponential moving average without the bias of its start; what is NaN leaves it where it was.
 
+    A value counts as twice the median of the `_BLOCK` values around it at most: one spike does not hide what follows
+    it, and a loss that stays high is seen as high.
+
     Args:
-        values: in their order.
+        values: in their order, above 0.
         span: how many of them the average looks back, about.
     """
+    values = _without_spikes(values)
     keep = np.exp(-1.0 / max(span, 1.0))
 
     def step(state: tuple[float, float], value: float) -> tuple[float, float]:
@@ -132,6 +146,12 @@ def smoothed(values: Array, *, span: float) -> Array:
     states = np.array(list(accumulate(values.tolist(), step, initial=(0.0, 0.0)))[1:]).reshape(-1, 2)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(states[:, 1] > 0, states[:, 0] / states[:, 1], np.nan)
+
+
+def _without_spikes(values: Array) -> Array:
+    blocks = np.array_split(values, max(1, len(values) // _BLOCK))
+    medians = [np.median(found) if len(found := block[np.isfinite(block)]) else np.inf for block in blocks]
+    return np.minimum(values, 2.0 * np.repeat(medians, [len(block) for block in blocks]))
 
 
 def envelope(x: Array, y: Array, *, max_points: int) -> tuple[Array, Array]:
@@ -147,7 +167,7 @@ def envelope(x: Array, y: Array, *, max_points: int) -> tuple[Array, Array]:
 
 
 def speed(curve: NodeCurve, edges_s: Array) -> Array:
-    """Tokens a second in each stretch of time, waits included; NaN before the first step and after the last.
+    """Tokens a second in each stretch of time, waits included; NaN where it is not all within the node's steps.
 
     Args:
         curve: of a node.
@@ -155,5 +175,6 @@ def speed(curve: NodeCurve, edges_s: Array) -> Array:
     """
     tokens, _ = np.histogram(curve.times_s, bins=edges_s, weights=curve.num_tokens)
     found = tokens / np.diff(edges_s)
-    outside = (edges_s[1:] <= curve.times_s.min()) | (edges_s[:-1] > curve.times_s.max())
+    slack_s = 0.01 * (edges_s[1] - edges_s[0])
+    outside = (edges_s[:-1] < curve.times_s.min() - slack_s) | (edges_s[1:] > curve.times_s.max() + slack_s)
     return np.where(outside, np.nan, found)

@@ -185,19 +185,22 @@ class EventLog:
     def _write(self, lines: list[bytes]) -> None:
         if not lines:
             return
+        lost = self.lost_events
         try:
             if self._size_bytes >= self._max_file_bytes:
                 self._rotate()
-            lost = self.lost_events
-            if lost > self._reported:
-                lines.insert(0, event_line(time.time(), self._node_id, "lost", {"events": lost - self._reported}))
-            self._append(b"".join(lines))
+            self._append(b"".join([*self._report(lost), *lines]))
         except OSError as error:
             self._unwritten += len(lines)
             self._tell_once(error)
         else:
             self._reported = lost
             self._is_failing = False
+
+    def _report(self, lost: int) -> list[bytes]:
+        """The event that says how many are missing before it, if any are."""
+        missing = lost - self._reported
+        return [event_line(time.time(), self._node_id, "lost", {"events": missing})] if missing else []
 
     def _append(self, data: bytes) -> None:
         """All of ``data``, or nothing that the next one leaves there."""
