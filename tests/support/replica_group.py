@@ -1,4 +1,4 @@
-"""Replicas in threads of one process that average in lockstep: the simplest collective that makes them wait for another.
+"""Replicas in threads of one process that average in lockstep: the simplest collective with somebody to wait for.
 
 Sums are in fp64 in the order of the ranks, so the mean is the exactly rounded one for a few fp32 values.
 """

@@ -44,7 +44,7 @@ def test_the_step_goes_where_the_inner_steps_went() -> None:
 
 
 def test_every_bit_is_independent_of_position_and_of_blocks(monkeypatch) -> None:
-    """Members whose processors fuse or vectorise differently have to agree; here slices of odd lengths stand for them."""
+    """Members whose processors fuse or vectorise differently must agree; slices of odd length stand for them."""
     torch.manual_seed(5)
     start, velocity, delta = torch.randn(1003), torch.randn(1003), torch.randn(1003)
 

@@ -246,7 +246,7 @@ def test_the_residual_goes_from_a_result_into_the_next_contribution() -> None:
 
 
 def test_a_late_joiner_becomes_a_member() -> None:
-    _, models, trainers, _ = train_together(2, DiLoCoConfig(inner_steps=6, num_fragments=3), 10)
+    _, _, trainers, _ = train_together(2, DiLoCoConfig(inner_steps=6, num_fragments=3), 10)
     joiner_model = Regression(9)
     drift(joiner_model, 0.3)
     joiner = DiLoCoTrainer(joiner_model, DiLoCoConfig(inner_steps=6, num_fragments=3), LocalCollective())
