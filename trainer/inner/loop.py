@@ -131,6 +131,7 @@ class InnerLoop:
         batches = self._take()
         if not self._model.training:
             self._model.train()
+        self._optimizer.zero_grad(set_to_none=True)  # Of a step that was broken off, or of someone else.
         counts = [int((batch["labels"] != IGNORED_LABEL).sum()) for batch in batches]
         losses = self._backward(batches, counts)
         gradients = [p.grad for p in self._parameters() if p.grad is not None]

@@ -65,7 +65,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
         random.Random().setstate(python)
         np.random.RandomState().set_state(numpy)
         torch.Generator().set_state(cpu)
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointMismatchError(f"expected the state of the random generators, found another: {error}") from error
     random.setstate(python)
     np.random.set_state(numpy)
