@@ -1,12 +1,12 @@
 """Averages over a few long rows: weighted, and of the middle values of every coordinate.
 
-Worked on in chunks that stay in a core's own cache, by elementwise fp32 operations in a fixed order. Sums are divided once, at
-the end, so that equal rows give that row; where fp32 sums overflow although every value is finite, those coordinates are
-done again in float64.
+Worked on in chunks that stay in cache, by elementwise fp32 operations in a fixed order. Sums are divided once, at the
+end; where fp32 sums overflow although every value is finite, those coordinates are done again in float64.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
@@ -21,8 +21,8 @@ _Values = NDArray[np.float32]
 _Weight = np.float32 | _Values
 _Terms = Sequence[tuple[_Values, _Weight]]
 
-# Values of each row worked on at once: 64 KiB a row, 1 MiB for all registers of a network over 8 rows.
-_CHUNK_VALUES: Final = 16_384
+# Values of each row worked on at once: of 8,192 to 262,144 the fastest for most rules and numbers of rows.
+_CHUNK_VALUES: Final = 65_536
 
 
 def weighted_mean(rows: Sequence[_Values], weights: Sequence[float], out: _Values) -> None:
@@ -154,7 +154,9 @@ def _add_and_divide(terms: _Terms, into: _Values, scratch: _Values) -> None:
     for row, weight in others:
         np.add(into, row if _is_one(weight) else _weighted(row, weight, scratch), out=into)
         total = total + weight
-    if not _is_one(total):
+    if _is_power_of_two(total):  # the reciprocal is exact, and a product costs a third of a quotient
+        np.multiply(into, np.float32(1) / total, out=into)
+    elif not _is_one(total):
         np.divide(into, total, out=into)
 
 
@@ -163,6 +165,10 @@ def _weighted(row: _Values, weight: _Weight, out: _Values) -> _Values:
         np.copyto(out, row)
         return out
     return np.multiply(row, weight, out=out)
+
+
+def _is_power_of_two(total: _Weight) -> bool:
+    return isinstance(total, np.float32) and bool(total > 1) and math.frexp(total)[0] == 0.5
 
 
 def _is_one(weight: _Weight) -> bool:

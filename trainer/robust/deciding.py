@@ -1,11 +1,12 @@
 """From the moments of whole vectors to what is done with each: the one place where a round's rule is decided.
 
-``decide`` is pure and works in plain Python floats, correctly rounded sums and square roots: whoever has the same moments,
-weights and configuration decides the same, bit for bit, on any machine. Permuting the members permutes the decision.
+``decide`` is pure and works in plain Python floats, correctly rounded sums and square roots: whoever has the same
+moments, weights and configuration decides the same, bit for bit, on any machine. Permuting the members permutes the
+decision (of members with exactly equal Krum scores the first is taken).
 
-Enforced validation leaves members out, but never the greater part: if more than half of the finite vectors fail, it is the
-reference that no longer fits the run (a new learning rate, a new data mix), nobody is left out, and the note says so. A
-minority of attackers cannot bring that about, and a run cannot lock itself up.
+Enforced validation leaves members out, but never the greater part: if more than half of the finite vectors fail, it is
+the reference that no longer fits the run (a new learning rate, a new data mix), nobody is left out, and the note says
+so. A minority of attackers cannot bring that about, and a run cannot lock itself up.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def needs_moments(config: RuleConfig) -> bool:
 
 
 def trim_count(num_members: int, config: RuleConfig) -> int:
-    """Values the trimmed mean leaves out at each end: the fraction, at least ``num_byzantine``, one value always stays."""
+    """Values the trimmed mean leaves out at each end: the fraction, at least ``num_byzantine``; one always stays."""
     wanted = max(int(num_members * config.trim_fraction + 1e-9), config.num_byzantine)
     return max(0, min(wanted, (num_members - 1) // 2))
 

@@ -1,7 +1,7 @@
 """Krum and multi-Krum: who has the closest company, told from a Gram matrix.
 
-Plain Python floats and ``math.fsum`` on purpose: sums are rounded once, correctly, so that the result does not depend on the
-order of members, on a BLAS or on a processor, and every member of a round decides the same. n is at most 256.
+Plain Python floats and ``math.fsum`` on purpose: sums are rounded once, correctly, so that the result does not depend
+on the order of members, on a BLAS or on a processor, and every member of a round decides the same. n is at most 256.
 """
 
 from __future__ import annotations

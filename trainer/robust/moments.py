@@ -1,13 +1,13 @@
 """What the rules need to know of whole vectors, in a form that can be summed over slices.
 
-Every distance, norm, cosine and variance among n vectors and a reference follows from their Gram matrix and the sums of
-their values. Both are sums over coordinates: each reducer computes them for its slice, the members exchange them (n = 8:
-less than 500 bytes) and add them in one order, and nobody ever holds two whole vectors of others. In float64, whose
-products of fp32 values are exact, so that the distance of two vectors that agree to six digits is still right to four.
+Every distance, norm, cosine and variance among n vectors and a reference follows from their Gram matrix and the sums
+of their values. Both are sums over coordinates: each reducer computes them for its slice, the members exchange them (n = 8:
+456 bytes) and add them in one order, and nobody ever holds two whole vectors of others. In float64, whose products of
+fp32 values are exact: vectors that agree to six digits still have the right distance.
 
-A row with NaN or infinity is flagged and its entries are zero. Trust: a reducer can lie about the moments of its slice as
-it can about the slice's result; ``from_bytes`` refuses what no vectors can have (Cauchy-Schwarz), which bounds the size
-of a lie, not its existence.
+A row with NaN or infinity is flagged and its entries are zero. Trust: a reducer can lie about the moments of its slice
+as it can about the slice's result; ``from_bytes`` refuses what no vectors can have (Cauchy-Schwarz), which bounds the
+size of a lie, not its existence.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ MAX_MEMBERS: Final = 256
 """Vectors in one round; bounds what ``from_bytes`` allocates to 0.5 MiB."""
 _MAGIC: Final = b"GMO1"
 _HEAD: Final = struct.Struct("<4sIQ")
-# Values of each vector worked on at once: their float64 copies stay in the last-level cache.
-_CHUNK_VALUES: Final = 32_768
+# Values worked on at once, all vectors together: 4 MiB of float64, which stays in the last-level cache.
+_CHUNK_TOTAL: Final = 1 << 19
 # Rounding in sums of float64; far above what 1e12 terms accumulate.
 _SLACK: Final = 1 + 1e-6
 
@@ -160,11 +160,12 @@ def moments(contributions: Tensor | Sequence[Tensor], reference: Tensor) -> Mome
         )
     gram = torch.zeros(len(rows), len(rows), dtype=torch.float64)
     sums = torch.zeros(len(rows), dtype=torch.float64)
-    scratch = torch.empty(len(rows), min(_CHUNK_VALUES, num_values), dtype=torch.float64)
-    for start in range(0, num_values, _CHUNK_VALUES):
-        chunk = scratch[:, : min(_CHUNK_VALUES, num_values - start)]
+    width = _CHUNK_TOTAL // len(rows)
+    scratch = torch.empty(len(rows), min(width, num_values), dtype=torch.float64)
+    for start in range(0, num_values, width):
+        chunk = scratch[:, : min(width, num_values - start)]
         for row, into in zip(rows, chunk, strict=True):
-            into.copy_(row[start : start + _CHUNK_VALUES])
+            into.copy_(row[start : start + width])
         gram += chunk @ chunk.T
         sums += chunk.sum(1)
     return _flagged(gram.numpy(), sums.numpy(), num_values)

@@ -1,9 +1,9 @@
 """One part of a vector from the members' copies of it.
 
 Every operation is an elementwise IEEE one in a fixed order. So the result of a coordinate depends on that coordinate
-alone: however a vector is cut into parts, on whatever machine, the bits are the same, and a reducer's work can be checked
-by redoing it. Permuting the members changes no bit of a median, of a trimmed mean with equal weights, or of Krum; in the
-others it changes the order of a sum, thus rounding. The rounds of a run fix the order (sorted peer ids).
+alone: however a vector is cut into parts, on whatever machine, the bits are the same, and a reducer's work can be
+checked by redoing it. Permuting the members changes no bit of a median, of a trimmed mean with equal weights, or of
+Krum; in the others it changes the order of a sum, thus rounding. The rounds of a run fix the order (sorted peer ids).
 
 Weights: rows of weight 0 are left out of every rule. Mean and trimmed mean average with the weights (trimmed: over the
 values kept at that coordinate; which of several equal values at the edge is kept follows the order of members). Median

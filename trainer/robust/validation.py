@@ -1,9 +1,9 @@
 """Gradient validation of 000: does a member's vector look like one of this run's at all?
 
-Three comparisons with the reference, the last accepted outer pseudo-gradient: direction (cosine at least 0.3), magnitude
-(norm ratio 0.1 to 10) and spread (variance ratio at most 100). All follow from the moments, in float64, over the whole
-flat vector. What cannot be compared is not held against anybody, and is said: before the first round there is no
-reference; a vector of one value has no variance, and a constant reference none to compare with. A bound met exactly
+Three comparisons with the reference, the last accepted outer pseudo-gradient: direction (cosine at least 0.3),
+magnitude (norm ratio 0.1 to 10) and spread (variance ratio at most 100). All follow from the moments, in float64, over
+the whole flat vector. What cannot be compared is not held against anybody, and is said: before the first round there is
+no reference; a vector of one value has no variance, and a constant reference none to compare with. A bound met exactly
 passes (a slack of 1e-9 stands for rounding).
 """
 

@@ -5,8 +5,8 @@ Weights are claims of strangers. ``contribution_weight`` is a total function of 
 Both are sequences of correctly rounded operations: every member computes the same bits.
 
 What weights do in each rule: mean, and trimmed mean over the values kept at a coordinate: the average is weighted.
-Multi-Krum: the average of those selected is. Centred clip: the pull of each member is. Median and Krum: nothing, but for
-weight 0, which in every rule means "brings nothing" and is left out.
+Multi-Krum: the average of those selected is. Centred clip: the pull of each member is. Median and Krum: nothing, except
+that weight 0 in every rule means "brings nothing" and is left out.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def contribution_weight(num_batches: int, age_s: float) -> float:
 def cap_weights(claimed: Sequence[float], max_ratio: float = DEFAULT_MAX_RATIO) -> list[float]:
     """Weights none of which is more than ``max_ratio`` times the median.
 
-    The median is the lower one of the positive claims, so that it is an honest member's, or below one's, while the honest
-    are a majority. NaN, infinities and negative claims weigh 0: who makes them is left out. If no claim is
+    The median is the lower one of the positive claims, so that it is an honest member's, or below one's, while the
+    honest are a majority. NaN, infinities and negative claims weigh 0: who makes them is left out. If no claim is
     positive all weigh 1.
 
     Args:
