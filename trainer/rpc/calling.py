@@ -1,0 +1,191 @@
+"""The asking side: opens calls and streams at peers, and believes nothing that comes back before it is verified.
+
+A peer whose answer fails a check is as good as one that did not answer: the caller gets PeerUnavailableError, and the
+reason is counted with the refusals. RefusedError is what the *peer* refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pydantic import BaseModel
+from typing_extensions import Buffer
+
+from trainer.errors import PeerUnavailableError, RefusedError
+from trainer.rpc.bodies import dump_body, parse_body
+from trainer.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig
+from trainer.rpc.counters import Counters
+from trainer.rpc.envelope import SealedFrame
+from trainer.rpc.exchange import Exchange, ExchangeTerms
+from trainer.rpc.failure import Failure
+from trainer.rpc.identity import Identity
+from trainer.rpc.incoming import Incoming, ReadAhead
+from trainer.rpc.limits import ByteBudget
+from trainer.rpc.links import Link, Links
+from trainer.rpc.messages import Peer, Reply
+from trainer.rpc.offload import Offload
+from trainer.rpc.outgoing import Outgoing
+from trainer.rpc.reasons import Reason
+from trainer.rpc.stream import Stream
+from trainer.rpc.wire import ClientWire, read_within
+from trainer.rpc.writer import FrameWriter
+
+__all__ = ["Calling"]
+
+ReplyT = TypeVar("ReplyT", bound=BaseModel)
+
+
+@dataclass(slots=True)
+class _Conversation:
+    """The parts of one exchange in progress."""
+
+    peer: Peer
+    link: Link
+    wire: ClientWire
+    exchange: Exchange
+    failure: Failure
+    writer: FrameWriter
+    outgoing: Outgoing
+    counters: Counters
+    links: Links
+
+    async def open(self, raw: bytes) -> SealedFrame | None:
+        """Checks what came back; the first frame that passes also vouches for the peer's certificate."""
+        try:
+            frame = await self.exchange.open(raw)
+        except RefusedError as error:
+            raise self.unbelievable(error) from None
+        if frame is not None and frame.head.sequence == 0:
+            self.links.confirm(self.peer, self.link, frame.head.sender)
+        return frame
+
+    def unbelievable(self, error: RefusedError) -> PeerUnavailableError:
+        """Counts an answer that failed a check."""
+        self.counters.refused[error.reason] += 1
+        return PeerUnavailableError(f"{self.wire.who} gave an answer that fails a check ({error.reason}): {error}")
+
+
+class Calling:
+    """Everything an endpoint does as a caller."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        run_id: str,
+        config: RpcConfig,
+        counters: Counters,
+        offload: Offload,
+        budget: ByteBudget,
+    ) -> None:
+        self._identity = identity
+        self._run_id = run_id
+        self._config = config
+        self._counters = counters
+        self._offload = offload
+        self._budget = budget
+        self._links = Links(config)
+
+    async def close(self) -> None:
+        """Ends all exchanges and connections."""
+        await self._links.close()
+
+    async def call(
+        self,
+        peer: Peer,
+        method: str,
+        body: BaseModel,
+        reply_model: type[ReplyT],
+        *,
+        payload: Buffer,
+        timeout_s: float,
+        stall_timeout_s: float | None,
+    ) -> Reply[ReplyT]:
+        """See `Endpoint.call`."""
+        silence_s = self._config.stall_timeout_s if stall_timeout_s is None else stall_timeout_s
+        deadline = asyncio.timeout(timeout_s)
+        try:
+            async with deadline, self._begun(peer, method, timeout_s) as conversation:
+                await conversation.outgoing.send("request", body=dump_body(body), payload=payload)
+                reply = await self._reply(conversation, silence_s)
+                try:
+                    parsed = parse_body(reply, reply_model)
+                except RefusedError as error:
+                    raise conversation.unbelievable(error) from None
+                return Reply(parsed, bytes(reply.payload), reply.head.sender)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise PeerUnavailableError(
+                f"{_name(peer)}: expected an answer to {method!r} within {timeout_s:g} s, found none"
+            ) from None
+
+    @asynccontextmanager
+    async def open_stream(
+        self, peer: Peer, method: str, body: BaseModel, *, timeout_s: float, stall_timeout_s: float | None
+    ) -> AsyncIterator[Stream]:
+        """See `Endpoint.open_stream`."""
+        silence_s = self._config.stall_timeout_s if stall_timeout_s is None else stall_timeout_s
+        async with self._begun(peer, method, timeout_s) as conversation:
+            writer, outgoing = conversation.writer, conversation.outgoing
+            await outgoing.send("open", body=dump_body(body))
+            ahead = ReadAhead(peer.peer_id or peer.address, self._config.max_queued_frames, self._budget)
+            incoming = Incoming(conversation.wire, conversation.open, silence_s, ahead, conversation.failure)
+            writer.start_heartbeats(self._config.heartbeat_s)
+            incoming.start()
+            try:
+                yield Stream(incoming, outgoing)
+                if outgoing.ended and incoming.ended:
+                    await incoming.finished()
+            finally:
+                await incoming.close()
+
+    @asynccontextmanager
+    async def _begun(self, peer: Peer, method: str, timeout_s: float) -> AsyncIterator[_Conversation]:
+        """An exchange over a connection to ``peer``; nothing of it is left after the block."""
+        async with asyncio.timeout(timeout_s):
+            link = await self._links.get(peer)
+        grpc_call = link.begin(timeout_s)
+        wire = ClientWire(grpc_call, _name(peer), self._counters)
+        failure = Failure()
+        writer = FrameWriter(wire, failure)
+        terms = ExchangeTerms(
+            method=method,
+            run_id=self._run_id,
+            nonce=secrets.token_hex(16),
+            caller=self._identity.peer_id,
+            callee=peer.peer_id,
+            certificate_sha256=link.certificate_sha256,
+            max_payload_bytes=MAX_PAYLOAD_BYTES,
+        )
+        exchange = Exchange(terms, "caller", self._identity, self._offload)
+        outgoing = Outgoing(exchange, writer, failure)
+        try:
+            yield _Conversation(peer, link, wire, exchange, failure, writer, outgoing, self._counters, self._links)
+        except PeerUnavailableError:
+            await self._links.failed(peer, link)
+            raise
+        finally:
+            link.finish(grpc_call)
+            await writer.close()
+
+    async def _reply(self, conversation: _Conversation, silence_s: float) -> SealedFrame:
+        """Reads until the answer, and until the peer has finished after it."""
+        wire = conversation.wire
+        reply: SealedFrame | None = None
+        while (raw := await read_within(wire, silence_s)) is not None:
+            frame = await conversation.open(raw)
+            if frame is not None and frame.head.kind != "reply":
+                raise conversation.unbelievable(RefusedError(Reason.KIND, f"expected a reply, found {frame.head.kind}"))
+            reply = frame or reply
+        if reply is None:
+            raise PeerUnavailableError(f"{wire.who}: expected a reply, found the end of the exchange")
+        return reply
+
+
+def _name(peer: Peer) -> str:
+    return f"peer {peer.peer_id[:12]} at {peer.address}" if peer.peer_id else f"the peer at {peer.address}"

@@ -1,0 +1,65 @@
+"""What callers and handlers hold in their hands: peers, requests, replies, frames of a stream.
+
+The payload of a request or reply is bytes; that of a stream's frame is a read-only memoryview into the message as it
+was received, because there a copy of each MiB would be paid for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeAlias, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+__all__ = ["Frame", "Message", "Peer", "PeerId", "Reply", "Request"]
+
+PeerId: TypeAlias = str
+"""An ed25519 public key as 64 lower-case hexadecimal digits."""
+
+BodyT_co = TypeVar("BodyT_co", bound=BaseModel, covariant=True)
+
+
+class Message(BaseModel):
+    """Base for bodies of requests and replies: strict types, no unknown fields, finite numbers, immutable."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Where to reach a node."""
+
+    peer_id: PeerId | None
+    """Who must answer; None: whoever does (only methods registered with ``any_recipient`` accept such calls)."""
+    address: str
+    """``host:port``; an IPv6 host in brackets."""
+    certificate: bytes | None = None
+    """PEM of its TLS certificate, from its signed announcement; None: fetched and confirmed by its signed reply."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request(Generic[BodyT_co]):
+    """A call that passed every check, as its handler sees it."""
+
+    sender: PeerId
+    body: BodyT_co
+    payload: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply(Generic[BodyT_co]):
+    """An answer: what a handler returns, and what the caller gets."""
+
+    body: BodyT_co
+    payload: bytes = b""
+    sender: PeerId = ""
+    """Who signed it; set for the caller, ignored in what a handler returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One message of a stream."""
+
+    index: int
+    """The sender's own number for it, in [0, 2**53)."""
+    payload: memoryview

@@ -1,0 +1,239 @@
+"""The answering side: takes calls and streams in, checks them from cheap to dear, and runs their handlers.
+
+The order is: free slot of the caller's IP address, a first frame in time, its sizes and head, addressing and clock,
+signature, replay, free slot of the sender, digest of the payload, body, handler. Whatever fails is refused with its
+reason and counted; nothing a caller sends ends in more than one log line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import grpc
+from pydantic import BaseModel
+
+from trainer.errors import PeerUnavailableError, RefusedError, TrainerUsageError
+from trainer.rpc.bodies import dump_body, parse_body
+from trainer.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig
+from trainer.rpc.counters import Counters
+from trainer.rpc.envelope import SealedFrame, parse_head, verify_head, verify_payload
+from trainer.rpc.exchange import Exchange, ExchangeTerms, check_bound
+from trainer.rpc.failure import Failure
+from trainer.rpc.identity import Identity
+from trainer.rpc.incoming import Incoming, ReadAhead
+from trainer.rpc.limits import ByteBudget, ServingLimits
+from trainer.rpc.messages import Reply, Request
+from trainer.rpc.offload import Offload
+from trainer.rpc.outgoing import Outgoing
+from trainer.rpc.reasons import Reason, status_for
+from trainer.rpc.replay import ReplayGuard
+from trainer.rpc.stream import Stream
+from trainer.rpc.wire import ServerContext, ServerWire
+from trainer.rpc.writer import FrameWriter
+
+__all__ = ["CallHandler", "Method", "Serving", "StreamHandler"]
+
+logger = logging.getLogger(__name__)
+
+CallHandler: TypeAlias = Callable[[Request[Any]], Awaitable[Reply[Any]]]
+StreamHandler: TypeAlias = Callable[[Request[Any], Stream], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """What is registered under a name: exactly one of the two handlers."""
+
+    name: str
+    body_model: type[BaseModel]
+    max_payload_bytes: int
+    any_recipient: bool
+    call_handler: CallHandler | None = None
+    stream_handler: StreamHandler | None = None
+
+
+class Serving:
+    """Everything behind the one gRPC method.
+
+    Args:
+        identity: this node.
+        run_id: the run it takes part in.
+        config: limits and times.
+        counters: of the endpoint.
+        offload: for large payloads.
+        budget: bytes of streams read ahead, shared with the calling side.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        run_id: str,
+        config: RpcConfig,
+        counters: Counters,
+        offload: Offload,
+        budget: ByteBudget,
+    ) -> None:
+        self._identity = identity
+        self._run_id = run_id
+        self._config = config
+        self._counters = counters
+        self._offload = offload
+        self._budget = budget
+        self._methods: dict[str, Method] = {}
+        self._allowed = frozenset(config.allowed_peers)
+        self._limits = ServingLimits(config)
+        self._guard = ReplayGuard(
+            window_s=config.max_clock_skew_s,
+            max_entries=config.max_remembered,
+            max_entries_per_peer=config.max_remembered_per_peer,
+        )
+        self.certificate_sha256 = ""
+        self.stopping = False
+
+    def add(self, method: Method) -> None:
+        """Makes a method callable.
+
+        Raises:
+            TrainerUsageError: its name is taken.
+        """
+        if method.name in self._methods:
+            raise TrainerUsageError(f"expected each method registered once, found {method.name!r} again")
+        self._methods[method.name] = method
+
+    async def exchange(self, _requests: object, context: ServerContext) -> None:
+        """Serves one call or stream, and turns what goes wrong into its status."""
+        try:
+            await self._serve(context)
+        except RefusedError as error:
+            self._counters.refused[error.reason] += 1
+            logger.debug("refused a call from %s: %s", context.peer(), error)
+            code, text, metadata = status_for(error)
+            await context.abort(code, text, metadata)
+        except PeerUnavailableError as error:
+            logger.debug("a caller went away: %s", error)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the caller fell silent")
+
+    async def _serve(self, context: ServerContext) -> None:
+        if self.stopping:
+            raise RefusedError(Reason.STOPPING, "this node is going down")
+        wire = ServerWire(context, context.peer(), self._counters)
+        failure = Failure()
+        writer = FrameWriter(wire, failure)
+        # From the start: a request of 1 MiB may take longer over a slow link than its caller bears silence.
+        writer.start_heartbeats(self._config.heartbeat_s)
+        try:
+            with self._limits.waiting.taken(_host_of(context.peer())):
+                frame = await self._first_frame(wire)
+                method, terms = self._admit(frame)
+            slots = self._limits.calls if method.stream_handler is None else self._limits.streams
+            with slots.taken(frame.head.sender):
+                request = await self._request(frame, method)
+                exchange = Exchange(terms, "callee", self._identity, self._offload, num_received=1)
+                outgoing = Outgoing(exchange, writer, failure)
+                if method.call_handler is not None:
+                    await self._answer(method, method.call_handler(request), outgoing, failure)
+                elif method.stream_handler is not None:
+                    ahead = ReadAhead(request.sender, self._config.max_queued_frames, self._budget)
+                    incoming = Incoming(wire, exchange.open, self._config.stall_timeout_s, ahead, failure)
+                    handler = method.stream_handler(request, Stream(incoming, outgoing))
+                    await self._converse(method, handler, incoming, outgoing, failure)
+        finally:
+            await writer.close()
+
+    async def _first_frame(self, wire: ServerWire) -> SealedFrame:
+        """The request, sizes and head checked; heartbeats before it are let pass."""
+        try:
+            async with asyncio.timeout(self._config.request_timeout_s):
+                frame = None
+                while frame is None:
+                    raw = await wire.read()
+                    if raw is None:
+                        raise RefusedError(Reason.NO_REQUEST, "expected a request, found none")
+                    frame = parse_head(raw)
+                return frame
+        except TimeoutError:
+            raise RefusedError(
+                Reason.NO_REQUEST, f"expected a request within {self._config.request_timeout_s:g} s, found none"
+            ) from None
+
+    def _admit(self, frame: SealedFrame) -> tuple[Method, ExchangeTerms]:
+        """Everything that can be checked without the payload: addressing, clock, signature, replay."""
+        head = frame.head
+        if head.kind not in ("request", "open") or head.origin != "caller" or head.sequence != 0:
+            raise RefusedError(Reason.KIND, f"expected a request first, found {head.kind} {head.sequence}")
+        method = self._methods.get(head.method)
+        terms = ExchangeTerms(
+            method=head.method,
+            run_id=self._run_id,
+            nonce=head.nonce,
+            caller=head.sender,
+            callee=self._identity.peer_id,
+            certificate_sha256=self.certificate_sha256,
+            max_payload_bytes=MAX_PAYLOAD_BYTES if method is None else method.max_payload_bytes,
+        )
+        anyone = method is not None and method.any_recipient and not head.recipient
+        check_bound(frame, terms, head.sender, "" if anyone else self._identity.peer_id)
+        if self._allowed and head.sender not in self._allowed:
+            raise RefusedError(Reason.SENDER, f"expected a node of the allow-list, found {head.sender}")
+        if method is None or (method.stream_handler is None) != (head.kind == "request"):
+            raise RefusedError(Reason.METHOD, f"expected a method of this node, found {head.kind} {head.method!r}")
+        self._guard.check_clock(head.sent_at)
+        verify_head(frame)
+        self._guard.remember(head.sender, bytes.fromhex(head.nonce), head.sent_at)
+        return method, terms
+
+    async def _request(self, frame: SealedFrame, method: Method) -> Request[BaseModel]:
+        await self._offload.run(len(frame.payload), verify_payload, frame)
+        return Request(frame.head.sender, parse_body(frame, method.body_model), bytes(frame.payload))
+
+    async def _answer(
+        self, method: Method, handler: Awaitable[Reply[Any]], outgoing: Outgoing, failure: Failure
+    ) -> None:
+        async def answer() -> None:
+            reply = await handler
+            await outgoing.send("reply", body=dump_body(reply.body), payload=reply.payload)
+
+        await self._run_handler(method, answer(), failure)
+
+    async def _converse(
+        self, method: Method, handler: Awaitable[None], incoming: Incoming, outgoing: Outgoing, failure: Failure
+    ) -> None:
+        async def converse() -> None:
+            await handler
+            await outgoing.end()
+
+        incoming.start()
+        try:
+            await self._run_handler(method, converse(), failure)
+        finally:
+            await incoming.close()
+            if isinstance(incoming.error, RefusedError):
+                # Said to the caller and counted even where the handler made nothing of it.
+                raise incoming.error
+
+    async def _run_handler(self, method: Method, work: Awaitable[None], failure: Failure) -> None:
+        limit = asyncio.timeout(self._config.max_call_s)
+        try:
+            async with limit:
+                await work
+        except RefusedError:
+            raise
+        except Exception as error:
+            if failure.error is not None and error is failure.error:
+                raise
+            if limit.expired():
+                raise RefusedError(
+                    Reason.TIMEOUT, f"expected {method.name!r} to take at most {self._config.max_call_s:g} s"
+                ) from error
+            logger.exception("the handler of %r failed", method.name)
+            raise RefusedError(
+                Reason.INTERNAL, f"the handler of {method.name!r} failed; the log of {self._identity.peer_id} says how"
+            ) from error
+
+
+def _host_of(grpc_peer: str) -> str:
+    """``ipv4:127.0.0.1:5000`` → ``ipv4:127.0.0.1``."""
+    return grpc_peer.rpartition(":")[0]

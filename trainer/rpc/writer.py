@@ -1,0 +1,69 @@
+"""One write in flight on a wire, as gRPC demands, and heartbeats while there is none."""
+
+from __future__ import annotations
+
+import asyncio
+
+from trainer.errors import RpcError
+from trainer.rpc.envelope import HEARTBEAT
+from trainer.rpc.failure import Failure
+from trainer.rpc.wire import Wire
+
+__all__ = ["FrameWriter", "end_task"]
+
+
+class FrameWriter:
+    """Writes in a task of its own, so that who waits for it can give up without breaking off a frame."""
+
+    def __init__(self, wire: Wire, failure: Failure) -> None:
+        self._wire = wire
+        self._failure = failure
+        self._write: asyncio.Task[None] | None = None
+        self._begun_at = 0.0
+        self._beat: asyncio.Task[None] | None = None
+
+    def start_heartbeats(self, heartbeat_s: float) -> None:
+        """From now on nothing is ever silent for longer than ``heartbeat_s``, unless the other side takes nothing."""
+        self._begun_at = asyncio.get_running_loop().time()
+        self._beat = asyncio.create_task(self._send_heartbeats(heartbeat_s), name="genesis-rpc-heartbeats")
+
+    async def settle(self) -> None:
+        """Waits until nothing is on its way.
+
+        Raises:
+            RpcError: what went wrong with the exchange meanwhile or before.
+        """
+        while self._write is not None and not self._write.done() and self._failure.error is None:
+            await self._failure.race(self._write)
+        self._failure.raise_if_set()
+
+    def begin(self, raw: bytes) -> None:
+        """Sets a frame on its way; nothing else may be (no await since `settle`)."""
+        self._begun_at = asyncio.get_running_loop().time()
+        self._write = asyncio.create_task(self._write_out(raw), name="genesis-rpc-write")
+
+    async def close(self) -> None:
+        """Stops the heartbeats; what was not handed over by now is lost."""
+        await end_task(self._beat)
+        await end_task(self._write)
+
+    async def _write_out(self, raw: bytes) -> None:
+        try:
+            await self._wire.write(raw)
+        except RpcError as error:
+            self._failure.set(error)
+
+    async def _send_heartbeats(self, heartbeat_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        while self._failure.error is None:
+            await asyncio.sleep(max(self._begun_at + heartbeat_s - loop.time(), heartbeat_s / 8))
+            idle = self._write is None or self._write.done()
+            if idle and loop.time() - self._begun_at >= heartbeat_s:
+                self.begin(HEARTBEAT)
+
+
+async def end_task(task: asyncio.Task[None] | None) -> None:
+    """Cancels a task and waits for it; its errors were reported where they happened."""
+    if task is not None and not task.done():
+        task.cancel()
+        await asyncio.wait({task})
