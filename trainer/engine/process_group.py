@@ -2,8 +2,8 @@
 
 Two calls are all a round needs: ``all_to_all_single`` with uneven splits, and ``all_gather``; gloo and NCCL have both
 (gloo checked with torch 2.13). Nothing is pickled. A group cannot lose a member: when a rank dies or falls silent,
-the others get :class:`~trainer.errors.PeerUnavailableError` within the group's timeout (``init_process_group``), and the
-job has to be started again, as torchrun does.
+the others get :class:`~trainer.errors.PeerUnavailableError` within the group's timeout (``init_process_group``), and
+the job has to be started again, as torchrun does.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import Buffer
 
@@ -70,7 +71,7 @@ class RankedBytes:
             PeerUnavailableError: a rank is gone.
         """
         sizes = [memoryview(buffer).nbytes for buffer in outgoing]
-        sent = torch.from_numpy(np.concatenate([np.frombuffer(buffer, dtype=np.uint8) for buffer in outgoing]))
+        sent = torch.from_numpy(np.concatenate([_bytes(buffer) for buffer in outgoing]))
         received = torch.empty(self.num_ranks * incoming_bytes, dtype=torch.uint8, device=self._device)
         with _rank_errors():
             dist.all_to_all_single(
@@ -97,13 +98,17 @@ class RankedBytes:
             PeerUnavailableError: a rank is gone.
         """
         padded = torch.zeros(size_bytes, dtype=torch.uint8)
-        padded.numpy()[: memoryview(own).nbytes] = np.frombuffer(own, dtype=np.uint8)
+        padded.numpy()[: memoryview(own).nbytes] = _bytes(own)
         received = torch.empty(self.num_ranks * size_bytes, dtype=torch.uint8, device=self._device)
         rows = list(received.view(self.num_ranks, size_bytes).unbind(0))
         with _rank_errors():
             dist.all_gather(rows, padded.to(self._device), group=self._group)
             view = _host_bytes(received)
         return [view[start : start + size_bytes] for start in _starts(size_bytes, self.num_ranks)]
+
+
+def _bytes(buffer: Buffer) -> NDArray[np.uint8]:
+    return np.frombuffer(memoryview(buffer), dtype=np.uint8)
 
 
 def _starts(size_bytes: int, count: int) -> range:

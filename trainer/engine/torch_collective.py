@@ -6,9 +6,8 @@ decodes to, so all ranks end bit-identical under any codec. Each rank sends its 
 ``2·(n−1)/n`` vectors in all, as an all-reduce does, but the rule sees single contributions and not sums.
 
 Weights, validation and rules are those of the rounds among strangers (``trainer/robust``), and so is the report. What
-is missing is their tolerance of deaths: a rank that dies ends the job. Host memory during a round: about 12 bytes a value
-in fp32. Moments of all contributions are always taken, about as much time as the exchange over the loopback, so that all
-ranks leave out the same contributions.
+is missing is their tolerance of deaths: a rank that dies ends the job. Moments of all contributions are always taken,
+about as much time as the exchange over the loopback, so that all ranks leave out the same contributions.
 """
 
 from __future__ import annotations

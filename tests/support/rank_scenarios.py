@@ -1,0 +1,186 @@
+"""What the ranks of a process group do in the tests of the torch engine; results are plain values and tensors."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tests.support.toy_models import Regression
+from trainer.codec import codec_named
+from trainer.diloco import DiLoCoConfig, DiLoCoTrainer
+from trainer.engine.collective import Contribution, RoundResult
+from trainer.engine.ddp import EveryStepStrategy, ddp_model
+from trainer.engine.torch_collective import TorchCollective
+from trainer.errors import PeerUnavailableError, RoundFailedError
+from trainer.robust import RuleConfig
+
+NUM_VALUES = 5000
+LIAR = 1
+
+# name: (codec, rule, values, what is odd about it)
+ROUNDS: dict[str, tuple[str, RuleConfig, int, str]] = {
+    "mean": ("fp32", RuleConfig(), NUM_VALUES, ""),
+    "tiny": ("fp32", RuleConfig(), 3, ""),
+    "weighted": ("fp32", RuleConfig(), NUM_VALUES, "batches"),
+    "fp16": ("fp16", RuleConfig(), NUM_VALUES, ""),
+    "int8": ("int8", RuleConfig(), NUM_VALUES, "residual"),
+    "nan": ("fp32", RuleConfig(), NUM_VALUES, "nan"),
+    "idle": ("fp32", RuleConfig(), NUM_VALUES, "idle"),
+    "lied to, mean": ("fp32", RuleConfig(), NUM_VALUES, "lie"),
+    "lied to, trimmed_mean": ("fp32", RuleConfig(rule="trimmed_mean"), NUM_VALUES, "lie"),
+    "lied to, median": ("int8", RuleConfig(rule="median"), NUM_VALUES, "lie"),
+    "lied to, centered_clip": ("fp32", RuleConfig(rule="centered_clip"), NUM_VALUES, "lie"),
+    "lied to, enforce": ("fp16", RuleConfig(validation="enforce"), NUM_VALUES, "lie"),
+}
+
+
+def contribution_of(rank: int, num_values: int = NUM_VALUES, odd: str = "") -> Contribution:
+    """What a rank brings: a common direction and noise of its own."""
+    common = torch.randn(num_values, generator=torch.Generator().manual_seed(1))
+    noise = torch.randn(num_values, generator=torch.Generator().manual_seed(10 + rank))
+    vector, num_batches, residual = common + 0.3 * noise, 20, None
+    if odd == "lie" and rank == LIAR:
+        vector = -10 * vector
+    if odd == "nan" and rank == LIAR:
+        vector[17] = torch.nan
+    if odd == "idle" and rank == LIAR:
+        vector, num_batches = torch.zeros(num_values), 0
+    if odd == "batches":
+        num_batches = [4, 9, 16, 10**12][rank]
+    if odd == "residual":
+        residual = 0.01 * noise
+    return Contribution(
+        round_index=3,
+        vector=vector,
+        num_batches=num_batches,
+        age_s=0.0,
+        reference=common,
+        state_digest="same",
+        residual=residual,
+    )
+
+
+def all_rounds(rank: int, num_ranks: int) -> dict:
+    """Every round of ROUNDS in one group, and some that fail in between."""
+    results: dict[str, dict] = {}
+    for name, (codec, rule, num_values, odd) in ROUNDS.items():
+        collective = TorchCollective.of(codec_named(codec), rule)
+        results[name] = _flat(collective.reduce(contribution_of(rank, num_values, odd)))
+    results["refused"] = _refusals(rank)
+    return results
+
+
+def _refusals(rank: int) -> dict[str, str]:
+    collective = TorchCollective.of(codec_named("fp32"), RuleConfig())
+    usual = contribution_of(rank)
+    apart = {
+        "round": replace(usual, round_index=3 + (rank == 2)),
+        "state": replace(usual, state_digest=f"digest {rank}"),
+        "nothing": replace(usual, vector=torch.full((NUM_VALUES,), torch.nan)),
+        "length": replace(usual, vector=usual.vector[rank:], reference=usual.reference[rank:]),
+    }
+    said = {}
+    for name, contribution in apart.items():
+        try:
+            result = collective.reduce(contribution)
+            said[name] = "zeros" if not result.vector.any() else "a result"
+        except RoundFailedError as error:
+            said[name] = str(error)
+    said["afterwards"] = str(len(collective.reduce(usual).report.members))
+    return said
+
+
+def _flat(result: RoundResult) -> dict:
+    report = result.report
+    return {
+        "vector": result.vector,
+        "residual": result.residual,
+        "members": list(report.members),
+        "dropped": [list(pair) for pair in report.dropped],
+        "completeness": report.completeness,
+        "bytes": [report.sent_bytes, report.received_bytes],
+        "rule": report.rule,
+        "weights": list(report.weights),
+        "validation": [list(pair) for pair in report.validation],
+        "seconds": report.seconds,
+    }
+
+
+def diloco(rank: int, num_ranks: int) -> dict:
+    """Two ranks on data of their own: whole, and streamed in fragments in the background."""
+    results = {}
+    for name, config in DILOCO.items():
+        model = Regression(rank)
+        trainer = DiLoCoTrainer(model, config, TorchCollective.of(codec_named("int8"), RuleConfig()))
+        digests = [trainer.state_digest()]
+        start = held_out_loss(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(200):
+            optimizer.zero_grad()
+            model(step).backward()
+            optimizer.step()
+            outer = trainer.after_inner_step()
+            if outer is not None:
+                digests.append(trainer.state_digest())
+        trainer.drain()
+        residual = trainer.state_dict()["fragments"][0]["residual"]
+        results[name] = {
+            "digests": digests,
+            "parameters": torch.cat([parameter.detach().flatten() for parameter in model.parameters()]),
+            "residual": residual,
+            "losses": [start, held_out_loss(model)],
+        }
+    return results
+
+
+DILOCO = {
+    "whole": DiLoCoConfig(inner_steps=20),
+    "streamed": DiLoCoConfig(inner_steps=20, num_fragments=2, overlap_steps=3),
+}
+
+
+def held_out_loss(model: Regression) -> float:
+    return model.loss_on(torch.randn(512, 4, generator=torch.Generator().manual_seed(77))).item()
+
+
+def every_step(rank: int, num_ranks: int) -> dict:
+    """The baseline: DDP, and an outer strategy with nothing to do."""
+    model = Regression(rank)
+    if rank == 1:
+        with torch.no_grad():
+            model.net[0].weight.add_(1.0)
+    wrapped = ddp_model(model)
+    strategy = EveryStepStrategy()
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
+    for step in range(5):
+        optimizer.zero_grad()
+        wrapped(step).backward()
+        optimizer.step()
+        assert strategy.after_inner_step() is None
+    return {"parameters": _parameters(model), "state": strategy.state_dict()}
+
+
+def _parameters(model: Regression) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def one_dies(rank: int, num_ranks: int) -> dict:
+    """Rank 1 is gone between two rounds; the others say how they took it."""
+    model = Regression(rank)
+    collective = TorchCollective.of(codec_named("fp32"), RuleConfig())
+    trainer = DiLoCoTrainer(model, DiLoCoConfig(inner_steps=1), collective)
+    trainer.after_inner_step()
+    before = trainer.state_digest()
+    if rank == 1:
+        os._exit(9)
+    try:
+        trainer.after_inner_step()
+        error = "none"
+    except PeerUnavailableError as raised:
+        error = str(raised)
+    saved = {"error": error, "unchanged": trainer.state_digest() == before, "rounds": trainer.round_index}
+    # The group is broken: leave without its farewell.
+    return saved
