@@ -74,8 +74,8 @@ def shutdown_refusal(headers: Headers, client_host: str | None, scheme: str, tok
     if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
         return "expected no request of another site's page (Sec-Fetch-Site)"
     if token:
-        given = headers.get(_TOKEN_HEADER, "")
-        return None if hmac.compare_digest(given.encode(), token.encode()) else "expected the token in X-Genesis-Token"
+        given = headers.get(_TOKEN_HEADER, "").encode("latin-1")  # As headers are read: the bytes that were sent.
+        return None if hmac.compare_digest(given, token.encode()) else "expected the token in X-Genesis-Token"
     if any(name in headers for name in _FORWARDED):
         return "expected a request that no proxy forwarded; set a token to allow that"
     return None

@@ -65,9 +65,9 @@ def plausible_peer(announced: AnnouncedNode) -> Peer:
     speed = announced.tokens_per_s
     return Peer(
         peer_id=announced.peer_id,
-        node_id=announced.node_id[:_MAX_NAME],
+        node_id=_shown(announced.node_id),
         outer_step=max(0, announced.outer_step),
-        state_digest=announced.state_digest[:_MAX_NAME],
+        state_digest=_shown(announced.state_digest),
         num_steps=announced.inner_step if 0 <= announced.inner_step <= _MAX_COUNT else 0,
         loss=loss if is_plausible else None,
         tokens_per_s=speed if 0.0 <= speed <= _MAX_TOKENS_PER_S else 0.0,
@@ -75,6 +75,11 @@ def plausible_peer(announced: AnnouncedNode) -> Peer:
         expires_at=announced.expires_at,
         has_strange_loss=loss is not None and not is_plausible,
     )
+
+
+def _shown(text: str) -> str:
+    """As much as anyone needs to see, and nothing that UTF-8 has not."""
+    return text[:_MAX_NAME].encode("utf-8", "replace").decode()
 
 
 def average_loss(losses: Collection[float], own: float | None) -> float | None:
