@@ -13,8 +13,8 @@ The trade-off: one more round trip than a plain butterfly for the agreement and 
 a LAN, a second across the world, once every few hundred inner steps.
 
 ``planning`` and ``deciding`` are arithmetic; ``gathering``, ``ballot`` and ``consulting`` the coordinator's side;
-``reduction`` the reducer's; ``exchange``, ``results``, ``asking`` and ``member`` the member's; ``service`` answers others;
-``messages`` is what is said.
+``reduction`` the reducer's; ``exchange``, ``results``, ``asking`` and ``member`` the member's; ``service`` answers
+others; ``messages`` is what is said.
 """
 
 from __future__ import annotations

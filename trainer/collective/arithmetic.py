@@ -7,19 +7,21 @@ what those bytes decode to: that is why members end bit for bit alike under any 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
-import numpy as np
 import torch
 
 from trainer.codec import Codec
 from trainer.collective.messages import Agreement
-from trainer.errors import CodecError
+from trainer.errors import CodecError, RoundFailedError
 from trainer.robust import Decision, Moments, RuleConfig, finite_rows, moments, reduce_part
 
 __all__ = ["Arithmetic", "Payload", "ReducedPart"]
+
+logger = logging.getLogger(__name__)
 
 Payload: TypeAlias = bytes | memoryview
 """An encoded part, as made here or as it came."""
@@ -38,10 +40,9 @@ class ReducedPart:
 
 @dataclass(frozen=True, slots=True)
 class _Decoded:
-    rows: torch.Tensor
-    """fp32[m, values of the part]; the senders in the order of their ids."""
-    senders: tuple[str, ...]
-    dropped: dict[str, str] = field(default_factory=dict)
+    rows: dict[str, torch.Tensor]
+    """fp32[values of the part], finite, by sender in the order of their ids."""
+    dropped: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +74,7 @@ class Arithmetic:
 
     def measure(self, part: int, payloads: Mapping[str, Payload]) -> Moments:
         """Sums over a part for the rules that look at whole vectors; who is missing counts as not finite."""
-        decoded = self._decode(part, payloads)
-        start, stop = self.agreement.part_bounds(part)
-        rows = torch.full((len(self.agreement.members), stop - start), torch.nan)
-        for row, sender in zip(decoded.rows, decoded.senders, strict=True):
-            rows[self.agreement.peer_ids.index(sender)] = row
-        return moments(rows, self.reference[start:stop])
+        return self._moments(part, self._decode(part, payloads))
 
     def reduce(
         self, part: int, payloads: Mapping[str, Payload], decision: Decision | None, *, measured: bool
@@ -91,44 +87,45 @@ class Arithmetic:
             decision: what was decided over the whole vectors, for the rules that need it.
             measured: also sum what the report says about the contributions.
         """
-        start, stop = self.agreement.part_bounds(part)
         decoded = self._decode(part, payloads)
-        reference = self.reference[start:stop]
         everyone = self.agreement.peer_ids
-        positions = [everyone.index(sender) for sender in decoded.senders]
-        if decision is not None:
-            kept = [i for i, position in enumerate(positions) if position not in decision.excluded]
-            decoded = _Decoded(decoded.rows[kept], tuple(decoded.senders[i] for i in kept), decoded.dropped)
-            positions = [positions[i] for i in kept]
-        weights = np.array([self.agreement.members[position].weight for position in positions], dtype=np.float64)
-        if not positions:
-            result = torch.zeros(stop - start)
-        else:
-            result = reduce_part(decoded.rows, weights, self.rule, decision, reference, positions)
+        positions = [everyone.index(sender) for sender in decoded.rows]
         return ReducedPart(
-            payload=bytes(self.codec.encode(result)),
-            num_included=len(positions),
+            payload=self._encoded(part, decoded, positions, decision),
+            num_included=sum(decision is None or position not in decision.excluded for position in positions),
             dropped=decoded.dropped,
-            sums=self.measure(part, payloads) if measured else None,
+            sums=self._moments(part, decoded) if measured else None,
         )
+
+    def _encoded(self, part: int, decoded: _Decoded, positions: list[int], decision: Decision | None) -> bytes:
+        """The result of a part; zeros where nothing usable came, or what came is beyond what travels."""
+        start, stop = self.agreement.part_bounds(part)
+        weights = [self.agreement.members[position].weight for position in positions]
+        reference = self.reference[start:stop]
+        try:
+            result = reduce_part([*decoded.rows.values()], weights, self.rule, decision, reference, positions)
+            return bytes(self.codec.encode(result))
+        except (RoundFailedError, CodecError) as error:
+            logger.warning("part %d: %s; it stays as it was", part, error)
+            return bytes(self.codec.encode(torch.zeros(stop - start)))
+
+    def _moments(self, part: int, decoded: _Decoded) -> Moments:
+        start, stop = self.agreement.part_bounds(part)
+        missing = torch.full((stop - start,), torch.nan)
+        rows = [decoded.rows.get(peer_id, missing) for peer_id in self.agreement.peer_ids]
+        return moments(rows, self.reference[start:stop])
 
     def _decode(self, part: int, payloads: Mapping[str, Payload]) -> _Decoded:
         start, stop = self.agreement.part_bounds(part)
-        dropped: dict[str, str] = {}
-        senders: list[str] = []
-        rows: list[torch.Tensor] = []
+        decoded = _Decoded({}, {})
         for sender in sorted(payloads):
             try:
-                rows.append(self.codec.decode(payloads[sender], stop - start))
-                senders.append(sender)
+                row = self.codec.decode(payloads[sender], stop - start)
             except CodecError as error:
-                dropped[sender] = f"malformed: {error}"[:300]
-        stacked = torch.stack(rows) if rows else torch.zeros(0, stop - start)
-        finite = finite_rows(stacked)
-        for position, is_finite in enumerate(finite):
-            if not is_finite:
-                dropped[senders[position]] = "not finite"
-        kept = [position for position, is_finite in enumerate(finite) if is_finite]
-        if len(kept) < len(senders):
-            stacked = stacked[kept]
-        return _Decoded(stacked, tuple(senders[position] for position in kept), dropped)
+                decoded.dropped[sender] = f"malformed: {error}"[:300]
+                continue
+            if finite_rows([row])[0]:
+                decoded.rows[sender] = row
+            else:
+                decoded.dropped[sender] = "not finite"
+        return decoded

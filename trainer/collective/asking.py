@@ -54,7 +54,7 @@ class Asking:
 
     async def acknowledge(self, coordinator: Peer | None, agreement: Agreement) -> Agreement | None:
         """Waits until all have acknowledged."""
-        digest = agreement.digest()
+        digest = agreement.fingerprint()
         if coordinator is None:
             return await self._service.acknowledge(self._endpoint.peer_id, digest)
         reply = await self._endpoint.call(
@@ -88,7 +88,9 @@ class Asking:
         for term in range(len(agreement.members)):
             member = agreement.members[(first + term) % len(agreement.members)]
             try:
-                pieces = await self._moments_at(member.peer_id, member.address, member.certificate, agreement, task, sums)
+                pieces = await self._moments_at(
+                    member.peer_id, member.address, member.certificate, agreement, task, sums
+                )
                 return [Moments.from_bytes(piece) for piece in pieces]
             except (RpcError, CodecError, ValueError) as error:
                 logger.info("round %d: no sums from %s: %s", agreement.round_index, member.peer_id[:8], error)
@@ -97,7 +99,7 @@ class Asking:
     async def _moments_at(
         self, peer_id: str, address: str, certificate: str | None, agreement: Agreement, task: Task, sums: Moments
     ) -> list[bytes]:
-        digest = agreement.digest()
+        digest = agreement.fingerprint()
         if peer_id == self._endpoint.peer_id:
             return list(await self._service.consult(peer_id, digest, sums.to_bytes()))
         reply = await self._endpoint.call(

@@ -67,7 +67,7 @@ class Ballot:
         Raises:
             RefusedError: ``unknown``: no member, or a plan of another agreement.
         """
-        if peer_id not in self._agreement.peer_ids or vote.plan.agreement != self._agreement.digest():
+        if peer_id not in self._agreement.peer_ids or vote.plan.agreement != self._agreement.fingerprint():
             raise RefusedError("unknown", f"round {self._agreement.round_index} has no such member or agreement")
         if sums is not None:
             self._sums[peer_id] = sums
@@ -83,7 +83,7 @@ class Ballot:
             self._changed.notify_all()
         if self._running is None:
             self._running = asyncio.create_task(self._run())
-        digest = plan.digest()
+        digest = plan.fingerprint()
         async with self._changed:
             await self._changed.wait_for(lambda: digest in self._decisions or self._outcome is not None)
         return self._outcome or self._decisions[digest]
@@ -109,9 +109,11 @@ class Ballot:
         with suppress(TimeoutError):
             async with asyncio.timeout(self._timeout_s), self._changed:
                 await self._changed.wait_for(
-                    lambda: self._outcome is not None
-                    or self._plan is not plan
-                    or not set(plan.members) - self._votes.keys() - self._absent
+                    lambda: (
+                        self._outcome is not None
+                        or self._plan is not plan
+                        or not set(plan.members) - self._votes.keys() - self._absent
+                    )
                 )
 
     async def _decide(self, plan: Plan) -> None:
@@ -125,7 +127,7 @@ class Ballot:
                 max_passes=self._max_passes,
                 findings=self._examine([self._sums[peer_id] for peer_id in sorted(self._sums)]),
             )
-            self._decisions[plan.digest()] = decision
+            self._decisions[plan.fingerprint()] = decision
             if decision.plan is not None:
                 self._plan, self._votes, self._absent = decision.plan, {}, set()
             else:

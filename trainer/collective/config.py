@@ -58,5 +58,6 @@ class CollectiveConfig:
             raise TrainerUsageError(f"collective.max_weight_ratio: expected 1 or more, found {self.max_weight_ratio}")
         if not 4096 <= self.part_bytes <= 1 << 20:
             raise TrainerUsageError(
-                f"collective.part_bytes: expected 4096 to {1 << 20} (the most a message carries), found {self.part_bytes}"
+                f"collective.part_bytes: expected 4096 to {1 << 20}, the most a message carries, found "
+                f"{self.part_bytes}"
             )

@@ -36,9 +36,7 @@ class Consultation:
             self._changed.notify_all()
         with suppress(TimeoutError):
             async with asyncio.timeout(self._patience_s), self._changed:
-                await self._changed.wait_for(
-                    lambda: self._reply is not None or not self._expected - self._sums.keys()
-                )
+                await self._changed.wait_for(lambda: self._reply is not None or not self._expected - self._sums.keys())
         async with self._changed:
             if self._reply is None:
                 self._reply = tuple(self._sums[sender] for sender in sorted(self._sums))

@@ -61,7 +61,7 @@ class Exchange:
         timeout_s: float,
     ) -> None:
         self._plan = plan
-        self._plan_digest = plan.digest()
+        self._plan_digest = plan.fingerprint()
         self._arithmetic = arithmetic
         self._endpoint = endpoint
         self._peers = peers

@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from functools import reduce
 from operator import add
 
-import numpy as np
-import numpy.typing as npt
-
 from trainer.collective.messages import Agreement, Why
 from trainer.robust import Moments, RuleConfig, validate
 
@@ -20,17 +17,18 @@ def add_sums(sums: Sequence[Moments]) -> Moments:
     return reduce(add, sums)
 
 
-def weights_of(agreement: Agreement) -> npt.NDArray[np.float64]:
+def weights_of(agreement: Agreement) -> list[float]:
     """The members' weights, in their order."""
-    return np.array([member.weight for member in agreement.members], dtype=np.float64)
+    return [member.weight for member in agreement.members]
 
 
 def findings_of(agreement: Agreement, sums: Sequence[Moments], rule: RuleConfig) -> tuple[Why, ...]:
     """What gradient validation (000) says of whole contributions; nothing where there are no sums."""
-    usable = [one for one in sums if one.num_rows == len(agreement.members)]
+    usable = [one for one in sums if one.num_members == len(agreement.members)]
     if rule.validation == "off" or not usable:
         return ()
-    findings = validate(add_sums(usable), rule)
     return tuple(
-        Why(peer_id=agreement.peer_ids[position], reason=reason[:300]) for position, reason in sorted(findings.items())
+        Why(peer_id=agreement.peer_ids[finding.member], reason=finding.reason[:300])
+        for finding in validate(add_sums(usable), rule)
+        if not finding.passed
     )

@@ -99,7 +99,7 @@ class Gathering:
         """
         async with self._changed:
             agreement = self.agreement
-            if agreement is None or agreement.digest() != digest or peer_id not in agreement.peer_ids:
+            if agreement is None or agreement.fingerprint() != digest or peer_id not in agreement.peer_ids:
                 if agreement is not None and peer_id in agreement.peer_ids:
                     return agreement
                 raise RefusedError("unknown", f"round {self.round_index} has no such agreement; join again")
@@ -190,8 +190,8 @@ class Gathering:
         for peer_id in joins.keys() - members.keys():
             self._refused[peer_id] = RefusedError(
                 "state",
-                f"round {self.round_index}: expected the state {(most or '')[:12]} that {len(members)} members hold, found "
-                f"{joins[peer_id].state_digest[:12]}; fetch theirs",
+                f"round {self.round_index}: expected the state {(most or '')[:12]} that {len(members)} members hold, "
+                f"found {joins[peer_id].state_digest[:12]}; fetch theirs",
             )
         if len(members) < self._rules.min_members:
             self._failure = RefusedError(
@@ -216,9 +216,7 @@ def most_held(joins: dict[str, JoinRequest]) -> str | None:
     return min(counts, key=lambda state: (-counts[state], state))[0] if counts else None
 
 
-def make_agreement(
-    round_index: int, attempt: int, joins: dict[str, JoinRequest], rules: GatheringRules
-) -> Agreement:
+def make_agreement(round_index: int, attempt: int, joins: dict[str, JoinRequest], rules: GatheringRules) -> Agreement:
     """The agreement of these members: sorted, their weights capped, their vocabulary the least of what each knows."""
     peer_ids = sorted(joins)
     weights = cap_weights(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,10 +26,10 @@ from trainer.collective.reduction import Reduction
 from trainer.collective.results import HeldResults
 from trainer.collective.service import RoundService
 from trainer.collective.terms import Terms
-from trainer.engine import Contribution, RoundReport, RoundResult
+from trainer.engine.collective import Contribution, RoundReport, RoundResult
 from trainer.errors import PeerUnavailableError, RefusedError, RoundFailedError, RpcError, StateBehindError
 from trainer.robust import Decision as RuleDecision
-from trainer.robust import Moments, RuleConfig, decide, needs_moments
+from trainer.robust import Moments, RuleConfig, decide, effective_rule, needs_moments
 from trainer.rpc import Endpoint, Peer
 
 __all__ = ["RoundMember", "RoundSetting"]
@@ -101,16 +101,13 @@ class RoundMember:
             self._setting.service.withdraw_all()
             if self.agreement is not None:
                 self._setting.service.abandon_unless_settled(self.agreement)
-        report = self._report(agreement, commit)
-        return RoundResult(
-            vector=values,
-            report=RoundReport(
-                **report,
-                sent_bytes=counters.sent_bytes - sent_bytes,
-                received_bytes=counters.received_bytes - received_bytes,
-                seconds=time.monotonic() - began_s,
-            ),
+        report = replace(
+            self._report(agreement, commit),
+            sent_bytes=counters.sent_bytes - sent_bytes,
+            received_bytes=counters.received_bytes - received_bytes,
+            seconds=time.monotonic() - began_s,
         )
+        return RoundResult(vector=values, report=report)
 
     # -- coming together -----------------------------------------------------------------------------------------------
 
@@ -199,12 +196,16 @@ class RoundMember:
         """An agreement this node does not put its name to is refused: coordinators are nobody special."""
         mine = (self._contribution.round_index, self._contribution.state_digest, self._contribution.vector.numel())
         theirs = (agreement.round_index, agreement.state_digest, agreement.num_values)
-        weights = sorted(member.weight for member in agreement.members)
-        most = self._config.max_weight_ratio * weights[len(weights) // 2] if weights else 0.0
-        if mine != theirs or self._own_id not in agreement.peer_ids or list(agreement.peer_ids) != sorted(
-            set(agreement.peer_ids)
+        weights = sorted(member.weight for member in agreement.members if member.weight > 0)
+        most = self._config.max_weight_ratio * weights[(len(weights) - 1) // 2] if weights else 0.0
+        if (
+            mine != theirs
+            or self._own_id not in agreement.peer_ids
+            or list(agreement.peer_ids) != sorted(set(agreement.peer_ids))
         ):
-            raise RefusedError("agreement", f"round {mine[0]}: the coordinator's agreement is not about this node's state")
+            raise RefusedError(
+                "agreement", f"round {mine[0]}: the coordinator's agreement is not about this node's state"
+            )
         if weights and weights[-1] > most * (1 + 1e-9):
             raise RefusedError("agreement", f"round {mine[0]}: the coordinator gave a member more than {most:.3g}")
         if agreement.part_values > self._setting.codec.values_per_part(self._config.part_bytes):
@@ -236,7 +237,7 @@ class RoundMember:
         while True:
             own = [self._reduction(task, plan, arithmetic, deadline_s) for task in plan.fresh if self._is_mine(task)]
             self._reductions += own
-            await setting.service.offer(plan.digest(), own)
+            await setting.service.offer(plan.fingerprint(), own)
             exchange = Exchange(
                 plan,
                 arithmetic,
@@ -326,8 +327,9 @@ class RoundMember:
             )
         return commit, results.values
 
-    def _report(self, agreement: Agreement, commit: Commit) -> dict[str, object]:
+    def _report(self, agreement: Agreement, commit: Commit) -> RoundReport:
         decision = self._rule_decision
+        effective = effective_rule(len(agreement.members), self._setting.rule)
         left_out = {why.peer_id: why.reason for why in commit.dropped}
         for peer_id in agreement.peer_ids:
             if peer_id not in commit.members:
@@ -335,14 +337,14 @@ class RoundMember:
         if decision is not None:
             for position, reason in decision.excluded.items():
                 left_out.setdefault(agreement.peer_ids[position], reason)
-        return {
-            "round_index": agreement.round_index,
-            "members": commit.members,
-            "dropped": tuple(sorted(left_out.items())),
-            "completeness": commit.completeness,
-            "rule": decision.rule_used if decision is not None else self._setting.rule.rule,
-            "num_passes": commit.plan.pass_index + 1,
-            "weights": tuple(member.weight for member in agreement.members),
-            "validation": tuple((why.peer_id, why.reason) for why in commit.findings),
-            "note": decision.note if decision is not None else "",
-        }
+        return RoundReport(
+            round_index=agreement.round_index,
+            members=commit.members,
+            dropped=tuple(sorted(left_out.items())),
+            completeness=commit.completeness,
+            rule=decision.rule_used if decision is not None else effective.rule,
+            num_passes=commit.plan.pass_index + 1,
+            weights=tuple(member.weight for member in agreement.members),
+            validation=tuple((why.peer_id, why.reason) for why in commit.findings),
+            note=decision.note if decision is not None else effective.note,
+        )

@@ -17,9 +17,9 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Le, MaxLen
-from manifests import canonical_json, sha256_hex
 from pydantic import BaseModel, ConfigDict, Field
 
+from manifests import canonical_json, sha256_hex
 from trainer.collective.terms import Terms
 
 __all__ = [
@@ -60,7 +60,7 @@ TaskKey = Annotated[str, Field(pattern=r"^[0-9]{1,3}\.[0-9]{1,3}$")]
 class _Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    def digest(self) -> str:
+    def fingerprint(self) -> str:
         """SHA-256 of the canonical JSON."""
         return sha256_hex(canonical_json(self.model_dump(mode="json")))
 

@@ -12,13 +12,13 @@ from collections.abc import Callable
 
 import torch
 
-from trainer.codec import Codec, codec
+from trainer.codec import Codec, codec_named
 from trainer.collective.config import CollectiveConfig
 from trainer.collective.directory import Directory
 from trainer.collective.member import RoundMember, RoundSetting
 from trainer.collective.service import RoundService
 from trainer.collective.terms import Terms
-from trainer.engine import Contribution, RoundResult
+from trainer.engine.collective import Contribution, RoundResult
 from trainer.errors import RoundFailedError, StateBehindError
 from trainer.robust import RuleConfig
 from trainer.rpc import Endpoint
@@ -53,7 +53,7 @@ class PeerCollective:
         directory: Directory,
         vocabulary_rows: Callable[[], int],
     ) -> None:
-        self._codec = codec(config.compression)
+        self._codec = codec_named(config.compression)
         self._loop = loop
         self._config = config
         self._vocabulary_rows = vocabulary_rows
@@ -73,6 +73,8 @@ class PeerCollective:
         )
         self.agreed_vocabulary_rows = 0
         """Rows of vocabulary that the members of the last round all can have; 0 before the first."""
+        self.behind = False
+        """Whether the last round failed because the others hold another state."""
 
     def reduce(self, contribution: Contribution) -> RoundResult:
         """Takes part in one round; see `trainer.engine.Collective`."""
@@ -85,10 +87,12 @@ class PeerCollective:
             result = future.result(self._config.round_timeout_s + _SLACK_S)
         except TimeoutError as error:
             future.cancel()
-            raise RoundFailedError(f"round {contribution.round_index}: the node's event loop does not answer") from error
+            raise RoundFailedError(
+                f"round {contribution.round_index}: the node's event loop does not answer"
+            ) from error
         if member.agreement is not None:
             self.agreed_vocabulary_rows = member.agreement.vocabulary_rows
-        if self._codec.lossless or member.agreement is None:
+        if self._codec.name == "fp32" or member.agreement is None:
             return result
         return RoundResult(
             vector=result.vector,
@@ -111,10 +115,12 @@ class PeerCollective:
 
     async def _run(self, member: RoundMember, round_index: int) -> RoundResult:
         self._service.move_to(round_index)
+        self.behind = False
         try:
             result = await member.run()
         except StateBehindError:
             self._service.move_to(-1)
+            self.behind = True
             raise
         self._service.move_to(round_index + 1)
         return result

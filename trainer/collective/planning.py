@@ -44,7 +44,7 @@ def coordinator_order(run_id: str, round_index: int, peer_ids: Collection[str]) 
 def first_plan(agreement: Agreement) -> Plan:
     """Pass 0: each member reduces one slice."""
     return Plan(
-        agreement=agreement.digest(),
+        agreement=agreement.fingerprint(),
         pass_index=0,
         members=agreement.peer_ids,
         tasks=tuple(_share(0, range(agreement.num_parts), agreement.peer_ids)),

@@ -116,8 +116,8 @@ class RoundService:
         """A node, possibly this one, asks this node to coordinate its round.
 
         Raises:
-            RefusedError: it does not belong here (`Terms.check`), is ``behind``, should ask another (``not_coordinator``),
-                or the gathering says so.
+            RefusedError: it does not belong here (`Terms.check`), is ``behind``, should ask another
+                (``not_coordinator``), or the gathering says so.
         """
         self._terms.check(request.terms, f"node {peer_id[:8]}")
         if request.round_index < self.next_round:
@@ -139,7 +139,7 @@ class RoundService:
         """A member has read the agreement; see `Gathering.acknowledge`."""
         for gathering in self._gatherings.values():
             agreement = gathering.agreement
-            if agreement is not None and (agreement.digest() == agreement_digest or peer_id in agreement.peer_ids):
+            if agreement is not None and (agreement.fingerprint() == agreement_digest or peer_id in agreement.peer_ids):
                 return await gathering.acknowledge(peer_id, agreement_digest)
         raise RefusedError("unknown", "no such agreement here; join again")
 
@@ -172,7 +172,7 @@ class RoundService:
 
     def acknowledged(self, agreement: Agreement) -> asyncio.Event:
         """Remembers an agreement; the event is set when somebody has begun it."""
-        digest = agreement.digest()
+        digest = agreement.fingerprint()
         if digest not in self._rounds:
             self._rounds[digest] = _KnownRound(agreement)
             while len(self._rounds) > _KEPT:
@@ -181,19 +181,19 @@ class RoundService:
 
     def abandon(self, agreement: Agreement) -> None:
         """This node goes on without that agreement, and answers so."""
-        known = self._rounds.get(agreement.digest())
+        known = self._rounds.get(agreement.fingerprint())
         if known is not None:
             known.abandoned = True
 
     def abandon_unless_settled(self, agreement: Agreement) -> None:
         """At the end of a round, however it ended."""
-        known = self._rounds.get(agreement.digest())
+        known = self._rounds.get(agreement.fingerprint())
         if known is not None and known.outcome is None:
             known.abandoned = True
 
     def settle(self, agreement: Agreement, outcome: Decision) -> None:
         """Remembers how a round ended, for those who ask."""
-        known = self._rounds.get(agreement.digest())
+        known = self._rounds.get(agreement.fingerprint())
         if known is not None and known.outcome is None:
             known.outcome = outcome
 
@@ -254,7 +254,7 @@ class RoundService:
         known = self._known(request.body.agreement)
         if request.sender not in known.agreement.peer_ids:
             raise RefusedError("unknown", "no member of this round")
-        # Only who has seen that all acknowledged sends parts: so the round has begun, whatever became of its coordinator.
+        # Only who has seen that all acknowledged sends parts: the round has begun, whatever became of its coordinator.
         known.begun.set()
         key = (request.body.plan, request.body.task)
         with suppress(TimeoutError):
@@ -284,7 +284,7 @@ class RoundService:
         """Whether a gathering is over without a round that could still commit, so that there may be another."""
         if not gathering.over or gathering.agreement is None:
             return gathering.over
-        known = self._rounds.get(gathering.agreement.digest())
+        known = self._rounds.get(gathering.agreement.fingerprint())
         return known is not None and (known.abandoned or (known.outcome is not None and known.outcome.kind == "abort"))
 
     def _open_gathering(self, round_index: int) -> Gathering:
@@ -331,7 +331,7 @@ class RoundService:
             reply = await self._endpoint.call(
                 Peer(peer_id, member.address, certificate),
                 "round/status",
-                StatusRequest(agreement=agreement.digest()),
+                StatusRequest(agreement=agreement.fingerprint()),
                 StatusReply,
                 timeout_s=self._config.stall_timeout_s,
             )

@@ -5,9 +5,9 @@ A node whose terms differ is turned away with the first thing that differs, befo
 
 from __future__ import annotations
 
-from manifests import canonical_json, sha256_hex
 from pydantic import BaseModel, ConfigDict, JsonValue
 
+from manifests import canonical_json, sha256_hex
 from trainer.errors import RefusedError
 
 __all__ = ["Terms"]
@@ -51,6 +51,6 @@ def _check_fields(kind: str, ours: dict[str, JsonValue], theirs: dict[str, JsonV
         if expected != found:
             raise RefusedError(
                 kind,
-                f"{who}: this run has {name} {expected}, the node {str(found)[:80]}; give it the same {kind}, or a run of "
-                "its own (--run-id)",
+                f"{who}: this run has {name} {expected}, the node {str(found)[:80]}; give it the same {kind}, or a run "
+                "of its own (--run-id)",
             )

@@ -1,17 +1,19 @@
 """A run's configuration: typed, checked, from YAML and the command line, printed back as YAML.
 
-Each part's dataclass lives beside what it configures; ``run.py`` puts them together, ``reading.py`` reads and writes them.
+Each part's dataclass lives beside what it configures; ``run.py`` puts them together, ``reading.py`` reads and
+writes them.
 """
 
 from __future__ import annotations
 
 from trainer.config.reading import from_mapping, merged, parse_override, read_yaml, to_mapping, to_yaml
-from trainer.config.run import CheckpointConfig, DataConfig, Engine, ModelChoice, RunConfig, Strategy
+from trainer.config.run import CheckpointConfig, DataConfig, Engine, LogConfig, ModelChoice, RunConfig, Strategy
 
 __all__ = [
     "CheckpointConfig",
     "DataConfig",
     "Engine",
+    "LogConfig",
     "ModelChoice",
     "RunConfig",
     "Strategy",

@@ -39,7 +39,9 @@ def from_mapping(kind: type[ConfigT], values: Mapping[str, Any], where: str = ""
     names = [field.name for field in dataclasses.fields(kind) if field.init]
     for name in values:
         if name not in names:
-            raise TrainerUsageError(f"{where}{name}: expected one of {', '.join(names)}, found this{_nearest(name, names)}")
+            raise TrainerUsageError(
+                f"{where}{name}: expected one of {', '.join(names)}, found this{_nearest(name, names)}"
+            )
     arguments = {name: _value(hints[name], value, f"{where}{name}") for name, value in values.items()}
     try:
         return kind(**arguments)
@@ -48,7 +50,7 @@ def from_mapping(kind: type[ConfigT], values: Mapping[str, Any], where: str = ""
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise TrainerUsageError(f"{where}: expected a mapping of options, found {value!r}")
         return from_mapping(hint, value, f"{where}.")
@@ -66,9 +68,7 @@ def _nearest(name: str, names: list[str]) -> str:
 
 def to_mapping(config: Any) -> dict[str, Any]:
     """The other way: nested plain values, tuples as lists."""
-    return {
-        field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config) if field.init
-    }
+    return {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config) if field.init}
 
 
 def _plain(value: Any) -> Any:

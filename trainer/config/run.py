@@ -7,17 +7,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from loader import Assignment, PlateauKind
+from loader.stream.assignment import Assignment
+from loader.stream.plateau import PlateauKind
 from trainer.collective import CollectiveConfig
 from trainer.diloco import DiLoCoConfig
 from trainer.discovery import DiscoveryConfig
 from trainer.errors import TrainerUsageError
 from trainer.inner import InnerConfig
-from trainer.observe import ApiConfig, LogConfig
+from trainer.observe import ApiConfig
 from trainer.robust import RuleConfig
 from trainer.rpc import RpcConfig
+from trainer.state import StateConfig
 
-__all__ = ["CheckpointConfig", "DataConfig", "Engine", "ModelChoice", "RunConfig", "Strategy"]
+__all__ = ["CheckpointConfig", "DataConfig", "Engine", "LogConfig", "ModelChoice", "RunConfig", "Strategy"]
 
 Engine = Literal["p2p", "torch"]
 Strategy = Literal["diloco", "ddp"]
@@ -86,6 +88,14 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LogConfig:
+    """What is kept of a run, for programs to read."""
+
+    directory: str = ""
+    """Folder for one JSON-lines file a node; empty: none is written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """One node's run; YAML has the same names in the same nesting.
 
@@ -119,6 +129,7 @@ class RunConfig:
     collective: CollectiveConfig = field(default_factory=CollectiveConfig)
     rpc: RpcConfig = field(default_factory=RpcConfig)
     discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
+    state: StateConfig = field(default_factory=StateConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     api: ApiConfig = field(default_factory=ApiConfig)
     log: LogConfig = field(default_factory=LogConfig)

@@ -1,0 +1,141 @@
+"""`python -m trainer`: trains as one node."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from trainer.cli.lines import training_line
+from trainer.config import RunConfig, from_mapping, merged, parse_override, read_yaml
+from trainer.errors import TrainerUsageError
+
+__all__ = ["StoppedBySignal", "config_of", "train_command"]
+
+_SIGNAL_EXIT = 128
+
+
+class StoppedBySignal(Exception):  # noqa: N818 - no error: everything was saved
+    """The node was stopped by a signal and has saved itself."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by signal {number}")
+        self.exit_code = _SIGNAL_EXIT + number
+
+
+_PATHS = {
+    "node_id": "node_id",
+    "store": "data.store",
+    "run_id": "run_id",
+    "preset": "model.preset",
+    "initial_peers": "discovery.initial_peers",
+    "port": "rpc.port",
+    "public_address": "rpc.public_address",
+    "engine": "engine",
+    "strategy": "strategy",
+    "inner_steps": "diloco.inner_steps",
+    "compression": "collective.compression",
+    "rule": "rule.rule",
+    "lr": "inner.lr",
+    "seq_len": "inner.seq_len",
+    "batch_size": "inner.micro_batch_size",
+    "accumulation": "inner.accumulation_steps",
+    "max_steps": "max_steps",
+    "seed": "seed",
+    "device": "device",
+    "threads": "threads",
+    "plateau": "data.plateau",
+    "holdout": "data.holdout",
+    "public_key": "data.public_key",
+    "checkpoint_dir": "checkpoint.directory",
+    "token": "checkpoint.token",
+    "log_dir": "log.directory",
+    "api_port": "api.port",
+    "api": "api.enabled",
+}
+"""Where each option of the command line stands in the configuration."""
+
+
+def train_command(
+    context: typer.Context,
+    node_id: Annotated[str | None, typer.Option(help="Name of this node: decides its shards.")] = None,
+    store: Annotated[str | None, typer.Option(help="Folder, s3://bucket/prefix or http(s)://host/prefix.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file with any option; the command line wins.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Any option of the file: inner.lr=3e-4.")] = None,
+    preset: Annotated[str | None, typer.Option(help="Size of the model: tiny … 7.5b; else by memory.")] = None,
+    run_id: Annotated[str | None, typer.Option(help="Nodes of one run train one model.")] = None,
+    initial_peers: Annotated[
+        list[str] | None, typer.Option(help="host:port of a node, or /ip4/… of a seed; may be given again.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Port for other nodes; given, the node can be joined.")] = None,
+    public_address: Annotated[str | None, typer.Option(help="host:port others reach this node at.")] = None,
+    engine: Annotated[str | None, typer.Option(help="p2p, or torch (under torchrun).")] = None,
+    strategy: Annotated[str | None, typer.Option(help="diloco, or ddp with the torch engine.")] = None,
+    inner_steps: Annotated[int | None, typer.Option(help="Steps between two outer steps.")] = None,
+    compression: Annotated[str | None, typer.Option(help="Of pseudo-gradients: fp32, fp16, int8.")] = None,
+    rule: Annotated[
+        str | None, typer.Option(help="mean, median, trimmed_mean, krum, multi_krum, centered_clip.")
+    ] = None,
+    lr: Annotated[float | None, typer.Option(help="Greatest learning rate of the inner steps.")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens of a row.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Rows of a micro-batch; 0: by memory.")] = None,
+    accumulation: Annotated[int | None, typer.Option(help="Micro-batches of a step.")] = None,
+    max_steps: Annotated[int | None, typer.Option(help="Stop after so many inner steps; 0: go on.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of weights and data order; one for all nodes of a run.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads on a CPU; fixed, a run repeats bit for bit.")] = None,
+    plateau: Annotated[str | None, typer.Option(help="When a shard is left early: absolute, relative, off.")] = None,
+    holdout: Annotated[int | None, typer.Option(help="First shards of every source not to train on.")] = None,
+    public_key: Annotated[str | None, typer.Option(help="Key that must have signed the store's manifest.")] = None,
+    checkpoint_dir: Annotated[str | None, typer.Option(help="Folder for checkpoints.")] = None,
+    token: Annotated[
+        str | None, typer.Option(envvar="GENESIS_TOKEN", help="Wallet that names the checkpoint; else the node id.")
+    ] = None,
+    log_dir: Annotated[str | None, typer.Option(help="Folder for JSON lines of steps and rounds.")] = None,
+    api_port: Annotated[int | None, typer.Option(help="Port for figures on 127.0.0.1; 0: any.")] = None,
+    api: Annotated[bool | None, typer.Option("--api/--no-api", help="Serve figures over HTTP.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Steps and rounds as JSON lines on standard output.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Trains as one node: alone, or with --initial-peers together with whoever else is there."""
+    if version:
+        from genesis import __version__
+
+        typer.echo(f"trainer {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is not None:
+        return
+    given = {name: value for name, value in locals().items() if name in _PATHS and value not in (None, [])}
+    resolved = config_of(config, set_ or [], given)
+
+    from trainer.node import StopRequest, run_node
+
+    stop = StopRequest()
+    with training_line(resolved, as_json=json) as line:
+        run_node(resolved, line, stop)
+    if stop.signal is not None:
+        raise StoppedBySignal(stop.signal)
+
+
+def config_of(file: Path | None, overrides: list[str], given: dict[str, Any]) -> RunConfig:
+    """The configuration: defaults, under the file, under ``--set``, under the options.
+
+    Raises:
+        TrainerUsageError: something in it makes no sense.
+    """
+    values: dict[str, Any] = read_yaml(file) if file is not None else {}
+    for override in overrides:
+        values = merged(values, parse_override(override))
+    for name, value in given.items():
+        nested: Any = value
+        for part in reversed(_PATHS[name].split(".")):
+            nested = {part: nested}
+        values = merged(values, nested)
+    if os.environ.get("GENESIS_TOKEN"):
+        values = merged({"checkpoint": {"token": os.environ["GENESIS_TOKEN"]}}, values)
+    config = from_mapping(RunConfig, values)
+    if not config.node_id:
+        raise TrainerUsageError("--node-id: expected a name for this node, found none")
+    return config

@@ -1,0 +1,29 @@
+"""One training node, put together: what `python -m trainer` runs.
+
+    run_node(RunConfig(node_id="gpu-7", ...), line, stop)
+
+``starting`` builds it, ``training`` is its loop; ``replica`` is the model with all that trains it, ``network`` the side
+that talks to others, ``watching`` the side people and programs look at, ``vocabulary`` how the ids grow, ``resolving`` how
+sizes are chosen and kept.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer.node.starting import run_node
+    from trainer.node.stopping import StopRequest
+
+__all__ = ["StopRequest", "run_node"]
+
+_MODULES = {"run_node": "trainer.node.starting", "StopRequest": "trainer.node.stopping"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'trainer.node' has no attribute {name!r}")
+    value = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value

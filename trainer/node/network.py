@@ -1,0 +1,293 @@
+"""The node's side that talks: endpoint, discovery, handing out state, rounds; all in one event loop of its own.
+
+The training thread calls in and never waits for a peer except in a round and while it catches up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.collective import PeerCollective, Terms
+from trainer.config import RunConfig
+from trainer.diloco import SharedState
+from trainer.discovery import Announcement, open_discovery
+from trainer.errors import IncompatiblePeerError, RefusedError, RpcError, StateTransferError, TrainerError
+from trainer.node.loop_thread import LoopThread
+from trainer.node.peer_book import PeerBook, peer_of
+from trainer.node.shared_files import from_snapshot, snapshot_meta, snapshot_tensors
+from trainer.rpc import Endpoint, Identity, Reply, Request, load_or_create_identity
+from trainer.state import Expectation, StateDonor, fetch_state, write_snapshot
+
+__all__ = ["Network", "Progress"]
+
+logger = logging.getLogger(__name__)
+
+_REFRESH_S = 0.5
+_FIRST_PEERS_S = 15.0
+_CATCH_UP_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What the training thread wants others to know; replaced as a whole."""
+
+    inner_step: int = 0
+    loss: float | None = None
+    tokens_per_s: float = 0.0
+    shards: tuple[int, ...] = ()
+
+
+class Network:
+    """One node among others.
+
+    Args:
+        config: of the run.
+        terms: what all must have in common.
+        vocabulary_rows: the most rows of vocabulary this node could have now.
+        on_peers: told all announcements now and then, in the loop's thread.
+        on_state: told outer step and digest of each state once others can fetch it, in the loop's thread.
+        max_state_bytes: no state larger than this is fetched.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        terms: Terms,
+        vocabulary_rows: Callable[[], int],
+        on_peers: Callable[[tuple[Announcement, ...]], None],
+        on_state: Callable[[int, str], None],
+        max_state_bytes: int,
+    ) -> None:
+        self._max_state_bytes = max_state_bytes
+        self._config = config
+        self._terms = terms
+        self._on_peers = on_peers
+        self._on_state = on_state
+        self._directory = Path(config.state_dir).expanduser()
+        self._identity: Identity = load_or_create_identity(self._directory / "identity" / f"{config.node_id}.pem")
+        self._snapshots = self._directory / "state" / config.run_id / config.node_id
+        self._loop = LoopThread("genesis-network")
+        self._endpoint = Endpoint(self._identity, config.run_id, config.rpc)
+        self._discovery = open_discovery(self._endpoint, config.discovery)
+        self._book = PeerBook(terms.digest())
+        self._progress = Progress()
+        self._members: tuple[str, ...] = ()
+        self._publishing: concurrent.futures.Future[None] | None = None
+        self._donor = StateDonor(self._endpoint, self._snapshots, config.state)
+        self.collective = PeerCollective(
+            self._endpoint,
+            self._loop.loop,
+            config.run_id,
+            terms,
+            config.rule,
+            config.collective,
+            self._book,
+            vocabulary_rows,
+        )
+
+    @property
+    def peer_id(self) -> str:
+        """This node's key."""
+        return self._identity.peer_id
+
+    @property
+    def address(self) -> str:
+        """Where others reach this node."""
+        return self._endpoint.address
+
+    @property
+    def state_digest(self) -> str:
+        """Digest of the snapshot handed out now."""
+        return self._book.own_state[1]
+
+    def refused(self) -> dict[str, int]:
+        """Messages refused, by reason."""
+        return dict(self._endpoint.counters.refused)
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes sent and received."""
+        return self._endpoint.counters.sent_bytes, self._endpoint.counters.received_bytes
+
+    def start(self) -> None:
+        """Answers and looks for others from now on; waits a while for the first of them if any were named.
+
+        Raises:
+            IncompatiblePeerError: most of those that are there train something else.
+            RpcError: the port is taken.
+        """
+        self._loop.start()
+        self._loop.run(self._start(), 60.0)
+        if self._config.discovery.initial_peers:
+            self._wait_for_peers(_FIRST_PEERS_S)
+            self._loop.run(self._check_strangers(), 60.0)
+
+    def tell(self, progress: Progress) -> None:
+        """Says how far training is, with the next announcement."""
+        self._progress = progress
+
+    def publish(self, shared: SharedState, members: tuple[str, ...] = ()) -> None:
+        """Hands out this state from now on, once it is written: in the background."""
+        self._members = members
+        self._publishing = self._loop.spawn(self._publish(shared, self._publishing))
+
+    def settle(self, timeout_s: float = 600.0) -> None:
+        """Waits until what was published last is what is handed out."""
+        if self._publishing is not None:
+            self._publishing.result(timeout_s)
+
+    def catch_up(self, *, wait_s: float = _CATCH_UP_S, stop: Callable[[], bool] = lambda: False) -> SharedState | None:
+        """The state most others hold, fetched from them; None where this node holds it already.
+
+        Args:
+            wait_s: how long to look for a state to fetch, and to try when it changes meanwhile. With 0 only what is
+                known now counts.
+            stop: asked now and then; True gives up.
+        """
+        self.settle()
+        deadline_s = time.monotonic() + wait_s
+        while not stop():
+            digest = self._book.state_to_adopt()
+            if digest is not None:
+                try:
+                    return self._loop.run(self._fetch(digest), max(60.0, self._config.collective.round_timeout_s))
+                except StateTransferError as error:
+                    logger.warning("state %s: %s", digest[:12], error)
+            if time.monotonic() >= deadline_s:
+                return None
+            time.sleep(_REFRESH_S)
+        return None
+
+    def stop(self) -> None:
+        """Leaves: announces nothing more, ends rounds and connections."""
+        self.collective.close()
+        try:
+            self._loop.run(self._stop(), 20.0)
+        except TrainerError as error:
+            logger.warning("leaving: %s", error)
+        self._loop.stop()
+
+    # -- in the loop ---------------------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        self._donor.start()
+        self._endpoint.register("node/terms", Terms, self._on_terms)
+        await self._endpoint.start()
+        await self._discovery.start()
+        await self._announce()
+        self._refreshing = asyncio.create_task(self._refresh_forever())
+
+    async def _stop(self) -> None:
+        self._refreshing.cancel()
+        await self._discovery.close()
+        self._donor.close()
+        await self._endpoint.stop()
+
+    async def _announce(self) -> None:
+        outer_step, digest = self._book.own_state
+        certificate = self._endpoint.certificate
+        progress = self._progress
+        await self._discovery.announce(
+            Announcement(
+                peer_id=self._identity.peer_id,
+                node_id=self._config.node_id,
+                run_id=self._config.run_id,
+                address=self._endpoint.address,
+                certificate_pem=certificate.decode() if certificate else "",
+                terms_digest=self._terms.digest(),
+                outer_step=outer_step,
+                state_digest=digest,
+                last_round_members=self._members if len(self._members) <= 64 else (),
+                inner_step=progress.inner_step,
+                loss=progress.loss,
+                tokens_per_s=progress.tokens_per_s,
+                shards=progress.shards[:256],
+            )
+        )
+
+    async def _refresh_forever(self) -> None:
+        announced = self._progress
+        next_announcement_s = 0.0
+        while True:
+            try:
+                self._book.update(await self._discovery.peers())
+                self._on_peers(self._book.announcements)
+                now_s = time.monotonic()
+                if self._progress is not announced and now_s >= next_announcement_s:
+                    announced = self._progress
+                    next_announcement_s = now_s + self._config.discovery.announce_interval_s / 2
+                    await self._announce()
+            except TrainerError as error:
+                logger.warning("discovery: %s", error)
+            await asyncio.sleep(_REFRESH_S)
+
+    async def _publish(self, shared: SharedState, before: concurrent.futures.Future[None] | None) -> None:
+        if before is not None:
+            await asyncio.wrap_future(before)
+        try:
+            descriptor = await asyncio.to_thread(
+                write_snapshot,
+                self._snapshots,
+                snapshot_meta(shared),
+                snapshot_tensors(shared),
+                keep=self._config.state.keep_snapshots,
+            )
+        except StateTransferError as error:
+            logger.warning("this node hands out no state: %s", error)
+            self._book.own_state = (shared.outer_step, "")
+        else:
+            self._book.own_state = (shared.outer_step, descriptor.digest)
+            self._on_state(shared.outer_step, descriptor.digest)
+        await self._announce()
+
+    async def _fetch(self, digest: str) -> SharedState:
+        donors = [peer_of(found) for found in self._book.alike() if found.state_digest == digest]
+        logger.info("fetching state %s from %d nodes", digest[:12], len(donors))
+        snapshot = await fetch_state(
+            self._endpoint,
+            donors,
+            digest,
+            self._snapshots,
+            expectation=Expectation(max_bytes=self._max_state_bytes),
+            timeout_s=self._config.collective.round_timeout_s,
+            config=self._config.state,
+        )
+        return from_snapshot(snapshot.meta, snapshot.tensors)
+
+    # -- who is there --------------------------------------------------------------------------------------------------
+
+    def _wait_for_peers(self, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while not self._book.announcements and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        if not self._book.announcements:
+            logger.warning(
+                "none of %s answers yet; training begins alone, and joins the others when they are found",
+                ", ".join(self._config.discovery.initial_peers),
+            )
+
+    async def _check_strangers(self) -> None:
+        """Says what differs from most of the others, where that is so."""
+        strangers = self._book.strangers()
+        if len(strangers) <= len(self._book.alike()):
+            return
+        for stranger in strangers:
+            try:
+                reply = await self._endpoint.call(
+                    peer_of(stranger), "node/terms", self._terms, Terms, timeout_s=self._config.rpc.stall_timeout_s
+                )
+                reply.body.check(self._terms, "this node")
+            except RefusedError as error:
+                raise IncompatiblePeerError(
+                    f"{len(strangers)} nodes of run {self._config.run_id} disagree: {error}"
+                ) from error
+            except RpcError as error:
+                logger.info("node %s: %s", stranger.node_id, error)
+
+    async def _on_terms(self, request: Request[Terms]) -> Reply[Terms]:
+        return Reply(self._terms)

@@ -1,0 +1,53 @@
+"""Who else is in the run, kept fresh from discovery for whoever asks: rounds, figures, catching up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from trainer.discovery import Announcement
+from trainer.rpc import Peer
+from trainer.state import choose_state
+
+__all__ = ["PeerBook"]
+
+
+class PeerBook:
+    """The latest announcements; written by the event loop, read by any thread (one assignment each)."""
+
+    def __init__(self, terms_digest: str) -> None:
+        self.announcements: tuple[Announcement, ...] = ()
+        self.own_state: tuple[int, str] = (0, "")
+        """Outer step and digest of the snapshot this node hands out."""
+        self._terms_digest = terms_digest
+        self._peers: Mapping[str, Peer] = {}
+
+    def update(self, announcements: tuple[Announcement, ...]) -> None:
+        """What discovery knows now."""
+        self.announcements = announcements
+        self._peers = {found.peer_id: peer_of(found) for found in self.alike()}
+
+    def alike(self) -> list[Announcement]:
+        """Of those that train by this node's terms."""
+        return [found for found in self.announcements if found.terms_digest == self._terms_digest]
+
+    def strangers(self) -> list[Announcement]:
+        """Of those in the run that train something else."""
+        return [found for found in self.announcements if found.terms_digest != self._terms_digest]
+
+    def peers(self) -> Mapping[str, Peer]:
+        """See `trainer.collective.Directory`."""
+        return self._peers
+
+    def state_to_adopt(self) -> str | None:
+        """The digest most nodes hold, if it is not this node's."""
+        return choose_state(self.own_state, self.alike())
+
+    def holds_most_held_state(self) -> bool:
+        """See `trainer.collective.Directory`."""
+        return self.state_to_adopt() is None
+
+
+def peer_of(announcement: Announcement) -> Peer:
+    """How to reach the node an announcement is of."""
+    certificate = announcement.certificate_pem.encode() if announcement.certificate_pem else None
+    return Peer(announcement.peer_id, announcement.address, certificate)

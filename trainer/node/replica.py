@@ -1,0 +1,160 @@
+"""`Replica`: one node's model with everything that trains it, built from a configuration, saved, restored, grown.
+
+What is here is in step by construction: parameters, AdamW's moments, DiLoCo's vectors and the vocabulary's size change
+together or not at all.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.checkpoint import CheckpointContents
+from trainer.config import RunConfig, to_mapping
+from trainer.diloco import DiLoCoTrainer, SharedState
+from trainer.engine.collective import Collective
+from trainer.engine.ddp import EveryStepStrategy, ddp_model
+from trainer.engine.strategy import OuterStrategy
+from trainer.errors import CheckpointMismatchError
+from trainer.inner import InnerLoop, make_optimizer, rng_state, set_rng_state
+from trainer.inner.loop import Batch
+from trainer.model import ModelConfig, Transformer, build_model, grow_rows, grow_vocabulary
+
+__all__ = ["Replica", "layers_of", "parameters_of"]
+
+
+class Replica:
+    """A model in training on one node.
+
+    Args:
+        config: of the run.
+        model_config: the model's shape.
+        collective: whom outer steps are made with.
+        device: where the model lives.
+        batches: what it trains on.
+        on_loss: told the loss of every batch.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model_config: ModelConfig,
+        collective: Collective,
+        device: torch.device,
+        batches: Iterator[Batch],
+        on_loss: Callable[[float], object],
+    ) -> None:
+        self.config = config
+        self.device = device
+        self._collective = collective
+        self._batches = batches
+        self._on_loss = on_loss
+        self.model: Transformer = build_model(model_config, config.seed, device=device)
+        self._assemble()
+
+    def _assemble(self) -> None:
+        config = self.config
+        self.optimizer = make_optimizer(self.model, config.inner)
+        trained = ddp_model(self.model, self.device) if config.strategy == "ddp" else self.model
+        self.inner = InnerLoop(trained, self.optimizer, config.inner, self._batches, self.device, on_loss=self._on_loss)
+        self.diloco: DiLoCoTrainer | None = None
+        self.strategy: OuterStrategy = EveryStepStrategy()
+        if config.strategy == "diloco":
+            self.diloco = DiLoCoTrainer(
+                self.model, config.diloco, self._collective, vocab_rows=self.model.config.vocab_size
+            )
+            self.strategy = self.diloco
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of embedding and output now."""
+        return self.model.config.vocab_size
+
+    def adopt(self, shared: SharedState) -> None:
+        """Takes the others' state: parameters are the anchor, the schedule is where theirs is.
+
+        AdamW's moments stay: they belong to this node, and nearly fit; where the vocabulary is another, they begin anew.
+        """
+        if self.diloco is None:
+            return
+        if shared.vocab_rows != self.vocab_rows:
+            model_config = replace(self.model.config, vocab_size=shared.vocab_rows)
+            self.model = build_model(model_config, self.config.seed, device=self.device)
+            self._assemble()
+        self.diloco.adopt(shared)
+        self.inner.set_step(shared.num_inner_steps)
+
+    def grow(self, rows: int) -> None:
+        """Gives the vocabulary more rows, everywhere at once; the old ones stay bit for bit."""
+        if rows <= self.vocab_rows:
+            return
+        self.strategy.drain()
+        names = grow_vocabulary(self.model, rows, self.config.seed)
+        for name in names:
+            moments = self.optimizer.state.get(self.model.get_parameter(name), {})
+            for key, value in moments.items():
+                if isinstance(value, Tensor) and value.ndim > 1:
+                    moments[key] = grow_rows(value, rows)
+        if self.diloco is not None:
+            self.diloco.grow(self.model, rows)
+
+    def contents(self, loader: Mapping[str, Any], current_loss: float) -> CheckpointContents:
+        """All of it, for a checkpoint; tensors are the living ones."""
+        inner = self.inner.state_dict()
+        return CheckpointContents(
+            layer_ids=tuple(range(self.model.config.num_layers)),
+            architecture=self.model.config.to_dict(),
+            layers=layers_of(self.model.state_dict()),
+            optimizer=inner.pop("optimizer"),
+            diloco=self.strategy.state_dict(),
+            training_rounds=self.inner.step_index,
+            current_loss=current_loss if math.isfinite(current_loss) else 0.0,
+            timestamp=time.time(),
+            loader=loader,
+            rng=rng_state(),
+            config=to_mapping(self.config),
+            schedule=inner,
+        )
+
+    def load(self, contents: CheckpointContents) -> None:
+        """Goes on from a checkpoint of the same shape.
+
+        Raises:
+            CheckpointMismatchError: it is of another shape or strategy.
+        """
+        parameters = parameters_of(contents.layers)
+        try:
+            self.model.load_state_dict(parameters)
+        except RuntimeError as error:
+            raise CheckpointMismatchError(
+                f"expected a checkpoint of this architecture, found another: {str(error).splitlines()[-1].strip()[:200]}"
+            ) from error
+        self.inner.load_state_dict(contents.inner_state())
+        self.strategy.load_state_dict(dict(contents.diloco))
+        set_rng_state(contents.rng)
+
+
+def layers_of(parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Parameters by layer, as 000 has them: numbered layers, ``embedding`` and ``readout``."""
+    layers: dict[str, dict[str, Tensor]] = {}
+    for name, value in parameters.items():
+        head, _, rest = name.partition(".")
+        if head == "layers":
+            head, _, rest = rest.partition(".")
+        layers.setdefault(head, {})[rest] = value
+    return layers
+
+
+def parameters_of(layers: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The other way."""
+    return {
+        f"layers.{layer}.{name}" if layer.isdigit() else f"{layer}.{name}": value
+        for layer, values in layers.items()
+        for name, value in values.items()
+    }

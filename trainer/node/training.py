@@ -1,0 +1,183 @@
+"""The loop of a node: inner steps, outer steps, checkpoints, figures; until it is asked to stop.
+
+    prepare → (catch up with the others) → step, step, … outer step, … → save, leave
+
+A node that is killed goes on from its last checkpoint bit for bit (on a CPU, with the same number of threads): whatever
+decides a step is in it. A node whose round went on without it fetches the others' state and joins the next.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+from loader import GenesisDataset
+from trainer.checkpoint import Checkpointer
+from trainer.config import RunConfig
+from trainer.engine.strategy import OuterResult
+from trainer.errors import CheckpointError
+from trainer.inner import StepResult
+from trainer.node.network import Network, Progress
+from trainer.node.replica import Replica
+from trainer.node.stopping import StopRequest
+from trainer.node.vocabulary import VocabularyWatch
+from trainer.node.watching import Watch
+from trainer.observe import MeteredIterator
+from trainer.observe.metrics import CheckpointOutcome
+
+__all__ = ["Node", "ProgressLine"]
+
+logger = logging.getLogger(__name__)
+
+
+class ProgressLine(Protocol):
+    """Where a person reads how it goes."""
+
+    def step(self, result: StepResult) -> None:
+        """A step is done."""
+
+    def outer(self, result: OuterResult) -> None:
+        """A round was tried."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Node:
+    """Everything one node is made of, and its loop."""
+
+    config: RunConfig
+    replica: Replica
+    dataset: GenesisDataset
+    batches: MeteredIterator[object]
+    vocabulary: VocabularyWatch
+    checkpointer: Checkpointer
+    watch: Watch
+    network: Network | None
+    line: ProgressLine
+    stop: StopRequest
+    current_loss: float = math.nan
+
+    def run(self) -> None:
+        """Trains until asked to stop, or for ``max_steps``; saves and leaves.
+
+        Raises:
+            TrainerError: it cannot go on; the last checkpoint is whole.
+            LoaderError: there are no more data to be had.
+        """
+        limit = self.config.max_steps
+        while not self.stop() and not (limit and self.replica.inner.step_index >= limit):
+            self._step()
+        outcome = self.replica.strategy.drain()
+        if outcome is not None:
+            self._after_round(outcome)
+        self.save(wait=True)
+
+    def begin(self) -> None:
+        """Takes up the others' state, if there are others, and tells them one's own."""
+        self.watch.tracker.set_shards(self.dataset.shards)
+        if self.network is not None and self.replica.diloco is not None:
+            self.network.publish(self.replica.diloco.shared_state())
+            self._catch_up(wait_s=0.0)
+            self.network.collective.move_to(self.replica.diloco.round_index)
+        self._tell_state()
+
+    def save(self, *, wait: bool = False) -> None:
+        """Saves everything; a disk that does not take it is reported, and training goes on.
+
+        Raises:
+            CheckpointError: ``wait``, and it could not be written.
+        """
+        began_s = time.perf_counter()
+        loader = {"stream": self.dataset.state_dict(), "tracker": self.watch.tracker.state_dict()}
+        try:
+            taken = self.checkpointer.save(self.replica.contents(loader, self.current_loss).to_mapping(), wait=wait)
+        except CheckpointError as error:
+            self._saved("failed", began_s)
+            if wait:
+                raise
+            logger.warning("%s", error)
+        else:
+            self._saved("saved" if taken else "skipped", began_s)
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        result = self.replica.inner.step()
+        if not result.skipped:
+            self.current_loss = result.loss
+        self.watch.observer.step(result, loader_wait_s=self.batches.take_wait_s())
+        self.line.step(result)
+        outcome = self.replica.strategy.after_inner_step(0 if result.skipped else self.config.inner.accumulation_steps)
+        if outcome is not None:
+            self._after_round(outcome)
+        self._tell_progress()
+        committed = outcome is not None and outcome.committed
+        if committed or self.replica.inner.step_index % self.config.checkpoint.every_steps == 0:
+            self.save()
+
+    def _after_round(self, outcome: OuterResult) -> None:
+        self.line.outer(outcome)
+        if outcome.report is None:
+            self.watch.observer.round_failed(outcome.round_index, outcome.error)
+            if self.network is not None and self.network.collective.behind:
+                self._catch_up()
+            return
+        self._grow_vocabulary()
+        if self.network is not None and self.replica.diloco is not None:
+            self.network.publish(self.replica.diloco.shared_state(), outcome.report.members)
+        digest = self.replica.diloco.state_digest() if self.replica.diloco is not None and self.network is None else ""
+        self.watch.observer.round(outcome.report, outer_step=outcome.outer_step, state_digest=digest)
+
+    # -- with the others -----------------------------------------------------------------------------------------------
+
+    def _catch_up(self, wait_s: float = 120.0) -> None:
+        if self.network is None or self.replica.diloco is None:
+            return
+        shared = self.network.catch_up(wait_s=wait_s, stop=self.stop)
+        if shared is not None:
+            self.replica.adopt(shared)
+            logger.info("took up the others' state of outer step %d", shared.outer_step)
+            self.watch.observer.event("adopted", outer_step=shared.outer_step)
+            self.network.publish(self.replica.diloco.shared_state())
+            self.save()
+        self.network.collective.move_to(self.replica.diloco.round_index)
+        self._tell_state()
+
+    def _grow_vocabulary(self) -> None:
+        """Rows that all members can have; ids beyond them come with the next epoch's shards."""
+        rows = self.network.collective.agreed_vocabulary_rows if self.network is not None else self.vocabulary.rows()
+        if rows > self.replica.vocab_rows:
+            before = self.replica.vocab_rows
+            self.replica.grow(rows)
+            logger.info("vocabulary: %d rows, before %d", rows, before)
+            self.watch.observer.event("vocabulary", rows=rows, before=before)
+        self.vocabulary.look()
+
+    def _tell_progress(self) -> None:
+        if self.network is None:
+            return
+        tracker = self.watch.tracker
+        self.network.tell(
+            Progress(
+                inner_step=tracker.num_steps,
+                loss=tracker.smoothed_loss,
+                tokens_per_s=tracker.tokens_per_s,
+                shards=self.dataset.shards,
+            )
+        )
+
+    def _tell_state(self) -> None:
+        """Which state the node holds: of the snapshot others can fetch; alone, of the state itself."""
+        diloco = self.replica.diloco
+        if diloco is None:
+            return
+        if self.network is not None:
+            self.network.settle()
+        digest = diloco.state_digest() if self.network is None else self.network.state_digest
+        self.watch.tracker.set_state(diloco.outer_step, digest, inner_step=diloco.inner_step)
+
+    def _saved(self, outcome: CheckpointOutcome, began_s: float) -> None:
+        seconds = time.perf_counter() - began_s
+        self.watch.observer.checkpoint(outcome, step=self.replica.inner.step_index, seconds=seconds)
