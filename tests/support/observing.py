@@ -33,6 +33,7 @@ class Report:
     num_passes: int = 1
     weights: tuple[float, ...] = (1.0, 1.0)
     validation: tuple[object, ...] = ()
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """From logs to curves: what `plot` draws, as arrays.
 
 A node that was killed goes on from its last checkpoint and logs some steps a second time: of a step the last record
-counts, since that is the one the model has. Tokens are summed from the first step in the log; where steps before it are
-missing (rotated away, or logged elsewhere), as many tokens are taken for each as the first one there had.
+counts, since that is the one the model has. Tokens are summed from step 0 on; where steps are missing before the log's
+first (rotated away, or logged elsewhere), as many tokens are taken for each as the first one there had.
 """
 
 from __future__ import annotations
@@ -76,11 +76,10 @@ class _Gathered:
         steps = np.array(sorted(self.steps), dtype=np.float64)
         times_s, tokens, losses = np.array([self.steps[int(step)] for step in steps], dtype=np.float64).T
         tokens = np.where(np.isfinite(tokens), tokens, 0.0)
-        missing_tokens = tokens[0] * max(0.0, steps[0] - 1)  # Whether the first step is called 0 or 1.
         return NodeCurve(
             label=label,
             steps=steps,
-            tokens=missing_tokens + np.cumsum(tokens),
+            tokens=tokens[0] * steps[0] + np.cumsum(tokens),
             num_tokens=tokens,
             losses=np.where(np.isfinite(losses), losses, np.nan),
             times_s=times_s,

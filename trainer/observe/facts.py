@@ -17,7 +17,7 @@ class StepFacts(Protocol):
 
     @property
     def step(self) -> int:
-        """Index of the step in the schedule."""
+        """Index of the step in the schedule, from 0."""
         ...
 
     @property
@@ -66,7 +66,7 @@ class RoundFacts(Protocol):
 
     @property
     def dropped(self) -> tuple[tuple[str, str], ...]:
-        """Who was left out, and why: one word, what follows a colon is for people."""
+        """Who was left out, and why: a word or two, what follows a colon is for people."""
         ...
 
     @property
@@ -107,6 +107,11 @@ class RoundFacts(Protocol):
     @property
     def validation(self) -> Sequence[object]:
         """What gradient validation found."""
+        ...
+
+    @property
+    def note(self) -> str:
+        """Anything else to know."""
         ...
 
 

@@ -2,7 +2,7 @@
 
 The registry belongs to the node, not to the process. A step costs the training thread 7 µs; what the tracker, the
 RPC endpoint and the log count anyway is read when a page is asked for (3 ms). Labels that other nodes can influence
-(reasons) take at most 32 values of one word each, and ``other``, so that no peer can add series without end.
+(reasons) take at most 32 values of 32 letters, and ``other``, so that no peer can add series without end.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CheckpointOutcome = Literal["saved", "skipped", "failed"]
 
 _STEP_SECONDS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 _ROUND_SECONDS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1_000.0)
-_REASON = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}(?=$|[:,; ])")
+_REASON = re.compile(r"([A-Za-z][A-Za-z0-9_ -]{0,31})(?:$|[:;,(])")
 _MAX_REASONS = 32
 
 
@@ -168,9 +168,9 @@ class TrainingMetrics:
 
 
 def _bounded(reason: str, known: set[str]) -> str:
-    """The first word of a reason, as long as there are few of them."""
+    """A reason up to its first colon or the like, as long as there are few of them."""
     found = _REASON.match(reason)
-    word = found[0].lower() if found else "other"
+    word = found[1].strip().lower().replace(" ", "_") if found else "other"
     if word not in known and len(known) >= _MAX_REASONS:
         return "other"
     known.add(word)

@@ -69,6 +69,7 @@ def round_fields(report: RoundFacts, outer_step: int, state_digest: str) -> dict
         "num_passes": report.num_passes,
         "weights": report.weights,
         "validation": report.validation,
+        "note": report.note,
     }
 
 

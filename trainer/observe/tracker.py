@@ -54,7 +54,7 @@ class TrainingTracker:
         self._losses = LossHistory()
         self._rounds = RoundHistory()
         self._was_applied: deque[bool] = deque(maxlen=_SPEED_STEPS)
-        self._speed: deque[tuple[int, float]] = deque(maxlen=_SPEED_STEPS)
+        self._ended: deque[tuple[float, int]] = deque(maxlen=_SPEED_STEPS + 1)  # When a step did, and its tokens.
         self._num_steps = 0
         self._num_skipped = 0
         self._last_step_at: float | None = None
@@ -71,7 +71,7 @@ class TrainingTracker:
         with self._lock:
             self._losses.add(step.loss)
             self._was_applied.append(not step.skipped)
-            self._speed.append((step.num_tokens, step.seconds))
+            self._ended.append((now, step.num_tokens))
             self._num_steps += 1
             self._num_skipped += step.skipped
             self._inner_step += 1
@@ -119,7 +119,7 @@ class TrainingTracker:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens a second over the latest 50 steps; 0 before the first."""
+        """Tokens a second over the latest 50 steps, rounds and all other waits included; 0 before the second step."""
         with self._lock:
             return self._tokens_per_s()
 
@@ -193,8 +193,11 @@ class TrainingTracker:
         self._digests.add(self._peer_id, outer_step, state_digest)
 
     def _tokens_per_s(self) -> float:
-        seconds = sum(seconds for _, seconds in self._speed)
-        return sum(num_tokens for num_tokens, _ in self._speed) / seconds if seconds > 0 else 0.0
+        if len(self._ended) < 2:
+            return 0.0
+        seconds = self._ended[-1][0] - self._ended[0][0]
+        num_tokens = sum(num_tokens for _, num_tokens in self._ended) - self._ended[0][1]
+        return num_tokens / seconds if seconds > 0 else 0.0  # A clock may be set back.
 
     def _own(self) -> Peer:
         """This node as it would announce itself."""

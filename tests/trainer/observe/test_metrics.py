@@ -36,7 +36,7 @@ def test_steps_are_counted_with_their_units(node):
 def test_rounds_are_counted_by_outcome_and_the_dropped_by_reason(node):
     node.observer.round(Report(), outer_step=1, state_digest="d")
     node.observer.round(
-        Report(members=("f" * 64,), dropped=(("a", "dead: silent for 10 s"), ("b", "invalid")), completeness=0.5),
+        Report(members=("f" * 64,), dropped=(("a", "dead: silent for 10 s"), ("b", "Not finite")), completeness=0.5),
         outer_step=2,
         state_digest="e",
     )
@@ -48,7 +48,7 @@ def test_rounds_are_counted_by_outcome_and_the_dropped_by_reason(node):
     assert value(found, "round_bytes_total", direction="received") == 4_000
     assert value(found, "round_completeness_ratio") == 0.5
     assert value(found, "dropped_members_total", reason="dead") == 1
-    assert value(found, "dropped_members_total", reason="invalid") == 1
+    assert value(found, "dropped_members_total", reason="not_finite") == 1
     assert value(found, "outer_step") == 2
 
 
@@ -82,7 +82,7 @@ def test_what_is_not_known_is_not_on_the_page(node):
 def test_other_nodes_cannot_add_series_without_end(node):
     node.refused.update({f"made-up-{number}": 1 for number in range(1_000)})
     node.refused.update({"x" * 500: 1, 'quote"\n': 1, "": 1})
-    dropped = tuple((f"{number}", f"why{number} because") for number in range(1_000))
+    dropped = tuple((f"{number}", f"why{number}: because") for number in range(1_000))
     node.observer.round(Report(dropped=dropped), outer_step=1, state_digest="d")
     for _ in range(2):
         found = read(node)

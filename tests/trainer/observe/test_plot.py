@@ -38,26 +38,26 @@ def png_size(path):
 
 
 def test_a_curve_has_steps_tokens_and_rounds(tmp_path):
-    write_log(tmp_path, "n", range(1, 11), loss=lambda step: 10.0 - step, rounds={5: "round", 8: "round_failed"})
+    write_log(tmp_path, "n", range(10), loss=lambda step: 9.0 - step, rounds={5: "round", 8: "round_failed"})
     (curve,) = read_curves([tmp_path])
     assert curve.label == "n"
-    assert curve.steps.tolist() == list(range(1, 11))
+    assert curve.steps.tolist() == list(range(10))
     assert curve.tokens.tolist() == list(range(100, 1_100, 100))
     assert curve.losses.tolist() == [9.0 - index for index in range(10)]
     assert [(found.step, found.has_failed) for found in curve.rounds] == [(5, False), (8, True)]
 
 
 def test_of_a_step_done_twice_the_last_counts(tmp_path):
-    write_log(tmp_path, "n", range(1, 8), loss=lambda step: 1.0)
-    write_log(tmp_path, "n", range(5, 11), loss=lambda step: 2.0, begin_s=T0 + 100)
+    write_log(tmp_path, "n", range(7), loss=lambda step: 1.0)
+    write_log(tmp_path, "n", range(4, 10), loss=lambda step: 2.0, begin_s=T0 + 100)
     (curve,) = read_curves([tmp_path])
-    assert curve.steps.tolist() == list(range(1, 11))
+    assert curve.steps.tolist() == list(range(10))
     assert curve.losses.tolist() == [1.0] * 4 + [2.0] * 6
     assert curve.tokens[-1] == 1_000
 
 
 def test_steps_missing_at_the_beginning_count_as_tokens(tmp_path):
-    write_log(tmp_path, "n", range(501, 503))
+    write_log(tmp_path, "n", range(500, 502))
     (curve,) = read_curves([tmp_path])
     assert curve.tokens.tolist() == [50_100, 50_200]
 

@@ -22,9 +22,13 @@ class Clock:
         return self.now
 
 
+CLOCK = Clock()
+"""Goes on by a quarter of a second with each step of `train`."""
+
+
 @pytest.fixture
 def clock():
-    return Clock()
+    return CLOCK
 
 
 @pytest.fixture
@@ -34,6 +38,7 @@ def tracker(clock):
 
 def train(tracker, losses, **fields):
     for index, loss in enumerate(losses):
+        CLOCK.now += 0.25
         tracker.add_step(Step(step=index, loss=float(loss), **fields))
 
 
@@ -275,3 +280,38 @@ def test_health_tells_when_it_last_trained(tracker, clock):
     clock.now += 7.5
     health = tracker.health()
     assert (health.status, health.node_id, health.uptime_s, health.last_step_age_s) == ("ok", "gpu-7", 7.5, 7.5)
+
+
+def test_speed_is_by_the_clock_with_the_waits_in_it(tracker, clock):
+    train(tracker, [3.0] * 60)
+    assert tracker.tokens_per_s == 4096 / 0.25
+    clock.now += 12.5  # A round.
+    train(tracker, [3.0])
+    assert tracker.tokens_per_s == pytest.approx(50 * 4096 / 25)
+    clock.now -= 3_600
+    train(tracker, [3.0])
+    assert tracker.tokens_per_s == 0.0
+    clock.now += 3_600
+
+
+def test_the_other_rooms_values_are_taken_as_they_are():
+    from trainer.discovery.announcement import Announcement
+    from trainer.engine.collective import RoundReport
+    from trainer.inner.loop import StepResult
+
+    tracker = TrainingTracker("gpu-7", peer_id=ME)
+    tracker.add_step(StepResult(0, 4.0, 0.5, 1e-4, 4096, False, 0.1))
+    tracker.add_round(RoundReport(round_index=0, members=(ME, "a" * 64)), outer_step=1, state_digest="d" * 64)
+    other = Announcement(
+        peer_id="a" * 64,
+        node_id="gpu-8",
+        run_id="run",
+        address="127.0.0.1:1",
+        outer_step=1,
+        state_digest="d" * 64,
+        loss=4.0,
+        expires_at=4e9,
+    )
+    tracker.peers([other])
+    status = tracker.status()
+    assert (status.hash_agreement_rate, status.training_nodes, status.global_loss) == (100.0, 2, 4.0)
