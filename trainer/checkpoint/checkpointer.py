@@ -64,6 +64,11 @@ class Checkpointer:
         """The newest checkpoint's."""
         return self._path
 
+    @property
+    def busy(self) -> bool:
+        """Whether a save is being written now; a periodic one would be left out."""
+        return self._writing is not None and not self._writing.done()
+
     def open(self) -> None:
         """Takes the wallet's lock; a save does so too. Call it before training begins, so that nothing is lost.
 
@@ -106,7 +111,7 @@ class Checkpointer:
         self.open()
         if wait:
             self._settle(timeout_s)
-        elif self._writing is not None and not self._writing.done():
+        elif self.busy:
             self.skipped += 1
             return False
         self.flush(timeout_s)

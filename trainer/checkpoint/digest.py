@@ -67,8 +67,6 @@ def _add_plain(digest: _Hash, value: object) -> None:
         spelled = b""
     elif kind is str and isinstance(value, str):
         spelled = value.encode("utf-8", "surrogatepass")
-    elif kind is bytes and isinstance(value, bytes):
-        spelled = value
     elif kind is float and isinstance(value, float):
         spelled = struct.pack("<d", value)
     elif kind in (int, bool) and isinstance(value, int):

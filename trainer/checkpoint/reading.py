@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         document = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         # Damage shows as any of a dozen errors, by where it sits: in the archive, the pickle, a shape, a dtype.
-        raise _corrupt(path, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
+        raise _corrupt(path, _spell(error)) from error
     if not isinstance(document, dict) or not isinstance(document.get(FORMAT_KEY), str):
         raise _corrupt(path, "a file of another kind")
     if document[FORMAT_KEY] != FORMAT:
@@ -102,6 +103,14 @@ def _is(path: Path, status: os.stat_result) -> bool:
         return os.path.samestat(path.stat(), status)
     except FileNotFoundError:  # Whoever writes them has just dropped it: there is nothing to read.
         return True
+
+
+def _spell(error: Exception) -> str:
+    """An error of torch's in a line; of a pickle it refuses it says how to load it all the same: not here."""
+    if isinstance(error, pickle.UnpicklingError):
+        return "a pickle that is no tree of tensors and plain values"
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
 
 
 def _corrupt(path: Path, found: str) -> CorruptCheckpointError:

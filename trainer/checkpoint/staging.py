@@ -21,6 +21,9 @@ _Path = tuple[str | int, ...]
 _PLAIN = (bool, int, float, str)
 """bool before int, of which it is a kind."""
 
+_INT_BITS = 1024
+"""``weights_only`` does not load those of more than some 2,000."""
+
 
 @dataclass(frozen=True, slots=True)
 class Staged:
@@ -101,15 +104,18 @@ def _key(key: object, path: _Path) -> str | int:
 
 
 def _plain(value: object, path: _Path) -> object:
-    """The value as exactly a plain one: numpy's float64 is a float, too, but not one that ``weights_only`` loads."""
-    if value is None or isinstance(value, bytes):
-        return value if value is None else bytes(value)
+    """The value as exactly a plain one: numpy's float64 is a float, too, but not one that ``weights_only`` loads.
+
+    Neither does it load empty bytes, so bytes are not among them: a tensor of uint8 holds them.
+    """
+    if value is None:
+        return None
+    if isinstance(value, int) and value.bit_length() > _INT_BITS:
+        raise _refusal(path, f"integers of at most {_INT_BITS} bits", f"one of {value.bit_length()}")
     for kind in _PLAIN:
         if isinstance(value, kind):
             return kind(value)
-    raise _refusal(
-        path, "tensors and plain values (dict, list, tuple, str, bytes, numbers, None)", type(value).__name__
-    )
+    raise _refusal(path, "tensors and plain values (dict, list, tuple, str, numbers, None)", type(value).__name__)
 
 
 def _refusal(path: _Path, expected: str, found: str) -> CheckpointError:

@@ -17,7 +17,7 @@ from trainer.errors import TrainerUsageError
 from trainer.model.config import ModelConfig
 from trainer.model.sizing import TRAINING_BYTES_PER_PARAMETER, num_parameters
 
-__all__ = ["MAX_BATCH_SIZE", "batch_size_for"]
+__all__ = ["MAX_BATCH_SIZE", "activation_bytes", "batch_size_for"]
 
 MAX_BATCH_SIZE: Final = 8
 """000's upper end; more rows a step come from accumulation."""
@@ -52,10 +52,10 @@ def batch_size_for(
     row_layers = seq_len * config.num_layers
     rows = int(left_bytes * _SPECIFIED_SHARE) // (row_layers * config.dim * _SPECIFIED_BYTES)
     if not activation_checkpointing:
-        rows = min(rows, int(left_bytes * _FITTING_SHARE) // (row_layers * _kept_bytes(config)))
+        rows = min(rows, int(left_bytes * _FITTING_SHARE) // (row_layers * activation_bytes(config)))
     return max(1, min(rows, MAX_BATCH_SIZE))
 
 
-def _kept_bytes(config: ModelConfig) -> int:
-    """What a block keeps of a token for the backward pass: counted for tiny to 125m in fp32, within 4 %."""
+def activation_bytes(config: ModelConfig) -> int:
+    """What one block keeps of one token for the backward pass: counted for tiny to 125m in fp32, within 4 %."""
     return 4 * (8 * config.dim + 4 * config.ffn_dim + 3 * config.kv_dim)

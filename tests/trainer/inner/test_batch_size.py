@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trainer.errors import TrainerUsageError
 from trainer.inner import batch_size_for
-from trainer.inner.batch_size import _kept_bytes
+from trainer.inner.batch_size import activation_bytes
 from trainer.model import ModelConfig, build_model, num_parameters, preset
 
 GIB = 1 << 30
@@ -72,4 +72,4 @@ def test_what_the_blocks_keep_is_what_is_counted_on(shape: ModelConfig) -> None:
         model(ids, ids)
     output_bytes = shape.vocab_size * shape.dim * 4
     total = sum(storage.nbytes() for pointer, storage in kept.items() if pointer not in parameters) - output_bytes
-    assert total / (256 * shape.num_layers) == pytest.approx(_kept_bytes(shape), rel=0.05)
+    assert total / (256 * shape.num_layers) == pytest.approx(activation_bytes(shape), rel=0.05)

@@ -1,0 +1,135 @@
+"""Processes that train and save, and die as told: `multiprocessing` targets, to be started by forkserver or spawn."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support.small_model import VOCAB_SIZE, small_model
+from trainer.checkpoint import CheckpointContents, Checkpointer, load_newest
+from trainer.inner import InnerConfig, InnerLoop, make_optimizer, rng_state, set_rng_state
+
+WALLET = "ab12"
+NUM_VALUES = 100_000
+
+
+@dataclass(frozen=True)
+class Death:
+    """How a process ends within a save; by default not at all."""
+
+    at_event: int = 0
+    """By SIGKILL at so many-th time that it asks the system to open, link, rename or remove one of the files."""
+    at_bytes: int = 0
+    """By the kernel (SIGXFSZ) when a file would grow beyond this."""
+
+
+def contents(step: int) -> dict[str, Any]:
+    values = torch.arange(NUM_VALUES, dtype=torch.float32) + step
+    return {"training_rounds": step, "layers": {"0": {"w": values}}, "loader": {"position": step}}
+
+
+def check(found: dict[str, Any]) -> int:
+    """The step of contents that are whole."""
+    step: int = found["training_rounds"]
+    assert found["loader"] == {"position": step}
+    assert torch.equal(found["layers"]["0"]["w"], contents(step)["layers"]["0"]["w"])
+    return step
+
+
+def save(directory: str, step: int, death: Death) -> None:
+    """Saves one checkpoint, and dies on the way."""
+    torch.set_num_threads(1)
+    with Checkpointer(directory, WALLET, keep=2) as checkpointer:
+        _arrange(directory, death)
+        checkpointer.save(contents(step), wait=True)
+
+
+def hold(directory: str, ready: Any) -> None:
+    """Holds the wallet's lock until it is killed."""
+    with Checkpointer(directory, WALLET):
+        ready.set()
+        signal.pause()
+
+
+def train(directory: str, until_step: int, output: str, *, die: bool = False) -> None:
+    """Trains from the newest checkpoint, or the beginning, and saves at every step; the parameters go to a file.
+
+    Args:
+        directory: of the checkpoints.
+        until_step: how far.
+        output: where parameters and moments are written to.
+        die: by SIGKILL as soon as the last save has begun in the background.
+    """
+    torch.set_num_threads(1)
+    torch.manual_seed(3)
+    random.seed(3)
+    model, config = small_model(seed=7), InnerConfig(lr=1e-2, warmup_steps=5, decay_end_step=40, accumulation_steps=2)
+    loop = InnerLoop(model, make_optimizer(model, config), config, _drawn(), torch.device("cpu"))
+    with Checkpointer(directory, WALLET) as checkpointer:
+        found = load_newest(directory, WALLET)
+        if found is not None:
+            saved = CheckpointContents.from_mapping(found)
+            model.load_state_dict(dict(saved.layers["all"]))
+            loop.load_state_dict(saved.inner_state())
+            set_rng_state(saved.rng)
+        while loop.step_index < until_step:
+            loss = loop.step().loss
+            checkpointer.save(_saved(model, loop, loss).to_mapping(), wait=loop.step_index == until_step and not die)
+        if die:
+            os.kill(os.getpid(), signal.SIGKILL)
+    moments = loop.state_dict()["optimizer"]["state"].values()
+    tensors = [*model.state_dict().values(), *(tensor for state in moments for tensor in state.values())]
+    Path(output).write_bytes(b"".join(tensor.numpy().tobytes() for tensor in tensors))
+
+
+def _drawn() -> Iterator[dict[str, Tensor]]:
+    """Batches by the global generators: they go on where they were only if those do."""
+    while True:
+        rows = torch.randint(0, VOCAB_SIZE, (random.randint(1, 4), 9))
+        yield {"input_ids": rows[:, :-1], "labels": rows[:, 1:]}
+
+
+def _saved(model: torch.nn.Module, loop: InnerLoop, loss: float) -> CheckpointContents:
+    inner = loop.state_dict()
+    return CheckpointContents(
+        layer_ids=(0, 1),
+        architecture={},
+        layers={"all": model.state_dict()},
+        optimizer=inner.pop("optimizer"),
+        diloco={},
+        training_rounds=loop.step_index,
+        current_loss=loss,
+        timestamp=0.0,
+        loader={},
+        rng=rng_state(),
+        config={},
+        schedule=inner,
+    )
+
+
+def _arrange(directory: str, death: Death) -> None:
+    if death.at_bytes:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (death.at_bytes, death.at_bytes))
+    if death.at_event:
+        counter = count(1)
+
+        def hook(event: str, arguments: tuple[object, ...]) -> None:
+            concerned = event in {"open", "os.link", "os.rename", "os.remove"}
+            if concerned and any(isinstance(each, str | Path) and directory in str(each) for each in arguments):  # noqa: SIM102
+                if next(counter) == death.at_event:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(hook)
