@@ -27,7 +27,7 @@ from trainer.rpc.identity import Identity
 from trainer.rpc.incoming import Incoming, ReadAhead
 from trainer.rpc.limits import ByteBudget
 from trainer.rpc.links import Link, Links
-from trainer.rpc.messages import Peer, Reply
+from trainer.rpc.messages import Peer, Reply, peer_name
 from trainer.rpc.offload import Offload
 from trainer.rpc.outgoing import Outgoing
 from trainer.rpc.reasons import Reason
@@ -66,7 +66,7 @@ class _Conversation:
 
     def unbelievable(self, error: RefusedError) -> PeerUnavailableError:
         """Counts an answer that failed a check."""
-        self.counters.refused[error.reason] += 1
+        self.counters.count_refusal(error.reason)
         return PeerUnavailableError(f"{self.wire.who} gave an answer that fails a check ({error.reason}): {error}")
 
 
@@ -121,7 +121,7 @@ class Calling:
             if not deadline.expired():
                 raise
             raise PeerUnavailableError(
-                f"{_name(peer)}: expected an answer to {method!r} within {timeout_s:g} s, found none"
+                f"{peer_name(peer.peer_id, peer.address)}: expected an answer to {method!r} within {timeout_s:g} s, found none"
             ) from None
 
     @asynccontextmanager
@@ -147,10 +147,14 @@ class Calling:
     @asynccontextmanager
     async def _begun(self, peer: Peer, method: str, timeout_s: float) -> AsyncIterator[_Conversation]:
         """An exchange over a connection to ``peer``; nothing of it is left after the block."""
-        async with asyncio.timeout(timeout_s):
-            link = await self._links.get(peer)
+        who = peer_name(peer.peer_id, peer.address)
+        try:
+            async with asyncio.timeout(timeout_s):
+                link = await self._links.get(peer)
+        except TimeoutError:
+            raise PeerUnavailableError(f"{who}: expected a connection within {timeout_s:g} s, found none") from None
         grpc_call = link.begin(timeout_s)
-        wire = ClientWire(grpc_call, _name(peer), self._counters)
+        wire = ClientWire(grpc_call, who, self._counters)
         failure = Failure()
         writer = FrameWriter(wire, failure)
         terms = ExchangeTerms(
@@ -167,10 +171,10 @@ class Calling:
         try:
             yield _Conversation(peer, link, wire, exchange, failure, writer, outgoing, self._counters, self._links)
         except PeerUnavailableError:
-            await self._links.failed(peer, link)
+            self._links.failed(peer, link)
             raise
         finally:
-            link.finish(grpc_call)
+            await self._links.finish(link, grpc_call)
             await writer.close()
 
     async def _reply(self, conversation: _Conversation, silence_s: float) -> SealedFrame:
@@ -185,7 +189,3 @@ class Calling:
         if reply is None:
             raise PeerUnavailableError(f"{wire.who}: expected a reply, found the end of the exchange")
         return reply
-
-
-def _name(peer: Peer) -> str:
-    return f"peer {peer.peer_id[:12]} at {peer.address}" if peer.peer_id else f"the peer at {peer.address}"

@@ -32,6 +32,7 @@ _COUNTS = (
     "max_calls_per_peer",
     "max_streams",
     "max_streams_per_peer",
+    "max_connections",
     "max_waiting_per_host",
     "max_queued_frames",
     "max_queued_bytes",
@@ -79,6 +80,8 @@ class RpcConfig:
     """Streams served at once."""
     max_streams_per_peer: int = 16
     """Of them, for one peer."""
+    max_connections: int = 1024
+    """Connections from others."""
     max_waiting_per_host: int = 128
     """Calls of one IP address whose sender is not established yet."""
     max_queued_frames: int = 4

@@ -12,6 +12,7 @@ Everything happens on the event loop in which `start` was awaited; long hashes r
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable
@@ -39,6 +40,9 @@ from trainer.rpc.stream import Stream
 __all__ = ["Endpoint"]
 
 logger = logging.getLogger(__name__)
+
+_STOP_S = 5.0
+"""How long cancelled handlers may take to clean up."""
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 ReplyT = TypeVar("ReplyT", bound=BaseModel)
@@ -156,6 +160,8 @@ class Endpoint:
             ("grpc.max_concurrent_streams", self._config.max_calls_per_peer + self._config.max_streams_per_peer + 16),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 100),
             ("grpc.http2.max_ping_strikes", 0),
+            ("grpc.server_handshake_timeout_ms", int(self._config.request_timeout_s * 1000)),
+            ("grpc.max_allowed_incoming_connections", self._config.max_connections),
         ]
         server = aio.server(options=options)
         handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._serving.exchange)
@@ -169,9 +175,12 @@ class Endpoint:
     async def stop(self) -> None:
         """Refuses what is new, gives what runs `stop_grace_s`, then ends everything. May be called again."""
         self._serving.stopping = True
-        if self._server is not None:
-            await self._server.stop(self._config.stop_grace_s)
-            self._server = None
+        server, self._server = self._server, None
+        if server is not None:
+            try:
+                await asyncio.wait_for(server.stop(self._config.stop_grace_s), self._config.stop_grace_s + _STOP_S)
+            except TimeoutError:
+                logger.warning("a handler goes on although it was cancelled; stopping without it")
         await self._calling.close()
         self._offload.close()
 

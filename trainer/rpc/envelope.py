@@ -55,6 +55,7 @@ MAGIC: Final = b"\x89GnR"
 PROTOCOL_VERSION: Final = 1
 _PREFIX: Final = struct.Struct("<4sIII")
 _SIGNATURE_BYTES: Final = 64
+_MAX_COMPLAINT_CHARS: Final = 200
 _HEAD_START: Final = _PREFIX.size + _SIGNATURE_BYTES
 MAX_FRAME_BYTES: Final = _HEAD_START + MAX_HEAD_BYTES + MAX_PAYLOAD_BYTES
 HEARTBEAT: Final = _PREFIX.pack(MAGIC, PROTOCOL_VERSION, 0, 0)
@@ -206,8 +207,8 @@ def _check_prefix(raw: bytes) -> tuple[int, int]:
 
 
 def first_line(error: Exception) -> str:
-    """The first complaint of a parser or model, without what it complained about: that came from outside."""
+    """The first complaint of a parser or model; short, because names in it came from outside."""
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
-    return str(error).partition("\n")[0]
+        return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"[:_MAX_COMPLAINT_CHARS]
+    return str(error).partition("\n")[0][:_MAX_COMPLAINT_CHARS]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import stat
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -23,6 +24,8 @@ from trainer.errors import TrainerUsageError
 from trainer.rpc.messages import PeerId
 
 __all__ = ["Identity", "load_or_create_identity", "verify_signature"]
+
+_PEER_ID = re.compile(r"[0-9a-f]{64}")
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +89,9 @@ def verify_signature(peer_id: PeerId, message: bytes, signature: bytes) -> bool:
 
 @lru_cache(maxsize=1024)
 def _public_key(peer_id: PeerId) -> Ed25519PublicKey | None:
+    # The one spelling of it only: bytes.fromhex would let one key go under several names.
+    if not _PEER_ID.fullmatch(peer_id):
+        return None
     try:
         return Ed25519PublicKey.from_public_bytes(bytes.fromhex(peer_id))
     except ValueError:

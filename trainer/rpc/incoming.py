@@ -110,18 +110,27 @@ class Incoming:
 
     async def _read_all(self) -> None:
         try:
-            while True:
-                await self._room()
-                raw = await read_within(self._wire, self._stall_timeout_s)
-                if raw is None:
-                    break
-                frame = await self._open_frame(raw)
-                if frame is not None:
-                    self._take(frame, len(raw))
+            await self._read_frames()
             if not self._ended:
                 raise PeerUnavailableError(f"{self._wire.who} stopped before the end of the stream")
         except RpcError as error:
             self._fail(error)
+
+    async def _read_frames(self) -> None:
+        """Verifies a frame while the next one comes in."""
+        reading = self._start_reading()
+        try:
+            while (raw := await reading) is not None:
+                await self._room()
+                reading = self._start_reading()
+                frame = await self._open_frame(raw)
+                if frame is not None:
+                    self._take(frame, len(raw))
+        finally:
+            await end_task(reading)
+
+    def _start_reading(self) -> asyncio.Task[bytes | None]:
+        return asyncio.create_task(read_within(self._wire, self._stall_timeout_s), name="genesis-rpc-read")
 
     async def _room(self) -> None:
         """Waits while the queue is full; an empty one may always take a frame, so that no stream waits for another."""

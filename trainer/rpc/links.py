@@ -41,6 +41,9 @@ def channel_options(config: RpcConfig) -> _Options:
         ("grpc.keepalive_timeout_ms", silence_ms),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.enable_retries", 0),
+        # No message is decompressed: 1 MiB of gzip could be 1 GiB.
+        ("grpc.per_message_decompression", 0),
+        ("grpc.compression_enabled_algorithms_bitset", 1),
     ]
 
 
@@ -53,6 +56,8 @@ class Link:
     certificate_sha256: str
     channel: aio.Channel
     calls: set[ClientCall] = field(default_factory=set)
+    retired: bool = False
+    """No new calls; closed when the last one ends."""
 
     def begin(self, timeout_s: float) -> ClientCall:
         """Starts an exchange; nothing is sent yet."""
@@ -61,12 +66,6 @@ class Link:
         self.calls.add(call)
         return call
 
-    def finish(self, call: ClientCall) -> None:
-        """Ends an exchange, whatever state it is in."""
-        self.calls.discard(call)
-        if not call.done():
-            call.cancel()
-
 
 class Links:
     """The channels of one endpoint."""
@@ -74,7 +73,9 @@ class Links:
     def __init__(self, config: RpcConfig) -> None:
         self._config = config
         self._links: OrderedDict[tuple[str, str], Link] = OrderedDict()
+        self._retired: set[Link] = set()
         self._pins: OrderedDict[tuple[PeerId | None, str], bytes] = OrderedDict()
+        self._closed = False
 
     def __len__(self) -> int:
         return len(self._links)
@@ -89,13 +90,14 @@ class Links:
         certificate = await self._certificate_of(peer)
         digest = _digest_or_unavailable(peer, certificate)
         key = (peer.address, digest)
-        link = self._links.get(key)
-        if link is None:
-            link = Link(peer, certificate, digest, self._open_channel(peer, certificate))
-            self._links[key] = link
-            await self._close_oldest()
+        if key not in self._links:
+            await self._make_room()
+        if self._closed:
+            raise PeerUnavailableError(f"{peer.address}: expected a running endpoint, found it stopped on this side")
+        if key not in self._links:
+            self._links[key] = Link(peer, certificate, digest, self._open_channel(peer, certificate))
         self._links.move_to_end(key)
-        return link
+        return self._links[key]
 
     def confirm(self, peer: Peer, link: Link, sender: PeerId) -> None:
         """Pins the certificate: a frame signed by ``sender`` has named it."""
@@ -107,21 +109,36 @@ class Links:
         while len(self._pins) > 2 * MAX_LINKS:
             self._pins.popitem(last=False)
 
-    async def failed(self, peer: Peer, link: Link) -> None:
+    def failed(self, peer: Peer, link: Link) -> None:
         """Drops a channel that cannot connect, and what was pinned for it: the peer may have restarted."""
-        if link.channel.get_state() is grpc.ChannelConnectivity.READY:
+        if self._closed or link.channel.get_state() is grpc.ChannelConnectivity.READY:
             return
         self._pins.pop((peer.peer_id, peer.address), None)
-        key = (peer.address, link.certificate_sha256)
-        if self._links.get(key) is link:
-            del self._links[key]
+        self._retire(link)
+
+    async def finish(self, link: Link, call: ClientCall) -> None:
+        """Ends an exchange, whatever state it is in."""
+        link.calls.discard(call)
+        call.cancel()
+        if link.retired and not link.calls:
+            self._retired.discard(link)
             await link.channel.close()
 
     async def close(self) -> None:
         """Ends all calls and connections."""
-        while self._links:
-            _, link = self._links.popitem()
+        self._closed = True
+        for link in (*self._links.values(), *self._retired):
             await link.channel.close()
+        self._links.clear()
+        self._retired.clear()
+
+    def _retire(self, link: Link) -> None:
+        """Takes a link out of use; some call is always still on it, and the last of them closes it."""
+        key = (link.peer.address, link.certificate_sha256)
+        if self._links.get(key) is link:
+            del self._links[key]
+            link.retired = True
+            self._retired.add(link)
 
     async def _certificate_of(self, peer: Peer) -> bytes | None:
         if not self._config.tls:
@@ -151,11 +168,9 @@ class Links:
         credentials = grpc.ssl_channel_credentials(root_certificates=certificate_pem)
         return aio.secure_channel(peer.address, credentials, options=options)
 
-    async def _close_oldest(self) -> None:
+    async def _make_room(self) -> None:
         for key, link in list(self._links.items()):
-            if len(self._links) <= MAX_LINKS:
-                return
-            if not link.calls and link is not next(reversed(self._links.values())):
+            if len(self._links) >= MAX_LINKS and not link.calls:
                 del self._links[key]
                 await link.channel.close()
 

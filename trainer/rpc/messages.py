@@ -11,7 +11,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-__all__ = ["Frame", "Message", "Peer", "PeerId", "Reply", "Request"]
+__all__ = ["Frame", "Message", "Peer", "PeerId", "Reply", "Request", "peer_name"]
 
 PeerId: TypeAlias = str
 """An ed25519 public key as 64 lower-case hexadecimal digits."""
@@ -63,3 +63,8 @@ class Frame:
     index: int
     """The sender's own number for it, in [0, 2**53)."""
     payload: memoryview
+
+
+def peer_name(peer_id: PeerId | None, address: str) -> str:
+    """How messages name a peer: twelve digits tell a run's nodes apart."""
+    return f"peer {peer_id[:12]} at {address}" if peer_id else f"the peer at {address}"

@@ -26,7 +26,7 @@ from trainer.rpc.failure import Failure
 from trainer.rpc.identity import Identity
 from trainer.rpc.incoming import Incoming, ReadAhead
 from trainer.rpc.limits import ByteBudget, ServingLimits
-from trainer.rpc.messages import Reply, Request
+from trainer.rpc.messages import Reply, Request, peer_name
 from trainer.rpc.offload import Offload
 from trainer.rpc.outgoing import Outgoing
 from trainer.rpc.reasons import Reason, status_for
@@ -108,7 +108,7 @@ class Serving:
         try:
             await self._serve(context)
         except RefusedError as error:
-            self._counters.refused[error.reason] += 1
+            self._counters.count_refusal(error.reason)
             logger.debug("refused a call from %s: %s", context.peer(), error)
             code, text, metadata = status_for(error)
             await context.abort(code, text, metadata)
@@ -122,14 +122,15 @@ class Serving:
         wire = ServerWire(context, context.peer(), self._counters)
         failure = Failure()
         writer = FrameWriter(wire, failure)
-        # From the start: a request of 1 MiB may take longer over a slow link than its caller bears silence.
-        writer.start_heartbeats(self._config.heartbeat_s)
         try:
             with self._limits.waiting.taken(_host_of(context.peer())):
+                # From the start: a request of 1 MiB may take longer over a slow link than its caller bears silence.
+                writer.start_heartbeats(self._config.heartbeat_s)
                 frame = await self._first_frame(wire)
                 method, terms = self._admit(frame)
             slots = self._limits.calls if method.stream_handler is None else self._limits.streams
             with slots.taken(frame.head.sender):
+                wire.who = peer_name(frame.head.sender, context.peer())
                 request = await self._request(frame, method)
                 exchange = Exchange(terms, "callee", self._identity, self._offload, num_received=1)
                 outgoing = Outgoing(exchange, writer, failure)

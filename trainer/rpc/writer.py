@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from trainer.errors import RpcError
 from trainer.rpc.envelope import HEARTBEAT
@@ -62,8 +63,11 @@ class FrameWriter:
                 self.begin(HEARTBEAT)
 
 
-async def end_task(task: asyncio.Task[None] | None) -> None:
-    """Cancels a task and waits for it; its errors were reported where they happened."""
-    if task is not None and not task.done():
-        task.cancel()
-        await asyncio.wait({task})
+async def end_task(task: asyncio.Task[Any] | None) -> None:
+    """Cancels a task and waits for it; its error is nobody's concern any more."""
+    if task is None:
+        return
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()
