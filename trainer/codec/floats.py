@@ -31,7 +31,7 @@ def _extremes(vector: Tensor) -> tuple[float, float]:
     """Smallest and largest value; NaN if any value is."""
     if vector.numel() == 0:
         return 0.0, 0.0
-    smallest, largest = torch.aminmax(vector)
+    smallest, largest = torch.aminmax(vector.detach())
     return float(smallest), float(largest)
 
 

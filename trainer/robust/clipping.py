@@ -1,8 +1,8 @@
 """Centred clipping (Karimireddy et al., 2021), iterated in the coordinates of a Gram matrix.
 
 The centre v starts at the reference, or, without one, at the member with the closest company, and moves again and
-again by the weighted mean of the members' pulls x_i - v, each shortened to a radius. v is at every moment a convex combination
-of reference and members, so n+1 coefficients describe it and no vector is touched until it is found.
+again by the weighted mean of the members' pulls x_i - v, each shortened to a radius. v is at every moment a convex
+combination of reference and members, so n+1 coefficients describe it and no vector is touched until it is found.
 
 The automatic radius is the (lower) median of the distances to v, taken anew at each move: no scale to configure, none
 to go stale as training slows. At the fixed point, with equal weights, v is within R·n/(n-2f) of the honest mean if the

@@ -2,7 +2,7 @@
 
 ``decide`` is pure and works in plain Python floats, correctly rounded sums and square roots: whoever has the same
 moments, weights and configuration decides the same, bit for bit, on any machine. Permuting the members permutes the
-decision (of members with exactly equal Krum scores the first is taken).
+decision (of members whose distances to all others are exactly equal the first is taken).
 
 Enforced validation leaves members out, but never the greater part: if more than half of the finite vectors fail, it is
 the reference that no longer fits the run (a new learning rate, a new data mix), nobody is left out, and the note says
@@ -21,7 +21,7 @@ from trainer.errors import TrainerUsageError
 from trainer.robust.clipping import clipped_centre
 from trainer.robust.config import RuleConfig, RuleName
 from trainer.robust.distances import GramMatrix, krum_order, squared_distances
-from trainer.robust.moments import Moments
+from trainer.robust.second_moments import Moments
 from trainer.robust.validation import Finding, validate
 
 __all__ = ["Decision", "EffectiveRule", "decide", "effective_rule", "needs_moments", "trim_count"]

@@ -29,9 +29,11 @@ def squared_distances(gram: GramMatrix, members: Sequence[int]) -> list[list[flo
 
 
 def krum_order(distances: Sequence[Sequence[float]], num_neighbours: int) -> list[int]:
-    """Positions from the best Krum score to the worst; of equal scores the lower position first.
+    """Positions from the best Krum score to the worst.
 
-    The score of a vector is the sum of its squared distances to its ``num_neighbours`` closest others.
+    The score of a vector is the sum of its squared distances to its ``num_neighbours`` closest others. With one
+    neighbour the closest pair always ties: of equal scores the one with the nearer next neighbours comes first, then
+    the lower position.
 
     Args:
         distances: squared, n by n.
@@ -40,5 +42,5 @@ def krum_order(distances: Sequence[Sequence[float]], num_neighbours: int) -> lis
     scores = []
     for position, row in enumerate(distances):
         others = sorted(distance for other, distance in enumerate(row) if other != position)
-        scores.append((math.fsum(others[:num_neighbours]), position))
-    return [position for _, position in sorted(scores)]
+        scores.append((math.fsum(others[:num_neighbours]), others, position))
+    return [position for _, _, position in sorted(scores)]

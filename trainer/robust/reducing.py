@@ -23,7 +23,7 @@ from trainer.errors import RoundFailedError, TrainerUsageError
 from trainer.robust.averages import middle_mean, weighted_mean
 from trainer.robust.config import RuleConfig
 from trainer.robust.deciding import Decision, effective_rule, needs_moments, trim_count
-from trainer.robust.moments import finite_rows
+from trainer.robust.second_moments import finite_rows
 
 __all__ = ["reduce_part"]
 

@@ -1,9 +1,9 @@
 """What the rules need to know of whole vectors, in a form that can be summed over slices.
 
 Every distance, norm, cosine and variance among n vectors and a reference follows from their Gram matrix and the sums
-of their values. Both are sums over coordinates: each reducer computes them for its slice, the members exchange them (n = 8:
-456 bytes) and add them in one order, and nobody ever holds two whole vectors of others. In float64, whose products of
-fp32 values are exact: vectors that agree to six digits still have the right distance.
+of their values. Both are sums over coordinates: each reducer computes them for its slice, the members exchange them
+(n = 8: 456 bytes) and add them in one order, and nobody ever holds two whole vectors of others. In float64, whose
+products of fp32 values are exact: vectors that agree to five digits still have their squared distance to 0.1 %.
 
 A row with NaN or infinity is flagged and its entries are zero. Trust: a reducer can lie about the moments of its slice
 as it can about the slice's result; ``from_bytes`` refuses what no vectors can have (Cauchy-Schwarz), which bounds the

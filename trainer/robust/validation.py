@@ -16,7 +16,7 @@ from typing import Final
 from torch import Tensor
 
 from trainer.robust.config import RuleConfig
-from trainer.robust.moments import Moments, moments
+from trainer.robust.second_moments import Moments, moments
 
 __all__ = ["Finding", "validate", "validate_gradient"]
 
