@@ -1,4 +1,4 @@
-"""The shape of a model: the eleven numbers and switches that two nodes must share to train together.
+"""The shape of a model: the twelve numbers and switches that two nodes must share to train together.
 
 Guarantees: a config that exists describes a model that can be built; two equal configs have the same parameters by
 name and shape. Read back from a checkpoint or a peer, a field too many or of another type is refused by name.
@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from functools import cache
-from typing import ClassVar
-
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from dataclasses import MISSING, asdict, dataclass, fields
 
 from trainer.errors import TrainerUsageError
 
 __all__ = ["ModelConfig"]
 
-_POSITIVE = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "max_seq_len")
+_COUNTS = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "max_seq_len")
+_NUMBERS = ("rope_theta", "norm_eps")
+_SWITCHES = ("qk_norm", "reorder_norm", "tie_embeddings")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,8 +26,6 @@ class ModelConfig:
     Raises:
         TrainerUsageError: a field is out of range, or two do not go together.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
 
     vocab_size: int
     """Rows of embedding and output, ids no text has yet included (see `trainer.model.growth.rows_for`)."""
@@ -57,14 +53,21 @@ class ModelConfig:
     """The output matrix is the embedding; such a model cannot be cut into stages."""
 
     def __post_init__(self) -> None:
-        for name in _POSITIVE:
+        for name in _COUNTS:
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if type(value) is not int or value < 1:
                 raise TrainerUsageError(f"model.{name}: expected a whole number of at least 1, found {value!r}")
-        for name in ("rope_theta", "norm_eps"):
+        for name in _NUMBERS:
             value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
+            if type(value) not in (int, float) or not (math.isfinite(value) and value > 0):
                 raise TrainerUsageError(f"model.{name}: expected a finite number above 0, found {value!r}")
+        for name in _SWITCHES:
+            value = getattr(self, name)
+            if type(value) is not bool:
+                raise TrainerUsageError(f"model.{name}: expected true or false, found {value!r}")
+        self._check_heads()
+
+    def _check_heads(self) -> None:
         if self.dim % self.num_heads or self.head_dim % 2:
             raise TrainerUsageError(
                 f"model.dim: expected num_heads ({self.num_heads}) times an even number, found {self.dim}"
@@ -95,14 +98,11 @@ class ModelConfig:
         Raises:
             TrainerUsageError: a field is unknown, missing, of another type, or out of range.
         """
-        try:
-            return _adapter().validate_python(dict(values))
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(str(part) for part in first["loc"]) or "the whole"
-            raise TrainerUsageError(f"model.{where}: {first['msg']}, found {first.get('input')!r:.60}") from None
-
-
-@cache
-def _adapter() -> TypeAdapter[ModelConfig]:
-    return TypeAdapter(ModelConfig)
+        known = {field.name: field.default is MISSING for field in fields(ModelConfig)}
+        unknown = sorted(values.keys() - known.keys())
+        missing = sorted(name for name, is_required in known.items() if is_required and name not in values)
+        if unknown or missing:
+            raise TrainerUsageError(
+                f"model: expected the fields {', '.join(known)}; missing {missing}, unknown {unknown}"
+            )
+        return ModelConfig(**dict(values))  # type: ignore[arg-type]  # __post_init__ checks each

@@ -192,7 +192,7 @@ def _trim(name: str, tensor: Tensor, num_ids: int) -> Tensor:
             f"{name}: expected a row for each of the tokenizer's {num_ids} ids, found {tensor.shape[0]}; give the "
             "tokenizer.json the model was trained with"
         )
-    return tensor[:num_ids]
+    return tensor[:num_ids].clone()  # a view would drag the padding rows into the file
 
 
 def _shapes(config: ModelConfig, names: Mapping[str, str]) -> dict[str, tuple[int, ...]]:

@@ -7,9 +7,11 @@ numpy's compatibility policy), and the normal comes from a table of 4,097 quanti
 addition: no function whose last bit differs between processors.
 
 Widths: matrices have std sqrt(2 / (5·dim)) (0.02 at 1,000 dimensions); those that write to the residual stream, o_proj
-and down_proj, are divided by sqrt(2·(layer + 1)); norms are ones. Values beyond 3 std do not occur.
+and down_proj, are divided by sqrt(2·(layer + 1)); norms are ones. The embedding has 0.2, unless it is the output matrix
+too: after 120 steps of `tiny` on documentation text the loss was 3.85, against 4.17 with an embedding as narrow as the
+matrices and 4.06 with std 1. Values beyond 3 std do not occur.
 
-The trade-off: 15 ns a value on one core, 2 s for 125M and 2 minutes for 7.5B parameters, once in a run's life.
+The trade-off: 7 ns a value on one core, 1 s for 125M and 1 minute for 7.5B parameters, once in a run's life.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ __all__ = ["init_std", "init_weights", "seeded_normal", "truncated_normal"]
 
 _CUT = 3.0
 """Standard deviations beyond which there are no values."""
+_EMBEDDING_STD = 0.2
 _TABLE_BITS = 12
 _FRACTION_BITS = 32 - _TABLE_BITS
 _VALUES_PER_BLOCK = 8
@@ -60,6 +63,8 @@ def init_weights(module: nn.Module, config: ModelConfig, seed: int) -> None:
 
 def init_std(name: str, config: ModelConfig) -> float:
     """The standard deviation, before the cut, of the first values of a matrix of this name."""
+    if name == "embedding.weight" and not config.tie_embeddings:
+        return _EMBEDDING_STD
     std = math.sqrt(2 / (5 * config.dim))
     matched = _WRITES_TO_RESIDUAL.fullmatch(name)
     return std / math.sqrt(2 * (int(matched[1]) + 1)) if matched else std

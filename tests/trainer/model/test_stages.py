@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.support.model_configs import random_tokens, small_config
+from trainer.errors import TrainerUsageError
+from trainer.model import (
+    BodyStage,
+    HeadStage,
+    ModelConfig,
+    TailStage,
+    Transformer,
+    build_model,
+    build_stage,
+    split,
+    stage_ranges,
+)
+
+_CONFIGS = st.builds(
+    small_config, qk_norm=st.booleans(), reorder_norm=st.booleans(), num_kv_heads=st.sampled_from([1, 2, 4])
+)
+
+
+@st.composite
+def _cuts(draw: st.DrawFn) -> list[range]:
+    """Any cut of four layers into two to six stages, of which some may be without layers."""
+    inner = draw(st.lists(st.integers(0, 4), min_size=1, max_size=5))
+    edges = [0, *sorted(inner), 4]
+    return [range(start, stop) for start, stop in pairwise(edges)]
+
+
+def _through_a_pipeline(stages: list[nn.Module], ids: Tensor, labels: Tensor) -> Tensor:
+    """What a pipeline of nodes does: hidden states are handed on, gradients are handed back."""
+    handed_on: list[tuple[Tensor, Tensor]] = []
+    received = ids
+    for stage in stages[:-1]:
+        sent = stage(received)
+        handed_on.append((sent, sent.detach().requires_grad_()))
+        received = handed_on[-1][1]
+    loss: Tensor = stages[-1](received, labels)
+    loss.backward()
+    for sent, received in reversed(handed_on):
+        sent.backward(received.grad)
+    return loss
+
+
+@settings(max_examples=40, deadline=None)
+@given(config=_CONFIGS, cut=_cuts(), seed=st.integers(0, 5))
+def test_any_cut_gives_the_bits_of_the_whole(config: ModelConfig, cut: list[range], seed: int):
+    whole = build_model(config, seed)
+    ids, labels = random_tokens(config.vocab_size, 2, 9, seed=seed)
+    loss = whole(ids, labels)
+    loss.backward()
+
+    alone = [build_stage(config, cut, index, seed) for index in range(len(cut))]
+    loss_of_stages = _through_a_pipeline(alone, ids, labels)
+
+    parts: dict[str, nn.Parameter] = {}
+    for stage in alone:
+        named = dict(stage.named_parameters())
+        assert not parts.keys() & named.keys()
+        parts |= named
+    assert torch.equal(loss, loss_of_stages)
+    assert parts.keys() == dict(whole.named_parameters()).keys()
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(parameter.grad, parts[name].grad), name
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+def test_stages_of_a_whole_partition_its_state_and_share_its_parameters(num_stages: int):
+    whole = build_model(small_config(), 0)
+
+    stages = split(whole, num_stages)
+
+    names = [name for stage in stages for name in stage.state_dict()]
+    assert sorted(names) == sorted(whole.state_dict())
+    shared = {id(parameter) for stage in stages for parameter in stage.parameters()}
+    assert shared == {id(parameter) for parameter in whole.parameters()}
+    if num_stages > 1:
+        assert [type(stage) for stage in stages] == [HeadStage, *[BodyStage] * (num_stages - 2), TailStage]
+        ids, labels = random_tokens(64, 2, 5)
+        hidden = ids
+        for stage in stages[:-1]:
+            hidden = stage(hidden)
+        assert torch.equal(stages[-1](hidden, labels), whole(ids, labels))
+        assert torch.equal(stages[-1].logits(hidden), whole.logits(ids))
+    else:
+        assert stages == [whole]
+
+
+@given(num_layers=st.integers(1, 200), data=st.data())
+def test_layers_are_dealt_out_evenly_and_in_order(num_layers: int, data: st.DataObject):
+    num_stages = data.draw(st.integers(1, num_layers))
+
+    ranges = stage_ranges(num_layers, num_stages)
+
+    assert [number for layers in ranges for number in layers] == list(range(num_layers))
+    sizes = [len(layers) for layers in ranges]
+    assert len(sizes) == num_stages
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_cuts_that_are_none_are_refused():
+    whole = build_model(small_config(), 0)
+
+    for stages in (0, 5, [range(0, 2), range(3, 4)], [range(0, 2), range(1, 4)], [range(2, 4), range(0, 2)], []):
+        with pytest.raises(TrainerUsageError, match="stages"):
+            split(whole, stages)
+    with pytest.raises(TrainerUsageError, match="tie_embeddings"):
+        split(build_model(small_config(tie_embeddings=True), 0), 2)
+    with pytest.raises(TrainerUsageError, match="from 0 to 1, found 2"):
+        build_stage(small_config(), stage_ranges(4, 2), 2, 0)
+
+
+def test_the_loss_is_the_mean_over_the_tokens_that_count():
+    model = build_model(small_config(), 0)
+    ids, labels = random_tokens(64, 3, 7)
+    labels = labels.clone()
+    labels[0, 2:] = -100
+    labels[2] = -100
+
+    loss = model(ids, labels)
+
+    expected = functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=-100)
+    torch.testing.assert_close(loss, expected)
+    assert loss.dtype is torch.float32
+
+
+def test_micro_batches_of_different_lengths_weigh_by_tokens():
+    model = build_model(small_config(), 0)
+    long_ids, long_labels = random_tokens(64, 1, 12, seed=1)
+    short_ids, short_labels = random_tokens(64, 1, 3, seed=2)
+    tail = split(model, 2)[1]
+    head = split(model, 2)[0]
+
+    sums, counts = zip(
+        *(tail.loss_sum(head(ids), labels) for ids, labels in [(long_ids, long_labels), (short_ids, short_labels)]),
+        strict=True,
+    )
+
+    assert [int(count) for count in counts] == [12, 3]
+    pooled = (model(long_ids, long_labels) * 12 + model(short_ids, short_labels) * 3) / 15
+    torch.testing.assert_close(sum(sums) / sum(counts), pooled)
+    assert torch.equal(sums[0], model.loss_sum(long_ids, long_labels)[0])
+
+
+def test_a_batch_where_nothing_counts_has_no_loss_and_no_gradient():
+    model = build_model(small_config(), 0)
+    ids, labels = random_tokens(64, 2, 5)
+
+    loss = model(ids, torch.full_like(labels, -100))
+    loss.backward()
+
+    assert loss.item() == 0
+    assert all(torch.count_nonzero(parameter.grad) == 0 for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("olmo2", [False, True])
+def test_activation_checkpointing_changes_no_bit_and_keeps_less(olmo2: bool):
+    config = small_config(qk_norm=olmo2, reorder_norm=olmo2)
+    ids, labels = random_tokens(64, 2, 16)
+    gradients, kept = [], []
+
+    for checkpointing in (False, True):
+        model = build_model(config, 0, activation_checkpointing=checkpointing)
+        sizes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor, sizes=sizes: sizes.append(tensor.numel()) or tensor, lambda tensor: tensor
+        ):
+            loss = model(ids, labels)
+        kept.append(sum(sizes))
+        loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+
+    assert all(torch.equal(plain, again) for plain, again in zip(*gradients, strict=True))
+    assert kept[1] < kept[0] / 4
+
+
+@pytest.mark.parametrize("olmo2", [False, True])
+def test_no_token_sees_a_later_one(olmo2: bool):
+    model = build_model(small_config(qk_norm=olmo2, reorder_norm=olmo2), 0)
+    ids, _ = random_tokens(64, 1, 20)
+    changed = ids.clone()
+    changed[0, 11:] = (changed[0, 11:] + 1) % 64
+
+    before, after = model(ids), model(changed)
+
+    torch.testing.assert_close(before[0, :11], after[0, :11], rtol=0, atol=1e-6)
+    assert (before[0, 11:] != after[0, 11:]).any(dim=1).all()
+
+
+def test_positions_matter():
+    model = build_model(small_config(), 0)
+
+    logits = model(torch.tensor([[5, 9, 7], [9, 5, 7]]))
+
+    assert not torch.allclose(logits[0, 2], logits[1, 2], atol=1e-4)
+
+
+def test_a_sequence_longer_than_the_longest_is_refused():
+    model = build_model(small_config(), 0)
+
+    with pytest.raises(TrainerUsageError, match="max_seq_len = 32 tokens, found 33"):
+        model(torch.zeros(1, 33, dtype=torch.int64))
+
+
+def test_bf16_stays_near_fp32():
+    model = build_model(small_config(qk_norm=True, reorder_norm=True), 0)
+    ids, labels = random_tokens(64, 2, 16)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(ids, labels)
+        logits = model(ids)
+    loss.backward()
+
+    assert (loss.dtype, logits.dtype) == (torch.float32, torch.bfloat16)
+    assert loss.item() == pytest.approx(model(ids, labels).item(), rel=0.01)
+    assert all(parameter.grad.dtype is torch.float32 for parameter in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own, about its own
+def test_the_whole_traces_into_one_graph():
+    model = build_model(small_config(num_layers=2), 0)
+    ids, labels = random_tokens(64, 2, 16)
+    loss = model(ids, labels)
+    expected = torch.autograd.grad(loss, list(model.parameters()))
+
+    traced = torch.compile(model, backend="aot_eager", fullgraph=True)(ids, labels)
+
+    torch.testing.assert_close(traced, loss)
+    torch.testing.assert_close(torch.autograd.grad(traced, list(model.parameters())), expected)
+
+
+def test_tied_embeddings_are_one_parameter():
+    model = build_model(small_config(tie_embeddings=True), 0)
+    ids, labels = random_tokens(64, 2, 8)
+
+    model(ids, labels).backward()
+
+    assert isinstance(model, Transformer)
+    assert "readout.output.weight" not in dict(model.named_parameters())
+    assert torch.count_nonzero(model.embedding.weight.grad.abs().sum(dim=1)) == 64
