@@ -50,7 +50,7 @@ _MODULES = {
     "DhtDiscovery": "trainer.discovery.dht",
     "Discovery": "trainer.discovery.protocol",
     "DiscoveryConfig": "trainer.discovery.config",
-    "SeedConfig": "trainer.discovery.seed",
+    "SeedConfig": "trainer.discovery.seeding",
     "StaticDiscovery": "trainer.discovery.static",
     "open_discovery": "trainer.discovery.opening",
     "seed": "trainer.discovery.seeding",

@@ -22,7 +22,7 @@ class DiscoveryConfig:
     announce_interval_s: float = 10.0
     """Seconds between two announcements of this node."""
     announcement_lifetime_s: float = 60.0
-    """Seconds until an announcement that is not repeated expires; 5 to 3,600."""
+    """Seconds until an announcement that is not repeated expires; 1 to 3,600."""
     poll_interval_s: float = 2.0
     """Seconds between two look-ups (DHT) or two rounds of exchange (static)."""
     request_timeout_s: float = 10.0
@@ -43,7 +43,7 @@ class DiscoveryConfig:
     def __post_init__(self) -> None:
         for name in ("announce_interval_s", "poll_interval_s", "request_timeout_s", "max_retry_interval_s"):
             _check_range(name, getattr(self, name), 0.05, 3600.0)
-        _check_range("announcement_lifetime_s", self.announcement_lifetime_s, 5.0, 3600.0)
+        _check_range("announcement_lifetime_s", self.announcement_lifetime_s, 1.0, 3600.0)
         _check_range("max_clock_skew_s", self.max_clock_skew_s, 0.0, 3600.0)
         _check_range("max_peers", self.max_peers, 1, 100_000)
         _check_range("dht_port", self.dht_port, 0, 65535)

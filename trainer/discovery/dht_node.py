@@ -15,6 +15,7 @@ import ctypes
 import functools
 import logging
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -32,6 +33,7 @@ from hivemind.utils.serializer import MSGPackSerializer
 
 from trainer.discovery.announcement import AnnouncementRefusedError, verify_announcement
 from trainer.discovery.dht_messages import MAX_RECORDS, MAX_VALUE_BYTES, DhtSettings, Record
+from trainer.errors import DiscoveryError
 
 __all__ = ["AnnouncementNode", "AnnouncementValidator", "die_with_parent", "key_of_run"]
 
@@ -117,8 +119,11 @@ class AnnouncementNode:
         """Starts daemon and node; joined to the seeds a moment later, or when one of them is there.
 
         Raises:
-            Exception: whatever hivemind raises when its daemon does not start (port taken, no binary).
+            DiscoveryError: a port to listen on is taken.
+            Exception: whatever hivemind raises when its daemon does not start (no binary, for one).
         """
+        for address in settings.listen:
+            _check_port_is_free(Multiaddr(address))
         if settings.identity_path is not None:
             _make_identity(Path(settings.identity_path))
         with _daemon_dies_with_us():
@@ -211,6 +216,22 @@ def _record(subkey: Any, value: Any) -> Record | None:
 
 def _without_peer_id(address: Multiaddr) -> Multiaddr:
     return Multiaddr(str(address).partition("/p2p/")[0])
+
+
+def _check_port_is_free(address: Multiaddr) -> None:
+    """The daemon listens with SO_REUSEPORT: on a port in use it would take every other connection, and say nothing.
+
+    Raises:
+        DiscoveryError: somebody listens there.
+    """
+    version = "ip6" if "ip6" in address else "ip4"
+    host, port = address[version], int(address["tcp"])
+    with socket.socket(socket.AF_INET6 if version == "ip6" else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise DiscoveryError(f"{host}:{port} is taken or not of this machine ({error}); choose another") from None
 
 
 def _make_identity(path: Path) -> None:

@@ -32,7 +32,7 @@ from trainer.discovery.exchange import (
 )
 from trainer.discovery.own_record import OwnRecord
 from trainer.discovery.peer_table import KnownPeer, PeerTable
-from trainer.errors import RpcError
+from trainer.errors import RpcError, TrainerUsageError
 from trainer.rpc.endpoint import Endpoint
 from trainer.rpc.messages import Peer, Reply, Request
 
@@ -141,9 +141,11 @@ class StaticDiscovery:
                 peer, EXCHANGE_METHOD, body, ExchangeReply, payload=payload, timeout_s=self._config.request_timeout_s
             )
             records = split_records(reply.body, reply.payload)
-        except RpcError as error:
+        except (RpcError, TrainerUsageError) as error:  # The latter: an announced address that cannot be dialled.
+            is_first = peer.peer_id is None and not self._book.has_failed(name)
             pause_s = self._book.failed(name, time.monotonic())
-            logger.debug("no exchange with %s, tried again in %.1f s: %s", peer.address, pause_s, error)
+            level = logging.WARNING if is_first else logging.DEBUG
+            logger.log(level, "no exchange with %s, tried again in %.1f s and on: %s", peer.address, pause_s, error)
             return
         self._book.answered(name)
         if reply.sender == self._endpoint.identity.peer_id:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from trainer.state.descriptor import Descriptor, Expectation, TensorSpec
     from trainer.state.donor import StateDonor
     from trainer.state.fetch import fetch_descriptor, fetch_state
-    from trainer.state.snapshot import Snapshot, describe, load_snapshot, snapshots_in, write_snapshot
+    from trainer.state.layout import snapshots_in
+    from trainer.state.snapshot import Snapshot, describe, load_snapshot, write_snapshot
 
 __all__ = [
     "Descriptor",
@@ -51,7 +52,7 @@ _MODULES = {
     "fetch_descriptor": "trainer.state.fetch",
     "fetch_state": "trainer.state.fetch",
     "load_snapshot": "trainer.state.snapshot",
-    "snapshots_in": "trainer.state.snapshot",
+    "snapshots_in": "trainer.state.layout",
     "write_snapshot": "trainer.state.snapshot",
 }
 

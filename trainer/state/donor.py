@@ -30,8 +30,8 @@ from trainer.state.donor_messages import (
     Empty,
     PageRequest,
 )
+from trainer.state.layout import DATA_NAME, DESCRIPTOR_NAME, PAGES_NAME
 from trainer.state.rate_limit import RateLimiter
-from trainer.state.snapshot import DATA_NAME, DESCRIPTOR_NAME, PAGES_NAME
 
 __all__ = ["StateDonor"]
 

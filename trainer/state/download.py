@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainer.errors import PeerUnavailableError, RefusedError, RpcError, StateTransferError
+from trainer.errors import PeerUnavailableError, RefusedError, RpcError, StateTransferError, TrainerUsageError
 from trainer.rpc.endpoint import Endpoint
 from trainer.rpc.messages import Peer
 from trainer.rpc.stream import Stream
@@ -118,6 +118,8 @@ class ChunkDownload:
                 logger.warning("%s is asked no more: it %s", donor.name, error)
             except RpcError as error:
                 pause_s = self._note_failure(donor, error)
+            except TrainerUsageError as error:  # Its address cannot be dialled.
+                donor.dropped = str(error)
             finally:
                 self._pool.give_back(donor.name, taken)
                 self._tell_change()

@@ -15,15 +15,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from manifests.spelling import sha256_hex
-from trainer.errors import RpcError, StateTransferError
+from trainer.errors import RpcError, StateTransferError, TrainerUsageError
 from trainer.rpc.endpoint import Endpoint
 from trainer.rpc.messages import Peer
 from trainer.state.config import StateConfig
 from trainer.state.descriptor import DIGEST_BYTES, Descriptor, Expectation, parse_descriptor
 from trainer.state.donor_messages import DESCRIPTOR_METHOD, PAGE_METHOD, DescriptorRequest, Empty, PageRequest
 from trainer.state.download import ChunkDownload, donor_name
+from trainer.state.layout import DESCRIPTOR_NAME
 from trainer.state.part_file import PartFile
-from trainer.state.snapshot import DESCRIPTOR_NAME, Snapshot, load_snapshot
+from trainer.state.snapshot import Snapshot, load_snapshot
 from trainer.state.tensor_bytes import all_finite
 
 __all__ = ["fetch_descriptor", "fetch_state"]
@@ -169,7 +170,7 @@ async def _first_valid(
                 peer = under_way.pop(task)
                 try:
                     payload = task.result()
-                except RpcError as error:
+                except (RpcError, TrainerUsageError) as error:  # The latter: an address that cannot be dialled.
                     problems.append(f"{donor_name(peer)}: {error}")
                     continue
                 if is_valid(payload):

@@ -20,7 +20,8 @@ from filelock import FileLock, Timeout
 from manifests.spelling import sha256_hex
 from trainer.errors import StateTransferError
 from trainer.state.descriptor import CHUNK_BYTES, DIGEST_BYTES, PAGE_CHUNKS, Descriptor, parse_descriptor
-from trainer.state.snapshot import DATA_NAME, DESCRIPTOR_NAME, PAGES_NAME, Snapshot, load_folder, publish
+from trainer.state.layout import DATA_NAME, DESCRIPTOR_NAME, PAGES_NAME, publish
+from trainer.state.snapshot import Snapshot, load_folder
 
 __all__ = ["PartFile"]
 

@@ -1,0 +1,268 @@
+"""Real DHT processes on 127.0.0.1: nodes find each other while one seed lives, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.dht_processes import descendants, wait_until_gone
+from trainer.discovery.announcement import Announcement
+from trainer.discovery.config import DiscoveryConfig
+from trainer.discovery.dht import DhtDiscovery
+from trainer.discovery.dht_client import DhtProcess
+from trainer.discovery.dht_messages import DhtSettings
+from trainer.errors import DiscoveryError
+from trainer.rpc.identity import Identity
+
+_ROOT = Path(__file__).parents[3]
+_START_S = 60.0
+_WITHIN_S = 40.0
+_LISTEN = ("/ip4/127.0.0.1/tcp/0",)
+
+
+def _settings(*initial_peers: str, identity_path: Path | None = None, listen: tuple[str, ...] = _LISTEN) -> DhtSettings:
+    return DhtSettings(
+        parent_pid=os.getpid(),
+        initial_peers=initial_peers,
+        listen=listen,
+        identity_path=None if identity_path is None else str(identity_path),
+        map_port=False,
+        rejoin_interval_s=0.5,
+    )
+
+
+@asynccontextmanager
+async def _process(*initial_peers: str, **options: object) -> AsyncIterator[DhtProcess]:
+    process = DhtProcess(_settings(*initial_peers, **options))  # type: ignore[arg-type]
+    process.start()
+    try:
+        await process.wait_ready(_START_S)
+        yield process
+    finally:
+        await process.close()
+
+
+@asynccontextmanager
+async def _discovery(name: str, *seeds: str) -> AsyncIterator[DhtDiscovery]:
+    identity = Identity.create()
+    config = DiscoveryConfig(
+        initial_peers=seeds,
+        dht_host="127.0.0.1",
+        announce_interval_s=1.0,
+        announcement_lifetime_s=8.0,
+        poll_interval_s=0.3,
+        request_timeout_s=5.0,
+    )
+    discovery = DhtDiscovery(identity, "run", config)
+    try:
+        await discovery.start()
+        await discovery.announce(
+            Announcement(peer_id=identity.peer_id, node_id=name, run_id="run", address="127.0.0.1:4100")
+        )
+        yield discovery
+    finally:
+        await discovery.close()
+
+
+async def _until_known(discovery: DhtDiscovery, *names: str) -> None:
+    deadline = time.monotonic() + _WITHIN_S
+    while (found := {said.node_id for said in await discovery.peers()}) != set(names):
+        assert time.monotonic() < deadline, f"expected {names} to be known, found {found}"
+        await asyncio.sleep(0.1)
+
+
+async def _until_joined(process: DhtProcess, num_neighbours: int = 1) -> None:
+    deadline = time.monotonic() + _WITHIN_S
+    while (await process.status(5.0)).num_neighbours < num_neighbours:
+        assert time.monotonic() < deadline, "expected the nodes to join each other"
+        await asyncio.sleep(0.1)
+
+
+def test_records_are_filed_and_found_and_false_ones_are_not(announce: Callable[..., bytes], tmp_path: Path) -> None:
+    """What every node of the DHT, seeds included, refuses to store."""
+
+    async def scenario() -> None:
+        async with _process(identity_path=tmp_path / "seed.id") as seed:
+            [address] = (await seed.status(5.0)).addresses
+            async with _process(address) as node:
+                await _until_joined(node)
+                me, other = Identity.create(), Identity.create()
+                now = time.time()
+                expires_at = now + 60
+                true = announce(me, sent_at=now).decode()
+                await node.store("run.peers", me.peer_id, true, expires_at, 5.0)
+                for key, subkey, value, until in (
+                    ("run.peers", other.peer_id, true, expires_at),  # Under another's id.
+                    ("other.peers", me.peer_id, true, expires_at),  # For another run.
+                    ("anything", "x", "y", expires_at),  # Storage for strangers.
+                    ("run.peers", me.peer_id, true.replace(":4100", ":4101"), expires_at),  # Altered.
+                    ("run.peers", me.peer_id, true, expires_at + 600),  # Made to last.
+                    ("run.peers", me.peer_id, announce(me, sent_at=now, lifetime_s=4000.0).decode(), now + 4000),
+                ):
+                    with pytest.raises(DiscoveryError, match="no DHT node took the record"):
+                        await node.store(key, subkey, value, until, 5.0)
+                for process in (node, seed):
+                    records, skipped = await process.get("run.peers", 5.0)
+                    assert [(record.subkey, record.value) for record in records] == [(me.peer_id, true)]
+                    assert skipped == 0
+                assert await seed.get("other.peers", 5.0) == ((), 0)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_either_of_two_seeds_may_be_down(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with _process(identity_path=tmp_path / "b.id") as b:
+            [address_b] = (await b.status(5.0)).addresses
+            listen_b = (address_b.partition("/p2p/")[0],)
+            async with _process(address_b, identity_path=tmp_path / "a.id") as a:
+                [address_a] = (await a.status(5.0)).addresses
+                await _until_joined(a)
+                async with _discovery("one", address_a, address_b) as one:
+                    await _until_joined_all(a, b, 2)
+                    await a.close()  # Gone before the second node starts.
+                    async with _discovery("two", address_a, address_b) as two:
+                        await _until_known(one, "two")
+                        await _until_known(two, "one")
+                        await b.close()  # Now none is left, and those who know each other go on.
+                        await asyncio.sleep(1.0)
+                        await _until_known(one, "two")
+                        # One comes back, empty, at its old address: who knows only it finds the others.
+                        async with _process(identity_path=tmp_path / "b.id", listen=listen_b) as again:
+                            assert (await again.status(5.0)).addresses == (address_b,)
+                            async with _discovery("three", address_b) as three:
+                                await _until_known(three, "one", "two")
+                                await _until_known(one, "two", "three")
+                    await _until_known(one)
+
+    asyncio.run(scenario())
+
+
+async def _until_joined_all(first: DhtProcess, second: DhtProcess, num_neighbours: int) -> None:
+    for process in (first, second):
+        await _until_joined(process, num_neighbours)
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_is_started_again_and_leaves_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with _process() as process:
+            first = process.pid
+            assert first is not None
+            family = {first, *descendants(first)}
+            assert len(family) == 2  # It and the Go daemon.
+            os.kill(first, signal.SIGKILL)
+            await asyncio.to_thread(wait_until_gone, family)
+            with pytest.raises(DiscoveryError):
+                await process.get("run.peers", 1.0)
+            await process.wait_ready(_START_S)
+            assert process.pid != first
+            assert process.num_restarts == 1
+            assert await process.get("run.peers", 5.0) == ((), 0)
+            second = process.pid
+            assert second is not None
+            family = {second, *descendants(second)}
+            # One that hangs: three silences, and it is killed and started again.
+            os.kill(second, signal.SIGSTOP)
+            for _ in range(3):
+                with pytest.raises(DiscoveryError, match=r"within 0\.1 s"):
+                    await process.get("run.peers", 0.1)
+            await asyncio.to_thread(wait_until_gone, family)
+            await process.wait_ready(_START_S)
+
+    asyncio.run(scenario())
+
+
+_PARENT = """
+import asyncio, json, os, sys
+from trainer.discovery.dht_client import DhtProcess
+from trainer.discovery.dht_messages import DhtSettings
+
+async def main():
+    process = DhtProcess(DhtSettings(parent_pid=os.getpid(), listen=("/ip4/127.0.0.1/tcp/0",), map_port=False))
+    process.start()
+    await process.wait_ready(60)
+    if os.fork() == 0:  # Holds a copy of the pipe open.
+        import time
+        time.sleep(600)
+    print(json.dumps(process.pid), flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def test_no_orphans_when_the_parent_is_killed() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", _PARENT], cwd=_ROOT, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    family: set[int] = set()
+    try:
+        dht = json.loads(parent.stdout.readline())
+        family = {dht, *descendants(dht)}
+        assert len(family) == 2
+        others = descendants(parent.pid) - family
+        parent.kill()
+        parent.wait(10)
+        wait_until_gone(family)
+        assert others  # The fork that held the pipe was alive meanwhile.
+    finally:
+        for pid in {parent.pid, *family, *descendants(parent.pid)} | (others if family else set()):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        parent.wait(10)
+        parent.stdout.close()
+
+
+def test_both_killed_at_once_leave_no_daemon() -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-m", "trainer.discovery.dht_process"],
+        cwd=_ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert parent.stdin is not None and parent.stdout is not None
+    try:
+        parent.stdin.write(_settings().model_dump_json().encode() + b"\n")
+        parent.stdin.flush()
+        assert json.loads(parent.stdout.readline())["id"] == 0
+        family = {parent.pid, *descendants(parent.pid)}
+        assert len(family) == 2
+        parent.kill()
+        parent.wait(10)
+        wait_until_gone(family)
+    finally:
+        parent.kill()
+        parent.wait(10)
+        parent.stdin.close()
+        parent.stdout.close()
+
+
+def test_it_does_not_start_where_a_port_is_taken_and_says_so() -> None:
+    """The Go daemon would share the port, and answer every other connection."""
+
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            process = DhtProcess(_settings(listen=(f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}",)))
+            process.start()
+            try:
+                with pytest.raises(DiscoveryError, match=r"to be ready .*127\.0\.0\.1:\d+ is taken"):
+                    await process.wait_ready(_START_S, first_start_only=True)
+            finally:
+                await process.close()
+
+    asyncio.run(scenario())

@@ -1,0 +1,251 @@
+"""From one reachable address each node learns of all, and goes on knowing what is true."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from trainer.discovery.announcement import Announcement
+from trainer.discovery.config import DiscoveryConfig
+from trainer.discovery.exchange import EXCHANGE_METHOD, ExchangeReply, ExchangeRequest
+from trainer.discovery.static import StaticDiscovery
+from trainer.errors import RefusedError
+from trainer.rpc.config import RpcConfig
+from trainer.rpc.endpoint import Endpoint
+from trainer.rpc.identity import Identity
+from trainer.rpc.messages import Peer
+
+_QUICK = DiscoveryConfig(
+    poll_interval_s=0.1,
+    announce_interval_s=0.5,
+    announcement_lifetime_s=2.5,
+    max_retry_interval_s=0.5,
+    request_timeout_s=5.0,
+)
+_WITHIN_S = 20.0
+
+
+@dataclass
+class _Node:
+    endpoint: Endpoint
+    discovery: StaticDiscovery
+
+    async def knows(self) -> set[str]:
+        return {announcement.node_id for announcement in await self.discovery.peers()}
+
+
+@asynccontextmanager
+async def _node(
+    name: str, *addresses: str, identity: Identity | None = None, port: int = 0, run_id: str = "run", tls: bool = True
+) -> AsyncIterator[_Node]:
+    identity = identity or Identity.create()
+    endpoint = Endpoint(identity, run_id, RpcConfig(host="127.0.0.1", port=port, tls=tls, stop_grace_s=0.1))
+    await endpoint.start()
+    discovery = StaticDiscovery(endpoint, addresses, _QUICK)
+    try:
+        await discovery.start()
+        certificate = (endpoint.certificate or b"").decode()
+        await discovery.announce(
+            Announcement(
+                peer_id=identity.peer_id,
+                node_id=name,
+                run_id=run_id,
+                address=endpoint.address,
+                certificate_pem=certificate,
+            )
+        )
+        yield _Node(endpoint, discovery)
+    finally:
+        await discovery.close()
+        await endpoint.stop()
+
+
+async def _until(condition: Callable[[], object], what: str) -> None:
+    deadline = asyncio.get_running_loop().time() + _WITHIN_S
+    while True:
+        result = condition()
+        if await result if asyncio.iscoroutine(result) else result:
+            return
+        if asyncio.get_running_loop().time() > deadline:
+            raise AssertionError(f"not within {_WITHIN_S:g} s: {what}")
+        await asyncio.sleep(0.05)
+
+
+async def _until_known(node: _Node, *names: str) -> None:
+    async def is_so() -> bool:
+        return await node.knows() == set(names)
+
+    await _until(is_so, f"{names} known")
+
+
+@pytest.mark.parametrize("tls", [True, False])
+def test_one_address_is_enough_to_learn_of_all(tls: bool) -> None:
+    async def scenario() -> None:
+        # c knows b only; a hears of c, and c of a, through b.
+        async with (
+            _node("a", tls=tls) as a,
+            _node("b", a.endpoint.address, tls=tls) as b,
+            _node("c", b.endpoint.address, tls=tls) as c,
+        ):
+            await _until_known(a, "b", "c")
+            await _until_known(b, "a", "c")
+            await _until_known(c, "a", "b")
+            [found] = [said for said in await a.discovery.peers() if said.node_id == "c"]
+            assert found.peer() == c.endpoint.peer
+
+    asyncio.run(scenario())
+
+
+def test_news_travel() -> None:
+    async def scenario() -> None:
+        async with _node("a") as a, _node("b", a.endpoint.address) as b, _node("c", a.endpoint.address) as c:
+            await _until_known(c, "a", "b")
+            [own] = [said for said in await c.discovery.peers() if said.node_id == "b"]
+            await b.discovery.announce(own.model_copy(update={"outer_step": 7}))
+
+            async def heard() -> bool:
+                return any(said.outer_step == 7 for said in await c.discovery.peers())
+
+            await _until(heard, "c hears of b's step")
+
+    asyncio.run(scenario())
+
+
+def test_a_node_that_comes_back_elsewhere_is_found_again() -> None:
+    async def scenario() -> None:
+        identity = Identity.create()
+        async with _node("a") as a, _node("b", a.endpoint.address) as b:
+            async with _node("c", a.endpoint.address, identity=identity) as c:
+                await _until_known(b, "a", "c")
+                before = c.endpoint.peer
+            async with _node("c again", a.endpoint.address, identity=identity) as c:
+                await _until_known(b, "a", "c again")
+                [found] = [said for said in await b.discovery.peers() if said.peer_id == identity.peer_id]
+                assert found.peer() == c.endpoint.peer != before
+                await _until_known(c, "a", "b")
+
+    asyncio.run(scenario())
+
+
+def test_the_listed_node_comes_back_at_its_address_with_another_certificate() -> None:
+    async def scenario() -> None:
+        identity = Identity.create()
+        async with _node("a", identity=identity) as a:
+            port = int(a.endpoint.address.rpartition(":")[2])
+            async with _node("b", a.endpoint.address) as b:
+                await _until_known(b, "a")
+                await a.discovery.close()
+                await a.endpoint.stop()
+                async with _node("a again", identity=identity, port=port) as again:
+                    await _until_known(b, "a again")
+                    await _until_known(again, "b")
+
+    asyncio.run(scenario())
+
+
+def test_addresses_may_be_dead_for_a_while_and_include_the_own() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        free = probe.getsockname()[1]
+
+    async def scenario() -> None:
+        async with _node("b", f"127.0.0.1:{free}", "127.0.0.1:9") as b:
+            await asyncio.sleep(0.5)
+            assert await b.knows() == set()
+            listed = f"127.0.0.1:{free}"
+            async with _node("a", listed, b.endpoint.address, port=free) as a:
+                await _until_known(b, "a")
+                await _until_known(a, "b")
+
+    asyncio.run(scenario())
+
+
+def test_a_node_that_is_gone_is_forgotten() -> None:
+    async def scenario() -> None:
+        async with _node("a") as a:
+            async with _node("b", a.endpoint.address):
+                await _until_known(a, "b")
+            await _until_known(a)
+
+    asyncio.run(scenario())
+
+
+def test_another_run_is_not_heard() -> None:
+    async def scenario() -> None:
+        async with _node("a") as a, _node("b", a.endpoint.address, run_id="other") as b:
+            async with _node("c", a.endpoint.address):
+                await _until_known(a, "c")
+            assert await b.knows() == set()
+            assert a.endpoint.counters.refused["run"] > 0
+
+    asyncio.run(scenario())
+
+
+def test_lies_are_dropped_and_counted(announce: Callable[..., bytes]) -> None:
+    async def scenario() -> None:
+        async with _node("a") as a:
+            liar = Endpoint(Identity.create(), "run", RpcConfig(host="127.0.0.1", stop_grace_s=0.1))
+            victim = Identity.create()
+            records = [
+                announce(victim),  # True, but not the liar's to say as its own.
+                announce(liar.identity).replace(b":4100", b":4101"),
+                b"junk",
+                announce(liar.identity, lifetime_s=4000.0),
+                announce(liar.identity, run_id="other"),
+            ]
+            try:
+                await liar.start()
+                for record in records:
+                    body = ExchangeRequest(own_bytes=len(record))
+                    await liar.call(a.endpoint.peer, EXCHANGE_METHOD, body, ExchangeReply, payload=record, timeout_s=5)
+                assert await a.knows() == set()
+                assert a.discovery.refused == {"subkey": 1, "signature": 1, "malformed": 1, "lifetime": 1, "run": 1}
+                with pytest.raises(RefusedError, match="expected a record of 5 bytes"):
+                    await liar.call(
+                        a.endpoint.peer,
+                        EXCHANGE_METHOD,
+                        ExchangeRequest(own_bytes=5),
+                        ExchangeReply,
+                        payload=b"x",
+                        timeout_s=5,
+                    )
+            finally:
+                await liar.stop()
+
+    asyncio.run(scenario())
+
+
+def test_an_announcement_nobody_can_use_harms_nobody(announce: Callable[..., bytes]) -> None:
+    async def scenario() -> None:
+        async with _node("a") as a:
+            odd = [
+                announce(Identity.create(), address="127.0.0.1:9", certificate_pem="no certificate", node_id="x"),
+                announce(Identity.create(), address="no.such.host.invalid:1", node_id="y"),
+                announce(Identity.create(), address=a.endpoint.address, node_id="z"),
+            ]
+            for record in odd:
+                assert a.discovery._table.offer(record) is not None
+            await asyncio.sleep(0.5)
+            async with _node("b", a.endpoint.address) as b:
+                await _until_known(b, "a", "x", "y", "z")
+                await _until_known(a, "b", "x", "y", "z")
+
+    asyncio.run(scenario())
+
+
+def test_peers_are_addressed_by_who_they_are(announce: Callable[..., bytes]) -> None:
+    """A record with a wrong address leads to a refusal there, not to a mix-up."""
+
+    async def scenario() -> None:
+        async with _node("a") as a, _node("b", a.endpoint.address) as b:
+            await _until_known(b, "a")
+            wrong = Peer(Identity.create().peer_id, a.endpoint.address, a.endpoint.certificate)
+            with pytest.raises(RefusedError):
+                await b.endpoint.call(wrong, EXCHANGE_METHOD, ExchangeRequest(own_bytes=0), ExchangeReply, timeout_s=5)
+
+    asyncio.run(scenario())
