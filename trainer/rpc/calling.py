@@ -121,7 +121,8 @@ class Calling:
             if not deadline.expired():
                 raise
             raise PeerUnavailableError(
-                f"{peer_name(peer.peer_id, peer.address)}: expected an answer to {method!r} within {timeout_s:g} s, found none"
+                f"{peer_name(peer.peer_id, peer.address)}: expected an answer to {method!r} within {timeout_s:g} s, "
+                "found none"
             ) from None
 
     @asynccontextmanager

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from trainer.errors import TrainerUsageError
 
-__all__ = ["MAX_HEAD_BYTES", "MAX_PAYLOAD_BYTES", "RpcConfig", "split_address"]
+__all__ = ["MAX_HEAD_BYTES", "MAX_PAYLOAD_BYTES", "RpcConfig", "has_port", "split_address"]
 
 MAX_PAYLOAD_BYTES = 1 << 20
 MAX_HEAD_BYTES = 1 << 16
@@ -103,6 +103,11 @@ class RpcConfig:
         """
         if not 0 <= self.port <= 65535:
             raise TrainerUsageError(f"rpc.port: expected 0 to 65535, found {self.port}")
+        if has_port(self.public_address):
+            try:
+                split_address(self.public_address)
+            except TrainerUsageError as error:
+                raise TrainerUsageError(f"rpc.public_address: {error}") from None
         for name in _POSITIVE_SECONDS:
             value: float = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
@@ -121,6 +126,11 @@ class RpcConfig:
         for peer_id in self.allowed_peers:
             if not _PEER_ID.fullmatch(peer_id):
                 raise TrainerUsageError(f"rpc.allowed_peers: expected 64 hexadecimal digits, found {peer_id!r}")
+
+
+def has_port(address: str) -> bool:
+    """Whether there is a port after the host, which may be an IPv6 one in brackets."""
+    return ":" in address.rpartition("]")[2]
 
 
 def split_address(address: str) -> tuple[str, int]:

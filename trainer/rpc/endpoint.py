@@ -27,7 +27,7 @@ from typing_extensions import Buffer
 from trainer.errors import TrainerUsageError
 from trainer.rpc.calling import Calling
 from trainer.rpc.certificates import certificate_digest, make_certificate
-from trainer.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig
+from trainer.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig, has_port
 from trainer.rpc.counters import Counters
 from trainer.rpc.identity import Identity
 from trainer.rpc.limits import ByteBudget
@@ -96,7 +96,7 @@ class Endpoint:
     def address(self) -> str:
         """``host:port`` under which others reach this node; known after `start`."""
         public = self._config.public_address
-        if public and ":" in public.rpartition("]")[2]:
+        if has_port(public):
             return public
         host = public or _reachable_host(self._config.host)
         return f"[{host}]:{self._port}" if ":" in host and not host.startswith("[") else f"{host}:{self._port}"

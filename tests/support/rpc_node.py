@@ -1,0 +1,152 @@
+"""A node that only answers, as a process of its own that tests can stop, continue and kill; and what it answers.
+
+Run as ``python -m tests.support.rpc_node``: reads its settings as one JSON line, prints where it is reached, and ends
+with its standard input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from trainer.rpc import Endpoint, Identity, Message, Peer, Reply, Request, RpcConfig, Stream, load_or_create_identity
+
+RUN_ID = "test-run"
+FAST = {"host": "127.0.0.1", "heartbeat_s": 0.1, "stall_timeout_s": 1.0, "stop_grace_s": 0.2}
+"""Times short enough for tests: a heartbeat may be 0.9 s late before a peer is given up."""
+
+
+class Question(Message):
+    """What tests ask."""
+
+    text: str = ""
+    numbers: tuple[int, ...] = ()
+    sleep_s: float = 0.0
+
+
+class Answer(Message):
+    """What they get."""
+
+    text: str = ""
+    cancelled: int = 0
+
+
+def fast_config(**options: object) -> RpcConfig:
+    """Plain unless ``tls=True`` is given."""
+    return RpcConfig(**{**FAST, "tls": False, **options})  # type: ignore[arg-type]
+
+
+def register_test_methods(endpoint: Endpoint) -> None:
+    """``echo``, ``cancelled`` (how many echoes were cancelled), ``mirror`` (frames back), ``pour`` (numbered frames
+    until told otherwise), ``deaf`` (a stream that reads nothing)."""
+    cancelled = 0
+
+    async def echo(request: Request[Question]) -> Reply[Answer]:
+        nonlocal cancelled
+        try:
+            await asyncio.sleep(request.body.sleep_s)
+        except asyncio.CancelledError:
+            cancelled += 1
+            raise
+        return Reply(Answer(text=request.body.text), request.payload)
+
+    async def count(_request: Request[Question]) -> Reply[Answer]:
+        return Reply(Answer(cancelled=cancelled))
+
+    async def mirror(_request: Request[Question], stream: Stream) -> None:
+        while (frame := await stream.receive()) is not None:
+            await stream.send(frame.index, frame.payload)
+
+    async def pour(_request: Request[Question], stream: Stream) -> None:
+        for index in range(10**6):
+            await stream.send(index, bytes(1 << 20))
+
+    async def deaf(request: Request[Question], _stream: Stream) -> None:
+        await asyncio.sleep(request.body.sleep_s)
+
+    endpoint.register("test/echo", Question, echo, any_recipient=True)
+    endpoint.register("test/cancelled", Question, count)
+    endpoint.register_stream("test/mirror", Question, mirror)
+    endpoint.register_stream("test/pour", Question, pour)
+    endpoint.register_stream("test/deaf", Question, deaf)
+
+
+@dataclass
+class RpcNode:
+    """A running one."""
+
+    process: subprocess.Popen[str]
+    peer: Peer
+
+    def stop(self) -> None:
+        """As a machine that hangs: connections stay open, nothing is said."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Undoes `stop`."""
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """As a machine that dies."""
+        self.process.kill()
+        self.process.wait()
+
+    def resident_bytes(self) -> int:
+        """Its memory now."""
+        with open(f"/proc/{self.process.pid}/statm", encoding="ascii") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextmanager
+def rpc_node(*, identity_path: str = "", **options: object) -> Iterator[RpcNode]:
+    """Starts a node in another process, and kills it at the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.rpc_node"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        settings = {"identity_path": identity_path, "options": {**FAST, "tls": False, **options}}
+        process.stdin.write(json.dumps(settings) + "\n")
+        process.stdin.flush()
+        said = json.loads(process.stdout.readline())
+        certificate = said["certificate"]
+        yield RpcNode(process, Peer(said["peer_id"], said["address"], certificate.encode() if certificate else None))
+    finally:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+
+
+async def _serve(identity_path: str, options: dict[str, object]) -> None:
+    identity = load_or_create_identity(identity_path) if identity_path else Identity.create()
+    endpoint = Endpoint(identity, RUN_ID, RpcConfig(**options))  # type: ignore[arg-type]
+    register_test_methods(endpoint)
+    await endpoint.start()
+    certificate = endpoint.certificate.decode() if endpoint.certificate else ""
+    said = {"peer_id": endpoint.peer_id, "address": endpoint.address, "certificate": certificate}
+    sys.stdout.write(json.dumps(said) + "\n")
+    sys.stdout.flush()
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    await endpoint.stop()
+
+
+def main() -> None:
+    """The process."""
+    settings = json.loads(sys.stdin.readline())
+    asyncio.run(_serve(settings["identity_path"], settings["options"]))
+
+
+if __name__ == "__main__":
+    main()
