@@ -4,7 +4,8 @@ Per token, in fp32 (fp64 for fp64 inputs), summed over the tokens whose label is
 losses needs nothing the forward pass does not know, so each chunk of tokens makes its logits, its losses and both
 gradients at once and is forgotten: what waits for the backward pass is one gradient of the hidden states and one of the
 output matrix. Against ``F.cross_entropy(F.linear(...))`` on one CPU core, forward and backward: 2,048 tokens of 32,768
-logits and 128 dimensions 1.03 s instead of 1.30 s, 4,096 tokens of 2,048 logits 0.09 instead of 0.15.
+logits and 128 dimensions take 1.1 s instead of 1.4; a whole training step of `tiny` 0.87 (32,768 ids) to 0.97 (2,048
+ids) of the time.
 
 The trade-off: one more copy of the output matrix between the passes, and no second derivative.
 """
