@@ -56,11 +56,11 @@ class Asking:
         """Waits until all have acknowledged."""
         digest = agreement.fingerprint()
         if coordinator is None:
-            return await self._service.acknowledge(self._endpoint.peer_id, digest)
+            return await self._service.acknowledge(self._endpoint.peer_id, agreement.round_index, digest)
         reply = await self._endpoint.call(
             coordinator,
             "round/acknowledge",
-            Acknowledge(agreement=digest),
+            Acknowledge(round_index=agreement.round_index, agreement=digest),
             AcknowledgeReply,
             timeout_s=self._config.round_timeout_s,
             stall_timeout_s=self._config.stall_timeout_s,

@@ -168,12 +168,12 @@ class Gathering:
         joins = dict(self._joins)
         for attempt in range(len(joins) + 1):
             agreement = self._propose(joins, attempt)
+            if agreement is None:
+                break
             async with self._changed:
                 self._acknowledged.clear()
                 self.agreement = agreement
                 self._changed.notify_all()
-            if agreement is None:
-                return
             absent = await self._absent(agreement)
             if not absent:
                 async with self._changed:
@@ -182,6 +182,17 @@ class Gathering:
                 return
             logger.info("round %d: %d members did not acknowledge", self.round_index, len(absent))
             joins = {peer_id: join for peer_id, join in joins.items() if peer_id not in absent}
+            if not joins:
+                break
+        await self._fail()
+
+    async def _fail(self) -> None:
+        async with self._changed:
+            self.agreement = None
+            self._failure = RefusedError(
+                "few", f"round {self.round_index}: expected {self._rules.min_members} members or more, found too few"
+            )
+            self._changed.notify_all()
 
     def _propose(self, joins: dict[str, JoinRequest], attempt: int) -> Agreement | None:
         """The agreement of those who hold the state most hold; the others' refusals are kept for them."""
@@ -194,10 +205,6 @@ class Gathering:
                 f"found {joins[peer_id].state_digest[:12]}; fetch theirs",
             )
         if len(members) < self._rules.min_members:
-            self._failure = RefusedError(
-                "few",
-                f"round {self.round_index}: expected {self._rules.min_members} members or more, found {len(members)}",
-            )
             return None
         return make_agreement(self.round_index, attempt, members, self._rules)
 

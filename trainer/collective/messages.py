@@ -127,6 +127,7 @@ class Agreement(_Message):
 class Acknowledge(_Message):
     """A member has read an agreement and found itself in it."""
 
+    round_index: Count
     agreement: Digest
 
 

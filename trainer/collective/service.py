@@ -135,13 +135,12 @@ class RoundService:
             gathering = self._open_gathering(request.round_index)
         return await gathering.join(peer_id, request)
 
-    async def acknowledge(self, peer_id: str, agreement_digest: str) -> Agreement | None:
+    async def acknowledge(self, peer_id: str, round_index: int, agreement_digest: str) -> Agreement | None:
         """A member has read the agreement; see `Gathering.acknowledge`."""
-        for gathering in self._gatherings.values():
-            agreement = gathering.agreement
-            if agreement is not None and (agreement.fingerprint() == agreement_digest or peer_id in agreement.peer_ids):
-                return await gathering.acknowledge(peer_id, agreement_digest)
-        raise RefusedError("unknown", "no such agreement here; join again")
+        gathering = self._gatherings.get(round_index)
+        if gathering is None:
+            raise RefusedError("unknown", "no such agreement here; join again")
+        return await gathering.acknowledge(peer_id, agreement_digest)
 
     async def vote(self, peer_id: str, vote: Vote, sums: Moments | None) -> Decision:
         """A member's vote, to this node as the coordinator or the one that has taken over."""
@@ -221,7 +220,11 @@ class RoundService:
         return Reply(await self.join(request.sender, request.body))
 
     async def _on_acknowledge(self, request: Request[Acknowledge]) -> Reply[AcknowledgeReply]:
-        return Reply(AcknowledgeReply(agreement=await self.acknowledge(request.sender, request.body.agreement)))
+        return Reply(
+            AcknowledgeReply(
+                agreement=await self.acknowledge(request.sender, request.body.round_index, request.body.agreement)
+            )
+        )
 
     async def _on_moments(self, request: Request[MomentsOpen]) -> Reply[MomentsReply]:
         sums = await self.consult(request.sender, request.body.agreement, request.payload)
