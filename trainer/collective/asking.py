@@ -91,7 +91,7 @@ class Asking:
                 pieces = await self._moments_at(
                     member.peer_id, member.address, member.certificate, agreement, task, sums
                 )
-                return [Moments.from_bytes(piece) for piece in pieces]
+                return [Moments.from_bytes(piece, len(agreement.members)) for piece in pieces]
             except (RpcError, CodecError, ValueError) as error:
                 logger.info("round %d: no sums from %s: %s", agreement.round_index, member.peer_id[:8], error)
         return [sums]

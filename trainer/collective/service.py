@@ -235,7 +235,8 @@ class RoundService:
         sums: Moments | None = None
         if request.payload:
             try:
-                sums = Moments.from_bytes(request.payload)
+                members = len(self._known(request.body.plan.agreement).agreement.members)
+                sums = Moments.from_bytes(request.payload, members)
             except CodecError as error:
                 raise RefusedError("malformed", f"the sums of a vote: {error}") from error
         return Reply(await self.vote(request.sender, request.body, sums))

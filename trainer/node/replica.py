@@ -55,8 +55,12 @@ class Replica:
         self._collective = collective
         self._batches = batches
         self._on_loss = on_loss
-        self.model: Transformer = build_model(model_config, config.seed, device=device)
+        self.model = self._build(model_config)
         self._assemble()
+
+    def _build(self, model_config: ModelConfig) -> Transformer:
+        checkpointing = self.config.inner.activation_checkpointing
+        return build_model(model_config, self.config.seed, device=self.device, activation_checkpointing=checkpointing)
 
     def _assemble(self) -> None:
         config = self.config
@@ -85,7 +89,7 @@ class Replica:
             return
         if shared.vocab_rows != self.vocab_rows:
             model_config = replace(self.model.config, vocab_size=shared.vocab_rows)
-            self.model = build_model(model_config, self.config.seed, device=self.device)
+            self.model = self._build(model_config)
             self._assemble()
         self.diloco.adopt(shared)
         self.inner.set_step(shared.num_inner_steps)

@@ -36,7 +36,7 @@ def resolve(
         vocab_rows: rows for the store's vocabulary, for a model that begins anew.
         device_type: ``cpu``, ``cuda`` or ``mps``.
     """
-    memory_bytes = config.model.memory_bytes or available_memory_bytes()
+    memory_bytes = config.model.memory_bytes or available_memory_bytes(device_type)
     if saved is not None:
         shape = ModelConfig.from_dict(dict(saved.architecture))
     elif config.model.preset != "auto":
@@ -51,7 +51,9 @@ def resolve(
             f"{inner.seq_len}"
         )
     if not inner.micro_batch_size:
-        rows = _saved_rows(saved) or batch_size_for(memory_bytes, shape, inner.seq_len)
+        rows = _saved_rows(saved) or batch_size_for(
+            memory_bytes, shape, inner.seq_len, activation_checkpointing=inner.activation_checkpointing
+        )
         inner = replace(inner, micro_batch_size=rows)
     return replace(config, inner=inner), shape
 
