@@ -24,8 +24,8 @@ LossTrend = Literal["improving", "stable", "degrading", "unknown"]
 FIRST_LOSSES = 50
 """The beginning, which training has to better."""
 _RECENT_LOSSES = 2_000
-_HALVES = (40, 200, 1_000)
-"""Windows compared with the one before, shortest first: the latest change that can be told from noise decides."""
+_SHORTEST = 40
+"""Losses in the shortest window that is compared with the one before it."""
 _NUM_BLOCKS = 8
 _STANDARD_ERRORS = 4.5
 """How far a difference must stand out; independent noise does so less than once in a thousand comparisons, noise of
@@ -38,17 +38,23 @@ _EMA_WEIGHT = 0.02
 
 
 def loss_trend(losses: Sequence[float]) -> LossTrend:
-    """Which way the losses go, the latest last; ``unknown`` while there are fewer than 80."""
+    """Which way the losses go, the latest last; ``unknown`` while there are fewer than 80.
+
+    Windows of 40, 80, 160 ... losses are compared with as many before them, up to half of all there are: the shortest
+    that shows a change decides.
+    """
     values = np.asarray(losses, dtype=np.float64)
-    if len(values) < 2 * _HALVES[0]:
+    longest = len(values) // 2
+    half = _SHORTEST
+    if longest < half:
         return "unknown"
-    for half in _HALVES:
-        if len(values) < 2 * half:
-            break
+    while True:
         change = difference(values[-2 * half : -half], values[-half:])
         if change:
             return "improving" if change < 0 else "degrading"
-    return "stable"
+        if half == longest:
+            return "stable"
+        half = min(2 * half, longest)
 
 
 def has_fallen(first: Sequence[float], latest: Sequence[float]) -> bool:
@@ -73,7 +79,8 @@ def difference(before: NDArray[np.float64], after: NDArray[np.float64]) -> float
 
 
 def _medians(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.array([np.median(block) for block in np.array_split(values, _NUM_BLOCKS)])
+    size = len(values) // _NUM_BLOCKS  # What does not divide is left out at the beginning.
+    return np.asarray(np.median(values[-_NUM_BLOCKS * size :].reshape(_NUM_BLOCKS, size), axis=1))
 
 
 class LossHistory:
