@@ -13,6 +13,7 @@ TrainerError
 │   └── RefusedError               it answered no, and said why
 ├── IncompatiblePeerError      the others train another architecture, vocabulary or protocol
 ├── RoundFailedError           a round ended without a result; training goes on from where it was
+│   └── StateBehindError           the others hold another state: theirs has to be fetched first
 ├── StateTransferError         no donor gave the whole state
 └── DiscoveryError             peers cannot be looked up
 """
@@ -32,6 +33,7 @@ __all__ = [
     "RefusedError",
     "RoundFailedError",
     "RpcError",
+    "StateBehindError",
     "StateTransferError",
     "TrainerError",
     "TrainerUsageError",
@@ -97,6 +99,10 @@ class IncompatiblePeerError(TrainerError):
 
 class RoundFailedError(TrainerError):
     """A round ended without a result; nothing was applied, and training goes on from where it was."""
+
+
+class StateBehindError(RoundFailedError):
+    """The other members hold another state than this node; it has to fetch theirs before it can take part."""
 
 
 class StateTransferError(TrainerError):
