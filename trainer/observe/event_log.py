@@ -1,6 +1,6 @@
 """The log of a node: steps, rounds and whatever else happens, a JSON line each.
 
-Guarantees: whoever logs hands an event to a queue (0.6 µs) and never waits for the disk; a line is whole or not there,
+Guarantees: whoever logs hands an event to a queue (4 µs) and never waits for the disk; a line is whole or not there,
 but for the last one after a kill, which `start` cuts off and readers pass over; a full disk costs events, which are
 counted and reported once there is room again, and never the run. The trade-off: a thread writes the lines some 10 ms
 behind, and the oldest file goes when there are more than ``max_files``: 8 of 64 MiB hold about 2.5 million steps.

@@ -1,6 +1,7 @@
 """What the rest of a node tells this room, in one place: each fact goes to the tracker, the metrics and the log.
 
-A step costs the training thread some 10 µs in all.
+A step costs the training thread 11 µs in all where nothing else runs between two of them, and 30 to 35 µs between real
+steps, which leave the processor's caches full of other things.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class TrainingTracker:
         self._digests = DigestMemory()
 
     def add_step(self, step: StepFacts) -> None:
-        """An inner step is done: 2 µs."""
+        """An inner step is done: 1 µs."""
         now = self._clock()
         with self._lock:
             self._losses.add(step.loss)

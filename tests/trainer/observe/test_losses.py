@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.observe.losses import LossHistory, has_fallen, loss_trend
@@ -77,6 +77,7 @@ def test_having_fallen_needs_more_than_noise():
     assert sum(same) <= 2
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), max_size=200))
 def test_the_average_is_finite_and_within_the_losses(losses):
     history = LossHistory()

@@ -7,7 +7,7 @@ from enum import IntEnum
 from pathlib import Path
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manifests import canonical_json
@@ -22,6 +22,7 @@ JSON = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(fields=st.dictionaries(st.text().filter(lambda name: name not in ("time", "node", "kind")), JSON))
 def test_any_value_is_one_canonical_line(fields):
     line = event_line(1_790_000_000.1239, "gpu-7", "odd", fields)

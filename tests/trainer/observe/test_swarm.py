@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.observing import Announced
@@ -89,6 +89,7 @@ def test_the_average_is_the_mean_of_honest_losses():
     assert average_loss([2.0], None) == 2.0
 
 
+@settings(deadline=None)
 @given(
     honest=st.lists(st.floats(2.5, 3.5), min_size=2, max_size=15),
     lie=st.floats(0.0, 100.0),
@@ -107,6 +108,7 @@ def test_a_single_other_node_that_lies_is_held_near_the_own_loss():
     assert average_loss([3.0, 0.0], 3.0) == pytest.approx(2.625)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0.0, 100.0), min_size=1, max_size=20))
 def test_the_average_lies_within_the_losses(losses):
     assert min(losses) - 1e-9 <= average_loss(losses, losses[0]) <= max(losses) + 1e-9
