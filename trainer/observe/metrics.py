@@ -1,8 +1,8 @@
 """A node's figures for Prometheus: docs/observing.md lists the names, which carry their units.
 
-The registry belongs to the node, not to the process. A step costs the training thread 4 µs (17 with cold caches); what the tracker, the
-RPC endpoint and the log count anyway is read when a page is asked for (2 ms). Labels that other nodes can influence
-(reasons) take at most 32 values of 32 letters, and ``other``, so that no peer can add series without end.
+The registry belongs to the node, not to the process. A step costs the training thread 4 µs (17 with cold caches); what
+the tracker, the RPC endpoint and the log count anyway is read when a page is asked for (2 ms). Labels that other nodes
+can influence (reasons) take at most 32 values of 32 letters, and ``other``, so that no peer can add series without end.
 """
 
 from __future__ import annotations
