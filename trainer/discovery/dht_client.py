@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import time
 from asyncio.subprocess import Process
 
@@ -40,6 +41,7 @@ _STOP_TIMEOUT_S = 8.0
 _GRACE_S = 1.0
 """What a request's answer may come later than its deadline, which the process keeps too."""
 _MAX_SILENT = 3
+_MAX_FOLDER_CHARS = 60
 _MAX_PENDING = 256
 _FIRST_PAUSE_S, _LAST_PAUSE_S, _STEADY_S = 1.0, 60.0, 60.0
 
@@ -69,7 +71,10 @@ class DhtProcess:
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
-        """Starts it in the background; it is ready some seconds later."""
+        """Starts it in the background; it is ready some seconds later.
+
+        It ends with the thread in which this loop runs, so that must be one that lives as long as the node.
+        """
         if self._supervising is None:
             self._supervising = asyncio.create_task(self._supervise())
 
@@ -175,13 +180,21 @@ class DhtProcess:
                 await self._run_once()
             except OSError as error:
                 logger.error("the DHT process cannot be started: %s", error)
-            pause_s = _FIRST_PAUSE_S if time.monotonic() - began > _STEADY_S else min(2 * pause_s, _LAST_PAUSE_S)
+            if time.monotonic() - began > _STEADY_S:
+                pause_s = _FIRST_PAUSE_S
             self.num_restarts += 1
             logger.warning("the DHT process ended; started again in %.0f s", pause_s)
             await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
     async def _run_once(self) -> None:
         """One life of the process, from start to end."""
+        # A daemon that is killed leaves its sockets behind; removed with the folder. Their paths must be short.
+        base = "/tmp" if len(tempfile.gettempdir()) > _MAX_FOLDER_CHARS else None
+        with tempfile.TemporaryDirectory(prefix="genesis-dht-", dir=base, ignore_cleanup_errors=True) as folder:
+            await self._run_in(folder)
+
+    async def _run_in(self, socket_folder: str) -> None:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -196,7 +209,7 @@ class DhtProcess:
         self._num_silent = 0
         logging_task = asyncio.create_task(self._forward_log(process))
         try:
-            await self._converse(process)
+            await self._converse(process, socket_folder)
         finally:
             self._ready.clear()
             self._process = None
@@ -206,11 +219,11 @@ class DhtProcess:
             self._ended.set()
             self._fail_pending()
 
-    async def _converse(self, process: Process) -> None:
+    async def _converse(self, process: Process, socket_folder: str) -> None:
         stdin, stdout = process.stdin, process.stdout
         if stdin is None or stdout is None:
             raise OSError("the DHT process has no pipes")
-        settings = self._settings.model_copy(update={"parent_pid": os.getpid()})
+        settings = self._settings.model_copy(update={"parent_pid": os.getpid(), "socket_folder": socket_folder})
         stdin.write(settings.model_dump_json().encode() + b"\n")
         try:
             line = await asyncio.wait_for(stdout.readline(), _START_TIMEOUT_S)

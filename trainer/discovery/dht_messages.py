@@ -48,6 +48,8 @@ class DhtSettings(Message):
     """Addresses to give out instead of those listened on."""
     identity_path: str | None = None
     """File of the libp2p key, made if it is not there; None takes a new key each time."""
+    socket_folder: str = ""
+    """Folder for the daemon's sockets, which the process removes at its end; empty: hivemind's choice, /tmp."""
     client_mode: bool = False
     map_port: bool = True
     """Whether to ask the router (UPnP) for a way in."""

@@ -126,6 +126,8 @@ class AnnouncementNode:
             _check_port_is_free(Multiaddr(address))
         if settings.identity_path is not None:
             _make_identity(Path(settings.identity_path))
+        if settings.socket_folder:
+            P2P._UNIX_SOCKET_PREFIX = f"/unix{settings.socket_folder}/"
         with _daemon_dies_with_us():
             node = await DHTNode.create(
                 host_maddrs=list(settings.listen),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import signal
 import sys
 from asyncio import StreamReader, StreamReaderProtocol
@@ -119,6 +120,8 @@ async def _run(replies: _Replies) -> None:
         logger.info("told to end")
     finally:
         watching.cancel()
+        if settings.socket_folder:
+            shutil.rmtree(settings.socket_folder, ignore_errors=True)
 
 
 async def _serve(settings: DhtSettings, requests: StreamReader, replies: _Replies) -> None:

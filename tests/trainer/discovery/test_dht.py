@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -156,7 +158,7 @@ async def _until_joined_all(first: DhtProcess, second: DhtProcess, num_neighbour
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_is_started_again_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_process_that_is_killed_is_started_again_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with _process() as process:
             first = process.pid
@@ -182,7 +184,10 @@ def test_a_process_that_is_killed_is_started_again_and_leaves_nothing(tmp_path: 
             await asyncio.to_thread(wait_until_gone, family)
             await process.wait_ready(_START_S)
 
-    asyncio.run(scenario())
+    with tempfile.TemporaryDirectory(prefix="g-", dir="/tmp") as folder:  # Short enough for sockets.
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        asyncio.run(scenario())
+        assert list(Path(folder).iterdir()) == []
 
 
 _PARENT = """
@@ -205,29 +210,42 @@ asyncio.run(main())
 
 
 def test_no_orphans_when_the_parent_is_killed() -> None:
-    parent = subprocess.Popen([sys.executable, "-c", _PARENT], cwd=_ROOT, stdout=subprocess.PIPE, text=True)
+    tmp_path = Path(tempfile.mkdtemp(prefix="g-", dir="/tmp"))  # Short enough for sockets.
+    parent = subprocess.Popen(
+        [sys.executable, "-c", _PARENT],
+        cwd=_ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
     assert parent.stdout is not None
     family: set[int] = set()
+    others: set[int] = set()
     try:
         dht = json.loads(parent.stdout.readline())
         family = {dht, *descendants(dht)}
         assert len(family) == 2
+        assert list(tmp_path.iterdir())
         others = descendants(parent.pid) - family
         parent.kill()
         parent.wait(10)
         wait_until_gone(family)
+        assert list(tmp_path.iterdir()) == []
         assert others  # The fork that held the pipe was alive meanwhile.
     finally:
-        for pid in {parent.pid, *family, *descendants(parent.pid)} | (others if family else set()):
+        for pid in {parent.pid, *family, *descendants(parent.pid)} | others:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
         parent.wait(10)
         parent.stdout.close()
+        shutil.rmtree(tmp_path)
 
 
 def test_both_killed_at_once_leave_no_daemon() -> None:
+    folder = tempfile.mkdtemp(prefix="g-", dir="/tmp")
+    settings = _settings().model_copy(update={"socket_folder": folder})
     parent = subprocess.Popen(
         [sys.executable, "-m", "trainer.discovery.dht_process"],
         cwd=_ROOT,
@@ -237,7 +255,7 @@ def test_both_killed_at_once_leave_no_daemon() -> None:
     )
     assert parent.stdin is not None and parent.stdout is not None
     try:
-        parent.stdin.write(_settings().model_dump_json().encode() + b"\n")
+        parent.stdin.write(settings.model_dump_json().encode() + b"\n")
         parent.stdin.flush()
         assert json.loads(parent.stdout.readline())["id"] == 0
         family = {parent.pid, *descendants(parent.pid)}
@@ -250,6 +268,7 @@ def test_both_killed_at_once_leave_no_daemon() -> None:
         parent.wait(10)
         parent.stdin.close()
         parent.stdout.close()
+        shutil.rmtree(folder)
 
 
 def test_it_does_not_start_where_a_port_is_taken_and_says_so() -> None:

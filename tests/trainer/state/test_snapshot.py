@@ -194,3 +194,11 @@ def test_one_bad_value_is_found_anywhere(bad: float) -> None:
     assert not all_finite(tensor)
     assert not all_finite(tensor.to(torch.bfloat16).reshape(-1, 1))
     assert all_finite(torch.ones(3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_large_values_are_finite_though_their_sum_is_not(dtype: torch.dtype) -> None:
+    tensor = torch.full((1000,), torch.finfo(dtype).max, dtype=dtype)
+    assert all_finite(tensor)
+    tensor[500] = float("inf")
+    assert not all_finite(tensor)
