@@ -16,7 +16,7 @@ from trainer.collective.arithmetic import Arithmetic
 from trainer.collective.messages import ExchangeOpen, Plan, Task
 from trainer.collective.reduction import Reduction
 from trainer.collective.results import HeldResults, TaskResult
-from trainer.errors import CodecError, RpcError
+from trainer.errors import CodecError, PeerUnavailableError, RpcError
 from trainer.rpc import Endpoint, Peer, Stream
 
 __all__ = ["EXCHANGE", "Exchange", "PassOutcome"]
@@ -93,6 +93,9 @@ class Exchange:
             async with asyncio.timeout(self._timeout_s):
                 await self._trade_parts(task, result)
         except (RpcError, CodecError, TimeoutError) as error:
+            if isinstance(error, PeerUnavailableError):
+                for reduction in self._reductions.values():
+                    await reduction.lose(task.reducer, str(error)[:200])
             outcome.failed[task.reducer] = str(error)[:200] or type(error).__name__
             logger.info("round: reducer %s did not deliver: %s", task.reducer[:8], outcome.failed[task.reducer])
 

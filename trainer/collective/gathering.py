@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from trainer.collective.messages import Agreement, JoinRequest, Member
+from trainer.collective.messages import MAX_MEMBERS, Agreement, JoinRequest, Member
 from trainer.collective.planning import cut_values
 from trainer.errors import RefusedError
 from trainer.robust import cap_weights, contribution_weight
@@ -70,8 +70,11 @@ class Gathering:
         """Adds a node and waits for the agreement.
 
         Raises:
-            RefusedError: ``late``: there is an agreement already; ``state``: the others hold another state; ``few``.
+            RefusedError: ``late``: there is an agreement already; ``state``: the others hold another state; ``few``
+                or ``full``.
         """
+        if len(self._joins) >= MAX_MEMBERS and peer_id not in self._joins:
+            raise RefusedError("full", f"round {self.round_index} has {MAX_MEMBERS} members already; join the next one")
         if self.over:
             raise RefusedError("late", f"round {self.round_index} has begun without this node; join the next one")
         async with self._changed:

@@ -215,10 +215,10 @@ class RoundMember:
         """Whether asking somebody else is no use."""
         if error.reason == "behind":
             return not self._setting.directory.holds_most_held_state()
-        return error.reason in {"state", "late", "few"}
+        return error.reason in {"state", "late", "few", "full"}
 
     def _failure(self, error: RefusedError) -> RoundFailedError:
-        return RoundFailedError(str(error)) if error.reason == "few" else StateBehindError(str(error))
+        return RoundFailedError(str(error)) if error.reason in {"few", "full"} else StateBehindError(str(error))
 
     # -- carrying it out -----------------------------------------------------------------------------------------------
 

@@ -48,7 +48,8 @@ __all__ = [
     "Why",
 ]
 
-MAX_MEMBERS = 256
+MAX_MEMBERS = 64
+"""With certificates an agreement of so many is just within what a message takes."""
 
 PeerIdField = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]

@@ -26,6 +26,8 @@ from trainer.rpc import Endpoint
 __all__ = ["PeerCollective"]
 
 _SLACK_S = 30.0
+_LOOK_EVERY_S = 0.5
+_LEAVE_AFTER_S = 10.0
 
 
 class PeerCollective:
@@ -40,6 +42,7 @@ class PeerCollective:
         config: waiting and cutting.
         directory: who else is there.
         vocabulary_rows: the most rows of vocabulary this node could have now (asked before each round).
+        stopping: whether the node has been asked to stop; a round then has ten more seconds.
     """
 
     def __init__(
@@ -52,11 +55,13 @@ class PeerCollective:
         config: CollectiveConfig,
         directory: Directory,
         vocabulary_rows: Callable[[], int],
+        stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         self._codec = codec_named(config.compression)
         self._loop = loop
         self._config = config
         self._vocabulary_rows = vocabulary_rows
+        self._stopping = stopping
         self._service = RoundService(
             endpoint, run_id, terms, rule, config, self._codec.values_per_part(config.part_bytes), directory
         )
@@ -117,13 +122,29 @@ class PeerCollective:
         self._service.move_to(round_index)
         self.behind = False
         try:
-            result = await member.run()
+            result = await self._until_stopped(member)
         except StateBehindError:
             self._service.move_to(-1)
             self.behind = True
             raise
         self._service.move_to(round_index + 1)
         return result
+
+    async def _until_stopped(self, member: RoundMember) -> RoundResult:
+        """Goes through the round; left, after a while, if the node is to stop: that harms nobody else's."""
+        running = asyncio.create_task(member.run())
+        asked_at_s: float | None = None
+        try:
+            while not running.done():
+                await asyncio.wait({running}, timeout=_LOOK_EVERY_S)
+                if asked_at_s is None and self._stopping():
+                    asked_at_s = time.monotonic()
+                if asked_at_s is not None and time.monotonic() > asked_at_s + _LEAVE_AFTER_S and not running.done():
+                    raise RoundFailedError("left the round, since this node is to stop")
+            return running.result()
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
 
 
 def unsaid(vector: torch.Tensor, codec: Codec, part_values: int) -> torch.Tensor:

@@ -74,6 +74,8 @@ class Reduction:
         self._stall_timeout_s = stall_timeout_s
         self._deadline_s = deadline_s
         self._arrived: dict[int, dict[str, Payload]] = {}
+        self._attached: set[str] = set()
+        self._dropping: set[asyncio.Task[None]] = set()
         self._num_arrived = dict.fromkeys(members, 0)
         self._last_arrival_s = dict.fromkeys(members, time.monotonic())
         self._results: dict[int, bytes] = {}
@@ -104,14 +106,27 @@ class Reduction:
 
     async def serve(self, sender: str, stream: PartStream) -> None:
         """Takes a member's contributions and gives it the results, both at once, until it has all of them."""
+        self._attached.add(sender)
         receiving = asyncio.create_task(self._receive_from(sender, stream))
         try:
             for part in self.parts:
                 await stream.send(part, await self.result(part))
         finally:
             receiving.cancel()
+            if self._num_arrived[sender] < len(self.parts):
+                # A task of its own: this one is cancelled when the sender's connection breaks.
+                dropping = asyncio.create_task(
+                    self._drop(sender, "its connection broke before all of its parts had come")
+                )
+                self._dropping.add(dropping)
+                dropping.add_done_callback(self._dropping.discard)
             with suppress(asyncio.CancelledError):
                 await receiving
+
+    async def lose(self, sender: str, reason: str) -> None:
+        """A member was found to be gone: it is not waited for, unless it is sending."""
+        if sender not in self._attached:
+            await self._drop(sender, reason)
 
     async def result(self, part: int) -> bytes:
         """A part's result, once there is one.

@@ -53,6 +53,7 @@ class Network:
         on_peers: told all announcements now and then, in the loop's thread.
         on_state: told outer step and digest of each state once others can fetch it, in the loop's thread.
         max_state_bytes: no state larger than this is fetched.
+        stopping: whether the node has been asked to stop.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Network:
         on_peers: Callable[[tuple[Announcement, ...]], None],
         on_state: Callable[[int, str], None],
         max_state_bytes: int,
+        stopping: Callable[[], bool],
     ) -> None:
         self._max_state_bytes = max_state_bytes
         self._config = config
@@ -89,6 +91,7 @@ class Network:
             config.collective,
             self._book,
             vocabulary_rows,
+            stopping,
         )
 
     @property
@@ -229,6 +232,11 @@ class Network:
     async def _publish(self, shared: SharedState, before: concurrent.futures.Future[None] | None) -> None:
         if before is not None:
             await asyncio.wrap_future(before)
+        if not shared.outer_step and not shared.fragment:
+            # First weights have no vote, or two newcomers would outvote the one node that has trained.
+            self._book.own_state = (0, "")
+            await self._announce()
+            return
         try:
             descriptor = await asyncio.to_thread(
                 write_snapshot,

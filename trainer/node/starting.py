@@ -83,7 +83,7 @@ def _build(
     logger.info("%s\n%s", path, to_yaml(replace(config, checkpoint=replace(config.checkpoint, token=""))))
     dataset = open_dataset(config, config.inner.micro_batch_size)
     late = _Late()
-    collective, network = _collective(config, shape, vocabulary, rank, late, stack)
+    collective, network = _collective(config, shape, vocabulary, rank, late, stop, stack)
     replica: Replica | None = None
 
     def rows() -> int:
@@ -135,6 +135,7 @@ def _collective(
     vocabulary: VocabularyWatch,
     rank: ClusterRank | None,
     late: _Late,
+    stop: StopRequest,
     stack: ExitStack,
 ) -> tuple[Collective, Network | None]:
     if rank is not None:
@@ -150,6 +151,7 @@ def _collective(
         on_peers=lambda found: late.watch.tracker.peers(found) if late.watch is not None else None,
         on_state=lambda step, digest: _tell_state(late, step, digest),
         max_state_bytes=int(_GROWTH * _STATE_BYTES_PER_PARAMETER * num_parameters(shape)),
+        stopping=stop,
     )
     return network.collective, network
 

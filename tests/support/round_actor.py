@@ -1,0 +1,230 @@
+"""A member of rounds as a process of its own, which dies or stops where a test says.
+
+Run as ``python -m tests.support.round_actor``: reads its settings as one JSON line, prints where it is reached, then
+one line for each command. A command names a round, the state all share, and perhaps a fault; the contribution is a
+function of the member's number and the round, so a test can work out every result that is right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from trainer.collective import CollectiveConfig, PeerCollective, Terms
+from trainer.collective.asking import Asking
+from trainer.collective.ballot import Ballot
+from trainer.collective.exchange import Exchange
+from trainer.collective.member import RoundMember
+from trainer.collective.reduction import Reduction
+from trainer.engine.collective import Contribution
+from trainer.errors import RoundFailedError, StateBehindError
+from trainer.node.loop_thread import LoopThread
+from trainer.robust import RuleConfig
+from trainer.rpc import Endpoint, Identity, Peer, RpcConfig, Stream
+
+RUN_ID = "round-test"
+NUM_VALUES = 40_000
+
+__all__ = ["NUM_VALUES", "RUN_ID", "contribution_of", "identity_of", "terms"]
+
+
+def identity_of(number: int) -> Identity:
+    """The same key for the same number, always."""
+    seed = hashlib.sha256(f"round actor {number}".encode()).digest()
+    return Identity.of(Ed25519PrivateKey.from_private_bytes(seed))
+
+
+def contribution_of(number: int, round_index: int, num_values: int = NUM_VALUES) -> torch.Tensor:
+    """What a member brings to a round."""
+    generator = torch.Generator().manual_seed(1000 * round_index + number)
+    return torch.randn(num_values, generator=generator)
+
+
+def terms(**changes: Any) -> Terms:
+    """The same for all, but for the changes."""
+    synchronisation = {"inner_steps": 20, **changes}
+    return Terms(architecture={"dim": 8}, tokenizer_lineage="0" * 64, synchronisation=synchronisation)
+
+
+class _Others:
+    """The directory of an actor: whoever it was told of."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, Peer] = {}
+
+    def peers(self) -> Mapping[str, Peer]:
+        return self.known
+
+    def holds_most_held_state(self) -> bool:
+        return False
+
+
+class _Fault:
+    """What is to happen to this process, and where; counts down how often that place is passed before."""
+
+    def __init__(self) -> None:
+        self.place = ""
+        self.left = 0
+        self.signal = signal.SIGKILL
+
+    def set(self, spelling: str) -> None:
+        """``place:count:SIGNAL``; empty for none."""
+        self.place = ""
+        if spelling:
+            place, count, name = spelling.split(":")
+            self.left, self.signal = int(count), signal.Signals[name]
+            self.place = place
+
+    def at(self, place: str) -> None:
+        if self.place != place:
+            return
+        self.left -= 1
+        if self.left < 0:
+            self.place = ""
+            os.kill(os.getpid(), self.signal)
+
+
+def _install(fault: _Fault) -> None:
+    """Puts the fault's places into the round's code; in this process only."""
+
+    def before(owner: type, name: str, place: str) -> None:
+        original: Callable[..., Any] = getattr(owner, name)
+
+        async def wrapped(self: Any, *arguments: Any, **options: Any) -> Any:
+            fault.at(place)
+            return await original(self, *arguments, **options)
+
+        setattr(owner, name, wrapped)
+
+    def after(owner: type, name: str, place: str) -> None:
+        original: Callable[..., Any] = getattr(owner, name)
+
+        async def wrapped(self: Any, *arguments: Any, **options: Any) -> Any:
+            result = await original(self, *arguments, **options)
+            fault.at(place)
+            return result
+
+        setattr(owner, name, wrapped)
+
+    before(RoundMember, "_come_together", "before_joining")
+    before(Asking, "acknowledge", "before_acknowledging")
+    before(RoundMember, "_carry_out", "begun")
+    before(Exchange, "_send_parts", "before_sending")
+    after(Stream, "send", "sent")
+    before(Reduction, "_publish", "before_publishing")
+    after(Reduction, "_publish", "published")
+    before(RoundMember, "_vote", "before_voting")
+    before(Ballot, "_decide", "before_deciding")
+    after(Ballot, "_decide", "decided")
+
+
+def _say(**fields: Any) -> None:
+    sys.stdout.write(json.dumps(fields) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """One actor."""
+    torch.set_num_threads(1)
+    settings = json.loads(sys.stdin.readline())
+    number = settings["number"]
+    fault = _Fault()
+    _install(fault)
+    loop = LoopThread("actor")
+    loop.start()
+    endpoint = Endpoint(
+        identity_of(number),
+        RUN_ID,
+        RpcConfig(
+            host="127.0.0.1",
+            port=settings["port"],
+            tls=settings.get("tls", False),
+            heartbeat_s=0.25,
+            stall_timeout_s=settings["stall_timeout_s"],
+            stop_grace_s=0.2,
+        ),
+    )
+    others = _Others()
+    config = CollectiveConfig(
+        stall_timeout_s=settings["stall_timeout_s"],
+        invite_after_s=settings.get("invite_after_s", 0.5),
+        gather_timeout_s=10.0,
+        round_timeout_s=60.0,
+        compression=settings.get("compression", "fp32"),
+    )
+    collective = PeerCollective(
+        endpoint,
+        loop.loop,
+        RUN_ID,
+        terms(**settings.get("terms", {})),
+        RuleConfig(**settings.get("rule", {})),
+        config,
+        others,
+        lambda: settings.get("vocabulary_rows", 1024),
+    )
+    loop.run(endpoint.start(), 10)
+    _say(address=endpoint.address, certificate=endpoint.certificate.decode() if endpoint.certificate else None)
+    for line in sys.stdin:
+        command = json.loads(line)
+        others.known = {
+            peer_id: Peer(peer_id, address, certificate.encode() if certificate else None)
+            for peer_id, (address, certificate) in command["peers"].items()
+        }
+        if "move_to" in command:
+            collective.move_to(command["move_to"])
+            _say(done=True)
+            continue
+        fault.set(command.get("fault", ""))
+        _say(**_round(collective, number, command))
+    loop.run(endpoint.stop(), 10)
+    loop.stop()
+    os._exit(0) if threading.active_count() > 1 else None
+
+
+def _round(collective: PeerCollective, number: int, command: Mapping[str, Any]) -> dict[str, Any]:
+    round_index = command["round"]
+    vector = contribution_of(number, round_index) * command.get("factor", 1.0)
+    try:
+        result = collective.reduce(
+            Contribution(
+                round_index=round_index,
+                vector=vector,
+                num_batches=command.get("num_batches", 20),
+                age_s=1.0,
+                reference=torch.zeros_like(vector),
+                state_digest=command["state"],
+            )
+        )
+    except StateBehindError as error:
+        return {"behind": str(error)}
+    except RoundFailedError as error:
+        return {"failed": str(error)}
+    report = result.report
+    torch.save(result.vector, command["save_to"])
+    return {
+        "digest": hashlib.sha256(result.vector.numpy().tobytes()).hexdigest(),
+        "members": list(report.members),
+        "dropped": [list(entry) for entry in report.dropped],
+        "completeness": report.completeness,
+        "num_passes": report.num_passes,
+        "seconds": report.seconds,
+        "rule": report.rule,
+        "weights": list(report.weights),
+        "note": report.note,
+        "vocabulary_rows": collective.agreed_vocabulary_rows,
+    }
+
+
+if __name__ == "__main__":
+    asyncio.set_event_loop_policy(None)
+    main()

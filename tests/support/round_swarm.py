@@ -1,0 +1,162 @@
+"""Some actors (`tests.support.round_actor`) on this machine, told what to do and asked what came of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.round_actor import RUN_ID, contribution_of, identity_of
+from trainer.collective.planning import coordinator_order
+
+__all__ = ["Actor", "RoundSwarm"]
+
+_START_S = 60.0
+
+
+@dataclass
+class Actor:
+    """One process."""
+
+    number: int
+    process: subprocess.Popen[str]
+    lines: queue.Queue[str] = field(default_factory=queue.Queue)
+    address: str = ""
+    certificate: str | None = None
+
+    @property
+    def peer_id(self) -> str:
+        """Its key."""
+        return identity_of(self.number).peer_id
+
+    def say(self, **command: Any) -> None:
+        """One line to it."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+
+    def hear(self, timeout_s: float) -> dict[str, Any]:
+        """The next line from it; TimeoutError if there is none."""
+        try:
+            return json.loads(self.lines.get(timeout=timeout_s))
+        except queue.Empty:
+            raise TimeoutError(f"actor {self.number} says nothing within {timeout_s} s") from None
+
+
+class RoundSwarm:
+    """Actors 0 to n-1, with one set of settings; started again where one has died."""
+
+    def __init__(self, folder: Path, num_actors: int, **settings: Any) -> None:
+        self.folder = folder
+        self.settings = {"stall_timeout_s": 2.5, **settings}
+        self.actors: dict[int, Actor] = {}
+        self.next_round = 0
+        for number in range(num_actors):
+            self._launch(number)
+        for number in range(num_actors):
+            self._await_start(number)
+
+    def close(self) -> None:
+        """Kills what is left."""
+        for actor in self.actors.values():
+            actor.process.send_signal(signal.SIGKILL)
+        for actor in self.actors.values():
+            actor.process.wait(10)
+            for pipe in (actor.process.stdin, actor.process.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+    def order(self, round_index: int) -> list[int]:
+        """Numbers in the order in which they would coordinate a round."""
+        numbers = {actor.peer_id: number for number, actor in self.actors.items()}
+        return [numbers[peer_id] for peer_id in coordinator_order(RUN_ID, round_index, numbers)]
+
+    def begin(
+        self, round_index: int, numbers: list[int], *, faults: dict[int, str] | None = None, **options: Any
+    ) -> None:
+        """Lets these take part in a round."""
+        for number in numbers:
+            actor = self.actors[number]
+            actor.say(
+                round=round_index,
+                state=state_digest(round_index),
+                fault=(faults or {}).get(number, ""),
+                peers=self._peers_of(number),
+                save_to=str(self._result_path(number)),
+                **options,
+            )
+
+    def outcome(self, number: int, timeout_s: float = 60.0) -> dict[str, Any]:
+        """What became of the round at one of them."""
+        return self.actors[number].hear(timeout_s)
+
+    def result(self, number: int) -> torch.Tensor:
+        """The vector it ended with."""
+        return torch.load(self._result_path(number), weights_only=True)
+
+    def restart(self, number: int) -> None:
+        """A new process in the place of one that has died; at another port."""
+        actor = self.actors[number]
+        actor.process.kill()
+        actor.process.wait(10)
+        for pipe in (actor.process.stdin, actor.process.stdout):
+            if pipe is not None:
+                pipe.close()
+        self._launch(number)
+        self._await_start(number)
+
+    def _peers_of(self, number: int) -> dict[str, tuple[str, str | None]]:
+        return {
+            actor.peer_id: (actor.address, actor.certificate) for other, actor in self.actors.items() if other != number
+        }
+
+    def _result_path(self, number: int) -> Path:
+        return self.folder / f"result-{number}.pt"
+
+    def _launch(self, number: int) -> None:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.round_actor"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=(self.folder / f"actor-{number}.log").open("a"),
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        actor = Actor(number, process)
+        threading.Thread(target=_read, args=(actor,), daemon=True).start()
+        actor.say(number=number, port=0, **self.settings)
+        self.actors[number] = actor
+
+    def _await_start(self, number: int) -> None:
+        actor = self.actors[number]
+        started = actor.hear(_START_S)
+        actor.address, actor.certificate = started["address"], started["certificate"]
+
+
+def _read(actor: Actor) -> None:
+    assert actor.process.stdout is not None
+    try:
+        for line in actor.process.stdout:
+            actor.lines.put(line)
+    except ValueError:
+        return  # closed while it was read
+
+
+def state_digest(round_index: int) -> str:
+    """The state all share before a round."""
+    return hashlib.sha256(f"state {round_index}".encode()).hexdigest()
+
+
+def mean_of(numbers: list[int], round_index: int) -> torch.Tensor:
+    """The mean of contributions of equal weight."""
+    return torch.stack([contribution_of(number, round_index) for number in numbers]).mean(0)
