@@ -44,8 +44,12 @@ def fast_config(**options: object) -> RpcConfig:
 
 
 def register_test_methods(endpoint: Endpoint) -> None:
-    """``echo``, ``cancelled`` (how many echoes were cancelled), ``mirror`` (frames back), ``pour`` (numbered frames
-    until told otherwise), ``deaf`` (a stream that reads nothing)."""
+    """What every test node answers.
+
+    ``echo``; ``cancelled``, how many echoes were cancelled; ``refused``, the counters; ``dial``, opens
+    ``listen`` at the asker, whose address is the text, and says nothing; ``mirror``, frames back;
+    ``pour``, numbered frames until told otherwise; ``deaf``, a stream that reads nothing.
+    """
     cancelled = 0
 
     async def echo(request: Request[Question]) -> Reply[Answer]:
@@ -60,6 +64,15 @@ def register_test_methods(endpoint: Endpoint) -> None:
     async def count(_request: Request[Question]) -> Reply[Answer]:
         return Reply(Answer(cancelled=cancelled))
 
+    async def refused(_request: Request[Question]) -> Reply[Answer]:
+        return Reply(Answer(text=json.dumps(endpoint.counters.refused)))
+
+    async def dial(request: Request[Question]) -> Reply[Answer]:
+        sender = Peer(request.sender, request.body.text)
+        async with endpoint.open_stream(sender, "test/listen", Question(), timeout_s=600) as stream:
+            await stream.receive()
+        return Reply(Answer())
+
     async def mirror(_request: Request[Question], stream: Stream) -> None:
         while (frame := await stream.receive()) is not None:
             await stream.send(frame.index, frame.payload)
@@ -73,6 +86,8 @@ def register_test_methods(endpoint: Endpoint) -> None:
 
     endpoint.register("test/echo", Question, echo, any_recipient=True)
     endpoint.register("test/cancelled", Question, count)
+    endpoint.register("test/dial", Question, dial)
+    endpoint.register("test/refused", Question, refused)
     endpoint.register_stream("test/mirror", Question, mirror)
     endpoint.register_stream("test/pour", Question, pour)
     endpoint.register_stream("test/deaf", Question, deaf)
