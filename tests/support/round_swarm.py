@@ -124,14 +124,15 @@ class RoundSwarm:
         return self.folder / f"result-{number}.pt"
 
     def _launch(self, number: int) -> None:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.round_actor"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=(self.folder / f"actor-{number}.log").open("a"),
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        with (self.folder / f"actor-{number}.log").open("a") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.round_actor"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
         actor = Actor(number, process)
         threading.Thread(target=_read, args=(actor,), daemon=True).start()
         actor.say(number=number, port=0, **self.settings)

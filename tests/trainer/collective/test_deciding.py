@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.trainer.collective.test_planning import agreement_of
+from trainer.collective.deciding import decide_round
+from trainer.collective.messages import Plan, TaskDigest, Vote, Why
+from trainer.collective.planning import first_plan
+
+RIGHT, WRONG = "a" * 64, "b" * 64
+
+
+def vote_of(plan: Plan, digests: dict[str, str | None], *, failed=(), dropped=(), own: str = "") -> Vote:
+    return Vote(
+        plan=plan,
+        term=0,
+        digests=tuple(
+            TaskDigest(
+                key=task.key,
+                digest=digests.get(task.key, RIGHT),
+                num_included=4 * (task.last_part - task.first_part) if task.reducer == own else None,
+            )
+            for task in plan.tasks
+        ),
+        failed=tuple(failed),
+        dropped=tuple(dropped),
+    )
+
+
+def plan_of(num_members: int) -> Plan:
+    return first_plan(agreement_of(num_members, 100_000))
+
+
+def decide(plan, votes, **options):
+    return decide_round(plan, votes, num_members=4, max_passes=options.pop("max_passes", 4), **options)
+
+
+def test_what_all_hold_is_committed():
+    plan = plan_of(4)
+    decision = decide(plan, {member: vote_of(plan, {}, own=member) for member in plan.members})
+    assert decision.kind == "commit"
+    assert decision.commit.members == plan.members
+    assert decision.commit.completeness == 1.0
+
+
+def test_what_a_dead_reducer_left_is_reduced_again_by_others():
+    plan = plan_of(4)
+    dead, *alive = plan.members
+    lost = [task.key for task in plan.tasks if task.reducer == dead]
+    decision = decide(plan, {member: vote_of(plan, dict.fromkeys(lost), failed=[dead]) for member in alive})
+    assert decision.kind == "again"
+    assert decision.plan.members == tuple(alive)
+    assert {task.reducer for task in decision.plan.fresh} == set(alive)
+
+
+def test_a_result_that_only_some_have_is_lost_too():
+    plan = plan_of(4)
+    dead, first, *others = plan.members
+    lost = next(task.key for task in plan.tasks if task.reducer == dead)
+    votes = {member: vote_of(plan, {lost: None}, failed=[dead]) for member in others} | {first: vote_of(plan, {})}
+    assert decide(plan, votes).kind == "again"
+
+
+def test_a_reducer_that_tells_two_stories_does_not_reduce_again():
+    plan = plan_of(4)
+    liar = plan.members[0]
+    key = next(task.key for task in plan.tasks if task.reducer == liar)
+    votes = {member: vote_of(plan, {}) for member in plan.members} | {plan.members[3]: vote_of(plan, {key: WRONG})}
+    decision = decide(plan, votes)
+    assert decision.kind == "again"
+    assert liar not in {task.reducer for task in decision.plan.fresh}
+    assert liar in decision.plan.members
+
+
+def test_after_the_last_pass_most_may_commit_without_the_one_that_lacks_something():
+    plan = plan_of(4)
+    votes = {member: vote_of(plan, {}) for member in plan.members}
+    votes[plan.members[2]] = vote_of(plan, {plan.tasks[0].key: None})
+    decision = decide(plan, votes, max_passes=1)
+    assert decision.kind == "commit"
+    assert plan.members[2] not in decision.commit.members
+    assert len(decision.commit.members) == 3
+
+
+def test_after_the_last_pass_half_may_not():
+    plan = plan_of(4)
+    votes = {member: vote_of(plan, {}) for member in plan.members}
+    for member in plan.members[:2]:
+        votes[member] = vote_of(plan, {plan.tasks[0].key: WRONG})
+    assert decide(plan, votes, max_passes=1).kind == "abort"
+
+
+def test_the_report_says_who_was_left_out_and_how_much_is_missing():
+    plan = plan_of(4)
+    votes = {member: vote_of(plan, {}, own=member) for member in plan.members[1:]}
+    why = Why(peer_id=plan.members[0], reason="not finite")
+    votes[plan.members[1]] = vote_of(plan, {}, own=plan.members[1], dropped=[why])
+    commit = decide(plan, votes).commit
+    assert commit.dropped == (why,)
+    short = {member: vote_of(plan, {}) for member in plan.members}
+    assert decide(plan, short).commit.completeness == 0.0
+
+
+@given(st.integers(2, 6), st.data())
+def test_only_what_every_voter_holds_is_ever_committed(num_members, data):
+    plan = plan_of(num_members)
+    voters = data.draw(st.lists(st.sampled_from(plan.members), min_size=1, unique=True))
+    digest = st.sampled_from([RIGHT, RIGHT, RIGHT, WRONG, None])
+    votes = {
+        member: vote_of(plan, {task.key: data.draw(digest) for task in plan.tasks}, own=member) for member in voters
+    }
+    max_passes = data.draw(st.integers(1, 3))
+    decision = decide(plan, votes, max_passes=max_passes)
+    assert decision == decide(plan, dict(reversed(votes.items())), max_passes=max_passes)
+    if decision.kind == "commit":
+        committed = {entry.key: entry.digest for entry in decision.commit.digests}
+        assert set(committed) == {task.key for task in plan.tasks}
+        for member in decision.commit.members:
+            assert {entry.key: entry.digest for entry in votes[member].digests} == committed
+        assert 2 * len(decision.commit.members) > len(votes)
+    if decision.kind == "again":
+        assert set(decision.plan.members) == set(voters)
