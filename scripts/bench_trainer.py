@@ -3,6 +3,7 @@
 
     python scripts/bench_trainer.py                # everything
     python scripts/bench_trainer.py bytes          # bytes on the wire for 500 steps: DiLoCo, DDP over gloo
+    python scripts/bench_trainer.py round          # a round of 16 MB among 2 to 4: ours, hivemind, gloo
 
 Every figure is a ratio to something measured in the same run. Members are processes of their own, in network namespaces
 where links matter (that needs root); all of them end with this one. Figures go to docs/performance.md.
@@ -22,9 +23,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.trainer_bench.crew import ROOT
+from scripts.trainer_bench.rounds import bench_round
 from scripts.trainer_bench.wire_bytes import bench_bytes
 
-BENCHES = {"bytes": bench_bytes}
+BENCHES = {"bytes": bench_bytes, "round": bench_round}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -37,6 +39,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--store", type=Path, help="a store with a vocabulary of 1,024 to use instead")
     parser.add_argument("--members", type=int, default=4, help="of bytes and links")
     parser.add_argument("--bytes-preset", default="15m", help="model of bytes")
+    parser.add_argument("--round-mb", type=float, default=16.0, help="size of a vector, for round")
+    parser.add_argument("--rounds", type=int, default=5, help="counted rounds of each contestant, for round")
     parser.add_argument("--json", action="store_true", help="print JSON; the tables go to standard error")
     arguments = parser.parse_args()
     unknown = set(arguments.parts) - set(BENCHES)

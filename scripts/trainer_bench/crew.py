@@ -39,16 +39,18 @@ class Crew:
     def __len__(self) -> int:
         return len(self._processes)
 
-    def each(self, do: str, requests: Sequence[dict[str, Any]], *, timeout_s: float = 120.0) -> list[Answer]:
-        """Gives each of the first members a request of its own; all begin at one moment."""
+    def each(
+        self, do: str, requests: Sequence[dict[str, Any]], *, first: int = 0, timeout_s: float = 120.0
+    ) -> list[Answer]:
+        """Gives members, from the ``first`` on, a request of its own each; all begin at one moment."""
         at_s = time.monotonic() + _HEAD_START_S
-        asked = self._processes[: len(requests)]
+        asked = self._processes[first : first + len(requests)]
         for process, request in zip(asked, requests, strict=True):
             if process.stdin is not None:
                 process.stdin.write(json.dumps({"do": do, "at": at_s, **request}) + "\n")
                 process.stdin.flush()
         deadline_s = at_s + timeout_s
-        return [self._answer(rank, process, do, deadline_s) for rank, process in enumerate(asked)]
+        return [self._answer(rank, process, do, deadline_s) for rank, process in enumerate(asked, first)]
 
     def all(self, do: str, *, timeout_s: float = 120.0, **request: Any) -> list[Answer]:
         """Gives all members the same request."""

@@ -78,7 +78,6 @@ class Node:
     endpoint: Endpoint
     book: Book
     collective: PeerCollective
-    next_round: int = 0
 
 
 class GenesisMember:
@@ -100,27 +99,27 @@ class GenesisMember:
             endpoint, self._loop.loop, RUN_ID, _TERMS, RuleConfig(), config, book, vocabulary_rows=lambda: 0
         )
         self._loop.run(endpoint.start(), _START_S)
-        collective.move_to(0)
         self._nodes[name] = Node(endpoint, book, collective)
         certificate = endpoint.certificate.decode() if endpoint.certificate else None
         return {"peer": [endpoint.peer_id, endpoint.address, certificate]}
 
-    def meet(self, name: str, peers: list[list[str | None]]) -> dict[str, Any]:
-        """Tells a node of the others; a list of all will do."""
+    def meet(self, name: str, peers: list[list[str | None]], next_round: int = 0) -> dict[str, Any]:
+        """Tells a node of the others, a list of all will do, and which round comes next."""
         node = self._nodes[name]
         found = [
             Peer(str(peer_id), str(address), certificate.encode() if certificate else None)
             for peer_id, address, certificate in peers
         ]
         node.book.known = {peer.peer_id: peer for peer in found if peer.peer_id != node.endpoint.peer_id}
+        node.collective.move_to(next_round)
         return {}
 
-    def round(self, name: str, values: int, seed: int) -> dict[str, Any]:
-        """One round with a random vector."""
+    def round(self, name: str, index: int, values: int, seed: int) -> dict[str, Any]:
+        """One round, the ``index``-th of these members, with a random vector."""
         vector = torch.randn(values, generator=torch.Generator().manual_seed(seed)).mul_(1e-3)
         node = self._nodes[name]
         contribution = Contribution(
-            round_index=node.next_round,
+            round_index=index,
             vector=vector,
             num_batches=500,
             age_s=60.0,
@@ -130,13 +129,12 @@ class GenesisMember:
         PHASES.seconds = {}
         began_s = time.monotonic()
         report = node.collective.reduce(contribution).report
-        round_s = time.monotonic() - began_s
-        node.next_round += 1
         return {
-            "round_s": round_s,
+            "from_s": began_s,
+            "until_s": time.monotonic(),
             "phases_s": dict(PHASES.seconds),
             "members": len(report.members),
-            "completeness": report.completeness,
+            "passes": report.num_passes,
             "sent_bytes": report.sent_bytes,
         }
 
@@ -154,7 +152,6 @@ class GenesisMember:
         made = Workload(**workload)
         model = made.model()
         strategy = DiLoCoTrainer(model, DiLoCoConfig(**diloco), self._nodes[name].collective)
-        self._nodes[name].collective.move_to(0)
         inner = InnerConfig(micro_batch_size=made.batch_size, seq_len=made.seq_len, warmup_steps=0)
         loop = InnerLoop(
             model, make_optimizer(model, inner), inner, made.batches(rank, members), torch.device("cpu")

@@ -1,0 +1,90 @@
+"""hivemind: rounds of its DecentralizedAverager, and training with its Optimizer.
+
+Its processes are forked, so a clock put around its all-reduce before the fork is read here afterwards, through shared
+memory: that is how a round is told from the looking for a group before it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from typing import Any
+
+import hivemind
+import torch
+from hivemind.averaging.averager import DecentralizedAverager
+from hivemind.compression import Float16Compression, NoCompression, Uniform8BitQuantization
+
+from scripts.baselines.trainer.serving import serve
+from scripts.baselines.trainer.workload import Workload, plain_optimizer
+
+_COMPRESSIONS = {"fp32": NoCompression, "fp16": Float16Compression, "int8": Uniform8BitQuantization}
+_ROUND_S = 60.0
+
+_all_reduce_s = multiprocessing.Value("d", 0.0)
+_aggregate = DecentralizedAverager._aggregate_with_group
+
+
+async def _timed_aggregate(*arguments: Any, **options: Any) -> Any:
+    began_s = time.monotonic()
+    try:
+        return await _aggregate(*arguments, **options)
+    finally:
+        _all_reduce_s.value = time.monotonic() - began_s
+
+
+DecentralizedAverager._aggregate_with_group = _timed_aggregate
+
+
+class HivemindMember:
+    """One peer."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self._averagers: dict[str, DecentralizedAverager] = {}
+        self._optimizer: hivemind.Optimizer | None = None
+
+    def join(self, host: str, initial_peers: list[str]) -> dict[str, Any]:
+        """Starts the DHT node; the addresses others reach it at."""
+        self._dht = hivemind.DHT(
+            initial_peers=initial_peers, host_maddrs=[f"/ip4/{host}/tcp/0"], use_auto_relay=False, start=True
+        )
+        return {"addresses": [str(address) for address in self._dht.get_visible_maddrs()]}
+
+    def open(
+        self, name: str, values: int, compression: str, group_size: int | None, matchmaking_s: float
+    ) -> dict[str, Any]:
+        """Starts an averager; ``group_size`` is how many it waits for, without waiting the whole matchmaking time."""
+        self._averagers[name] = DecentralizedAverager(
+            [torch.zeros(values)],
+            self._dht,
+            start=True,
+            prefix=name,
+            target_group_size=group_size,
+            min_matchmaking_time=matchmaking_s,
+            request_timeout=min(3.0, matchmaking_s / 2),
+            compression=_COMPRESSIONS[compression](),
+            allow_state_sharing=False,
+        )
+        return {}
+
+    def round(self, name: str, seed: int) -> dict[str, Any]:
+        """One round, and the part of it in which numbers move."""
+        averager = self._averagers[name]
+        with averager.get_tensors() as tensors:
+            tensors[0].copy_(torch.randn(tensors[0].numel(), generator=torch.Generator().manual_seed(seed)))
+        began_s = time.monotonic()
+        gathered = averager.step(timeout=_ROUND_S)
+        until_s = time.monotonic()
+        members = len(gathered or ())
+        return {"from_s": began_s, "until_s": until_s, "members": members, "all_reduce_s": _all_reduce_s.value}
+
+    def close(self, name: str) -> dict[str, Any]:
+        """Ends an averager."""
+        self._averagers.pop(name).shutdown()
+        return {}
+
+
+if __name__ == "__main__":
+    member = HivemindMember()
+    serve({"join": member.join, "open": member.open, "round": member.round, "close": member.close})
