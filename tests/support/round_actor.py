@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -136,6 +137,7 @@ def _say(**fields: Any) -> None:
 def main() -> None:
     """One actor."""
     torch.set_num_threads(1)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     settings = json.loads(sys.stdin.readline())
     number = settings["number"]
     fault = _Fault()

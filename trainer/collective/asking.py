@@ -47,7 +47,7 @@ class Asking:
             "round/join",
             request,
             Agreement,
-            timeout_s=self._config.round_timeout_s,
+            timeout_s=self._config.gather_timeout_s + 2 * self._config.stall_timeout_s,
             stall_timeout_s=self._config.stall_timeout_s,
         )
         return reply.body
@@ -62,7 +62,7 @@ class Asking:
             "round/acknowledge",
             Acknowledge(round_index=agreement.round_index, agreement=digest),
             AcknowledgeReply,
-            timeout_s=self._config.round_timeout_s,
+            timeout_s=4 * self._config.stall_timeout_s,
             stall_timeout_s=self._config.stall_timeout_s,
         )
         return reply.body.agreement

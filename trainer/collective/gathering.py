@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from trainer.collective.messages import MAX_MEMBERS, Agreement, JoinRequest, Member
+from trainer.collective.messages import MAX_MEMBERS, Agreement, InviteReply, JoinRequest, Member
 from trainer.collective.planning import cut_values
 from trainer.errors import RefusedError
 from trainer.robust import cap_weights, contribution_weight
@@ -41,8 +41,10 @@ class GatheringRules:
     values_per_part: int
     expected: Callable[[int], set[str]]
     """Peers that should come to a round, as far as is known, without this node."""
-    invite: Callable[[str, int, float], Awaitable[bool]]
-    """Asks one to come within so many seconds; whether it is going to."""
+    invite: Callable[[str, int, float], Awaitable[InviteReply]]
+    """Asks one to come within so many seconds."""
+    precedes: Callable[[str, int], bool]
+    """Whether a peer comes before this node among a round's coordinators."""
 
 
 class Gathering:
@@ -111,6 +113,15 @@ class Gathering:
             await self._changed.wait_for(lambda: self.begun or self.agreement is not agreement)
         return None if self.agreement is agreement else self._agreed(peer_id)
 
+    async def give_way(self, coordinator: str) -> None:
+        """Sends everybody to another coordinator, who comes first; too late once there is an agreement."""
+        async with self._changed:
+            if not self.over:
+                self._failure = RefusedError(
+                    "not_coordinator", f"round {self.round_index} is coordinated by {coordinator[:8]}"
+                )
+                self._changed.notify_all()
+
     def close(self) -> None:
         """Ends it; whoever waits is refused."""
         if self._running is not None:
@@ -133,12 +144,13 @@ class Gathering:
             inviting.cancel()
             with suppress(asyncio.CancelledError):
                 await inviting
-        await self._agree()
+        if not self.over:
+            await self._agree()
 
     async def _wait_for_members(self) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(self._rules.gather_timeout_s):
-                while not self._all_here():
+                while not self.over and not self._all_here():
                     # What is expected changes with what is known of the peers: looked at again from time to time.
                     with suppress(TimeoutError):
                         async with asyncio.timeout(0.25), self._changed:
@@ -159,13 +171,15 @@ class Gathering:
             await asyncio.sleep(_INVITE_INTERVAL_S)
 
     async def _invite(self, peer_id: str, after_s: float) -> None:
-        coming = await self._rules.invite(peer_id, self.round_index, after_s)
+        reply = await self._rules.invite(peer_id, self.round_index, after_s)
         async with self._changed:
-            if coming:
+            if reply.coming:
                 self._silent.discard(peer_id)
             else:
                 self._silent.add(peer_id)
             self._changed.notify_all()
+        if reply.coordinator is not None and self._rules.precedes(reply.coordinator, self.round_index):
+            await self.give_way(reply.coordinator)
 
     async def _agree(self) -> None:
         joins = dict(self._joins)

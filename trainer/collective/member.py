@@ -114,15 +114,15 @@ class RoundMember:
     async def _come_together(self) -> Agreement:
         """Finds the coordinator and agrees, trying the next one wherever one is lost."""
         tried: set[str] = set()
-        refusals: list[RefusedError] = []
         while True:
             for coordinator in self._coordinators(tried):
                 try:
                     agreement = await self._agree_with(coordinator, tried)
                 except RefusedError as error:
-                    refusals.append(error)
-                    if self._is_final(error, coordinator):
+                    if self._is_final(error):
                         raise self._failure(error) from error
+                    if error.reason != "not_coordinator":
+                        tried.add(coordinator)
                 except PeerUnavailableError as error:
                     logger.info("round %d: %s", self._contribution.round_index, error)
                     tried.add(coordinator)
@@ -135,8 +135,9 @@ class RoundMember:
         order = coordinator_order(
             self._setting.run_id, self._contribution.round_index, {self._own_id, *self._setting.directory.peers()}
         )
-        reachable = [peer_id for peer_id in order if peer_id not in tried]
-        return reachable[: reachable.index(self._own_id) + 1]
+        reachable = [peer_id for peer_id in order if peer_id not in tried or peer_id == self._own_id]
+        first = [self._setting.service.inviter] if self._setting.service.inviter in reachable else []
+        return [*first, *reachable[: reachable.index(self._own_id) + 1]]
 
     async def _agree_with(self, coordinator: str, tried: set[str]) -> Agreement | None:
         """The agreement that all have acknowledged; None where it fell apart and has to be sought again."""
@@ -211,7 +212,7 @@ class RoundMember:
         if agreement.part_values > self._setting.codec.values_per_part(self._config.part_bytes):
             raise RefusedError("agreement", f"round {mine[0]}: the coordinator wants parts too large for a message")
 
-    def _is_final(self, error: RefusedError, coordinator: str) -> bool:
+    def _is_final(self, error: RefusedError) -> bool:
         """Whether asking somebody else is no use."""
         if error.reason == "behind":
             return not self._setting.directory.holds_most_held_state()

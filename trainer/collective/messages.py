@@ -244,6 +244,8 @@ class InviteReply(_Message):
     """Whether this node trains towards that round, and will come to it."""
 
     coming: bool
+    coordinator: PeerIdField | None = None
+    """Who coordinates the round already, and comes before whoever asks."""
 
 
 class StatusRequest(_Message):

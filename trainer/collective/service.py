@@ -77,6 +77,8 @@ class RoundService:
     ) -> None:
         self.next_round = -1
         """The round this node trains towards; -1 while it has no state to take part with."""
+        self.inviter: str | None = None
+        """Who coordinates that round, as far as it has said so."""
         self._endpoint = endpoint
         self._own_id = endpoint.peer_id
         self._run_id = run_id
@@ -107,6 +109,8 @@ class RoundService:
 
     def move_to(self, next_round: int) -> None:
         """The round this node trains towards from now on."""
+        if next_round != self.next_round:
+            self.inviter = None
         self.next_round = next_round
         self._invited_at_s = None
 
@@ -117,7 +121,7 @@ class RoundService:
 
         Raises:
             RefusedError: it does not belong here (`Terms.check`), is ``behind``, should ask another
-                (``not_coordinator``), or the gathering says so.
+                (``not_coordinator``, ``not_ready``), or the gathering says so.
         """
         self._terms.check(request.terms, f"node {peer_id[:8]}")
         if request.round_index < self.next_round:
@@ -125,11 +129,11 @@ class RoundService:
                 "behind",
                 f"round {request.round_index} is over, the next one here is {self.next_round}; fetch the state first",
             )
-        for candidate in coordinator_order(self._run_id, request.round_index, {self._own_id, *self._directory.peers()}):
-            if candidate == self._own_id:
-                break
-            if candidate not in request.tried and peer_id != self._own_id:
-                raise RefusedError("not_coordinator", f"round {request.round_index} is coordinated by {candidate[:8]}")
+        if self.next_round < 0 or request.round_index > self.next_round + 1:
+            # Also what keeps strangers from filling this node with rounds that will never be.
+            raise RefusedError("not_ready", f"this node is not ready for round {request.round_index}; ask the next one")
+        if peer_id != self._own_id:
+            self._check_order(request)
         gathering = self._gatherings.get(request.round_index)
         if gathering is None or self._came_to_nothing(gathering):
             gathering = self._open_gathering(request.round_index)
@@ -242,10 +246,18 @@ class RoundService:
         return Reply(await self.vote(request.sender, request.body, sums))
 
     async def _on_invite(self, request: Request[Invite]) -> Reply[InviteReply]:
-        if self.next_round < 0 or request.body.round_index not in (self.next_round, self.next_round + 1):
+        round_index = request.body.round_index
+        if self.next_round < 0 or round_index not in (self.next_round, self.next_round + 1):
             return Reply(InviteReply(coming=False))
-        if self._invited_at_s is None and request.body.round_index == self.next_round:
-            self._invited_at_s = asyncio.get_running_loop().time() + request.body.after_s
+        gathering = self._gatherings.get(round_index)
+        if gathering is not None and not gathering.over and request.sender != self._own_id:
+            if not self._precedes(request.sender, round_index):
+                return Reply(InviteReply(coming=False, coordinator=self._own_id))
+            await gathering.give_way(request.sender)
+        if round_index == self.next_round:
+            self.inviter = request.sender
+            if self._invited_at_s is None:
+                self._invited_at_s = asyncio.get_running_loop().time() + request.body.after_s
         return Reply(InviteReply(coming=True))
 
     async def _on_status(self, request: Request[StatusRequest]) -> Reply[StatusReply]:
@@ -284,6 +296,20 @@ class RoundService:
         if known.ballot is not None:
             known.ballot.close()
 
+    def _check_order(self, request: JoinRequest) -> None:
+        for candidate in self._order(request.round_index):
+            if candidate == self._own_id:
+                return
+            if candidate not in request.tried:
+                raise RefusedError("not_coordinator", f"round {request.round_index} is coordinated by {candidate[:8]}")
+
+    def _order(self, round_index: int) -> list[str]:
+        return coordinator_order(self._run_id, round_index, {self._own_id, *self._directory.peers()})
+
+    def _precedes(self, peer_id: str, round_index: int) -> bool:
+        order = coordinator_order(self._run_id, round_index, {self._own_id, peer_id})
+        return order[0] == peer_id != self._own_id
+
     def _came_to_nothing(self, gathering: Gathering) -> bool:
         """Whether a gathering is over without a round that could still commit, so that there may be another."""
         if not gathering.over or gathering.agreement is None:
@@ -305,26 +331,27 @@ class RoundService:
                 values_per_part=self._values_per_part,
                 expected=lambda _: set(self._directory.peers()),
                 invite=self._invite,
+                precedes=self._precedes,
             ),
         )
         while len(self._gatherings) > _KEPT:
             self._gatherings.popitem(last=False)[1].close()
         return self._gatherings[round_index]
 
-    async def _invite(self, peer_id: str, round_index: int, after_s: float) -> bool:
+    async def _invite(self, peer_id: str, round_index: int, after_s: float) -> InviteReply:
         invite = Invite(round_index=round_index, after_s=after_s)
         if peer_id == self._own_id:
-            return (await self._on_invite(Request(peer_id, invite))).body.coming
+            return (await self._on_invite(Request(peer_id, invite))).body
         peer = self._directory.peers().get(peer_id)
         if peer is None:
-            return False
+            return InviteReply(coming=False)
         stall_timeout_s = self._config.stall_timeout_s
         try:
             reply = await self._endpoint.call(peer, "round/invite", invite, InviteReply, timeout_s=stall_timeout_s)
         except RpcError as error:
-            logger.info("round %d: node %s is not there: %s", round_index, peer_id[:8], error)
-            return False
-        return reply.body.coming
+            logger.debug("round %d: node %s is not there: %s", round_index, peer_id[:8], error)
+            return InviteReply(coming=False)
+        return reply.body
 
     async def _probe(self, agreement: Agreement, peer_id: str) -> tuple[bool, Decision | None]:
         if peer_id == self._own_id:
