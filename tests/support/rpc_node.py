@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from trainer.rpc import Endpoint, Identity, Message, Peer, Reply, Request, RpcConfig, Stream, load_or_create_identity
 
@@ -115,8 +116,8 @@ class RpcNode:
 
     def resident_bytes(self) -> int:
         """Its memory now."""
-        with open(f"/proc/{self.process.pid}/statm", encoding="ascii") as statm:
-            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        pages = Path(f"/proc/{self.process.pid}/statm").read_text(encoding="ascii").split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 @contextmanager

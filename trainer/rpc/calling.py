@@ -21,7 +21,7 @@ from trainer.rpc.bodies import dump_body, parse_body
 from trainer.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig
 from trainer.rpc.counters import Counters
 from trainer.rpc.envelope import SealedFrame
-from trainer.rpc.exchange import Exchange, ExchangeTerms
+from trainer.rpc.exchange import CALL_FRAMES, STREAM_FRAMES, Exchange, ExchangeTerms
 from trainer.rpc.failure import Failure
 from trainer.rpc.identity import Identity
 from trainer.rpc.incoming import Incoming, ReadAhead
@@ -30,7 +30,6 @@ from trainer.rpc.links import Link, Links
 from trainer.rpc.messages import Peer, Reply, peer_name
 from trainer.rpc.offload import Offload
 from trainer.rpc.outgoing import Outgoing
-from trainer.rpc.reasons import Reason
 from trainer.rpc.stream import Stream
 from trainer.rpc.wire import ClientWire, read_within
 from trainer.rpc.writer import FrameWriter
@@ -109,7 +108,7 @@ class Calling:
         silence_s = self._config.stall_timeout_s if stall_timeout_s is None else stall_timeout_s
         deadline = asyncio.timeout(timeout_s)
         try:
-            async with deadline, self._begun(peer, method, timeout_s) as conversation:
+            async with deadline, self._begun(peer, method, timeout_s, CALL_FRAMES) as conversation:
                 await conversation.outgoing.send("request", body=dump_body(body), payload=payload)
                 reply = await self._reply(conversation, silence_s)
                 try:
@@ -131,7 +130,7 @@ class Calling:
     ) -> AsyncIterator[Stream]:
         """See `Endpoint.open_stream`."""
         silence_s = self._config.stall_timeout_s if stall_timeout_s is None else stall_timeout_s
-        async with self._begun(peer, method, timeout_s) as conversation:
+        async with self._begun(peer, method, timeout_s, STREAM_FRAMES) as conversation:
             writer, outgoing = conversation.writer, conversation.outgoing
             await outgoing.send("open", body=dump_body(body))
             ahead = ReadAhead(peer.peer_id or peer.address, self._config.max_queued_frames, self._budget)
@@ -146,7 +145,9 @@ class Calling:
                 await incoming.close()
 
     @asynccontextmanager
-    async def _begun(self, peer: Peer, method: str, timeout_s: float) -> AsyncIterator[_Conversation]:
+    async def _begun(
+        self, peer: Peer, method: str, timeout_s: float, expected: frozenset[str]
+    ) -> AsyncIterator[_Conversation]:
         """An exchange over a connection to ``peer``; nothing of it is left after the block."""
         who = peer_name(peer.peer_id, peer.address)
         try:
@@ -167,7 +168,7 @@ class Calling:
             certificate_sha256=link.certificate_sha256,
             max_payload_bytes=MAX_PAYLOAD_BYTES,
         )
-        exchange = Exchange(terms, "caller", self._identity, self._offload)
+        exchange = Exchange(terms, "caller", self._identity, self._offload, expected=expected)
         outgoing = Outgoing(exchange, writer, failure)
         try:
             yield _Conversation(peer, link, wire, exchange, failure, writer, outgoing, self._counters, self._links)
@@ -184,8 +185,6 @@ class Calling:
         reply: SealedFrame | None = None
         while (raw := await read_within(wire, silence_s)) is not None:
             frame = await conversation.open(raw)
-            if frame is not None and frame.head.kind != "reply":
-                raise conversation.unbelievable(RefusedError(Reason.KIND, f"expected a reply, found {frame.head.kind}"))
             reply = frame or reply
         if reply is None:
             raise PeerUnavailableError(f"{wire.who}: expected a reply, found the end of the exchange")

@@ -20,7 +20,10 @@ from trainer.rpc.messages import PeerId
 from trainer.rpc.offload import Offload
 from trainer.rpc.reasons import Reason
 
-__all__ = ["Exchange", "ExchangeTerms", "check_bound"]
+__all__ = ["CALL_FRAMES", "STREAM_FRAMES", "Exchange", "ExchangeTerms", "check_bound"]
+
+CALL_FRAMES = frozenset({"reply"})
+STREAM_FRAMES = frozenset({"data", "end"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,7 @@ class Exchange:
         terms: of the exchange.
         origin: which end this is.
         identity: signs what goes out.
+        expected: kinds of frame the other end may send.
         offload: for large payloads.
         num_received: frames of the other end that were taken before (the request, by the callee).
     """
@@ -55,12 +59,14 @@ class Exchange:
         identity: Identity,
         offload: Offload,
         *,
+        expected: frozenset[str],
         num_received: int = 0,
     ) -> None:
         self._terms = terms
         self._origin = origin
         self._identity = identity
         self._offload = offload
+        self._expected = expected
         self._num_sent = 0
         self._num_received = num_received
         self._other = terms.callee if origin == "caller" else terms.caller
@@ -114,7 +120,7 @@ class Exchange:
         if frame is None:
             return None
         head = frame.head
-        if head.origin == self._origin or head.kind in ("request", "open") or self._finished:
+        if head.origin == self._origin or head.kind not in self._expected or self._finished:
             raise RefusedError(Reason.KIND, f"expected no frame of kind {head.kind} by the {head.origin} here")
         check_bound(frame, self._terms, self._other, self._identity.peer_id)
         if head.nonce != self._terms.nonce or head.sequence != self._num_received:

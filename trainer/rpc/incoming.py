@@ -8,13 +8,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from trainer.errors import PeerUnavailableError, RefusedError, RpcError
+from trainer.errors import PeerUnavailableError, RpcError
 from trainer.rpc.config import MAX_PAYLOAD_BYTES
 from trainer.rpc.envelope import SealedFrame
 from trainer.rpc.failure import Failure
 from trainer.rpc.limits import ByteBudget
 from trainer.rpc.messages import Frame
-from trainer.rpc.reasons import Reason
 from trainer.rpc.wire import Wire, read_within
 from trainer.rpc.writer import end_task
 
@@ -144,11 +143,9 @@ class Incoming:
     def _take(self, frame: SealedFrame, size_bytes: int) -> None:
         if frame.head.kind == "end":
             self._ended = True
-        elif frame.head.kind == "data":
+        else:
             self._waiting.append((Frame(frame.head.index, frame.payload), size_bytes))
             self._ahead.budget.take(self._ahead.key, size_bytes)
-        else:
-            raise RefusedError(Reason.KIND, f"expected a frame of the stream, found a {frame.head.kind}")
         self._arrived.set()
 
     def _fail(self, error: RpcError) -> None:

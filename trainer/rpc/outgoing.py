@@ -10,6 +10,7 @@ from typing_extensions import Buffer
 from trainer.errors import TrainerUsageError
 from trainer.rpc.exchange import Exchange
 from trainer.rpc.failure import Failure
+from trainer.rpc.reasons import PeerFinishedError
 from trainer.rpc.writer import FrameWriter
 
 __all__ = ["Outgoing"]
@@ -62,6 +63,10 @@ class Outgoing:
             await self._writer.settle()
 
     async def end(self) -> None:
-        """Sends the end, unless it was sent before."""
-        if not self._ended:
+        """Sends the end, unless it was sent before, or the other side has gone in good order without waiting for it."""
+        if self._ended:
+            return
+        try:
             await self.send("end")
+        except PeerFinishedError:
+            self._ended = True

@@ -14,13 +14,17 @@ import grpc
 
 from trainer.errors import PeerUnavailableError, RefusedError, RpcError
 
-__all__ = ["REASON_KEY", "Reason", "error_from_status", "status_for"]
+__all__ = ["REASON_KEY", "PeerFinishedError", "Reason", "error_from_status", "status_for"]
 
 REASON_KEY: Final = "genesis-reason"
 """The trailing metadata that carries the word."""
 
 _MAX_TEXT_CHARS = 500
 _REASON_PATTERN = re.compile(r"[a-z0-9_-]{1,48}")
+
+
+class PeerFinishedError(PeerUnavailableError):
+    """The peer ended the exchange in good order while this side had more to say."""
 
 
 class Reason(StrEnum):
@@ -104,6 +108,8 @@ def error_from_status(
     if reason is not None:
         word = reason if _REASON_PATTERN.fullmatch(reason) else "refused"
         return RefusedError(word, f"{who} refused ({word}): {line or 'without a text'}")
+    if code is grpc.StatusCode.OK:
+        return PeerFinishedError(f"{who} has finished the exchange and takes no more frames")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return RefusedError(
             Reason.SIZE, f"{who}: expected messages of at most {max_message_bytes} bytes, found a larger one ({line})"

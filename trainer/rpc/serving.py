@@ -21,7 +21,7 @@ from trainer.rpc.bodies import dump_body, parse_body
 from trainer.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig
 from trainer.rpc.counters import Counters
 from trainer.rpc.envelope import SealedFrame, parse_head, verify_head, verify_payload
-from trainer.rpc.exchange import Exchange, ExchangeTerms, check_bound
+from trainer.rpc.exchange import STREAM_FRAMES, Exchange, ExchangeTerms, check_bound
 from trainer.rpc.failure import Failure
 from trainer.rpc.identity import Identity
 from trainer.rpc.incoming import Incoming, ReadAhead
@@ -132,7 +132,9 @@ class Serving:
             with slots.taken(frame.head.sender):
                 wire.who = peer_name(frame.head.sender, context.peer())
                 request = await self._request(frame, method)
-                exchange = Exchange(terms, "callee", self._identity, self._offload, num_received=1)
+                exchange = Exchange(
+                    terms, "callee", self._identity, self._offload, expected=STREAM_FRAMES, num_received=1
+                )
                 outgoing = Outgoing(exchange, writer, failure)
                 if method.call_handler is not None:
                     await self._answer(method, method.call_handler(request), outgoing, failure)

@@ -13,6 +13,8 @@ from trainer.rpc.envelope import MAX_FRAME_BYTES
 from trainer.rpc.links import ClientCall
 from trainer.rpc.reasons import REASON_KEY, error_from_status
 
+_STATUS_S = 1.0
+
 __all__ = ["ClientWire", "ServerContext", "ServerWire", "Wire", "read_within"]
 
 ServerContext = aio.ServicerContext[bytes, bytes]
@@ -57,9 +59,12 @@ class ClientWire:
     async def write(self, raw: bytes) -> None:
         """See `Wire`."""
         try:
-            await self._call.write(raw)
-        except (aio.AioRpcError, asyncio.InvalidStateError):
-            raise await self._error() from None
+            await self._call.wait_for_connection()
+            # Not call.write: when the other side has ended the call, that overwrites its status with INTERNAL and drops
+            # what it sent before and was not read yet (grpcio 1.66 to 1.85). This is what it calls inside.
+            await self._call._cython_call.send_serialized_message(raw)  # type: ignore[attr-defined]
+        except (aio.AioRpcError, aio.BaseError):
+            raise await self._why_ended() from None
         except asyncio.CancelledError:
             self._raise_if_call_was_cancelled()
             raise
@@ -70,6 +75,17 @@ class ClientWire:
         task = asyncio.current_task()
         if task is not None and not task.cancelling():
             raise PeerUnavailableError(f"{self.who}: the exchange was ended on this side") from None
+
+    async def _why_ended(self) -> RpcError:
+        """The status of a call that takes no more; it follows what the other side sent before, once that is read."""
+        ended = asyncio.Event()
+        self._call.add_done_callback(lambda _call: ended.set())
+        try:
+            async with asyncio.timeout(_STATUS_S):
+                await ended.wait()
+        except TimeoutError:
+            return PeerUnavailableError(f"{self.who} takes no more frames")
+        return await self._error()
 
     async def _error(self) -> RpcError:
         metadata = await self._call.trailing_metadata()

@@ -73,9 +73,7 @@ async def test_both_halves_of_a_stream_hear_of_a_peers_end(method: str, signal_n
     """While frames are in full flow (mirror, pour), and while the peer takes none of them (deaf)."""
     with rpc_node() as node:
         async with running_endpoint() as caller:
-            async with caller.open_stream(
-                node.peer, method, Question(sleep_s=60), timeout_s=_LONG_S
-            ) as stream:
+            async with caller.open_stream(node.peer, method, Question(sleep_s=60), timeout_s=_LONG_S) as stream:
                 halves = [
                     asyncio.create_task(_receive_for_ever(stream)),
                     asyncio.create_task(_send_for_ever(stream)),

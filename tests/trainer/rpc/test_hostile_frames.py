@@ -18,7 +18,19 @@ from tests.support.rpc_pair import running_endpoint
 from trainer.rpc import Endpoint, Identity
 from trainer.rpc.envelope import HEARTBEAT, MAX_FRAME_BYTES, seal
 
-_REASONS = {"size", "magic", "protocol", "head", "kind", "run", "recipient", "sender", "method", "clock", "signature"} | {
+_REASONS = {
+    "size",
+    "magic",
+    "protocol",
+    "head",
+    "kind",
+    "run",
+    "recipient",
+    "sender",
+    "method",
+    "clock",
+    "signature",
+} | {
     "digest",
     "body",
     "sequence",
@@ -111,7 +123,9 @@ async def test_heads_no_parser_should_be_given() -> None:
             "a key of 60 kB": b'{"' + b"k" * 60_000 + b'": 1}',
             "60,000 keys": b"{" + b",".join(b'"%d":0' % number for number in range(7000)) + b"}",
         }
-        await _check(endpoint, hostile, {name: ([_raw(hostile.identity, head)], "head") for name, head in heads.items()})
+        await _check(
+            endpoint, hostile, {name: ([_raw(hostile.identity, head)], "head") for name, head in heads.items()}
+        )
 
 
 @on_event_loop
@@ -157,7 +171,10 @@ async def test_frames_of_a_stream() -> None:
             "by another": (stream(next(nonces), first(identity=foreign)), "sender"),
             "of another certificate": (stream(next(nonces), first(certificate_sha256="0" * 64)), "certificate"),
             "unsigned": (_last(stream(next(nonces), first()), _unsigned), "signature"),
-            "payload swapped": (_last(stream(next(nonces), first(payload=b"xx")), lambda raw: raw[:-1] + b"y"), "digest"),
+            "payload swapped": (
+                _last(stream(next(nonces), first(payload=b"xx")), lambda raw: raw[:-1] + b"y"),
+                "digest",
+            ),
             "truncated": (_last(stream(next(nonces), first()), lambda raw: raw[:-1]), "size"),
             "noise": (_last(stream(next(nonces), first()), lambda _: b"noise" * 100), "magic"),
         }

@@ -13,7 +13,11 @@ import pytest
 from trainer.errors import TrainerUsageError
 from trainer.rpc import Identity, load_or_create_identity, verify_signature
 
-_MAKE = "import sys; from trainer.rpc import load_or_create_identity; sys.stdout.write(load_or_create_identity(sys.argv[1]).peer_id)"
+_MAKE = """
+import sys
+from trainer.rpc import load_or_create_identity
+sys.stdout.write(load_or_create_identity(sys.argv[1]).peer_id)
+"""
 
 
 def test_an_identity_is_made_once_and_kept(tmp_path: Path) -> None:

@@ -48,81 +48,95 @@ async def test_frames_go_both_ways_at_once_in_order(tls: bool) -> None:
 def test_any_frames_come_as_they_were_sent(frames: list[tuple[int, bytes]]) -> None:
     @on_event_loop
     async def scenario() -> None:
-        async with endpoint_pair() as (caller, callee):
-            async with caller.open_stream(callee.peer, "test/mirror", Question(), timeout_s=30) as stream:
-                _, received = await asyncio.gather(_send_all(stream, frames), _drain(stream))
-                assert received == frames
+        async with (
+            endpoint_pair() as (caller, callee),
+            caller.open_stream(callee.peer, "test/mirror", Question(), timeout_s=30) as stream,
+        ):
+            _, received = await asyncio.gather(_send_all(stream, frames), _drain(stream))
+            assert received == frames
 
     scenario()
 
 
 @on_event_loop
 async def test_sends_from_several_tasks_are_put_in_one_order() -> None:
-    async with endpoint_pair() as (caller, callee):
-        async with caller.open_stream(callee.peer, "test/mirror", Question(), timeout_s=30) as stream:
-            await asyncio.gather(*(stream.send(index, bytes(300_000)) for index in range(12)))
-            await stream.end()
-            assert sorted(index for index, _ in await _drain(stream)) == list(range(12))
+    async with (
+        endpoint_pair() as (caller, callee),
+        caller.open_stream(callee.peer, "test/mirror", Question(), timeout_s=30) as stream,
+    ):
+        await asyncio.gather(*(stream.send(index, bytes(300_000)) for index in range(12)))
+        await stream.end()
+        assert sorted(index for index, _ in await _drain(stream)) == list(range(12))
 
 
 @on_event_loop
 async def test_a_payload_may_be_changed_once_it_was_sent() -> None:
-    async with endpoint_pair() as (caller, callee):
-        async with caller.open_stream(callee.peer, "test/mirror", Question(), timeout_s=30) as stream:
-            buffer = bytearray(_MIB)
-            for number in range(4):
-                buffer[:] = bytes([number]) * _MIB
-                await stream.send(number, buffer)
-            await stream.end()
-            assert await _drain(stream) == [(number, bytes([number]) * _MIB) for number in range(4)]
+    async with (
+        endpoint_pair() as (caller, callee),
+        caller.open_stream(callee.peer, "test/mirror", Question(), timeout_s=30) as stream,
+    ):
+        buffer = bytearray(_MIB)
+        for number in range(4):
+            buffer[:] = bytes([number]) * _MIB
+            await stream.send(number, buffer)
+        await stream.end()
+        assert await _drain(stream) == [(number, bytes([number]) * _MIB) for number in range(4)]
 
 
 @on_event_loop
 async def test_who_does_not_read_is_not_sent_more_than_a_little() -> None:
     """Backpressure: queue, gRPC's windows and one frame on its way, however long the sender goes on."""
-    async with endpoint_pair(stall_timeout_s=5.0) as (caller, callee):
-        async with caller.open_stream(callee.peer, "test/deaf", Question(sleep_s=20), timeout_s=30) as stream:
-            sent = 0
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(2.0):
-                    while True:
-                        await stream.send(sent, bytes(_MIB))
-                        sent += 1
-            assert 4 <= sent <= 30
-            assert callee.counters.received_bytes <= 7 * _MIB
+    async with (
+        endpoint_pair(stall_timeout_s=5.0) as (caller, callee),
+        caller.open_stream(callee.peer, "test/deaf", Question(sleep_s=20), timeout_s=30) as stream,
+    ):
+        sent = 0
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(2.0):
+                while True:
+                    await stream.send(sent, bytes(_MIB))
+                    sent += 1
+        assert 4 <= sent <= 30
+        assert callee.counters.received_bytes <= 7 * _MIB
 
 
 @on_event_loop
 async def test_a_reader_who_takes_a_pause_longer_than_the_stall_timeout_loses_nothing() -> None:
-    async with endpoint_pair(stall_timeout_s=0.4) as (caller, callee):
-        async with caller.open_stream(callee.peer, "test/pour", Question(), timeout_s=60) as stream:
-            for index in range(10):
-                if index % 4 == 0:
-                    await asyncio.sleep(0.8)
-                frame = await stream.receive()
-                assert frame is not None
-                assert frame.index == index
+    async with (
+        endpoint_pair(stall_timeout_s=0.4) as (caller, callee),
+        caller.open_stream(callee.peer, "test/pour", Question(), timeout_s=60) as stream,
+    ):
+        for index in range(10):
+            if index % 4 == 0:
+                await asyncio.sleep(0.8)
+            frame = await stream.receive()
+            assert frame is not None
+            assert frame.index == index
 
 
 @on_event_loop
 async def test_silence_of_both_is_bridged_by_heartbeats() -> None:
-    async with endpoint_pair(stall_timeout_s=0.4) as (caller, callee):
-        async with caller.open_stream(callee.peer, "test/mirror", Question(), timeout_s=30) as stream:
-            await asyncio.sleep(1.2)
-            await _send_all(stream, [(7, b"after")])
-            await asyncio.sleep(0.8)
-            assert await _drain(stream) == [(7, b"after")]
+    async with (
+        endpoint_pair(stall_timeout_s=0.4) as (caller, callee),
+        caller.open_stream(callee.peer, "test/mirror", Question(), timeout_s=30) as stream,
+    ):
+        await asyncio.sleep(1.2)
+        await _send_all(stream, [(7, b"after")])
+        await asyncio.sleep(0.8)
+        assert await _drain(stream) == [(7, b"after")]
 
 
 @on_event_loop
 async def test_receive_can_be_cancelled_without_losing_a_frame() -> None:
-    async with endpoint_pair() as (caller, callee):
-        async with caller.open_stream(callee.peer, "test/mirror", Question(), timeout_s=30) as stream:
-            for _ in range(3):
-                with pytest.raises(TimeoutError):
-                    await asyncio.wait_for(stream.receive(), 0.05)
-            await _send_all(stream, [(1, b"x")])
-            assert await _drain(stream) == [(1, b"x")]
+    async with (
+        endpoint_pair() as (caller, callee),
+        caller.open_stream(callee.peer, "test/mirror", Question(), timeout_s=30) as stream,
+    ):
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(stream.receive(), 0.05)
+        await _send_all(stream, [(1, b"x")])
+        assert await _drain(stream) == [(1, b"x")]
 
 
 @on_event_loop
@@ -170,17 +184,19 @@ async def test_leaving_early_cancels_the_handler() -> None:
 
 @on_event_loop
 async def test_nothing_can_be_sent_after_the_end() -> None:
-    async with endpoint_pair() as (caller, callee):
-        async with caller.open_stream(callee.peer, "test/mirror", Question(), timeout_s=30) as stream:
-            with pytest.raises(TrainerUsageError, match="index"):
-                await stream.send(-1, b"")
-            with pytest.raises(TrainerUsageError, match="split it"):
-                await stream.send(0, bytes(_MIB + 1))
-            await stream.end()
-            await stream.end()
-            with pytest.raises(TrainerUsageError, match="after the end"):
-                await stream.send(0, b"x")
-            assert await _drain(stream) == []
+    async with (
+        endpoint_pair() as (caller, callee),
+        caller.open_stream(callee.peer, "test/mirror", Question(), timeout_s=30) as stream,
+    ):
+        with pytest.raises(TrainerUsageError, match="index"):
+            await stream.send(-1, b"")
+        with pytest.raises(TrainerUsageError, match="split it"):
+            await stream.send(0, bytes(_MIB + 1))
+        await stream.end()
+        await stream.end()
+        with pytest.raises(TrainerUsageError, match="after the end"):
+            await stream.send(0, b"x")
+        assert await _drain(stream) == []
 
 
 @on_event_loop
@@ -201,6 +217,68 @@ async def test_a_handlers_refusal_ends_sends_and_receives() -> None:
                 await stream.end()
                 await stream.receive()
         assert callee.counters.refused == {"full": 2}
+
+
+@pytest.mark.parametrize("reader_s", [0.0, 0.5])
+@on_event_loop
+async def test_a_sender_in_full_flow_hears_the_refusal_and_what_came_before_it(reader_s: float) -> None:
+    """Also where the answers are read only after sending has failed."""
+
+    async def refuse(_request: Request[Question], stream: Stream) -> None:
+        for index in range(3):
+            await stream.send(index, b"before")
+        raise RefusedError("not_in_round", "another round")
+
+    async with endpoint_pair() as (caller, callee):
+        callee.register_stream("test/refuse", Question, refuse)
+        for _ in range(8):
+            async with caller.open_stream(callee.peer, "test/refuse", Question(), timeout_s=30) as stream:
+
+                async def pour(stream: Stream = stream) -> None:
+                    for index in range(10_000):
+                        await stream.send(index, bytes(200_000))
+
+                pouring = asyncio.create_task(pour())
+                await asyncio.sleep(reader_s / 8)
+                for index in range(3):
+                    frame = await stream.receive()
+                    assert frame is not None
+                    assert frame.index == index
+                for outcome in (stream.receive(), pouring):
+                    with pytest.raises(RefusedError) as caught:
+                        await outcome
+                    assert caught.value.reason == "not_in_round"
+
+
+@on_event_loop
+async def test_a_callee_that_ends_early_leaves_its_answer_to_a_caller_still_sending() -> None:
+    async def answer(_request: Request[Question], stream: Stream) -> None:
+        for index in range(6):
+            await stream.send(index, bytes(1000))
+
+    async with endpoint_pair() as (caller, callee):
+        callee.register_stream("test/answer", Question, answer)
+        for _ in range(2):
+            async with caller.open_stream(callee.peer, "test/answer", Question(), timeout_s=30) as stream:
+                with pytest.raises(PeerUnavailableError):
+                    for index in range(10_000):
+                        await stream.send(index, bytes(200_000))
+                assert [index for index, _ in await _drain(stream)] == list(range(6))
+
+
+@on_event_loop
+async def test_a_callee_that_does_not_wait_for_the_end_is_no_error() -> None:
+    async def glance(_request: Request[Question], stream: Stream) -> None:
+        await stream.receive()
+
+    async with endpoint_pair() as (caller, callee):
+        callee.register_stream("test/glance", Question, glance)
+        for pause_s in (0.0, 0.001, 0.01, 0.1):
+            async with caller.open_stream(callee.peer, "test/glance", Question(), timeout_s=30) as stream:
+                await stream.send(0, b"x")
+                await asyncio.sleep(pause_s)
+                await stream.end()
+                assert await stream.receive() is None
 
 
 @on_event_loop
@@ -259,33 +337,39 @@ async def test_a_budget_too_small_for_all_streams_stops_none_of_them() -> None:
 
 @on_event_loop
 async def test_the_deadline_ends_a_stream() -> None:
-    async with endpoint_pair() as (caller, callee):
-        async with caller.open_stream(callee.peer, "test/mirror", Question(), timeout_s=0.5) as stream:
-            with pytest.raises(PeerUnavailableError, match="deadline"):
-                await stream.receive()
-            with pytest.raises(PeerUnavailableError, match="deadline"):
-                await stream.send(0, b"x")
+    async with (
+        endpoint_pair() as (caller, callee),
+        caller.open_stream(callee.peer, "test/mirror", Question(), timeout_s=0.5) as stream,
+    ):
+        with pytest.raises(PeerUnavailableError, match="deadline"):
+            await stream.receive()
+        with pytest.raises(PeerUnavailableError, match="deadline"):
+            await stream.send(0, b"x")
 
 
 @on_event_loop
 async def test_stopping_the_callee_ends_its_streams() -> None:
-    async with endpoint_pair() as (caller, callee):
-        async with caller.open_stream(callee.peer, "test/mirror", Question(), timeout_s=30) as stream:
-            await stream.send(0, b"x")
-            assert await stream.receive() is not None
-            await callee.stop()
-            with pytest.raises(PeerUnavailableError):
-                await stream.receive()
+    async with (
+        endpoint_pair() as (caller, callee),
+        caller.open_stream(callee.peer, "test/mirror", Question(), timeout_s=30) as stream,
+    ):
+        await stream.send(0, b"x")
+        assert await stream.receive() is not None
+        await callee.stop()
+        with pytest.raises(PeerUnavailableError):
+            await stream.receive()
 
 
 @on_event_loop
 async def test_stopping_the_caller_ends_its_streams() -> None:
-    async with endpoint_pair() as (caller, callee):
-        async with caller.open_stream(callee.peer, "test/mirror", Question(), timeout_s=30) as stream:
-            await stream.send(0, b"x")
-            await caller.stop()
-            with pytest.raises(PeerUnavailableError):
-                while await stream.receive() is not None:
-                    pass
-            with pytest.raises(PeerUnavailableError):
-                await stream.send(1, b"x")
+    async with (
+        endpoint_pair() as (caller, callee),
+        caller.open_stream(callee.peer, "test/mirror", Question(), timeout_s=30) as stream,
+    ):
+        await stream.send(0, b"x")
+        await caller.stop()
+        with pytest.raises(PeerUnavailableError):
+            while await stream.receive() is not None:
+                pass
+        with pytest.raises(PeerUnavailableError):
+            await stream.send(1, b"x")
