@@ -52,17 +52,18 @@ def run(arguments: Sequence[str]) -> int:
     except train.StoppedBySignal as stopped:
         return stopped.exit_code
     except KeyboardInterrupt:
-        return _fail("interrupted before training began", 130)
+        return _fail("interrupted; nothing was saved since the last checkpoint", 130)
     except (TrainerUsageError, LoaderUsageError) as error:
         return _fail(str(error), 2)
     except (TrainerError, LoaderError, GenesisError, ContractError) as error:
         return _fail(str(error), 1)
     except OSError as error:
-        # Whatever is still buffered would fail again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
-            return 0  # The reader of our output (head, say) has seen enough.
-        return _fail(f"cannot go on: {error.strerror or error}", 1)
+            # The reader of our output (head, say) has seen enough; what is still buffered would fail again at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(f"cannot go on: {where}{error.strerror or error}", 1)
     return result if isinstance(result, int) else 0
 
 

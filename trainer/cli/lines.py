@@ -24,32 +24,65 @@ _EVERY_S = 10.0
 
 
 @contextmanager
-def training_line(config: RunConfig, *, as_json: bool) -> Iterator[ProgressLine]:
-    """The kind of line this output asks for."""
-    if as_json:
+def training_line(config: RunConfig, *, as_json: bool, is_first: bool = True) -> Iterator[ProgressLine]:
+    """The kind of line this output asks for.
+
+    Args:
+        config: of the run.
+        as_json: JSON lines on standard output.
+        is_first: the one rank of a cluster that speaks; the others' losses are in their logs.
+    """
+    if not is_first:
+        yield _NoLines()
+    elif as_json:
         yield _JsonLines()
     elif sys.stderr.isatty():
         with tqdm(total=config.max_steps or None, unit="step", dynamic_ncols=True) as bar, logging_redirect_tqdm():
             yield _Bar(bar)
     else:
-        yield _PlainLines()
+        lines = _PlainLines()
+        try:
+            yield lines
+        finally:
+            lines.end()
+
+
+class _NoLines:
+    """Nothing."""
+
+    def step(self, result: StepResult) -> None:
+        pass
+
+    def outer(self, result: OuterResult) -> None:
+        pass
 
 
 class _PlainLines:
-    """A line every ten seconds, the first and each round."""
+    """A line every ten seconds, the first and the last step's, and each round's."""
 
     def __init__(self) -> None:
+        self._latest: StepResult | None = None
         self._next_s = 0.0
         self._num_tokens = 0
-        self._since_s = time.monotonic()
+        self._since_s: float | None = None
 
     def step(self, result: StepResult) -> None:
+        self._latest = result
         self._num_tokens += result.num_tokens
+        if time.monotonic() >= self._next_s:
+            self._tell(result)
+
+    def end(self) -> None:
+        """The last step, if it was not told."""
+        if self._latest is not None:
+            self._tell(self._latest)
+
+    def _tell(self, result: StepResult) -> None:
         now_s = time.monotonic()
-        if now_s < self._next_s:
-            return
-        speed = self._num_tokens / max(now_s - self._since_s, 1e-9)
+        since_s = self._since_s if self._since_s is not None else now_s - result.seconds
+        speed = self._num_tokens / max(now_s - since_s, 1e-9)
         typer.echo(f"step {result.step + 1}  {_figures(result)}  {speed:,.0f} tokens/s", err=True)
+        self._latest = None
         self._next_s, self._num_tokens, self._since_s = now_s + _EVERY_S, 0, now_s
 
     def outer(self, result: OuterResult) -> None:

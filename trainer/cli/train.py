@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainer.cli.lines import training_line
-from trainer.config import RunConfig, from_mapping, merged, parse_override, read_yaml
 from trainer.errors import TrainerUsageError
+
+if TYPE_CHECKING:
+    from trainer.config import RunConfig
 
 __all__ = ["StoppedBySignal", "config_of", "train_command"]
 
 _SIGNAL_EXIT = 128
-
-
-class StoppedBySignal(Exception):  # noqa: N818 - no error: everything was saved
-    """The node was stopped by a signal and has saved itself."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by signal {number}")
-        self.exit_code = _SIGNAL_EXIT + number
-
 
 _PATHS = {
     "node_id": "node_id",
@@ -58,6 +51,14 @@ _PATHS = {
 """Where each option of the command line stands in the configuration."""
 
 
+class StoppedBySignal(Exception):  # noqa: N818 - no error: everything was saved
+    """The node was stopped by a signal and has saved itself."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by signal {number}")
+        self.exit_code = _SIGNAL_EXIT + number
+
+
 def train_command(
     context: typer.Context,
     node_id: Annotated[str | None, typer.Option(help="Name of this node: decides its shards.")] = None,
@@ -84,7 +85,7 @@ def train_command(
     accumulation: Annotated[int | None, typer.Option(help="Micro-batches of a step.")] = None,
     max_steps: Annotated[int | None, typer.Option(help="Stop after so many inner steps; 0: go on.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights and data order; one for all nodes of a run.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads on a CPU; fixed, a run repeats bit for bit.")] = None,
     plateau: Annotated[str | None, typer.Option(help="When a shard is left early: absolute, relative, off.")] = None,
     holdout: Annotated[int | None, typer.Option(help="First shards of every source not to train on.")] = None,
@@ -107,35 +108,43 @@ def train_command(
         raise typer.Exit
     if context.invoked_subcommand is not None:
         return
-    given = {name: value for name, value in locals().items() if name in _PATHS and value not in (None, [])}
-    resolved = config_of(config, set_ or [], given)
-
-    from trainer.node import StopRequest, run_node
-
-    stop = StopRequest()
-    with training_line(resolved, as_json=json) as line:
-        run_node(resolved, line, stop)
-    if stop.signal is not None:
-        raise StoppedBySignal(stop.signal)
+    given = {name: context.params[name] for name in _PATHS if context.params[name] not in (None, [], ())}
+    _train(config_of(config, set_ or [], given), as_json=json)
 
 
 def config_of(file: Path | None, overrides: list[str], given: dict[str, Any]) -> RunConfig:
     """The configuration: defaults, under the file, under ``--set``, under the options.
 
+    Args:
+        file: YAML.
+        overrides: ``name.name=value`` each.
+        given: values of the options, by their names in `train_command`.
+
     Raises:
         TrainerUsageError: something in it makes no sense.
     """
+    from trainer.config import RunConfig, from_mapping, merged, nested, parse_override, read_yaml
+
     values: dict[str, Any] = read_yaml(file) if file is not None else {}
     for override in overrides:
         values = merged(values, parse_override(override))
     for name, value in given.items():
-        nested: Any = value
-        for part in reversed(_PATHS[name].split(".")):
-            nested = {part: nested}
-        values = merged(values, nested)
-    if os.environ.get("GENESIS_TOKEN"):
-        values = merged({"checkpoint": {"token": os.environ["GENESIS_TOKEN"]}}, values)
+        values = merged(values, nested(_PATHS[name], value))
     config = from_mapping(RunConfig, values)
     if not config.node_id:
         raise TrainerUsageError("--node-id: expected a name for this node, found none")
     return config
+
+
+def _train(config: RunConfig, *, as_json: bool) -> None:
+    from trainer.cli.lines import training_line
+    from trainer.node import StopRequest, run_node
+
+    stop = StopRequest()
+    is_first = config.engine != "torch" or os.environ.get("RANK", "0") == "0"
+    if not is_first:  # Nearly all they have to say, the first one says too.
+        logging.getLogger().setLevel(max(logging.WARNING, logging.getLogger().level))
+    with training_line(config, as_json=as_json, is_first=is_first) as line:
+        run_node(config, line, stop)
+    if stop.signal is not None:
+        raise StoppedBySignal(stop.signal)

@@ -6,7 +6,16 @@ writes them.
 
 from __future__ import annotations
 
-from trainer.config.reading import from_mapping, merged, parse_override, read_yaml, to_mapping, to_yaml
+from trainer.config.reading import (
+    changed_options,
+    from_mapping,
+    merged,
+    nested,
+    parse_override,
+    read_yaml,
+    to_mapping,
+    to_yaml,
+)
 from trainer.config.run import CheckpointConfig, DataConfig, Engine, LogConfig, ModelChoice, RunConfig, Strategy
 
 __all__ = [
@@ -17,8 +26,10 @@ __all__ = [
     "ModelChoice",
     "RunConfig",
     "Strategy",
+    "changed_options",
     "from_mapping",
     "merged",
+    "nested",
     "parse_override",
     "read_yaml",
     "to_mapping",

@@ -1,25 +1,43 @@
 """From plain values (YAML, command line) to configuration dataclasses, and back.
 
 Strict where it helps: an unknown name is an error that suggests the nearest known one, a value of the wrong type says
-which field, what was expected and what was found. Missing names take the dataclass's defaults.
+which field, what was expected and what was found. Lenient where YAML is odd: ``3e-4`` is text to it, and a number here.
+Missing names take the dataclass's defaults.
+
+A field with ``metadata=SECRET`` can be read in, but never comes out again: neither in `to_mapping`, so that no file has
+it, nor in a message.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from types import MappingProxyType
+from typing import Any, Final, TypeVar, cast, get_type_hints
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from trainer.errors import TrainerUsageError
 
-__all__ = ["from_mapping", "merged", "parse_override", "read_yaml", "to_mapping", "to_yaml"]
+__all__ = [
+    "SECRET",
+    "changed_options",
+    "from_mapping",
+    "merged",
+    "nested",
+    "parse_override",
+    "read_yaml",
+    "to_mapping",
+    "to_yaml",
+]
 
 ConfigT = TypeVar("ConfigT")
+
+SECRET: Final = MappingProxyType({"secret": True})
+"""Metadata of a dataclass field whose value is nobody else's business."""
 
 
 def from_mapping(kind: type[ConfigT], values: Mapping[str, Any], where: str = "") -> ConfigT:
@@ -36,53 +54,76 @@ def from_mapping(kind: type[ConfigT], values: Mapping[str, Any], where: str = ""
     if not dataclasses.is_dataclass(kind):
         raise TypeError(f"expected a dataclass, found {kind!r}")
     hints = get_type_hints(kind)
-    names = [field.name for field in dataclasses.fields(kind) if field.init]
+    fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
     for name in values:
-        if name not in names:
-            raise TrainerUsageError(
-                f"{where}{name}: expected one of {', '.join(names)}, found this{_nearest(name, names)}"
-            )
-    arguments = {name: _value(hints[name], value, f"{where}{name}") for name, value in values.items()}
+        if name not in fields:
+            raise TrainerUsageError(f"{where}{name}: there is no such option{_nearest(name, list(fields))}")
+    arguments = {
+        name: _value(hints[name], value, f"{where}{name}", secret="secret" in fields[name].metadata)
+        for name, value in values.items()
+    }
     try:
         return kind(**arguments)
-    except TypeError as error:
-        raise TrainerUsageError(f"{where or 'configuration'}: {error}") from error
+    except TrainerUsageError as error:
+        # Most dataclasses name their field only; which of them it is in is known here.
+        raise error if str(error).startswith(where) else TrainerUsageError(f"{where}{error}") from error
 
 
-def _value(hint: Any, value: Any, where: str) -> Any:
+def _value(hint: Any, value: Any, where: str, *, secret: bool) -> Any:
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        if not isinstance(value, Mapping):
+        if not isinstance(value, Mapping | None):
             raise TrainerUsageError(f"{where}: expected a mapping of options, found {value!r}")
-        return from_mapping(hint, value, f"{where}.")
+        return from_mapping(hint, value or {}, f"{where}.")
+    found = type(value).__name__ if secret else repr(value)[:80]
+    if isinstance(value, bool) and hint in (int, float):
+        raise TrainerUsageError(f"{where}: expected a number, found {found}")
     try:
         return TypeAdapter(hint).validate_python(value)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise TrainerUsageError(f"{where}: {first['msg'].lower()}, found {str(value)[:80]!r}") from error
+        message = error.errors()[0]["msg"]
+        raise TrainerUsageError(f"{where}: {message[0].lower()}{message[1:]}, found {found}") from error
 
 
 def _nearest(name: str, names: list[str]) -> str:
     close = difflib.get_close_matches(name, names, 1)
-    return f" (did you mean {close[0]}?)" if close else ""
+    return f"; did you mean {close[0]}?" if close else f"; expected one of {', '.join(names)}"
 
 
 def to_mapping(config: Any) -> dict[str, Any]:
-    """The other way: nested plain values, tuples as lists."""
-    return {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config) if field.init}
+    """The other way: nested plain values, tuples as lists, secrets left out."""
+    return {
+        field.name: _plain(getattr(config, field.name))
+        for field in dataclasses.fields(config)
+        if field.init and "secret" not in field.metadata
+    }
 
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return to_mapping(value)
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
-    return str(value) if isinstance(value, Path) else value
+    return value
+
+
+def changed_options(config: Any) -> dict[str, Any]:
+    """Options that are not at their defaults, by dotted name (``inner.lr``), as ``--set`` takes them."""
+    return dict(_changes(to_mapping(config), to_mapping(type(config)()), ""))
+
+
+def _changes(values: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        default = defaults.get(name)
+        if isinstance(value, Mapping) and isinstance(default, Mapping) and value and default:
+            yield from _changes(value, default, f"{where}{name}.")
+        elif value != default:
+            yield f"{where}{name}", value
 
 
 def to_yaml(config: Any) -> str:
-    """What `read_yaml` and `from_mapping` read back as the same configuration."""
+    """What `read_yaml` and `from_mapping` read back as the same configuration, but for secrets."""
     return yaml.safe_dump(to_mapping(config), sort_keys=False, default_flow_style=None, width=100)
 
 
@@ -96,8 +137,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise TrainerUsageError(f"{path}: cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise TrainerUsageError(f"{path}: expected YAML, found {' '.join(str(error).split())[:200]}") from error
+    except UnicodeDecodeError as error:
+        raise TrainerUsageError(f"{path}: expected UTF-8, found bytes that are none at {error.start}") from error
+    except yaml.YAMLError as error:
+        raise TrainerUsageError(f"{path}: expected YAML, found {_problem(error)}") from error
     if document is None:
         return {}
     if not isinstance(document, dict) or not all(isinstance(name, str) for name in document):
@@ -115,12 +158,23 @@ def parse_override(text: str) -> dict[str, Any]:
     if not equals or not all(part.isidentifier() for part in path.split(".")):
         raise TrainerUsageError(f"--set: expected name.name=value, found {text!r}")
     try:
-        nested: Any = yaml.safe_load(value)
+        return nested(path, yaml.safe_load(value))
     except yaml.YAMLError as error:
-        raise TrainerUsageError(f"--set {path}: expected a YAML value, found {value!r}") from error
+        raise TrainerUsageError(f"--set {path}: expected a YAML value, found {_problem(error)}") from error
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    """What is wrong and where, without the text around it, which may hold a secret."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"{error.problem} in line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
+    return "none"
+
+
+def nested(path: str, value: object) -> dict[str, Any]:
+    """A value under a dotted name, as nested mappings."""
     for name in reversed(path.split(".")):
-        nested = {name: nested}
-    return dict(nested)
+        value = {name: value}
+    return cast("dict[str, Any]", value)
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

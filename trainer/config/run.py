@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -10,6 +12,7 @@ from typing import Literal
 from loader.stream.assignment import Assignment
 from loader.stream.plateau import PlateauKind
 from trainer.collective import CollectiveConfig
+from trainer.config.reading import SECRET
 from trainer.diloco import DiLoCoConfig
 from trainer.discovery import DiscoveryConfig
 from trainer.errors import TrainerUsageError
@@ -20,6 +23,9 @@ from trainer.rpc import RpcConfig
 from trainer.state import StateConfig
 
 __all__ = ["CheckpointConfig", "DataConfig", "Engine", "LogConfig", "ModelChoice", "RunConfig", "Strategy"]
+
+_NAME = re.compile(r"[A-Za-z0-9_@:+=-][A-Za-z0-9_.@:+=-]{0,127}")
+"""Of nodes and runs: folders and files are named by them."""
 
 Engine = Literal["p2p", "torch"]
 Strategy = Literal["diloco", "ddp"]
@@ -64,7 +70,18 @@ class DataConfig:
     cache_bytes: str = ""
     """How much of them, such as ``20GB``; empty: ``GENESIS_CACHE_BYTES`` or 20 GB."""
     timeout_s: float = 600.0
-    """How long a shard is tried for."""
+    """How long a shard is tried for, in seconds."""
+    refresh_s: float = 60.0
+    """How often the store is asked for new shards and a larger vocabulary, in seconds; taken up at outer steps."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("shards_per_node", 1), ("holdout", 0)):
+            if getattr(self, name) < least:
+                raise TrainerUsageError(f"data.{name}: expected {least} or more, found {getattr(self, name)}")
+        for name in ("timeout_s", "refresh_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise TrainerUsageError(f"data.{name}: expected a number of seconds above 0, found {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +90,9 @@ class CheckpointConfig:
 
     directory: str = "~/.neuroshard/checkpoints"
     """Folder; the file is ``dynamic_node_{wallet_id}.pt``."""
-    token: str = ""
-    """Whose wallet names the file (000); empty: the node id does. ``GENESIS_TOKEN`` keeps it off the command line."""
+    token: str = field(default="", repr=False, metadata=SECRET)
+    """Whose wallet names the file (000); empty: the node id does. ``GENESIS_TOKEN`` keeps it off the command line. No
+    file holds it, so a saved configuration does not either."""
     every_steps: int = 10
     """Inner steps between checkpoints (000)."""
     keep: int = 3
@@ -104,7 +122,7 @@ class RunConfig:
     """
 
     node_id: str = ""
-    """Name of this node: decides its shards and their order."""
+    """Name of this node: decides its shards and their order. A node needs one to train."""
     run_id: str = "genesis"
     """Nodes of one run train one model together."""
     seed: int = 0
@@ -116,7 +134,7 @@ class RunConfig:
     max_steps: int = 0
     """Inner steps after which the node stops; 0: goes on."""
     device: str = "auto"
-    """``auto``, ``cpu``, ``cuda``, ``cuda:1``, ``mps``."""
+    """``auto``, ``cpu``, ``cuda``, ``cuda:1``."""
     threads: int = 0
     """Threads torch computes with on a CPU; 0: its own choice. Fixed threads make a run repeatable bit for bit."""
     state_dir: str = "~/.neuroshard"
@@ -135,11 +153,19 @@ class RunConfig:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
-        if self.strategy == "ddp" and self.engine != "torch":
+        for name in ("max_steps", "threads"):
+            if getattr(self, name) < 0:
+                raise TrainerUsageError(f"{name}: expected 0 or more, found {getattr(self, name)}")
+        for name in ("node_id", "run_id"):
+            value = getattr(self, name)
+            if not _NAME.fullmatch(value) and (value or name == "run_id"):
+                raise TrainerUsageError(
+                    f"{name}: expected 1 to 128 letters, digits or any of -_.@:+= (no dot first), found {value!r}"
+                )
+        if self.engine != "torch" and self.strategy == "ddp":
             raise TrainerUsageError("strategy ddp: expected engine torch (under torchrun), found engine p2p")
-        if self.max_steps < 0 or self.threads < 0:
+        if self.engine == "torch" and (self.discovery.initial_peers or self.rpc.port):
             raise TrainerUsageError(
-                f"max_steps and threads: expected 0 or more, found {self.max_steps} and {self.threads}"
+                "engine torch: expected no initial_peers and no port, since torchrun says who belongs together, found "
+                "one; leave it out, or take engine p2p"
             )
-        if not self.run_id or len(self.run_id) > 128 or not self.run_id.isprintable():
-            raise TrainerUsageError(f"run_id: expected 1 to 128 printable characters, found {self.run_id!r}")

@@ -1,29 +1,48 @@
-"""The node's batches, and the vocabulary they are in."""
+"""The loader's doors, opened with a run's options."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 from loader import GenesisDataset
-from manifests import VocabularyFile, canonical_json, sha256_hex
+from loader.options import StoreOptions
+from loader.session import Session
 from trainer.config import DataConfig, RunConfig
+from trainer.inner import Batch
 
-__all__ = ["lineage_of", "open_dataset"]
-
-_LINEAGE_MERGES = 256
-"""A vocabulary only grows behind its last merge, so the first of them say which vocabulary it is."""
+__all__ = ["endless", "open_dataset", "open_session"]
 
 
-def open_dataset(config: RunConfig, batch_size: int) -> GenesisDataset:
-    """The stream of this node's batches.
+def open_session(data: DataConfig) -> Session:
+    """The store: its manifest, index and vocabulary.
+
+    Raises:
+        LoaderError: it cannot be reached, or not be believed.
+    """
+    return Session.open(
+        StoreOptions.of(
+            data.store,
+            mirrors=data.mirrors,
+            public_key=data.public_key or None,
+            cache_dir=data.cache_dir or None,
+            cache_bytes=data.cache_bytes or None,
+            timeout_s=data.timeout_s,
+        )
+    )
+
+
+def open_dataset(config: RunConfig) -> GenesisDataset:
+    """The stream of a node's batches.
 
     Raises:
         LoaderError: the store cannot be read.
     """
-    data: DataConfig = config.data
+    data = config.data
     return GenesisDataset(
         data.store,
         config.node_id,
         seq_len=config.inner.seq_len,
-        batch_size=batch_size,
+        batch_size=config.inner.micro_batch_size,
         seed=config.seed,
         mirrors=data.mirrors,
         public_key=data.public_key or None,
@@ -38,6 +57,7 @@ def open_dataset(config: RunConfig, batch_size: int) -> GenesisDataset:
     )
 
 
-def lineage_of(vocabulary: VocabularyFile) -> str:
-    """Digest of what never changes in a vocabulary as it grows: pattern, special ids and first merges."""
-    return sha256_hex(canonical_json([vocabulary.pattern, vocabulary.pairs()[:_LINEAGE_MERGES]]))
+def endless(dataset: Iterable[Batch]) -> Iterator[Batch]:
+    """Pass after pass: after a state is loaded, the stream goes on with the next pass from there."""
+    while True:
+        yield from dataset

@@ -10,8 +10,8 @@ import concurrent.futures
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from trainer.collective import PeerCollective, Terms
 from trainer.config import RunConfig
@@ -20,27 +20,34 @@ from trainer.discovery import Announcement, open_discovery
 from trainer.errors import IncompatiblePeerError, RefusedError, RpcError, StateTransferError, TrainerError
 from trainer.node.loop_thread import LoopThread
 from trainer.node.peer_book import PeerBook, peer_of
+from trainer.node.progress import Progress
 from trainer.node.shared_files import from_snapshot, snapshot_meta, snapshot_tensors
-from trainer.rpc import Endpoint, Identity, Reply, Request, load_or_create_identity
+from trainer.rpc import Endpoint, Identity, Reply, Request
 from trainer.state import Expectation, StateDonor, fetch_state, write_snapshot
 
-__all__ = ["Network", "Progress"]
+__all__ = ["Network"]
 
 logger = logging.getLogger(__name__)
 
 _REFRESH_S = 0.5
 _FIRST_PEERS_S = 15.0
 _CATCH_UP_S = 120.0
+_SETTLE_S = 600.0
+_FETCH_SLACK_S = 30.0
+"""Fetching has its own deadline; the loop's is to come behind it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """What the training thread wants others to know; replaced as a whole."""
+class Listener(Protocol):
+    """Who is told of the others, and asked what to tell them."""
 
-    inner_step: int = 0
-    loss: float | None = None
-    tokens_per_s: float = 0.0
-    shards: tuple[int, ...] = ()
+    def progress(self) -> Progress:
+        """How far training is: asked before each announcement."""
+
+    def peers(self, announcements: tuple[Announcement, ...]) -> None:
+        """All others there are now; told now and then."""
+
+    def state(self, outer_step: int, digest: str) -> None:
+        """Others can fetch this state from now on."""
 
 
 class Network:
@@ -48,10 +55,9 @@ class Network:
 
     Args:
         config: of the run.
+        identity: the node's key.
         terms: what all must have in common.
         vocabulary_rows: the most rows of vocabulary this node could have now.
-        on_peers: told all announcements now and then, in the loop's thread.
-        on_state: told outer step and digest of each state once others can fetch it, in the loop's thread.
         max_state_bytes: no state larger than this is fetched.
         stopping: whether the node has been asked to stop.
     """
@@ -59,28 +65,25 @@ class Network:
     def __init__(
         self,
         config: RunConfig,
+        identity: Identity,
         terms: Terms,
         vocabulary_rows: Callable[[], int],
-        on_peers: Callable[[tuple[Announcement, ...]], None],
-        on_state: Callable[[int, str], None],
         max_state_bytes: int,
         stopping: Callable[[], bool],
     ) -> None:
         self._max_state_bytes = max_state_bytes
         self._config = config
         self._terms = terms
-        self._on_peers = on_peers
-        self._on_state = on_state
-        self._directory = Path(config.state_dir).expanduser()
-        self._identity: Identity = load_or_create_identity(self._directory / "identity" / f"{config.node_id}.pem")
-        self._snapshots = self._directory / "state" / config.run_id / config.node_id
+        self._identity = identity
+        self._snapshots = Path(config.state_dir).expanduser() / "state" / config.run_id / config.node_id
         self._loop = LoopThread("genesis-network")
         self._endpoint = Endpoint(self._identity, config.run_id, config.rpc)
         self._discovery = open_discovery(self._endpoint, config.discovery)
         self._book = PeerBook(terms.digest())
-        self._progress = Progress()
+        self._listener: Listener | None = None
         self._members: tuple[str, ...] = ()
         self._publishing: concurrent.futures.Future[None] | None = None
+        self._refreshing: asyncio.Task[None] | None = None
         self._donor = StateDonor(self._endpoint, self._snapshots, config.state)
         self.collective = PeerCollective(
             self._endpoint,
@@ -100,11 +103,6 @@ class Network:
         return self._identity.peer_id
 
     @property
-    def address(self) -> str:
-        """Where others reach this node."""
-        return self._endpoint.address
-
-    @property
     def state_digest(self) -> str:
         """Digest of the snapshot handed out now."""
         return self._book.own_state[1]
@@ -117,32 +115,36 @@ class Network:
         """Bytes sent and received."""
         return self._endpoint.counters.sent_bytes, self._endpoint.counters.received_bytes
 
-    def start(self) -> None:
+    def start(self, listener: Listener) -> None:
         """Answers and looks for others from now on; waits a while for the first of them if any were named.
+
+        Args:
+            listener: told what there is to tell, in the loop's thread.
 
         Raises:
             IncompatiblePeerError: most of those that are there train something else.
             RpcError: the port is taken.
         """
+        self._listener = listener
         self._loop.start()
         self._loop.run(self._start(), 60.0)
         if self._config.discovery.initial_peers:
             self._wait_for_peers(_FIRST_PEERS_S)
             self._loop.run(self._check_strangers(), 60.0)
 
-    def tell(self, progress: Progress) -> None:
-        """Says how far training is, with the next announcement."""
-        self._progress = progress
-
     def publish(self, shared: SharedState, members: tuple[str, ...] = ()) -> None:
         """Hands out this state from now on, once it is written: in the background."""
         self._members = members
         self._publishing = self._loop.spawn(self._publish(shared, self._publishing))
 
-    def settle(self, timeout_s: float = 600.0) -> None:
-        """Waits until what was published last is what is handed out."""
-        if self._publishing is not None:
+    def settle(self, timeout_s: float = _SETTLE_S) -> None:
+        """Waits until what was published last is what is handed out, or cannot be."""
+        if self._publishing is None:
+            return
+        try:
             self._publishing.result(timeout_s)
+        except TimeoutError:
+            logger.warning("this node's state is not written after %.0f s; is the disk hanging?", timeout_s)
 
     def catch_up(self, *, wait_s: float = _CATCH_UP_S, stop: Callable[[], bool] = lambda: False) -> SharedState | None:
         """The state most others hold, fetched from them; None where this node holds it already.
@@ -158,7 +160,7 @@ class Network:
             digest = self._book.state_to_adopt()
             if digest is not None:
                 try:
-                    return self._loop.run(self._fetch(digest), max(60.0, self._config.collective.round_timeout_s))
+                    return self._loop.run(self._fetch(digest), self._config.collective.round_timeout_s + _FETCH_SLACK_S)
                 except StateTransferError as error:
                     logger.warning("state %s: %s", digest[:12], error)
             if time.monotonic() >= deadline_s:
@@ -186,7 +188,8 @@ class Network:
         self._refreshing = asyncio.create_task(self._refresh_forever())
 
     async def _stop(self) -> None:
-        self._refreshing.cancel()
+        if self._refreshing is not None:
+            self._refreshing.cancel()
         await self._discovery.close()
         self._donor.close()
         await self._endpoint.stop()
@@ -194,7 +197,7 @@ class Network:
     async def _announce(self) -> None:
         outer_step, digest = self._book.own_state
         certificate = self._endpoint.certificate
-        progress = self._progress
+        progress = self._listener.progress() if self._listener is not None else Progress()
         await self._discovery.announce(
             Announcement(
                 peer_id=self._identity.peer_id,
@@ -214,16 +217,15 @@ class Network:
         )
 
     async def _refresh_forever(self) -> None:
-        announced = self._progress
-        next_announcement_s = 0.0
+        interval_s = self._config.discovery.announce_interval_s / 2
+        next_announcement_s = time.monotonic() + interval_s
         while True:
             try:
                 self._book.update(await self._discovery.peers())
-                self._on_peers(self._book.announcements)
-                now_s = time.monotonic()
-                if self._progress is not announced and now_s >= next_announcement_s:
-                    announced = self._progress
-                    next_announcement_s = now_s + self._config.discovery.announce_interval_s / 2
+                if self._listener is not None:
+                    self._listener.peers(self._book.announcements)
+                if time.monotonic() >= next_announcement_s:
+                    next_announcement_s = time.monotonic() + interval_s
                     await self._announce()
             except TrainerError as error:
                 logger.warning("discovery: %s", error)
@@ -231,12 +233,21 @@ class Network:
 
     async def _publish(self, shared: SharedState, before: concurrent.futures.Future[None] | None) -> None:
         if before is not None:
-            await asyncio.wrap_future(before)
+            await asyncio.wait([asyncio.wrap_future(before)])
+        digest = await self._written(shared)
+        self._book.own_state = (shared.outer_step, digest)
+        if digest and self._listener is not None:
+            self._listener.state(shared.outer_step, digest)
+        try:
+            await self._announce()
+        except TrainerError as error:
+            logger.warning("discovery: %s", error)
+
+    async def _written(self, shared: SharedState) -> str:
+        """Digest of the snapshot of a state; empty where others are not to have it, or cannot."""
         if not shared.outer_step and not shared.fragment:
             # First weights have no vote, or two newcomers would outvote the one node that has trained.
-            self._book.own_state = (0, "")
-            await self._announce()
-            return
+            return ""
         try:
             descriptor = await asyncio.to_thread(
                 write_snapshot,
@@ -247,11 +258,8 @@ class Network:
             )
         except StateTransferError as error:
             logger.warning("this node hands out no state: %s", error)
-            self._book.own_state = (shared.outer_step, "")
-        else:
-            self._book.own_state = (shared.outer_step, descriptor.digest)
-            self._on_state(shared.outer_step, descriptor.digest)
-        await self._announce()
+            return ""
+        return descriptor.digest
 
     async def _fetch(self, digest: str) -> SharedState:
         donors = [peer_of(found) for found in self._book.alike() if found.state_digest == digest]

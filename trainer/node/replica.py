@@ -6,7 +6,6 @@ together or not at all.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -22,9 +21,9 @@ from trainer.engine.collective import Collective
 from trainer.engine.ddp import EveryStepStrategy, ddp_model
 from trainer.engine.strategy import OuterStrategy
 from trainer.errors import CheckpointMismatchError
-from trainer.inner import InnerLoop, make_optimizer, rng_state, set_rng_state
-from trainer.inner.loop import Batch
+from trainer.inner import Batch, InnerLoop, make_optimizer, rng_state, set_rng_state
 from trainer.model import ModelConfig, Transformer, build_model, grow_rows, grow_vocabulary
+from trainer.node.vocabulary import within_vocabulary
 
 __all__ = ["Replica", "layers_of", "parameters_of"]
 
@@ -37,7 +36,7 @@ class Replica:
         model_config: the model's shape.
         collective: whom outer steps are made with.
         device: where the model lives.
-        batches: what it trains on.
+        batches: what it trains on; ids that the model has no row for are left out.
         on_loss: told the loss of every batch.
     """
 
@@ -53,7 +52,7 @@ class Replica:
         self.config = config
         self.device = device
         self._collective = collective
-        self._batches = batches
+        self._batches = within_vocabulary(batches, lambda: self.vocab_rows)
         self._on_loss = on_loss
         self.model = self._build(model_config)
         self._assemble()
@@ -83,7 +82,8 @@ class Replica:
     def adopt(self, shared: SharedState) -> None:
         """Takes the others' state: parameters are the anchor, the schedule is where theirs is.
 
-        AdamW's moments stay: they belong to this node, and nearly fit; where the vocabulary is another, they begin anew.
+        AdamW's moments stay: they belong to this node, and nearly fit; if the vocabulary is another, they begin anew.
+        Under DDP there is no such state, and nothing happens.
         """
         if self.diloco is None:
             return
@@ -118,7 +118,7 @@ class Replica:
             optimizer=inner.pop("optimizer"),
             diloco=self.strategy.state_dict(),
             training_rounds=self.inner.step_index,
-            current_loss=current_loss if math.isfinite(current_loss) else 0.0,
+            current_loss=current_loss,
             timestamp=time.time(),
             loader=loader,
             rng=rng_state(),
@@ -127,7 +127,7 @@ class Replica:
         )
 
     def load(self, contents: CheckpointContents) -> None:
-        """Goes on from a checkpoint of the same shape.
+        """Goes on from a checkpoint of the same shape, in a process that has just begun.
 
         Raises:
             CheckpointMismatchError: it is of another shape or strategy.
@@ -136,8 +136,9 @@ class Replica:
         try:
             self.model.load_state_dict(parameters)
         except RuntimeError as error:
+            found = str(error).splitlines()[-1].strip()[:200]
             raise CheckpointMismatchError(
-                f"expected a checkpoint of this architecture, found another: {str(error).splitlines()[-1].strip()[:200]}"
+                f"expected a checkpoint of this architecture, found another: {found}"
             ) from error
         self.inner.load_state_dict(contents.inner_state())
         self.strategy.load_state_dict(dict(contents.diloco))

@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from trainer.checkpoint import CheckpointContents, Checkpointer, checkpoint_path, load_newest, wallet_id
-from trainer.config import RunConfig, to_yaml
+from trainer.checkpoint import CheckpointContents, Checkpointer, wallet_id
+from trainer.config import RunConfig
 from trainer.engine.collective import Collective
 from trainer.engine.local import LocalCollective
-from trainer.errors import CheckpointMismatchError
 from trainer.inner import choose_device
-from trainer.inner.loop import Batch
-from trainer.model import ModelConfig, num_parameters
-from trainer.node.cluster import ClusterRank, cluster_collective, joined_cluster
-from trainer.node.data import open_dataset
-from trainer.node.network import Network
+from trainer.model import ModelConfig, available_memory_bytes, num_parameters
+from trainer.node.cluster import Ranks, cluster_collective, joined_cluster
+from trainer.node.data import endless, open_dataset, open_session
+from trainer.node.mishaps import told_plainly
 from trainer.node.replica import Replica
-from trainer.node.resolving import fits, resolve, write_config
+from trainer.node.resolving import resolve, write_config
+from trainer.node.resuming import checkpoint_to_resume
 from trainer.node.stopping import StopRequest
+from trainer.node.store_watch import StoreWatch
 from trainer.node.terms import terms_of
 from trainer.node.training import Node, ProgressLine
-from trainer.node.vocabulary import VocabularyWatch, within_vocabulary
 from trainer.node.watching import Watch
 from trainer.observe import MeteredIterator
+
+if TYPE_CHECKING:
+    from trainer.node.network import Network
 
 __all__ = ["run_node"]
 
@@ -40,14 +42,6 @@ _GROWTH = 1.5
 """A run's vocabulary may be larger than this node's first guess."""
 
 
-@dataclass(slots=True)
-class _Late:
-    """What is asked for before it is there: the network tells the watch, the watch asks the network."""
-
-    watch: Watch | None = None
-    network: Network | None = None
-
-
 def run_node(config: RunConfig, line: ProgressLine, stop: StopRequest) -> None:
     """Trains as one node until asked to stop.
 
@@ -57,148 +51,124 @@ def run_node(config: RunConfig, line: ProgressLine, stop: StopRequest) -> None:
     """
     if config.threads:
         torch.set_num_threads(config.threads)
-    with ExitStack() as stack:
-        rank = stack.enter_context(joined_cluster(config))
-        if rank is not None:
-            config = rank.own(config)
-        node = _build(config, rank, line, stop, stack)
+    with told_plainly(), ExitStack() as stack:
+        ranks = stack.enter_context(joined_cluster(config))
+        node = _build(config, ranks, line, stop, stack)
         node.begin()
         with stop.on_signals():
             node.run()
 
 
-def _build(
-    config: RunConfig, rank: ClusterRank | None, line: ProgressLine, stop: StopRequest, stack: ExitStack
-) -> Node:
-    device = choose_device(config.device)
-    vocabulary = VocabularyWatch(config.data)
-    wallet = wallet_id(config.checkpoint.token, config.node_id)
-    instance = rank.instance if rank is not None else ""
-    checkpointer = stack.enter_context(
-        Checkpointer(config.checkpoint.directory, wallet, config.checkpoint.keep, instance=instance)
-    )
-    saved = _saved(config, wallet, instance)
-    config, shape = resolve(config, saved, vocabulary.rows(), device.type)
-    path = write_config(config, wallet, instance)
-    logger.info("%s\n%s", path, to_yaml(replace(config, checkpoint=replace(config.checkpoint, token=""))))
-    dataset = open_dataset(config, config.inner.micro_batch_size)
-    late = _Late()
-    collective, network = _collective(config, shape, vocabulary, rank, late, stop, stack)
-    replica: Replica | None = None
+@dataclass(slots=True, kw_only=True)
+class _Site:
+    """What is known before a model is made."""
 
-    def rows() -> int:
-        return replica.vocab_rows if replica is not None else shape.vocab_size
+    config: RunConfig
+    """Resolved, and this rank's own."""
+    ranks: Ranks
+    device: torch.device
+    store: StoreWatch
+    checkpointer: Checkpointer
+    saved: CheckpointContents | None
+    shape: ModelConfig
 
-    batches = MeteredIterator(within_vocabulary(cast("Iterator[Batch]", _forever(dataset)), rows))
-    replica = Replica(config, shape, collective, device, batches, dataset.report_loss)
-    watch = _watch(config, network, late, stop)
-    if saved is not None:
-        replica.load(saved)
-        dataset.load_state_dict(saved.loader["stream"])
-        watch.tracker.load_state_dict(saved.loader["tracker"])
-        logger.info(
-            "going on from step %d of %s",
-            replica.inner.step_index,
-            checkpoint_path(config.checkpoint.directory, wallet, instance),
-        )
-    logger.info(
-        "%s: %s parameters, %d rows of %d tokens a step, on %s",
-        config.node_id,
-        f"{num_parameters(shape):,}",
-        config.inner.micro_batch_size * config.inner.accumulation_steps,
-        config.inner.seq_len,
-        device,
-    )
+
+def _build(config: RunConfig, ranks: Ranks, line: ProgressLine, stop: StopRequest, stack: ExitStack) -> Node:
+    site = _survey(config, ranks, stack)
+    config, shape = site.config, site.shape
+    dataset = open_dataset(config)
+    batches = MeteredIterator(endless(dataset))
+    collective, network = _collective(site, stop, stack)
+    replica = Replica(config, shape, collective, site.device, batches, dataset.report_loss)
+    watch = Watch(config, network, stop.ask)
+    current_loss = float("nan")
+    if site.saved is not None:
+        replica.load(site.saved)
+        dataset.load_state_dict(site.saved.loader["stream"])
+        watch.tracker.load_state_dict(site.saved.loader["tracker"])
+        current_loss = site.saved.current_loss
+        logger.info("going on from step %d of %s", replica.inner.step_index, site.checkpointer.path)
+    _say_what_is_trained(site)
     stack.enter_context(watch)
     if network is not None:
-        network.start()
         stack.callback(network.stop)
-        logger.info("node %s listens at %s", network.peer_id[:8], network.address)
+        network.start(watch)
     return Node(
         config=config,
+        ranks=ranks,
         replica=replica,
         dataset=dataset,
-        batches=cast("MeteredIterator[object]", batches),
-        vocabulary=vocabulary,
-        checkpointer=checkpointer,
+        batches=batches,
+        store=site.store,
+        checkpointer=site.checkpointer,
         watch=watch,
         network=network,
         line=line,
         stop=stop,
-        current_loss=saved.current_loss if saved is not None else float("nan"),
+        current_loss=current_loss,
     )
 
 
-def _collective(
-    config: RunConfig,
-    shape: ModelConfig,
-    vocabulary: VocabularyWatch,
-    rank: ClusterRank | None,
-    late: _Late,
-    stop: StopRequest,
-    stack: ExitStack,
-) -> tuple[Collective, Network | None]:
-    if rank is not None:
+def _survey(config: RunConfig, ranks: Ranks, stack: ExitStack) -> _Site:
+    """Looks at device, store, checkpoints and memory, and decides what is left to decide."""
+    device = choose_device(config.device)
+    store = StoreWatch.open(open_session(config.data), config.data.refresh_s)
+    wallet = wallet_id(config.checkpoint.token, config.node_id)
+    checkpointer = stack.enter_context(
+        Checkpointer(config.checkpoint.directory, wallet, config.checkpoint.keep, instance=ranks.instance)
+    )
+    saved = checkpoint_to_resume(config, wallet, ranks)
+
+    def memory_bytes() -> int:
+        on_cpu = device.type == "cpu"
+        found = config.model.memory_bytes or available_memory_bytes(device.type)
+        return ranks.least(found // ranks.local_size if on_cpu else found)
+
+    rows = ranks.least(store.rows())
+    config, shape = resolve(config, saved, rows, memory_bytes, shared_memory=device.type == "cpu")
+    write_config(config, checkpointer.path.with_suffix(".yaml"))
+    return _Site(
+        config=ranks.own(config),
+        ranks=ranks,
+        device=device,
+        store=store,
+        checkpointer=checkpointer,
+        saved=saved,
+        shape=shape,
+    )
+
+
+def _collective(site: _Site, stop: StopRequest, stack: ExitStack) -> tuple[Collective, Network | None]:
+    """Whom outer steps are made with, and the side that talks to them, where there is one."""
+    config = site.config
+    if site.ranks.in_cluster:
         collective = cluster_collective(config)
         stack.callback(collective.close)
         return collective, None
     if not config.discovery.initial_peers and not config.rpc.port:
         return LocalCollective(config.node_id), None
+
+    from trainer.node.network import Network  # brings grpc, which a node alone does not need
+    from trainer.rpc import load_or_create_identity
+
     network = Network(
         config,
-        terms_of(config, shape, vocabulary.vocabulary),
-        vocabulary.rows,
-        on_peers=lambda found: late.watch.tracker.peers(found) if late.watch is not None else None,
-        on_state=lambda step, digest: _tell_state(late, step, digest),
-        max_state_bytes=int(_GROWTH * _STATE_BYTES_PER_PARAMETER * num_parameters(shape)),
+        load_or_create_identity(Path(config.state_dir).expanduser() / "identity" / f"{config.node_id}.pem"),
+        terms_of(config, site.shape, site.store.vocabulary),
+        site.store.rows,
+        max_state_bytes=int(_GROWTH * _STATE_BYTES_PER_PARAMETER * num_parameters(site.shape)),
         stopping=stop,
     )
     return network.collective, network
 
 
-def _tell_state(late: _Late, outer_step: int, digest: str) -> None:
-    if late.watch is not None:
-        late.watch.tracker.set_state(outer_step, digest)
-        late.watch.observer.event("state", outer_step=outer_step, digest=digest)
-
-
-def _watch(config: RunConfig, network: Network | None, late: _Late, stop: StopRequest) -> Watch:
-    refused: Callable[[], dict[str, int]] = network.refused if network is not None else dict
-    traffic: Callable[[], tuple[int, int]] = network.traffic if network is not None else lambda: (0, 0)
-    late.watch = Watch(config, network.peer_id if network is not None else "", stop.ask, refused, traffic)
-    return late.watch
-
-
-def _saved(config: RunConfig, wallet: str, instance: str) -> CheckpointContents | None:
-    """The checkpoint to go on from; one of another preset than was named is put aside."""
-    found: dict[str, Any] | None = load_newest(config.checkpoint.directory, wallet, instance)
-    if found is None:
-        return None
-    saved = CheckpointContents.from_mapping(found)
-    if fits(config, saved):
-        _check_run(config, saved)
-        return saved
-    newest = checkpoint_path(config.checkpoint.directory, wallet, instance)
-    for path in newest.parent.glob(f"{newest.stem}*.pt"):
-        path.rename(path.with_name(f"replaced-{int(saved.timestamp)}-{path.name}"))
-    logger.warning(
-        "the checkpoint is not of the preset %s: it was put aside as replaced-%d-%s, and training begins anew",
-        config.model.preset,
-        int(saved.timestamp),
-        newest.name,
+def _say_what_is_trained(site: _Site) -> None:
+    inner = site.config.inner
+    logger.info(
+        "%s: %s parameters, %d rows of %d tokens a step, on %s",
+        site.config.node_id,
+        f"{num_parameters(site.shape):,}",
+        inner.micro_batch_size * inner.accumulation_steps,
+        inner.seq_len,
+        site.device,
     )
-    return None
-
-
-def _check_run(config: RunConfig, saved: CheckpointContents) -> None:
-    run_id = saved.config.get("run_id")
-    if run_id != config.run_id:
-        raise CheckpointMismatchError(
-            f"expected a checkpoint of run {config.run_id!r}, found one of {run_id!r}; name another checkpoint folder "
-            "(--checkpoint-dir) or that run (--run-id)"
-        )
-
-
-def _forever(dataset: Any) -> Iterator[Any]:
-    while True:
-        yield from dataset

@@ -1,14 +1,18 @@
-"""How a node is asked to stop: SIGINT, SIGTERM, the API, a limit of steps. The step in hand is finished, state saved."""
+"""How a node is asked to stop, by SIGINT, SIGTERM or the API: it ends the step in hand and saves its state."""
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 __all__ = ["StopRequest"]
+
+_ONE_REQUEST_S = 1.0
+"""torchrun hands a Ctrl+C on to ranks that had it already, from the terminal."""
 
 
 class StopRequest:
@@ -16,31 +20,34 @@ class StopRequest:
 
     def __init__(self) -> None:
         self._event = threading.Event()
+        self._asked_at_s = 0.0
         self.signal: int | None = None
+        """The first one that asked, if one did."""
 
     def ask(self) -> None:
         """Stop after the step in hand."""
         self._event.set()
 
     def __call__(self) -> bool:
+        """Whether to stop."""
         return self._event.is_set()
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM ask; a second one of them ends the process as usual."""
+        """SIGINT and SIGTERM ask; SIGINT once more, a second later or more, interrupts at once and saves nothing."""
         before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-        def handle(number: int, frame: FrameType | None) -> None:
-            del frame
-            self.signal = number
-            self.ask()
-            for each, handler in before.items():
-                signal.signal(each, handler if handler is not None else signal.SIG_DFL)
-
         for number in before:
-            signal.signal(number, handle)
+            signal.signal(number, self._on_signal)
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self.signal is None:
+            self.signal, self._asked_at_s = number, time.monotonic()
+            self.ask()
+        elif number == signal.SIGINT and time.monotonic() > self._asked_at_s + _ONE_REQUEST_S:
+            raise KeyboardInterrupt

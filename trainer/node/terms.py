@@ -8,7 +8,7 @@ from manifests import VocabularyFile
 from trainer.collective import Terms
 from trainer.config import RunConfig, to_mapping
 from trainer.model import ModelConfig
-from trainer.node.data import lineage_of
+from trainer.node.vocabulary import lineage_of
 
 __all__ = ["terms_of"]
 

@@ -1,6 +1,6 @@
 """The loop of a node: inner steps, outer steps, checkpoints, figures; until it is asked to stop.
 
-    prepare → (catch up with the others) → step, step, … outer step, … → save, leave
+    begin (catch up with the others) → step, step, … outer step, … → save
 
 A node that is killed goes on from its last checkpoint bit for bit (on a CPU, with the same number of threads): whatever
 decides a step is in it. A node whose round went on without it fetches the others' state and joins the next.
@@ -12,21 +12,24 @@ import logging
 import math
 import time
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from loader import GenesisDataset
+from loader import GenesisDataset, LoaderError
 from trainer.checkpoint import Checkpointer
 from trainer.config import RunConfig
 from trainer.engine.strategy import OuterResult
-from trainer.errors import CheckpointError
-from trainer.inner import StepResult
-from trainer.node.network import Network, Progress
+from trainer.errors import CheckpointError, PeerUnavailableError
+from trainer.inner import Batch, StepResult
+from trainer.node.cluster import Ranks
 from trainer.node.replica import Replica
 from trainer.node.stopping import StopRequest
-from trainer.node.vocabulary import VocabularyWatch
+from trainer.node.store_watch import StoreWatch
 from trainer.node.watching import Watch
 from trainer.observe import MeteredIterator
 from trainer.observe.metrics import CheckpointOutcome
+
+if TYPE_CHECKING:
+    from trainer.node.network import Network
 
 __all__ = ["Node", "ProgressLine"]
 
@@ -48,16 +51,26 @@ class Node:
     """Everything one node is made of, and its loop."""
 
     config: RunConfig
+    ranks: Ranks
     replica: Replica
     dataset: GenesisDataset
-    batches: MeteredIterator[object]
-    vocabulary: VocabularyWatch
+    batches: MeteredIterator[Batch]
+    store: StoreWatch
     checkpointer: Checkpointer
     watch: Watch
     network: Network | None
     line: ProgressLine
     stop: StopRequest
     current_loss: float = math.nan
+    _store_has_grown: bool = False
+
+    def begin(self) -> None:
+        """Takes up the others' state, if there are others, and tells them one's own."""
+        self.watch.set_shards(self.dataset.shards)
+        if self.network is not None and self.replica.diloco is not None:
+            self.network.publish(self.replica.diloco.shared_state())
+            self._catch_up(wait_s=0.0)
+        self._tell_state()
 
     def run(self) -> None:
         """Trains until asked to stop, or for ``max_steps``; saves and leaves.
@@ -66,22 +79,18 @@ class Node:
             TrainerError: it cannot go on; the last checkpoint is whole.
             LoaderError: there are no more data to be had.
         """
-        limit = self.config.max_steps
-        while not self.stop() and not (limit and self.replica.inner.step_index >= limit):
-            self._step()
-        outcome = self.replica.strategy.drain()
-        if outcome is not None:
-            self._after_round(outcome)
+        try:
+            while not self._is_done():
+                self._step()
+        except PeerUnavailableError as error:
+            if not (self.ranks.in_cluster and self.stop()):
+                raise
+            # Half a round is worth no checkpoint: the ranks go on from the one before.
+            logger.warning("the other ranks stopped first: %s", error)
+            return
+        if not self.stop():  # Else the round under way is saved as such, and begun again.
+            self._after_round(self.replica.strategy.drain())
         self.save(wait=True)
-
-    def begin(self) -> None:
-        """Takes up the others' state, if there are others, and tells them one's own."""
-        self.watch.tracker.set_shards(self.dataset.shards)
-        if self.network is not None and self.replica.diloco is not None:
-            self.network.publish(self.replica.diloco.shared_state())
-            self._catch_up(wait_s=0.0)
-            self.network.collective.move_to(self.replica.diloco.round_index)
-        self._tell_state()
 
     def save(self, *, wait: bool = False) -> None:
         """Saves everything; a disk that does not take it is reported, and training goes on.
@@ -103,32 +112,66 @@ class Node:
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
+    def _is_done(self) -> bool:
+        if self.config.max_steps and self.replica.inner.step_index >= self.config.max_steps:
+            return True
+        if self.config.strategy == "ddp":  # No rank may wait for the gradients of one that has left.
+            return self.ranks.any(self.stop())
+        return self.stop()
+
     def _step(self) -> None:
         result = self.replica.inner.step()
         if not result.skipped:
             self.current_loss = result.loss
         self.watch.observer.step(result, loader_wait_s=self.batches.take_wait_s())
         self.line.step(result)
+        self._store_has_grown |= self.store.look()
         outcome = self.replica.strategy.after_inner_step(0 if result.skipped else self.config.inner.accumulation_steps)
-        if outcome is not None:
-            self._after_round(outcome)
-        self._tell_progress()
+        self._after_round(outcome)
         committed = outcome is not None and outcome.committed
         if committed or self.replica.inner.step_index % self.config.checkpoint.every_steps == 0:
             self.save()
 
-    def _after_round(self, outcome: OuterResult) -> None:
+    def _after_round(self, outcome: OuterResult | None) -> None:
+        if outcome is None:
+            return
         self.line.outer(outcome)
         if outcome.report is None:
             self.watch.observer.round_failed(outcome.round_index, outcome.error)
             if self.network is not None and self.network.collective.behind:
                 self._catch_up()
             return
-        self._grow_vocabulary()
-        if self.network is not None and self.replica.diloco is not None:
-            self.network.publish(self.replica.diloco.shared_state(), outcome.report.members)
-        digest = self.replica.diloco.state_digest() if self.replica.diloco is not None and self.network is None else ""
+        self._take_what_is_new()
+        diloco = self.replica.diloco
+        if self.network is not None and diloco is not None:
+            self.network.publish(diloco.shared_state(), outcome.report.members)
+        digest = diloco.state_digest() if diloco is not None and self.network is None else ""
         self.watch.observer.round(outcome.report, outer_step=outcome.outer_step, state_digest=digest)
+
+    # -- with the store ------------------------------------------------------------------------------------------------
+
+    def _take_what_is_new(self) -> None:
+        """Rows for the ids that all members know of, and the store's new shards, to be read from the next epoch on."""
+        known = self.ranks.least(self.store.rows())
+        rows = self.network.collective.agreed_vocabulary_rows if self.network is not None else known
+        if rows > self.replica.vocab_rows:
+            before = self.replica.vocab_rows
+            self.replica.grow(rows)
+            logger.info("vocabulary: %d rows, before %d", rows, before)
+            self.watch.observer.event("vocabulary", rows=rows, before=before)
+        if self._store_has_grown:
+            self._refresh()
+        self.watch.set_shards(self.dataset.shards)
+
+    def _refresh(self) -> None:
+        try:
+            num_shards = self.dataset.refresh()
+        except LoaderError as error:
+            logger.warning("the store's new shards cannot be read yet: %s", error)
+            return
+        self._store_has_grown = False
+        logger.info("the store has %d shards now", num_shards)
+        self.watch.observer.event("store", shards=num_shards)
 
     # -- with the others -----------------------------------------------------------------------------------------------
 
@@ -144,29 +187,6 @@ class Node:
             self.save()
         self.network.collective.move_to(self.replica.diloco.round_index)
         self._tell_state()
-
-    def _grow_vocabulary(self) -> None:
-        """Rows that all members can have; ids beyond them come with the next epoch's shards."""
-        rows = self.network.collective.agreed_vocabulary_rows if self.network is not None else self.vocabulary.rows()
-        if rows > self.replica.vocab_rows:
-            before = self.replica.vocab_rows
-            self.replica.grow(rows)
-            logger.info("vocabulary: %d rows, before %d", rows, before)
-            self.watch.observer.event("vocabulary", rows=rows, before=before)
-        self.vocabulary.look()
-
-    def _tell_progress(self) -> None:
-        if self.network is None:
-            return
-        tracker = self.watch.tracker
-        self.network.tell(
-            Progress(
-                inner_step=tracker.num_steps,
-                loss=tracker.smoothed_loss,
-                tokens_per_s=tracker.tokens_per_s,
-                shards=self.dataset.shards,
-            )
-        )
 
     def _tell_state(self) -> None:
         """Which state the node holds: of the snapshot others can fetch; alone, of the state itself."""

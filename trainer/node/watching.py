@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from trainer.config import RunConfig
+from trainer.node.progress import Progress
 from trainer.observe import ApiServer, EventLog, Observer, ShutdownHook, TrainingMetrics, TrainingTracker, create_app
 from trainer.observe.metrics import Sources
+
+if TYPE_CHECKING:
+    from trainer.discovery import Announcement
+    from trainer.node.network import Network
 
 __all__ = ["Watch"]
 
@@ -19,42 +24,58 @@ class Watch:
 
     Args:
         config: of the run.
-        peer_id: the node's key; empty if it has none.
+        network: the side that talks to others, if there is one.
         stop: asks the node to stop, as the API may.
-        refused: messages refused, by reason.
-        traffic: bytes sent and received.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        peer_id: str,
-        stop: Callable[[], None],
-        refused: Callable[[], Mapping[str, int]],
-        traffic: Callable[[], tuple[int, int]],
-    ) -> None:
+    def __init__(self, config: RunConfig, network: Network | None, stop: Callable[[], None]) -> None:
         inner_steps = config.diloco.inner_steps if config.strategy == "diloco" else 0
+        peer_id = network.peer_id if network is not None else ""
         self.tracker = TrainingTracker(config.node_id, peer_id=peer_id, inner_steps=inner_steps)
         self.log = EventLog(Path(config.log.directory).expanduser(), config.node_id) if config.log.directory else None
         log = self.log
         sources = Sources(
             status=self.tracker.status,
-            refused=refused,
-            rpc_bytes=traffic,
+            refused=network.refused if network is not None else dict,
+            rpc_bytes=network.traffic if network is not None else lambda: (0, 0),
             lost_events=(lambda: log.lost_events) if log is not None else (lambda: 0),
         )
         metrics = TrainingMetrics(sources, node_id=config.node_id, run_id=config.run_id)
         self.observer = Observer(self.tracker, metrics, self.log)
+        self._shards: tuple[int, ...] = ()
         self.server: ApiServer | None = None
         if config.api.enabled:
             hook = ShutdownHook(callback=stop, token=config.checkpoint.token)
             self.server = ApiServer(create_app(self.tracker, metrics, config=config.api, shutdown=hook), config.api)
 
+    def set_shards(self, shards: tuple[int, ...]) -> None:
+        """What the node reads now."""
+        self._shards = shards
+        self.tracker.set_shards(shards)
+
+    def peers(self, announcements: tuple[Announcement, ...]) -> None:
+        """See `trainer.node.network.Listener`."""
+        self.observer.peers(announcements)
+
+    def state(self, outer_step: int, digest: str) -> None:
+        """See `trainer.node.network.Listener`."""
+        self.tracker.set_state(outer_step, digest)
+        self.observer.event("state", outer_step=outer_step, digest=digest)
+
+    def progress(self) -> Progress:
+        """See `trainer.node.network.Listener`."""
+        return Progress(
+            inner_step=self.tracker.num_steps,
+            loss=self.tracker.smoothed_loss,
+            tokens_per_s=self.tracker.tokens_per_s,
+            shards=self._shards,
+        )
+
     def __enter__(self) -> Self:
-        if self.server is not None:
-            self.server.start()
         if self.log is not None:
             self.log.start()
+        if self.server is not None:
+            self.server.start()
         return self
 
     def __exit__(
