@@ -1,0 +1,269 @@
+"""What a node answers to members, to strangers and to nonsense; over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from pydantic import BaseModel, ConfigDict
+
+from tests.support.round_actor import RUN_ID, identity_of, terms
+from trainer.collective import CollectiveConfig, PeerCollective, Terms
+from trainer.collective.messages import (
+    Acknowledge,
+    AcknowledgeReply,
+    Agreement,
+    Decision,
+    ExchangeOpen,
+    Invite,
+    InviteReply,
+    JoinRequest,
+    MomentsOpen,
+    MomentsReply,
+    Nothing,
+    StatusReply,
+    StatusRequest,
+    Vote,
+)
+from trainer.collective.planning import first_plan
+from trainer.engine.collective import Contribution
+from trainer.errors import RefusedError, RoundFailedError
+from trainer.node.loop_thread import LoopThread
+from trainer.robust import RuleConfig
+from trainer.rpc import Endpoint, Peer, RpcConfig
+
+METHODS: dict[str, type[BaseModel]] = {
+    "round/join": Agreement,
+    "round/acknowledge": AcknowledgeReply,
+    "round/moments": MomentsReply,
+    "round/vote": Decision,
+    "round/invite": InviteReply,
+    "round/status": StatusReply,
+}
+ANY_DIGEST = "ab" * 32
+
+
+class Anything(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+
+class Nobody:
+    """A directory in which nobody is."""
+
+    def peers(self) -> Mapping[str, Peer]:
+        return {}
+
+    def holds_most_held_state(self) -> bool:
+        return True
+
+
+class Node:
+    def __init__(self, number: int) -> None:
+        self.loop = LoopThread(f"node-{number}")
+        self.loop.start()
+        config = RpcConfig(host="127.0.0.1", tls=False, heartbeat_s=0.2, stall_timeout_s=5.0, stop_grace_s=0.1)
+        self.endpoint = Endpoint(identity_of(number), RUN_ID, config)
+
+    def call(self, peer: Peer, method: str, body: BaseModel, reply: type[BaseModel], payload: bytes = b"") -> Any:
+        calling = self.endpoint.call(peer, method, body, reply, payload=payload, timeout_s=5)
+        return self.loop.run(calling, 10).body
+
+    def close(self) -> None:
+        self.loop.run(self.endpoint.stop(), 10)
+        self.loop.stop()
+
+
+@pytest.fixture(scope="module")
+def stranger():
+    node = Node(90)
+    node.loop.run(node.endpoint.start(), 10)
+    yield node
+    node.close()
+
+
+@pytest.fixture
+def node():
+    node = Node(91)
+    config = CollectiveConfig(stall_timeout_s=2.0, invite_after_s=0.0, gather_timeout_s=1.0, round_timeout_s=20.0)
+    node.collective = PeerCollective(
+        node.endpoint, node.loop.loop, RUN_ID, terms(), RuleConfig(), config, Nobody(), lambda: 1024
+    )
+    node.loop.run(node.endpoint.start(), 10)
+    node.collective.move_to(5)
+    yield node
+    node.collective.close()
+    node.close()
+
+
+def contribution(round_index: int) -> Contribution:
+    return Contribution(
+        round_index=round_index,
+        vector=torch.ones(5_000),
+        num_batches=10,
+        age_s=1.0,
+        reference=torch.zeros(5_000),
+        state_digest=ANY_DIGEST,
+    )
+
+
+def join_request(their_terms: Terms, round_index: int = 5) -> JoinRequest:
+    return JoinRequest(
+        round_index=round_index,
+        terms=their_terms,
+        state_digest=ANY_DIGEST,
+        num_values=5_000,
+        num_batches=10,
+        age_s=1.0,
+        vocabulary_rows=1024,
+        address="127.0.0.1:9",
+        certificate=None,
+        tried=(),
+    )
+
+
+def refusal(stranger: Node, node: Node, method: str, body: BaseModel, payload: bytes = b"") -> RefusedError:
+    with pytest.raises(RefusedError) as caught:
+        stranger.call(node.endpoint.peer, method, body, METHODS[method], payload)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason", "says"),
+    [
+        (terms(inner_steps=21), "settings", "inner_steps 20"),
+        (terms().model_copy(update={"architecture": {"dim": 16}}), "architecture", "dim 8"),
+        (terms().model_copy(update={"architecture": {"dim": 8, "num_layers": 2}}), "architecture", "num_layers"),
+        (terms().model_copy(update={"tokenizer_lineage": "1" * 64}), "vocabulary", "000000000000"),
+    ],
+)
+def test_a_node_that_trains_something_else_is_told_what_differs(stranger, node, changed, reason, says):
+    error = refusal(stranger, node, "round/join", join_request(changed))
+    assert error.reason == reason
+    assert says in str(error)
+
+
+def test_rounds_that_are_over_and_rounds_that_will_never_be_are_refused(stranger, node):
+    assert refusal(stranger, node, "round/join", join_request(terms(), 4)).reason == "behind"
+    assert refusal(stranger, node, "round/join", join_request(terms(), 7)).reason == "not_ready"
+
+
+def test_what_belongs_to_no_known_agreement_is_refused(stranger, node):
+    agreement = {"agreement": ANY_DIGEST}
+    bodies: dict[str, BaseModel] = {
+        "round/acknowledge": Acknowledge(round_index=5, **agreement),
+        "round/moments": MomentsOpen(task="0.0", **agreement),
+        "round/status": StatusRequest(**agreement),
+        "round/vote": _vote(),
+    }
+    for method, body in bodies.items():
+        assert refusal(stranger, node, method, body, b"").reason == "unknown", method
+
+
+def test_a_stream_for_no_known_agreement_is_refused(stranger, node):
+    async def trade() -> None:
+        opening = ExchangeOpen(plan=ANY_DIGEST, agreement=ANY_DIGEST, task="0.0")
+        async with stranger.endpoint.open_stream(node.endpoint.peer, "round/exchange", opening, timeout_s=5) as stream:
+            await stream.send(0, b"x" * 100)
+            await stream.receive()
+
+    with pytest.raises(RefusedError) as caught:
+        stranger.loop.run(trade(), 10)
+    assert caught.value.reason == "unknown"
+
+
+def test_nonsense_is_refused_and_counted_and_rounds_go_on(stranger, node):
+    chance = random.Random(7)
+    before = sum(node.endpoint.counters.refused.values())
+    for number in range(150):
+        method = chance.choice(sorted(METHODS))
+        body = Anything.model_validate(_nonsense(chance))
+        error = refusal(stranger, node, method, body, chance.randbytes(chance.randrange(200)))
+        assert error.reason == "body", (method, body, error)
+        assert number >= 0
+    assert sum(node.endpoint.counters.refused.values()) == before + 150
+    result = node.collective.reduce(contribution(5))
+    assert torch.equal(result.vector, torch.ones(5_000))
+
+
+def test_an_invitation_to_this_round_is_heard_and_one_to_another_is_not(stranger, node):
+    assert not node.collective.requested()
+    far = stranger.call(node.endpoint.peer, "round/invite", Invite(round_index=50, after_s=0.0), InviteReply)
+    assert not far.coming
+    near = stranger.call(node.endpoint.peer, "round/invite", Invite(round_index=5, after_s=0.0), InviteReply)
+    assert near.coming
+    assert node.collective.requested()
+    node.collective.move_to(5)
+    node.loop.run(asyncio.sleep(0), 5)
+    assert not node.collective.requested()
+
+
+def test_a_member_that_joins_and_says_no_more_is_left_out(stranger, node):
+    async def join_and_vanish() -> None:
+        with pytest.raises((RefusedError, TimeoutError)):
+            async with asyncio.timeout(15):
+                request = join_request(terms())
+                await stranger.endpoint.call(node.endpoint.peer, "round/join", request, Agreement, timeout_s=15)
+                await asyncio.sleep(15)
+
+    vanishing = stranger.loop.spawn(join_and_vanish())
+    time.sleep(0.3)
+    result = node.collective.reduce(contribution(5))
+    assert result.report.members == (node.endpoint.peer_id,)
+    assert result.report.seconds > 2.0, "the one that vanished was in the first agreement, and was waited for"
+    vanishing.result(20)
+
+
+def test_a_round_with_too_few_members_fails_and_leaves_everything_as_it_was(stranger):
+    alone = Node(92)
+    config = CollectiveConfig(
+        min_members=2, stall_timeout_s=1.0, invite_after_s=0.0, gather_timeout_s=0.5, round_timeout_s=20.0
+    )
+    collective = PeerCollective(
+        alone.endpoint, alone.loop.loop, RUN_ID, terms(), RuleConfig(), config, Nobody(), lambda: 1024
+    )
+    try:
+        alone.loop.run(alone.endpoint.start(), 10)
+        for _ in range(2):
+            with pytest.raises(RoundFailedError, match="2 members"):
+                collective.reduce(contribution(0))
+    finally:
+        collective.close()
+        alone.close()
+
+
+def _vote() -> Vote:
+    agreement = Agreement(
+        round_index=5,
+        attempt=0,
+        coordinator=ANY_DIGEST,
+        state_digest=ANY_DIGEST,
+        num_values=10,
+        part_values=1024,
+        vocabulary_rows=1024,
+        members=(),
+    )
+    return Vote(plan=first_plan(agreement), term=0, digests=(), failed=(), dropped=())
+
+
+def _nonsense(chance: random.Random) -> dict[str, Any]:
+    """Bodies that are almost right, or not at all."""
+    bodies: list[BaseModel] = [
+        join_request(terms()),
+        _vote(),
+        Acknowledge(round_index=1, agreement=ANY_DIGEST),
+        Invite(round_index=1, after_s=1.0),
+        MomentsOpen(agreement=ANY_DIGEST, task="0.0"),
+        Nothing(),
+    ]
+    body: dict[str, Any] = json.loads(chance.choice(bodies).model_dump_json())
+    wrong = [-1, 2**60, "", "x" * 500, None, [], {}, [[[]]], True, 1.5, "zz" * 32]
+    if body and chance.random() < 0.5:
+        body[chance.choice(sorted(body))] = chance.choice(wrong)
+    body[f"surprise_{chance.randrange(9)}"] = chance.choice(wrong)
+    return body
