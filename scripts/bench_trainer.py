@@ -4,6 +4,9 @@
     python scripts/bench_trainer.py                # everything
     python scripts/bench_trainer.py bytes          # bytes on the wire for 500 steps: DiLoCo, DDP over gloo
     python scripts/bench_trainer.py round          # a round of 16 MB among 2 to 4: ours, hivemind, gloo
+    python scripts/bench_trainer.py links          # tokens/s over 10 and 100 Mbit/s: ours, DDP, hivemind.Optimizer
+    python scripts/bench_trainer.py utilisation    # training time over wall time at 100 Mbit/s with the shape of 125M
+    python scripts/bench_trainer.py step           # a step of `python -m trainer` against a loop written by hand
 
 Every figure is a ratio to something measured in the same run. Members are processes of their own, in network namespaces
 where links matter (that needs root); all of them end with this one. Figures go to docs/performance.md.
@@ -23,10 +26,19 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.trainer_bench.crew import ROOT
+from scripts.trainer_bench.links import bench_links
 from scripts.trainer_bench.rounds import bench_round
+from scripts.trainer_bench.steps import bench_step
+from scripts.trainer_bench.utilisation import bench_utilisation
 from scripts.trainer_bench.wire_bytes import bench_bytes
 
-BENCHES = {"bytes": bench_bytes, "round": bench_round}
+BENCHES = {
+    "bytes": bench_bytes,
+    "round": bench_round,
+    "links": bench_links,
+    "utilisation": bench_utilisation,
+    "step": bench_step,
+}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -41,6 +53,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--bytes-preset", default="15m", help="model of bytes")
     parser.add_argument("--round-mb", type=float, default=16.0, help="size of a vector, for round")
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds of each contestant, for round")
+    parser.add_argument("--mbit", type=float, nargs="+", default=[10.0, 100.0], help="of the links, for links")
+    parser.add_argument("--link-tokens", type=int, default=32, help="of a batch, for links")
+    parser.add_argument("--utilisation-mbit", type=float, default=100.0, help="of the links, for utilisation")
+    parser.add_argument("--tokens-per-step", type=int, default=524_288, help="assumed, for utilisation (DiLoCo's paper)")
+    parser.add_argument("--gpu-tflops", type=float, default=312.0, help="assumed peak, for utilisation; an A100 in bf16")
+    parser.add_argument("--gpu-share", type=float, default=0.4, help="of the peak, assumed to be reached")
+    parser.add_argument("--step-preset", default="tiny", help="model of step")
+    parser.add_argument("--seq-len", type=int, default=512, help="tokens of a row, for step")
+    parser.add_argument("--batch-size", type=int, default=8, help="rows of a batch, for step")
+    parser.add_argument("--threads", type=int, default=1, help="torch's in each process, for step")
+    parser.add_argument("--turn-steps", type=int, default=10, help="steps of a turn, for step: a checkpoint each ten")
+    parser.add_argument("--step-s", type=float, default=120.0, help="how long step measures")
+    parser.add_argument("--kept-batches", type=int, default=512, help="that the loop written by hand goes through")
     parser.add_argument("--json", action="store_true", help="print JSON; the tables go to standard error")
     arguments = parser.parse_args()
     unknown = set(arguments.parts) - set(BENCHES)

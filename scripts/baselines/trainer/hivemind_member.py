@@ -20,6 +20,8 @@ from scripts.baselines.trainer.workload import Workload, plain_optimizer
 
 _COMPRESSIONS = {"fp32": NoCompression, "fp16": Float16Compression, "int8": Uniform8BitQuantization}
 _ROUND_S = 60.0
+_MATCHMAKING_S = 3.0
+"""What its guide names for small local runs; the default is 15."""
 
 _all_reduce_s = multiprocessing.Value("d", 0.0)
 _aggregate = DecentralizedAverager._aggregate_with_group
@@ -79,6 +81,55 @@ class HivemindMember:
         members = len(gathered or ())
         return {"from_s": began_s, "until_s": until_s, "members": members, "all_reduce_s": _all_reduce_s.value}
 
+    def optimize(self, workload: dict[str, Any], rank: int, members: int, run: str, every: int) -> dict[str, Any]:
+        """Makes its Optimizer: gradients averaged every step (1), or local steps and an averaging every so many."""
+        made = Workload(**workload)
+        self._workload = made
+        self._model = made.model()
+        self._batches = made.batches(rank, members)
+        self._optimizer = hivemind.Optimizer(
+            dht=self._dht,
+            run_id=run,
+            target_batch_size=members * made.batch_size * every,
+            batch_size_per_step=made.batch_size,
+            params=self._model.parameters(),
+            optimizer=plain_optimizer,
+            use_local_updates=every > 1,
+            delay_state_averaging=False,
+            matchmaking_time=_MATCHMAKING_S,
+            averaging_timeout=_ROUND_S,
+            averager_opts={"target_group_size": members, "request_timeout": 1.0},
+        )
+        return {}
+
+    def train(self, epochs: int, limit_s: float) -> dict[str, Any]:
+        """Trains until so many of its epochs are over, or the time is up."""
+        optimizer = self._optimizer
+        if optimizer is None:
+            raise RuntimeError("expected optimize before train")
+        began_s, first, steps = time.monotonic(), optimizer.local_epoch, 0
+        while optimizer.local_epoch < first + epochs and time.monotonic() < began_s + limit_s:
+            batch = next(self._batches)
+            optimizer.zero_grad()
+            loss = self._model(batch["input_ids"], batch["labels"])
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+            optimizer.step()
+            steps += 1
+        return {
+            "tokens": steps * self._workload.tokens_per_step,
+            "seconds": time.monotonic() - began_s,
+            "epochs": optimizer.local_epoch - first,
+            "peers": optimizer.tracker.global_progress.num_peers,
+        }
+
+    def finish(self) -> dict[str, Any]:
+        """Ends the Optimizer."""
+        if self._optimizer is not None:
+            self._optimizer.shutdown()
+            self._optimizer = None
+        return {}
+
     def close(self, name: str) -> dict[str, Any]:
         """Ends an averager."""
         self._averagers.pop(name).shutdown()
@@ -87,4 +138,14 @@ class HivemindMember:
 
 if __name__ == "__main__":
     member = HivemindMember()
-    serve({"join": member.join, "open": member.open, "round": member.round, "close": member.close})
+    serve(
+        {
+            "join": member.join,
+            "open": member.open,
+            "round": member.round,
+            "close": member.close,
+            "optimize": member.optimize,
+            "train": member.train,
+            "finish": member.finish,
+        }
+    )
