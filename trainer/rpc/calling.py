@@ -36,6 +36,9 @@ from trainer.rpc.writer import FrameWriter
 
 __all__ = ["Calling"]
 
+_LAST_WRITE_S = 1.0
+"""A write ends with its call, which was cancelled before."""
+
 ReplyT = TypeVar("ReplyT", bound=BaseModel)
 
 
@@ -177,7 +180,7 @@ class Calling:
             raise
         finally:
             await self._links.finish(link, grpc_call)
-            await writer.close()
+            await writer.close(_LAST_WRITE_S)
 
     async def _reply(self, conversation: _Conversation, silence_s: float) -> SealedFrame:
         """Reads until the answer, and until the peer has finished after it."""

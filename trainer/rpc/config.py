@@ -1,8 +1,9 @@
 """Options of an endpoint; the defaults fit a node on the open internet with some tens of peers.
 
-What peers can make a node hold follows from them: at most ``max_calls`` requests of one frame each, one frame for each
-of ``max_streams`` streams and ``max_queued_bytes`` beyond (some 600 MiB if every limit is used up at once by as many
-hostile peers as it takes; one peer alone: 32 + 16 frames + 64 MiB), and ``max_remembered`` nonces of some 100 bytes.
+What peers can make a node hold follows from them: ``max_calls`` requests of one frame each, three frames of each of
+``max_streams`` streams (one that waits, one being verified, one being read) and ``max_queued_bytes`` beyond, some
+0.9 GiB if many hostile peers use up every limit at once (one alone: 150 MiB), and ``max_remembered`` nonces of some
+100 bytes (600 if each is of another sender).
 """
 
 from __future__ import annotations

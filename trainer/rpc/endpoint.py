@@ -41,6 +41,8 @@ __all__ = ["Endpoint"]
 
 logger = logging.getLogger(__name__)
 
+_IDLE_MS = 600_000
+"""Connections without calls are closed after this; their owners reconnect when they call."""
 _STOP_S = 5.0
 """How long cancelled handlers may take to clean up."""
 
@@ -161,6 +163,7 @@ class Endpoint:
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 100),
             ("grpc.http2.max_ping_strikes", 0),
             ("grpc.server_handshake_timeout_ms", int(self._config.request_timeout_s * 1000)),
+            ("grpc.max_connection_idle_ms", _IDLE_MS),
             ("grpc.max_allowed_incoming_connections", self._config.max_connections),
         ]
         server = aio.server(options=options)

@@ -144,7 +144,7 @@ class Serving:
                     handler = method.stream_handler(request, Stream(incoming, outgoing))
                     await self._converse(method, handler, incoming, outgoing, failure)
         finally:
-            await writer.close()
+            await writer.close(self._config.max_call_s)
 
     async def _first_frame(self, wire: ServerWire) -> SealedFrame:
         """The request, sizes and head checked; heartbeats before it are let pass."""

@@ -61,7 +61,7 @@ class ClientWire:
         try:
             await self._call.wait_for_connection()
             # Not call.write: when the other side has ended the call, that overwrites its status with INTERNAL and drops
-            # what it sent before and was not read yet (grpcio 1.66 to 1.85). This is what it calls inside.
+            # what it sent before and was not read yet (seen with grpcio 1.85). This is what it calls inside.
             await self._call._cython_call.send_serialized_message(raw)  # type: ignore[attr-defined]
         except (aio.AioRpcError, aio.BaseError):
             raise await self._why_ended() from None

@@ -43,9 +43,15 @@ class FrameWriter:
         self._begun_at = asyncio.get_running_loop().time()
         self._write = asyncio.create_task(self._write_out(raw), name="genesis-rpc-write")
 
-    async def close(self) -> None:
-        """Stops the heartbeats; what was not handed over by now is lost."""
+    async def close(self, patience_s: float) -> None:
+        """Stops the heartbeats, and lets a write that is in flight come to its end.
+
+        It must not be broken off: gRPC's server cannot send the status of a call while one is in flight, and would
+        leave the call open. It ends when the other side reads, cancels the call, or is found dead by gRPC's pings.
+        """
         await end_task(self._beat)
+        if self._write is not None and not self._write.done():
+            await asyncio.wait({self._write}, timeout=patience_s)
         await end_task(self._write)
 
     async def _write_out(self, raw: bytes) -> None:

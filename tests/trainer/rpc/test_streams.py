@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.event_loop import on_event_loop
-from tests.support.rpc_node import Question
+from tests.support.rpc_node import Answer, Question
 from tests.support.rpc_pair import endpoint_pair, running_endpoint
 from trainer.errors import PeerUnavailableError, RefusedError, TrainerUsageError
-from trainer.rpc import Request, Stream
+from trainer.rpc import Reply, Request, Stream
 
 _MIB = 1 << 20
 
@@ -43,7 +43,7 @@ async def test_frames_go_both_ways_at_once_in_order(tls: bool) -> None:
         assert caller.counters.sent_bytes == callee.counters.received_bytes > sum(len(body) for _, body in frames)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2**53 - 1), st.binary(max_size=3000)), max_size=12))
 def test_any_frames_come_as_they_were_sent(frames: list[tuple[int, bytes]]) -> None:
     @on_event_loop
@@ -217,6 +217,31 @@ async def test_a_handlers_refusal_ends_sends_and_receives() -> None:
                 await stream.end()
                 await stream.receive()
         assert callee.counters.refused == {"full": 2}
+
+
+@on_event_loop
+async def test_a_refusal_is_told_though_heartbeats_and_frames_are_in_flight() -> None:
+    """gRPC cannot send a status while a write is in flight; heartbeats every half millisecond see to it that one is."""
+
+    async def refuse_call(_request: Request[Question]) -> Reply[Answer]:
+        await asyncio.sleep(0.003)
+        raise RefusedError("busy", "later")
+
+    async def refuse_stream(_request: Request[Question], stream: Stream) -> None:
+        await stream.send(0, bytes(_MIB))
+        raise RefusedError("busy", "later")
+
+    async with running_endpoint() as caller, running_endpoint(heartbeat_s=0.0005) as callee:
+        callee.register("test/refuse", Question, refuse_call)
+        callee.register_stream("test/refuse-stream", Question, refuse_stream)
+        for _ in range(60):
+            with pytest.raises(RefusedError, match="later"):
+                await caller.call(callee.peer, "test/refuse", Question(), Answer, timeout_s=20)
+        for _ in range(20):
+            async with caller.open_stream(callee.peer, "test/refuse-stream", Question(), timeout_s=20) as stream:
+                assert await stream.receive() is not None
+                with pytest.raises(RefusedError, match="later"):
+                    await stream.receive()
 
 
 @pytest.mark.parametrize("reader_s", [0.0, 0.5])
