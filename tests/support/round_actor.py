@@ -195,7 +195,7 @@ def main() -> None:
 
 def _round(collective: PeerCollective, number: int, command: Mapping[str, Any]) -> dict[str, Any]:
     round_index = command["round"]
-    vector = contribution_of(number, round_index) * command.get("factor", 1.0)
+    vector = contribution_of(number, round_index, command.get("num_values", NUM_VALUES)) * command.get("factor", 1.0)
     try:
         result = collective.reduce(
             Contribution(

@@ -31,7 +31,7 @@ Payload: TypeAlias = bytes | memoryview
 class ReducedPart:
     """A part's result, as it travels."""
 
-    payload: bytes
+    payload: Payload
     num_included: int
     dropped: Mapping[str, str]
     """Members left out, and why."""
@@ -55,22 +55,21 @@ class Arithmetic:
     vector: torch.Tensor
     reference: torch.Tensor
 
-    def encode_own(self, part: int) -> bytes:
-        """This node's contribution to a part."""
+    def encode_own(self, part: int) -> Payload:
+        """This node's contribution to a part; of fp32 a view, of which nothing is copied."""
         start, stop = self.agreement.part_bounds(part)
-        return bytes(self.codec.encode(self.vector[start:stop]))
+        return self.codec.encode(self.vector[start:stop])
 
-    def decode_result(self, part: int, payload: Payload) -> torch.Tensor:
-        """A result as everybody takes it.
+    def decode_result(self, part: int, payload: Payload, out: torch.Tensor) -> None:
+        """A result as everybody takes it, written to its place in ``out``, fp32[num_values].
 
         Raises:
             CodecError: it does not decode, or is not finite.
         """
         start, stop = self.agreement.part_bounds(part)
-        values = self.codec.decode(payload, stop - start)
-        if not bool(torch.isfinite(values).all()):
+        values = self.codec.decode(payload, stop - start, out=out[start:stop])
+        if not finite_rows([values])[0]:
             raise CodecError(f"part {part}: expected finite results, found NaN or infinity")
-        return values
 
     def measure(self, part: int, payloads: Mapping[str, Payload]) -> Moments:
         """Sums over a part for the rules that look at whole vectors; who is missing counts as not finite."""
@@ -97,17 +96,17 @@ class Arithmetic:
             sums=self._moments(part, decoded) if measured else None,
         )
 
-    def _encoded(self, part: int, decoded: _Decoded, positions: list[int], decision: Decision | None) -> bytes:
+    def _encoded(self, part: int, decoded: _Decoded, positions: list[int], decision: Decision | None) -> Payload:
         """The result of a part; zeros where nothing usable came, or what came is beyond what travels."""
         start, stop = self.agreement.part_bounds(part)
         weights = [self.agreement.members[position].weight for position in positions]
         reference = self.reference[start:stop]
         try:
             result = reduce_part([*decoded.rows.values()], weights, self.rule, decision, reference, positions)
-            return bytes(self.codec.encode(result))
+            return self.codec.encode(result)
         except (RoundFailedError, CodecError) as error:
             logger.warning("part %d: %s; it stays as it was", part, error)
-            return bytes(self.codec.encode(torch.zeros(stop - start)))
+            return self.codec.encode(torch.zeros(stop - start))
 
     def _moments(self, part: int, decoded: _Decoded) -> Moments:
         start, stop = self.agreement.part_bounds(part)

@@ -78,7 +78,7 @@ class Reduction:
         self._dropping: set[asyncio.Task[None]] = set()
         self._num_arrived = dict.fromkeys(members, 0)
         self._last_arrival_s = dict.fromkeys(members, time.monotonic())
-        self._results: dict[int, bytes] = {}
+        self._results: dict[int, Payload] = {}
         self._failed = False
         self._changed = asyncio.Condition()
         self._started_s = time.monotonic()
@@ -128,7 +128,7 @@ class Reduction:
         if sender not in self._attached:
             await self._drop(sender, reason)
 
-    async def result(self, part: int) -> bytes:
+    async def result(self, part: int) -> Payload:
         """A part's result, once there is one.
 
         Raises:

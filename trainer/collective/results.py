@@ -42,8 +42,7 @@ class TaskResult:
         """
         if part != self._next_part or self.complete:
             raise CodecError(f"expected part {self._next_part} of task {self._task.key}, found {part}")
-        start, stop = self._arithmetic.agreement.part_bounds(part)
-        self._values[start:stop] = self._arithmetic.decode_result(part, payload)
+        self._arithmetic.decode_result(part, payload, self._values)
         self._sha256.update(payload)
         self._next_part += 1
 
