@@ -1,11 +1,13 @@
 """Centred clipping (Karimireddy et al., 2021), iterated in the coordinates of a Gram matrix.
 
 The centre v starts at the reference, or, without one, at the member with the closest company, and moves again and
-again by the weighted mean of the members' pulls x_i - v, each shortened to a radius. v is at every moment a convex
-combination of reference and members, so n+1 coefficients describe it and no vector is touched until it is found.
+again by the mean of the members' pulls x_i - v, each shortened to a radius. All pull alike: a weight is a claim, and
+with claims of three times the median (`cap_weights`) two liars of seven would have the greater part of the pull. v is
+at every moment a convex combination of reference and members, so n+1 coefficients describe it and no vector is touched
+until it is found.
 
 The automatic radius is the (lower) median of the distances to v, taken anew at each move: no scale to configure, none
-to go stale as training slows. At the fixed point, with equal weights, v is within R·n/(n-2f) of the honest mean if the
+to go stale as training slows. At the fixed point v is within R·n/(n-2f) of the honest mean if the
 n-f honest lie within R of it, whatever the f others send (a byzantine pull is at most the radius; an honest one, seen
 from farther away than R, points home with at least (e-R)/(e+R) of it). n=5, f=1: 1.67 R; n=7, f=2: 2.33 R.
 """
@@ -25,13 +27,12 @@ _MOST_MOVES: Final = 60
 _STILL: Final = 1e-12
 
 
-def clipped_centre(gram: GramMatrix, members: Sequence[int], weights: Sequence[float], radius: float) -> list[float]:
+def clipped_centre(gram: GramMatrix, members: Sequence[int], radius: float) -> list[float]:
     """The centre as coefficients over the rows of a Gram matrix.
 
     Args:
         gram: inner products of (reference, x_1, ..., x_n).
         members: rows of those that count, 1 to n.
-        weights: weight of each of ``members``; their sum is 1.
         radius: how far one member may pull a move; 0 takes the median distance.
 
     Returns:
@@ -43,10 +44,7 @@ def clipped_centre(gram: GramMatrix, members: Sequence[int], weights: Sequence[f
     for _ in range(_MOST_MOVES):
         distances = _distances_to(gram, rows, coefficients)
         limit = radius or sorted(distances)[(len(distances) - 1) // 2]
-        pulls = [
-            weight * (limit / distance if distance > limit else 1.0)
-            for weight, distance in zip(weights, distances, strict=True)
-        ]
+        pulls = [(limit / distance if distance > limit else 1.0) / len(members) for distance in distances]
         stays = max(0.0, 1.0 - math.fsum(pulls))
         moved = [coefficient * stays for coefficient in coefficients]
         for row, pull in zip(members, pulls, strict=True):

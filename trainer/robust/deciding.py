@@ -149,7 +149,7 @@ def _combine(
     """n+1 coefficients over (reference, x_1, ..., x_n); 0 or more, adding up to 1."""
     rows = [member + 1 for member in members]
     if rule == "centered_clip":
-        return clipped_centre(gram, rows, _shares([weights[member] for member in members]), config.clip_radius)
+        return clipped_centre(gram, rows, config.clip_radius)
     num_neighbours = len(members) - config.num_byzantine - 2
     order = krum_order(squared_distances(gram, rows), num_neighbours)
     chosen = sorted(order[: 1 if rule == "krum" else num_neighbours])

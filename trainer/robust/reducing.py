@@ -7,7 +7,7 @@ Krum; in the others it changes the order of a sum, thus rounding. The rounds of 
 
 Weights: rows of weight 0 are left out of every rule. Mean and trimmed mean average with the weights (trimmed: over the
 values kept at that coordinate; which of several equal values at the edge is kept follows the order of members). Median
-ignores them. Krum ignores them, multi-Krum and centred clip have them in their decision.
+ignores them, and so do Krum and centred clip; multi-Krum has them in its decision.
 """
 
 from __future__ import annotations

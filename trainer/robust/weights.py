@@ -5,8 +5,8 @@ Weights are claims of strangers. ``contribution_weight`` is a total function of 
 Both are sequences of correctly rounded operations: every member computes the same bits.
 
 What weights do in each rule: mean, and trimmed mean over the values kept at a coordinate: the average is weighted.
-Multi-Krum: the average of those selected is. Centred clip: the pull of each member is. Median and Krum: nothing, except
-that weight 0 in every rule means "brings nothing" and is left out.
+Multi-Krum: the average of those selected is. Median, Krum and centred clip: nothing, except that weight 0 in every rule
+means "brings nothing" and is left out.
 """
 
 from __future__ import annotations

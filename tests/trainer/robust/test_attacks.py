@@ -107,7 +107,7 @@ def test_whatever_they_send(rule, group, seed, scale, shift, together):
     check(rule, honest, attackers, result)
 
 
-@pytest.mark.parametrize("rule", ["trimmed_mean", "multi_krum"])
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("num_members", "num_byzantine"), GROUPS)
 def test_a_claimed_weight_does_not_buy_the_result(rule, num_members, num_byzantine):
     honest = honest_members(num_members - num_byzantine)
@@ -117,16 +117,6 @@ def test_a_claimed_weight_does_not_buy_the_result(rule, num_members, num_byzanti
         torch.cat([honest, attackers]), RuleConfig(rule=rule, num_byzantine=num_byzantine), weights=weights
     )
     check(rule, honest, attackers, result)
-
-
-def test_a_claimed_weight_pulls_the_clipped_centre_three_times_as_hard_and_no_more():
-    honest = honest_members(6)
-    attackers = -10 * honest[:1]
-    weights = cap_weights([10.0] * 6 + [1e12])
-    result, _ = aggregate(torch.cat([honest, attackers]), RuleConfig(rule="centered_clip"), weights=weights)
-    centre = honest.mean(0)
-    spread = float((honest - centre).norm(dim=1).max())
-    assert float((result - centre).norm()) <= spread * 9 / (9 - 2 * 3)
 
 
 def test_the_mean_is_owned_by_one_attacker_but_stays_finite():

