@@ -7,6 +7,7 @@
     python scripts/bench_trainer.py links          # tokens/s over 10 and 100 Mbit/s: ours, DDP, hivemind.Optimizer
     python scripts/bench_trainer.py utilisation    # training time over wall time at 100 Mbit/s with the shape of 125M
     python scripts/bench_trainer.py step           # a step of `python -m trainer` against a loop written by hand
+    python scripts/bench_trainer.py gpu            # model FLOPs utilisation of 125M and 1B, where there is a GPU
 
 Every figure is a ratio to something measured in the same run. Members are processes of their own, in network namespaces
 where links matter (that needs root); all of them end with this one. Figures go to docs/performance.md.
@@ -26,6 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.trainer_bench.crew import ROOT
+from scripts.trainer_bench.gpu import bench_gpu
 from scripts.trainer_bench.links import bench_links
 from scripts.trainer_bench.rounds import bench_round
 from scripts.trainer_bench.steps import bench_step
@@ -38,6 +40,7 @@ BENCHES = {
     "links": bench_links,
     "utilisation": bench_utilisation,
     "step": bench_step,
+    "gpu": bench_gpu,
 }
 
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MEMBERS", "ROOT", "Crew", "crew", "load_average"]
+__all__ = ["MEMBERS", "ROOT", "Crew", "crew", "load_average", "progress"]
 
 ROOT = Path(__file__).resolve().parents[2]
 MEMBERS = ROOT / "scripts" / "baselines" / "trainer"
@@ -118,3 +118,8 @@ def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
 def load_average() -> str:
     """The machine's load of the last minute, with the time of day."""
     return f"{time.strftime('%H:%M')}, load average {os.getloadavg()[0]:.2f}"
+
+
+def progress(line: str) -> None:
+    """Says what takes its time, beside the results."""
+    print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)

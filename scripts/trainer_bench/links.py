@@ -2,10 +2,11 @@
 
 Each member is in a network namespace at the end of its own link. What is measured of each:
 
-    ours        500 inner steps and the round that follows them, from first weights (TLS, as by default)
+    ours        100 inner steps, counted five times, and the round that follows them (TLS, as by default)
     DDP         some steps; the first ones, in which buckets are put in order, at full speed and not counted
-    hivemind    every step: gradients averaged each time the members have as many samples as a step of DDP;
-                every 500: local steps and an averaging, its way of doing what DiLoCo does
+    hivemind    every 1: gradients averaged each time the members have as many samples as a step of DDP (peers go on
+                adding samples until they notice; all count);
+                every 500: local steps and an averaging, its way of doing what DiLoCo does; 100 steps, as above
 
 The model is small, because two cores have to train four of it; so that a step is short against what it costs to send
 its gradients, as it is for large models on such links, a batch is small too. The share is printed.
@@ -20,17 +21,19 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from scripts.trainer_bench.crew import Answer, Crew, crew, load_average
+from scripts.trainer_bench.crew import Answer, Crew, crew, load_average, progress
 from scripts.trainer_bench.network import Links, can_make_networks, slow_links
 from scripts.trainer_bench.workspace import make_store, workload_of
 
 __all__ = ["bench_links"]
 
 _INNER_STEPS = 500
+_MEASURED_STEPS = 100
+_TIMES = _INNER_STEPS // _MEASURED_STEPS
 _CODECS = ("fp32", "int8")
-_SECONDS_OF_DDP = 15.0
-_HIVEMIND_EPOCHS = 3
-_HIVEMIND_LIMIT_S = 40.0
+_SECONDS_OF_DDP = 10.0
+_HIVEMIND_EPOCHS = 1
+_HIVEMIND_LIMIT_S = 25.0
 _FREE_MBIT = 10_000.0
 
 
@@ -45,11 +48,11 @@ def bench_links(arguments: argparse.Namespace) -> dict[str, Any]:
     members = arguments.members
     report: dict[str, Any] = {"load": [load_average()], "members": members, "inner_steps": _INNER_STEPS}
     with slow_links(members) as links:
-        found = [
-            *ours(links, members, workload, arguments.mbit),
-            *ddp(links, members, workload, arguments.mbit),
-            *hivemind(links, members, workload, arguments.mbit),
-        ]
+        found = []
+        for contestant in (ours, ddp, hivemind):
+            for row in contestant(links, members, workload, arguments.mbit):
+                progress(f"{row['name']}, {row['mbit']:g} Mbit/s: {row['tokens_per_s']:.0f} tokens/s")
+                found.append(row)
     report |= {"rows": found, "load": [*report["load"], load_average()]}
     print(as_text(report, arguments.mbit))
     return report
@@ -63,15 +66,15 @@ def ours(links: Links, members: int, workload: dict[str, Any], rates: list[float
             for compression in _CODECS:
                 open_nodes(genesis, links, compression)
                 links.set_rate(mbit)
-                diloco = {"inner_steps": _INNER_STEPS}
-                answers = train(genesis, workload, steps=_INNER_STEPS, diloco=diloco)
+                diloco = {"inner_steps": _MEASURED_STEPS}
+                answers = train(genesis, workload, steps=_MEASURED_STEPS, diloco=diloco)
                 genesis.all("close", name="node")
                 yield {
                     "name": f"ours, {compression}",
                     "mbit": mbit,
-                    "tokens_per_s": rate_of(answers),
-                    "step_s": median(each["training_s"] for each in answers) / _INNER_STEPS,
-                    "utilisation": utilisation(answers),
+                    "tokens_per_s": rate_of(answers, times=_TIMES),
+                    "step_s": median(each["training_s"] for each in answers) / _MEASURED_STEPS,
+                    "utilisation": utilisation(answers, times=_TIMES),
                     "round_s": max(each["waiting_s"] for each in answers),
                     "passes": max(each["passes"][0] for each in answers),
                 }
@@ -97,15 +100,15 @@ def train(genesis: Crew, workload: dict[str, Any], **options: Any) -> list[Answe
     return answers
 
 
-def rate_of(answers: list[Answer]) -> float:
-    """Tokens a second of all members together, until the last is done."""
-    seconds = max(each["training_s"] + each["waiting_s"] for each in answers)
-    return sum(each["tokens"] for each in answers) / seconds
+def rate_of(answers: list[Answer], times: int) -> float:
+    """Tokens a second of all members together, until the last is done, with training counted so many times."""
+    seconds = max(times * each["training_s"] + each["waiting_s"] for each in answers)
+    return times * sum(each["tokens"] for each in answers) / seconds
 
 
-def utilisation(answers: list[Answer]) -> float:
-    """Training time over wall time, all members together."""
-    training_s = sum(each["training_s"] for each in answers)
+def utilisation(answers: list[Answer], times: int = 1) -> float:
+    """Training time, counted so many times, over wall time; all members together."""
+    training_s = times * sum(each["training_s"] for each in answers)
     return training_s / (training_s + sum(each["waiting_s"] for each in answers))
 
 
@@ -135,25 +138,31 @@ def hivemind(links: Links, members: int, workload: dict[str, Any], rates: list[f
         hosts = [{"host": links.address(rank)} for rank in range(members)]
         first = peers.each("join", [{**hosts[0], "initial_peers": []}])[0]["addresses"]
         peers.each("join", [{**host, "initial_peers": first} for host in hosts[1:]], first=1)
-        for every, epochs in ((1, _HIVEMIND_EPOCHS), (_INNER_STEPS, 1)):
+        for every, epochs, times in ((1, _HIVEMIND_EPOCHS, 1), (_MEASURED_STEPS, 1, _TIMES)):
             for mbit in rates:
                 links.set_rate(_FREE_MBIT)
                 common = {"workload": workload, "members": members, "run": f"r{every}-{mbit:g}", "every": every}
                 peers.each("optimize", [{"rank": rank, **common} for rank in range(members)])
-                if every == 1:
+                if times == 1:
                     peers.all("train", epochs=1, limit_s=_HIVEMIND_LIMIT_S)
                 links.set_rate(mbit)
                 answers = peers.all("train", epochs=epochs, limit_s=_HIVEMIND_LIMIT_S)
                 links.set_rate(_FREE_MBIT)
                 peers.all("finish")
-                seconds = max(each["seconds"] for each in answers)
-                yield {
-                    "name": f"hivemind, every {every}",
-                    "mbit": mbit,
-                    "tokens_per_s": sum(each["tokens"] for each in answers) / seconds,
-                    "updates_per_s": min(each["epochs"] for each in answers) / seconds,
-                    "peers": min(each["peers"] for each in answers),
-                }
+                yield {"name": f"hivemind, every {every * times}", "mbit": mbit, **_of_hivemind(answers, times)}
+
+
+def _of_hivemind(answers: list[Answer], times: int) -> dict[str, float]:
+    """Its longest step is the one that averages; the others are counted so many times."""
+    seconds = max(times * (each["seconds"] - each["longest_s"]) + each["longest_s"] for each in answers)
+    if times == 1:
+        seconds = max(each["seconds"] for each in answers)
+    return {
+        "tokens_per_s": times * sum(each["tokens"] for each in answers) / seconds,
+        "updates_per_s": min(each["epochs"] for each in answers) / seconds,
+        "longest_s": max(each["longest_s"] for each in answers),
+        "peers": min(each["peers"] for each in answers),
+    }
 
 
 def as_text(report: dict[str, Any], rates: list[float]) -> str:
@@ -178,4 +187,5 @@ def _details(row: dict[str, Any]) -> str:
         return f"{step}, utilisation {row['utilisation']:.2f}"
     if "free_s" in row:
         return f"step {row['step_s']:.2f} s; {1e3 * row['free_s']:.0f} ms with a free link"
-    return f"{row['updates_per_s']:.3f} updates/s, {row['peers']} peers"
+    updates = f"{row['updates_per_s']:.3f} updates/s" if row["updates_per_s"] else "no update in the time given"
+    return f"{updates}, longest step {row['longest_s']:.2f} s, {row['peers']} peers"

@@ -20,6 +20,8 @@ from scripts.baselines.trainer.workload import Workload, plain_optimizer
 
 _COMPRESSIONS = {"fp32": NoCompression, "fp16": Float16Compression, "int8": Uniform8BitQuantization}
 _ROUND_S = 60.0
+_AVERAGING_S = 30.0
+_MEET_S = 15.0
 _MATCHMAKING_S = 3.0
 """What its guide names for small local runs; the default is 15."""
 
@@ -97,28 +99,36 @@ class HivemindMember:
             use_local_updates=every > 1,
             delay_state_averaging=False,
             matchmaking_time=_MATCHMAKING_S,
-            averaging_timeout=_ROUND_S,
+            averaging_timeout=_AVERAGING_S,
             averager_opts={"target_group_size": members, "request_timeout": 1.0},
         )
-        return {}
+        tracker, until_s = self._optimizer.tracker, time.monotonic() + _MEET_S
+        while tracker.global_progress.num_peers < members and time.monotonic() < until_s:
+            # Who has reported no sample is not there for the others, and each would train on alone.
+            tracker.report_local_progress(0, 1, update_global_samples=False)
+            time.sleep(0.2)
+        return {"peers": tracker.global_progress.num_peers}
 
     def train(self, epochs: int, limit_s: float) -> dict[str, Any]:
         """Trains until so many of its epochs are over, or the time is up."""
         optimizer = self._optimizer
         if optimizer is None:
             raise RuntimeError("expected optimize before train")
-        began_s, first, steps = time.monotonic(), optimizer.local_epoch, 0
+        began_s, first, steps, longest_s = time.monotonic(), optimizer.local_epoch, 0, 0.0
         while optimizer.local_epoch < first + epochs and time.monotonic() < began_s + limit_s:
             batch = next(self._batches)
             optimizer.zero_grad()
             loss = self._model(batch["input_ids"], batch["labels"])
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+            stepped_s = time.monotonic()
             optimizer.step()
+            longest_s = max(longest_s, time.monotonic() - stepped_s)
             steps += 1
         return {
             "tokens": steps * self._workload.tokens_per_step,
             "seconds": time.monotonic() - began_s,
+            "longest_s": longest_s,
             "epochs": optimizer.local_epoch - first,
             "peers": optimizer.tracker.global_progress.num_peers,
         }
