@@ -58,10 +58,6 @@ def run(arguments: Sequence[str]) -> int:
     except (TrainerError, LoaderError, GenesisError, ContractError) as error:
         return _fail(str(error), 1)
     except OSError as error:
-        if isinstance(error, BrokenPipeError):
-            # The reader of our output (head, say) has seen enough; what is still buffered would fail again at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
         where = f"{error.filename}: " if error.filename else ""
         return _fail(f"cannot go on: {where}{error.strerror or error}", 1)
     return result if isinstance(result, int) else 0

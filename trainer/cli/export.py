@@ -93,7 +93,7 @@ def _vocabulary(saved: CheckpointContents, store: str, rows: int) -> VocabularyF
     from trainer.node.data import open_session
 
     options = {**saved.config.get("data", {}), **({"store": store, "mirrors": []} if store else {})}
-    newest = open_session(from_mapping(DataConfig, options, "data.")).catalog.vocabulary()
+    newest = open_session(from_mapping(DataConfig, options, "data.")).newest_catalog().vocabulary()
     if newest.next_merge_id <= rows:
         return newest
     return VocabularyFile.from_pairs(newest.pairs()[: rows - FIRST_MERGE_ID], newest.sources_contributed)

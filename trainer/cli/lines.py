@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from trainer.config import RunConfig
 from trainer.engine.strategy import OuterResult
 from trainer.inner import StepResult
+from trainer.node.stopping import StopRequest
 from trainer.node.training import ProgressLine
 
 __all__ = ["training_line"]
@@ -24,18 +26,21 @@ _EVERY_S = 10.0
 
 
 @contextmanager
-def training_line(config: RunConfig, *, as_json: bool, is_first: bool = True) -> Iterator[ProgressLine]:
+def training_line(
+    config: RunConfig, stop: StopRequest, *, as_json: bool, is_first: bool = True
+) -> Iterator[ProgressLine]:
     """The kind of line this output asks for.
 
     Args:
         config: of the run.
+        stop: asked when the reader of the JSON lines has gone.
         as_json: JSON lines on standard output.
         is_first: the one rank of a cluster that speaks; the others' losses are in their logs.
     """
     if not is_first:
         yield _NoLines()
     elif as_json:
-        yield _JsonLines()
+        yield _JsonLines(stop)
     elif sys.stderr.isatty():
         with tqdm(total=config.max_steps or None, unit="step", dynamic_ncols=True) as bar, logging_redirect_tqdm():
             yield _Bar(bar)
@@ -106,7 +111,10 @@ class _Bar:
 
 
 class _JsonLines:
-    """One object a line on standard output."""
+    """One object a line on standard output; when its reader has seen enough (head, say), the node saves and ends."""
+
+    def __init__(self, stop: StopRequest) -> None:
+        self._stop = stop
 
     def step(self, result: StepResult) -> None:
         self._put(
@@ -135,8 +143,13 @@ class _JsonLines:
         )
 
     def _put(self, **fields: object) -> None:
-        sys.stdout.write(json.dumps(fields, separators=(",", ":")) + "\n")
-        sys.stdout.flush()
+        try:
+            sys.stdout.write(json.dumps(fields, separators=(",", ":")) + "\n")
+            sys.stdout.flush()
+        except BrokenPipeError:
+            # What is still buffered would fail again, at the latest at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            self._stop.ask()
 
 
 def _figures(result: StepResult) -> str:

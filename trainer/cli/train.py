@@ -144,7 +144,7 @@ def _train(config: RunConfig, *, as_json: bool) -> None:
     is_first = config.engine != "torch" or os.environ.get("RANK", "0") == "0"
     if not is_first:  # Nearly all they have to say, the first one says too.
         logging.getLogger().setLevel(max(logging.WARNING, logging.getLogger().level))
-    with training_line(config, as_json=as_json, is_first=is_first) as line:
+    with training_line(config, stop, as_json=as_json, is_first=is_first) as line:
         run_node(config, line, stop)
     if stop.signal is not None:
         raise StoppedBySignal(stop.signal)

@@ -17,12 +17,13 @@ from trainer.collective import PeerCollective, Terms
 from trainer.config import RunConfig
 from trainer.diloco import SharedState
 from trainer.discovery import Announcement, open_discovery
-from trainer.errors import IncompatiblePeerError, RefusedError, RpcError, StateTransferError, TrainerError
+from trainer.errors import StateTransferError, TrainerError
 from trainer.node.loop_thread import LoopThread
 from trainer.node.peer_book import PeerBook, peer_of
 from trainer.node.progress import Progress
 from trainer.node.shared_files import from_snapshot, snapshot_meta, snapshot_tensors
-from trainer.rpc import Endpoint, Identity, Reply, Request
+from trainer.node.strangers import check_fit, register_terms
+from trainer.rpc import Endpoint, Identity
 from trainer.state import Expectation, StateDonor, fetch_state, write_snapshot
 
 __all__ = ["Network"]
@@ -130,7 +131,7 @@ class Network:
         self._loop.run(self._start(), 60.0)
         if self._config.discovery.initial_peers:
             self._wait_for_peers(_FIRST_PEERS_S)
-            self._loop.run(self._check_strangers(), 60.0)
+            self._loop.run(check_fit(self._endpoint, self._terms, self._book, self._config), 60.0)
 
     def publish(self, shared: SharedState, members: tuple[str, ...] = ()) -> None:
         """Hands out this state from now on, once it is written: in the background."""
@@ -181,7 +182,7 @@ class Network:
 
     async def _start(self) -> None:
         self._donor.start()
-        self._endpoint.register("node/terms", Terms, self._on_terms)
+        register_terms(self._endpoint, self._terms)
         await self._endpoint.start()
         await self._discovery.start()
         await self._announce()
@@ -286,24 +287,3 @@ class Network:
                 "none of %s answers yet; training begins alone, and joins the others when they are found",
                 ", ".join(self._config.discovery.initial_peers),
             )
-
-    async def _check_strangers(self) -> None:
-        """Says what differs from most of the others, where that is so."""
-        strangers = self._book.strangers()
-        if len(strangers) <= len(self._book.alike()):
-            return
-        for stranger in strangers:
-            try:
-                reply = await self._endpoint.call(
-                    peer_of(stranger), "node/terms", self._terms, Terms, timeout_s=self._config.rpc.stall_timeout_s
-                )
-                reply.body.check(self._terms, "this node")
-            except RefusedError as error:
-                raise IncompatiblePeerError(
-                    f"{len(strangers)} nodes of run {self._config.run_id} disagree: {error}"
-                ) from error
-            except RpcError as error:
-                logger.info("node %s: %s", stranger.node_id, error)
-
-    async def _on_terms(self, request: Request[Terms]) -> Reply[Terms]:
-        return Reply(self._terms)

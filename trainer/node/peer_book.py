@@ -31,8 +31,12 @@ class PeerBook:
         return [found for found in self.announcements if found.terms_digest == self._terms_digest]
 
     def strangers(self) -> list[Announcement]:
-        """Of those in the run that train something else."""
-        return [found for found in self.announcements if found.terms_digest != self._terms_digest]
+        """Of those in the run that train something else: the most that train the same."""
+        others: dict[str, list[Announcement]] = {}
+        for found in self.announcements:
+            if found.terms_digest != self._terms_digest:
+                others.setdefault(found.terms_digest, []).append(found)
+        return max(others.values(), key=len, default=[])
 
     def peers(self) -> Mapping[str, Peer]:
         """See `trainer.collective.Directory`."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import random
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from trainer.checkpoint import CheckpointContents, Checkpointer, wallet_id
@@ -53,10 +56,19 @@ def run_node(config: RunConfig, line: ProgressLine, stop: StopRequest) -> None:
         torch.set_num_threads(config.threads)
     with told_plainly(), ExitStack() as stack:
         ranks = stack.enter_context(joined_cluster(config))
+        _seed_generators(ranks.own(config))
         node = _build(config, ranks, line, stop, stack)
         node.begin()
         with stop.on_signals():
             node.run()
+
+
+def _seed_generators(config: RunConfig) -> None:
+    """The process's own generators, for whatever draws from them: weights and data order have seeds of their own."""
+    seed = int.from_bytes(hashlib.sha256(f"{config.seed}:{config.node_id}".encode()).digest()[:4])
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 @dataclass(slots=True, kw_only=True)

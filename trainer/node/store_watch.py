@@ -41,7 +41,7 @@ class StoreWatch:
         clock: seconds that only rise.
     """
 
-    def __init__(self, seen: _Seen, refresh_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, seen: _Seen, refresh_s: float, clock: Callable[[], float]) -> None:
         self._seen = seen
         self._refresh_s = refresh_s
         self._clock = clock
@@ -49,13 +49,13 @@ class StoreWatch:
         self._call: BackgroundCall[_Seen] | None = None
 
     @classmethod
-    def open(cls, session: Session, refresh_s: float) -> StoreWatch:
+    def open(cls, session: Session, refresh_s: float, clock: Callable[[], float] = time.monotonic) -> StoreWatch:
         """Reads the vocabulary.
 
         Raises:
             LoaderError: it cannot be had.
         """
-        return cls(_Seen(session, session.catalog.vocabulary()), refresh_s)
+        return cls(_Seen(session, session.catalog.vocabulary()), refresh_s, clock)
 
     @property
     def vocabulary(self) -> VocabularyFile:
@@ -65,6 +65,11 @@ class StoreWatch:
     def rows(self) -> int:
         """Rows a model needs for the newest vocabulary seen."""
         return rows_for(self.vocabulary.next_merge_id)
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether there is a question whose answer was not taken yet."""
+        return self._call is not None
 
     def look(self) -> bool:
         """Asks the store if it is time to, and takes what an earlier question found; never waits.

@@ -9,6 +9,7 @@ from trainer.collective import Terms
 from trainer.config import RunConfig, to_mapping
 from trainer.model import ModelConfig
 from trainer.node.vocabulary import lineage_of
+from trainer.rpc.envelope import PROTOCOL_VERSION
 
 __all__ = ["terms_of"]
 
@@ -22,6 +23,7 @@ def terms_of(config: RunConfig, shape: ModelConfig, vocabulary: VocabularyFile) 
         architecture=architecture,
         tokenizer_lineage=lineage_of(vocabulary),
         synchronisation={
+            "protocol": PROTOCOL_VERSION,
             "seed": config.seed,
             "compression": config.collective.compression,
             **{f"diloco.{name}": value for name, value in to_mapping(config.diloco).items()},

@@ -1,0 +1,205 @@
+"""Running ``python -m trainer`` as its user does: to its end, or watched step by step and then killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from trainer.checkpoint import load_newest, wallet_id
+
+ROOT = Path(__file__).resolve().parents[2]
+WAIT_S = 100.0
+"""For anything that takes some seconds on an idle machine."""
+SMALL = (
+    *("--preset", "tiny", "--seq-len", "32", "--batch-size", "2", "--threads", "1", "--no-api"),
+    *("--lr", "3e-3", "--set", "inner.warmup_steps=5", "--set", "inner.decay_end_step=1000"),
+)
+"""Steps of some 20 ms."""
+
+
+@dataclass(frozen=True)
+class TrainerCommand:
+    """The command, with a store and a folder of its own for everything it writes."""
+
+    store: Path | str
+    folder: Path
+    common: tuple[str, ...] = SMALL
+    starter: tuple[str, ...] = (sys.executable, "-m", "trainer")
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def line(self, *arguments: str | Path) -> list[str]:
+        """The command line of a training node."""
+        places = ["--store", str(self.store), "--checkpoint-dir", str(self.checkpoints)]
+        places += ["--set", f"state_dir={self.folder}"]
+        return [*self.starter, *places, *self.common, *map(str, arguments)]
+
+    def environment(self, **more: str) -> dict[str, str]:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("GENESIS_")}
+        return {**inherited, "GENESIS_CACHE_DIR": str(self.folder / "cache"), "OMP_NUM_THREADS": "1", **more}
+
+    def __call__(
+        self, *arguments: str | Path, expect: int = 0, timeout_s: float = WAIT_S, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Trains to the end, which must be ``expect``; never with a traceback."""
+        return finished(self.line(*arguments), self.environment(**environment), expect, timeout_s)
+
+    def other(self, *arguments: str | Path, expect: int = 0) -> subprocess.CompletedProcess[str]:
+        """Another of its commands: export, plot."""
+        return finished([sys.executable, "-m", "trainer", *map(str, arguments)], self.environment(), expect, WAIT_S)
+
+    @contextmanager
+    def running(self, *arguments: str | Path, **environment: str) -> Iterator[RunningTrainer]:
+        """Trains in the background, with ``--json``; killed at the end of the ``with``, if it still lives."""
+        process = subprocess.Popen(
+            self.line("--json", *arguments),
+            cwd=ROOT,
+            env=self.environment(**environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            start_new_session=True,
+        )
+        node = RunningTrainer(process)
+        try:
+            yield node
+        finally:
+            node.end()
+
+    def saved(self, node_id: str, instance: str = "", token: str = "") -> dict[str, Any]:
+        """The newest checkpoint's contents."""
+        found = load_newest(self.checkpoints, wallet_id(token, node_id), instance)
+        assert found is not None, f"no checkpoint of {node_id} in {self.checkpoints}"
+        return found
+
+
+@dataclass
+class RunningTrainer:
+    """A node at work: what it printed so far, and when it ends."""
+
+    process: subprocess.Popen[str]
+    events: list[dict[str, Any]] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._news = threading.Condition()
+        streams = ((self.process.stdout, self._event), (self.process.stderr, self.errors.append))
+        self._readers = [threading.Thread(target=self._read, args=pair, daemon=True) for pair in streams]
+        for reader in self._readers:
+            reader.start()
+
+    def wait_for(self, kind: str, number: int = 0, timeout_s: float = WAIT_S) -> dict[str, Any]:
+        """The first event of a kind whose step, or outer step, is at least a number."""
+        key = {"step": "step", "round": "outer_step"}[kind]
+        deadline_s = time.monotonic() + timeout_s
+        with self._news:
+            while True:
+                for event in self.events:
+                    if event["kind"] == kind and event[key] >= number:
+                        return event
+                left_s = deadline_s - time.monotonic()
+                gone = self.process.poll() is not None and not any(reader.is_alive() for reader in self._readers)
+                assert left_s > 0 and not gone, f"no {kind} {number}: {''.join(self.errors)}"
+                self._news.wait(min(left_s, 0.2))
+
+    def kill(self) -> None:
+        """As a machine that loses power."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(WAIT_S)
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """A signal; returns the exit code."""
+        self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        """Its exit code, once it has ended of itself."""
+        code = self.process.wait(WAIT_S)
+        for reader in self._readers:
+            reader.join(WAIT_S)
+        assert "Traceback" not in "".join(self.errors), "".join(self.errors)
+        return code
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.kill()
+        for reader in self._readers:
+            reader.join(WAIT_S)
+        for stream in (self.process.stdout, self.process.stderr):
+            assert stream is not None
+            stream.close()
+
+    def _read(self, stream: IO[str], take: Any) -> None:
+        for line in stream:
+            with self._news:
+                take(line)
+                self._news.notify_all()
+
+    def _event(self, line: str) -> None:
+        self.events.append(json.loads(line))
+
+
+def finished(
+    line: list[str], environment: Mapping[str, str], expect: int, timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    """A command to its end; it and all it started are killed if that does not come in time."""
+    process = subprocess.Popen(
+        line,
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        start_new_session=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=timeout_s)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
+    assert process.returncode == expect, f"exit {process.returncode}\n{output}\n{errors}"
+    assert "Traceback" not in errors, errors
+    return subprocess.CompletedProcess(line, process.returncode, output, errors)
+
+
+_OF_THE_CLOCK = {"timestamp", "since_s", "age_s"}
+_OF_THE_COMMAND = {"config"}
+
+
+def differences(one: Any, other: Any, where: str = "") -> list[str]:
+    """Where two checkpoints differ, but for the time of day and the options; none if they are equal bit for bit."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        found = [f"{where}: keys {sorted(set(one) ^ set(other), key=str)}"] if set(one) != set(other) else []
+        for key in one.keys() & other.keys() - _OF_THE_CLOCK - _OF_THE_COMMAND:
+            found += differences(one[key], other[key], f"{where}.{key}")
+        return found
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        if len(one) != len(other):
+            return [f"{where}: {len(one)} and {len(other)} items"]
+        return [
+            text
+            for index, pair in enumerate(zip(one, other, strict=True))
+            for text in differences(*pair, f"{where}[{index}]")
+        ]
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        same = one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    else:
+        same = type(one) is type(other) and one == other
+    return [] if same else [f"{where}: {str(one)[:60]} and {str(other)[:60]}"]
