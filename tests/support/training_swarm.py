@@ -1,0 +1,321 @@
+"""Nodes of one run as a user starts them, ``python -m trainer``, on this machine: started, stopped, killed, read.
+
+A node is known by its name. Everything of it lies in the swarm's folder: checkpoints, keys, log, what it printed. All
+waiting has a deadline, and fails at once when a node that is waited for has ended. Whatever happens, no process is left
+when the ``with`` ends; nodes end by themselves at ``MAX_STEPS`` should the tests themselves be killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import yaml
+
+from tests.support.text_store import text_store
+from trainer.checkpoint import load_newest, wallet_id
+from trainer.observe import Event, read_events
+
+__all__ = ["MAX_STEPS", "WAIT_S", "TrainingNode", "TrainingSwarm", "free_port", "wait_until"]
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+WAIT_S = 60.0
+"""For anything that takes some seconds on an idle machine."""
+MAX_STEPS = 20_000
+
+SETTINGS: dict[str, Any] = {
+    "seed": 11,
+    "threads": 1,
+    "device": "cpu",
+    "model": {"preset": "tiny"},
+    "inner": {"lr": 3e-3, "warmup_steps": 20, "decay_end_step": 100_000, "seq_len": 32, "micro_batch_size": 2},
+    "diloco": {"inner_steps": 20},
+    "data": {"plateau": "off", "holdout": 1},
+    "rpc": {"host": "127.0.0.1", "public_address": "127.0.0.1", "heartbeat_s": 0.5, "stall_timeout_s": 6.0},
+    "collective": {
+        "stall_timeout_s": 6.0,
+        "invite_after_s": 2.0,
+        "gather_timeout_s": 40.0,
+        "round_timeout_s": 80.0,
+    },
+    "discovery": {
+        "announce_interval_s": 1.0,
+        "announcement_lifetime_s": 20.0,
+        "poll_interval_s": 0.3,
+        "request_timeout_s": 5.0,
+        "max_retry_interval_s": 1.0,
+    },
+    "checkpoint": {"every_steps": 1000},
+    "api": {"port": 0},
+}
+"""What all nodes have in common: a small model on short rows, deadlines that a busy machine meets."""
+
+
+def free_port() -> int:
+    """A port nobody listens on, below those the kernel hands out to whoever connects."""
+    for port in random.SystemRandom().sample(range(12_000, 32_000), 100):
+        with socket.socket() as listener:
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("expected a free port, found 100 taken ones")
+
+
+def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
+    """Looks ten times a second.
+
+    Raises:
+        TimeoutError: it does not hold in time.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while not holds():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"expected {what} within {timeout_s:.0f} s")
+        time.sleep(0.1)
+
+
+class TrainingNode:
+    """One node, over all its lives.
+
+    Args:
+        name: its node id.
+        command: that starts it.
+        folder: of its swarm.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], folder: Path) -> None:
+        self.name = name
+        self._command = list(command)
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Starts it, or starts it again."""
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GENESIS_CACHE_DIR": str(self._folder / "cache")}
+        environment.pop("GENESIS_TOKEN", None)
+        with self._output_path.open("ab") as output:
+            self._process = subprocess.Popen(
+                self._command, cwd=_ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
+            )
+
+    @property
+    def _output_path(self) -> Path:
+        return self._folder / f"{self.name}.out"
+
+    @property
+    def _running(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None, f"{self.name} was never started"
+        return self._process
+
+    def output(self) -> str:
+        """All it has printed."""
+        return self._output_path.read_text(encoding="utf-8", errors="replace")
+
+    def has_ended(self) -> bool:
+        """Whether it has ended, of itself or not."""
+        return self._running.poll() is not None
+
+    def send(self, number: signal.Signals) -> None:
+        """A signal to it."""
+        self._running.send_signal(number)
+
+    def kill(self) -> None:
+        """As a machine that loses power; a stopped one, too."""
+        if self._process is not None:
+            self._process.kill()
+
+    def reap(self) -> None:
+        """Waits for the end of a killed one."""
+        if self._process is not None:
+            self._process.wait(30)
+
+    def exit_code(self, timeout_s: float = WAIT_S) -> int:
+        """Waits for its end."""
+        try:
+            return self._running.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"expected {self.name} to end within {timeout_s:.0f} s\n{self.tail()}") from None
+
+    def tail(self, num_lines: int = 25) -> str:
+        """The last of what it printed, for a message."""
+        if not self._output_path.exists():
+            return f"--- {self.name}: nothing printed"
+        return f"--- {self.name}\n" + "\n".join(self.output().splitlines()[-num_lines:])
+
+    @property
+    def peer_id(self) -> str:
+        """Its key, as it said at its start."""
+        found = re.search(r"node ([0-9a-f]{64}) answers at", self.output())
+        assert found is not None, f"expected {self.name} to have started\n{self.tail()}"
+        return found[1]
+
+    def events(self, kind: str) -> list[Event]:
+        """Those of its log."""
+        path = self._folder / "log" / f"events-{self.name}.jsonl"
+        return [event for event in read_events(path) if event.kind == kind] if path.exists() else []
+
+    def states(self) -> dict[int, str]:
+        """Digest of what others can fetch of it, by outer step; the last one it had at that step."""
+        return {int(event.number("outer_step")): str(event.fields["digest"]) for event in self.events("state")}
+
+    @property
+    def outer_step(self) -> int:
+        """Of its newest state, as far as others can fetch it; -1 before the first."""
+        states = self.events("state")
+        return int(states[-1].number("outer_step")) if states else -1
+
+    def num_steps(self) -> int:
+        """Inner steps in its log, over all its lives."""
+        return len(self.events("step"))
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Its newest one."""
+        found = load_newest(self._folder / "checkpoints", wallet_id("", self.name))
+        assert found is not None, f"expected a checkpoint of {self.name}"
+        return dict(found)
+
+    def checkpoint_path(self) -> Path:
+        """Where that lies."""
+        return self._folder / "checkpoints" / f"dynamic_node_{wallet_id('', self.name)}.pt"
+
+    def api(self, path: str) -> dict[str, Any]:
+        """What its HTTP interface answers."""
+        found = re.findall(r"API at (http://127\.0\.0\.1:\d+)/", self.output())
+        assert found, f"expected {self.name} to serve figures\n{self.tail()}"
+        with urllib.request.urlopen(found[-1] + path, timeout=20) as answer:
+            return dict(json.load(answer))
+
+
+class TrainingSwarm:
+    """The nodes of one run; a context manager that leaves no process behind.
+
+    Args:
+        folder: for everything they write.
+        store: what they train on; by default `text_store`.
+        options: of all of them, over `SETTINGS`, by section and name.
+    """
+
+    def __init__(self, folder: Path, store: Path | None = None, **options: Any) -> None:
+        self.folder = folder
+        self.nodes: dict[str, TrainingNode] = {}
+        self._store = store or text_store()
+        self._ports: dict[str, int] = {}
+        self._config = folder / "run.yaml"
+        self._settings = _merged(SETTINGS, options)
+        self._settings |= {"max_steps": self._settings.get("max_steps", MAX_STEPS)}
+
+    def __enter__(self) -> Self:
+        written = {
+            **self._settings,
+            "state_dir": str(self.folder / "home"),
+            "data": {**self._settings["data"], "store": str(self._store)},
+            "checkpoint": {**self._settings["checkpoint"], "directory": str(self.folder / "checkpoints")},
+            "log": {"directory": str(self.folder / "log")},
+        }
+        self._config.write_text(yaml.safe_dump(written), encoding="utf-8")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for node in self.nodes.values():
+            node.kill()
+        for node in self.nodes.values():
+            node.reap()
+        if isinstance(error, Exception):
+            error.add_note("\n".join(node.tail() for node in self.nodes.values()))
+
+    def begin(
+        self,
+        *names: str,
+        options: Sequence[str] = (),
+        initial_peers: Sequence[str] | None = None,
+        program: Sequence[str] = ("-m", "trainer"),
+    ) -> None:
+        """Starts new nodes, all at once.
+
+        Args:
+            names: their node ids.
+            options: further arguments of these.
+            initial_peers: where they begin to look for others; by default at the first two nodes of the swarm.
+            program: what Python runs.
+        """
+        for name in names:
+            self._ports[name] = free_port()
+        for name in names:
+            begin_at = initial_peers
+            if begin_at is None:
+                begin_at = [f"127.0.0.1:{port}" for node, port in list(self._ports.items())[:2] if node != name]
+            command = [sys.executable, *program, "--config", str(self._config), "--node-id", name]
+            command += ["--port", str(self._ports[name]), *options]
+            command += [part for address in begin_at for part in ("--initial-peers", address)]
+            self.nodes[name] = TrainingNode(name, command, self.folder)
+            self.nodes[name].start()
+
+    def __getitem__(self, name: str) -> TrainingNode:
+        return self.nodes[name]
+
+    def wait(
+        self,
+        holds: Callable[[], bool],
+        what: str,
+        timeout_s: float = WAIT_S,
+        alive: Iterable[TrainingNode] | None = None,
+    ) -> None:
+        """Waits, and fails at once when one of the nodes that should be alive is not.
+
+        Args:
+            holds: what is waited for.
+            what: the same in words.
+            timeout_s: how long.
+            alive: by default all nodes.
+        """
+        watched = list(self.nodes.values() if alive is None else alive)
+
+        def looked() -> bool:
+            if holds():
+                return True
+            ended = [node.name for node in watched if node.has_ended()]
+            assert not ended, f"expected {what}, found that {', '.join(ended)} has ended"
+            return False
+
+        wait_until(looked, what, timeout_s)
+
+    def wait_for_step(self, outer_step: int, *names: str, timeout_s: float = WAIT_S) -> None:
+        """Until these nodes (all, by default) have made an outer step."""
+        nodes = [self.nodes[name] for name in names or self.nodes]
+        self.wait(
+            lambda: all(node.outer_step >= outer_step for node in nodes),
+            f"outer step {outer_step} at {', '.join(node.name for node in nodes)}",
+            timeout_s,
+            nodes,
+        )
+
+    def stop(self, *names: str) -> list[int]:
+        """Asks nodes (all, by default) to save and leave; their exit codes."""
+        nodes = [self.nodes[name] for name in names or self.nodes]
+        for node in nodes:
+            node.send(signal.SIGTERM)
+        return [node.exit_code() for node in nodes]
+
+
+def _merged(settings: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(settings)
+    for name, value in options.items():
+        merged[name] = {**settings.get(name, {}), **value} if isinstance(value, dict) else value
+    return merged
