@@ -59,8 +59,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--mbit", type=float, nargs="+", default=[10.0, 100.0], help="of the links, for links")
     parser.add_argument("--link-tokens", type=int, default=32, help="of a batch, for links")
     parser.add_argument("--utilisation-mbit", type=float, default=100.0, help="of the links, for utilisation")
-    parser.add_argument("--tokens-per-step", type=int, default=524_288, help="assumed, for utilisation (DiLoCo's paper)")
-    parser.add_argument("--gpu-tflops", type=float, default=312.0, help="assumed peak, for utilisation; an A100 in bf16")
+    parser.add_argument(
+        "--tokens-per-step", type=int, default=524_288, help="assumed, for utilisation (DiLoCo's paper)"
+    )
+    parser.add_argument(
+        "--gpu-tflops", type=float, default=312.0, help="assumed peak, for utilisation; an A100 in bf16"
+    )
     parser.add_argument("--gpu-share", type=float, default=0.4, help="of the peak, assumed to be reached")
     parser.add_argument("--step-preset", default="tiny", help="model of step")
     parser.add_argument("--seq-len", type=int, default=512, help="tokens of a row, for step")
@@ -80,7 +84,9 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Runs the parts named, or all."""
     arguments = parse_arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # So that members and networks are removed.
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # So that members and networks are removed.
     answers = sys.stdout
     if arguments.json:
         sys.stdout = sys.stderr

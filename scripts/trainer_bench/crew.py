@@ -83,17 +83,16 @@ def crew(kind: str, count: int, prefixes: Sequence[Sequence[str]] = ()) -> Itera
     processes: list[subprocess.Popen[str]] = []
     try:
         for rank in range(count):
-            processes.append(
-                subprocess.Popen(
-                    [*(prefixes[rank] if prefixes else ()), *command],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=None if os.environ.get("BENCH_STDERR") else subprocess.DEVNULL,
-                    text=True,
-                    start_new_session=True,
-                    env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-                )
+            process = subprocess.Popen(
+                [*(prefixes[rank] if prefixes else ()), *command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=None if os.environ.get("BENCH_STDERR") else subprocess.DEVNULL,
+                text=True,
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             )
+            processes.append(process)  # One by one: those that were started end, whatever becomes of the next.
         yield Crew(kind, processes)
     finally:
         _end(processes)

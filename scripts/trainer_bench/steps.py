@@ -1,10 +1,10 @@
 """What a step of `python -m trainer` costs over that of a loop written by hand: same model, optimizer, batches.
 
-Ours is the whole command, one node alone: loader, checks for NaN, event log, HTTP interface, a checkpoint every 10 steps
-(copied by the training thread, written by another), JSON lines. The other has its batches in memory and does nothing
-else. Both run all the time, but only one at once: the other is stopped (SIGSTOP). A turn is so many steps of one; its
-time is that from letting it go on to its last line, and what a step has begun when it is stopped, the next turn has
-less to do: that evens out. Losses are compared, so that both do the same work.
+Ours is the whole command, one node alone: loader, checks for NaN, event log, HTTP interface, JSON lines, a checkpoint
+every 10 steps (copied by the training thread, written by another). The other has its batches in memory and does
+nothing else. Both live all the time, but only one runs at once: the other is stopped (SIGSTOP). A turn is so many steps
+of one; its time is that from letting it go on to its last line. What it has done of the next step when it is stopped,
+the next turn need not do: that evens out. Losses are compared, so that both do the same work.
 """
 
 from __future__ import annotations
@@ -180,7 +180,9 @@ def keep_batches(store: Path, folder: Path, arguments: argparse.Namespace) -> Pa
 
 def as_text(report: dict[str, Any], arguments: argparse.Namespace) -> str:
     """The report for people."""
-    what = f"{arguments.step_preset}, {arguments.batch_size} x {arguments.seq_len} tokens, {arguments.threads} thread(s)"
+    what = (
+        f"{arguments.step_preset}, {arguments.batch_size} x {arguments.seq_len} tokens, {arguments.threads} thread(s)"
+    )
     lines = [
         f"a step, {what}, {report['turns']} turns of {arguments.turn_steps} steps   ({' to '.join(report['load'])})",
         f"  {'ms a step':12} {'python -m trainer':>18} {'by hand':>9} {'ratio':>7}   quartiles     of sums",

@@ -87,11 +87,12 @@ def variants(
 
 def as_text(report: dict[str, Any], arguments: argparse.Namespace) -> str:
     """The report for people."""
+    gpu = f"{arguments.gpu_tflops:g} TFLOP/s at {arguments.gpu_share:.0%}"
     lines = [
         f"utilisation over {arguments.utilisation_mbit:g} Mbit/s, {arguments.members} members, 125M, a round in"
         f" {_INNER_STEPS} steps   ({' to '.join(report['load'])})",
-        f"assumed: {arguments.tokens_per_step:,} tokens a step on a GPU of {arguments.gpu_tflops:g} TFLOP/s at"
-        f" {arguments.gpu_share:.0%} = {report['step_s']:.2f} s; here 1/{1 / report['scale']:.0f} of it and of the bytes",
+        f"assumed: {arguments.tokens_per_step:,} tokens a step on a GPU of {gpu} = {report['step_s']:.2f} s;"
+        f" here 1/{1 / report['scale']:.0f} of it and of the bytes",
         f"  {'':30} {'utilisation':>11} {'round, s':>9} {'waited, s':>9}",
     ]
     for name, found in report["variants"].items():

@@ -127,11 +127,12 @@ class GenesisMember:
             state_digest="0" * 64,
         )
         PHASES.seconds = {}
-        began_s = time.monotonic()
+        began_s, began_cpu_s = time.monotonic(), time.process_time()
         report = node.collective.reduce(contribution).report
         return {
             "from_s": began_s,
             "until_s": time.monotonic(),
+            "round_cpu_s": time.process_time() - began_cpu_s,
             "phases_s": dict(PHASES.seconds),
             "members": len(report.members),
             "passes": report.num_passes,
@@ -153,9 +154,7 @@ class GenesisMember:
         model = made.model()
         strategy = DiLoCoTrainer(model, DiLoCoConfig(**diloco), self._nodes[name].collective)
         inner = InnerConfig(micro_batch_size=made.batch_size, seq_len=made.seq_len, warmup_steps=0)
-        loop = InnerLoop(
-            model, make_optimizer(model, inner), inner, made.batches(rank, members), torch.device("cpu")
-        )
+        loop = InnerLoop(model, make_optimizer(model, inner), inner, made.batches(rank, members), torch.device("cpu"))
         strategy.state_digest()
         waiting_s, training_s, outcomes = 0.0, 0.0, []
         for _ in range(steps):

@@ -33,10 +33,11 @@ class GlooMember:
     def round(self, values: int, seed: int) -> dict[str, Any]:
         """One all-reduce and the division that makes it a mean."""
         vector = torch.randn(values, generator=torch.Generator().manual_seed(seed))
-        began_s = time.monotonic()
+        began_s, began_cpu_s = time.monotonic(), time.process_time()
         dist.all_reduce(vector)
         vector /= dist.get_world_size()
-        return {"from_s": began_s, "until_s": time.monotonic()}
+        cpu_s = time.process_time() - began_cpu_s
+        return {"from_s": began_s, "until_s": time.monotonic(), "round_cpu_s": cpu_s}
 
     def train(self, workload: dict[str, Any], rank: int, members: int, steps: int) -> dict[str, Any]:
         """Steps of DDP; the model of an earlier request is gone on with, so that its buckets are in their order."""

@@ -1,8 +1,8 @@
 """How a member of a benchmark talks to it: a request a line on standard input, an answer a line on standard output.
 
 A member is started as ``python scripts/baselines/trainer/X_member.py``. A request is ``{"do": NAME, ...}``; with
-``"at"``, a time of ``time.monotonic``, which all processes of a machine share, the member waits for that moment, so that
-all members begin at once. A member ends with its standard input, or with the benchmark's process.
+``"at"``, a time of ``time.monotonic``, which all processes of a machine share, the member waits for that moment, so
+that all members begin at once. A member ends with its standard input, or with the benchmark's process.
 """
 
 from __future__ import annotations
