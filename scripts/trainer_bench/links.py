@@ -103,13 +103,13 @@ def train(genesis: Crew, workload: dict[str, Any], **options: Any) -> list[Answe
 def rate_of(answers: list[Answer], times: int) -> float:
     """Tokens a second of all members together, until the last is done, with training counted so many times."""
     seconds = max(times * each["training_s"] + each["waiting_s"] for each in answers)
-    return times * sum(each["tokens"] for each in answers) / seconds
+    return float(times * sum(each["tokens"] for each in answers) / seconds)
 
 
 def utilisation(answers: list[Answer], times: int = 1) -> float:
     """Training time, counted so many times, over wall time; all members together."""
     training_s = times * sum(each["training_s"] for each in answers)
-    return training_s / (training_s + sum(each["waiting_s"] for each in answers))
+    return float(training_s / (training_s + sum(each["waiting_s"] for each in answers)))
 
 
 def ddp(links: Links, members: int, workload: dict[str, Any], rates: list[float]) -> Iterator[dict[str, Any]]:

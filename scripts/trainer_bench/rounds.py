@@ -40,13 +40,14 @@ def bench_round(arguments: argparse.Namespace) -> dict[str, Any]:
     report: dict[str, Any] = {"load": [load_average()], "bytes": 4 * values, "rounds": arguments.rounds}
     with ExitStack() as stack:
         genesis, gloo, hivemind = (stack.enter_context(crew(kind, _MOST)) for kind in ("genesis", "gloo", "hivemind"))
-        ready = [_open_genesis(genesis), _open_hivemind(hivemind)]
+        peers = _open_genesis(genesis)
+        _open_hivemind(hivemind)
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         report["members"] = {}
         for members in _MEMBERS:
             rounds = {
                 **_gloo_rounds(gloo, members, values, Path(folder)),
-                **_genesis_rounds(genesis, members, values, ready[0]),
+                **_genesis_rounds(genesis, members, values, peers),
                 **_hivemind_rounds(hivemind, members, values),
             }
             report["members"][str(members)] = _measured(rounds, members, arguments.rounds)
@@ -134,12 +135,11 @@ def _gloo_rounds(gloo: Crew, members: int, values: int, folder: Path) -> dict[st
     return {"gloo, fp32": lambda _: gloo.each("round", [{"values": values, "seed": seed} for seed in seeds])}
 
 
-def _open_hivemind(hivemind: Crew) -> list[str]:
+def _open_hivemind(hivemind: Crew) -> None:
     """One DHT of all."""
     first = hivemind.each("join", [{"host": _LOCAL, "initial_peers": []}])[0]["addresses"]
     later = [{"host": _LOCAL, "initial_peers": first}] * len(hivemind)
     hivemind.each("join", later[1:], first=1)
-    return first
 
 
 def _hivemind_rounds(hivemind: Crew, members: int, values: int) -> dict[str, Round]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +52,7 @@ class Phases:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
-    def timed(self, name: str, method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    def timed(self, name: str, method: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
         """The method, its time noted under a name."""
 
         async def run(*arguments: Any, **options: Any) -> Any:
@@ -110,7 +110,7 @@ class GenesisMember:
             Peer(str(peer_id), str(address), certificate.encode() if certificate else None)
             for peer_id, address, certificate in peers
         ]
-        node.book.known = {peer.peer_id: peer for peer in found if peer.peer_id != node.endpoint.peer_id}
+        node.book.known = {str(peer.peer_id): peer for peer in found if peer.peer_id != node.endpoint.peer_id}
         node.collective.move_to(next_round)
         return {}
 
