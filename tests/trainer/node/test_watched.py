@@ -1,0 +1,76 @@
+"""What others see of a node while it trains: the HTTP interface answers, and may stop it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.support.text_store import text_store
+from tests.support.trainer_command import WAIT_S, RunningTrainer, TrainerCommand
+
+WATCHED = tuple(option for option in TrainerCommand("", Path()).common if option != "--no-api")
+TOKEN = "let-me-in"
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> TrainerCommand:
+    return TrainerCommand(text_store(), tmp_path, WATCHED)
+
+
+def url_of(node: RunningTrainer) -> str:
+    """Where its API is, as it says in its log."""
+    told = next(line for line in node.errors if "API at" in line)
+    return told.rsplit(" ", 1)[1].strip().removesuffix("/api/training/verify")
+
+
+def asked(url: str, *, method: str = "GET", token: str = "") -> str:
+    request = urllib.request.Request(url, method=method, headers={"X-Genesis-Token": token} if token else {})
+    with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+        text: str = answer.read().decode()
+        return text
+
+
+def test_status_and_metrics_while_it_trains_and_the_shutdown(watched: TrainerCommand) -> None:
+    options = ("--node-id", "a", "--api-port", "0", "--inner-steps", "10", "--set", "diloco.outer_lr=0.1")
+    with watched.running(*options, GENESIS_TOKEN=TOKEN) as node:
+        node.wait_for("round", 2)
+        node.wait_for("step", 200)
+        url = url_of(node)
+        verify = json.loads(asked(f"{url}/api/training/verify"))
+        assert verify["training_verified"], verify
+        whole = json.loads(asked(f"{url}/api/training/global"))
+        assert whole["total_steps"] >= 200
+        assert whole["training_nodes"] == 1
+        assert whole["data_shards"] == 10
+        assert whole["diloco"]["outer_syncs"] == whole["diloco"]["outer_step"] >= 2
+        assert len(whole["nodes"][0]["state_digest"]) == 64
+        assert "genesis_" in asked(f"{url}/metrics")
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            asked(f"{url}/api/shutdown", method="POST", token="guess")
+        assert "stopping" in asked(f"{url}/api/shutdown", method="POST", token=TOKEN)
+        assert node.wait() == 0
+    steps = [event["step"] for event in node.events if event["kind"] == "step"]
+    assert watched.saved("a", token=TOKEN)["training_rounds"] == steps[-1] + 1
+
+
+def test_what_it_takes_to_verify_training_outlives_a_restart(watched: TrainerCommand) -> None:
+    options = ("--node-id", "a", "--api-port", "0", "--set", "checkpoint.every_steps=1000")
+    watched(*options, "--max-steps", "200", "--no-api")
+    with watched.running(*options) as node:
+        node.wait_for("step", 201)
+        verify = json.loads(asked(f"{url_of(node)}/api/training/verify"))
+        assert verify["training_verified"], verify
+
+
+def test_a_port_that_is_taken_is_told(watched: TrainerCommand) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = watched("--node-id", "a", "--api-port", str(port), "--max-steps", "1", expect=2)
+    assert "something else listens there; give another --api-port" in done.stderr.splitlines()[-1]
