@@ -65,6 +65,8 @@ class RoundSwarm:
             self._launch(number)
         for number in range(num_actors):
             self._await_start(number)
+        for number in range(num_actors):
+            self._make_ready(number)
 
     def close(self) -> None:
         """Kills what is left."""
@@ -114,6 +116,12 @@ class RoundSwarm:
                 pipe.close()
         self._launch(number)
         self._await_start(number)
+        self._make_ready(number)
+
+    def _make_ready(self, number: int) -> None:
+        """As a node that has taken up the others' state: it will come to the next round, and says so when it is invited."""
+        self.actors[number].say(move_to=self.next_round, peers=self._peers_of(number))
+        self.actors[number].hear(_START_S)
 
     def _peers_of(self, number: int) -> dict[str, tuple[str, str | None]]:
         return {

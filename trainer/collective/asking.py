@@ -15,6 +15,8 @@ from trainer.collective.messages import (
     JoinRequest,
     MomentsOpen,
     MomentsReply,
+    StatusReply,
+    StatusRequest,
     Task,
     Vote,
 )
@@ -81,6 +83,17 @@ class Asking:
             stall_timeout_s=self._config.stall_timeout_s,
         )
         return reply.body
+
+    async def is_there(self, peer: Peer | None, agreement_digest: str) -> bool:
+        """Whether a member answers for a round."""
+        if peer is None:
+            return True
+        status = StatusRequest(agreement=agreement_digest)
+        try:
+            await self._endpoint.call(peer, "round/status", status, StatusReply, timeout_s=self._config.stall_timeout_s)
+        except RpcError:
+            return False
+        return True
 
     async def moments(self, agreement: Agreement, task: Task, sums: Moments) -> list[Moments]:
         """Everybody's sums, from the first coordinator in order that answers; this node's own, if none does."""

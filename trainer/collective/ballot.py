@@ -7,16 +7,20 @@ already knows the outcome (from a coordinator that is gone) settles it for every
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
+from trainer.collective.checking import check_plan, may_follow
 from trainer.collective.deciding import decide_round
-from trainer.collective.messages import Agreement, Decision, Plan, Vote, Why
+from trainer.collective.messages import Agreement, Decision, Plan, Vote, Why, short
 from trainer.collective.planning import first_plan
 from trainer.errors import RefusedError
 from trainer.robust import Moments
 
 __all__ = ["Ballot", "Probe"]
+
+logger = logging.getLogger(__name__)
 
 Probe = Callable[[str], Awaitable[tuple[bool, Decision | None]]]
 """Asks a member whether it is there, and for the outcome it knows."""
@@ -65,13 +69,14 @@ class Ballot:
         """Takes a vote and waits for what comes of all of them.
 
         Raises:
-            RefusedError: ``unknown``: no member, or a plan of another agreement.
+            RefusedError: ``unknown``: no member, or a plan of another agreement; ``plan``: one that is none.
         """
         if peer_id not in self._agreement.peer_ids or vote.plan.agreement != self._agreement.fingerprint():
             raise RefusedError("unknown", f"round {self._agreement.round_index} has no such member or agreement")
         if sums is not None:
             self._sums[peer_id] = sums
-        if vote.plan.pass_index > self._plan.pass_index:
+        check_plan(vote.plan, self._agreement, max_passes=self._max_passes)
+        if may_follow(vote.plan, self._plan):
             # A coordinator that is gone had gone further than this one knows: its plan is taken over.
             self._plan, self._votes = vote.plan, {}
         plan = self._plan
@@ -100,6 +105,11 @@ class Ballot:
                 plan = self._plan
                 await self._wait_for_votes(plan)
                 await self._decide(plan)
+        except Exception as error:  # whatever it is: nobody may be left waiting
+            logger.exception("round %d cannot be decided", self._agreement.round_index)
+            async with self._changed:
+                self._outcome = Decision(kind="abort", reason=short(f"cannot be decided: {type(error).__name__}"))
+                self._changed.notify_all()
         finally:
             probing.cancel()
             with suppress(asyncio.CancelledError):
@@ -123,7 +133,7 @@ class Ballot:
             decision = decide_round(
                 plan,
                 self._votes,
-                num_members=len(self._agreement.members),
+                peer_ids=self._agreement.peer_ids,
                 max_passes=self._max_passes,
                 findings=self._examine([self._sums[peer_id] for peer_id in sorted(self._sums)]),
             )

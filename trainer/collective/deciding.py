@@ -23,7 +23,7 @@ def decide_round(
     plan: Plan,
     votes: Mapping[str, Vote],
     *,
-    num_members: int,
+    peer_ids: Sequence[str],
     max_passes: int,
     findings: Sequence[Why] = (),
 ) -> Decision:
@@ -32,18 +32,18 @@ def decide_round(
     Args:
         plan: the pass the votes are of.
         votes: of the members that are left; at least one.
-        num_members: how many the round was agreed among.
+        peer_ids: the members the round was agreed among.
         max_passes: give up after so many.
         findings: what gradient validation says, for the report.
     """
     held = {peer_id: {entry.key: entry.digest for entry in vote.digests} for peer_id, vote in votes.items()}
     lost = {task.key for task in plan.tasks if not _agreed(task.key, held)}
     if not lost:
-        return _commit(plan, votes, tuple(sorted(votes)), num_members, findings)
-    if plan.pass_index + 1 < max_passes:
-        reducers = _reliable(plan, votes, held)
-        return Decision(kind="again", plan=next_plan(plan, lost, sorted(votes), reducers))
-    return _last_resort(plan, votes, held, num_members, findings)
+        return _commit(plan, votes, tuple(sorted(votes)), peer_ids, findings)
+    if plan.pass_index + 1 >= max_passes or (plan.pass_index > 0 and _few_lack_it(plan, held)):
+        return _last_resort(plan, votes, held, peer_ids, findings)
+    reducers = _reliable(plan, votes, held)
+    return Decision(kind="again", plan=next_plan(plan, lost, sorted(votes), reducers))
 
 
 def _agreed(key: str, held: Mapping[str, Mapping[str, str | None]]) -> bool:
@@ -51,11 +51,35 @@ def _agreed(key: str, held: Mapping[str, Mapping[str, str | None]]) -> bool:
     return len(digests) == 1 and None not in digests
 
 
+def _few_lack_it(plan: Plan, held: Mapping[str, Mapping[str, str | None]]) -> bool:
+    """Whether more than half hold all of it alike: then it is the others who cannot, or will not, get it."""
+    return 2 * len(_largest_party(plan, held)) > len(held)
+
+
+def _largest_party(plan: Plan, held: Mapping[str, Mapping[str, str | None]]) -> tuple[str, ...]:
+    """The most voters who hold one whole result."""
+    whole = {
+        peer_id: tuple(digests.get(task.key) for task in plan.tasks)
+        for peer_id, digests in held.items()
+        if all(digests.get(task.key) for task in plan.tasks)
+    }
+    if not whole:
+        return ()
+    counts = Counter(whole.values())
+    most = min(counts, key=lambda result: (-counts[result], str(result)))
+    return tuple(sorted(peer_id for peer_id, result in whole.items() if result == most))
+
+
 def _reliable(plan: Plan, votes: Mapping[str, Vote], held: Mapping[str, Mapping[str, str | None]]) -> list[str]:
-    """Voters whom nobody missed a result of, and who told everybody the same; all voters, if there is none."""
-    blamed = {peer_id for vote in votes.values() for peer_id in vote.failed}
+    """Voters whom no majority missed a result of, and who told a majority one thing; all voters, if there is none.
+
+    One accuser is not enough: whoever names all others would be left to reduce everything himself.
+    """
+    accusers = Counter(peer_id for vote in votes.values() for peer_id in set(vote.failed))
+    blamed = {peer_id for peer_id, count in accusers.items() if 2 * count > len(votes)}
     for task in plan.tasks:
-        if len({digests.get(task.key) for digests in held.values()} - {None}) > 1:
+        said = Counter(digest for digests in held.values() if (digest := digests.get(task.key)) is not None)
+        if len(said) > 1 and 2 * max(said.values()) <= len(votes):
             blamed.add(task.reducer)
     return [peer_id for peer_id in votes if peer_id not in blamed] or list(votes)
 
@@ -64,21 +88,13 @@ def _last_resort(
     plan: Plan,
     votes: Mapping[str, Vote],
     held: Mapping[str, Mapping[str, str | None]],
-    num_members: int,
+    peer_ids: Sequence[str],
     findings: Sequence[Why],
 ) -> Decision:
     """No more passes: most of the voters may hold the same all the same; the others fetch the state afterwards."""
-    whole = {
-        peer_id: tuple(digests.get(task.key) for task in plan.tasks)
-        for peer_id, digests in held.items()
-        if all(digests.get(task.key) for task in plan.tasks)
-    }
-    if whole:
-        counts = Counter(whole.values())
-        most = min(counts, key=lambda result: (-counts[result], str(result)))
-        members = tuple(sorted(peer_id for peer_id, result in whole.items() if result == most))
-        if 2 * len(members) > len(votes):
-            return _commit(plan, votes, members, num_members, findings)
+    members = _largest_party(plan, held)
+    if 2 * len(members) > len(votes):
+        return _commit(plan, votes, members, peer_ids, findings)
     return Decision(
         kind="abort",
         reason=f"after {plan.pass_index + 1} passes the {len(votes)} members left do not hold one result",
@@ -86,21 +102,21 @@ def _last_resort(
 
 
 def _commit(
-    plan: Plan, votes: Mapping[str, Vote], members: tuple[str, ...], num_members: int, findings: Sequence[Why]
+    plan: Plan,
+    votes: Mapping[str, Vote],
+    members: tuple[str, ...],
+    peer_ids: Sequence[str],
+    findings: Sequence[Why],
 ) -> Decision:
-    keys = {task.key for task in plan.tasks}
+    held = {entry.key: entry.digest for entry in votes[members[0]].digests}
     return Decision(
         kind="commit",
         commit=Commit(
             plan=plan,
             members=members,
-            digests=tuple(
-                TaskDigest(key=entry.key, digest=entry.digest)
-                for entry in votes[members[0]].digests
-                if entry.key in keys
-            ),
-            dropped=_dropped(votes),
-            completeness=_completeness(plan, votes, num_members),
+            digests=tuple(TaskDigest(key=task.key, digest=held[task.key]) for task in plan.tasks),
+            dropped=_dropped(votes, peer_ids),
+            completeness=_completeness(plan, votes, len(peer_ids)),
             findings=tuple(findings),
         ),
     )
@@ -118,10 +134,10 @@ def _completeness(plan: Plan, votes: Mapping[str, Vote], num_members: int) -> fl
     return included / total if total else 1.0
 
 
-def _dropped(votes: Mapping[str, Vote]) -> tuple[Why, ...]:
+def _dropped(votes: Mapping[str, Vote], peer_ids: Sequence[str]) -> tuple[Why, ...]:
     """One reason for each member that anything was left out of, in the order of their ids."""
     reasons: dict[str, str] = {}
     for peer_id in sorted(votes):
         for why in votes[peer_id].dropped:
             reasons.setdefault(why.peer_id, why.reason)
-    return tuple(Why(peer_id=peer_id, reason=reasons[peer_id]) for peer_id in sorted(reasons))
+    return tuple(Why(peer_id=peer_id, reason=reasons[peer_id]) for peer_id in sorted(peer_ids) if peer_id in reasons)

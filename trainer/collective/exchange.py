@@ -83,10 +83,10 @@ class Exchange:
         return outcome
 
     async def _own(self, reduction: Reduction, result: TaskResult) -> None:
-        reducing = asyncio.create_task(reduction.run())
-        for part in reduction.parts:
-            result.add(part, await reduction.result(part))
-        await reducing
+        async with asyncio.TaskGroup() as group:
+            group.create_task(reduction.run())
+            for part in reduction.parts:
+                result.add(part, await reduction.result(part))
 
     async def _trade(self, task: Task, result: TaskResult, outcome: PassOutcome) -> None:
         try:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import reduce
 from operator import add
 
-from trainer.collective.messages import Agreement, Why
+from trainer.collective.messages import Agreement, Why, short
 from trainer.robust import Moments, RuleConfig, validate
 
 __all__ = ["add_sums", "findings_of", "weights_of"]
@@ -28,7 +28,7 @@ def findings_of(agreement: Agreement, sums: Sequence[Moments], rule: RuleConfig)
     if rule.validation == "off" or not usable:
         return ()
     return tuple(
-        Why(peer_id=agreement.peer_ids[finding.member], reason=finding.reason[:300])
+        Why(peer_id=agreement.peer_ids[finding.member], reason=short(finding.reason))
         for finding in validate(add_sums(usable), rule)
         if not finding.passed
     )

@@ -57,6 +57,7 @@ class Gathering:
         self._rules = rules
         self._joins: dict[str, JoinRequest] = {}
         self._silent: set[str] = set()
+        self._ahead: set[str] = set()
         self._acknowledged: set[str] = set()
         self._refused: dict[str, RefusedError] = {}
         self._changed = asyncio.Condition()
@@ -137,6 +138,13 @@ class Gathering:
         return self.agreement
 
     async def _run(self) -> None:
+        try:
+            await self._gather()
+        except Exception:  # whatever it is: nobody may be left waiting
+            logger.exception("round %d cannot be agreed", self.round_index)
+            await self._fail("few", "it cannot be agreed here; see the coordinator's log")
+
+    async def _gather(self) -> None:
         inviting = asyncio.create_task(self._invite_missing())
         try:
             await self._wait_for_members()
@@ -144,6 +152,8 @@ class Gathering:
             inviting.cancel()
             with suppress(asyncio.CancelledError):
                 await inviting
+        if 2 * len(self._ahead) > len(self._rules.expected(self.round_index)):
+            await self._fail("late", "most of the others have gone on to a later round; fetch the state first")
         if not self.over:
             await self._agree()
 
@@ -178,6 +188,8 @@ class Gathering:
             else:
                 self._silent.add(peer_id)
             self._changed.notify_all()
+        if reply.next_round > self.round_index:
+            self._ahead.add(peer_id)
         if reply.coordinator is not None and self._rules.precedes(reply.coordinator, self.round_index):
             await self.give_way(reply.coordinator)
 
@@ -199,26 +211,24 @@ class Gathering:
                 return
             logger.info("round %d: %d members did not acknowledge", self.round_index, len(absent))
             joins = {peer_id: join for peer_id, join in joins.items() if peer_id not in absent}
-            if not joins:
+            if not joins or self._rules.own_id in absent:
                 break
-        await self._fail()
+        await self._fail("few", f"expected {self._rules.min_members} members or more, found too few")
 
-    async def _fail(self) -> None:
+    async def _fail(self, reason: str, text: str) -> None:
         async with self._changed:
             self.agreement = None
-            self._failure = RefusedError(
-                "few", f"round {self.round_index}: expected {self._rules.min_members} members or more, found too few"
-            )
+            self._failure = RefusedError(reason, f"round {self.round_index}: {text}")
             self._changed.notify_all()
 
     def _propose(self, joins: dict[str, JoinRequest], attempt: int) -> Agreement | None:
         """The agreement of those who hold the state most hold; the others' refusals are kept for them."""
         most = most_held(joins)
-        members = {peer_id: join for peer_id, join in joins.items() if join.state_digest == most}
+        members = {peer_id: join for peer_id, join in joins.items() if (join.state_digest, join.num_values) == most}
         for peer_id in joins.keys() - members.keys():
             self._refused[peer_id] = RefusedError(
                 "state",
-                f"round {self.round_index}: expected the state {(most or '')[:12]} that {len(members)} members hold, "
+                f"round {self.round_index}: expected the state {most[0][:12]} that {len(members)} members hold, "
                 f"found {joins[peer_id].state_digest[:12]}; fetch theirs",
             )
         if len(members) < self._rules.min_members:
@@ -234,10 +244,10 @@ class Gathering:
         return members - self._acknowledged
 
 
-def most_held(joins: dict[str, JoinRequest]) -> str | None:
-    """The state most have come with; of several, the one with the lowest digest."""
+def most_held(joins: dict[str, JoinRequest]) -> tuple[str, int]:
+    """Digest and size of the state most have come with; of several, the one with the lowest digest."""
     counts = Counter((join.state_digest, join.num_values) for join in joins.values())
-    return min(counts, key=lambda state: (-counts[state], state))[0] if counts else None
+    return min(counts, key=lambda state: (-counts[state], state))
 
 
 def make_agreement(round_index: int, attempt: int, joins: dict[str, JoinRequest], rules: GatheringRules) -> Agreement:

@@ -16,11 +16,23 @@ import torch
 from trainer.codec import Codec
 from trainer.collective.arithmetic import Arithmetic
 from trainer.collective.asking import Asking
+from trainer.collective.checking import check_agreement, check_plan
 from trainer.collective.config import CollectiveConfig
 from trainer.collective.directory import Directory
 from trainer.collective.exchange import Exchange
 from trainer.collective.findings import add_sums, weights_of
-from trainer.collective.messages import Agreement, Commit, Decision, JoinRequest, Plan, Task, TaskDigest, Vote, Why
+from trainer.collective.messages import (
+    Agreement,
+    Commit,
+    Decision,
+    JoinRequest,
+    Plan,
+    Task,
+    TaskDigest,
+    Vote,
+    Why,
+    short,
+)
 from trainer.collective.planning import coordinator_order, first_plan
 from trainer.collective.reduction import Reduction
 from trainer.collective.results import HeldResults
@@ -29,7 +41,7 @@ from trainer.collective.terms import Terms
 from trainer.engine.collective import Contribution, RoundReport, RoundResult
 from trainer.errors import PeerUnavailableError, RefusedError, RoundFailedError, RpcError, StateBehindError
 from trainer.robust import Decision as RuleDecision
-from trainer.robust import Moments, RuleConfig, decide, effective_rule, needs_moments
+from trainer.robust import Moments, RuleConfig, contribution_weight, decide, effective_rule, needs_moments
 from trainer.rpc import Endpoint, Peer
 
 __all__ = ["RoundMember", "RoundSetting"]
@@ -37,6 +49,7 @@ __all__ = ["RoundMember", "RoundSetting"]
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.3
+_VOTES_AT_ONE = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,15 +127,20 @@ class RoundMember:
     async def _come_together(self) -> Agreement:
         """Finds the coordinator and agrees, trying the next one wherever one is lost."""
         tried: set[str] = set()
+        ahead: set[str] = set()
         while True:
             for coordinator in self._coordinators(tried):
                 try:
                     agreement = await self._agree_with(coordinator, tried)
                 except RefusedError as error:
-                    if self._is_final(error):
+                    if error.reason == "behind":
+                        ahead.add(coordinator)
+                    if self._is_final(error, ahead):
                         raise self._failure(error) from error
-                    if error.reason != "not_coordinator":
-                        tried.add(coordinator)
+                    if error.reason == "not_coordinator":
+                        tried.clear()
+                        break
+                    tried.add(coordinator)
                 except PeerUnavailableError as error:
                     logger.info("round %d: %s", self._contribution.round_index, error)
                     tried.add(coordinator)
@@ -136,8 +154,7 @@ class RoundMember:
             self._setting.run_id, self._contribution.round_index, {self._own_id, *self._setting.directory.peers()}
         )
         reachable = [peer_id for peer_id in order if peer_id not in tried or peer_id == self._own_id]
-        first = [self._setting.service.inviter] if self._setting.service.inviter in reachable else []
-        return [*first, *reachable[: reachable.index(self._own_id) + 1]]
+        return reachable[: reachable.index(self._own_id) + 1]
 
     async def _agree_with(self, coordinator: str, tried: set[str]) -> Agreement | None:
         """The agreement that all have acknowledged; None where it fell apart and has to be sought again."""
@@ -194,28 +211,24 @@ class RoundMember:
         )
 
     def _check(self, agreement: Agreement) -> None:
-        """An agreement this node does not put its name to is refused: coordinators are nobody special."""
-        mine = (self._contribution.round_index, self._contribution.state_digest, self._contribution.vector.numel())
-        theirs = (agreement.round_index, agreement.state_digest, agreement.num_values)
-        weights = sorted(member.weight for member in agreement.members if member.weight > 0)
-        most = self._config.max_weight_ratio * weights[(len(weights) - 1) // 2] if weights else 0.0
-        if (
-            mine != theirs
-            or self._own_id not in agreement.peer_ids
-            or list(agreement.peer_ids) != sorted(set(agreement.peer_ids))
-        ):
-            raise RefusedError(
-                "agreement", f"round {mine[0]}: the coordinator's agreement is not about this node's state"
-            )
-        if weights and weights[-1] > most * (1 + 1e-9):
-            raise RefusedError("agreement", f"round {mine[0]}: the coordinator gave a member more than {most:.3g}")
-        if agreement.part_values > self._setting.codec.values_per_part(self._config.part_bytes):
-            raise RefusedError("agreement", f"round {mine[0]}: the coordinator wants parts too large for a message")
+        contribution = self._contribution
+        check_agreement(
+            agreement,
+            own_id=self._own_id,
+            round_index=contribution.round_index,
+            state_digest=contribution.state_digest,
+            num_values=contribution.vector.numel(),
+            own_weight=contribution_weight(contribution.num_batches, max(0.0, contribution.age_s)),
+            vocabulary_rows=self._vocabulary_rows,
+            values_per_part=self._setting.codec.values_per_part(self._config.part_bytes),
+            max_weight_ratio=self._config.max_weight_ratio,
+        )
 
-    def _is_final(self, error: RefusedError) -> bool:
+    def _is_final(self, error: RefusedError, ahead: set[str]) -> bool:
         """Whether asking somebody else is no use."""
         if error.reason == "behind":
-            return not self._setting.directory.holds_most_held_state()
+            directory = self._setting.directory
+            return 2 * len(ahead) >= len(directory.peers()) or not directory.holds_most_held_state()
         return error.reason in {"state", "late", "few", "full"}
 
     def _failure(self, error: RefusedError) -> RoundFailedError:
@@ -253,7 +266,11 @@ class RoundMember:
             decision = await self._vote(agreement, plan, peers, results, outcome.failed)
             if decision.plan is None:
                 return self._settle(agreement, decision, results)
-            plan = decision.plan
+            following = decision.plan
+            check_plan(following, agreement, max_passes=self._config.max_passes)
+            if following.pass_index <= plan.pass_index or not set(following.members) <= set(plan.members):
+                raise RoundFailedError(f"round {agreement.round_index}: the coordinator's plan goes backwards")
+            plan = following
             if self._own_id not in plan.members:
                 raise StateBehindError(f"round {agreement.round_index}: the others have gone on without this node")
 
@@ -308,14 +325,28 @@ class RoundMember:
                     for task in plan.tasks
                 ),
                 failed=tuple(sorted(failed)),
-                dropped=tuple(Why(peer_id=who, reason=why[:300]) for who, why in sorted(dropped.items())),
+                dropped=tuple(Why(peer_id=who, reason=short(why)) for who, why in sorted(dropped.items())),
             )
-            try:
-                peer = None if coordinator == self._own_id else peers[coordinator]
-                return await self._asking.vote(peer, vote, add_sums(sums) if sums else None)
-            except RpcError as error:
-                logger.info("round %d: no decision from %s: %s", agreement.round_index, coordinator[:8], error)
+            peer = None if coordinator == self._own_id else peers[coordinator]
+            decision = await self._vote_at(peer, vote, add_sums(sums) if sums else None)
+            if decision is not None:
+                return decision
         raise RoundFailedError(f"round {agreement.round_index}: no member left to decide it")
+
+    async def _vote_at(self, peer: Peer | None, vote: Vote, sums: Moments | None) -> Decision | None:
+        """A coordinator's decision; None where it is gone. One that is there is asked again: others wait for it too."""
+        for _ in range(_VOTES_AT_ONE):
+            try:
+                return await self._asking.vote(peer, vote, sums)
+            except RefusedError as error:
+                logger.info("no decision: %s", error)
+                return None
+            except RpcError as error:
+                logger.info("no decision: %s", error)
+                if not await self._asking.is_there(peer, vote.plan.agreement):
+                    return None
+            await asyncio.sleep(_RETRY_S)
+        return None
 
     def _settle(self, agreement: Agreement, decision: Decision, results: HeldResults) -> tuple[Commit, torch.Tensor]:
         self._setting.service.settle(agreement, decision)

@@ -17,10 +17,12 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Le, MaxLen
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from manifests import canonical_json, sha256_hex
 from trainer.collective.terms import Terms
+from trainer.errors import TrainerUsageError
+from trainer.rpc.config import split_address
 
 __all__ = [
     "MAX_MEMBERS",
@@ -46,15 +48,31 @@ __all__ = [
     "TaskDigest",
     "Vote",
     "Why",
+    "short",
 ]
 
-MAX_MEMBERS = 64
+MAX_MEMBERS = 48
 """With certificates an agreement of so many is just within what a message takes."""
 
 PeerIdField = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Ge(0), Le(1 << 48)]
-ShortText = Annotated[str, MaxLen(300)]
+ShortText = Annotated[str, Field(pattern=r"^[ -~]{0,120}$")]
+"""A reason, for people: ASCII, so that its length is its size (`short`)."""
+Certificate = Annotated[str, MaxLen(800)]
+"""PEM; this project's have some 570 characters."""
+
+
+def _reachable(address: str) -> str:
+    try:
+        split_address(address)
+    except TrainerUsageError as error:
+        raise ValueError(str(error)) from error
+    return address
+
+
+Address = Annotated[str, Field(pattern=r"^[A-Za-z0-9.:\[\]-]{3,128}$"), AfterValidator(_reachable)]
+"""``host:port``; checked before anybody is asked to connect there."""
 TaskKey = Annotated[str, Field(pattern=r"^[0-9]{1,3}\.[0-9]{1,3}$")]
 
 
@@ -64,6 +82,11 @@ class _Message(BaseModel):
     def fingerprint(self) -> str:
         """SHA-256 of the canonical JSON."""
         return sha256_hex(canonical_json(self.model_dump(mode="json")))
+
+
+def short(text: str) -> str:
+    """A reason as it may travel."""
+    return "".join(letter if " " <= letter <= "~" else "?" for letter in text[:120])
 
 
 class Nothing(_Message):
@@ -80,8 +103,8 @@ class JoinRequest(_Message):
     num_batches: Count
     age_s: Annotated[float, Ge(0)]
     vocabulary_rows: Count
-    address: Annotated[str, MaxLen(256)]
-    certificate: Annotated[str, MaxLen(4096)] | None
+    address: Address
+    certificate: Certificate | None
     tried: Annotated[tuple[PeerIdField, ...], MaxLen(MAX_MEMBERS)]
     """Coordinators that come before the one asked, and could not be reached."""
 
@@ -90,8 +113,8 @@ class Member(_Message):
     """One who takes part, and for how much it counts."""
 
     peer_id: PeerIdField
-    address: Annotated[str, MaxLen(256)]
-    certificate: Annotated[str, MaxLen(4096)] | None
+    address: Address
+    certificate: Certificate | None
     weight: Annotated[float, Ge(0)]
 
 
@@ -244,6 +267,8 @@ class InviteReply(_Message):
     """Whether this node trains towards that round, and will come to it."""
 
     coming: bool
+    next_round: Annotated[int, Ge(-1), Le(1 << 48)]
+    """The round this node trains towards; -1: none."""
     coordinator: PeerIdField | None = None
     """Who coordinates the round already, and comes before whoever asks."""
 

@@ -7,6 +7,7 @@ What a lossy encoding leaves unsaid comes back with the result, and is added to 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 
@@ -24,6 +25,8 @@ from trainer.robust import RuleConfig
 from trainer.rpc import Endpoint
 
 __all__ = ["PeerCollective"]
+
+logger = logging.getLogger(__name__)
 
 _SLACK_S = 30.0
 _LOOK_EVERY_S = 0.5
@@ -124,11 +127,22 @@ class PeerCollective:
         try:
             result = await self._until_stopped(member)
         except StateBehindError:
-            self._service.move_to(-1)
+            self._move_on(round_index, -1)
             self.behind = True
             raise
-        self._service.move_to(round_index + 1)
+        except RoundFailedError:
+            raise
+        except Exception as error:
+            # Nothing others send may end this node: what nobody thought of costs a round.
+            logger.exception("round %d", round_index)
+            raise RoundFailedError(f"round {round_index}: {type(error).__name__}: {error}") from error
+        self._move_on(round_index, round_index + 1)
         return result
+
+    def _move_on(self, round_index: int, next_round: int) -> None:
+        """Unless the node has taken up another state meanwhile, while this round still ran."""
+        if self._service.next_round == round_index:
+            self._service.move_to(next_round)
 
     async def _until_stopped(self, member: RoundMember) -> RoundResult:
         """Goes through the round; left, after a while, if the node is to stop: that harms nobody else's."""

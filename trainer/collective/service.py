@@ -48,6 +48,8 @@ __all__ = ["RoundService"]
 logger = logging.getLogger(__name__)
 
 _KEPT = 4
+_LARGEST_SUM = 1e90
+"""Squares of the largest fp32 number, added up 1e13 times."""
 
 
 @dataclass(slots=True)
@@ -77,8 +79,6 @@ class RoundService:
     ) -> None:
         self.next_round = -1
         """The round this node trains towards; -1 while it has no state to take part with."""
-        self.inviter: str | None = None
-        """Who coordinates that round, as far as it has said so."""
         self._endpoint = endpoint
         self._own_id = endpoint.peer_id
         self._run_id = run_id
@@ -109,8 +109,6 @@ class RoundService:
 
     def move_to(self, next_round: int) -> None:
         """The round this node trains towards from now on."""
-        if next_round != self.next_round:
-            self.inviter = None
         self.next_round = next_round
         self._invited_at_s = None
 
@@ -166,6 +164,12 @@ class RoundService:
         known = self._known(agreement_digest)
         if peer_id not in known.agreement.peer_ids:
             raise RefusedError("unknown", "no member of this round")
+        try:
+            found = Moments.from_bytes(sums, len(known.agreement.members))
+        except CodecError as error:
+            raise RefusedError("malformed", f"the sums of a reducer: {error}") from error
+        if found.num_values > known.agreement.num_values or float(abs(found.gram).max()) > _LARGEST_SUM:
+            raise RefusedError("malformed", "the sums of a reducer: larger than sums of so many fp32 values can be")
         if known.consultation is None:
             reducers = frozenset(known.agreement.peer_ids[: known.agreement.num_parts])
             known.consultation = Consultation(reducers, 2 * self._config.stall_timeout_s)
@@ -246,19 +250,18 @@ class RoundService:
         return Reply(await self.vote(request.sender, request.body, sums))
 
     async def _on_invite(self, request: Request[Invite]) -> Reply[InviteReply]:
-        round_index = request.body.round_index
-        if self.next_round < 0 or round_index not in (self.next_round, self.next_round + 1):
-            return Reply(InviteReply(coming=False))
+        round_index, next_round = request.body.round_index, self.next_round
+        is_known = request.sender == self._own_id or request.sender in self._directory.peers()
+        if not is_known or next_round < 0 or round_index not in (next_round, next_round + 1):
+            return Reply(InviteReply(coming=False, next_round=next_round))
         gathering = self._gatherings.get(round_index)
         if gathering is not None and not gathering.over and request.sender != self._own_id:
             if not self._precedes(request.sender, round_index):
-                return Reply(InviteReply(coming=False, coordinator=self._own_id))
+                return Reply(InviteReply(coming=False, next_round=next_round, coordinator=self._own_id))
             await gathering.give_way(request.sender)
-        if round_index == self.next_round:
-            self.inviter = request.sender
-            if self._invited_at_s is None:
-                self._invited_at_s = asyncio.get_running_loop().time() + request.body.after_s
-        return Reply(InviteReply(coming=True))
+        if round_index == next_round and self._invited_at_s is None:
+            self._invited_at_s = asyncio.get_running_loop().time() + request.body.after_s
+        return Reply(InviteReply(coming=True, next_round=next_round))
 
     async def _on_status(self, request: Request[StatusRequest]) -> Reply[StatusReply]:
         known = self._rounds.get(request.body.agreement)
@@ -315,7 +318,9 @@ class RoundService:
         if not gathering.over or gathering.agreement is None:
             return gathering.over
         known = self._rounds.get(gathering.agreement.fingerprint())
-        return known is not None and (known.abandoned or (known.outcome is not None and known.outcome.kind == "abort"))
+        if known is None:
+            return not gathering.begun
+        return known.abandoned or (known.outcome is not None and known.outcome.kind == "abort")
 
     def _open_gathering(self, round_index: int) -> Gathering:
         config = self._config
@@ -344,13 +349,13 @@ class RoundService:
             return (await self._on_invite(Request(peer_id, invite))).body
         peer = self._directory.peers().get(peer_id)
         if peer is None:
-            return InviteReply(coming=False)
+            return InviteReply(coming=False, next_round=-1)
         stall_timeout_s = self._config.stall_timeout_s
         try:
             reply = await self._endpoint.call(peer, "round/invite", invite, InviteReply, timeout_s=stall_timeout_s)
         except RpcError as error:
             logger.debug("round %d: node %s is not there: %s", round_index, peer_id[:8], error)
-            return InviteReply(coming=False)
+            return InviteReply(coming=False, next_round=-1)
         return reply.body
 
     async def _probe(self, agreement: Agreement, peer_id: str) -> tuple[bool, Decision | None]:
@@ -366,7 +371,8 @@ class RoundService:
                 StatusReply,
                 timeout_s=self._config.stall_timeout_s,
             )
-        except RpcError:
+        except RpcError as error:
+            logger.debug("round %d: member %s is not there: %s", agreement.round_index, peer_id[:8], error)
             return False, None
         return True, reply.body.decision
 

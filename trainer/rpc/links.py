@@ -44,7 +44,6 @@ def channel_options(config: RpcConfig) -> _Options:
         # No message is decompressed: 1 MiB of gzip could be 1 GiB.
         ("grpc.per_message_decompression", 0),
         ("grpc.compression_enabled_algorithms_bitset", 1),
-        *[(k, int(v)) for k, v in (kv.split("=") for kv in __import__("os").environ.get("GOPTS", "").split(",") if kv)],
     ]
 
 

@@ -33,7 +33,7 @@ def plan_of(num_members: int) -> Plan:
 
 
 def decide(plan, votes, **options):
-    return decide_round(plan, votes, num_members=4, max_passes=options.pop("max_passes", 4), **options)
+    return decide_round(plan, votes, peer_ids=plan.members, max_passes=options.pop("max_passes", 4), **options)
 
 
 def test_what_all_hold_is_committed():
