@@ -1,0 +1,249 @@
+"""Some members of one run in a process of its own, honest and lying: endpoints, rounds and training, without a store.
+
+Run as ``python -m tests.support.training_actor``: reads JSON lines, writes one for each. A run takes three: which
+members live here and what the run is like, where all members are reached, and that the others are done. Every member
+has a key, an endpoint, sockets and a model of its own; only the event loop is shared. What it learns is the manuals of
+the standard library, letter by letter, each member from other places of them.
+
+The steps are so few and so large that honest members still agree about the direction (their cosines are 0.8 at first
+and 0.7 at the end). Where they do not, Krum takes a vector of zeros for the most central one, whatever the code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache
+from pydoc_data.topics import topics
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.support.small_model import SMALL, VOCAB_SIZE, small_model
+from trainer.collective import CollectiveConfig, PeerCollective, Terms
+from trainer.collective.arithmetic import Arithmetic
+from trainer.diloco import DiLoCoConfig, DiLoCoTrainer
+from trainer.engine.collective import Contribution, RoundResult
+from trainer.engine.strategy import OuterResult
+from trainer.inner import InnerConfig, InnerLoop, make_optimizer
+from trainer.node.loop_thread import LoopThread
+from trainer.robust import RuleConfig
+from trainer.rpc import Endpoint, Identity, Peer, RpcConfig
+
+__all__ = ["ATTACKS", "NUM_ROUNDS"]
+
+NUM_ROUNDS = 8
+_INNER_STEPS = 6
+_ROWS = 32
+_SEQ_LEN = SMALL.max_seq_len
+_POISON = 1.0e30
+"""What the codec takes, and `_encode_poison` makes NaN of."""
+
+ATTACKS = ("flip", "nan", "random", "zero", "weight", "heavy_flip")
+"""Sign-flipped and ten times as large; not a number; noise of the same length; nothing; honest, but said to be of 1e12
+batches; sign-flipped and said to be of 1e12 batches."""
+
+
+@cache
+def _letters() -> Tensor:
+    """The manuals: the 63 commonest letters by number, all others alike."""
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    common = sorted(set(text), key=lambda letter: (-text.count(letter), letter))[: VOCAB_SIZE - 1]
+    numbers = {letter: number for number, letter in enumerate(common)}
+    return torch.tensor([numbers.get(letter, VOCAB_SIZE - 1) for letter in text])
+
+
+def _rows(letters: Tensor, starts: Tensor) -> dict[str, Tensor]:
+    rows = letters[starts[:, None] + torch.arange(_SEQ_LEN + 1)]
+    return {"input_ids": rows[:, :-1], "labels": rows[:, 1:]}
+
+
+def _batches(member: int) -> Iterator[dict[str, Tensor]]:
+    """Endless, from all of the text but the last twentieth."""
+    letters = _letters()[: 19 * len(_letters()) // 20]
+    generator = torch.Generator().manual_seed(member)
+    while True:
+        yield _rows(letters, torch.randint(0, len(letters) - _SEQ_LEN, (_ROWS,), generator=generator))
+
+
+def _held_out_loss(model: torch.nn.Module) -> float:
+    letters = _letters()[19 * len(_letters()) // 20 :]
+    batch = _rows(letters, torch.arange(0, len(letters) - _SEQ_LEN - 1, 23)[:1000])
+    with torch.no_grad():
+        return float(model(batch["input_ids"], batch["labels"]))
+
+
+class _Liar:
+    """A member's collective that says something else than what it was given."""
+
+    def __init__(self, inner: PeerCollective, attack: str, member: int) -> None:
+        self._inner = inner
+        self._attack = attack
+        self._generator = torch.Generator().manual_seed(1000 + member)
+
+    def reduce(self, contribution: Contribution) -> RoundResult:
+        return self._inner.reduce(self._lie(contribution))
+
+    def _lie(self, contribution: Contribution) -> Contribution:
+        vector = contribution.vector
+        if self._attack == "flip":
+            return replace(contribution, vector=-10 * vector)
+        if self._attack == "nan":
+            return replace(contribution, vector=torch.full_like(vector, _POISON))
+        if self._attack == "random":
+            noise = torch.randn(vector.shape, generator=self._generator)
+            return replace(contribution, vector=noise * (vector.norm() / noise.norm()))
+        if self._attack == "zero":
+            return replace(contribution, vector=torch.zeros_like(vector))
+        return replace(
+            contribution, vector=-vector if self._attack == "heavy_flip" else vector, num_batches=1_000_000_000_000
+        )
+
+    def requested(self) -> bool:
+        return self._inner.requested()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def _encode_poison(arithmetic: Arithmetic, part: int) -> bytes:
+    """In place of `Arithmetic.encode_own`, whose codec refuses what is not finite."""
+    start, stop = arithmetic.agreement.part_bounds(part)
+    piece = arithmetic.vector[start:stop]
+    if bool((piece == _POISON).all()):
+        return np.full(stop - start, np.nan, dtype="<f4").tobytes()
+    return bytes(arithmetic.codec.encode(piece))
+
+
+class _Directory:
+    """Whoever the run has."""
+
+    def __init__(self, peers: Mapping[str, Peer]) -> None:
+        self._peers = peers
+
+    def peers(self) -> Mapping[str, Peer]:
+        return self._peers
+
+    def holds_most_held_state(self) -> bool:
+        return True
+
+
+class _Member:
+    """One of them, in one run."""
+
+    def __init__(self, number: int, run: Mapping[str, Any], loop: LoopThread) -> None:
+        self._number = number
+        self._run = run
+        self._loop = loop
+        self._peers: dict[str, Peer] = {}
+        config = RpcConfig(host="127.0.0.1", public_address="127.0.0.1", heartbeat_s=1.0, stall_timeout_s=15.0)
+        self.endpoint = Endpoint(Identity.create(), run["run_id"], replace(config, stop_grace_s=0.1))
+        rule = RuleConfig(**run["rule"])
+        terms = Terms(architecture={}, tokenizer_lineage="0" * 64, synchronisation={"rule": rule.rule})
+        collective = PeerCollective(
+            self.endpoint,
+            loop.loop,
+            run["run_id"],
+            terms,
+            rule,
+            CollectiveConfig(
+                min_members=run["num_members"],
+                stall_timeout_s=15.0,
+                invite_after_s=60.0,
+                gather_timeout_s=60.0,
+                round_timeout_s=90.0,
+            ),
+            _Directory(self._peers),
+            lambda: VOCAB_SIZE,
+        )
+        collective.move_to(0)
+        attack = run["liars"].get(str(number))
+        self._collective = collective if attack is None else _Liar(collective, attack, number)
+
+    def start(self) -> tuple[str, str, str]:
+        """Where it is reached."""
+        self._loop.run(self.endpoint.start(), 30.0)
+        return self.endpoint.peer_id, self.endpoint.address, (self.endpoint.certificate or b"").decode()
+
+    def meet(self, members: Mapping[str, tuple[str, str, str]]) -> None:
+        """Learns where the others are."""
+        for peer_id, address, certificate in members.values():
+            if peer_id != self.endpoint.peer_id:
+                self._peers[peer_id] = Peer(peer_id, address, certificate.encode() or None)
+
+    def train(self) -> dict[str, Any]:
+        """All of its rounds, and what came of them."""
+        model = small_model()
+        config = InnerConfig(lr=4e-3, warmup_steps=10, schedule="constant", micro_batch_size=_ROWS, seq_len=_SEQ_LEN)
+        inner = InnerLoop(model, make_optimizer(model, config), config, _batches(self._number), torch.device("cpu"))
+        outer = DiLoCoTrainer(model, DiLoCoConfig(inner_steps=_INNER_STEPS), self._collective)
+        rounds: list[OuterResult] = []
+        while len(rounds) < NUM_ROUNDS:
+            inner.step()
+            result = outer.after_inner_step(1)
+            rounds += [result] if result is not None else []
+        anchor = outer.shared_state().anchor
+        return {
+            "loss": _held_out_loss(model),
+            "digest": hashlib.sha256(anchor.numpy().tobytes()).hexdigest(),
+            "failed": [result.error for result in rounds if not result.committed],
+            "reports": [_spelled(result) for result in rounds if result.report is not None],
+            "peer_id": self.endpoint.peer_id,
+        }
+
+    def leave(self) -> None:
+        """Gives up its sockets."""
+        self._collective.close()
+        self._loop.run(self.endpoint.stop(), 30.0)
+
+
+def _spelled(result: OuterResult) -> dict[str, Any]:
+    report = result.report
+    assert report is not None
+    return {
+        "members": report.members,
+        "dropped": report.dropped,
+        "completeness": report.completeness,
+        "validation": report.validation,
+        "weights": report.weights,
+        "rule": report.rule,
+        "note": report.note,
+    }
+
+
+def _say(value: object) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """One run after another, until the input ends."""
+    torch.set_num_threads(1)
+    Arithmetic.encode_own = _encode_poison  # type: ignore[method-assign]
+    loop = LoopThread("actor")
+    loop.start()
+    while line := sys.stdin.readline():
+        run = json.loads(line)
+        members = {number: _Member(number, run, loop) for number in run["here"]}
+        _say({number: member.start() for number, member in members.items()})
+        everybody = json.loads(sys.stdin.readline())
+        for member in members.values():
+            member.meet(everybody)
+        with ThreadPoolExecutor(len(members)) as pool:
+            results = dict(zip(members, pool.map(_Member.train, members.values()), strict=True))
+        _say(results)
+        sys.stdin.readline()
+        for member in members.values():
+            member.leave()
+        _say({})
+    loop.stop()
+
+
+if __name__ == "__main__":
+    main()

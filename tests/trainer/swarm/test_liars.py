@@ -1,0 +1,78 @@
+"""Members that lie about their pseudo-gradient: under every robust rule the others learn as if they were not there.
+
+Clean is a run of the honest members alone under the same rule, told that nobody lies. Real processes and sockets, whole
+rounds: 8 outer steps, 48 inner ones a member.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.training_actor import ATTACKS, NUM_ROUNDS
+from tests.support.training_cast import Outcome, TrainingCast
+
+RULES = ("trimmed_mean", "median", "krum", "centered_clip")
+TOLERANCE = 1.05
+
+
+@pytest.fixture(scope="module")
+def cast(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingCast]:
+    with TrainingCast(tmp_path_factory.mktemp("cast")) as started:
+        yield started
+
+
+def clean(cast: TrainingCast, rule: str, num_honest: int) -> Outcome:
+    return cast.run(num_honest, {"rule": rule, "num_byzantine": 0})
+
+
+def check_named(outcome: Outcome, attack: str) -> None:
+    """The report says of NaN who sent it, every round, and of what validation can see, in some round."""
+    num_liars = len(outcome.liars)
+    if attack == "nan":
+        assert [len(named) for named in outcome.said_of_liars("dropped")] == [num_liars] * NUM_ROUNDS
+        assert all(report["completeness"] < 1 for report in outcome.reports)
+    else:
+        assert all(report["completeness"] == 1 for report in outcome.reports)
+    if attack in ("flip", "random", "zero", "heavy_flip"):
+        assert max(len(named) for named in outcome.said_of_liars("validation")) == num_liars
+    if attack in ("weight", "heavy_flip"):
+        for report in outcome.reports:
+            assert max(report["weights"]) == pytest.approx(3 * min(report["weights"]))
+
+
+def check(cast: TrainingCast, rule: str, attack: str, num_members: int, num_liars: int, alone: Outcome) -> None:
+    robust: dict[str, Any] = {"rule": rule, "num_byzantine": num_liars}
+    outcome = cast.run(num_members, robust, attack, num_liars)
+    assert outcome.loss < TOLERANCE * alone.loss, f"{rule} against {attack}"
+    check_named(outcome, attack)
+
+
+@pytest.mark.parametrize("attack", ["flip", "heavy_flip"])
+def test_one_of_five_under_the_trimmed_mean(cast: TrainingCast, attack: str) -> None:
+    check(cast, "trimmed_mean", attack, 5, 1, clean(cast, "trimmed_mean", 4))
+
+
+def test_under_the_mean_the_report_says_what_happened(cast: TrainingCast) -> None:
+    mean = {"rule": "mean"}
+    alone = clean(cast, "mean", 4)
+    flipped = cast.run(5, mean, "flip", 1)
+    assert flipped.loss > TOLERANCE * alone.loss
+    assert any(flipped.said_of_liars("validation"))
+    assert all(not report["dropped"] and report["rule"] == "mean" for report in flipped.reports)
+    poisoned = cast.run(5, mean, "nan", 1)
+    assert poisoned.loss < TOLERANCE * alone.loss
+    check_named(poisoned, "nan")
+    assert all(dict(report["dropped"]).popitem()[1] == "not finite" for report in poisoned.reports)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("num_members", "num_liars"), [(5, 1), (7, 2)])
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_against_every_lie(cast: TrainingCast, rule: str, num_members: int, num_liars: int) -> None:
+    alone = clean(cast, rule, num_members - num_liars)
+    for attack in ATTACKS:
+        check(cast, rule, attack, num_members, num_liars, alone)
