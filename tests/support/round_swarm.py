@@ -119,7 +119,7 @@ class RoundSwarm:
         self._make_ready(number)
 
     def _make_ready(self, number: int) -> None:
-        """As a node that has taken up the others' state: it will come to the next round, and says so when it is invited."""
+        """As a node that has taken up the others' state: invited to the next round, it will say that it comes."""
         self.actors[number].say(move_to=self.next_round, peers=self._peers_of(number))
         self.actors[number].hear(_START_S)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
@@ -29,6 +30,7 @@ Examine = Callable[[Sequence[Moments]], tuple[Why, ...]]
 """Makes findings of everybody's sums (gradient validation)."""
 
 _PROBE_INTERVAL_S = 0.5
+_LOOK_EVERY_S = 0.25
 
 
 class Ballot:
@@ -39,7 +41,8 @@ class Ballot:
         probe: asks a member whether it is there.
         examine: findings for the report.
         max_passes: of the run.
-        deadline_s: seconds after which a vote is no longer waited for.
+        timeout_s: seconds after which a vote is no longer waited for.
+        patience_s: the same, at least, once more than half have voted.
     """
 
     def __init__(
@@ -50,12 +53,14 @@ class Ballot:
         *,
         max_passes: int,
         timeout_s: float,
+        patience_s: float,
     ) -> None:
         self._agreement = agreement
         self._probe = probe
         self._examine = examine
         self._max_passes = max_passes
         self._timeout_s = timeout_s
+        self._patience_s = patience_s
         self._plan = first_plan(agreement)
         self._votes: dict[str, Vote] = {}
         self._sums: dict[str, Moments] = {}
@@ -116,15 +121,21 @@ class Ballot:
                 await probing
 
     async def _wait_for_votes(self, plan: Plan) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._timeout_s), self._changed:
-                await self._changed.wait_for(
-                    lambda: (
-                        self._outcome is not None
-                        or self._plan is not plan
-                        or not set(plan.members) - self._votes.keys() - self._absent
-                    )
-                )
+        """Until all have voted who are there; who lets more than half of the members wait is waited for no longer."""
+        began_s = time.monotonic()
+        half_s: float | None = None
+        while self._outcome is None and self._plan is plan and set(plan.members) - self._votes.keys() - self._absent:
+            now_s = time.monotonic()
+            if half_s is None and 2 * len(self._votes) > len(plan.members):
+                half_s = now_s
+            patience_s = self._timeout_s
+            if half_s is not None:
+                patience_s = min(patience_s, half_s - began_s + max(self._patience_s, 3 * (half_s - began_s)))
+            if now_s > began_s + patience_s:
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_EVERY_S), self._changed:
+                    await self._changed.wait()
 
     async def _decide(self, plan: Plan) -> None:
         async with self._changed:

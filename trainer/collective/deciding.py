@@ -1,8 +1,9 @@
 """What the votes at the end of a pass come to: a pure function, so that every coordinator decides alike.
 
-The rule: a round commits only what every voter holds with one digest. A task that somebody lacks, or holds with another
-digest, is lost and reduced again by others. Whoever does not vote is gone: its contribution stays in what was reduced
-before it went, and it has to fetch the state when it comes back.
+The rule: a round commits only what every voter holds with one digest (after further passes: what most of them hold),
+and only with a majority of the agreed members. A task that somebody lacks, or holds with another digest, is lost and
+reduced again by others. Whoever does not vote is gone: its contribution stays in what was reduced before it went, and
+it has to fetch the state when it comes back.
 
 That is also what makes it safe to lose the coordinator. Before it can have told anybody to commit, everybody who was
 left held all of it; the next coordinator hears the same digests from them and can only decide the same.
@@ -11,7 +12,7 @@ left held all of it; the next coordinator hears the same digests from them and c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from trainer.collective.messages import Commit, Decision, Plan, TaskDigest, Vote, Why
 from trainer.collective.planning import next_plan
@@ -38,12 +39,22 @@ def decide_round(
     """
     held = {peer_id: {entry.key: entry.digest for entry in vote.digests} for peer_id, vote in votes.items()}
     lost = {task.key for task in plan.tasks if not _agreed(task.key, held)}
+    if not lost and not _is_majority(votes, peer_ids):
+        return Decision(kind="abort", reason=f"only {len(votes)} of {len(peer_ids)} members are left: no majority")
     if not lost:
         return _commit(plan, votes, tuple(sorted(votes)), peer_ids, findings)
     if plan.pass_index + 1 >= max_passes or (plan.pass_index > 0 and _few_lack_it(plan, held)):
         return _last_resort(plan, votes, held, peer_ids, findings)
     reducers = _reliable(plan, votes, held)
     return Decision(kind="again", plan=next_plan(plan, lost, sorted(votes), reducers))
+
+
+def _is_majority(members: Collection[str], peer_ids: Sequence[str]) -> bool:
+    """Whether these may commit: more than half of the agreed members, or half of them with the lowest id.
+
+    Two parts of a round that cannot see each other are never both a majority, so they cannot commit two results.
+    """
+    return 2 * len(members) > len(peer_ids) or (2 * len(members) == len(peer_ids) and min(peer_ids) in members)
 
 
 def _agreed(key: str, held: Mapping[str, Mapping[str, str | None]]) -> bool:
@@ -93,7 +104,7 @@ def _last_resort(
 ) -> Decision:
     """No more passes: most of the voters may hold the same all the same; the others fetch the state afterwards."""
     members = _largest_party(plan, held)
-    if 2 * len(members) > len(votes):
+    if 2 * len(members) > len(votes) and _is_majority(members, peer_ids):
         return _commit(plan, votes, members, peer_ids, findings)
     return Decision(
         kind="abort",

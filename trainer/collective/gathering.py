@@ -41,8 +41,10 @@ class GatheringRules:
     values_per_part: int
     expected: Callable[[int], set[str]]
     """Peers that should come to a round, as far as is known, without this node."""
-    invite: Callable[[str, int, float], Awaitable[InviteReply]]
-    """Asks one to come within so many seconds."""
+    invite: Callable[[str, int, float], Awaitable[InviteReply | None]]
+    """Asks one to come within so many seconds; None: no answer."""
+    bear_silence_s: float
+    """A peer that answers no invitation for so long is not waited for."""
     precedes: Callable[[str, int], bool]
     """Whether a peer comes before this node among a round's coordinators."""
 
@@ -58,6 +60,7 @@ class Gathering:
         self._joins: dict[str, JoinRequest] = {}
         self._silent: set[str] = set()
         self._ahead: set[str] = set()
+        self._unheard_s: dict[str, float] = {}
         self._acknowledged: set[str] = set()
         self._refused: dict[str, RefusedError] = {}
         self._changed = asyncio.Condition()
@@ -89,8 +92,8 @@ class Gathering:
             async with self._changed:
                 await self._changed.wait_for(lambda: self.over)
         except asyncio.CancelledError:
-            if not self.over:
-                self._joins.pop(peer_id, None)
+            if not self.over and self._joins.get(peer_id) is request:
+                del self._joins[peer_id]
             raise
         return self._agreed(peer_id)
 
@@ -183,11 +186,20 @@ class Gathering:
     async def _invite(self, peer_id: str, after_s: float) -> None:
         reply = await self._rules.invite(peer_id, self.round_index, after_s)
         async with self._changed:
-            if reply.coming:
-                self._silent.discard(peer_id)
+            if reply is None:
+                # One lost call is no absence: it is asked again, for as long as a silent peer is borne.
+                first_s = self._unheard_s.setdefault(peer_id, time.monotonic())
+                gone = time.monotonic() > first_s + self._rules.bear_silence_s
             else:
+                self._unheard_s.pop(peer_id, None)
+                gone = not reply.coming
+            if gone:
                 self._silent.add(peer_id)
+            else:
+                self._silent.discard(peer_id)
             self._changed.notify_all()
+        if reply is None:
+            return
         if reply.next_round > self.round_index:
             self._ahead.add(peer_id)
         if reply.coordinator is not None and self._rules.precedes(reply.coordinator, self.round_index):

@@ -22,6 +22,7 @@ from trainer.collective.directory import Directory
 from trainer.collective.exchange import Exchange
 from trainer.collective.findings import add_sums, weights_of
 from trainer.collective.messages import (
+    MAX_MEMBERS,
     Agreement,
     Commit,
     Decision,
@@ -207,7 +208,7 @@ class RoundMember:
             vocabulary_rows=self._vocabulary_rows,
             address=endpoint.address,
             certificate=endpoint.certificate.decode() if endpoint.certificate else None,
-            tried=tuple(sorted(tried)),
+            tried=tuple(sorted(tried)[:MAX_MEMBERS]),
         )
 
     def _check(self, agreement: Agreement) -> None:
@@ -376,7 +377,7 @@ class RoundMember:
             completeness=commit.completeness,
             rule=decision.rule_used if decision is not None else effective.rule,
             num_passes=commit.plan.pass_index + 1,
-            weights=tuple(member.weight for member in agreement.members),
+            weights=tuple(member.weight for member in agreement.members if member.peer_id in commit.members),
             validation=tuple((why.peer_id, why.reason) for why in commit.findings),
             note=decision.note if decision is not None else effective.note,
         )

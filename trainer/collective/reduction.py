@@ -18,6 +18,7 @@ from typing import Protocol
 
 from trainer.collective.arithmetic import Arithmetic, Payload, ReducedPart
 from trainer.collective.messages import Task
+from trainer.errors import RefusedError
 from trainer.robust import Decision, Moments
 from trainer.rpc import Frame
 
@@ -106,6 +107,8 @@ class Reduction:
 
     async def serve(self, sender: str, stream: PartStream) -> None:
         """Takes a member's contributions and gives it the results, both at once, until it has all of them."""
+        if sender not in self._num_arrived:
+            raise RefusedError("unknown", "not a member of this pass")
         self._attached.add(sender)
         receiving = asyncio.create_task(self._receive_from(sender, stream))
         try:

@@ -36,7 +36,7 @@ from trainer.collective.messages import (
     Vote,
     Why,
 )
-from trainer.collective.planning import coordinator_order
+from trainer.collective.planning import coordinator_order, first_plan
 from trainer.collective.reduction import Reduction
 from trainer.collective.terms import Terms
 from trainer.errors import CodecError, RefusedError, RpcError
@@ -155,7 +155,8 @@ class RoundService:
                 lambda peer: self._probe(known.agreement, peer),
                 lambda sums: self._examine(known.agreement, sums),
                 max_passes=self._config.max_passes,
-                timeout_s=self._config.round_timeout_s,
+                timeout_s=self._config.round_timeout_s / 2,
+                patience_s=4 * self._config.stall_timeout_s,
             )
         return await known.ballot.vote(peer_id, vote, sums)
 
@@ -171,7 +172,7 @@ class RoundService:
         if found.num_values > known.agreement.num_values or float(abs(found.gram).max()) > _LARGEST_SUM:
             raise RefusedError("malformed", "the sums of a reducer: larger than sums of so many fp32 values can be")
         if known.consultation is None:
-            reducers = frozenset(known.agreement.peer_ids[: known.agreement.num_parts])
+            reducers = frozenset(task.reducer for task in first_plan(known.agreement).tasks)
             known.consultation = Consultation(reducers, 2 * self._config.stall_timeout_s)
         return await known.consultation.add(peer_id, sums)
 
@@ -337,13 +338,14 @@ class RoundService:
                 expected=lambda _: set(self._directory.peers()),
                 invite=self._invite,
                 precedes=self._precedes,
+                bear_silence_s=config.stall_timeout_s / 2,
             ),
         )
         while len(self._gatherings) > _KEPT:
             self._gatherings.popitem(last=False)[1].close()
         return self._gatherings[round_index]
 
-    async def _invite(self, peer_id: str, round_index: int, after_s: float) -> InviteReply:
+    async def _invite(self, peer_id: str, round_index: int, after_s: float) -> InviteReply | None:
         invite = Invite(round_index=round_index, after_s=after_s)
         if peer_id == self._own_id:
             return (await self._on_invite(Request(peer_id, invite))).body
@@ -355,7 +357,7 @@ class RoundService:
             reply = await self._endpoint.call(peer, "round/invite", invite, InviteReply, timeout_s=stall_timeout_s)
         except RpcError as error:
             logger.debug("round %d: node %s is not there: %s", round_index, peer_id[:8], error)
-            return InviteReply(coming=False, next_round=-1)
+            return None
         return reply.body
 
     async def _probe(self, agreement: Agreement, peer_id: str) -> tuple[bool, Decision | None]:

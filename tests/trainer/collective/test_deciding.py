@@ -62,15 +62,56 @@ def test_a_result_that_only_some_have_is_lost_too():
     assert decide(plan, votes).kind == "again"
 
 
-def test_a_reducer_that_tells_two_stories_does_not_reduce_again():
+def test_one_who_accuses_all_others_does_not_get_their_work():
+    plan = plan_of(4)
+    liar, *honest = plan.members
+    votes = {member: vote_of(plan, {}) for member in honest}
+    votes[liar] = vote_of(plan, {task.key: None for task in plan.tasks if task.reducer != liar}, failed=honest)
+    decision = decide(plan, votes)
+    assert decision.kind == "again"
+    assert {task.reducer for task in decision.plan.fresh} == set(plan.members)
+    following = decision.plan
+    again = {member: vote_of(following, {}) for member in honest}
+    again[liar] = vote_of(following, {task.key: None for task in following.fresh}, failed=honest)
+    settled = decide(following, again)
+    assert settled.kind == "commit"
+    assert settled.commit.members == tuple(honest)
+
+
+def test_a_reducer_that_tells_everybody_something_else_does_not_reduce_again():
     plan = plan_of(4)
     liar = plan.members[0]
     key = next(task.key for task in plan.tasks if task.reducer == liar)
-    votes = {member: vote_of(plan, {}) for member in plan.members} | {plan.members[3]: vote_of(plan, {key: WRONG})}
+    votes = {member: vote_of(plan, {key: str(number) * 64}) for number, member in enumerate(plan.members)}
     decision = decide(plan, votes)
     assert decision.kind == "again"
     assert liar not in {task.reducer for task in decision.plan.fresh}
     assert liar in decision.plan.members
+
+
+def test_two_halves_of_a_round_cannot_both_commit():
+    plan = plan_of(4)
+    halves = [plan.members[:2], plan.members[2:]]
+    kinds = [decide(plan, {member: vote_of(plan, {}) for member in half}).kind for half in halves]
+    assert sorted(kinds) == ["abort", "commit"]
+
+
+def test_a_vote_that_names_a_task_twice_spoils_nothing():
+    plan = plan_of(4)
+    votes = {member: vote_of(plan, {}) for member in plan.members}
+    first = votes[plan.members[0]]
+    twice = (TaskDigest(key=plan.tasks[0].key, digest=WRONG), *first.digests)
+    votes[plan.members[0]] = first.model_copy(update={"digests": twice})
+    commit = decide(plan, votes).commit
+    assert [entry.key for entry in commit.digests] == [task.key for task in plan.tasks]
+    assert {entry.digest for entry in commit.digests} == {RIGHT}
+
+
+def test_accusations_of_strangers_are_not_passed_on():
+    plan = plan_of(4)
+    stranger = Why(peer_id="f" * 64, reason="made up")
+    votes = {member: vote_of(plan, {}, dropped=[stranger]) for member in plan.members}
+    assert decide(plan, votes).commit.dropped == ()
 
 
 def test_after_the_last_pass_most_may_commit_without_the_one_that_lacks_something():
@@ -87,7 +128,7 @@ def test_after_the_last_pass_half_may_not():
     plan = plan_of(4)
     votes = {member: vote_of(plan, {}) for member in plan.members}
     for member in plan.members[:2]:
-        votes[member] = vote_of(plan, {plan.tasks[0].key: WRONG})
+        votes[member] = vote_of(plan, {task.key: WRONG for task in plan.tasks})
     assert decide(plan, votes, max_passes=1).kind == "abort"
 
 
@@ -119,5 +160,6 @@ def test_only_what_every_voter_holds_is_ever_committed(num_members, data):
         for member in decision.commit.members:
             assert {entry.key: entry.digest for entry in votes[member].digests} == committed
         assert 2 * len(decision.commit.members) > len(votes)
+        assert 2 * len(decision.commit.members) >= num_members
     if decision.kind == "again":
         assert set(decision.plan.members) == set(voters)

@@ -33,9 +33,9 @@ from trainer.collective.messages import (
 )
 from trainer.collective.planning import first_plan
 from trainer.engine.collective import Contribution
-from trainer.errors import RefusedError, RoundFailedError
+from trainer.errors import CodecError, RefusedError, RoundFailedError
 from trainer.node.loop_thread import LoopThread
-from trainer.robust import RuleConfig
+from trainer.robust import Moments, RuleConfig, moments
 from trainer.rpc import Endpoint, Peer, RpcConfig
 
 METHODS: dict[str, type[BaseModel]] = {
@@ -54,10 +54,13 @@ class Anything(BaseModel):
 
 
 class Nobody:
-    """A directory in which nobody is."""
+    """A directory in which nobody is, unless somebody is put there."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, Peer] = {}
 
     def peers(self) -> Mapping[str, Peer]:
-        return {}
+        return self.known
 
     def holds_most_held_state(self) -> bool:
         return True
@@ -91,8 +94,9 @@ def stranger():
 def node():
     node = Node(91)
     config = CollectiveConfig(stall_timeout_s=2.0, invite_after_s=0.0, gather_timeout_s=1.0, round_timeout_s=20.0)
+    node.directory = Nobody()
     node.collective = PeerCollective(
-        node.endpoint, node.loop.loop, RUN_ID, terms(), RuleConfig(), config, Nobody(), lambda: 1024
+        node.endpoint, node.loop.loop, RUN_ID, terms(), RuleConfig(), config, node.directory, lambda: 1024
     )
     node.loop.run(node.endpoint.start(), 10)
     node.collective.move_to(5)
@@ -195,6 +199,9 @@ def test_an_invitation_to_this_round_is_heard_and_one_to_another_is_not(stranger
     assert not node.collective.requested()
     far = stranger.call(node.endpoint.peer, "round/invite", Invite(round_index=50, after_s=0.0), InviteReply)
     assert not far.coming
+    unknown = stranger.call(node.endpoint.peer, "round/invite", Invite(round_index=5, after_s=0.0), InviteReply)
+    assert not unknown.coming, "who is in no directory hurries nobody"
+    node.directory.known = {stranger.endpoint.peer_id: stranger.endpoint.peer}
     near = stranger.call(node.endpoint.peer, "round/invite", Invite(round_index=5, after_s=0.0), InviteReply)
     assert near.coming
     assert node.collective.requested()
@@ -206,10 +213,10 @@ def test_an_invitation_to_this_round_is_heard_and_one_to_another_is_not(stranger
 def test_a_member_that_joins_and_says_no_more_is_left_out(stranger, node):
     async def join_and_vanish() -> None:
         with pytest.raises((RefusedError, TimeoutError)):
-            async with asyncio.timeout(15):
+            async with asyncio.timeout(6):
                 request = join_request(terms())
-                await stranger.endpoint.call(node.endpoint.peer, "round/join", request, Agreement, timeout_s=15)
-                await asyncio.sleep(15)
+                await stranger.endpoint.call(node.endpoint.peer, "round/join", request, Agreement, timeout_s=6)
+                await asyncio.sleep(6)
 
     vanishing = stranger.loop.spawn(join_and_vanish())
     time.sleep(0.3)
@@ -235,6 +242,18 @@ def test_a_round_with_too_few_members_fails_and_leaves_everything_as_it_was(stra
     finally:
         collective.close()
         alone.close()
+
+
+@pytest.mark.parametrize("address", ["x", "", "unix:/tmp/a:1", "h:99999999", "a\0b:1", "127.0.0.1", "x" * 300 + ":1"])
+def test_an_address_that_is_none_is_refused_before_anybody_connects_there(stranger, node, address):
+    body = json.loads(join_request(terms()).model_dump_json()) | {"address": address}
+    assert refusal(stranger, node, "round/join", Anything.model_validate(body)).reason in {"body", "head"}
+
+
+def test_sums_that_are_no_sums_cannot_end_a_node():
+    assert Moments.from_bytes(moments([torch.ones(4)], torch.zeros(4)).to_bytes(), 1).num_members == 1
+    with pytest.raises(CodecError):
+        Moments.from_bytes(b"junk", 1)
 
 
 def _vote() -> Vote:
