@@ -54,11 +54,17 @@ class Arithmetic:
     rule: RuleConfig
     vector: torch.Tensor
     reference: torch.Tensor
+    unsaid: torch.Tensor | None = None
+    """What encoding leaves out of ``vector``, for the next round; begins as all of it. None: nothing is left out."""
 
     def encode_own(self, part: int) -> Payload:
         """This node's contribution to a part; of fp32 a view, of which nothing is copied."""
         start, stop = self.agreement.part_bounds(part)
-        return self.codec.encode(self.vector[start:stop])
+        payload = self.codec.encode(self.vector[start:stop])
+        if self.unsaid is not None:
+            said = self.codec.decode(payload, stop - start, out=self.unsaid[start:stop])
+            torch.sub(self.vector[start:stop], said, out=said)
+        return payload
 
     def decode_result(self, part: int, payload: Payload, out: torch.Tensor) -> None:
         """A result as everybody takes it, written to its place in ``out``, fp32[num_values].

@@ -90,6 +90,7 @@ class RoundMember:
         self._asking = Asking(setting.endpoint, setting.service, setting.config)
         self._reductions: list[Reduction] = []
         self._rule_decision: RuleDecision | None = None
+        self._unsaid: torch.Tensor | None = None
         self._sums_of_all: list[Moments] = []
 
     async def run(self) -> RoundResult:
@@ -121,7 +122,7 @@ class RoundMember:
             received_bytes=counters.received_bytes - received_bytes,
             seconds=time.monotonic() - began_s,
         )
-        return RoundResult(vector=values, report=report)
+        return RoundResult(vector=values, report=report, residual=self._unsaid)
 
     # -- coming together -----------------------------------------------------------------------------------------------
 
@@ -239,7 +240,10 @@ class RoundMember:
 
     async def _carry_out(self, agreement: Agreement) -> tuple[Commit, torch.Tensor]:
         setting = self._setting
-        arithmetic = Arithmetic(agreement, setting.codec, setting.rule, self._vector, self._contribution.reference)
+        self._unsaid = None if setting.codec.name == "fp32" else self._vector.clone()
+        arithmetic = Arithmetic(
+            agreement, setting.codec, setting.rule, self._vector, self._contribution.reference, self._unsaid
+        )
         results = HeldResults(arithmetic)
         peers = {
             member.peer_id: Peer(

@@ -11,9 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 
-import torch
-
-from trainer.codec import Codec, codec_named
+from trainer.codec import codec_named
 from trainer.collective.config import CollectiveConfig
 from trainer.collective.directory import Directory
 from trainer.collective.member import RoundMember, RoundSetting
@@ -100,13 +98,7 @@ class PeerCollective:
             ) from error
         if member.agreement is not None:
             self.agreed_vocabulary_rows = member.agreement.vocabulary_rows
-        if self._codec.name == "fp32" or member.agreement is None:
-            return result
-        return RoundResult(
-            vector=result.vector,
-            report=result.report,
-            residual=unsaid(vector, self._codec, member.agreement.part_values),
-        )
+        return result
 
     def requested(self) -> bool:
         """Whether others wait for this node."""
@@ -159,12 +151,3 @@ class PeerCollective:
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
-
-
-def unsaid(vector: torch.Tensor, codec: Codec, part_values: int) -> torch.Tensor:
-    """What encoding by parts lost of a vector: the vector minus what the others decoded."""
-    residual = torch.empty_like(vector)
-    for start in range(0, vector.numel(), part_values):
-        piece = vector[start : start + part_values]
-        residual[start : start + part_values] = piece - codec.decode(codec.encode(piece), piece.numel())
-    return residual

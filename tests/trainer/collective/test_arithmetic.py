@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.trainer.collective.test_planning import agreement_of
 from trainer.codec import codec_named
 from trainer.collective.arithmetic import Arithmetic
-from trainer.collective.peer_collective import unsaid
 from trainer.collective.planning import first_plan
 from trainer.collective.results import HeldResults
 from trainer.errors import CodecError
@@ -117,10 +118,18 @@ def test_who_is_missing_in_a_part_counts_as_not_finite_for_rules_over_whole_vect
 
 def test_what_int8_leaves_unsaid_is_the_difference_to_what_others_decode():
     own = arithmetic_of(codec="int8")
-    residual = unsaid(own.vector, own.codec, own.agreement.part_values)
+    own = replace(own, unsaid=own.vector.clone())
     heard = torch.cat([decoded(own, part, own.encode_own(part)) for part in range(own.agreement.num_parts)])
-    assert torch.equal(residual, own.vector - heard)
-    assert 0 < float(residual.abs().max()) < 0.05
+    assert torch.equal(own.unsaid, own.vector - heard)
+    assert 0 < float(own.unsaid.abs().max()) < 0.05
+
+
+def test_a_part_that_was_sent_to_nobody_is_unsaid_altogether():
+    own = arithmetic_of(codec="int8")
+    own = replace(own, unsaid=own.vector.clone())
+    own.encode_own(0)
+    start, _ = own.agreement.part_bounds(1)
+    assert torch.equal(own.unsaid[start:], own.vector[start:])
 
 
 def test_parts_of_a_result_come_in_order_or_not_at_all():
