@@ -3,7 +3,8 @@
 Every outer step is a transaction in three parts. *Prepare*: pseudo-gradient = anchor − parameters. *Collective*: the
 members agree on one aggregate. *Commit*: outer step on a copy of the anchor, new state put in place by one assignment,
 parameters set. If the collective fails, nothing was changed: training goes on from the drifted parameters, and since
-the next pseudo-gradient is again measured from the old anchor, it contains the work of the failed round.
+the next pseudo-gradient is again measured from the old anchor, it contains the work of the failed round. Only a node
+that missed a round, and so has to :meth:`~DiLoCoTrainer.adopt` the others' state, loses what it did since the last one.
 
 After a commit all members have bit-identical anchors, momenta and references; without overlap also bit-identical
 parameters. Host memory: 12 bytes a parameter for good, 12 to 16 more during a round.
@@ -31,11 +32,11 @@ from trainer.diloco.fragments import FragmentPlan, synchronised_parameters
 from trainer.diloco.growth import grown_state
 from trainer.diloco.outer import OuterOptimizer
 from trainer.diloco.progress import Progress
-from trainer.diloco.saved import SavedDiLoCo
+from trainer.diloco.saved import SavedDiLoCo, SavedFlight
 from trainer.diloco.state import FragmentState, ReplicaState, SharedState
 from trainer.engine.collective import Collective, Contribution, RoundResult
 from trainer.engine.strategy import OuterResult, StateValue
-from trainer.errors import RoundFailedError, TrainerUsageError
+from trainer.errors import RoundFailedError, StateBehindError, TrainerUsageError
 
 __all__ = ["DiLoCoTrainer"]
 
@@ -66,6 +67,7 @@ class DiLoCoTrainer:
         self._layout_digest = self._plan.digest()
         self._steps_since_round = 0
         self._progress = [Progress() for _ in self._plan.layouts]
+        self._saved_flight: SavedFlight | None = None
         self._flight: Flight | None = None
         self._call: BackgroundCall[RoundResult] | None = None
         fragments = tuple(FragmentState.start(layout.gather(self._parameters)) for layout in self._plan.layouts)
@@ -112,6 +114,7 @@ class DiLoCoTrainer:
         self._steps_since_round += 1
         for progress in self._progress:
             progress.add(num_batches)
+        self._relaunch()
         if self._flight is not None:
             return self._advance(self._flight)
         due = self._steps_since_round >= self._config.steps_before(self._state.fragment)
@@ -121,6 +124,7 @@ class DiLoCoTrainer:
 
     def drain(self) -> OuterResult | None:
         """Wait for the round in flight, if there is one, and merge it now instead of some steps later."""
+        self._relaunch()
         if self._flight is None:
             return None
         return self._land(self._flight)
@@ -141,7 +145,7 @@ class DiLoCoTrainer:
             IncompatiblePeerError: it is not of this model. Nothing was changed.
         """
         adopted = ReplicaState.adopted(shared, self._plan)
-        self._flight = None
+        self._flight = self._saved_flight = None
         self._install(adopted)
         self._steps_since_round = 0
         self._progress = [Progress() for _ in self._plan.layouts]
@@ -162,7 +166,7 @@ class DiLoCoTrainer:
             TrainerUsageError: a round is in flight (:meth:`drain` first), names differ, or a tensor shrank or changed
                 in another dimension than the first. Nothing was changed.
         """
-        if self._flight is not None:
+        if self._flight is not None or self._saved_flight is not None:
             raise TrainerUsageError("expected no round in flight while the vocabulary grows, found one; drain() first")
         parameters = synchronised_parameters(model)
         plan = FragmentPlan.of(parameters, self._config.num_fragments)
@@ -174,31 +178,31 @@ class DiLoCoTrainer:
         """Everything to go on from here, in the middle of an inner loop and with a round in flight.
 
         The tensors never change afterwards: a checkpoint may be written from another thread without a copy. A round in
-        flight is stored as its contribution; whoever loads it begins that round again. If the others have committed it
+        flight is stored as its contribution; whoever loads it begins that round again, with the next inner step. If the others have committed it
         meanwhile, the round fails and the node catches up as one that missed a round.
         """
+        flight = self._saved_flight if self._flight is None else self._flight.saved()
         return SavedDiLoCo(
             layout_digest=self._layout_digest,
             state=self._state,
             steps_since_round=self._steps_since_round,
             progress=tuple((progress.num_batches, progress.since_s) for progress in self._progress),
-            flight=None if self._flight is None else self._flight.saved(),
+            flight=flight,
         ).to_dict()
 
     def load_state_dict(self, state: Mapping[str, StateValue]) -> None:
         """Go on from a saved state; the model's parameters are the caller's to restore.
 
+        Nobody is talked to: a round that was in flight begins again with the next inner step, or :meth:`drain`.
+
         Raises:
             CheckpointMismatchError: another version or another model. Nothing was changed.
         """
         saved = SavedDiLoCo.from_dict(state, self._plan)
-        self._flight = None
+        self._flight, self._saved_flight = None, saved.flight
         self._install(saved.state)
         self._steps_since_round = saved.steps_since_round
         self._progress = [Progress(num_batches, since_s) for num_batches, since_s in saved.progress]
-        if saved.flight is not None:
-            contribution = self._contribution(saved.flight.vector, saved.flight.num_batches, saved.flight.age_s)
-            self._launch(contribution, saved.flight.steps_left)
 
     def _install(self, state: ReplicaState) -> None:
         """Put a state in place of the old one; all or nothing."""
@@ -251,6 +255,12 @@ class DiLoCoTrainer:
         self._call = BackgroundCall.start(lambda: self._collective.reduce(contribution), "diloco-round")
         self._flight = Flight(contribution, self._call, steps_left)
 
+    def _relaunch(self) -> None:
+        """Begin again the round that was in flight when the state was saved."""
+        saved, self._saved_flight = self._saved_flight, None
+        if saved is not None:
+            self._launch(self._contribution(saved.vector, saved.num_batches, saved.age_s), saved.steps_left)
+
     def _advance(self, flight: Flight) -> OuterResult | None:
         """One inner step later: merge when it is time, or when others wait for the next round already."""
         flight.steps_left -= 1
@@ -273,7 +283,8 @@ class DiLoCoTrainer:
             result = obtain()
             self._commit(contribution, result, keep)
         except RoundFailedError as error:
-            return self._failed(contribution, str(error), waited_s=time.monotonic() - started_s)
+            behind = isinstance(error, StateBehindError)
+            return self._failed(contribution, str(error), waited_s=time.monotonic() - started_s, behind=behind)
         return OuterResult(
             round_index=contribution.round_index,
             fragment=fragment,
@@ -284,8 +295,12 @@ class DiLoCoTrainer:
             report=result.report,
         )
 
-    def _failed(self, contribution: Contribution, error: str, *, waited_s: float) -> OuterResult:
-        logger.warning("round %d failed, its work goes into the next: %s", contribution.round_index, error)
+    def _failed(self, contribution: Contribution, error: str, *, waited_s: float, behind: bool = False) -> OuterResult:
+        fate = "its work goes into the next"
+        if behind:
+            num_batches = max(progress.num_batches for progress in self._progress)
+            fate = f"the work of {num_batches} batches is dropped when the others' state is taken up"
+        logger.warning("round %d failed, %s: %s", contribution.round_index, fate, error)
         return OuterResult(
             round_index=contribution.round_index,
             fragment=self._state.fragment,

@@ -31,7 +31,8 @@ class OuterResult:
     outer_step: int
     """Outer steps complete afterwards."""
     committed: bool
-    """Whether it was applied; if not, nothing changed, and the work goes into the next round."""
+    """Whether it was applied; if not, nothing changed, and the work goes into the next round (unless the node missed this
+    one: it is dropped when the others' state is taken up)."""
     num_batches: int
     """Batches this node contributed."""
     waited_s: float

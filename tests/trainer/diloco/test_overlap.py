@@ -144,6 +144,53 @@ def test_a_round_in_flight_survives_a_checkpoint(held: Held) -> None:
     assert again.state_digest() == trainer.state_digest() and torch.equal(again_model.x, model.x)
 
 
+def saved_in_flight(held: Held) -> tuple[Quadratic, DiLoCoTrainer, Held]:
+    """A node as it comes out of a checkpoint with a round in flight, one inner step before the merge."""
+    model, trainer = node(held)
+    step(model, trainer, 5)
+    later = Held()
+    again_model, again = node(later)
+    again_model.load_state_dict(model.state_dict())
+    again.load_state_dict(trainer.state_dict())
+    return again_model, again, later
+
+
+def test_a_saved_round_begins_again_with_the_first_step_and_not_before(held: Held) -> None:
+    """Between loading and the first step the node finds the others; alone, it would commit the round alone."""
+    model, trainer, later = saved_in_flight(held)
+    assert not later.started.wait(0.05)
+    later.go.set()
+    assert step(model, trainer).committed and len(later.contributions) == 1
+
+
+def test_a_saved_round_is_saved_again_before_it_begins(held: Held) -> None:
+    _, trainer, later = saved_in_flight(held)
+    flight = trainer.state_dict()["flight"]
+    assert flight["num_batches"] == 4 and flight["steps_left"] == 1 and flight["vector"][0] == 4.0
+    assert not later.contributions
+
+
+def test_a_saved_round_is_drained(held: Held) -> None:
+    _, trainer, later = saved_in_flight(held)
+    later.go.set()
+    result = trainer.drain()
+    assert result is not None and result.committed and result.num_batches == 4
+    assert trainer.state_dict()["flight"] is None
+
+
+def test_adopting_drops_a_saved_round(held: Held) -> None:
+    model, trainer, later = saved_in_flight(held)
+    trainer.adopt(replace(DiLoCoTrainer(Quadratic(1), CONFIG, Held()).shared_state(), outer_step=9))
+    assert trainer.state_dict()["flight"] is None
+    assert step(model, trainer) is None and not later.contributions
+
+
+def test_a_vocabulary_does_not_grow_over_a_saved_round(held: Held) -> None:
+    model, trainer, _ = saved_in_flight(held)
+    with pytest.raises(TrainerUsageError, match="drain"):
+        trainer.grow(model, 8)
+
+
 def test_adopting_drops_the_round_in_flight(held: Held) -> None:
     model, trainer = node(held)
     other = DiLoCoTrainer(Quadratic(1), CONFIG, Held())

@@ -12,7 +12,7 @@ from trainer.diloco import DiLoCoConfig, DiLoCoTrainer
 from trainer.engine.collective import Collective, Contribution, RoundReport, RoundResult
 from trainer.engine.local import LocalCollective
 from trainer.engine.strategy import OuterResult, OuterStrategy
-from trainer.errors import IncompatiblePeerError, RoundFailedError, TrainerError
+from trainer.errors import IncompatiblePeerError, RoundFailedError, StateBehindError, TrainerError
 
 AVERAGING = DiLoCoConfig(inner_steps=4, outer_lr=1.0, outer_momentum=0.0)
 
@@ -141,6 +141,24 @@ def test_a_failed_round_changes_nothing_and_its_work_goes_into_the_next() -> Non
     assert torch.equal(second.vector, torch.full((16,), 3.0)), "measured from the old anchor"
     assert (first.num_batches, second.num_batches) == (4, 8)
     assert torch.equal(model.x.detach(), start - 3.0)
+
+
+def behind(contribution: Contribution) -> torch.Tensor:
+    raise StateBehindError("they are at outer step 4")
+
+
+@pytest.mark.parametrize(
+    ("answer", "fate"),
+    [
+        (failing, "its work goes into the next: nobody came"),
+        (behind, "the work of 12 batches is dropped when the others' state is taken up: they are at outer step 4"),
+    ],
+)
+def test_the_log_says_what_becomes_of_the_work(answer, fate: str, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = DiLoCoTrainer(Quadratic(0), AVERAGING, Scripted(answer))
+    for _ in range(4):
+        trainer.after_inner_step(num_batches=3)
+    assert [record.getMessage() for record in caplog.records] == [f"round 0 failed, {fate}"]
 
 
 def test_failed_rounds_of_a_group_lose_nothing() -> None:
