@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
+
+import pytest
 
 from tests.support.text_store import text_store
 from tests.support.trainer_command import TrainerCommand
@@ -33,12 +34,15 @@ def test_a_store_that_is_not_there(here: TrainerHere, trainer: TrainerCommand) -
     assert not trainer.checkpoints.exists()
 
 
-def test_ten_steps_in_a_row_that_are_not_finite_end_the_run(trainer: TrainerCommand) -> None:
+def test_ten_steps_in_a_row_that_are_not_finite_end_the_run(
+    here: TrainerHere, trainer: TrainerCommand, tmp_path: Path
+) -> None:
     """The rate throws the weights so far off that no loss is finite any more; none of those steps is applied."""
     wild = ("--lr", "1e30", "--set", "inner.warmup_steps=0", "--set", "inner.max_grad_norm=1e30")
-    done = trainer("--node-id", "a", *wild, "--json", expect=1)
-    assert "the last of 10 such steps in a row" in done.stderr.splitlines()[-1]
-    assert [json.loads(line)["skipped"] for line in done.stdout.splitlines()][-9:] == 9 * [True]
+    said = here("--node-id", "a", *wild, "--log-dir", tmp_path, expect=1)
+    assert "the last of 10 such steps in a row" in said
+    told = [event.fields["skipped"] for event in read_events(tmp_path) if event.kind == "step"]
+    assert told[-9:] == 9 * [True]  # The tenth is the error itself.
 
 
 def test_a_checkpoint_of_another_store_is_refused(here: TrainerHere, trainer: TrainerCommand) -> None:
@@ -48,6 +52,7 @@ def test_a_checkpoint_of_another_store_is_refused(here: TrainerHere, trainer: Tr
     assert trainer.saved("a")["training_rounds"] == 2
 
 
+@pytest.mark.slow
 def test_no_memory_is_told_in_a_line(trainer: TrainerCommand) -> None:
     limited = ("prlimit", f"--as={4_000_000_000}", sys.executable, "-m", "trainer")
     narrow = TrainerCommand(trainer.store, trainer.folder, starter=limited)

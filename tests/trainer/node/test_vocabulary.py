@@ -19,8 +19,12 @@ from tests.support.trainer_command import TrainerCommand
 from tests.support.trainer_here import TrainerHere
 from trainer.checkpoint import checkpoint_path, read_checkpoint, wallet_id
 from trainer.checkpoint.naming import kept_path, kept_paths
+from trainer.config import RunConfig, from_mapping
 from trainer.diloco import FlatLayout
-from trainer.model import ModelConfig, build_model
+from trainer.engine.local import LocalCollective
+from trainer.model import ModelConfig, build_model, preset
+from trainer.node.data import endless, open_dataset
+from trainer.node.replica import Replica
 from trainer.node.vocabulary import lineage_of, within_vocabulary
 
 ROUNDS = ("--node-id", "a", "--inner-steps", "5", "--plateau", "off", "--set", "checkpoint.keep=20")
@@ -122,6 +126,28 @@ def test_ids_without_a_row_are_read_as_unknown_and_not_learned() -> None:
     assert read["labels"].tolist() == [[1023, -100, -100]]
     (whole,) = within_vocabulary(iter([batch]), lambda: 4001)
     assert whole is batch
+
+
+def test_a_model_of_fewer_rows_trains_on_a_store_that_is_ahead(tmp_path: Path) -> None:
+    """As a joiner does whose run has not adopted the newest vocabulary yet; what it cannot read is not counted."""
+    store = copy_text_store(tmp_path / "store")
+    grow_text_store(store)
+    values = {
+        "node_id": "a",
+        "data": {"store": str(store), "sources": {"more": 1.0}, "cache_dir": str(tmp_path / "cache")},
+        "inner": {"seq_len": 64, "micro_batch_size": 4},
+    }
+    config = from_mapping(RunConfig, values)
+    dataset = open_dataset(config)
+    replica = Replica(
+        config, preset("tiny", 1024), LocalCollective(), torch.device("cpu"), endless(dataset), dataset.report_loss
+    )
+    fewer = [replica.inner.step() for _ in range(3)]
+    assert not any(result.skipped for result in fewer)
+    assert all(0 < result.num_tokens < 256 for result in fewer)
+    replica.grow(2048)
+    assert replica.inner.step().num_tokens == 256
+    dataset.close()
 
 
 def test_rows_are_asked_for_each_batch() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.text_store import text_store
 from tests.support.trainer_command import WAIT_S, RunningTrainer, TrainerCommand
+from tests.support.trainer_here import TrainerHere
 
 WATCHED = tuple(option for option in TrainerCommand("", Path()).common if option != "--no-api")
 TOKEN = "let-me-in"
@@ -58,6 +59,7 @@ def test_status_and_metrics_while_it_trains_and_the_shutdown(watched: TrainerCom
     assert watched.saved("a", token=TOKEN)["training_rounds"] == steps[-1] + 1
 
 
+@pytest.mark.slow
 def test_what_it_takes_to_verify_training_outlives_a_restart(watched: TrainerCommand) -> None:
     options = ("--node-id", "a", "--api-port", "0", "--set", "checkpoint.every_steps=1000")
     watched(*options, "--max-steps", "200", "--no-api")
@@ -67,10 +69,10 @@ def test_what_it_takes_to_verify_training_outlives_a_restart(watched: TrainerCom
         assert verify["training_verified"], verify
 
 
-def test_a_port_that_is_taken_is_told(watched: TrainerCommand) -> None:
+def test_a_port_that_is_taken_is_told(here: TrainerHere) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        done = watched("--node-id", "a", "--api-port", str(port), "--max-steps", "1", expect=2)
-    assert "something else listens there; give another --api-port" in done.stderr.splitlines()[-1]
+        said = here("--node-id", "a", "--api", "--api-port", str(port), "--max-steps", "1", expect=2)
+    assert "something else listens there; give another --api-port" in said.splitlines()[-1]
