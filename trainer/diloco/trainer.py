@@ -178,8 +178,8 @@ class DiLoCoTrainer:
         """Everything to go on from here, in the middle of an inner loop and with a round in flight.
 
         The tensors never change afterwards: a checkpoint may be written from another thread without a copy. A round in
-        flight is stored as its contribution; whoever loads it begins that round again, with the next inner step. If the others have committed it
-        meanwhile, the round fails and the node catches up as one that missed a round.
+        flight is stored as its contribution; whoever loads it begins that round again, with the next inner step. If the
+        others have committed it meanwhile, the round fails and the node catches up as one that missed a round.
         """
         flight = self._saved_flight if self._flight is None else self._flight.saved()
         return SavedDiLoCo(

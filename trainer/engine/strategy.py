@@ -31,8 +31,8 @@ class OuterResult:
     outer_step: int
     """Outer steps complete afterwards."""
     committed: bool
-    """Whether it was applied; if not, nothing changed, and the work goes into the next round (unless the node missed this
-    one: it is dropped when the others' state is taken up)."""
+    """Whether it was applied; if not, nothing changed, and the work goes into the next round; of a node that missed
+    a round the others made, it is dropped when their state is taken up."""
     num_batches: int
     """Batches this node contributed."""
     waited_s: float

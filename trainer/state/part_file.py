@@ -2,6 +2,9 @@
 
     {directory}/.fetch-{digest}/   descriptor.json, pages, data (full length from the start), lock
 
+Besides the one being fetched, one more that was broken off is kept, the newest: states change with each outer step, and
+parts of older ones (12 bytes a parameter each, reserved whole) would fill the disk, one for each attempt.
+
 There is no list of what has come: after a restart the chunks are hashed again (1 GB/s), which no crash can make wrong.
 Space is reserved when the file is made, so a full disk is told at once and not after hours.
 """
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import logging
 import os
 import shutil
 import threading
@@ -25,6 +29,12 @@ from trainer.state.snapshot import Snapshot, load_folder
 
 __all__ = ["PartFile"]
 
+logger = logging.getLogger(__name__)
+
+_PREFIX, _LOCK_SUFFIX = ".fetch-", ".lock"
+_KEPT_OTHERS = 1
+"""Broken off fetches of other states that may still be taken up again."""
+
 
 class PartFile:
     """One snapshot being fetched; `open` it, and `close` it. Its methods may be called from any thread.
@@ -36,17 +46,17 @@ class PartFile:
 
     def __init__(self, directory: Path, digest: str) -> None:
         self._target = directory / digest
-        self._folder = directory / f".fetch-{digest}"
+        self._folder = directory / f"{_PREFIX}{digest}"
         self._digest = digest
         # Not thread-local: it is taken in one thread and given back in another.
-        self._lock = FileLock(directory / f".fetch-{digest}.lock", thread_local=False)
+        self._lock = FileLock(_lock_path(self._folder), thread_local=False)
         self._guard = threading.Lock()
         """Held while the file is used, so that it is never closed under a thread, and its number taken by another."""
         self._digests = b""
         self._file = -1
 
     def open(self) -> None:
-        """Makes or takes up the folder.
+        """Makes or takes up the folder, and makes room: removes what was fetched of states nobody fetches any more.
 
         Raises:
             StateTransferError: another process fetches the same, or the folder cannot be made.
@@ -62,6 +72,7 @@ class PartFile:
         except OSError as error:
             self._lock.release()
             raise StateTransferError(f"the state cannot be fetched into {self._target.parent}: {error}") from error
+        _remove_abandoned(self._folder)
 
     def close(self) -> None:
         """Lets go of the files; what was fetched stays for the next time. Writes that come later fail."""
@@ -152,7 +163,7 @@ class PartFile:
             with self._guard:
                 os.fsync(self._file)
             publish(self._folder, self._target)
-            (self._target.parent / f".fetch-{self._digest}.lock").unlink(missing_ok=True)
+            _lock_path(self._folder).unlink(missing_ok=True)
         except OSError as error:
             raise self._disk_error(error) from error
 
@@ -196,3 +207,29 @@ class PartFile:
                 f"the state {self._digest[:16]}… does not fit into {self._target.parent}: {error.strerror}; make room"
             )
         return StateTransferError(f"the state {self._digest[:16]}… cannot be written to {self._target.parent}: {error}")
+
+
+def _lock_path(folder: Path) -> Path:
+    return folder.with_name(folder.name + _LOCK_SUFFIX)
+
+
+def _remove_abandoned(current: Path) -> None:
+    """Removes fetches beside ``current`` that no process is at, but for the newest; what cannot be removed stays."""
+    abandoned = [path for path in current.parent.glob(f"{_PREFIX}*") if path.is_dir() and path != current]
+    for folder in sorted(abandoned, key=_begun_ns, reverse=True)[_KEPT_OTHERS:]:
+        try:
+            with FileLock(_lock_path(folder), timeout=0):
+                shutil.rmtree(folder, ignore_errors=True)
+                _lock_path(folder).unlink(missing_ok=True)
+        except Timeout:
+            continue
+        except OSError as error:
+            logger.warning("%s, broken off, cannot be removed: %s", folder, error)
+
+
+def _begun_ns(folder: Path) -> int:
+    """When a fetch was last begun or taken up; 0 if it has gone meanwhile."""
+    try:
+        return folder.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0

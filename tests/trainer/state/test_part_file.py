@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 from collections.abc import Callable
@@ -108,6 +109,44 @@ def test_two_do_not_fetch_one_state_into_one_folder(tmp_path: Path, source: _Sou
     first.close()
     second.open()
     second.close()
+
+
+def broken_off(directory: Path, source: _Source, digest: str, age_s: float) -> Path:
+    """A fetch of another state that was begun some time ago and not ended."""
+    part = PartFile(directory, digest)
+    part.open()
+    part.begin(source.descriptor, source.pages)
+    part.close()
+    folder = directory / f".fetch-{digest}"
+    begun_s = folder.stat().st_mtime - age_s
+    os.utime(folder, (begun_s, begun_s))
+    return folder
+
+
+def test_of_fetches_that_were_broken_off_the_newest_is_kept(tmp_path: Path, source: _Source) -> None:
+    """Space is reserved whole: without this each state that was not fetched to its end would stay for good."""
+    directory = tmp_path / "states"
+    for age, digest in ((20.0, "b" * 64), (30.0, "c" * 64), (10.0, "a" * 64)):
+        broken_off(directory, source, digest, age)
+    part = PartFile(directory, source.digest)
+    part.open()
+    part.begin(source.descriptor, source.pages)
+    left = {path.name.removeprefix(".fetch-") for path in directory.iterdir()}
+    assert left == {digest + end for digest in ("a" * 64, source.digest) for end in ("", ".lock")}
+    part.close()
+
+
+def test_what_others_are_fetching_is_not_removed(tmp_path: Path, source: _Source) -> None:
+    others = [PartFile(tmp_path, digit * 64) for digit in "abc"]
+    for other in others:
+        other.open()
+    part = PartFile(tmp_path, source.digest)
+    part.open()
+    assert {path.name for path in tmp_path.glob(".fetch-*[!k]")} == {
+        f".fetch-{digest}" for digest in ("a" * 64, "b" * 64, "c" * 64, source.digest)
+    }
+    for each in (part, *others):
+        each.close()
 
 
 def test_a_write_after_the_end_touches_no_other_file(tmp_path: Path, source: _Source) -> None:
