@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -120,8 +121,8 @@ class _JsonLines:
         self._put(
             kind="step",
             step=result.step,
-            loss=result.loss if result.loss == result.loss else None,
-            grad_norm=result.grad_norm if abs(result.grad_norm) < float("inf") else None,
+            loss=result.loss if math.isfinite(result.loss) else None,
+            grad_norm=result.grad_norm if math.isfinite(result.grad_norm) else None,
             lr=result.lr,
             num_tokens=result.num_tokens,
             skipped=result.skipped,

@@ -45,6 +45,7 @@ _PATHS = {
     "checkpoint_dir": "checkpoint.directory",
     "token": "checkpoint.token",
     "log_dir": "log.directory",
+    "api_host": "api.host",
     "api_port": "api.port",
     "api": "api.enabled",
 }
@@ -95,7 +96,8 @@ def train_command(
         str | None, typer.Option(envvar="GENESIS_TOKEN", help="Wallet that names the checkpoint; else the node id.")
     ] = None,
     log_dir: Annotated[str | None, typer.Option(help="Folder for JSON lines of steps and rounds.")] = None,
-    api_port: Annotated[int | None, typer.Option(help="Port for figures on 127.0.0.1; 0: any.")] = None,
+    api_host: Annotated[str | None, typer.Option(help="Address to serve figures at; else 127.0.0.1.")] = None,
+    api_port: Annotated[int | None, typer.Option(help="Port to serve figures at; else 8000; 0: any.")] = None,
     api: Annotated[bool | None, typer.Option("--api/--no-api", help="Serve figures over HTTP.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Steps and rounds as JSON lines on standard output.")] = False,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,

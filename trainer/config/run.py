@@ -72,7 +72,8 @@ class DataConfig:
     timeout_s: float = 600.0
     """How long a shard is tried for, in seconds."""
     refresh_s: float = 60.0
-    """How often the store is asked for new shards and a larger vocabulary, in seconds; taken up at outer steps."""
+    """How often the store is asked for new shards and a larger vocabulary, in seconds. They are taken up at outer
+    steps, so under DDP only at the next start."""
 
     def __post_init__(self) -> None:
         for name, least in (("shards_per_node", 1), ("holdout", 0)):

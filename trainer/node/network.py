@@ -9,6 +9,7 @@ import asyncio
 import concurrent.futures
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -17,14 +18,15 @@ from trainer.collective import PeerCollective, Terms
 from trainer.config import RunConfig
 from trainer.diloco import SharedState
 from trainer.discovery import Announcement, open_discovery
-from trainer.errors import StateTransferError, TrainerError
+from trainer.errors import IncompatiblePeerError, StateTransferError, TrainerError
+from trainer.node.fitting import StateFit
 from trainer.node.loop_thread import LoopThread
 from trainer.node.peer_book import PeerBook, peer_of
 from trainer.node.progress import Progress
 from trainer.node.shared_files import from_snapshot, snapshot_meta, snapshot_tensors
 from trainer.node.strangers import check_fit, register_terms
 from trainer.rpc import Endpoint, Identity
-from trainer.state import Expectation, StateDonor, fetch_state, write_snapshot
+from trainer.state import StateDonor, fetch_descriptor, fetch_state, write_snapshot
 
 __all__ = ["Network"]
 
@@ -59,7 +61,7 @@ class Network:
         identity: the node's key.
         terms: what all must have in common.
         vocabulary_rows: the most rows of vocabulary this node could have now.
-        max_state_bytes: no state larger than this is fetched.
+        fit: what states this node can take up.
         stopping: whether the node has been asked to stop.
     """
 
@@ -69,10 +71,10 @@ class Network:
         identity: Identity,
         terms: Terms,
         vocabulary_rows: Callable[[], int],
-        max_state_bytes: int,
+        fit: StateFit,
         stopping: Callable[[], bool],
     ) -> None:
-        self._max_state_bytes = max_state_bytes
+        self._fit = fit
         self._config = config
         self._terms = terms
         self._identity = identity
@@ -83,6 +85,8 @@ class Network:
         self._book = PeerBook(terms.digest())
         self._listener: Listener | None = None
         self._members: tuple[str, ...] = ()
+        self._unpublished: deque[SharedState] = deque(maxlen=1)
+        """The newest state that is not being written yet; an older one gives way, or a slow disk would pile them up."""
         self._publishing: concurrent.futures.Future[None] | None = None
         self._refreshing: asyncio.Task[None] | None = None
         self._donor = StateDonor(self._endpoint, self._snapshots, config.state)
@@ -134,9 +138,10 @@ class Network:
             self._loop.run(check_fit(self._endpoint, self._terms, self._book, self._config), 60.0)
 
     def publish(self, shared: SharedState, members: tuple[str, ...] = ()) -> None:
-        """Hands out this state from now on, once it is written: in the background."""
+        """Hands out this state from now on, once it is written: in the background, unless a newer one comes before."""
         self._members = members
-        self._publishing = self._loop.spawn(self._publish(shared, self._publishing))
+        self._unpublished.append(shared)
+        self._publishing = self._loop.spawn(self._publish(self._publishing))
 
     def settle(self, timeout_s: float = _SETTLE_S) -> None:
         """Waits until what was published last is what is handed out, or cannot be."""
@@ -164,6 +169,8 @@ class Network:
                     return self._loop.run(self._fetch(digest), self._config.collective.round_timeout_s + _FETCH_SLACK_S)
                 except StateTransferError as error:
                     logger.warning("state %s: %s", digest[:12], error)
+                except IncompatiblePeerError as error:
+                    logger.warning("state %s does not fit this node, and is passed over: %s", digest[:12], error)
             if time.monotonic() >= deadline_s:
                 return None
             time.sleep(_REFRESH_S)
@@ -232,9 +239,12 @@ class Network:
                 logger.warning("discovery: %s", error)
             await asyncio.sleep(_REFRESH_S)
 
-    async def _publish(self, shared: SharedState, before: concurrent.futures.Future[None] | None) -> None:
+    async def _publish(self, before: concurrent.futures.Future[None] | None) -> None:
         if before is not None:
             await asyncio.wait([asyncio.wrap_future(before)])
+        if not self._unpublished:  # The one before took it.
+            return
+        shared = self._unpublished.popleft()
         digest = await self._written(shared)
         self._book.own_state = (shared.outer_step, digest)
         if digest and self._listener is not None:
@@ -265,12 +275,19 @@ class Network:
     async def _fetch(self, digest: str) -> SharedState:
         donors = [peer_of(found) for found in self._book.alike() if found.state_digest == digest]
         logger.info("fetching state %s from %d nodes", digest[:12], len(donors))
+        stall_timeout_s = self._config.state.stall_timeout_s
+        descriptor = await fetch_descriptor(self._endpoint, donors, digest, stall_timeout_s=stall_timeout_s)
+        try:
+            expectation = self._fit.expectation(descriptor)
+        except IncompatiblePeerError:
+            self._book.pass_over(digest)
+            raise
         snapshot = await fetch_state(
             self._endpoint,
             donors,
             digest,
             self._snapshots,
-            expectation=Expectation(max_bytes=self._max_state_bytes),
+            expectation=expectation,
             timeout_s=self._config.collective.round_timeout_s,
             config=self._config.state,
         )

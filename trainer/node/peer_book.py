@@ -19,11 +19,14 @@ class PeerBook:
         self.own_state: tuple[int, str] = (0, "")
         """Outer step and digest of the snapshot this node hands out."""
         self._terms_digest = terms_digest
+        self._misfits: frozenset[str] = frozenset()
+        """Digests of states, announced now, that this node cannot take up."""
         self._peers: Mapping[str, Peer] = {}
 
     def update(self, announcements: tuple[Announcement, ...]) -> None:
         """What discovery knows now."""
         self.announcements = announcements
+        self._misfits &= {found.state_digest for found in announcements}
         self._peers = {found.peer_id: peer_of(found) for found in self.alike()}
 
     def alike(self) -> list[Announcement]:
@@ -42,9 +45,13 @@ class PeerBook:
         """See `trainer.collective.Directory`."""
         return self._peers
 
+    def pass_over(self, state_digest: str) -> None:
+        """Counts no announcement of this state any more, for as long as it is announced; from the loop alone."""
+        self._misfits |= {state_digest}
+
     def state_to_adopt(self) -> str | None:
-        """The digest most nodes hold, if it is not this node's."""
-        return choose_state(self.own_state, self.alike())
+        """The digest most nodes hold, if it is not this node's, of those it could take up."""
+        return choose_state(self.own_state, (it for it in self.alike() if it.state_digest not in self._misfits))
 
     def holds_most_held_state(self) -> bool:
         """See `trainer.collective.Directory`."""

@@ -23,6 +23,7 @@ from trainer.engine.strategy import OuterStrategy
 from trainer.errors import CheckpointMismatchError
 from trainer.inner import Batch, InnerLoop, make_optimizer, rng_state, set_rng_state
 from trainer.model import ModelConfig, Transformer, build_model, grow_rows, grow_vocabulary
+from trainer.node.fitting import state_layout
 from trainer.node.vocabulary import within_vocabulary
 
 __all__ = ["Replica", "layers_of", "parameters_of"]
@@ -84,11 +85,16 @@ class Replica:
 
         AdamW's moments stay: they belong to this node, and nearly fit; if the vocabulary is another, they begin anew.
         Under DDP there is no such state, and nothing happens.
+
+        Raises:
+            IncompatiblePeerError: it is not of this architecture. Nothing was changed.
         """
         if self.diloco is None:
             return
         if shared.vocab_rows != self.vocab_rows:
             model_config = replace(self.model.config, vocab_size=shared.vocab_rows)
+            layout = state_layout(model_config, self.config.diloco.num_fragments)
+            layout.require_same(shared.layout_digest, "the state to adopt")
             self.model = self._build(model_config)
             self._assemble()
         self.diloco.adopt(shared)

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from trainer.diloco import SharedState
-from trainer.errors import StateTransferError
+from trainer.errors import IncompatiblePeerError
 
-__all__ = ["from_snapshot", "snapshot_meta", "snapshot_tensors"]
+__all__ = ["VECTORS", "SharedMeta", "check_meta", "from_snapshot", "snapshot_meta", "snapshot_tensors"]
 
 _NUMBERS = ("outer_step", "fragment", "num_inner_steps", "vocab_rows")
+_TOO_LARGE = 2**48
+"""No run gets as far; and beyond 2**53 a node could not announce where it stands."""
+VECTORS = ("anchor", "momentum", "reference")
+"""Names of a snapshot's tensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedMeta:
+    """A :class:`~trainer.diloco.SharedState` without its vectors."""
+
+    outer_step: int
+    fragment: int
+    num_inner_steps: int
+    vocab_rows: int
+    layout_digest: str
 
 
 def snapshot_meta(shared: SharedState) -> dict[str, int | str]:
@@ -23,33 +39,43 @@ def snapshot_meta(shared: SharedState) -> dict[str, int | str]:
 
 def snapshot_tensors(shared: SharedState) -> dict[str, torch.Tensor]:
     """What goes into the data."""
-    return {"anchor": shared.anchor, "momentum": shared.momentum, "reference": shared.reference}
+    return {name: getattr(shared, name) for name in VECTORS}
+
+
+def check_meta(meta: Mapping[str, Any]) -> SharedMeta:
+    """What a descriptor says of a shared state.
+
+    Raises:
+        IncompatiblePeerError: it is no descriptor of one.
+    """
+    layout_digest = meta.get("layout_digest")
+    if meta.get("version") != 1 or not isinstance(layout_digest, str):
+        raise IncompatiblePeerError(
+            f"expected the descriptor of a shared state of version 1, found version {str(meta.get('version'))[:20]}"
+        )
+    for name in _NUMBERS:
+        value = meta.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _TOO_LARGE:
+            raise IncompatiblePeerError(
+                f"the state's {name}: expected a number from 0 and under {_TOO_LARGE}, found {str(value)[:40]}"
+            )
+    return SharedMeta(**{name: meta[name] for name in _NUMBERS}, layout_digest=layout_digest)
 
 
 def from_snapshot(meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> SharedState:
     """The state a snapshot holds.
 
     Raises:
-        StateTransferError: it is no snapshot of a shared state.
+        IncompatiblePeerError: it is no snapshot of a shared state.
     """
-    numbers = {name: meta.get(name) for name in _NUMBERS}
-    layout_digest = meta.get("layout_digest")
-    if (
-        meta.get("version") != 1
-        or not isinstance(layout_digest, str)
-        or set(tensors) != {"anchor", "momentum", "reference"}
-    ):
-        raise StateTransferError("expected a snapshot of anchor, momentum and reference, found something else")
-    for name, value in numbers.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise StateTransferError(f"the snapshot's {name}: expected a number of 0 or more, found {value!r}")
+    said = check_meta(meta)
+    if set(tensors) != set(VECTORS):
+        raise IncompatiblePeerError(f"expected a snapshot of {', '.join(VECTORS)}, found {len(tensors)} others")
     return SharedState(
-        outer_step=int(meta["outer_step"]),
-        fragment=int(meta["fragment"]),
-        num_inner_steps=int(meta["num_inner_steps"]),
-        vocab_rows=int(meta["vocab_rows"]),
-        layout_digest=layout_digest,
-        anchor=tensors["anchor"],
-        momentum=tensors["momentum"],
-        reference=tensors["reference"],
+        outer_step=said.outer_step,
+        fragment=said.fragment,
+        num_inner_steps=said.num_inner_steps,
+        vocab_rows=said.vocab_rows,
+        layout_digest=said.layout_digest,
+        **{name: tensors[name] for name in VECTORS},
     )

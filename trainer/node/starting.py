@@ -21,6 +21,7 @@ from trainer.inner import choose_device
 from trainer.model import ModelConfig, available_memory_bytes, num_parameters
 from trainer.node.cluster import Ranks, cluster_collective, joined_cluster
 from trainer.node.data import endless, open_dataset, open_session
+from trainer.node.fitting import StateFit
 from trainer.node.mishaps import told_plainly
 from trainer.node.replica import Replica
 from trainer.node.resolving import resolve, write_config
@@ -89,6 +90,7 @@ def _build(config: RunConfig, ranks: Ranks, line: ProgressLine, stop: StopReques
     site = _survey(config, ranks, stack)
     config, shape = site.config, site.shape
     dataset = open_dataset(config)
+    stack.callback(dataset.close)
     batches = MeteredIterator(endless(dataset))
     collective, network = _collective(site, stop, stack)
     replica = Replica(config, shape, collective, site.device, batches, dataset.report_loss)
@@ -168,7 +170,11 @@ def _collective(site: _Site, stop: StopRequest, stack: ExitStack) -> tuple[Colle
         load_or_create_identity(Path(config.state_dir).expanduser() / "identity" / f"{config.node_id}.pem"),
         terms_of(config, site.shape, site.store.vocabulary),
         site.store.rows,
-        max_state_bytes=int(_GROWTH * _STATE_BYTES_PER_PARAMETER * num_parameters(site.shape)),
+        StateFit(
+            site.shape,
+            config.diloco.num_fragments,
+            max_bytes=int(_GROWTH * _STATE_BYTES_PER_PARAMETER * num_parameters(site.shape)),
+        ),
         stopping=stop,
     )
     return network.collective, network

@@ -20,6 +20,7 @@ def test_options_win_over_set_which_wins_over_the_file(tmp_path: Path) -> None:
     config = config_of(file, ["inner.lr=2e-3", "inner.seq_len=256", "inner.seq_len=64"], {"lr": 3e-3})
     inner = config.inner
     assert (inner.lr, inner.seq_len, inner.accumulation_steps, inner.eps) == (3e-3, 64, 2, 1e-8)
+    assert config_of(file, [], {"api_host": "0.0.0.0"}).api.host == "0.0.0.0"
     assert (config.node_id, config.checkpoint.keep, config.checkpoint.every_steps) == ("a", 5, 10)
 
 
