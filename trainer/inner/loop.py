@@ -9,6 +9,10 @@ finite.
 checkpoints go by it: if it stood still, a node with a bad shard would fall behind the others' schedule and hold up
 their round. Parameters, both moments and AdamW's own count, which corrects the moments' bias, are untouched by such a
 step.
+
+**Under DDP all ranks decide alike**, or their replicas would part for good: the gradient norm is common after the
+exchange, and losses are added up over the ranks (8 bytes, and a second wait, each step). A rank whose labels do not
+count adds zeros to the others' gradients.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -59,7 +64,7 @@ class StepResult:
     num_tokens: int
     """Labels that counted."""
     skipped: bool
-    """Loss or gradient was not finite: nothing was applied."""
+    """Loss or gradient was not finite, under DDP at any rank: nothing was applied."""
     seconds: float
     """From asking for its first batch until its last kernel was queued."""
 
@@ -140,7 +145,8 @@ class InnerLoop:
         num_tokens = sum(counts)
         loss = _mean(batch_losses, counts)
         index, lr = self._step_index, lr_at(self._step_index, self._config)
-        applied = self._guard.allows(loss, grad_norm)
+        decisive = self._common_loss(loss, num_tokens)
+        applied = self._guard.allows(decisive, grad_norm)
         if applied:
             if grad_norm + _CLIP_EPS > self._config.max_grad_norm:
                 clip_grads_with_norm_(self._parameters(), self._config.max_grad_norm, norm)
@@ -152,7 +158,7 @@ class InnerLoop:
         if self._on_loss is not None:
             for each in batch_losses:
                 self._on_loss(each)
-        self._guard.raise_if_hopeless(index, loss, grad_norm, lr)
+        self._guard.raise_if_hopeless(index, decisive, grad_norm, lr)
         return StepResult(index, loss, grad_norm, lr, num_tokens, not applied, time.perf_counter() - began)
 
     def state_dict(self) -> dict[str, Any]:
@@ -201,6 +207,8 @@ class InnerLoop:
         num_tokens = sum(counts)
         losses = [torch.full((), math.nan, device=self._device) for _ in batches]
         counting = [index for index, count in enumerate(counts) if count]
+        if not counting and isinstance(self._model, DistributedDataParallel):
+            self._add_nothing(batches[-1])
         for index in counting:
             with self._synchronised(last=index == counting[-1]), self._autocast():
                 loss = self._forward(*(_moved(batches[index][name], self._device) for name in ("input_ids", "labels")))
@@ -208,6 +216,26 @@ class InnerLoop:
             (loss if share == 1.0 else loss * share).backward()
             losses[index] = loss.detach().float()
         return losses
+
+    def _add_nothing(self, batch: Batch) -> None:
+        """A backward pass of weight 0, over labels that count: the other ranks wait for this one's gradients."""
+        ids = _moved(batch["input_ids"], self._device)
+        with self._autocast():
+            loss = self._forward(ids, torch.zeros_like(ids))
+        (loss * 0.0).backward()
+
+    def _common_loss(self, loss: float, num_tokens: int) -> float:
+        """What is decided by, the same at all ranks: under DDP the sum of their losses, finite only if each of them is.
+
+        A rank without a label that counts has no say; NaN if none has any.
+        """
+        if not isinstance(self._model, DistributedDataParallel):
+            return loss
+        own = [loss, 1.0] if num_tokens else [0.0, 0.0]
+        summed = torch.tensor(own, dtype=torch.float32, device=self._device)
+        dist.all_reduce(summed, group=self._model.process_group)
+        total, num_ranks = summed.tolist()
+        return total if num_ranks else math.nan
 
     def _synchronised(self, *, last: bool) -> AbstractContextManager[object]:
         """Under DDP: gradients are exchanged with the last batch of a step alone."""

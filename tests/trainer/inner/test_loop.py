@@ -6,11 +6,14 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.ddp_steps import SKIPPED, odd_steps
+from tests.support.rank_group import run_ranks
 from tests.support.small_model import VOCAB_SIZE, batches, small_model
 from trainer.errors import NonFiniteTrainingError, TrainerUsageError
 from trainer.inner import InnerConfig, InnerLoop, lr_at, make_optimizer
@@ -224,3 +227,15 @@ def test_the_model_is_put_back_into_training_mode() -> None:
     model = small_model().eval()
     _loop(model, batches(1)).step()
     assert model.training
+
+
+def test_under_ddp_all_ranks_apply_or_drop_a_step_alike(tmp_path: Path) -> None:
+    """Infinite loss, infinite gradient or no label at one of them: none goes its own way, and none waits in vain."""
+    first, second = run_ranks(odd_steps, 2, tmp_path)
+    assert first["skipped"] == second["skipped"] == SKIPPED
+    before = None
+    for here, there, skipped in zip(first["parameters"], second["parameters"], SKIPPED, strict=True):
+        assert torch.isfinite(here).all()
+        assert torch.equal(here, there)
+        assert before is None or torch.equal(here, before) == skipped
+        before = here
