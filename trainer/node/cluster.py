@@ -2,7 +2,8 @@
 
 Ranks read the same options but not the same machine: memory, the store's newest vocabulary and the checkpoints that
 survived may differ. Whatever such a reading decides is agreed first, as the least of what the ranks found, at the price
-of one exchange of 8 bytes a rank.
+of one exchange of 8 bytes a rank. It has a process group of its own, over gloo: it must not meet the tensors of a round
+in the background.
 """
 
 from __future__ import annotations
@@ -40,7 +41,13 @@ class Ranks:
     local_rank: int = 0
     local_size: int = 1
     """Ranks on this machine: they share its memory."""
-    in_cluster: bool = False
+    control: RankedBytes | None = None
+    """Between the ranks, for what they decide."""
+
+    @property
+    def in_cluster(self) -> bool:
+        """Whether there are other ranks."""
+        return self.control is not None
 
     @property
     def instance(self) -> str:
@@ -60,9 +67,9 @@ class Ranks:
         Raises:
             PeerUnavailableError: a rank is gone.
         """
-        if not self.in_cluster:
+        if self.control is None:
             return value
-        found = RankedBytes.of().gather(_NUMBER.pack(value), _NUMBER.size)
+        found = self.control.gather(_NUMBER.pack(value), _NUMBER.size)
         return min(int(_NUMBER.unpack(number)[0]) for number in found)
 
     def any(self, flag: bool) -> bool:
@@ -101,6 +108,7 @@ def joined_cluster(config: RunConfig) -> Iterator[Ranks]:
     timeout = timedelta(seconds=config.collective.round_timeout_s)
     try:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        control = dist.new_group(backend="gloo", timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise TrainerUsageError(f"engine torch: the process group cannot be joined: {error}") from error
     try:
@@ -108,7 +116,7 @@ def joined_cluster(config: RunConfig) -> Iterator[Ranks]:
             rank=dist.get_rank(),
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
             local_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-            in_cluster=True,
+            control=RankedBytes.of(control),
         )
     finally:
         dist.destroy_process_group()

@@ -75,6 +75,7 @@ class Network:
         stopping: Callable[[], bool],
     ) -> None:
         self._fit = fit
+        self._stopping = stopping
         self._config = config
         self._terms = terms
         self._identity = identity
@@ -166,7 +167,7 @@ class Network:
             digest = self._book.state_to_adopt()
             if digest is not None:
                 try:
-                    return self._loop.run(self._fetch(digest), self._config.collective.round_timeout_s + _FETCH_SLACK_S)
+                    return self._fetched(digest, stop)
                 except StateTransferError as error:
                     logger.warning("state %s: %s", digest[:12], error)
                 except IncompatiblePeerError as error:
@@ -175,6 +176,24 @@ class Network:
                 return None
             time.sleep(_REFRESH_S)
         return None
+
+    def _fetched(self, digest: str, stop: Callable[[], bool]) -> SharedState | None:
+        """A state, or None if the node is asked to stop before it has come; what has come of it is kept.
+
+        Raises:
+            StateTransferError: it was not fetched.
+            IncompatiblePeerError: it does not fit this node.
+        """
+        timeout_s = self._config.collective.round_timeout_s + _FETCH_SLACK_S
+        deadline_s = time.monotonic() + timeout_s
+        fetching = self._loop.spawn(self._fetch(digest))
+        while not concurrent.futures.wait([fetching], _REFRESH_S).done:
+            if stop() or time.monotonic() > deadline_s:
+                fetching.cancel()
+                if stop():
+                    return None
+                raise StateTransferError(f"expected it within {timeout_s:.0f} s, found the network side busy or stuck")
+        return fetching.result()
 
     def stop(self) -> None:
         """Leaves: announces nothing more, ends rounds and connections."""
@@ -297,9 +316,9 @@ class Network:
 
     def _wait_for_peers(self, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
-        while not self._book.announcements and time.monotonic() < deadline_s:
+        while not self._book.announcements and time.monotonic() < deadline_s and not self._stopping():
             time.sleep(0.1)
-        if not self._book.announcements:
+        if not self._book.announcements and not self._stopping():
             logger.warning(
                 "none of %s answers yet; training begins alone, and joins the others when they are found",
                 ", ".join(self._config.discovery.initial_peers),

@@ -59,8 +59,8 @@ def run_node(config: RunConfig, line: ProgressLine, stop: StopRequest) -> None:
         ranks = stack.enter_context(joined_cluster(config))
         _seed_generators(ranks.own(config))
         node = _build(config, ranks, line, stop, stack)
-        node.begin()
         with stop.on_signals():
+            node.begin()
             node.run()
 
 
@@ -106,7 +106,6 @@ def _build(config: RunConfig, ranks: Ranks, line: ProgressLine, stop: StopReques
     stack.enter_context(watch)
     if network is not None:
         stack.callback(network.stop)
-        network.start(watch)
     return Node(
         config=config,
         ranks=ranks,

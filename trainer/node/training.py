@@ -65,7 +65,13 @@ class Node:
     _store_has_grown: bool = False
 
     def begin(self) -> None:
-        """Takes up the others' state, if there are others, and tells them one's own."""
+        """Goes among the others, if there are any: takes up their state, and tells them one's own.
+
+        Raises:
+            TrainerError: the port is taken, or the others train something else.
+        """
+        if self.network is not None:
+            self.network.start(self.watch)
         self.watch.set_shards(self.dataset.shards)
         if self.network is not None and self.replica.diloco is not None:
             self.network.publish(self.replica.diloco.shared_state())
@@ -82,14 +88,14 @@ class Node:
         try:
             while not self._is_done():
                 self._step()
+            if self._may_drain():  # Else the round under way is saved as such, and begun again.
+                self._after_round(self.replica.strategy.drain())
         except PeerUnavailableError as error:
             if not (self.ranks.in_cluster and self.stop()):
                 raise
             # Half a round is worth no checkpoint: the ranks go on from the one before.
             logger.warning("the other ranks stopped first: %s", error)
             return
-        if not self.stop():  # Else the round under way is saved as such, and begun again.
-            self._after_round(self.replica.strategy.drain())
         self.save(wait=True)
 
     def save(self, *, wait: bool = False) -> None:
@@ -113,15 +119,22 @@ class Node:
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def _is_done(self) -> bool:
-        if self.config.max_steps and self.replica.inner.step_index >= self.config.max_steps:
+        if self._has_all_steps():
             return True
         if self.config.strategy == "ddp":  # No rank may wait for the gradients of one that has left.
             return self.ranks.any(self.stop())
         return self.stop()
 
+    def _has_all_steps(self) -> bool:
+        return 0 < self.config.max_steps <= self.replica.inner.step_index
+
+    def _may_drain(self) -> bool:
+        """Whether all ranks are here, and none was asked to stop: one alone would wait for the others in vain."""
+        return self._has_all_steps() and not self.ranks.any(self.stop())
+
     def _step(self) -> None:
         result = self.replica.inner.step()
-        if not result.skipped:
+        if not result.skipped and math.isfinite(result.loss):  # Under DDP a rank may have had no label that counts.
             self.current_loss = result.loss
         self.watch.observer.step(result, loader_wait_s=self.batches.take_wait_s())
         self.line.step(result)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.trainer_command import TrainerCommand
 from tests.support.training_swarm import free_port, wait_until
 from trainer.collective import Terms
 from trainer.config import RunConfig
@@ -127,6 +128,33 @@ def test_states_that_do_not_fit_are_passed_over_and_the_one_that_does_is_taken(
     assert "expected the layout" in told[1]
     fetched = {path.name for path in (tmp_path / "newcomer" / "state" / "test" / "newcomer").iterdir()}
     assert fetched == {it.state_digest for it in listening.others if it.outer_step == 3}
+
+
+def test_a_node_that_is_asked_to_stop_waits_for_no_state(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:
+    donor, donors = begin("donor")
+    donor.publish(state(3))
+    donor.settle(WAIT_S)
+    newcomer, listening = begin("newcomer")
+    wait_until(lambda: any(it.state_digest for it in listening.others), "a state announced")
+    donors.news.clear()
+    donors.go_on.clear()
+    donor.publish(state(4))
+    assert donors.news.wait(WAIT_S)  # From now on the donor hangs.
+    asked = iter([False])
+    try:
+        assert newcomer.catch_up(wait_s=WAIT_S, stop=lambda: next(asked, True)) is None
+    finally:
+        donors.go_on.set()
+    assert not [record for record in caplog.records if record.levelname == "WARNING"], "it gave up by itself"
+
+
+def test_a_node_that_is_stopped_while_it_looks_for_others_saves_and_leaves(trainer: TrainerCommand) -> None:
+    nobody = f"127.0.0.1:{free_port()}"
+    with trainer.running("--node-id", "a", "--initial-peers", nobody, "--set", "rpc.host=127.0.0.1") as node:
+        wait_until(lambda: "answers at" in "".join(node.errors), "the node to look for others", WAIT_S)
+        assert node.stop() == 143
+    assert "answers yet" not in "".join(node.errors)
+    assert trainer.saved("a")["training_rounds"] == 0
 
 
 def test_of_states_that_come_while_one_is_written_the_newest_is_handed_out(begin: Begin) -> None:

@@ -1,0 +1,68 @@
+"""Two ranks at the end of their steps, of which one was asked to stop; and what ranks decide beside a round."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch.distributed as dist
+
+from trainer.config import RunConfig
+from trainer.engine.process_group import RankedBytes
+from trainer.node.cluster import Ranks
+from trainer.node.stopping import StopRequest
+from trainer.node.training import Node
+
+WAIT_S = 20.0
+
+
+class _Unsaved(Node):
+    """A node that writes no checkpoint."""
+
+    def save(self, *, wait: bool = False) -> None: ...
+
+
+def _ranks(rank: int) -> Ranks:
+    return Ranks(rank=rank, control=RankedBytes.of(dist.new_group(backend="gloo")))
+
+
+def end_of_steps(rank: int, num_ranks: int) -> dict[str, list[bool]]:
+    """Whether each rank waited for its round in the background, by who was asked to stop just then."""
+    ranks = _ranks(rank)
+    return {"drained": [_drains(ranks, asked=rank in asked) for asked in ((), (1,), (0, 1))]}
+
+
+def _drains(ranks: Ranks, *, asked: bool) -> bool:
+    drained: list[bool] = []
+    stop = StopRequest()
+    if asked:
+        stop.ask()
+    replica = SimpleNamespace(
+        inner=SimpleNamespace(step_index=5), strategy=SimpleNamespace(drain=lambda: drained.append(True))
+    )
+    parts: dict[str, Any] = dict.fromkeys(
+        ("dataset", "batches", "store", "checkpointer", "watch", "network", "line"), None
+    )
+    config = RunConfig(node_id="pod", engine="torch", max_steps=5)
+    _Unsaved(config=config, ranks=ranks, replica=cast(Any, replica), stop=stop, **parts).run()
+    return bool(drained)
+
+
+def beside_a_round(rank: int, num_ranks: int) -> dict[str, int]:
+    """A round in the background exchanges other bytes while the ranks agree on a number, in another order."""
+    ranks, round_ranks = _ranks(rank), RankedBytes.of()
+    gathered: list[int] = []
+
+    def background() -> None:
+        gathered.extend(len(part) for part in round_ranks.gather(bytes(100), 100))
+
+    exchange = threading.Thread(target=background, daemon=True)
+    if rank == 0:
+        exchange.start()
+        exchange.join(0.2)  # The other rank comes to it later: it waits.
+    least = ranks.least(7 + rank)
+    if rank == 1:
+        exchange.start()
+    exchange.join(WAIT_S)
+    return {"least": least, "gathered": sum(gathered)}

@@ -1,0 +1,19 @@
+"""What the ranks of a cluster decide together: at their end, and beside a round."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.support.node_ranks import beside_a_round, end_of_steps
+from tests.support.rank_group import run_ranks
+
+
+def test_ranks_wait_for_the_last_round_together_or_not_at_all(tmp_path: Path) -> None:
+    """One that alone would wait for it would wait for the others until the round's deadline."""
+    first, second = run_ranks(end_of_steps, 2, tmp_path)
+    assert first["drained"] == second["drained"] == [True, False, False]
+
+
+def test_a_decision_does_not_meet_a_round_in_the_background(tmp_path: Path) -> None:
+    for result in run_ranks(beside_a_round, 2, tmp_path):
+        assert result == {"least": 7, "gathered": 200}
