@@ -4,5 +4,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/venv.sh dev
-# Two processes: most of the tests wait for processes and servers of their own.
-exec python -m pytest -n 2 "$@"
+# Three processes: many of the tests wait for processes and servers of their own.
+exec python -m pytest -n 3 "$@"

@@ -28,7 +28,7 @@ from tests.support.text_store import text_store
 from trainer.checkpoint import load_newest, wallet_id
 from trainer.observe import Event, read_events
 
-__all__ = ["MAX_STEPS", "WAIT_S", "TrainingNode", "TrainingSwarm", "free_port", "wait_until"]
+__all__ = ["MAX_STEPS", "WAIT_S", "TrainingNode", "TrainingSwarm", "check_agreement", "free_port", "wait_until"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -76,6 +76,20 @@ def free_port() -> int:
     raise AssertionError("expected a free port, found 100 taken ones")
 
 
+def check_agreement(nodes: Iterable[TrainingNode], first_step: int, last_step: int) -> None:
+    """All nodes held one state after each of these outer steps, and the rounds that led there were all of theirs."""
+    watched = list(nodes)
+    states = [node.states() for node in watched]
+    for step in range(first_step, last_step + 1):
+        held = {node.name: known.get(step) for node, known in zip(watched, states, strict=True)}
+        assert len(set(held.values())) == 1, f"outer step {step}: {held}"
+        assert None not in held.values(), f"outer step {step}: {held}"
+    for node in watched:
+        members = {int(event.number("outer_step")): event.fields["members"] for event in node.events("round")}
+        for step in range(first_step + 1, last_step + 1):
+            assert {other.peer_id for other in watched} <= set(members[step]), f"{node.name}, outer step {step}"
+
+
 def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
     """Looks ten times a second.
 
@@ -106,8 +120,8 @@ class TrainingNode:
 
     def start(self) -> None:
         """Starts it, or starts it again."""
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GENESIS_CACHE_DIR": str(self._folder / "cache")}
-        environment.pop("GENESIS_TOKEN", None)
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("GENESIS_")}
+        environment |= {"OMP_NUM_THREADS": "1", "GENESIS_CACHE_DIR": str(self._folder / "cache")}
         with self._output_path.open("ab") as output:
             self._process = subprocess.Popen(
                 self._command, cwd=_ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment

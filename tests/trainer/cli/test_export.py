@@ -11,6 +11,8 @@ from tests.support.trainer_here import TrainerHere
 from tests.trainer.cli.conftest import STEPS, TOKEN, Trained
 from tests.trainer.cli.test_trained import saved_model
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
 
 def test_transformers_computes_the_same_logits(trained: Trained, tmp_path: Path) -> None:
     done = trained.command.other(

@@ -22,6 +22,8 @@ from trainer.model import ModelConfig, Transformer, build_model
 from trainer.node.replica import parameters_of
 from trainer.observe import read_events
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
 NATS_UNDER_UNIGRAM = 0.5
 
 

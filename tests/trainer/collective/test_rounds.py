@@ -132,7 +132,7 @@ def test_members_of_another_state_are_told_to_fetch_it_and_the_others_go_on(swar
         assert len(outcome["members"]) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("settings", [{}, {"rule": {"rule": "centered_clip"}, "compression": "int8", "tls": True}])
 def test_one_of_four_dies_or_stops_at_every_place_in_every_part(tmp_path, settings):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.support.trainer_command import TrainerCommand, differences
@@ -11,6 +12,8 @@ from tests.support.trainer_here import TrainerHere
 from trainer.checkpoint import checkpoint_path, wallet_id
 from trainer.config import RunConfig
 from trainer.node.resolving import resolve
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 AUTO = ("--node-id", "a", "--preset", "auto", "--max-steps")
 

@@ -21,7 +21,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 RANKS = ("--engine", "torch", "--node-id", "pod", "--inner-steps", "5", "--set", "checkpoint.every_steps=2")
 STRATEGIES = ["diloco", "ddp"]
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture

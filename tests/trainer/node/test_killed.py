@@ -12,6 +12,8 @@ from tests.support.text_store import text_store
 from tests.support.trainer_command import TrainerCommand, differences
 from tests.support.trainer_here import TrainerHere
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
 STEPS = 24
 ROUNDS = ("--node-id", "a", "--inner-steps", "7", "--accumulation", "2", "--set", "checkpoint.every_steps=3")
 """So that checkpoints, outer steps and the end fall together nowhere but at step 21."""
@@ -63,7 +65,7 @@ def test_a_second_node_of_the_same_wallet_is_refused(trainer: TrainerCommand, he
         assert node.stop() == 143
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize(
     "more",

@@ -10,6 +10,8 @@ import pytest
 
 from trainer.node import StopRequest
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
 
 def send(number: int) -> None:
     os.kill(os.getpid(), number)

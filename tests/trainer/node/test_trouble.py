@@ -12,6 +12,8 @@ from tests.support.trainer_command import TrainerCommand
 from tests.support.trainer_here import TrainerHere
 from trainer.observe import read_events
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
 TEN_MB = 10_000_000
 
 

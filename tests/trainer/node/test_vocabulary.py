@@ -27,6 +27,8 @@ from trainer.node.data import endless, open_dataset
 from trainer.node.replica import Replica
 from trainer.node.vocabulary import lineage_of, within_vocabulary
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
 ROUNDS = ("--node-id", "a", "--inner-steps", "5", "--plateau", "off", "--set", "checkpoint.keep=20")
 ROWS = {"embedding": "weight", "readout": "output.weight"}
 

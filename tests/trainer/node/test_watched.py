@@ -14,6 +14,8 @@ from tests.support.text_store import text_store
 from tests.support.trainer_command import WAIT_S, RunningTrainer, TrainerCommand
 from tests.support.trainer_here import TrainerHere
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
 WATCHED = tuple(option for option in TrainerCommand("", Path()).common if option != "--no-api")
 TOKEN = "let-me-in"
 

@@ -291,7 +291,7 @@ async def test_memory_stays_where_it_was_under_hostile_frames() -> None:
     await _flood_and_measure(3000)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @on_event_loop
 async def test_memory_stays_where_it_was_under_very_many_hostile_frames() -> None:
     await _flood_and_measure(30_000)

@@ -14,6 +14,8 @@ import pytest
 from tests.support.training_actor import ATTACKS, NUM_ROUNDS
 from tests.support.training_cast import Outcome, TrainingCast
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
 RULES = ("trimmed_mean", "median", "krum", "centered_clip")
 TOLERANCE = 1.05
 
@@ -68,7 +70,7 @@ def test_under_the_mean_the_report_says_what_happened(cast: TrainingCast) -> Non
     assert all(dict(report["dropped"]).popitem()[1] == "not finite" for report in poisoned.reports)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("num_members", "num_liars"), [(5, 1), (7, 2)])
 @pytest.mark.parametrize("rule", RULES)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.support.training_swarm import TrainingSwarm
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 NAMES = ("north", "east", "south", "west")
 OUTER_STEPS = 10

@@ -17,6 +17,8 @@ envelope.PROTOCOL_VERSION += 1
 envelope.HEARTBEAT = envelope._PREFIX.pack(envelope.MAGIC, envelope.PROTOCOL_VERSION, 0, 0)
 from trainer.cli.app import run
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
 sys.exit(run(sys.argv[1:]))
 """
 
