@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
+
+# gRPC's own log goes to the terminal unasked; what matters of it comes back as our errors.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from trainer.cli.app import run
 

@@ -230,7 +230,7 @@ class RoundMember:
         """Whether asking somebody else is no use."""
         if error.reason == "behind":
             directory = self._setting.directory
-            return 2 * len(ahead) >= len(directory.peers()) or not directory.holds_most_held_state()
+            return 2 * len(ahead) > len(directory.peers()) or not directory.holds_most_held_state()
         return error.reason in {"state", "late", "few", "full"}
 
     def _failure(self, error: RefusedError) -> RoundFailedError:

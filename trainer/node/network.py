@@ -177,6 +177,13 @@ class Network:
             time.sleep(_REFRESH_S)
         return None
 
+    def is_on_its_own(self, num_members: int) -> bool:
+        """Whether a round of so many was one of few, while most of the others hold a state this node has never had."""
+        if 2 * num_members > 1 + len(self._book.peers()):
+            return False
+        self.settle()
+        return self._book.state_elsewhere() is not None
+
     def _fetched(self, digest: str, stop: Callable[[], bool]) -> SharedState | None:
         """A state, or None if the node is asked to stop before it has come; what has come of it is kept.
 
@@ -265,7 +272,7 @@ class Network:
             return
         shared = self._unpublished.popleft()
         digest = await self._written(shared)
-        self._book.own_state = (shared.outer_step, digest)
+        self._book.hold(shared.outer_step, digest)
         if digest and self._listener is not None:
             self._listener.state(shared.outer_step, digest)
         try:

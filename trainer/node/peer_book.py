@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 
 from trainer.discovery import Announcement
@@ -9,6 +10,8 @@ from trainer.rpc import Peer
 from trainer.state import choose_state
 
 __all__ = ["PeerBook"]
+
+_REMEMBERED_STATES = 64
 
 
 class PeerBook:
@@ -18,6 +21,7 @@ class PeerBook:
         self.announcements: tuple[Announcement, ...] = ()
         self.own_state: tuple[int, str] = (0, "")
         """Outer step and digest of the snapshot this node hands out."""
+        self._held: deque[str] = deque(maxlen=_REMEMBERED_STATES)
         self._terms_digest = terms_digest
         self._misfits: frozenset[str] = frozenset()
         """Digests of states, announced now, that this node cannot take up."""
@@ -52,6 +56,16 @@ class PeerBook:
     def state_to_adopt(self) -> str | None:
         """The digest most nodes hold, if it is not this node's, of those it could take up."""
         return choose_state(self.own_state, (it for it in self.alike() if it.state_digest not in self._misfits))
+
+    def hold(self, outer_step: int, state_digest: str) -> None:
+        """This node hands out another state from now on."""
+        self.own_state = (outer_step, state_digest)
+        self._held.append(state_digest)
+
+    def state_elsewhere(self) -> str | None:
+        """As `state_to_adopt`, but none this node has been at: those who announce such a one only follow later."""
+        digest = self.state_to_adopt()
+        return None if digest in self._held else digest
 
     def holds_most_held_state(self) -> bool:
         """See `trainer.collective.Directory`."""

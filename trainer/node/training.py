@@ -97,6 +97,7 @@ class Node:
             logger.warning("the other ranks stopped first: %s", error)
             return
         self.save(wait=True)
+        logger.info("stopped at step %d; all of it is in %s", self.replica.inner.step_index, self.checkpointer.path)
 
     def save(self, *, wait: bool = False) -> None:
         """Saves everything; a disk that does not take it is reported, and training goes on.
@@ -160,6 +161,11 @@ class Node:
             self.network.publish(diloco.shared_state(), outcome.report.members)
         digest = diloco.state_digest() if diloco is not None and self.network is None else ""
         self.watch.observer.round(outcome.report, outer_step=outcome.outer_step, state_digest=digest)
+        if self.network is not None and self.network.is_on_its_own(len(outcome.report.members)):
+            logger.warning(
+                "most of the others hold another state: this node was cut off from them, and takes up theirs"
+            )
+            self._catch_up(wait_s=0.0)
 
     # -- with the store ------------------------------------------------------------------------------------------------
 

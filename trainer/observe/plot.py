@@ -78,7 +78,7 @@ def _matplotlib_figure() -> Callable[[tuple[float, float]], Figure]:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise TrainerUsageError(
-            f"expected matplotlib to draw with, found none ({error}); run: pip install 'genesis-training[plot]'"
+            f"expected matplotlib to draw with, found none ({error}); run: pip install matplotlib"
         ) from None
 
     def make(size_inches: tuple[float, float]) -> Figure:

@@ -95,6 +95,8 @@ class Links:
         if self._closed:
             raise PeerUnavailableError(f"{peer.address}: expected a running endpoint, found it stopped on this side")
         if key not in self._links:
+            await self._retire_others(key)
+        if key not in self._links:
             self._links[key] = Link(peer, certificate, digest, self._open_channel(peer, certificate))
         self._links.move_to_end(key)
         return self._links[key]
@@ -132,8 +134,17 @@ class Links:
         self._links.clear()
         self._retired.clear()
 
+    async def _retire_others(self, key: tuple[str, str]) -> None:
+        """A node that shows another certificate has restarted: its old channel would try to connect for ever."""
+        for other in [other for other in self._links if other[0] == key[0] and other != key]:
+            link = self._links[other]
+            self._retire(link)
+            if not link.calls:
+                self._retired.discard(link)
+                await link.channel.close()
+
     def _retire(self, link: Link) -> None:
-        """Takes a link out of use; some call is always still on it, and the last of them closes it."""
+        """Takes a link out of use; the last call on it closes it."""
         key = (link.peer.address, link.certificate_sha256)
         if self._links.get(key) is link:
             del self._links[key]
