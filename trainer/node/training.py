@@ -35,6 +35,10 @@ __all__ = ["Node", "ProgressLine"]
 
 logger = logging.getLogger(__name__)
 
+_MOST_STATES = 5
+"""Taken up one after the other: the others may have gone on while their state was on its way, and whoever begins to train
+on an old one comes too late to the next round, and to each one after that."""
+
 
 class ProgressLine(Protocol):
     """Where a person reads how it goes."""
@@ -197,13 +201,16 @@ class Node:
     def _catch_up(self, wait_s: float = 120.0) -> None:
         if self.network is None or self.replica.diloco is None:
             return
-        shared = self.network.catch_up(wait_s=wait_s, stop=self.stop)
-        if shared is not None:
+        for _ in range(_MOST_STATES):
+            shared = self.network.catch_up(wait_s=wait_s, stop=self.stop)
+            if shared is None:
+                break
             self.replica.adopt(shared)
             logger.info("took up the others' state of outer step %d", shared.outer_step)
             self.watch.observer.event("adopted", outer_step=shared.outer_step)
             self.network.publish(self.replica.diloco.shared_state())
             self.save()
+            wait_s = 0.0
         self.network.collective.move_to(self.replica.diloco.round_index)
         self._tell_state()
 

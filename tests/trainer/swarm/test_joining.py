@@ -13,13 +13,15 @@ from tests.support.training_swarm import TrainingSwarm, check_agreement
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
 DONORS = ("north", "east", "south")
-UPLOAD_BYTES_PER_S = 700_000
-"""The state has 15 MB: with three donors it takes 7 s, with two 11."""
+INNER_STEPS = 400
+"""Some 15 s; were a transfer to take longer than that, the others would always be ahead."""
+UPLOAD_BYTES_PER_S = 1_500_000
+"""The state has 15 MB: with three donors it takes 3 s, with two 5."""
 
 
 def test_a_donor_dies_in_mid_transfer(tmp_path: Path) -> None:
     state = {"max_upload_bytes_per_s": UPLOAD_BYTES_PER_S}
-    with TrainingSwarm(tmp_path, state=state, diloco={"inner_steps": 250}) as swarm:
+    with TrainingSwarm(tmp_path, state=state, diloco={"inner_steps": INNER_STEPS}) as swarm:
         swarm.begin(*DONORS)
         swarm.wait_for_step(1, timeout_s=120)
         swarm.begin("late")
@@ -28,7 +30,7 @@ def test_a_donor_dies_in_mid_transfer(tmp_path: Path) -> None:
         found = re.search(r"fetching state ([0-9a-f]+) from (\d+) nodes", late.output())
         assert found is not None
         assert int(found[2]) == len(DONORS)
-        time.sleep(1.0)
+        time.sleep(0.5)
         lost.kill()
         lost.reap()
 
@@ -41,6 +43,6 @@ def test_a_donor_dies_in_mid_transfer(tmp_path: Path) -> None:
         swarm.wait_for_step(together + 1, *(node.name for node in left), timeout_s=150)
         check_agreement(left, together, together + 1)
         # It began where the others were, not at the beginning of the schedule.
-        assert late.events("step")[0].number("step") == 250 * adopted
+        assert late.events("step")[0].number("step") == INNER_STEPS * adopted
         for node in left[:2]:
             assert not node.events("round_failed")
