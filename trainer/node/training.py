@@ -36,8 +36,8 @@ __all__ = ["Node", "ProgressLine"]
 logger = logging.getLogger(__name__)
 
 _MOST_STATES = 5
-"""Taken up one after the other: the others may have gone on while their state was on its way, and whoever begins to train
-on an old one comes too late to the next round, and to each one after that."""
+"""Taken up one after the other: the others may have gone on while their state was on its way, and whoever begins to
+train on an old one comes too late to the next round, and to each one after that."""
 
 
 class ProgressLine(Protocol):
