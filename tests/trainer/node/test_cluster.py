@@ -67,9 +67,11 @@ def test_a_job_that_is_told_to_stop_saves_and_goes_on(cluster: TrainerCommand, s
         job.wait_for("step", 7)
         job.process.send_signal(signal.SIGTERM)  # Which torchrun hands on.
         job.process.wait(WAIT_S)
-    assert f'File "{ROOT}' not in "".join(job.errors)  # It tells of its end with a traceback of its own.
+    errors = "".join(job.errors)
+    assert f'File "{ROOT}' not in errors  # It tells of its end with a traceback of its own.
     reached = [contents["training_rounds"] for contents in saved(cluster)]
-    assert min(reached) >= 7
+    # A rank that waited in a round for one that had left saves nothing: its last checkpoint may be older.
+    assert max(reached) >= 7 and (min(reached) >= 7 or "the other ranks stopped first" in errors), errors
     if strategy == "ddp":
         assert reached[0] == reached[1]
     more = str(max(reached) + 6)
