@@ -52,9 +52,10 @@ def check(cast: TrainingCast, rule: str, attack: str, num_members: int, num_liar
     check_named(outcome, attack)
 
 
-@pytest.mark.parametrize("attack", ["flip", "heavy_flip"])
-def test_one_of_five_under_the_trimmed_mean(cast: TrainingCast, attack: str) -> None:
-    check(cast, "trimmed_mean", attack, 5, 1, clean(cast, "trimmed_mean", 4))
+def test_one_of_five_under_the_trimmed_mean(cast: TrainingCast) -> None:
+    alone = clean(cast, "trimmed_mean", 4)
+    for attack in ("flip", "heavy_flip"):
+        check(cast, "trimmed_mean", attack, 5, 1, alone)
 
 
 def test_under_the_mean_the_report_says_what_happened(cast: TrainingCast) -> None:

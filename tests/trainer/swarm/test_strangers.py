@@ -7,6 +7,8 @@ from pathlib import Path
 from tests.support.text_store import text_store
 from tests.support.training_swarm import TrainingSwarm
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
 RESIDENTS = ("north", "south")
 
 _NEXT_PROTOCOL = """
@@ -16,8 +18,6 @@ from trainer.rpc import envelope
 envelope.PROTOCOL_VERSION += 1
 envelope.HEARTBEAT = envelope._PREFIX.pack(envelope.MAGIC, envelope.PROTOCOL_VERSION, 0, 0)
 from trainer.cli.app import run
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 sys.exit(run(sys.argv[1:]))
 """
