@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.text_store import text_store
 from tests.support.training_swarm import TrainingSwarm
 
