@@ -314,8 +314,9 @@ def test_the_datasets_library_streams_the_same_documents(tmp_path: Path, serve: 
     write_repository(tmp_path / "repository")
     hub = serve(tmp_path / "repository")
     files = ["data/p0.parquet", "train/z10.jsonl.zst", "g.json.gz"]
+    inherited = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     environment = {
-        **os.environ,
+        **inherited,
         "HF_ENDPOINT": hub.endpoint,
         "HF_HOME": str(tmp_path / "home"),
         "HF_HUB_DISABLE_TELEMETRY": "1",

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from tests.support.model_configs import small_config
 from trainer.errors import ExportError
 from trainer.model import ModelConfig, Transformer, build_model, export_hf, grow_vocabulary
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 _MERGES = [(114 + 10, 111), (266, 118), (42, 126)]
 _NUM_IDS = FIRST_MERGE_ID + len(_MERGES)
 _ROWS = 300
