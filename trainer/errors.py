@@ -10,7 +10,13 @@ TrainerError
 ├── CodecError                 encoded numbers that no honest encoder made
 ├── RpcError                   talking to a peer failed
 │   ├── PeerUnavailableError       it does not answer, or fell silent
-│   └── RefusedError               it answered no, and said why
+│   ├── RefusedError               it answered no, and said why
+│   └── MalformedAnswerError       it answered something that is no answer
+├── PipelineError              a micro-batch cannot be taken through a stage
+│   ├── NonFiniteActivationError   it brings or makes values that are not finite
+│   └── StaleGradientError         the weights have moved on too far since its forward pass
+├── BasisError                 a subspace's basis is not the run's, or not orthonormal
+├── LedgerError                the account of the data cannot be kept, or not be believed
 ├── IncompatiblePeerError      the others train another architecture, vocabulary or protocol
 ├── RoundFailedError           a round ended without a result; training goes on from where it was
 │   └── StateBehindError           the others hold another state: theirs has to be fetched first
@@ -21,6 +27,7 @@ TrainerError
 from __future__ import annotations
 
 __all__ = [
+    "BasisError",
     "CheckpointError",
     "CheckpointMismatchError",
     "CodecError",
@@ -28,11 +35,16 @@ __all__ = [
     "DiscoveryError",
     "ExportError",
     "IncompatiblePeerError",
+    "LedgerError",
+    "MalformedAnswerError",
+    "NonFiniteActivationError",
     "NonFiniteTrainingError",
     "PeerUnavailableError",
+    "PipelineError",
     "RefusedError",
     "RoundFailedError",
     "RpcError",
+    "StaleGradientError",
     "StateBehindError",
     "StateTransferError",
     "TrainerError",
@@ -91,6 +103,30 @@ class RefusedError(RpcError):
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
         self.reason = reason
+
+
+class MalformedAnswerError(RpcError):
+    """A peer answered something that is no answer to what was asked."""
+
+
+class PipelineError(TrainerError):
+    """A micro-batch cannot be taken through a stage; what it was to change is as it was."""
+
+
+class NonFiniteActivationError(PipelineError):
+    """An activation, loss or gradient of a micro-batch is not finite; nothing of it was counted."""
+
+
+class StaleGradientError(PipelineError):
+    """The weights have taken too many steps since the forward pass that a gradient belongs to."""
+
+
+class BasisError(TrainerError):
+    """A subspace's basis is not the run's, or its columns are not orthonormal."""
+
+
+class LedgerError(TrainerError):
+    """The account of which data were trained on cannot be kept, or what it says cannot be believed."""
 
 
 class IncompatiblePeerError(TrainerError):

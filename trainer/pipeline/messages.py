@@ -1,0 +1,173 @@
+"""What drivers and workers say to each other about a micro-batch; tensors travel beside these, see `tensors`.
+
+| method            | asks                | tensors there           | tensors back                |
+|-------------------|---------------------|-------------------------|-----------------------------|
+| `stage/forward`   | :class:`ForwardAsk` | input (activation, ids) | output activation           |
+| `stage/backward`  | :class:`BackwardAsk`| input, output's gradient| input's gradient (head: –)  |
+| `stage/tail`      | :class:`TailAsk`    | input, labels           | input's gradient            |
+| `stage/chain`     | :class:`ChainAsk`   | input, labels           | input's gradient (head: –)  |
+| `stage/evaluate`  | :class:`EvaluateAsk`| input, labels (tail)    | output activation (tail: –) |
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field
+
+from trainer.pipeline.micro_batch import MicroBatchKey
+from trainer.pipeline.tensors import Parcel
+from trainer.rpc.messages import Message
+
+__all__ = [
+    "APPLIED",
+    "BACKWARD",
+    "CHAIN",
+    "EVALUATE",
+    "FORWARD",
+    "PROGRESS",
+    "TAIL",
+    "AppliedAnswer",
+    "AppliedAsk",
+    "BackwardAsk",
+    "ChainAsk",
+    "EvaluateAsk",
+    "ForwardAsk",
+    "Hop",
+    "ProgressReport",
+    "StageAnswer",
+    "StageAsk",
+    "StageName",
+    "StageReport",
+    "TailAsk",
+]
+
+FORWARD, BACKWARD, TAIL, CHAIN = "stage/forward", "stage/backward", "stage/tail", "stage/chain"
+EVALUATE, APPLIED, PROGRESS = "stage/evaluate", "stage/applied", "stage/progress"
+
+StageName: TypeAlias = Annotated[str, Field(pattern=r"^(head|tail|body-[1-9][0-9]{0,3})$")]
+Counted: TypeAlias = Annotated[int, Field(ge=0, lt=2**53)]
+Seconds: TypeAlias = Annotated[float, Field(ge=0, le=86_400)]
+Incarnation: TypeAlias = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+"""Drawn by a worker process when it starts: another one at the same address has forgotten what this one was told."""
+
+
+class StageAsk(Parcel):
+    """What every request about a micro-batch has."""
+
+    micro_batch: MicroBatchKey
+    stage: StageName
+    """Whom it is meant for; a worker of another stage refuses it."""
+    num_rows: Annotated[int, Field(ge=1, le=4096)]
+    num_positions: Annotated[int, Field(ge=1, le=2**20)]
+    """Tokens of a row."""
+    answer_within_s: Seconds
+    """From receipt: what is not begun by then need not be, since nobody waits for it."""
+
+
+class ForwardAsk(StageAsk):
+    """Run the stage forward; changes nothing at the worker but its caches."""
+
+
+class BackwardAsk(StageAsk):
+    """Apply the gradient of a micro-batch whose forward pass may have been elsewhere."""
+
+    apply_within_s: Seconds
+    """From receipt: later it must not be applied any more."""
+    forward_version: Counted
+    """The weights its forward pass saw (`StageAnswer.version`)."""
+    num_tokens: Counted
+    """Labels that count, of all its rows: what its gradient is a sum over."""
+
+
+class TailAsk(StageAsk):
+    """Loss, gradient and its application in one."""
+
+    apply_within_s: Seconds
+
+
+class Hop(Message):
+    """Where a chain goes on."""
+
+    stage: StageName
+    peer_id: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    address: Annotated[str, Field(min_length=3, max_length=262)]
+    certificate_pem: Annotated[str, Field(max_length=4096)] = ""
+
+
+class ChainAsk(StageAsk):
+    """Run forward, let the next hops do the rest, apply the gradient that comes back."""
+
+    apply_within_s: Seconds
+    route: Annotated[tuple[Hop, ...], Field(max_length=256)]
+    """The stages after this one, the next first; empty at the tail."""
+
+
+class EvaluateAsk(StageAsk):
+    """The loss of held-out data, stage by stage; nothing is applied or kept."""
+
+
+class StageAnswer(Parcel):
+    """What every answer about a micro-batch has."""
+
+    incarnation: Incarnation
+    version: Counted
+    """Optimizer steps the weights had behind them that computed it."""
+    num_rows: Counted
+    applied: tuple[StageName, ...] = ()
+    """Stages in which it is counted now, this one and those behind it; empty for a forward pass."""
+    applied_number: Counted = 0
+    """How many micro-batches this worker has applied, this one included."""
+    shared_through: Counted = 0
+    """Of them, the first so many are in a state that outlives the worker (committed with others, or on disk)."""
+    loss_sum: float | None = None
+    """Tail: the sum of the losses of the labels that count."""
+    num_tokens: Counted = 0
+    """Tail: how many labels counted."""
+    compute_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0
+    """Time in the stage's own arithmetic, without queues and wires; of a chain: this stage's alone."""
+    queue_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0
+
+
+class AppliedAsk(Message):
+    """Which of these micro-batches are counted here?"""
+
+    micro_batches: Annotated[tuple[MicroBatchKey, ...], Field(max_length=1024)]
+    refuse_from_now: bool = False
+    """Also refuse to apply those that are not: whoever holds their lease now gives them to somebody else."""
+
+
+class AppliedAnswer(Message):
+    """Those that are, and who says so."""
+
+    incarnation: Incarnation
+    micro_batches: Annotated[tuple[MicroBatchKey, ...], Field(max_length=1024)]
+
+
+class ProgressReport(Message):
+    """How far a worker is with its stage's step: asked and answered among the workers of a stage."""
+
+    incarnation: Incarnation
+    version: Counted
+    """Optimizer steps taken."""
+    num_tokens: Counted
+    """Accumulated towards the next one."""
+    joining: bool = False
+
+
+class StageReport(Message):
+    """What a worker's announcement says of its stage, for drivers and for whoever chooses a stage."""
+
+    uid: Annotated[str, Field(pattern=r"^(head|tail|body[1-9][0-9]{0,3})\.0\.[1-9][0-9]{0,5}$")]
+    incarnation: Incarnation
+    status: Literal["joining", "serving", "leaving"]
+    """Micro-batches are sent to workers that serve only."""
+    version: Counted = 0
+    num_tokens: Counted = 0
+    """Accumulated towards the next step."""
+    queued: Counted = 0
+    """Requests waiting."""
+    rows_per_s: Annotated[float, Field(ge=0, lt=1e12)] = 0.0
+    """What it gets done, forward and backward, while it has work; 0: not known yet."""
+    busy: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the last while in which it computed: how much its stage needs help."""
