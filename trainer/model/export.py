@@ -215,6 +215,8 @@ def _write(
         for name, body in documents.items():
             (folder / name).write_bytes(body)
         save_torch_state_dict(weights, folder, max_shard_size=max_file_bytes)
+        for file in folder.iterdir():  # Some are written as private temporary files.
+            file.chmod(0o644)
         folder.chmod(0o755)
         folder.replace(out_dir)
     finally:

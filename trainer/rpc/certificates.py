@@ -85,6 +85,8 @@ async def fetch_certificate(host: str, port: int, timeout_s: float) -> bytes:
     try:
         async with asyncio.timeout(timeout_s):
             _, writer = await asyncio.open_connection(host, port, ssl=context)
+    except ConnectionRefusedError:
+        raise PeerUnavailableError(f"{host}:{port} refuses connections: nothing listens there (any more)") from None
     except (OSError, TimeoutError, ssl.SSLError) as error:
         reason = str(error) or f"no answer in {timeout_s:g} s"
         raise PeerUnavailableError(f"{host}:{port} shows no TLS certificate ({reason})") from None
