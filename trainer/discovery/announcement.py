@@ -4,6 +4,9 @@ An announcement says where its node is reached (address and TLS certificate), wh
 by, and how far it is. On the wire it is canonical JSON, ``{"announcement": {…}, "signature": "<hex>"}``; the signature
 is ed25519 over a domain prefix and the canonical JSON of the inner object, by the key that is the node's `peer_id`.
 
+What only workers of a pipeline say, their stage and where they file it, is left out of the wire form where there is
+none: nodes that know nothing of stages and those that do understand each other, as long as nobody speaks of one.
+
 Guarantees: what `verify_announcement` returns was signed by the node it speaks of, for this run, is alive by our
 clock, and is at most `MAX_WIRE_BYTES` long; there is exactly one spelling of it, so equal bytes mean equal content.
 The trade-off: the certificate travels in each one (0.7 of about 1.6 kB), which saves a trusted exchange of its own.
@@ -14,10 +17,11 @@ from __future__ import annotations
 import re
 from typing import Annotated, Self
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field, JsonValue, ValidationError, model_validator
 
 from manifests.spelling import canonical_json
 from trainer.errors import DiscoveryError
+from trainer.pipeline.report import StageReport
 from trainer.rpc.identity import Identity, verify_signature
 from trainer.rpc.messages import Message, Peer
 
@@ -97,8 +101,18 @@ class Announcement(Message):
     tokens_per_s: Annotated[float, Field(ge=0, lt=1e15)] = 0.0
     shards: Annotated[tuple[Counted, ...], Field(max_length=256)] = ()
     """Ids of the data shards the node trains on."""
+    stage: StageReport | None = None
+    """Workers of a pipeline: the stage it holds and how it stands there."""
+    filed_under: Annotated[str, Field(pattern=r"^(|(head|tail|body[1-9][0-9]{0,3})\.0)$")] = ""
+    """Workers, in a DHT that is partitioned by stage: the partition this is for (`partition.StagePartitions`)."""
     sent_at: Instant = 0.0
     expires_at: Instant = 0.0
+
+    @model_validator(mode="after")
+    def _only_workers_are_filed_by_stage(self) -> Self:
+        if self.filed_under and self.stage is None:
+            raise ValueError("expected a stage where it says which stages it is filed under")
+        return self
 
     def peer(self) -> Peer:
         """Where to reach the node."""
@@ -107,6 +121,15 @@ class Announcement(Message):
     def stamped(self, now: float, lifetime_s: float) -> Self:
         """The same, said at ``now`` and good for ``lifetime_s`` seconds."""
         return self.model_copy(update={"sent_at": float(now), "expires_at": float(now) + lifetime_s})
+
+
+def _content(announcement: Announcement) -> dict[str, JsonValue]:
+    """What is signed."""
+    content: dict[str, JsonValue] = announcement.model_dump(mode="json")
+    for name in ("stage", "filed_under"):
+        if not content[name]:
+            del content[name]
+    return content
 
 
 class _Envelope(Message):
@@ -131,7 +154,7 @@ def sign_announcement(announcement: Announcement, identity: Identity) -> bytes:
         raise DiscoveryError(
             f"expected to announce {identity.peer_id[:16]}…, whose key this is, found {announcement.peer_id[:16]}…"
         )
-    content = announcement.model_dump(mode="json")
+    content = _content(announcement)
     signature = identity.sign(_DOMAIN + canonical_json(content)).hex()
     wire = canonical_json({"announcement": content, "signature": signature})
     if len(wire) > MAX_WIRE_BYTES:
@@ -173,7 +196,7 @@ def verify_announcement(
         place = ".".join(str(part) for part in first["loc"])
         raise AnnouncementRefusedError("malformed", f"not an announcement: {place}: {first['msg']}") from None
     announcement = envelope.announcement
-    content = announcement.model_dump(mode="json")
+    content = _content(announcement)
     if canonical_json({"announcement": content, "signature": envelope.signature}) != wire:
         raise AnnouncementRefusedError("malformed", "expected canonical JSON, found another spelling of it")
     if announcement.expires_at <= now and not allow_expired:

@@ -11,11 +11,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, TypeAlias
 
 from pydantic import Field
 
 from trainer.pipeline.micro_batch import MicroBatchKey
+from trainer.pipeline.report import Counted, Incarnation, StageName, StageReport
 from trainer.pipeline.tensors import Parcel
 from trainer.rpc.messages import Message
 
@@ -31,9 +32,11 @@ __all__ = [
     "AppliedAsk",
     "BackwardAsk",
     "ChainAsk",
+    "Counted",
     "EvaluateAsk",
     "ForwardAsk",
     "Hop",
+    "Incarnation",
     "ProgressReport",
     "StageAnswer",
     "StageAsk",
@@ -45,11 +48,7 @@ __all__ = [
 FORWARD, BACKWARD, TAIL, CHAIN = "stage/forward", "stage/backward", "stage/tail", "stage/chain"
 EVALUATE, APPLIED, PROGRESS = "stage/evaluate", "stage/applied", "stage/progress"
 
-StageName: TypeAlias = Annotated[str, Field(pattern=r"^(head|tail|body-[1-9][0-9]{0,3})$")]
-Counted: TypeAlias = Annotated[int, Field(ge=0, lt=2**53)]
 Seconds: TypeAlias = Annotated[float, Field(ge=0, le=86_400)]
-Incarnation: TypeAlias = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
-"""Drawn by a worker process when it starts: another one at the same address has forgotten what this one was told."""
 
 
 class StageAsk(Parcel):
@@ -153,21 +152,3 @@ class ProgressReport(Message):
     num_tokens: Counted
     """Accumulated towards the next one."""
     joining: bool = False
-
-
-class StageReport(Message):
-    """What a worker's announcement says of its stage, for drivers and for whoever chooses a stage."""
-
-    uid: Annotated[str, Field(pattern=r"^(head|tail|body[1-9][0-9]{0,3})\.0\.[1-9][0-9]{0,5}$")]
-    incarnation: Incarnation
-    status: Literal["joining", "serving", "leaving"]
-    """Micro-batches are sent to workers that serve only."""
-    version: Counted = 0
-    num_tokens: Counted = 0
-    """Accumulated towards the next step."""
-    queued: Counted = 0
-    """Requests waiting."""
-    rows_per_s: Annotated[float, Field(ge=0, lt=1e12)] = 0.0
-    """What it gets done, forward and backward, while it has work; 0: not known yet."""
-    busy: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the last while in which it computed: how much its stage needs help."""
