@@ -86,7 +86,8 @@ class VerifyStatus(_Part):
     """Is training working?"""
 
     training_verified: bool = Field(
-        description="The latest losses are finite and below the first ones by more than their noise."
+        description="The latest losses are finite and below the first ones by more than their noise, and where there "
+        "are others most rounds were made with them."
     )
     reasons: tuple[str, ...] = Field(description="What speaks against it; empty if verified.")
     hash_agreement_rate: float | None = Field(

@@ -29,6 +29,8 @@ _MAX_NODES_SHOWN = 256
 _SPEED_STEPS = 50
 _MIN_STEPS = 2 * FIRST_LOSSES
 """Before that many losses, the latest are still among the first."""
+_MIN_ROUNDS = 4
+"""Fewer attempted rounds say nothing of being cut off."""
 
 
 class TrainingTracker:
@@ -276,6 +278,11 @@ def _reasons_against(seen: _Seen) -> tuple[str, ...]:
         reasons.append("the latest losses are not below the first ones by more than their noise")
     if seen.was_applied and 2 * sum(seen.was_applied) < len(seen.was_applied):
         reasons.append("most of the latest steps were skipped: loss or gradient is not finite")
+    if seen.sync.num_attempted >= _MIN_ROUNDS and 2 * seen.sync.num_succeeded < seen.sync.num_attempted:
+        reasons.append(
+            f"of the latest {seen.sync.num_attempted} rounds {seen.sync.num_succeeded} had another node's work in them: "
+            "this node trains, but mostly apart from the others"
+        )
     return tuple(reasons)
 
 

@@ -211,6 +211,16 @@ def test_rounds_with_others_known_count_as_attempts(tracker, clock):
     assert tracker.status().sync_success_rate == 100.0  # Of the latest hundred.
 
 
+def test_a_node_that_trains_apart_from_the_others_is_not_verified(tracker):
+    train(tracker, learning(400))
+    tracker.peers([Announced(peer_id="b", node_id="b")])
+    for index in range(4):
+        tracker.add_round(Report(members=(ME,)), outer_step=index + 1, state_digest="d")
+    status = tracker.status()
+    assert (status.training_verified, status.sync_success_rate) == (False, 0.0)
+    assert "apart from the others" in status.reasons[0]
+
+
 def test_memory_does_not_grow_with_peers(tracker):
     tracker.peers([Announced(f"{number:064x}", expires_at=1e12 + number) for number in range(5_000)])
     status = tracker.status()
