@@ -1,4 +1,4 @@
-"""What passes between the keeper of the account and a driver's routing: micro-batches one way, what became of them back.
+"""What passes between the account of the data and a driver's routing: micro-batches, and what became of them.
 
 The routing knows a `Work` and nothing of leases, files or other drivers; the account knows settlements and nothing of
 workers' queues. Both can therefore be tried alone, and a run on one machine needs no keeper process.
@@ -23,7 +23,7 @@ from trainer.pipeline.messages import Counted, Incarnation, StageName
 from trainer.pipeline.micro_batch import MicroBatchId, MicroBatchKey
 from trainer.rpc.messages import Message
 
-__all__ = ["LossReason", "MicroBatch", "Settlement", "StageCredit", "Work", "boottime_s"]
+__all__ = ["LeaseTerm", "LossReason", "MicroBatch", "Settlement", "StageCredit", "Work", "boottime_s"]
 
 LossReason: TypeAlias = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,47}$")]
 """Why a micro-batch is lost, one word for counters: ``unclear``, ``refused``, ``attempts``, ``driver-lost``, …"""
@@ -32,6 +32,14 @@ LossReason: TypeAlias = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,47}$")
 def boottime_s() -> float:
     """Seconds on CLOCK_BOOTTIME: goes on while the process is stopped and the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+@dataclass(slots=True, eq=False)
+class LeaseTerm:
+    """How long a lease lasts; shared by all its micro-batches, and put off whenever it is renewed."""
+
+    send_before_s: float
+    """On CLOCK_BOOTTIME (`boottime_s`)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,9 +51,15 @@ class MicroBatch:
     """int64[B, T]."""
     labels: Tensor
     """int64[B, T], each id the one after its input."""
-    send_before_s: float
-    """On CLOCK_BOOTTIME (`boottime_s`): from then on nothing of it may be sent, and no worker asked to apply it; the
-    time a worker is given (`apply_within_s`) has to end before it too."""
+    term: LeaseTerm
+
+    @property
+    def send_before_s(self) -> float:
+        """On CLOCK_BOOTTIME: from then on nothing of it may be sent; `apply_within_s` has to end before it too.
+
+        It moves on while the lease is renewed, so it is read before each sending.
+        """
+        return self.term.send_before_s
 
     @property
     def key(self) -> MicroBatchKey:
