@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from manifests import FIRST_MERGE_ID, MAX_VOCABULARY
-from trainer.diloco import FlatLayout, FragmentPlan, synchronised_parameters
+from trainer.diloco import FlatLayout, FragmentPlan, SharedState, synchronised_parameters
 from trainer.errors import IncompatiblePeerError
 from trainer.model import VOCAB_STEP, ModelConfig, Transformer, rows_for
-from trainer.node.shared_files import VECTORS, check_meta
+from trainer.node.shared_files import VECTORS, check_meta, from_snapshot, snapshot_meta, snapshot_tensors
 from trainer.state import Descriptor, Expectation
+from trainer.state.descriptor import Meta
 
 __all__ = ["StateFit", "state_layout"]
 
@@ -44,6 +47,20 @@ class StateFit:
     shape: ModelConfig
     num_fragments: int
     max_bytes: int
+
+    def outer_step(self, shared: SharedState) -> int:
+        """See `trainer.node.state_form.StateForm`."""
+        return shared.outer_step
+
+    def pack(self, shared: SharedState) -> tuple[Meta, Mapping[str, Tensor]] | None:
+        """As a snapshot; first weights have no vote, or two newcomers would outvote the one node that has trained."""
+        if not shared.outer_step and not shared.fragment:
+            return None
+        return snapshot_meta(shared), snapshot_tensors(shared)
+
+    def unpack(self, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SharedState:
+        """See `trainer.node.state_form.StateForm`."""
+        return from_snapshot(meta, tensors)
 
     def expectation(self, descriptor: Descriptor) -> Expectation:
         """What exactly a state of this descriptor has to be.

@@ -12,25 +12,25 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from trainer.collective import PeerCollective, Terms
 from trainer.config import RunConfig
-from trainer.diloco import SharedState
 from trainer.discovery import Announcement, open_discovery
 from trainer.errors import IncompatiblePeerError, StateTransferError, TrainerError
-from trainer.node.fitting import StateFit
 from trainer.node.loop_thread import LoopThread
-from trainer.node.peer_book import PeerBook, peer_of
+from trainer.node.peer_book import PeerBook, StateChoice, peer_of
 from trainer.node.progress import Progress
-from trainer.node.shared_files import from_snapshot, snapshot_meta, snapshot_tensors
+from trainer.node.state_form import StateForm
 from trainer.node.strangers import check_fit, register_terms
 from trainer.rpc import Endpoint, Identity
-from trainer.state import StateDonor, fetch_descriptor, fetch_state, write_snapshot
+from trainer.state import StateDonor, choose_state, fetch_descriptor, fetch_state, write_snapshot
 
 __all__ = ["Network"]
 
 logger = logging.getLogger(__name__)
+
+S = TypeVar("S")
 
 _REFRESH_S = 0.5
 _FIRST_PEERS_S = 15.0
@@ -53,7 +53,7 @@ class Listener(Protocol):
         """Others can fetch this state from now on."""
 
 
-class Network:
+class Network(Generic[S]):
     """One node among others.
 
     Args:
@@ -61,8 +61,9 @@ class Network:
         identity: the node's key.
         terms: what all must have in common.
         vocabulary_rows: the most rows of vocabulary this node could have now.
-        fit: what states this node can take up.
+        form: of the state that is handed out, and what states this node can take up.
         stopping: whether the node has been asked to stop.
+        choose: which of the others' states is to be taken up.
     """
 
     def __init__(
@@ -71,10 +72,11 @@ class Network:
         identity: Identity,
         terms: Terms,
         vocabulary_rows: Callable[[], int],
-        fit: StateFit,
+        form: StateForm[S],
         stopping: Callable[[], bool],
+        choose: StateChoice = choose_state,
     ) -> None:
-        self._fit = fit
+        self._form = form
         self._stopping = stopping
         self._config = config
         self._terms = terms
@@ -83,10 +85,10 @@ class Network:
         self._loop = LoopThread("genesis-network")
         self._endpoint = Endpoint(self._identity, config.run_id, config.rpc)
         self._discovery = open_discovery(self._endpoint, config.discovery)
-        self._book = PeerBook(terms.digest())
+        self._book = PeerBook(terms.digest(), choose)
         self._listener: Listener | None = None
         self._members: tuple[str, ...] = ()
-        self._unpublished: deque[SharedState] = deque(maxlen=1)
+        self._unpublished: deque[S] = deque(maxlen=1)
         """The newest state that is not being written yet; an older one gives way, or a slow disk would pile them up."""
         self._publishing: concurrent.futures.Future[None] | None = None
         self._refreshing: asyncio.Task[None] | None = None
@@ -107,6 +109,25 @@ class Network:
     def peer_id(self) -> str:
         """This node's key."""
         return self._identity.peer_id
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The node's door; further answers are registered before `start`."""
+        return self._endpoint
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Where everything that talks to others lives."""
+        return self._loop.loop
+
+    @property
+    def announcements(self) -> tuple[Announcement, ...]:
+        """All others there are now."""
+        return self._book.announcements
+
+    def alike(self) -> list[Announcement]:
+        """Of them, those that train by this node's terms."""
+        return self._book.alike()
 
     @property
     def state_digest(self) -> str:
@@ -138,7 +159,7 @@ class Network:
             self._wait_for_peers(_FIRST_PEERS_S)
             self._loop.run(check_fit(self._endpoint, self._terms, self._book, self._config), 60.0)
 
-    def publish(self, shared: SharedState, members: tuple[str, ...] = ()) -> None:
+    def publish(self, shared: S, members: tuple[str, ...] = ()) -> None:
         """Hands out this state from now on, once it is written: in the background, unless a newer one comes before."""
         self._members = members
         self._unpublished.append(shared)
@@ -153,7 +174,7 @@ class Network:
         except TimeoutError:
             logger.warning("this node's state is not written after %.0f s; is the disk hanging?", timeout_s)
 
-    def catch_up(self, *, wait_s: float = _CATCH_UP_S, stop: Callable[[], bool] = lambda: False) -> SharedState | None:
+    def catch_up(self, *, wait_s: float = _CATCH_UP_S, stop: Callable[[], bool] = lambda: False) -> S | None:
         """The state most others hold, fetched from them; None where this node holds it already.
 
         Args:
@@ -184,7 +205,7 @@ class Network:
         self.settle()
         return self._book.state_elsewhere() is not None
 
-    def _fetched(self, digest: str, stop: Callable[[], bool]) -> SharedState | None:
+    def _fetched(self, digest: str, stop: Callable[[], bool]) -> S | None:
         """A state, or None if the node is asked to stop before it has come; what has come of it is kept.
 
         Raises:
@@ -247,6 +268,7 @@ class Network:
                 loss=progress.loss,
                 tokens_per_s=progress.tokens_per_s,
                 shards=progress.shards[:256],
+                stage=progress.stage,
             )
         )
 
@@ -272,25 +294,25 @@ class Network:
             return
         shared = self._unpublished.popleft()
         digest = await self._written(shared)
-        self._book.hold(shared.outer_step, digest)
+        outer_step = self._form.outer_step(shared)
+        self._book.hold(outer_step, digest)
         if digest and self._listener is not None:
-            self._listener.state(shared.outer_step, digest)
+            self._listener.state(outer_step, digest)
         try:
             await self._announce()
         except TrainerError as error:
             logger.warning("discovery: %s", error)
 
-    async def _written(self, shared: SharedState) -> str:
+    async def _written(self, shared: S) -> str:
         """Digest of the snapshot of a state; empty where others are not to have it, or cannot."""
-        if not shared.outer_step and not shared.fragment:
-            # First weights have no vote, or two newcomers would outvote the one node that has trained.
+        packed = self._form.pack(shared)
+        if packed is None:
             return ""
         try:
             descriptor = await asyncio.to_thread(
                 write_snapshot,
                 self._snapshots,
-                snapshot_meta(shared),
-                snapshot_tensors(shared),
+                *packed,
                 keep=self._config.state.keep_snapshots,
             )
         except StateTransferError as error:
@@ -298,13 +320,13 @@ class Network:
             return ""
         return descriptor.digest
 
-    async def _fetch(self, digest: str) -> SharedState:
+    async def _fetch(self, digest: str) -> S:
         donors = [peer_of(found) for found in self._book.alike() if found.state_digest == digest]
         logger.info("fetching state %s from %d nodes", digest[:12], len(donors))
         stall_timeout_s = self._config.state.stall_timeout_s
         descriptor = await fetch_descriptor(self._endpoint, donors, digest, stall_timeout_s=stall_timeout_s)
         try:
-            expectation = self._fit.expectation(descriptor)
+            expectation = self._form.expectation(descriptor)
         except IncompatiblePeerError:
             self._book.pass_over(digest)
             raise
@@ -317,7 +339,7 @@ class Network:
             timeout_s=self._config.collective.round_timeout_s,
             config=self._config.state,
         )
-        return from_snapshot(snapshot.meta, snapshot.tensors)
+        return self._form.unpack(snapshot.meta, snapshot.tensors)
 
     # -- who is there --------------------------------------------------------------------------------------------------
 

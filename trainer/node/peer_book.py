@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from trainer.discovery import Announcement
 from trainer.rpc import Peer
 from trainer.state import choose_state
 
-__all__ = ["PeerBook"]
+__all__ = ["PeerBook", "StateChoice", "peer_of"]
 
 _REMEMBERED_STATES = 64
+
+StateChoice = Callable[[tuple[int, str], Iterable[Announcement]], str | None]
+"""From the state this node holds and the others' announcements: the digest to take up, or None to keep one's own."""
 
 
 class PeerBook:
     """The latest announcements; written by the event loop, read by any thread (one assignment each)."""
 
-    def __init__(self, terms_digest: str) -> None:
+    def __init__(self, terms_digest: str, choose: StateChoice = choose_state) -> None:
+        self._choose = choose
         self.announcements: tuple[Announcement, ...] = ()
         self.own_state: tuple[int, str] = (0, "")
         """Outer step and digest of the snapshot this node hands out."""
@@ -55,7 +59,7 @@ class PeerBook:
 
     def state_to_adopt(self) -> str | None:
         """The digest most nodes hold, if it is not this node's, of those it could take up."""
-        return choose_state(self.own_state, (it for it in self.alike() if it.state_digest not in self._misfits))
+        return self._choose(self.own_state, (it for it in self.alike() if it.state_digest not in self._misfits))
 
     def hold(self, outer_step: int, state_digest: str) -> None:
         """This node hands out another state from now on."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trainer.pipeline.messages import StageReport
+
 __all__ = ["Progress"]
 
 
@@ -18,3 +20,5 @@ class Progress:
     tokens_per_s: float = 0.0
     shards: tuple[int, ...] = ()
     """What it reads in this epoch."""
+    stage: StageReport | None = None
+    """What a worker holds of a pipeline, and how it is doing."""

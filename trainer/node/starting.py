@@ -34,6 +34,7 @@ from trainer.node.watching import Watch
 from trainer.observe import MeteredIterator
 
 if TYPE_CHECKING:
+    from trainer.diloco import SharedState
     from trainer.node.network import Network
 
 __all__ = ["run_node"]
@@ -151,7 +152,7 @@ def _survey(config: RunConfig, ranks: Ranks, stack: ExitStack) -> _Site:
     )
 
 
-def _collective(site: _Site, stop: StopRequest, stack: ExitStack) -> tuple[Collective, Network | None]:
+def _collective(site: _Site, stop: StopRequest, stack: ExitStack) -> tuple[Collective, Network[SharedState] | None]:
     """Whom outer steps are made with, and the side that talks to them, where there is one."""
     config = site.config
     if site.ranks.in_cluster:

@@ -29,6 +29,7 @@ from trainer.observe import MeteredIterator
 from trainer.observe.metrics import CheckpointOutcome
 
 if TYPE_CHECKING:
+    from trainer.diloco import SharedState
     from trainer.node.network import Network
 
 __all__ = ["Node", "ProgressLine"]
@@ -62,7 +63,7 @@ class Node:
     store: StoreWatch
     checkpointer: Checkpointer
     watch: Watch
-    network: Network | None
+    network: Network[SharedState] | None
     line: ProgressLine
     stop: StopRequest
     current_loss: float = math.nan

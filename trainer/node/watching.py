@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from trainer.config import RunConfig
 from trainer.node.progress import Progress
@@ -28,7 +28,7 @@ class Watch:
         stop: asks the node to stop, as the API may.
     """
 
-    def __init__(self, config: RunConfig, network: Network | None, stop: Callable[[], None]) -> None:
+    def __init__(self, config: RunConfig, network: Network[Any] | None, stop: Callable[[], None]) -> None:
         inner_steps = config.diloco.inner_steps if config.strategy == "diloco" else 0
         peer_id = network.peer_id if network is not None else ""
         self.tracker = TrainingTracker(config.node_id, peer_id=peer_id, inner_steps=inner_steps)
