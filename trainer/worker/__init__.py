@@ -1,0 +1,64 @@
+"""The service around a stage: what a worker answers to drivers, when it computes what, and when its stage steps.
+
+    runtime = Runtime(WorkerConfig())
+    service = StageService(endpoint, plan, "body-1", replica, runtime, codec=codec, stepper=stepper)
+    service.register()                       # before endpoint.start()
+    runtime.start()
+
+Guarantees: a micro-batch is counted at most once by a worker, however often, by whomever and over whatever connections
+it is sent; what is answered as counted is counted; nothing is counted later than the request allows, on a clock that
+goes on while the process is stopped. What is malformed is refused by name before it is queued. What drivers can make a
+worker hold is bounded, and a driver that floods waits for itself alone. The event loop is never held for long: there is
+one thread that computes, and two that put tensors into the form of the wire. The trade-off: one thread computes, so a
+worker is one device; two devices are two workers, which the stage's strategy keeps together as it does strangers.
+
+What travels beside the messages of `trainer.pipeline.messages`, by name (`wire.py`):
+
+| tensor          | form                     | in                                                                     |
+|-----------------|--------------------------|------------------------------------------------------------------------|
+| ``ids``         | int32[rows, positions]   | all asks to the head; to others where the codec needs them             |
+| ``activation.N``| the codec's N-th tensor  | asks to body and tail; answers of `stage/forward`                      |
+| ``gradient.N``  | the codec's N-th tensor  | asks of `stage/backward`; answers of backward, tail, chain (head: none)|
+| ``labels``      | int32[rows, positions]   | `stage/tail`, `stage/chain`, `stage/evaluate` of the tail              |
+
+So whoever routes hands on what it gets, under the name it got it, and needs no codec. Backward may leave out
+``activation.N`` (head: ``ids``) where it asks the worker that ran the forward pass; the refusal ``no-input`` asks for it.
+
+Refusals: ``busy`` (queue full; nothing counted), ``malformed``, ``nonfinite``, ``stage`` (another one is here), ``stale``,
+``expired`` (too late or given up; nothing counted), ``already-applied`` (counted, the answer is no longer there),
+``tainted`` (counted too late: this worker drops all it had not stepped with, and is another incarnation from now on),
+``no-input``, ``stopping``; of a chain also ``hop`` (no clear outcome at a later stage: ask again) and ``hop-…`` (refused
+there, nothing counted here), each naming stage and peer.
+
+What brings torch (1 to 2 s) is imported when it is first named.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from trainer.worker.config import WorkerConfig
+
+if TYPE_CHECKING:
+    from trainer.worker.replies import ReplyCache
+    from trainer.worker.runtime import Runtime
+    from trainer.worker.service import StageService
+    from trainer.worker.stepping import StageStepper
+
+__all__ = ["ReplyCache", "Runtime", "StageService", "StageStepper", "WorkerConfig"]
+
+_MODULES = {
+    "ReplyCache": "replies",
+    "Runtime": "runtime",
+    "StageService": "service",
+    "StageStepper": "stepping",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
