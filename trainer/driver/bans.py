@@ -1,0 +1,86 @@
+"""Who gets no work for a while: workers that do not answer, for longer each time, and workers that answer nonsense.
+
+Pure: times are arguments, seconds of any one clock. A worker's failures in a row double its ban from ``ban_s`` up to
+``max_ban_s``; an answer that no honest worker gives costs ``malformed_ban_s`` at once. However many requests fail with
+a worker, what was under way when it was banned counts once: eight requests lost with one worker are one failure.
+
+A restarted worker (another incarnation) is free of the bans of its former life for not answering, and keeps those for
+nonsense: the key, which is what it is known by, is still the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Bans"]
+
+
+@dataclass(slots=True)
+class _Record:
+    failures: int = 0
+    """In a row."""
+    since_s: float = float("-inf")
+    until_s: float = float("-inf")
+    malformed_until_s: float = float("-inf")
+
+
+class Bans:
+    """The bans of one stage's workers.
+
+    Args:
+        ban_s: of a first failure.
+        max_ban_s: the longest of those that double.
+        malformed_ban_s: of an answer that is none.
+    """
+
+    def __init__(self, *, ban_s: float, max_ban_s: float, malformed_ban_s: float) -> None:
+        self._ban_s = ban_s
+        self._max_ban_s = max_ban_s
+        self._malformed_ban_s = malformed_ban_s
+        self._records: dict[str, _Record] = {}
+
+    def failed(self, worker: str, *, asked_s: float, now: float) -> float:
+        """A request to it that was sent at ``asked_s`` has failed; returns until when it is banned."""
+        record = self._records.setdefault(worker, _Record())
+        if asked_s < record.since_s or now < record.until_s:
+            return record.until_s  # It was sent before the ban that its fellows caused.
+        record.failures += 1
+        record.since_s = now
+        record.until_s = now + min(self._max_ban_s, self._ban_s * 2.0 ** min(record.failures - 1, 64))
+        return record.until_s
+
+    def malformed(self, worker: str, *, now: float) -> float:
+        """It answered what no honest worker answers; returns until when it is banned."""
+        record = self._records.setdefault(worker, _Record())
+        record.since_s = now
+        record.malformed_until_s = now + self._malformed_ban_s
+        return record.malformed_until_s
+
+    def succeeded(self, worker: str) -> None:
+        """It answered well: its failures are forgotten, and it is banned no longer for not answering."""
+        record = self._records.get(worker)
+        if record is not None:
+            record.failures, record.until_s = 0, float("-inf")
+
+    def restarted(self, worker: str) -> None:
+        """It is another process than the one that failed."""
+        self.succeeded(worker)
+
+    def until_s(self, worker: str) -> float:
+        """Until when it is banned, or a time that has passed."""
+        record = self._records.get(worker)
+        return float("-inf") if record is None else max(record.until_s, record.malformed_until_s)
+
+    def is_banned(self, worker: str, now: float) -> bool:
+        """Whether it gets no work now."""
+        return now < self.until_s(worker)
+
+    def banned(self, now: float) -> dict[str, float]:
+        """Those banned now, with the seconds that are left."""
+        left = {worker: self.until_s(worker) - now for worker in self._records}
+        return {worker: left_s for worker, left_s in sorted(left.items()) if left_s > 0}
+
+    def tidy(self, now: float, keep: set[str]) -> None:
+        """Forgets those that are neither in ``keep`` nor banned: keys cost nothing, so they must not pile up."""
+        for worker in [worker for worker in self._records if worker not in keep and not self.is_banned(worker, now)]:
+            del self._records[worker]

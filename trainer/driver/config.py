@@ -1,0 +1,68 @@
+"""Options of a driver, with their units; the defaults fit stages of seconds over links of tens of Mbit/s."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from trainer.errors import TrainerUsageError
+
+__all__ = ["DriverConfig", "Routing"]
+
+Routing = Literal["hub", "chain"]
+
+_SECONDS = ("request_timeout_s", "unclear_s", "ban_s", "max_ban_s", "malformed_ban_s", "drain_s", "refresh_s")
+_COUNTS = ("max_in_flight", "max_in_flight_per_worker", "max_attempts")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DriverConfig:
+    """How a driver takes micro-batches through the stages."""
+
+    max_in_flight: int = 8
+    """Micro-batches under way at once; twice the number of stages keeps one-worker stages busy."""
+    max_in_flight_per_worker: int = 4
+    """Of them, at one worker: what its queue hides of the way there, and what is lost with it."""
+    routing: Routing = "hub"
+    """``hub``: every activation comes back here; ``chain``: each worker sends on to the next."""
+    synchronous: bool = False
+    """Send nothing of the next optimizer step before all of this one is counted: step for step as in one process."""
+    request_timeout_s: float = 60.0
+    """Seconds one request to one stage may take; a chain may take so long for each of its stages."""
+    unclear_s: float = 30.0
+    """Seconds in which a worker that may have counted a micro-batch is asked again; after that it is given up as lost.
+    More than the workers take to come back from being stopped for a while."""
+    ban_s: float = 30.0
+    """Seconds a worker that could not be reached gets no work; doubled with each failure in a row."""
+    max_ban_s: float = 3600.0
+    """The longest of these."""
+    malformed_ban_s: float = 3600.0
+    """Seconds a worker gets no work that answered what no honest worker answers."""
+    max_attempts: int = 6
+    """Failures of a micro-batch in one stage after which it is given up; being told to come later is none."""
+    drain_s: float = 20.0
+    """Seconds what is under way may take after `stop`."""
+    refresh_s: float = 0.5
+    """Seconds between two looks at who is there."""
+
+    def __post_init__(self) -> None:
+        """Checks every value.
+
+        Raises:
+            TrainerUsageError: naming the field and its value.
+        """
+        for name in _COUNTS:
+            count: int = getattr(self, name)
+            if count < 1:
+                raise TrainerUsageError(f"driver.{name}: expected 1 or more, found {count}")
+        for name in _SECONDS:
+            value: float = getattr(self, name)
+            if not (math.isfinite(value) and 0 < value <= 86_400):
+                raise TrainerUsageError(f"driver.{name}: expected more than 0 and at most 86400 s, found {value}")
+        if self.routing not in ("hub", "chain"):
+            raise TrainerUsageError(f"driver.routing: expected hub or chain, found {self.routing!r}")
+        if self.max_ban_s < self.ban_s:
+            raise TrainerUsageError(
+                f"driver.max_ban_s: expected at least ban_s ({self.ban_s:g} s), found {self.max_ban_s:g}"
+            )
