@@ -26,9 +26,11 @@ if TYPE_CHECKING:
     from trainer.discovery.config import DiscoveryConfig
     from trainer.discovery.dht import DhtDiscovery
     from trainer.discovery.opening import open_discovery
+    from trainer.discovery.partition import StagePartitions
     from trainer.discovery.protocol import Discovery
     from trainer.discovery.seeding import SeedConfig, seed
     from trainer.discovery.static import StaticDiscovery
+    from trainer.discovery.uids import settled_uid, workers_of
 
 __all__ = [
     "Announcement",
@@ -37,11 +39,14 @@ __all__ = [
     "Discovery",
     "DiscoveryConfig",
     "SeedConfig",
+    "StagePartitions",
     "StaticDiscovery",
     "open_discovery",
     "seed",
+    "settled_uid",
     "sign_announcement",
     "verify_announcement",
+    "workers_of",
 ]
 
 _MODULES = {
@@ -51,11 +56,14 @@ _MODULES = {
     "Discovery": "trainer.discovery.protocol",
     "DiscoveryConfig": "trainer.discovery.config",
     "SeedConfig": "trainer.discovery.seeding",
+    "StagePartitions": "trainer.discovery.partition",
     "StaticDiscovery": "trainer.discovery.static",
     "open_discovery": "trainer.discovery.opening",
     "seed": "trainer.discovery.seeding",
+    "settled_uid": "trainer.discovery.uids",
     "sign_announcement": "trainer.discovery.announcement",
     "verify_announcement": "trainer.discovery.announcement",
+    "workers_of": "trainer.discovery.uids",
 }
 
 

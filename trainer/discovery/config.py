@@ -40,6 +40,12 @@ class DiscoveryConfig:
     dht_client_mode: bool = False
     """Only ask the DHT, serve nothing: for nodes nobody can reach."""
 
+    partition_by_stage: bool = False
+    """Workers of a pipeline are filed in the DHT by stage, so that looking for some does not bring all. The same at all
+    nodes of a run: who looks in one place does not find who files in another."""
+    num_partitions: int = 0
+    """Over how many keys the stages are dealt then, neighbours together; 0: each stage has its own."""
+
     def __post_init__(self) -> None:
         for name in ("announce_interval_s", "poll_interval_s", "request_timeout_s", "max_retry_interval_s"):
             _check_range(name, getattr(self, name), 0.05, 3600.0)
@@ -47,6 +53,11 @@ class DiscoveryConfig:
         _check_range("max_clock_skew_s", self.max_clock_skew_s, 0.0, 3600.0)
         _check_range("max_peers", self.max_peers, 1, 100_000)
         _check_range("dht_port", self.dht_port, 0, 65535)
+        _check_range("num_partitions", self.num_partitions, 0, 10_000)
+        if self.num_partitions and not self.partition_by_stage:
+            raise TrainerUsageError(
+                f"num_partitions: expected 0 without partition_by_stage, found {self.num_partitions}; set that too"
+            )
         if self.announcement_lifetime_s <= self.announce_interval_s:
             raise TrainerUsageError(
                 f"announcement_lifetime_s: expected more than announce_interval_s ({self.announce_interval_s:g}), "

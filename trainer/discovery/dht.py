@@ -4,6 +4,9 @@ Each node files its signed announcement under the run's key and its own peer id,
 seconds. Several seeds may be named; one that answers is enough, and any may come and go. Announcements once seen are
 kept until they expire, so a DHT that is down for less than their lifetime is not noticed.
 
+In a run whose model is cut, workers may be filed by stage (`partition`), so that a worker's look-up brings its own
+stage and the drivers, not all.
+
 What it does not protect from: a DHT node on the way may withhold records from a look-up. It cannot forge, alter or
 age them, and what it withholds is found by the next look-up that goes another way.
 """
@@ -16,15 +19,18 @@ import ipaddress
 import logging
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 from trainer.discovery.announcement import Announcement
 from trainer.discovery.config import DiscoveryConfig
 from trainer.discovery.dht_client import DhtProcess
 from trainer.discovery.dht_messages import DhtSettings
 from trainer.discovery.own_record import OwnRecord
+from trainer.discovery.partition import StagePartitions, dht_key
 from trainer.discovery.peer_table import PeerTable
+from trainer.discovery.protocol import is_asked_for
 from trainer.errors import DiscoveryError
+from trainer.pipeline.names import StageUid
 from trainer.rpc.identity import Identity
 
 __all__ = ["DhtDiscovery", "listen_address"]
@@ -39,9 +45,16 @@ class DhtDiscovery:
         identity: this node's key.
         run_id: whose nodes to find.
         config: seeds, intervals, where to listen.
+        partitions: how the run's stages are dealt over keys; the default: all under one.
     """
 
-    def __init__(self, identity: Identity, run_id: str, config: DiscoveryConfig) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        run_id: str,
+        config: DiscoveryConfig,
+        partitions: StagePartitions = StagePartitions(),
+    ) -> None:
         self.process = DhtProcess(
             DhtSettings(
                 parent_pid=os.getpid(),
@@ -51,7 +64,9 @@ class DhtDiscovery:
                 map_port=not _is_loopback(config.dht_host),
             )
         )
-        self._key = f"{run_id}.peers"
+        self._run_id = run_id
+        self._partitions = partitions
+        self._stages: frozenset[str] | None = None
         self._config = config
         self._table = PeerTable(
             run_id, identity.peer_id, max_peers=config.max_peers, max_clock_skew_s=config.max_clock_skew_s
@@ -76,11 +91,19 @@ class DhtDiscovery:
 
     async def announce(self, announcement: Announcement) -> None:
         """See `Discovery.announce`."""
+        if announcement.stage is not None:
+            label = self._partitions.label(StageUid.parse(announcement.stage.uid).stage)
+            announcement = announcement.model_copy(update={"filed_under": label})
         self._own.set(announcement)
+
+    def look_for(self, stages: Collection[str] | None) -> None:
+        """See `Discovery.look_for`; what other stages' partitions hold is not asked for any more."""
+        self._partitions.labels(stages)
+        self._stages = None if stages is None else frozenset(stages)
 
     async def peers(self) -> tuple[Announcement, ...]:
         """See `Discovery.peers`."""
-        return self._table.announcements()
+        return tuple(found for found in self._table.announcements() if is_asked_for(found, self._stages))
 
     async def close(self) -> None:
         """Ends look-ups and process."""
@@ -113,7 +136,7 @@ class DhtDiscovery:
             return
         announcement, wire = current
         await self.process.store(
-            self._key,
+            dht_key(self._run_id, announcement.filed_under),
             announcement.peer_id,
             wire.decode(),
             announcement.expires_at,
@@ -122,7 +145,19 @@ class DhtDiscovery:
         self._stored = wire
 
     async def _look_up(self) -> None:
-        records, skipped = await self.process.get(self._key, self._config.request_timeout_s)
+        """Looks under all keys that are asked for, at once; what some bring is taken though others fail.
+
+        Raises:
+            DiscoveryError: of one of those that failed.
+        """
+        keys = [dht_key(self._run_id, label) for label in self._partitions.labels(self._stages)]
+        found = await asyncio.gather(*map(self._look_under, keys), return_exceptions=True)
+        for error in found:
+            if error is not None:
+                raise error
+
+    async def _look_under(self, key: str) -> None:
+        records, skipped = await self.process.get(key, self._config.request_timeout_s)
         if skipped:
             self._table.refused["oversized"] += skipped
         for record in records:

@@ -11,12 +11,10 @@ by filing garbage under its id, nor use the seeds to store anything else.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import functools
 import logging
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -33,31 +31,19 @@ from hivemind.utils.serializer import MSGPackSerializer
 
 from trainer.discovery.announcement import AnnouncementRefusedError, verify_announcement
 from trainer.discovery.dht_messages import MAX_RECORDS, MAX_VALUE_BYTES, DhtSettings, Record
+from trainer.discovery.parent import die_with_parent
+from trainer.discovery.partition import dht_key
 from trainer.errors import DiscoveryError
 
-__all__ = ["AnnouncementNode", "AnnouncementValidator", "die_with_parent", "key_of_run"]
+__all__ = ["AnnouncementNode", "AnnouncementValidator"]
 
 logger = logging.getLogger(__name__)
 
 _MAX_CLOCK_SKEW_S = 300.0
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-"""Loaded here, so that nothing is loaded between fork and exec."""
-
-
-def key_of_run(run_id: str) -> str:
-    """The DHT key under which a run's announcements are filed."""
-    return f"{run_id}.peers"
-
-
-def die_with_parent(signal_number: int) -> None:
-    """Has the kernel send this process a signal when its parent ends (Linux; elsewhere nothing)."""
-    if _libc is not None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal_number)
 
 
 class AnnouncementValidator(RecordValidatorBase):  # type: ignore[misc]
-    """Believes a record if it is a signed announcement filed under its own node and run, until it expires.
+    """Believes a record if it is a signed announcement filed under its own node, run and partition, until it expires.
 
     Expired ones pass: hivemind throws those away itself, and refusing one here refuses the whole answer it came in.
     At most `max_records` distinct nodes are let in at a time, so that made-up identities do not fill the memory.
@@ -84,7 +70,7 @@ class AnnouncementValidator(RecordValidatorBase):  # type: ignore[misc]
         except AnnouncementRefusedError as error:
             logger.debug("a DHT record refused: %s", error)
             return False
-        if DHTID.generate(key_of_run(announcement.run_id)).to_bytes() != record.key:
+        if DHTID.generate(dht_key(announcement.run_id, announcement.filed_under)).to_bytes() != record.key:
             return False
         # Otherwise an old record could be filed again with a later time, and stand before the new one.
         if abs(record.expiration_time - announcement.expires_at) > 1e-3:

@@ -31,7 +31,8 @@ from trainer.discovery.dht_messages import (
     StoreRequest,
     request_adapter,
 )
-from trainer.discovery.dht_node import AnnouncementNode, die_with_parent
+from trainer.discovery.dht_node import AnnouncementNode
+from trainer.discovery.parent import die_with_parent
 
 __all__ = ["main"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trainer.discovery.config import DiscoveryConfig
 from trainer.discovery.dht import DhtDiscovery
+from trainer.discovery.partition import StagePartitions
 from trainer.discovery.protocol import Discovery
 from trainer.discovery.static import StaticDiscovery
 from trainer.rpc.endpoint import Endpoint
@@ -11,11 +12,20 @@ from trainer.rpc.endpoint import Endpoint
 __all__ = ["open_discovery"]
 
 
-def open_discovery(endpoint: Endpoint, config: DiscoveryConfig) -> Discovery:
+def open_discovery(endpoint: Endpoint, config: DiscoveryConfig, stages: tuple[str, ...] = ()) -> Discovery:
     """The DHT if the initial peers are seeds' multiaddresses, else peer exchange; not yet started.
 
     With no initial peers at all it is peer exchange that waits to be found.
+
+    Args:
+        endpoint: this node's.
+        config: where to begin, intervals, bounds.
+        stages: all of the run's, in order; none where the model is not cut.
+
+    Raises:
+        TrainerUsageError: there are more partitions than stages.
     """
     if config.uses_dht:
-        return DhtDiscovery(endpoint.identity, endpoint.run_id, config)
+        partitions = StagePartitions(stages, config.num_partitions) if config.partition_by_stage else StagePartitions()
+        return DhtDiscovery(endpoint.identity, endpoint.run_id, config, partitions)
     return StaticDiscovery(endpoint, config.initial_peers, config)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
 from trainer.discovery.announcement import Announcement
+from trainer.pipeline.names import StageUid
 
-__all__ = ["Discovery"]
+__all__ = ["Discovery", "is_asked_for"]
 
 
 class Discovery(Protocol):
@@ -27,10 +29,33 @@ class Discovery(Protocol):
         """
         ...
 
+    def look_for(self, stages: Collection[str] | None) -> None:
+        """Looks for the workers of these stages only, from now on; None, as at first: of all.
+
+        Nodes that hold no stage, such as drivers, are looked for always.
+
+        Args:
+            stages: their names.
+
+        Raises:
+            DiscoveryError: the run has no such stage, as far as this is known here.
+        """
+        ...
+
     async def peers(self) -> tuple[Announcement, ...]:
-        """The other nodes of the run: verified, unexpired, without this one, ordered by peer id; never waits long."""
+        """The other nodes of the run that are looked for, by peer id: verified, unexpired, without this one.
+
+        Never waits long.
+        """
         ...
 
     async def close(self) -> None:
         """Stops announcing and looking; ends what was started."""
         ...
+
+
+def is_asked_for(announcement: Announcement, stages: Collection[str] | None) -> bool:
+    """Whether `Discovery.look_for` these stages, None: all, means this node too."""
+    if stages is None or announcement.stage is None:
+        return True
+    return StageUid.parse(announcement.stage.uid).stage in stages

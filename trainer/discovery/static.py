@@ -16,7 +16,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from trainer.discovery.address_book import AddressBook
 from trainer.discovery.announcement import Announcement
@@ -32,6 +32,7 @@ from trainer.discovery.exchange import (
 )
 from trainer.discovery.own_record import OwnRecord
 from trainer.discovery.peer_table import KnownPeer, PeerTable
+from trainer.discovery.protocol import is_asked_for
 from trainer.errors import RpcError, TrainerUsageError
 from trainer.rpc.endpoint import Endpoint
 from trainer.rpc.messages import Peer, Reply, Request
@@ -69,6 +70,7 @@ class StaticDiscovery:
         )
         self._book = AddressBook(first_pause_s=config.poll_interval_s, max_pause_s=config.max_retry_interval_s)
         self._chance = random.Random(endpoint.identity.peer_id)
+        self._stages: frozenset[str] | None = None
         self._under_way: dict[str, asyncio.Task[None]] = {}
         self._polling: asyncio.Task[None] | None = None
 
@@ -87,9 +89,13 @@ class StaticDiscovery:
         """See `Discovery.announce`."""
         self._own.set(announcement)
 
+    def look_for(self, stages: Collection[str] | None) -> None:
+        """See `Discovery.look_for`; all are exchanged whatever is asked for, so that others learn of them."""
+        self._stages = None if stages is None else frozenset(stages)
+
     async def peers(self) -> tuple[Announcement, ...]:
         """See `Discovery.peers`."""
-        return self._table.announcements()
+        return tuple(found for found in self._table.announcements() if is_asked_for(found, self._stages))
 
     async def close(self) -> None:
         """Stops asking."""

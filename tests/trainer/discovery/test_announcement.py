@@ -21,11 +21,24 @@ from trainer.discovery.announcement import (
     verify_announcement,
 )
 from trainer.errors import DiscoveryError
+from trainer.pipeline.report import StageReport
 from trainer.rpc.identity import Identity
 
 _NOW = 1_800_000_000.0
 _IDENTITY = Identity.create()
 _HEX64 = st.text("0123456789abcdef", min_size=64, max_size=64)
+
+_stages = st.builds(
+    StageReport,
+    uid=st.sampled_from(["head.0.42", "body3.0.55", "tail.0.999999"]),
+    incarnation=st.text("0123456789abcdef", min_size=16, max_size=16),
+    status=st.sampled_from(["joining", "serving", "leaving"]),
+    version=st.integers(0, 2**53 - 1),
+    num_tokens=st.integers(0, 2**53 - 1),
+    queued=st.integers(0, 2**53 - 1),
+    rows_per_s=st.floats(0, 1e11),
+    busy=st.floats(0, 1),
+)
 
 _announcements = st.builds(
     Announcement,
@@ -43,6 +56,7 @@ _announcements = st.builds(
     loss=st.none() | st.floats(allow_nan=False, allow_infinity=False),
     tokens_per_s=st.floats(0, 1e14),
     shards=st.lists(st.integers(0, 10**6), max_size=4).map(tuple),
+    stage=st.none() | _stages,
 )
 
 
@@ -85,6 +99,17 @@ def test_the_longest_announcement_fits() -> None:
         last_round_members=("f" * 64,) * 64,
         loss=-1.2345678901234567e-300,
         shards=(2**53 - 1,) * 256,
+        stage=StageReport(
+            uid="body9999.0.999999",
+            incarnation="f" * 16,
+            status="joining",
+            version=2**53 - 1,
+            num_tokens=2**53 - 1,
+            queued=2**53 - 1,
+            rows_per_s=1.2345678901234567e-300,
+            busy=1.2345678901234567e-300,
+        ),
+        filed_under="body9999.0",
     )
     assert len(sign_announcement(longest.stamped(_NOW, 60.0), _IDENTITY)) <= MAX_WIRE_BYTES
 
@@ -113,6 +138,38 @@ def test_another_spelling_is_refused(wire: bytes) -> None:
 def test_an_unknown_field_is_refused(wire: bytes) -> None:
     value = json.loads(wire)
     value["announcement"]["weight"] = 1e12
+    assert _reason(canonical_json(value)) == "malformed"
+
+
+def test_who_holds_no_stage_says_what_was_said_before_there_were_stages(wire: bytes) -> None:
+    """So that nodes of a run that is not cut understand those of the release before, and are understood."""
+    value = json.loads(wire)
+    assert not {"stage", "filed_under"} & set(value["announcement"])
+    assert _verify(wire).stage is None
+    for name, nothing in (("stage", None), ("filed_under", "")):
+        spelt_out = {**value, "announcement": {**value["announcement"], name: nothing}}
+        assert _reason(canonical_json(spelt_out)) == "malformed"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"stage": {"uid": "head.1.42", "incarnation": "0" * 16, "status": "serving"}},
+        {"stage": {"uid": "body-3.0.42", "incarnation": "0" * 16, "status": "serving"}},
+        {"stage": {"uid": "head.0.42", "incarnation": "0" * 16, "status": "dead"}},
+        {"stage": {"uid": "head.0.42", "incarnation": "0" * 16, "status": "serving", "busy": 1.5}},
+        {"stage": {"uid": "head.0.42", "incarnation": "0" * 16, "status": "serving", "weight": 3}},
+        {"stage": {"uid": "head.0.42", "status": "serving"}},
+        {"filed_under": "head.0"},
+        {
+            "stage": {"uid": "head.0.42", "incarnation": "0" * 16, "status": "serving"},
+            "filed_under": "head.0.peers",
+        },
+    ],
+)
+def test_stages_that_cannot_be_are_refused(wrong: dict[str, object], wire: bytes) -> None:
+    value = json.loads(wire)
+    value["announcement"].update(wrong)
     assert _reason(canonical_json(value)) == "malformed"
 
 

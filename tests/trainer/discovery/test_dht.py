@@ -24,13 +24,20 @@ from trainer.discovery.config import DiscoveryConfig
 from trainer.discovery.dht import DhtDiscovery
 from trainer.discovery.dht_client import DhtProcess
 from trainer.discovery.dht_messages import DhtSettings
+from trainer.discovery.partition import StagePartitions
+from trainer.discovery.uids import settled_uid
 from trainer.errors import DiscoveryError
+from trainer.pipeline.names import StageUid, stage_names
+from trainer.pipeline.report import StageReport
 from trainer.rpc.identity import Identity
 
 _ROOT = Path(__file__).parents[3]
 _START_S = 60.0
 _WITHIN_S = 40.0
 _LISTEN = ("/ip4/127.0.0.1/tcp/0",)
+_STAGES = stage_names(4)
+_DRIVER = "-"
+"""Instead of a worker's name."""
 
 
 def _settings(*initial_peers: str, identity_path: Path | None = None, listen: tuple[str, ...] = _LISTEN) -> DhtSettings:
@@ -56,8 +63,11 @@ async def _process(*initial_peers: str, **options: object) -> AsyncIterator[DhtP
 
 
 @asynccontextmanager
-async def _discovery(name: str, *seeds: str) -> AsyncIterator[DhtDiscovery]:
-    identity = Identity.create()
+async def _discovery(
+    name: str, *seeds: str, uid: str = "", identity: Identity | None = None
+) -> AsyncIterator[DhtDiscovery]:
+    """A node; with ``uid`` a worker of a run of four stages, all nodes of which are filed by stage."""
+    identity = identity or Identity.create()
     config = DiscoveryConfig(
         initial_peers=seeds,
         dht_host="127.0.0.1",
@@ -66,15 +76,23 @@ async def _discovery(name: str, *seeds: str) -> AsyncIterator[DhtDiscovery]:
         poll_interval_s=0.3,
         request_timeout_s=5.0,
     )
-    discovery = DhtDiscovery(identity, "run", config)
+    discovery = DhtDiscovery(identity, "run", config, StagePartitions(_STAGES) if uid else StagePartitions())
     try:
         await discovery.start()
-        await discovery.announce(
-            Announcement(peer_id=identity.peer_id, node_id=name, run_id="run", address="127.0.0.1:4100")
-        )
+        await discovery.announce(_said(identity, name, uid))
         yield discovery
     finally:
         await discovery.close()
+
+
+def _said(identity: Identity, name: str, uid: str) -> Announcement:
+    return Announcement(
+        peer_id=identity.peer_id,
+        node_id=name,
+        run_id="run",
+        address="127.0.0.1:4100",
+        stage=StageReport(uid=uid, incarnation="0" * 16, status="serving") if uid not in ("", _DRIVER) else None,
+    )
 
 
 async def _until_known(discovery: DhtDiscovery, *names: str) -> None:
@@ -108,6 +126,7 @@ def test_records_are_filed_and_found_and_false_ones_are_not(announce: Callable[.
                     ("run.peers", other.peer_id, true, expires_at),  # Under another's id.
                     ("other.peers", me.peer_id, true, expires_at),  # For another run.
                     ("anything", "x", "y", expires_at),  # Storage for strangers.
+                    ("run.head.0", me.peer_id, true, expires_at),  # Among the workers of a stage.
                     ("run.peers", me.peer_id, true.replace(":4100", ":4101"), expires_at),  # Altered.
                     ("run.peers", me.peer_id, true, expires_at + 600),  # Made to last.
                     ("run.peers", me.peer_id, announce(me, sent_at=now, lifetime_s=4000.0).decode(), now + 4000),
@@ -123,7 +142,7 @@ def test_records_are_filed_and_found_and_false_ones_are_not(announce: Callable[.
     asyncio.run(scenario())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_either_of_two_seeds_may_be_down(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with _process(identity_path=tmp_path / "b.id") as b:
@@ -148,6 +167,107 @@ def test_either_of_two_seeds_may_be_down(tmp_path: Path) -> None:
                                 await _until_known(three, "one", "two")
                                 await _until_known(one, "two", "three")
                     await _until_known(one)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_workers_of_a_stage_are_found_without_the_others(tmp_path: Path) -> None:
+    """Two seeds, one of them down from the start, the other killed and started again later."""
+
+    async def scenario() -> None:
+        async with _process(identity_path=tmp_path / "a.id") as a:
+            [address_a] = (await a.status(5.0)).addresses
+        async with _process(identity_path=tmp_path / "b.id") as b:
+            [address_b] = (await b.status(5.0)).addresses
+            seeds = (address_a, address_b)
+            async with (
+                _discovery("head", *seeds, uid="head.0.42") as head,
+                _discovery("body", *seeds, uid="body2.0.55"),
+                _discovery("driver", *seeds, uid=_DRIVER) as driver,
+            ):
+                await _until_known(driver, "head", "body")
+                await _until_known(head, "driver", "body")
+                records, _ = await b.get("run.head.0", 5.0)
+                assert ['"uid":"head.0.42"' in record.value for record in records] == [True]
+                records, _ = await b.get("run.peers", 5.0)
+                assert ['"node_id":"driver"' in record.value for record in records] == [True]
+
+                head.look_for(["head"])
+                driver.look_for(["body-2"])
+                await _until_known(head, "driver")
+                await _until_known(driver, "body")
+                asked = await _keys_asked(head, seconds=1.0)
+                assert asked == {"run.peers", "run.head.0"}
+                with pytest.raises(DiscoveryError, match="expected one of the run's stages"):
+                    head.look_for(["body-7"])
+
+                await b.close()  # No seed is left; who knows each other goes on.
+                await asyncio.sleep(1.0)
+                await _until_known(driver, "body")
+                async with _process(address_b, identity_path=tmp_path / "a.id", listen=(_bare(address_a),)) as again:
+                    assert (await again.status(5.0)).addresses == (address_a,)
+                    async with _discovery("late", *seeds, uid="body2.0.56") as late:
+                        late.look_for(["body-2"])
+                        await _until_known(late, "driver", "body")
+                        await _until_known(driver, "body", "late")
+
+    asyncio.run(scenario())
+
+
+def _bare(address: str) -> str:
+    return address.partition("/p2p/")[0]
+
+
+async def _keys_asked(discovery: DhtDiscovery, seconds: float) -> set[str]:
+    """Under which keys it looks meanwhile."""
+    asked: set[str] = set()
+    get = discovery.process.get
+
+    async def noted(key: str, timeout_s: float) -> object:
+        asked.add(key)
+        return await get(key, timeout_s)
+
+    discovery.process.get = noted  # type: ignore[method-assign, assignment]
+    try:
+        await asyncio.sleep(seconds)
+    finally:
+        discovery.process.get = get  # type: ignore[method-assign]
+    return asked
+
+
+@pytest.mark.long
+def test_workers_that_join_at_once_end_with_distinct_numbers(tmp_path: Path) -> None:
+    """All begin with the same name; each looks again with every look-up, through a real DHT."""
+
+    async def settle(identity: Identity, discovery: DhtDiscovery, uid: StageUid, rounds: int) -> StageUid:
+        for _ in range(rounds):
+            await asyncio.sleep(0.5)
+            found = settled_uid("body-1", identity.peer_id, uid, await discovery.peers())
+            if found != uid:
+                uid = found
+                await discovery.announce(_said(identity, identity.peer_id[:8], str(uid)))
+        return uid
+
+    async def scenario() -> None:
+        async with _process(identity_path=tmp_path / "seed.id") as seed:
+            [address] = (await seed.status(5.0)).addresses
+            identities = [Identity.create() for _ in range(3)]
+            names = [identity.peer_id[:8] for identity in identities]
+            one, two, three = (
+                _discovery(name, address, uid="body1.0.42", identity=identity)
+                for name, identity in zip(names, identities, strict=True)
+            )
+            async with one as first, two as second, three as third:
+                nodes = (first, second, third)
+                for node, name in zip(nodes, names, strict=True):
+                    await _until_known(node, *(other for other in names if other != name))
+                first_name = StageUid("body-1", 42)
+                uids = await asyncio.gather(
+                    *(settle(identity, node, first_name, 10) for identity, node in zip(identities, nodes, strict=True))
+                )
+                assert len(set(uids)) == 3
+                assert uids[names.index(min(names))] == first_name
 
     asyncio.run(scenario())
 
