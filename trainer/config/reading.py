@@ -1,7 +1,8 @@
 """From plain values (YAML, command line) to configuration dataclasses, and back.
 
 Strict where it helps: an unknown name is an error that suggests the nearest known one, a value of the wrong type says
-which field, what was expected and what was found. Lenient where YAML is odd: ``3e-4`` is text to it, and a number here.
+which field, what was expected and what was found. Lenient where YAML is odd: ``3e-4`` is text to it, and a number here;
+``off`` is false to it, and a word here, which an option that is a switch reads as false all the same.
 Missing names take the dataclass's defaults.
 
 A field with ``metadata=SECRET`` can be read in, but never comes out again: neither in `to_mapping`, so that no file has
@@ -36,8 +37,23 @@ __all__ = [
 
 ConfigT = TypeVar("ConfigT")
 
+_BOOL: Final = "tag:yaml.org,2002:bool"
 SECRET: Final = MappingProxyType({"secret": True})
 """Metadata of a dataclass field whose value is nobody else's business."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe, and with true and false as the only spellings of truth values (YAML 1.2)."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOL or first in "tTfF"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def _load(text: str) -> Any:
+    return yaml.load(text, _Loader)
 
 
 def from_mapping(kind: type[ConfigT], values: Mapping[str, Any], where: str = "") -> ConfigT:
@@ -134,7 +150,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         TrainerUsageError: it cannot be read, or is no mapping.
     """
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        document = _load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise TrainerUsageError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -158,7 +174,7 @@ def parse_override(text: str) -> dict[str, Any]:
     if not equals or not all(part.isidentifier() for part in path.split(".")):
         raise TrainerUsageError(f"--set: expected name.name=value, found {text!r}")
     try:
-        return nested(path, yaml.safe_load(value))
+        return nested(path, _load(value))
     except yaml.YAMLError as error:
         raise TrainerUsageError(f"--set {path}: expected a YAML value, found {_problem(error)}") from error
 

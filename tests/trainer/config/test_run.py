@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainer.config import RunConfig, from_mapping
+from trainer.config import RunConfig, from_mapping, merged, parse_override
 from trainer.errors import TrainerUsageError
 
 
@@ -52,3 +52,10 @@ def test_the_store_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("GENESIS_STORE", "s3://bucket/prefix")
     assert RunConfig().data.store == "s3://bucket/prefix"
     assert from_mapping(RunConfig, {"data": {"store": "/elsewhere"}}).data.store == "/elsewhere"
+
+
+@pytest.mark.parametrize("word", ["off", "Off", "no"])
+def test_a_word_stays_a_word_and_a_switch_reads_it_as_one(word: str) -> None:
+    values = merged(parse_override(f"api.enabled={word}"), parse_override("data.plateau=off"))
+    config = from_mapping(RunConfig, values)
+    assert (config.api.enabled, config.data.plateau) == (False, "off")
