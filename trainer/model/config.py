@@ -1,4 +1,4 @@
-"""The shape of a model: the twelve numbers and switches that two nodes must share to train together.
+"""The shape of a model: the fifteen numbers and switches that two nodes must share to train together.
 
 Guarantees: a config that exists describes a model that can be built; two equal configs have the same parameters by
 name and shape. Read back from a checkpoint or a peer, a field too many or of another type is refused by name.
@@ -17,6 +17,7 @@ __all__ = ["ModelConfig"]
 _COUNTS = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "max_seq_len")
 _NUMBERS = ("rope_theta", "norm_eps")
 _SWITCHES = ("qk_norm", "reorder_norm", "tie_embeddings")
+_SUBSPACE = ("subspace_rank", "subspace_seed", "subspace_free_layers")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +52,12 @@ class ModelConfig:
     """Each part's output is normalised instead of its input (OLMo-2)."""
     tie_embeddings: bool = False
     """The output matrix is the embedding; such a model cannot be cut into stages."""
+    subspace_rank: int = 0
+    """Dimensions in which the residual stream is written to (`trainer.subspace`); 0: all, an ordinary model."""
+    subspace_seed: int = 0
+    """Of a subspace's basis and fixed embedding."""
+    subspace_free_layers: int = 0
+    """Last layers that may write anywhere; they lie behind the last stage boundary."""
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -66,6 +73,7 @@ class ModelConfig:
             if type(value) is not bool:
                 raise TrainerUsageError(f"model.{name}: expected true or false, found {value!r}")
         self._check_heads()
+        self._check_subspace()
 
     def _check_heads(self) -> None:
         if self.dim % self.num_heads or self.head_dim % 2:
@@ -76,6 +84,23 @@ class ModelConfig:
             raise TrainerUsageError(
                 f"model.num_kv_heads: expected a divisor of num_heads ({self.num_heads}), found {self.num_kv_heads}"
             )
+
+    def _check_subspace(self) -> None:
+        highest = {"subspace_rank": self.dim - 1, "subspace_seed": 2**63, "subspace_free_layers": self.num_layers}
+        for name in _SUBSPACE:
+            value = getattr(self, name)
+            if type(value) is not int or not 0 <= value <= highest[name]:
+                raise TrainerUsageError(
+                    f"model.{name}: expected a whole number from 0 to {highest[name]}, found {value!r}"
+                )
+        if self.subspace_rank == 0 and (self.subspace_seed or self.subspace_free_layers):
+            raise TrainerUsageError("model.subspace_rank: expected 1 or more with a subspace's seed or free layers")
+        if self.subspace_rank and self.tie_embeddings:
+            raise TrainerUsageError("model.tie_embeddings: expected false for a subspace network, found true")
+
+    def is_constrained(self, layer: int) -> bool:
+        """Whether that layer has to write within the subspace."""
+        return self.subspace_rank > 0 and layer < self.num_layers - self.subspace_free_layers
 
     @property
     def head_dim(self) -> int:
@@ -88,8 +113,9 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     def to_dict(self) -> dict[str, int | float | bool]:
-        """Plain values by field name, for JSON, YAML and checkpoints."""
-        return asdict(self)
+        """Plain values by field name, for JSON, YAML and checkpoints; an ordinary model's without a subspace's."""
+        values = asdict(self)
+        return values if self.subspace_rank else {name: values[name] for name in values if name not in _SUBSPACE}
 
     @staticmethod
     def from_dict(values: Mapping[str, object]) -> ModelConfig:

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-from torch import nn
 
 from trainer.errors import TrainerUsageError
 from trainer.model.config import ModelConfig
 from trainer.model.init import init_weights
-from trainer.model.layers import Block, Layers
+from trainer.model.layers import Block, Layers, make_blocks
 from trainer.model.stages import BodyStage, HeadStage, Readout, Stage, TailStage, Transformer
+from trainer.subspace.constraint import SubspaceConstraint
+from trainer.subspace.embedding import make_embedding
 
 __all__ = ["build_model", "build_stage", "split", "stage_ranges"]
 
@@ -45,7 +46,7 @@ def build_model(
     """A whole model with its first weights."""
     with torch.device(device):
         model = Transformer(config, activation_checkpointing=activation_checkpointing)
-    init_weights(model, config, seed)
+    _first_weights(model, config, seed)
     return model
 
 
@@ -77,16 +78,16 @@ def build_stage(
     if len(ranges) == 1:
         return build_model(config, seed, device=device, activation_checkpointing=activation_checkpointing)
     with torch.device(device):
-        blocks = {str(number): Block(config) for number in ranges[index]}
+        blocks = make_blocks(config, ranges[index])
         layers = Layers(config, blocks, activation_checkpointing=activation_checkpointing)
         stage: Stage
         if index == 0:
-            stage = HeadStage(config, nn.Embedding(config.vocab_size, config.dim), layers)
+            stage = HeadStage(config, make_embedding(config), layers)
         elif index == len(ranges) - 1:
             stage = TailStage(config, layers, Readout(config))
         else:
             stage = BodyStage(config, layers)
-    init_weights(stage, config, seed)
+    _first_weights(stage, config, seed)
     return stage
 
 
@@ -117,6 +118,12 @@ def split(model: Transformer, stages: int | Sequence[range]) -> list[Stage]:
     ]
 
 
+def _first_weights(stage: Stage, config: ModelConfig, seed: int) -> None:
+    init_weights(stage, config, seed)
+    if config.subspace_rank:
+        SubspaceConstraint(stage, config).project_()
+
+
 def _part(model: Transformer, numbers: range) -> Layers:
     blocks = {name: block for name, block in model.layers.items() if int(name) in numbers and isinstance(block, Block)}
     part = Layers(model.config, blocks, activation_checkpointing=model.layers.activation_checkpointing)
@@ -134,6 +141,11 @@ def _check_ranges(config: ModelConfig, ranges: Sequence[range]) -> None:
         raise TrainerUsageError(
             "tie_embeddings: expected false for a model cut into stages, since head and tail would each change their "
             "own copy of the embedding"
+        )
+    if len(ranges) > 1 and config.subspace_free_layers > len(ranges[-1]):
+        raise TrainerUsageError(
+            f"model.subspace_free_layers: expected at most the {len(ranges[-1])} layers of the last stage, found "
+            f"{config.subspace_free_layers}; what they write would cross a boundary"
         )
 
 

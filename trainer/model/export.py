@@ -27,6 +27,7 @@ from manifests.errors import ContractError
 from trainer.errors import ExportError
 from trainer.model.config import ModelConfig
 from trainer.model.stages import Transformer
+from trainer.subspace.plain import plain_config, plain_state
 
 __all__ = ["export_hf", "hf_config", "hf_names"]
 
@@ -52,7 +53,8 @@ def export_hf(
 
     Args:
         model: the whole model, or its state dict, such as a checkpoint holds.
-        config: its shape; ``vocab_size`` may be older than the state, whose rows count.
+        config: its shape; ``vocab_size`` may be older than the state, whose rows count. A subspace network is
+            written as the ordinary model that computes the same.
         tokenizer_json_path: the store's tokenizer.json.
         out_dir: the folder to make; it may be there, but empty.
         dtype: of the weights on disk.
@@ -65,7 +67,8 @@ def export_hf(
         ExportError: no class of transformers reads such a model, a weight is missing, unknown, of the wrong shape or
             not finite, the tokenizer has more ids than the model rows, or the folder cannot be written.
     """
-    state = model.state_dict() if isinstance(model, Transformer) else model
+    state = plain_state(model.state_dict() if isinstance(model, Transformer) else model, config)
+    config = plain_config(config)
     vocabulary = _read_vocabulary(tokenizer_json_path)
     documents = _documents(config, vocabulary, dtype)
     weights = _weights(state, config, vocabulary.next_merge_id, getattr(torch, dtype))

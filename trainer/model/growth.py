@@ -20,6 +20,8 @@ from manifests import FIRST_MERGE_ID
 from trainer.errors import TrainerUsageError
 from trainer.model.init import init_std, seeded_normal
 from trainer.model.stages import Stage
+from trainer.subspace.constraint import basis_for, project_rows_
+from trainer.subspace.embedding import SubspaceEmbedding
 
 __all__ = ["VOCAB_STEP", "grow_rows", "grow_vocabulary", "rows_for"]
 
@@ -76,6 +78,9 @@ def grow_vocabulary(model: Stage, new_vocab_rows: int, seed: int) -> tuple[str, 
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             module.num_embeddings = new_vocab_rows
+        if isinstance(module, SubspaceEmbedding):
+            module.grow(new_vocab_rows)
+            project_rows_(module.weight.data[old_rows:], basis_for(model.config).matrix.to(module.weight))
     readout = getattr(model, "readout", None)
     if readout is not None:
         readout.output.out_features = new_vocab_rows

@@ -10,6 +10,8 @@ normalises queries and keys over all heads together. Without: Llama's h + attent
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -18,16 +20,27 @@ from torch.utils.checkpoint import checkpoint
 from trainer.errors import TrainerUsageError
 from trainer.model.config import ModelConfig
 
-__all__ = ["Block", "Layers", "RMSNorm", "rotary_table"]
+__all__ = ["Block", "Layers", "RMSNorm", "make_blocks", "rotary_table"]
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) · weight, in the weight's type."""
+    """x / sqrt(mean(x²) + eps) · weight, in the weight's type.
 
-    def __init__(self, num_values: int, eps: float) -> None:
+    Args:
+        num_values: of the last dimension.
+        eps: added to the mean square.
+        learns_gain: False: the weight is 1 for good, and no part of the state.
+    """
+
+    weight: Tensor
+
+    def __init__(self, num_values: int, eps: float, *, learns_gain: bool = True) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(num_values))
+        if learns_gain:
+            self.weight = nn.Parameter(torch.ones(num_values))
+        else:
+            self.register_buffer("weight", torch.ones(num_values), persistent=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalises the last dimension."""
@@ -92,15 +105,21 @@ class _FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each added to the residual stream."""
+    """One layer: attention and feed-forward, each added to the residual stream.
 
-    def __init__(self, config: ModelConfig) -> None:
+    Args:
+        config: the model's shape.
+        is_constrained: it writes within a subspace, so a norm behind its parts may only scale a position as a whole.
+    """
+
+    def __init__(self, config: ModelConfig, *, is_constrained: bool = False) -> None:
         super().__init__()
         self.reorder_norm = config.reorder_norm
         self.attention = _Attention(config)
         self.feed_forward = _FeedForward(config)
-        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
-        self.feed_forward_norm = RMSNorm(config.dim, config.norm_eps)
+        learns_gain = not (is_constrained and config.reorder_norm)
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps, learns_gain=learns_gain)
+        self.feed_forward_norm = RMSNorm(config.dim, config.norm_eps, learns_gain=learns_gain)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Maps hidden[batch, tokens, dim] to the same shape; cos and sin are `rotary_table`'s rows of the tokens."""
@@ -111,6 +130,11 @@ class Block(nn.Module):
             hidden = hidden + self.attention(self.attention_norm(hidden), cos, sin)
             out = hidden + self.feed_forward(self.feed_forward_norm(hidden))
         return out
+
+
+def make_blocks(config: ModelConfig, numbers: Iterable[int]) -> dict[str, Block]:
+    """The layers of these numbers, by number, as `Layers` takes them."""
+    return {str(number): Block(config, is_constrained=config.is_constrained(number)) for number in numbers}
 
 
 class Layers(nn.ModuleDict):

@@ -24,12 +24,13 @@ OUTER_BYTES_PER_PARAMETER = 16
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Parameters of the whole model."""
+    """Parameters of the whole model; what a subspace network holds fixed is none."""
     norms = 2 * config.dim + (config.dim + config.kv_dim if config.qk_norm else 0)
     attention = 2 * config.dim * config.dim + 2 * config.dim * config.kv_dim
     feed_forward = 3 * config.dim * config.ffn_dim
     layers = config.num_layers * (norms + attention + feed_forward)
-    return num_embedding_parameters(config) + layers + config.dim
+    constant = 2 * config.dim * sum(map(config.is_constrained, range(config.num_layers))) if config.reorder_norm else 0
+    return num_embedding_parameters(config) + layers + config.dim - constant
 
 
 def num_embedding_parameters(config: ModelConfig) -> int:

@@ -13,8 +13,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from trainer.model.config import ModelConfig
-from trainer.model.layers import Block, Layers, RMSNorm
+from trainer.model.layers import Layers, RMSNorm, make_blocks
 from trainer.model.loss import IGNORED_LABEL, sum_of_losses
+from trainer.subspace.embedding import make_embedding
 
 __all__ = ["BodyStage", "HeadStage", "Readout", "Stage", "TailStage", "Transformer"]
 
@@ -111,8 +112,8 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig, *, activation_checkpointing: bool = False) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        blocks = {str(number): Block(config) for number in range(config.num_layers)}
+        self.embedding = make_embedding(config)
+        blocks = make_blocks(config, range(config.num_layers))
         self.layers = Layers(config, blocks, activation_checkpointing=activation_checkpointing)
         self.readout = Readout(config)
         if config.tie_embeddings:
