@@ -1,0 +1,46 @@
+"""The options of SPARTA, with their units; the defaults are 003's (every 20 steps, 5 %) and 004's (staleness 5)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from trainer.errors import TrainerUsageError
+
+__all__ = ["SpartaConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpartaConfig:
+    """How often a slice is averaged, how large it is, and how far a node may fall behind.
+
+    Raises:
+        TrainerUsageError: a value makes no sense.
+    """
+
+    every_steps: int = 20
+    """Optimizer steps from one round to the next."""
+    num_slices: int = 20
+    """Rounds in which each parameter is averaged once; a round averages 1 / num_slices of them."""
+    salt: int = 0
+    """Which slice comes first; another for each stage spreads what is averaged at one time."""
+    background: bool = True
+    """Steps go on while a round runs; False: training waits for it."""
+    ghost_rounds: int = 5
+    """Committed rounds in which a joiner takes the average but counts for nothing in it."""
+    max_staleness_rounds: int = 5
+    """Rounds the others may have made without this node; beyond, it has to take up their state."""
+    max_failed_rounds: int = 2
+    """Rounds failed in a row, while the others went on, after which the node is to rejoin."""
+    round_timeout_s: float = 3600.0
+    """A round that is not back by then is given up (engines have deadlines of their own)."""
+
+    def __post_init__(self) -> None:
+        for name in ("every_steps", "num_slices", "max_staleness_rounds", "max_failed_rounds"):
+            if getattr(self, name) < 1:
+                raise TrainerUsageError(f"sparta.{name}: expected 1 or more, found {getattr(self, name)}")
+        for name in ("salt", "ghost_rounds"):
+            if getattr(self, name) < 0:
+                raise TrainerUsageError(f"sparta.{name}: expected 0 or more, found {getattr(self, name)}")
+        if not (math.isfinite(self.round_timeout_s) and self.round_timeout_s > 0):
+            raise TrainerUsageError(f"sparta.round_timeout_s: expected more than 0 s, found {self.round_timeout_s}")
