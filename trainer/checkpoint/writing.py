@@ -19,7 +19,7 @@ from genesis.store.durable import sync_folder
 from trainer.checkpoint.digest import tree_digest
 from trainer.checkpoint.naming import kept_path, kept_paths, temporary_path, twin_path
 
-__all__ = ["DIGEST", "FORMAT", "FORMAT_KEY", "write_checkpoint"]
+__all__ = ["DIGEST", "FORMAT", "FORMAT_KEY", "write_checkpoint", "write_whole"]
 
 FORMAT_KEY: Final = "format"
 FORMAT: Final = "genesis-checkpoint-1"
@@ -44,12 +44,11 @@ def write_checkpoint(newest: Path, contents: dict[str, object], step: int, keep:
         OSError: it cannot be written. What was there before is as it was.
     """
     temporary, twin = temporary_path(newest), twin_path(newest)
-    document = {FORMAT_KEY: FORMAT, DIGEST: tree_digest(contents), **contents}
     for leftover in (temporary, twin):
         # Never written into: it may be a kept checkpoint under another name, where a process was killed half-way.
         leftover.unlink(missing_ok=True)
     try:
-        _write(temporary, document)
+        write_whole(temporary, contents)
         _keep(temporary, twin, kept_path(newest, step))
         temporary.replace(newest)
     finally:
@@ -59,7 +58,17 @@ def write_checkpoint(newest: Path, contents: dict[str, object], step: int, keep:
         path.unlink()
 
 
-def _write(path: Path, document: dict[str, object]) -> None:
+def write_whole(path: Path, contents: dict[str, object]) -> None:
+    """Writes contents and their digest to a new file, and waits until all of it is on the disk.
+
+    Args:
+        path: where nothing is yet; it has to be renamed to be a checkpoint.
+        contents: tensors on the CPU and plain values; ``format`` and ``sha256`` are added.
+
+    Raises:
+        OSError: it cannot be written, or something is there.
+    """
+    document = {FORMAT_KEY: FORMAT, DIGEST: tree_digest(contents), **contents}
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     sink = _Sink(descriptor)
     try:

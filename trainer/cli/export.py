@@ -1,53 +1,124 @@
-"""`python -m trainer export`: a checkpoint as a model that other programs read."""
+"""`python -m trainer export`: a checkpoint as a model that other programs read.
+
+A node's checkpoint, or with ``--run`` and ``--at`` what the stages of a swarm had at a moment.
+"""
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from trainer.errors import CheckpointError, TrainerUsageError
+from trainer.errors import CheckpointError, ExportError, TrainerUsageError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from manifests import VocabularyFile
-    from trainer.checkpoint import CheckpointContents
+    from trainer.model import ModelConfig
     from trainer.model.export import ExportType
 
 __all__ = ["export_command"]
 
 _DTYPES = ("float32", "bfloat16", "float16")
+_FORMS = ("hf", "torchtitan")
+_CHECKPOINTS = "~/.neuroshard/checkpoints"
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A model to export."""
+
+    config: ModelConfig
+    state: Mapping[str, Tensor]
+    data: Mapping[str, Any]
+    """The run's ``data`` options: where its vocabulary is."""
+    lineage: str
+    """The vocabulary's; empty where the checkpoint does not say."""
+    said: str
+    """Which it is, for the user."""
 
 
 def export_command(
     out_dir: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; must be empty or not be there.")],
-    to: Annotated[str, typer.Option("--to", help="hf: a Hugging Face model folder.")] = "hf",
+    to: Annotated[
+        str, typer.Option("--to", help="hf: a Hugging Face model folder. torchtitan: a checkpoint it starts from.")
+    ] = "hf",
+    run: Annotated[Path | None, typer.Option("--run", help="A swarm's run file: its stages, put together.")] = None,
+    at: Annotated[
+        str, typer.Option("--at", metavar="TIME", help="With --run: as of when (ISO 8601, UTC; or now).")
+    ] = "",
     node_id: Annotated[str, typer.Option(help="Whose checkpoint; needless where there is only one.")] = "",
     token: Annotated[str, typer.Option(envvar="GENESIS_TOKEN", help="Wallet that names it.")] = "",
-    checkpoint_dir: Annotated[str, typer.Option(help="Folder of checkpoints.")] = "~/.neuroshard/checkpoints",
+    checkpoint_dir: Annotated[str, typer.Option(help="Folder of checkpoints, if it is not the usual one.")] = "",
     checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint file, in place of those.")] = None,
     store: Annotated[str, typer.Option(help="Store of the tokenizer; else the one it was trained from.")] = "",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
 ) -> None:
     """Writes the model of a checkpoint, with its tokenizer, in another project's form."""
-    if to != "hf":
-        raise TrainerUsageError(f"--to: expected hf, found {to!r}")
+    if to not in _FORMS:
+        raise TrainerUsageError(f"--to: expected {' or '.join(_FORMS)}, found {to!r}")
     if dtype not in _DTYPES:
         raise TrainerUsageError(f"--dtype: expected one of {', '.join(_DTYPES)}, found {dtype!r}")
-    from trainer.checkpoint import CheckpointContents
-    from trainer.model import ModelConfig, export_hf
-    from trainer.node.replica import parameters_of
+    if run is None and at:
+        raise TrainerUsageError("--at: expected --run with it, since only a swarm's stages are kept by time")
+    if run is not None and (checkpoint is not None or node_id):
+        raise TrainerUsageError("--run: expected neither --checkpoint nor --node-id with it, found one of them")
+    if run is not None:
+        source = _of_swarm(run, at or "now", checkpoint_dir)
+    else:
+        source = _of_node(checkpoint, checkpoint_dir or _CHECKPOINTS, token, node_id)
+    num_files = _write(source, to, store, out_dir, cast("ExportType", dtype))
+    typer.echo(f"{out_dir}: {num_files} files, {source.said}")
 
-    found = _read(checkpoint) if checkpoint is not None else _newest(checkpoint_dir, token, node_id)
-    saved = CheckpointContents.from_mapping(found)
-    shape = ModelConfig.from_dict(dict(saved.architecture))
-    vocabulary = _vocabulary(saved, store, shape.vocab_size)
+
+def _write(source: _Source, to: str, store: str, out_dir: Path, dtype: ExportType) -> int:
+    from trainer.model import export_hf
+    from trainer.stagewise import export_torchtitan
+
+    vocabulary = _vocabulary(source, store)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = Path(folder) / "tokenizer.json"
         tokenizer.write_bytes(vocabulary.to_json())
-        files = export_hf(parameters_of(saved.layers), shape, tokenizer, out_dir, dtype=cast("ExportType", dtype))
-    typer.echo(f"{out_dir}: {len(files)} files, step {saved.training_rounds}, loss {saved.current_loss:.4f}")
+        export = export_hf if to == "hf" else export_torchtitan
+        return len(export(source.state, source.config, tokenizer, out_dir, dtype=dtype))
+
+
+def _of_node(checkpoint: Path | None, directory: str, token: str, node_id: str) -> _Source:
+    from trainer.checkpoint import CheckpointContents
+    from trainer.model import ModelConfig
+    from trainer.node.replica import parameters_of
+
+    found = _read(checkpoint) if checkpoint is not None else _newest(directory, token, node_id)
+    saved = CheckpointContents.from_mapping(found)
+    return _Source(
+        config=ModelConfig.from_dict(dict(saved.architecture)),
+        state=parameters_of(saved.layers),
+        data=saved.config.get("data", {}),
+        lineage="",
+        said=f"step {saved.training_rounds}, loss {saved.current_loss:.4f}",
+    )
+
+
+def _of_swarm(run: Path, at: str, directory: str) -> _Source:
+    import time
+
+    from trainer.cli.swarm_run import read_swarm_run
+    from trainer.stagewise import assemble, newest_set, parse_time, spell_time, time_us
+
+    swarm = read_swarm_run(run, directory)
+    found = newest_set(swarm.directory, swarm.run_id, parse_time(at, time_us(time.time())))
+    whole = assemble(found)
+    stages = ", ".join(
+        f"{name} {spell_time(file.header.saved_us)} step {file.header.version}" for name, file in found.files.items()
+    )
+    return _Source(
+        config=whole.config, state=whole.state, data=swarm.data, lineage=whole.shape.vocabulary, said=f"of {stages}"
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -86,14 +157,21 @@ def _only_checkpoint(directory: str) -> Path:
     return found[0]
 
 
-def _vocabulary(saved: CheckpointContents, store: str, rows: int) -> VocabularyFile:
+def _vocabulary(source: _Source, store: str) -> VocabularyFile:
     """The vocabulary the model was trained with: the store's newest, as far as the model has rows."""
     from manifests import FIRST_MERGE_ID, VocabularyFile
     from trainer.config import DataConfig, from_mapping
     from trainer.node.data import open_session
+    from trainer.node.vocabulary import lineage_of
 
-    options = {**saved.config.get("data", {}), **({"store": store, "mirrors": []} if store else {})}
+    options = {**source.data, **({"store": store, "mirrors": []} if store else {})}
     newest = open_session(from_mapping(DataConfig, options, "data.")).newest_catalog().vocabulary()
+    if source.lineage and lineage_of(newest) != source.lineage:
+        raise ExportError(
+            f"expected the vocabulary the model was trained with ({source.lineage[:12]}), found another in the store "
+            f"({lineage_of(newest)[:12]}); name its store by --store"
+        )
+    rows = source.config.vocab_size
     if newest.next_merge_id <= rows:
         return newest
     return VocabularyFile.from_pairs(newest.pairs()[: rows - FIRST_MERGE_ID], newest.sources_contributed)

@@ -32,7 +32,7 @@ def test_transformers_computes_the_same_logits(trained: Trained, tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "code", "said"),
     [
-        (("--to", "gguf"), 2, "--to: expected hf, found 'gguf'"),
+        (("--to", "gguf"), 2, "--to: expected hf or torchtitan, found 'gguf'"),
         (("--dtype", "int8"), 2, "--dtype: expected one of float32, bfloat16, float16, found 'int8'"),
         (("--node-id", "nobody"), 1, "found none; check --node-id"),
         (("--checkpoint", "nothing.pt"), 1, "expected a file, found none at nothing.pt"),

@@ -1,0 +1,30 @@
+"""`python -m trainer rollback`: a swarm's stages back at an earlier moment."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["rollback_command"]
+
+
+def rollback_command(
+    run: Annotated[Path, typer.Option("--run", help="The swarm's run file.")],
+    at: Annotated[str, typer.Option("--at", metavar="TIME", help="Back to when (ISO 8601, UTC).")],
+    checkpoint_dir: Annotated[str, typer.Option(help="Folder of checkpoints, if it is not the run file's.")] = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
+) -> None:
+    """Sets aside all stage checkpoints newer than a time, so that workers start from it; stop them first."""
+    from trainer.cli.swarm_run import read_swarm_run
+    from trainer.stagewise import parse_time, roll_back, spell_time, time_us
+
+    swarm = read_swarm_run(run, checkpoint_dir)
+    now_us = time_us(time.time())
+    done = roll_back(swarm.directory, swarm.run_id, parse_time(at, now_us), now_us, dry_run=dry_run)
+    for name, file in done.found.files.items():
+        typer.echo(f"{name}: {spell_time(file.header.saved_us)}, step {file.header.version}")
+    verb = "would be set aside in" if dry_run else "set aside in"
+    typer.echo(f"{len(done.moved)} newer files {verb} {done.folder}")

@@ -1,0 +1,84 @@
+"""Checkpoints of a swarm's stages by the time of day (004), and the model that a moment's checkpoints make together.
+
+    with StageCheckpoints(config, run_id, plan, "body-1", who) as checkpoints:
+        checkpoints.maybe_save(time.time(), state_fn)           # at every optimizer step
+    found = newest_set(directory, run_id, at_us)                # of every stage the newest whole file up to then
+    whole = assemble(found)                                     # config and state dict of the whole model
+    load_initial_state(folder, plan, "head")                    # from a Hugging Face or torchtitan checkpoint
+
+Stages step on their own, so no step number names one state of the swarm; a moment does: the weights that were computing
+losses together then. Workers write at the first step behind each multiple of `interval_s` of the wall clock, each by
+itself; nobody asks anybody. Guarantees: killed at any moment of a write, what was there before is whole and found;
+a file is believed when its digest fits; a set is of one run, one architecture and one cut; rolling back moves files
+aside and deletes none; nothing in a file is executed, not even in torchtitan's. The trade-off: stages of a set are up
+to one interval (10 minutes) apart where a stage took no step, and clocks are taken to be right: minutes of difference
+between machines are minutes between the stages of a set.
+
+What brings torch (1 to 2 s) is imported when it is first named.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from trainer.stagewise.config import StagewiseConfig
+
+if TYPE_CHECKING:
+    from trainer.stagewise.assembling import WholeModel, assemble
+    from trainer.stagewise.contents import RunShape, StageHeader, StageState, read_stage
+    from trainer.stagewise.initial import load_initial_state
+    from trainer.stagewise.naming import parse_time, spell_time, time_us
+    from trainer.stagewise.rolling import RollBack, roll_back
+    from trainer.stagewise.sets import StageFile, StageSet, newest_set
+    from trainer.stagewise.torchtitan import export_torchtitan
+    from trainer.stagewise.writer import StageCheckpoints
+
+_MODULES = {
+    "RollBack": "rolling",
+    "RunShape": "contents",
+    "StageCheckpoints": "writer",
+    "StageFile": "sets",
+    "StageHeader": "contents",
+    "StageSet": "sets",
+    "StageState": "contents",
+    "WholeModel": "assembling",
+    "assemble": "assembling",
+    "export_torchtitan": "torchtitan",
+    "load_initial_state": "initial",
+    "newest_set": "sets",
+    "parse_time": "naming",
+    "read_stage": "contents",
+    "roll_back": "rolling",
+    "spell_time": "naming",
+    "time_us": "naming",
+}
+
+__all__ = [
+    "RollBack",
+    "RunShape",
+    "StageCheckpoints",
+    "StageFile",
+    "StageHeader",
+    "StageSet",
+    "StageState",
+    "StagewiseConfig",
+    "WholeModel",
+    "assemble",
+    "export_torchtitan",
+    "load_initial_state",
+    "newest_set",
+    "parse_time",
+    "read_stage",
+    "roll_back",
+    "spell_time",
+    "time_us",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,166 @@
+"""Reading a Hugging Face folder of safetensors: what its config says, and single tensors of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from trainer.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
+from trainer.model import ModelConfig
+from trainer.model.export import hf_names
+
+__all__ = ["CONFIG_NAME", "HfFolder"]
+
+CONFIG_NAME: Final = "config.json"
+_WEIGHTS: Final = "model.safetensors"
+_INDEX: Final = "model.safetensors.index.json"
+_CLASSES: Final = {"LlamaForCausalLM": False, "Olmo2ForCausalLM": True}
+"""Whether queries and keys, and outputs, are normalised."""
+
+
+class HfFolder:
+    """A model folder.
+
+    Args:
+        path: the folder.
+
+    Raises:
+        CheckpointError: there is no config, or there are no weights.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._config = _object(path / CONFIG_NAME)
+        self._files = self._places()
+
+    def require(self, config: ModelConfig) -> None:
+        """Checks that the model is of this architecture; rows of the vocabulary are looked at elsewhere.
+
+        Raises:
+            CheckpointMismatchError: it is not; the message names the fields.
+        """
+        classes = self._config.get("architectures") or ["none"]
+        if classes[0] not in _CLASSES:
+            raise CheckpointMismatchError(
+                f"{self._path}: expected one of {', '.join(_CLASSES)}, found {str(classes[0])[:60]}"
+            )
+        expected = _fields(config)
+        found = self._stated(_CLASSES[classes[0]], expected)
+        wrong = [
+            f"{name} {found[name]!r} (here {expected[name]!r})" for name in expected if found[name] != expected[name]
+        ]
+        if wrong:
+            raise CheckpointMismatchError(
+                f"{self._path}: expected the run's architecture, found {', '.join(wrong)}; change the run's model or "
+                "take another checkpoint"
+            )
+
+    def names(self, config: ModelConfig) -> dict[str, str]:
+        """Our names of parameters and those of the tensors that hold them."""
+        names = hf_names(config)
+        if self._config.get("tie_word_embeddings") and "readout.output.weight" in names:
+            # Cut into stages, the output has a matrix of its own that begins as the embedding's.
+            names["readout.output.weight"] = names["embedding.weight"]
+        return names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's, without reading it.
+
+        Raises:
+            CheckpointError: there is no such tensor.
+        """
+        try:
+            with safe_open(self._file(name), framework="pt") as opened:
+                return tuple(opened.get_slice(name).get_shape())
+        except (OSError, SafetensorError) as error:
+            raise self._corrupt(name, error) from error
+
+    def read(self, name: str) -> Tensor:
+        """A tensor, as it is on the disk.
+
+        Raises:
+            CheckpointError: there is no such tensor.
+        """
+        try:
+            with safe_open(self._file(name), framework="pt") as opened:
+                tensor: Tensor = opened.get_tensor(name)
+                return tensor
+        except (OSError, SafetensorError) as error:
+            raise self._corrupt(name, error) from error
+
+    def _places(self) -> Mapping[str, str]:
+        """The file of each tensor; empty where there is one file for all."""
+        if not (self._path / _INDEX).is_file():
+            if not (self._path / _WEIGHTS).is_file():
+                raise CheckpointError(f"{self._path}: expected {_WEIGHTS} or {_INDEX}, found neither")
+            return {}
+        found = _object(self._path / _INDEX).get("weight_map")
+        if not isinstance(found, dict) or not all(
+            isinstance(file, str) and Path(file).name == file for file in found.values()
+        ):
+            raise CorruptCheckpointError(f"{self._path / _INDEX}: expected a weight_map of files in this folder")
+        return found
+
+    def _file(self, name: str) -> Path:
+        if self._files and name not in self._files:
+            raise CheckpointMismatchError(f"{self._path}: expected a tensor {name}, found none in {_INDEX}")
+        return self._path / self._files.get(name, _WEIGHTS)
+
+    def _corrupt(self, name: str, error: Exception) -> CheckpointError:
+        return CorruptCheckpointError(f"{self._path}: expected a whole tensor {name}, found: {str(error)[:120]}")
+
+    def _stated(self, is_olmo2: bool, expected: Mapping[str, object]) -> dict[str, object]:
+        """The same fields as the folder's config has them, with transformers' defaults."""
+        config = self._config
+        # transformers 5 says it in rope_parameters, 4 beside it.
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        rope = rope if isinstance(rope, dict) else {}
+        heads, dim = config.get("num_attention_heads"), config.get("hidden_size")
+        fallback = dim // heads if isinstance(heads, int) and isinstance(dim, int) and heads > 0 else None
+        found: dict[str, object] = {name: config.get(name) for name in expected}
+        return found | {
+            "num_key_value_heads": config.get("num_key_value_heads") or heads,
+            "head_dim": config.get("head_dim") or fallback,
+            "rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
+            "rope_type": rope.get("rope_type") or rope.get("type") or "default",
+            "hidden_act": config.get("hidden_act", "silu"),
+            "attention_bias": bool(config.get("attention_bias")),
+            "mlp_bias": bool(config.get("mlp_bias")),
+            "qk_norm": is_olmo2,
+            "reorder_norm": is_olmo2,
+        }
+
+
+def _fields(config: ModelConfig) -> dict[str, object]:
+    """What must agree, by the folder's names where it has them."""
+    return {
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.ffn_dim,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": float(config.rope_theta),
+        "rope_type": "default",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "qk_norm": config.qk_norm,
+        "reorder_norm": config.reorder_norm,
+    }
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CorruptCheckpointError(f"{path}: expected JSON, found: {str(error)[:120]}") from error
+    if not isinstance(found, dict):
+        raise CorruptCheckpointError(f"{path}: expected an object, found {type(found).__name__}")
+    return found

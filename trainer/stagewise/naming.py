@@ -1,0 +1,130 @@
+"""Times and names of stage checkpoints: ``{directory}/{run_id}/{stage}/20260131T120000.250000Z-head.0.42.pt``.
+
+Sorted by name they are sorted by time; replicas of a stage lie side by side. Times are whole microseconds since 1970,
+so that a time read off a name, given back as ``--at``, is exactly that file's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Final
+
+from trainer.errors import TrainerUsageError
+
+__all__ = ["StageName", "file_name", "named_files", "parse_time", "run_folder", "spell_time", "stage_folder", "time_us"]
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_SECOND_US: Final = 1_000_000
+_STAMP: Final = "%Y%m%dT%H%M%S.%fZ"
+_WHO: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_RUN: Final = re.compile(r"[A-Za-z0-9_@:+=-][A-Za-z0-9_.@:+=-]{0,127}")
+_STAGE: Final = re.compile(r"head|tail|body-[1-9][0-9]{0,3}")
+_FILE: Final = re.compile(r"(\d{8}T\d{6}\.\d{6}Z)-([A-Za-z0-9][A-Za-z0-9._-]{0,63})\.pt")
+
+
+@dataclass(frozen=True, slots=True)
+class StageName:
+    """A file that is a stage's checkpoint by its name."""
+
+    path: Path
+    stage: str
+    saved_us: int
+    """When its state was taken, microseconds since 1970."""
+    who: str
+    """Which worker's it was."""
+
+
+def time_us(seconds: float) -> int:
+    """Seconds since 1970 as microseconds."""
+    return round(seconds * _SECOND_US)
+
+
+def parse_time(text: str, now_us: int) -> int:
+    """A time as people write it, in microseconds since 1970.
+
+    Args:
+        text: ISO 8601, of UTC where it names no zone; or ``now``.
+        now_us: what ``now`` is.
+
+    Raises:
+        TrainerUsageError: it is none.
+    """
+    if text == "now":
+        return now_us
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        raise TrainerUsageError(
+            f"expected a time such as 2026-01-31T12:00, 20260131T120000.250000Z or now, found {text[:60]!r}"
+        ) from None
+    zoned = found if found.tzinfo is not None else found.replace(tzinfo=UTC)
+    return (zoned - _EPOCH) // timedelta(microseconds=1)
+
+
+def spell_time(us: int) -> str:
+    """As names have it: ``20260131T120000.250000Z``."""
+    return (_EPOCH + timedelta(microseconds=us)).strftime(_STAMP)
+
+
+def run_folder(directory: str | Path, run_id: str) -> Path:
+    """Where a run's stages are, ``~`` expanded.
+
+    Raises:
+        TrainerUsageError: the run's name would not do as a folder's.
+    """
+    if not _RUN.fullmatch(run_id):
+        raise TrainerUsageError(f"run_id: expected letters, digits or any of -_.@:+= (no dot first), found {run_id!r}")
+    return Path(directory).expanduser() / run_id
+
+
+def stage_folder(directory: str | Path, run_id: str, stage: str) -> Path:
+    """Where a stage's files are.
+
+    Raises:
+        TrainerUsageError: it is no stage's name.
+    """
+    if not _STAGE.fullmatch(stage):
+        raise TrainerUsageError(f"stage: expected head, body-1, … or tail, found {stage!r}")
+    return run_folder(directory, run_id) / stage
+
+
+def file_name(saved_us: int, who: str) -> str:
+    """The name of a worker's file of a time.
+
+    Raises:
+        TrainerUsageError: ``who`` would not do as part of a file's name.
+    """
+    if not _WHO.fullmatch(who):
+        raise TrainerUsageError(
+            f"who: expected at most 64 letters, digits, '.', '_' and '-', such as head.0.42, found {who!r}"
+        )
+    return f"{spell_time(saved_us)}-{who}.pt"
+
+
+def named_files(directory: str | Path, run_id: str) -> Iterator[StageName]:
+    """All stage checkpoints of a run, by stage and time; whether they are whole their names do not say."""
+    folder = run_folder(directory, run_id)
+    if not folder.is_dir():
+        return
+    for part in sorted(folder.iterdir()):
+        if not (_STAGE.fullmatch(part.name) and part.is_dir()):
+            continue
+        for path in sorted(part.iterdir()):
+            named = _named(path, part.name)
+            if named is not None:
+                yield named
+
+
+def _named(path: Path, stage: str) -> StageName | None:
+    matched = _FILE.fullmatch(path.name)
+    if matched is None:
+        return None
+    try:
+        taken = datetime.strptime(matched[1], _STAMP).replace(tzinfo=UTC)
+    except ValueError:  # Digits that are no date: somebody else's file.
+        return None
+    return StageName(path, stage, (taken - _EPOCH) // timedelta(microseconds=1), matched[2])

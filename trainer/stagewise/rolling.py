@@ -1,0 +1,82 @@
+"""Back to an earlier moment: what is newer is set aside, so that workers that start find that moment's state.
+
+Files are renamed into ``{run}/set-aside/{now}/{stage}/``, from where they can be moved back; nothing is deleted, then
+or later. Killed half-way, the same call again does the rest. The run's workers must be stopped: one that runs knows
+nothing of it, and goes on writing its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from genesis.store.durable import make_folders, sync_folder
+from trainer.errors import CheckpointError
+from trainer.pipeline.plan import StagePlan
+from trainer.stagewise.naming import named_files, run_folder, spell_time
+from trainer.stagewise.sets import StageSet, newest_set
+
+__all__ = ["SET_ASIDE", "RollBack", "roll_back"]
+
+SET_ASIDE = "set-aside"
+
+
+@dataclass(frozen=True, slots=True)
+class RollBack:
+    """What was done, or would be."""
+
+    found: StageSet
+    """The state that is the newest now."""
+    folder: Path
+    """Where newer files went."""
+    moved: tuple[Path, ...]
+    """Their paths before."""
+
+
+def roll_back(
+    directory: str | Path,
+    run_id: str,
+    at_us: int,
+    now_us: int,
+    *,
+    plan: StagePlan | None = None,
+    dry_run: bool = False,
+) -> RollBack:
+    """Makes the newest set at or before a time the newest there is.
+
+    Args:
+        directory: of `StagewiseConfig.directory`.
+        run_id: the run's.
+        at_us: the time, microseconds since 1970.
+        now_us: names the folder that newer files go to.
+        plan: as for `newest_set`.
+        dry_run: only say what would be done.
+
+    Raises:
+        CheckpointError: there is no such set, or files cannot be moved. Without a set nothing was moved.
+    """
+    found = newest_set(directory, run_id, at_us, plan=plan)
+    newer = sorted(
+        (named for named in named_files(directory, run_id) if named.saved_us > at_us),
+        key=lambda named: named.saved_us,
+        reverse=True,  # Killed in between, what is left still reaches up to one moment.
+    )
+    folder = run_folder(directory, run_id) / SET_ASIDE / spell_time(now_us)
+    if not dry_run:
+        try:
+            for named in newer:
+                _move(named.path, folder / named.stage / named.path.name)
+        except OSError as error:
+            raise CheckpointError(
+                f"expected to move newer checkpoints to {folder}, found: {error}; mend that and do it again"
+            ) from error
+    return RollBack(found, folder, tuple(named.path for named in newer))
+
+
+def _move(path: Path, target: Path) -> None:
+    make_folders(target.parent)
+    if target.exists():
+        raise FileExistsError(17, "there is a file of that name", str(target))
+    path.rename(target)
+    sync_folder(target.parent)
+    sync_folder(path.parent)

@@ -1,0 +1,231 @@
+"""`StageCheckpoints`: writes a stage's state now and then, without holding its training up.
+
+At a step boundary the state is copied into host memory that is reused (360 MB in 18 ms on two cores); digest, writing
+and fsync run in one background thread. While that is at work a save is left out and counted. A disk that is full or
+slow makes checkpoints rarer: it is told in the log and by `failed`, and never ends a worker.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Self, cast
+
+from genesis.store.durable import make_folders, sync_folder
+from trainer.checkpoint.staging import HostBuffers, Staged
+from trainer.checkpoint.writing import write_whole
+from trainer.errors import CheckpointError
+from trainer.pipeline.plan import StagePlan
+from trainer.stagewise.config import StagewiseConfig
+from trainer.stagewise.contents import StageState, document_of
+from trainer.stagewise.naming import file_name, named_files, stage_folder, time_us
+
+__all__ = ["StageCheckpoints"]
+
+_TIMEOUT_S = 600.0
+_ANY_TIME = "????????T??????.??????Z-"
+"""In a pattern for names; as long as a time is."""
+
+logger = logging.getLogger(__name__)
+
+
+class StageCheckpoints:
+    """Writes the checkpoints of one worker; a context manager. Used by one thread.
+
+    Args:
+        config: when and where.
+        run_id: the run's.
+        plan: how it is cut.
+        stage: which of its stages this is.
+        who: the worker's uid or the beginning of its peer id; no two workers that run at a time have the same.
+
+    Raises:
+        TrainerUsageError: the run has no such stage, or a name would not do as part of a path.
+    """
+
+    def __init__(self, config: StagewiseConfig, run_id: str, plan: StagePlan, stage: str, who: str) -> None:
+        plan.index(stage)
+        self._config = config
+        self._run_id = run_id
+        self._plan = plan
+        self._stage = stage
+        self._who = who
+        self._folder = stage_folder(config.directory, run_id, stage)
+        self._leftovers = f".{_ANY_TIME}{file_name(0, who)[len(_ANY_TIME) :]}.tmp"
+        self._buffers = HostBuffers()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage-checkpoint")
+        self._writing: Future[None] | None = None
+        self._slot: int | None = None
+        self.saved = 0
+        """Checkpoints written."""
+        self.skipped = 0
+        """Left out because the one before was still being written."""
+        self.failed = 0
+        """That could not be written."""
+        self.last_saved_us = 0
+        """Time of the newest that is on the disk; 0: none of this process's is."""
+        self.last_version = 0
+        """Optimizer steps of that one: what outlives this worker."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether one is being written now."""
+        return self._writing is not None and not self._writing.done()
+
+    def open(self, now: float) -> None:
+        """Makes the folder and removes what a killed process of the same name left unfinished.
+
+        Args:
+            now: seconds since 1970: from here on the multiples of the interval are counted.
+
+        Raises:
+            CheckpointError: the folder cannot be written to.
+        """
+        try:
+            make_folders(self._folder)
+            for leftover in self._folder.glob(self._leftovers):
+                leftover.unlink(missing_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._folder}: expected a folder for checkpoints that can be written to, found: {error}"
+            ) from error
+        self._slot = self._slot_of(now)
+
+    def maybe_save(self, now: float, state_fn: Callable[[], StageState]) -> bool:
+        """Saves if a multiple of the interval has passed since the last one; to be called at every optimizer step.
+
+        Args:
+            now: the wall clock, seconds since 1970. A clock that is set back saves at once, and goes on from there.
+            state_fn: the state as it is now; called only if it is saved, and may change when this returns.
+
+        Returns:
+            Whether a save has begun; if the one before is still being written, none does.
+
+        Raises:
+            CheckpointError: the folder cannot be written to (at the first call only), or the state holds what cannot
+                be saved.
+        """
+        if not self._config.interval_s:
+            return False
+        if self._slot is None:
+            self.open(now)
+        slot = self._slot_of(now)
+        if slot == self._slot:
+            return False
+        self._slot = slot
+        if self.busy:
+            self.skipped += 1
+            return False
+        self._begin(now, state_fn())
+        return True
+
+    def save(self, now: float, state: StageState, *, timeout_s: float = _TIMEOUT_S) -> None:
+        """Saves whatever the time is, and waits until it is on the disk; for the way out.
+
+        Raises:
+            CheckpointError: it could not be written, or not in time.
+        """
+        if self._slot is None:
+            self.open(now)
+        deadline_s = time.monotonic() + timeout_s
+        self.flush(timeout_s)
+        failed = self.failed
+        self._begin(now, state)
+        self.flush(max(0.0, deadline_s - time.monotonic()))
+        if self.failed > failed:
+            raise CheckpointError(f"{self._folder}: the checkpoint could not be written; the log says why")
+
+    def flush(self, timeout_s: float = _TIMEOUT_S) -> None:
+        """Waits until the latest save has ended.
+
+        Raises:
+            CheckpointError: it has not, in time.
+        """
+        if self._writing is None:
+            return
+        try:
+            self._writing.result(timeout_s)
+        except TimeoutError:
+            raise CheckpointError(
+                f"{self._folder}: expected the checkpoint to be on the disk within {timeout_s:g} s, found it still "
+                "being written; is the disk hanging?"
+            ) from None
+        self._writing = None
+
+    def close(self, timeout_s: float = _TIMEOUT_S) -> None:
+        """Waits for the latest save and ends the thread.
+
+        Raises:
+            CheckpointError: that save has not ended in time.
+        """
+        try:
+            self.flush(timeout_s)
+        finally:
+            self._thread.shutdown(wait=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except CheckpointError as failure:
+            if error is None:
+                raise
+            logger.error("%s", failure)  # What came first is the one to see.
+
+    def _slot_of(self, now: float) -> int:
+        return time_us(now) // time_us(self._config.interval_s) if self._config.interval_s else 0
+
+    def _begin(self, now: float, state: StageState) -> None:
+        saved_us = time_us(now)
+        document = document_of(self._run_id, self._plan, self._stage, saved_us, state)
+        staged = self._buffers.stage(document)
+        self._writing = self._thread.submit(self._write, staged, saved_us, state.version)
+
+    def _write(self, staged: Staged, saved_us: int, version: int) -> None:
+        path = self._folder / file_name(saved_us, self._who)
+        try:
+            staged.wait()
+            self._put(path, cast(dict[str, object], staged.tree))
+        except (OSError, RuntimeError) as error:
+            self.failed += 1
+            logger.error(
+                "%s: expected to write a checkpoint, found: %s; free some space or name another folder (those before "
+                "are whole)",
+                path,
+                error,
+            )
+            return
+        self.saved += 1
+        self.last_saved_us, self.last_version = saved_us, version
+        try:
+            self._drop_old()
+        except OSError as error:
+            logger.warning("%s: old checkpoints cannot be removed: %s", self._folder, error)
+
+    def _put(self, path: Path, document: dict[str, object]) -> None:
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.unlink(missing_ok=True)
+        try:
+            write_whole(temporary, document)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync_folder(self._folder)
+
+    def _drop_old(self) -> None:
+        """Leaves the files of the newest intervals, of whatever worker: one that has left cannot drop its own."""
+        named = [found for found in named_files(self._config.directory, self._run_id) if found.stage == self._stage]
+        interval_us = max(1, time_us(self._config.interval_s))
+        slots = sorted({found.saved_us // interval_us for found in named}, reverse=True)
+        kept = set(slots[: self._config.keep])
+        for found in named:
+            if found.saved_us // interval_us not in kept:
+                found.path.unlink(missing_ok=True)
