@@ -1,5 +1,7 @@
 """The HTTP interface: two pages of status (000, "Verifying Training is Working"), health, metrics, shutdown.
 
+A driver of a pipeline has two more (`pipeline`).
+
 Everything is read only but the shutdown, which is there if the node gives a callback for it. No page carries CORS
 headers. /openapi.json describes the answers; FastAPI's own page over it is off, since it runs scripts from a CDN under
 this node's origin. An answer takes 1 ms of the interpreter, /metrics 2 ms.
@@ -16,6 +18,7 @@ from pydantic import BaseModel
 from trainer.observe.access import HostGuard, shutdown_refusal
 from trainer.observe.config import ApiConfig
 from trainer.observe.metrics import METRICS_MEDIA_TYPE, TrainingMetrics
+from trainer.observe.pipeline import PipelineView, add_pipeline_pages
 from trainer.observe.status import Health, TrainingStatus, VerifyStatus
 from trainer.observe.tracker import TrainingTracker
 
@@ -44,6 +47,7 @@ def create_app(
     *,
     config: ApiConfig | None = None,
     shutdown: ShutdownHook | None = None,
+    pipeline: PipelineView | None = None,
 ) -> FastAPI:
     """The interface as an ASGI application.
 
@@ -52,11 +56,14 @@ def create_app(
         metrics: what /metrics shows.
         config: whose host names may be asked for.
         shutdown: what POST /api/shutdown does; without it there is no such path.
+        pipeline: what a driver lets be seen of its pipeline; without it there are no such paths.
     """
     app = FastAPI(title="Genesis training node", version="1", docs_url=None, redoc_url=None)
     allowed_hosts = config.allowed_hosts if config else ()
     app.add_middleware(HostGuard, allowed_hosts=allowed_hosts)
     _add_pages(app, tracker, metrics)
+    if pipeline is not None:
+        add_pipeline_pages(app, pipeline)
     if shutdown:
         _add_shutdown(app, shutdown)
     return app

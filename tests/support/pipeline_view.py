@@ -1,0 +1,76 @@
+"""What a driver lets be seen of a pipeline, without the driver."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trainer.observe import LostShare, PerishedShare, StageStatus, SwarmAccount, SwarmStages, TallyStatus, WorkerStatus
+
+__all__ = ["SeenPipeline", "an_account", "some_stages"]
+
+
+def an_account(**changes: object) -> SwarmAccount:
+    content: dict[str, object] = {
+        "node_id": "driver-1",
+        "keeper": "driver-1",
+        "age_s": 0.0,
+        "micro_batches": TallyStatus(leased=120, done=100, lost=3, open=17),
+        "tokens": TallyStatus(leased=122_880, done=102_400, lost=3_072, open=17_408),
+        "trained_tokens": 102_400,
+        "waiting": 5,
+        "reissued": 2,
+        "leases": 2,
+        "lost": (LostShare(stage="body-1", reason="unclear", micro_batches=3),),
+        "perished": (PerishedShare(stage="head", micro_batches=1),),
+    }
+    return SwarmAccount.model_validate(content | changes)
+
+
+def a_worker(uid: str, **changes: object) -> WorkerStatus:
+    content: dict[str, object] = {
+        "uid": uid,
+        "node_id": "n",
+        "peer_id": "f" * 64,
+        "status": "serving",
+        "version": 12,
+        "num_tokens": 4096,
+        "queued": 1,
+        "rows_per_s": 30.0,
+        "busy": 0.75,
+    }
+    return WorkerStatus.model_validate(content | changes)
+
+
+def some_stages(**changes: object) -> SwarmStages:
+    workers = (a_worker("head.0.42"), a_worker("head.0.43", status="joining", version=11, rows_per_s=0.0))
+    content: dict[str, object] = {
+        "node_id": "driver-1",
+        "time": "2026-11-21T03:00:00Z",
+        "step": 12,
+        "loss": 5.25,
+        "tokens_per_s": 1234.5,
+        "in_flight": 8,
+        "stages": (
+            StageStatus(
+                stage="head", num_layers=1, num_serving=1, version=12, rows_per_s=30.0, empty_for_s=0.0, workers=workers
+            ),
+            StageStatus(
+                stage="tail", num_layers=1, num_serving=0, version=None, rows_per_s=0.0, empty_for_s=7.5, workers=()
+            ),
+        ),
+    }
+    return SwarmStages.model_validate(content | changes)
+
+
+@dataclass
+class SeenPipeline:
+    """A `PipelineView` that shows what it is told to."""
+
+    of_account: SwarmAccount | None = field(default_factory=an_account)
+    of_stages: SwarmStages = field(default_factory=some_stages)
+
+    def account(self) -> SwarmAccount | None:
+        return self.of_account
+
+    def stages(self) -> SwarmStages:
+        return self.of_stages
