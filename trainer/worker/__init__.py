@@ -14,15 +14,15 @@ worker is one device; two devices are two workers, which the stage's strategy ke
 
 What travels beside the messages of `trainer.pipeline.messages`, by name (`wire.py`):
 
-| tensor          | form                     | in                                                                     |
-|-----------------|--------------------------|------------------------------------------------------------------------|
-| ``ids``         | int32[rows, positions]   | all asks to the head; to others where the codec needs them             |
-| ``activation.N``| the codec's N-th tensor  | asks to body and tail; answers of `stage/forward`                      |
-| ``gradient.N``  | the codec's N-th tensor  | asks of `stage/backward`; answers of backward, tail, chain (head: none)|
-| ``labels``      | int32[rows, positions]   | `stage/tail`, `stage/chain`, `stage/evaluate` of the tail              |
+| tensor           | form                    | in                                                                      |
+|------------------|-------------------------|-------------------------------------------------------------------------|
+| ``ids``          | int32[rows, positions]  | all asks to the head; to others where the codec needs them              |
+| ``activation``…  | the codec's tensors     | asks to body and tail; answers of `stage/forward`                       |
+| ``gradient``…    | the codec's tensors     | asks of `stage/backward`; answers of backward, tail, chain (head: none) |
+| ``labels``       | int32[rows, positions]  | `stage/tail`, `stage/chain`, `stage/evaluate` of the tail               |
 
 So whoever routes hands on what it gets, under the name it got it, and needs no codec. Backward may leave out
-``activation.N`` (head: ``ids``) where it asks the worker that ran the forward pass; the refusal ``no-input`` asks for it.
+``activation`` (head: ``ids``) where it asks the worker that ran the forward pass; the refusal ``no-input`` asks for it.
 
 Refusals: ``busy`` (queue full; nothing counted), ``malformed``, ``nonfinite``, ``stage`` (another one is here), ``stale``,
 ``expired`` (too late or given up; nothing counted), ``already-applied`` (counted, the answer is no longer there),

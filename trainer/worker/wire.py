@@ -1,32 +1,32 @@
-"""The names under which tensors travel between drivers and workers, and checks of those no codec touches.
+"""The names under which tensors travel between drivers and workers.
 
-A codec's tensors keep their names from the worker that made them to the worker that reads them, so whoever routes hands
-on what it gets. Ids and labels are int32: half of int64's bytes, and every vocabulary fits.
+A codec's tensors (``activation``, ``activation.scales``, …) keep their names from the worker that made them to the
+worker that reads them, so whoever routes hands on what it gets. Ids and labels are int32: half of int64's bytes, and
+every vocabulary fits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Final
 
 import torch
 from torch import Tensor
 
-__all__ = ["ACTIVATION", "GRADIENT", "IDS", "LABELS", "as_wire_ids", "named", "parts_of"]
+from trainer.subspace.ids import IDS
 
-IDS, LABELS = "ids", "labels"
-ACTIVATION, GRADIENT = "activation", "gradient"
+__all__ = ["ACTIVATION", "GRADIENT", "IDS", "LABELS", "as_wire_ids", "parts_of"]
 
-
-def named(what: str, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-    """A codec's tensors under their names: ``activation.0``, ``activation.1``, …"""
-    return {f"{what}.{number}": tensor for number, tensor in enumerate(tensors)}
+LABELS: Final = "labels"
+ACTIVATION: Final = "activation"
+GRADIENT: Final = "gradient"
 
 
 def parts_of(what: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those of some tensors that are an activation, or a gradient, names kept: to be sent on as they are."""
-    return {name: tensor for name, tensor in tensors.items() if name.startswith(what + ".")}
+    """Those of some tensors that make up an activation, or a gradient; names kept, to be sent on as they are."""
+    return {name: tensor for name, tensor in tensors.items() if name == what or name.startswith(what + ".")}
 
 
 def as_wire_ids(ids: Tensor) -> Tensor:
     """Ids or labels as they travel."""
-    return ids.to(device="cpu", dtype=torch.int32)
+    return ids.to(device="cpu", dtype=torch.int32).contiguous()
