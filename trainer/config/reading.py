@@ -81,8 +81,7 @@ def from_mapping(kind: type[ConfigT], values: Mapping[str, Any], where: str = ""
     try:
         return kind(**arguments)
     except TrainerUsageError as error:
-        # Most dataclasses name their field only; which of them it is in is known here.
-        raise error if str(error).startswith(where) else TrainerUsageError(f"{where}{error}") from error
+        raise TrainerUsageError(_located(str(error), where)) from error
 
 
 def _value(hint: Any, value: Any, where: str, *, secret: bool) -> Any:
@@ -98,6 +97,14 @@ def _value(hint: Any, value: Any, where: str, *, secret: bool) -> Any:
     except ValidationError as error:
         message = error.errors()[0]["msg"]
         raise TrainerUsageError(f"{where}: {message[0].lower()}{message[1:]}, found {found}") from error
+
+
+def _located(message: str, where: str) -> str:
+    """A message that begins with the field's whole name; dataclasses give it, or the end of it, or the field alone."""
+    section = where.rsplit(".", 2)[-2] + "." if "." in where else ""
+    if message.startswith(where):
+        return message
+    return where + (message.removeprefix(section) if section else message)
 
 
 def _nearest(name: str, names: list[str]) -> str:

@@ -21,6 +21,7 @@ from trainer.observe import ApiConfig
 from trainer.robust import RuleConfig
 from trainer.rpc import RpcConfig
 from trainer.state import StateConfig
+from trainer.swarm.config import Pipeline, SwarmConfig
 
 __all__ = ["CheckpointConfig", "DataConfig", "Engine", "LogConfig", "ModelChoice", "RunConfig", "Strategy"]
 
@@ -28,7 +29,7 @@ _NAME = re.compile(r"[A-Za-z0-9_@:+=-][A-Za-z0-9_.@:+=-]{0,127}")
 """Of nodes and runs: folders and files are named by them."""
 
 Engine = Literal["p2p", "torch"]
-Strategy = Literal["diloco", "ddp"]
+Strategy = Literal["diloco", "ddp", "async_sparta"]
 
 
 def _default_store() -> str:
@@ -131,7 +132,10 @@ class RunConfig:
     engine: Engine = "p2p"
     """``p2p``: among strangers, or alone. ``torch``: torch.distributed, under torchrun."""
     strategy: Strategy = "diloco"
-    """``diloco``, or with the torch engine ``ddp``: gradients averaged at every step, the baseline."""
+    """``diloco``; with the torch engine ``ddp``: gradients averaged at every step, the baseline; among the workers of a
+    stage also ``async_sparta``: a slice of the parameters averaged now and then, in the background."""
+    pipeline: Pipeline = "none"
+    """``swarm``: this node drives a pipeline of workers, and holds no parameters itself."""
     max_steps: int = 0
     """Inner steps after which the node stops; 0: goes on."""
     device: str = "auto"
@@ -152,6 +156,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     api: ApiConfig = field(default_factory=ApiConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    swarm: SwarmConfig = field(default_factory=SwarmConfig)
 
     def __post_init__(self) -> None:
         for name in ("max_steps", "threads"):
@@ -165,6 +170,8 @@ class RunConfig:
                 )
         if self.engine != "torch" and self.strategy == "ddp":
             raise TrainerUsageError("strategy ddp: expected engine torch (under torchrun), found engine p2p")
+        if self.engine == "torch" and self.pipeline == "swarm":
+            raise TrainerUsageError("pipeline swarm: expected engine p2p, found engine torch")
         if self.engine == "torch" and (self.discovery.initial_peers or self.rpc.port):
             raise TrainerUsageError(
                 "engine torch: expected no initial_peers and no port, since torchrun says who belongs together, found "

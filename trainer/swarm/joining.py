@@ -1,0 +1,74 @@
+"""When a worker joins its stage, which one it takes, and when it has to begin again; decisions without a network.
+
+004 lets newcomers in during the first tenth of a round, since whoever takes up a state late in a round begins with work
+the others have long done, and lets them be at most five rounds behind. A stage on which nobody works has no rounds to
+wait for, so a place in the round that does not move for `JoinConfig.idle_s` is as good as a beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from trainer.pipeline.messages import StageReport
+from trainer.pipeline.names import StageUid
+from trainer.pipeline.plan import StagePlan
+from trainer.swarm.join_config import JoinConfig
+
+__all__ = ["JoinWindow", "neediest_stage"]
+
+
+class JoinWindow:
+    """Tells, from what is heard of a stage's round, whether a newcomer may take up its state now.
+
+    Args:
+        config: the options.
+    """
+
+    def __init__(self, config: JoinConfig) -> None:
+        self._config = config
+        self._seen: tuple[int, float] | None = None
+        self._since_s = 0.0
+
+    def is_open(self, round_index: int, position: float, now_s: float) -> bool:
+        """Whether to go ahead.
+
+        Args:
+            round_index: the round the others are in.
+            position: how far they are in it, 0 to 1.
+            now_s: on any clock that only goes on.
+        """
+        seen = (round_index, position)
+        if seen != self._seen:
+            self._seen, self._since_s = seen, now_s
+        return position < self._config.window or now_s - self._since_s >= self._config.idle_s
+
+
+def neediest_stage(plan: StagePlan, reports: Iterable[StageReport], own_number: int = 0) -> str:
+    """The stage a newcomer helps most: that with the least rate of all, or without anybody.
+
+    A stage's rate is the sum of what its workers say they get done; those that say nothing yet count as the slowest
+    that do. Of equally needy stages ``own_number`` points at one, so that newcomers that come together spread.
+
+    Args:
+        plan: of the run.
+        reports: of its workers, joining ones included: they are on their way to help.
+        own_number: any number of the newcomer's own.
+    """
+    by_stage: dict[str, list[float]] = {name: [] for name in plan.names}
+    for report in reports:
+        stage = StageUid.parse(report.uid).stage
+        if report.status != "leaving" and stage in by_stage:
+            by_stage[stage].append(report.rows_per_s)
+    empty = [name for name, rates in by_stage.items() if not rates]
+    if empty:
+        return empty[own_number % len(empty)]
+    known = [rate for rates in by_stage.values() for rate in rates if rate > 0]
+    slowest = min(known, default=1.0)
+    totals = {name: sum(rate or slowest for rate in rates) for name, rates in by_stage.items()}
+    least = min(totals.values())
+    neediest = _of_least(totals, least)
+    return neediest[own_number % len(neediest)]
+
+
+def _of_least(totals: dict[str, float], least: float) -> Sequence[str]:
+    return [name for name, total in totals.items() if total <= least * (1 + 1e-9)]

@@ -1,0 +1,94 @@
+"""From a run's configuration to the model and its cut: the same at every worker and driver, or they refuse each other.
+
+Whoever reads the store's vocabulary can tell how many rows the embedding has; a worker without a way to the store is
+told by ``swarm.vocab_rows`` in the run file. In a swarm the vocabulary stays as it is for the length of a run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pydantic import JsonValue
+
+from trainer.collective import Terms
+from trainer.config import RunConfig, to_mapping
+from trainer.errors import TrainerUsageError
+from trainer.model import ModelConfig, preset, rows_for
+from trainer.node.data import open_session
+from trainer.node.vocabulary import lineage_of
+from trainer.pipeline.plan import StagePlan
+from trainer.rpc.envelope import PROTOCOL_VERSION
+
+__all__ = ["SwarmShape", "shape_of"]
+
+_AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmShape:
+    """What all processes of a swarm have to agree on."""
+
+    plan: StagePlan
+    tokenizer_lineage: str
+    """Empty where the run file gives the rows of the vocabulary."""
+    synchronisation: dict[str, JsonValue]
+
+    @property
+    def model(self) -> ModelConfig:
+        """Of the whole model."""
+        return self.plan.config
+
+    def terms(self, stage: str) -> Terms:
+        """What the workers of a stage must have in common; a driver's stage is ``driver``."""
+        architecture: dict[str, JsonValue] = dict(self.model.to_dict())
+        architecture["stage"] = stage
+        architecture["layers_of_stages"] = [len(layers) for layers in self.plan.ranges]
+        return Terms(
+            architecture=architecture,
+            tokenizer_lineage=self.tokenizer_lineage,
+            synchronisation=self.synchronisation,
+        )
+
+
+def shape_of(config: RunConfig) -> SwarmShape:
+    """Decides what is to be decided, asking the store for its vocabulary if the run file does not say.
+
+    Raises:
+        TrainerUsageError: the options do not go together.
+        LoaderError: the store cannot be read.
+    """
+    swarm = config.swarm
+    if config.model.preset == _AUTO:
+        raise TrainerUsageError(
+            "model.preset: expected a preset in the run file, since no single machine's memory decides for a swarm; "
+            "found auto"
+        )
+    rows, lineage = swarm.vocab_rows, ""
+    if not rows:
+        vocabulary = open_session(config.data).catalog.vocabulary()
+        rows, lineage = rows_for(vocabulary.next_merge_id), lineage_of(vocabulary)
+    whole = preset(config.model.preset, rows)
+    plan = StagePlan.of(whole, swarm.num_stages, swarm.layers, swarm.cut)
+    plan = StagePlan(swarm.subspace.applied_to(whole, len(plan.ranges[-1])), plan.names, plan.ranges)
+    if config.inner.seq_len > whole.max_seq_len:
+        raise TrainerUsageError(
+            f"inner.seq_len: expected at most the {whole.max_seq_len} tokens this architecture is made for, found "
+            f"{config.inner.seq_len}"
+        )
+    return SwarmShape(plan, lineage, _synchronisation(config))
+
+
+def _synchronisation(config: RunConfig) -> dict[str, JsonValue]:
+    """Whatever changes the result of a step or a round."""
+    values: dict[str, JsonValue] = {
+        "protocol": PROTOCOL_VERSION,
+        "seed": config.seed,
+        "strategy": config.strategy,
+        "compression": config.collective.compression,
+        "swarm.activation_codec": config.swarm.activation_codec,
+        "swarm.target_tokens": config.swarm.stage.target_tokens,
+        "swarm.start_from": bool(config.swarm.start_from),
+    }
+    options = config.swarm.sparta if config.strategy == "async_sparta" else config.diloco
+    values |= {f"{config.strategy}.{name}": value for name, value in to_mapping(options).items()}
+    return values | {f"rule.{name}": value for name, value in to_mapping(config.rule).items()}
