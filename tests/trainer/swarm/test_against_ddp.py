@@ -1,7 +1,7 @@
 """DiLoCo among four nodes against DDP among four ranks: the same data, tokens, steps and model, as a user runs them.
 
 Both begin with the same weights and read the same rows (names decide shards, and nodes have the names of the ranks).
-DiLoCo talks every 20th step only. The rates are the best for each by itself, of those tried; see `DDP_LR`.
+DiLoCo talks every 20th step only. Each has the best rate of those tried for it alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ ROWS, SEQ_LEN = 32, 32
 DDP_LR = 6e-3
 DILOCO_LR = 8e-3
 OUTER = {"outer_lr": 1.0, "outer_momentum": 0.4}
-"""Held-out loss by rate."""
 RUN_S = 600.0
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(NAMES)))
 
