@@ -1,0 +1,86 @@
+"""A small account, workers that answer what they have counted, and endpoints that keep and ask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.ledger import AppliedReport, LaneSpec, Layout, LedgerConfig, LedgerSpec
+from trainer.ledger.books import Books
+from trainer.ledger.ledger import Ledger
+from trainer.ledger.records import Opened, Record
+from trainer.ledger.units import Run
+from trainer.pipeline.micro_batch import MicroBatchId
+from trainer.pipeline.work import Settlement, StageCredit
+
+STAGES = ("head", "body-1", "tail")
+WORKER = {"head": "a" * 16, "body-1": "b" * 16, "tail": "c" * 16}
+LAYOUT = Layout(num_windows=23, seq_len=10, micro_batch_rows=4, unit_rows=8)
+"""Three units a shard, the last of 7 rows: 6 micro-batches, the last of 3 rows."""
+SHARDS = (2, 3, 5)
+
+
+def spec(lanes: int = 1, **changes: object) -> LedgerSpec:
+    """What the account is of; lane n has weight n + 1."""
+    lane_specs = tuple(
+        LaneSpec(source=None if lanes == 1 else f"s{n}", weight=float(n + 1), first_shard_sha256="0" * 64)
+        for n in range(lanes)
+    )
+    return LedgerSpec(**{"seed": 7, "layout": LAYOUT, "lanes": lane_specs, "stages": STAGES, **changes})
+
+
+class ListedLedger:
+    """A ledger whose records are kept in a list, so that it can be opened again from them."""
+
+    def __init__(self, config: LedgerConfig, shards: Sequence[Sequence[int]] = (SHARDS,)) -> None:
+        self.config = config
+        self.shards = shards
+        self.spec = spec(len(shards))
+        self.records: list[Record] = [Opened(spec=self.spec, shards=tuple(map(len, shards)))]
+        self.ledger = self._open(0.0)
+
+    def _open(self, now_s: float) -> Ledger:
+        books = Books.of(list(self.records), self.spec, self.shards)
+        return Ledger(books, self.config, self.records.append, now_s)
+
+    def restart(self, now_s: float) -> None:
+        """As a keeper that died and came back."""
+        self.ledger = self._open(now_s)
+
+
+def micro_batches(runs: Sequence[Run], layout: Layout = LAYOUT) -> list[MicroBatchId]:
+    """Of some runs."""
+    return [each for run in runs for each in layout.micro_batches(run)]
+
+
+def credits(number: int, shared_through: int = 0, stages: Sequence[str] = STAGES) -> tuple[StageCredit, ...]:
+    """What a worker of each stage acknowledged."""
+    return tuple(
+        StageCredit(stage=stage, incarnation=WORKER[stage], applied_number=number, shared_through=shared_through)
+        for stage in stages
+    )
+
+
+def done(micro_batch: MicroBatchId, number: int = 1, shared_through: int = 0, tokens: int = 0) -> Settlement:
+    """Counted in every stage."""
+    return Settlement(
+        micro_batch=str(micro_batch), outcome="done", credits=credits(number, shared_through), num_tokens=tokens
+    )
+
+
+def lost(micro_batch: MicroBatchId, stage: str = "tail", reason: str = "unclear") -> Settlement:
+    """Not known to be counted at a stage."""
+    return Settlement(micro_batch=str(micro_batch), outcome="lost", lost_at=stage, reason=reason)
+
+
+def report(
+    applied: dict[str, Sequence[MicroBatchId]] | None = None, *, answered: Sequence[str] = tuple(WORKER.values())
+) -> AppliedReport:
+    """What workers say; by default all of them, that they have counted nothing."""
+    found = {stage: frozenset(map(str, each)) for stage, each in (applied or {}).items()}
+    return AppliedReport(found, frozenset(answered))
+
+
+def journal_path(folder: Path) -> Path:
+    """Where a test's journal is."""
+    return folder / "ledger" / "journal.jsonl"

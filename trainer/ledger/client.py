@@ -1,0 +1,311 @@
+"""A driver's side: micro-batches to work on, and a place to say what became of them, keeper or no keeper.
+
+`next` and `settle` never wait for the network: one task reads rows ahead, one talks to the keeper. It says everything
+until it is acknowledged, which is safe because saying it twice is as once. A lease's end is counted from before it was
+asked for, on a clock that goes on while this process is stopped, so it is never later than the keeper's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from loader.errors import LoaderError
+from trainer.errors import PeerUnavailableError, RefusedError, RpcError
+from trainer.ledger.config import LedgerConfig
+from trainer.ledger.holdings import Bundle, HeldLease, Holdings
+from trainer.ledger.messages import (
+    LEDGER_LEASE,
+    LEDGER_RENEW,
+    LEDGER_SETTLE,
+    MAX_PREFERRED,
+    MAX_SAID,
+    LeaseAnswer,
+    LeaseAsk,
+    RenewAnswer,
+    RenewAsk,
+    SettleAnswer,
+    SettleAsk,
+)
+from trainer.ledger.rows import MicroBatches
+from trainer.ledger.units import LedgerSpec
+from trainer.pipeline.micro_batch import MicroBatchId
+from trainer.pipeline.work import MicroBatch, Settlement, boottime_s
+from trainer.rpc import Endpoint, Message, Peer
+
+__all__ = ["LedgerClient"]
+
+logger = logging.getLogger(__name__)
+
+_GATHER_S = 0.05
+"""Settlements that come within this are said together."""
+_RETRY_S = 1.0
+"""Between two attempts to reach a keeper that is away, and two questions for rows where there are none now."""
+_UNREADABLE_S = 5.0
+AnswerT = TypeVar("AnswerT", bound=Message)
+
+
+class LedgerClient:
+    """A driver's `Work`.
+
+    Args:
+        endpoint: one's own.
+        keeper: who keeps the account now; None: not known.
+        rows: reads micro-batches.
+        spec: what the account is of.
+        config: as the keeper's.
+        preferred: shards this driver is assigned.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        keeper: Callable[[], Peer | None],
+        rows: MicroBatches,
+        spec: LedgerSpec,
+        config: LedgerConfig,
+        preferred: Sequence[int] = (),
+    ) -> None:
+        self._endpoint = endpoint
+        self._keeper = keeper
+        self._rows = rows
+        self._spec = spec
+        self._config = config
+        self._preferred = tuple(preferred)
+        self._holdings = Holdings()
+        self._token = secrets.token_hex(16)
+        self._renewed_s = 0.0
+        self._single = False
+        self._finished = self._closing = self._is_away = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self._to_say, self._to_read, self._to_give = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.stale = 0
+        """Settlements that came too late: what they were of had been given to others."""
+        self.refused = 0
+        """Settlements that the keeper did not understand."""
+
+    @property
+    def holdings(self) -> Holdings:
+        """What this driver holds, to look at."""
+        return self._holdings
+
+    async def start(self) -> None:
+        """Begins to lease and to read."""
+        self._tasks = [
+            asyncio.create_task(self._talk(), name="ledger-client"),
+            asyncio.create_task(self._read(), name="ledger-rows"),
+        ]
+
+    async def next(self) -> MicroBatch | None:
+        """The next micro-batch; waits while there is none. None: the data are through, or this was closed."""
+        while not self._closing:
+            micro_batch = self._holdings.begin(boottime_s())
+            if micro_batch is not None:
+                self._to_read.set()
+                self._to_say.set()
+                return micro_batch
+            if self._finished:
+                return None
+            self._to_give.clear()
+            await self._to_give.wait()
+        return None
+
+    def settle(self, settlement: Settlement) -> None:
+        """Says what became of one; it is kept until the keeper has acknowledged it."""
+        if not self._holdings.settle(settlement):
+            self.stale += 1
+            logger.info("%s is not held any more; what became of it is not said", settlement.micro_batch)
+        self._to_say.set()
+
+    def hand_back(self, micro_batch: MicroBatch) -> None:
+        """Gives back one that no stage was asked to apply."""
+        self._holdings.hand_back(micro_batch.key)
+        self._to_say.set()
+
+    async def close(self) -> None:
+        """Hands back what was not begun, says what is to be said, for `close_s` at most. May be called again.
+
+        What was begun and not settled stays leased; the keeper is told that nothing more of it is sent, and asks the
+        workers.
+        """
+        self._closing = True
+        self._to_give.set()
+        await self._cancel()
+        self._holdings.hand_back_all()
+        try:
+            async with asyncio.timeout(self._config.close_s):
+                await self._say_last()
+        except TimeoutError:
+            logger.warning(
+                "%d settlements could not be said; their leases will run out and be asked after",
+                self._holdings.num_unsaid,
+            )
+
+    async def _cancel(self) -> None:
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _say_last(self) -> None:
+        while (bundle := self._holdings.bundle(single=self._single)) is not None:
+            if not await self._say(bundle):
+                await asyncio.sleep(_RETRY_S / 4)
+        for token in list(self._holdings.leases):
+            await self._ask(LEDGER_SETTLE, SettleAsk(token=token, release=True), SettleAnswer)
+            self._holdings.drop(token)
+
+    async def _talk(self) -> None:
+        """Says, renews and asks, one after the other, as long as there is something to."""
+        while True:
+            waits_s = await self._renew_if_due()
+            await self._say_all()
+            has_enough = not self._wants_more() or await self._lease()
+            if has_enough and not self._is_away:
+                await self._woken(waits_s)
+            else:
+                await asyncio.sleep(_RETRY_S)
+
+    async def _woken(self, within_s: float) -> None:
+        """Until something is to be said, or time is up."""
+        try:
+            async with asyncio.timeout(max(within_s, _GATHER_S)):
+                await self._to_say.wait()
+                await asyncio.sleep(_GATHER_S)
+        except TimeoutError:
+            pass
+        self._to_say.clear()
+
+    def _wants_more(self) -> bool:
+        per_unit = self._spec.layout.micro_batches_per_unit
+        return self._holdings.num_ahead <= per_unit * self._config.lease_units // 2
+
+    async def _lease(self) -> bool:
+        """Asks for rows; whether there were any."""
+        asked_s = boottime_s()
+        preferred = tuple(dict.fromkeys((*self._holdings.shards(), *self._preferred)))[:MAX_PREFERRED]
+        ask = LeaseAsk(
+            token=self._token,
+            data_digest=self._spec.digest(),
+            preferred=preferred,
+            num_units=self._config.lease_units,
+        )
+        answer = await self._ask(LEDGER_LEASE, ask, LeaseAnswer, new_token_if="lease-over")
+        if answer is None:
+            return False
+        self._finished = answer.finished
+        if answer.runs:
+            layout = self._spec.layout
+            micro_batches = [each for run in answer.runs for each in layout.micro_batches(run)]
+            self._holdings.add(self._token, micro_batches, asked_s + answer.lease_s)
+            self._token = secrets.token_hex(16)
+            self._rows.want(each.shard for _, each in self._holdings.unread)
+        self._to_read.set()
+        self._to_give.set()
+        return bool(answer.runs)
+
+    async def _renew_if_due(self) -> float:
+        """Renews all leases in time; seconds until the next time."""
+        every_s = self._config.lease_s / 3
+        tokens = tuple(self._holdings.leases)
+        asked_s = boottime_s()
+        if not tokens or asked_s < self._renewed_s + every_s:
+            return every_s
+        live: set[str] = set()
+        for first in range(0, len(tokens), MAX_SAID):
+            part = tokens[first : first + MAX_SAID]
+            answer = await self._ask(LEDGER_RENEW, RenewAsk(tokens=part), RenewAnswer)
+            if answer is None:
+                return _RETRY_S
+            for token in answer.live:
+                if token in self._holdings.leases:
+                    self._holdings.leases[token].term.send_before_s = asked_s + answer.lease_s
+            live.update(answer.live)
+        self._renewed_s = asked_s
+        for token in set(tokens) - live:
+            unsettled = self._holdings.drop(token)
+            logger.warning("lease %s is over; %d begun of it were not settled", token[:8], unsettled)
+        self._to_give.set()
+        return every_s
+
+    async def _say_all(self) -> None:
+        """Says what there is to say, until the keeper does not answer."""
+        while (bundle := self._holdings.bundle(single=self._single)) is not None:
+            if not await self._say(bundle):
+                return
+        self._single = False
+
+    async def _say(self, bundle: Bundle) -> bool:
+        """Whether there is an answer to it."""
+        ask = SettleAsk(token=bundle.token, settlements=bundle.settlements, handed_back=bundle.handed_back)
+        try:
+            answer = await self._called(LEDGER_SETTLE, ask, SettleAnswer)
+        except RefusedError as error:
+            if error.reason not in ("malformed", "not-yours", "body"):
+                self._away(error)
+                return False
+            if len(bundle.settlements) + len(bundle.handed_back) > 1:
+                self._single = True
+                return True
+            logger.error("%s: the keeper refuses what became of it: %s", bundle.token[:8], error)
+            self.refused += 1
+        except RpcError as error:
+            self._away(error)
+            return False
+        else:
+            self._is_away = False
+            self.stale += len(answer.stale)
+        self._holdings.said(bundle)
+        return True
+
+    async def _ask(self, method: str, ask: Message, answer: type[AnswerT], *, new_token_if: str = "") -> AnswerT | None:
+        """The answer; None: there is none now."""
+        try:
+            found = await self._called(method, ask, answer)
+        except RpcError as error:
+            if isinstance(error, RefusedError) and error.reason == new_token_if:
+                self._token = secrets.token_hex(16)
+            elif not (isinstance(error, RefusedError) and error.reason == "enough"):
+                self._away(error)
+            return None
+        self._is_away = False
+        return found
+
+    async def _called(self, method: str, ask: Message, answer: type[AnswerT]) -> AnswerT:
+        """Raises RpcError if there is no answer."""
+        keeper = self._keeper()
+        if keeper is None:
+            raise PeerUnavailableError(
+                f"expected the keeper of the account, {self._config.keeper}, found none announced"
+            )
+        reply = await self._endpoint.call(keeper, method, ask, answer, timeout_s=self._config.call_timeout_s)
+        return reply.body
+
+    def _away(self, error: RpcError) -> None:
+        """Says once that the keeper is away."""
+        if not self._is_away:
+            logger.warning("the account's keeper does not answer; going on with what is held: %s", error)
+        self._is_away = True
+
+    async def _read(self) -> None:
+        """Keeps some micro-batches read."""
+        while True:
+            while self._holdings.unread and len(self._holdings.ready) < self._config.ahead:
+                await self._read_one(*self._holdings.unread[0])
+            self._to_read.clear()
+            await self._to_read.wait()
+
+    async def _read_one(self, lease: HeldLease, wanted: MicroBatchId) -> None:
+        try:
+            inputs, labels = await asyncio.to_thread(self._rows.read, wanted)
+        except LoaderError as error:
+            logger.warning("%s cannot be read here, and is handed back: %s", wanted, error)
+            self._holdings.hand_back_unread(lease, wanted)
+            self._to_say.set()
+            await asyncio.sleep(_UNREADABLE_S)
+            return
+        self._holdings.have_read(lease, MicroBatch(wanted, inputs, labels, lease.term))
+        self._to_give.set()

@@ -1,0 +1,85 @@
+"""How data are leased to the drivers of a swarm, and how the account of them is kept."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from trainer.errors import TrainerUsageError
+
+__all__ = ["MAX_LEASE_UNITS", "LedgerConfig"]
+
+MAX_LEASE_UNITS = 256
+_POSITIVE_SECONDS = ("lease_s", "call_timeout_s", "close_s", "worker_gone_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerConfig:
+    """Leases of data; the same at all nodes of a run.
+
+    Raises:
+        TrainerUsageError: a value makes no sense.
+    """
+
+    keeper: str = "driver-1"
+    """Node id, or key (64 hexadecimal digits), of the driver that keeps the account."""
+    unit_rows: int = 0
+    """Rows of a unit, the least that is leased anew: a multiple of the micro-batch's; 0: 8 micro-batches."""
+    lease_units: int = 2
+    """Units a driver asks for at once, of which it holds the second while it goes through the first."""
+    lease_s: float = 60.0
+    """Seconds a lease lasts unless it is renewed, and thus how long drivers go on while the keeper is away."""
+    lease_margin_s: float = 10.0
+    """Seconds after its end before it is looked into; more than clocks of two machines can part in `lease_s`."""
+    inquiry_s: float = 30.0
+    """Seconds workers are asked what they have of a lease that ran out, before what is unclear counts as lost."""
+    worker_gone_s: float = 30.0
+    """Seconds without an announcement after which a worker is gone, and what only it had with it."""
+    max_open: int = 1024
+    """Micro-batches one driver may hold."""
+    epochs: int = 0
+    """Passes over the data after which there is no more; 0: endless."""
+    ahead: int = 4
+    """Micro-batches a driver has read before they are asked for."""
+    call_timeout_s: float = 10.0
+    """Seconds a driver waits for an answer of the keeper."""
+    close_s: float = 5.0
+    """Seconds a driver that stops tries to settle what it knows and hand back what it did not begin."""
+    compact_bytes: int = 4 << 20
+    """Size of the journal at which it is replaced by what it adds up to."""
+
+    def __post_init__(self) -> None:
+        for name in _POSITIVE_SECONDS:
+            value: float = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise TrainerUsageError(f"swarm.ledger.{name}: expected a positive number of seconds, found {value}")
+        for name in ("lease_margin_s", "inquiry_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise TrainerUsageError(f"swarm.ledger.{name}: expected seconds, 0 or more, found {value}")
+        for name, least, most in (
+            ("unit_rows", 0, 1 << 20),
+            ("lease_units", 1, MAX_LEASE_UNITS),
+            ("max_open", 1, 1 << 20),
+            ("epochs", 0, 10**9),
+            ("ahead", 1, 1024),
+            ("compact_bytes", 1 << 12, 1 << 40),
+        ):
+            count: int = getattr(self, name)
+            if not least <= count <= most:
+                raise TrainerUsageError(f"swarm.ledger.{name}: expected {least} to {most}, found {count}")
+        if not self.keeper:
+            raise TrainerUsageError("swarm.ledger.keeper: expected the node id or key of a driver, found none")
+
+    def rows_of_unit(self, micro_batch_rows: int) -> int:
+        """Rows of a unit for micro-batches of so many.
+
+        Raises:
+            TrainerUsageError: it is not a multiple of them.
+        """
+        rows = self.unit_rows or 8 * micro_batch_rows
+        if rows % micro_batch_rows:
+            raise TrainerUsageError(
+                f"swarm.ledger.unit_rows: expected a multiple of a micro-batch's {micro_batch_rows} rows, found {rows}"
+            )
+        return rows

@@ -1,0 +1,258 @@
+"""The keeper of the account: the ledger and its journal behind an endpoint, and the watch over leases that run out.
+
+All that touches the account runs one after the other in a thread of its own, since each change waits for the disk;
+the event loop goes on meanwhile, and a caller that gives up leaves nothing half done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trainer.errors import LedgerError, RefusedError, TrainerError
+from trainer.ledger.account import Account
+from trainer.ledger.books import Books
+from trainer.ledger.config import LedgerConfig
+from trainer.ledger.inquiry import AppliedInquiry, AppliedReport
+from trainer.ledger.journal import Journal
+from trainer.ledger.ledger import Ledger
+from trainer.ledger.messages import (
+    LEDGER_ACCOUNT,
+    LEDGER_LEASE,
+    LEDGER_RENEW,
+    LEDGER_SETTLE,
+    AccountAsk,
+    LeaseAnswer,
+    LeaseAsk,
+    RenewAnswer,
+    RenewAsk,
+    SettleAnswer,
+    SettleAsk,
+)
+from trainer.ledger.records import Opened, Record, WorkerSeen
+from trainer.ledger.units import LedgerSpec
+from trainer.pipeline.micro_batch import MicroBatchId
+from trainer.pipeline.work import boottime_s
+from trainer.rpc import Endpoint, Reply, Request
+
+__all__ = ["LedgerService", "open_ledger"]
+
+logger = logging.getLogger(__name__)
+
+_ASK_AGAIN_S = 2.0
+T = TypeVar("T")
+
+
+def open_ledger(
+    path: Path, spec: LedgerSpec, shards: Sequence[Sequence[int]], config: LedgerConfig
+) -> tuple[Ledger, Journal]:
+    """The account in a file, as it was left; a new one if there is none.
+
+    Args:
+        path: of the journal.
+        spec: what the account is of.
+        shards: of each lane, ascending; all there are now.
+        config: how long leases are.
+
+    Raises:
+        LedgerError: another process keeps it, it is damaged, or of another run.
+    """
+    journal, records = Journal.open(path)
+    try:
+        if not records:
+            records = [Opened(spec=spec, shards=tuple(map(len, shards)))]
+            journal.append(records[0])
+        ledger: Ledger
+        compact_at = config.compact_bytes
+
+        def write(record: Record) -> None:
+            nonlocal compact_at
+            if journal.size_bytes > compact_at:
+                journal.replace(ledger.books.snapshot())
+                compact_at = max(config.compact_bytes, 2 * journal.size_bytes)
+            journal.append(record)
+
+        ledger = Ledger(Books.of(records, spec, shards), config, write, boottime_s())
+        ledger.grow(shards)
+    except BaseException:
+        journal.close()
+        raise
+    return ledger, journal
+
+
+class LedgerService:
+    """Answers drivers.
+
+    Args:
+        endpoint: not started yet; who may ask is its affair (`rpc.allowed_peers`).
+        ledger: the account.
+        journal: where it is kept; closed by `stop`.
+        config: how long leases are.
+        inquiry: asks all workers what they have counted.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, ledger: Ledger, journal: Journal, config: LedgerConfig, inquiry: AppliedInquiry
+    ) -> None:
+        self._endpoint = endpoint
+        self._ledger = ledger
+        self._journal = journal
+        self._config = config
+        self._inquiry = inquiry
+        self._digest = ledger.books.spec.digest()
+        self._thread = ThreadPoolExecutor(1, "genesis-ledger")
+        self._watch: asyncio.Task[None] | None = None
+        self._inquiries: dict[str, asyncio.Task[None]] = {}
+
+    def register(self) -> None:
+        """Makes its methods answerable."""
+        self._endpoint.register(LEDGER_LEASE, LeaseAsk, self._lease)
+        self._endpoint.register(LEDGER_RENEW, RenewAsk, self._renew)
+        self._endpoint.register(LEDGER_SETTLE, SettleAsk, self._settle)
+        self._endpoint.register(LEDGER_ACCOUNT, AccountAsk, self._account)
+
+    async def start(self) -> None:
+        """Begins to watch over leases."""
+        self._watch = asyncio.create_task(self._watch_leases(), name="ledger-watch")
+
+    async def stop(self) -> None:
+        """Stops watching, and lets go of the journal; drivers are refused from then on. May be called again."""
+        tasks = [*self._inquiries.values(), *([self._watch] if self._watch else [])]
+        self._watch = None
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
+        self._journal.close()
+
+    async def account(self) -> Account:
+        """How the account stands."""
+        return await self._run(self._ledger.account)
+
+    async def note_workers(self, workers: Iterable[WorkerSeen]) -> None:
+        """Takes note of all workers that are announced now; to be told every few seconds.
+
+        Who is not among them for `worker_gone_s` is gone: what only that worker had counts as perished, and leases that
+        were live meanwhile are believed less.
+
+        Raises:
+            LedgerError: the account cannot be written.
+        """
+        seen = tuple(workers)
+        await self._run(lambda: self._ledger.note_workers(seen, boottime_s()))
+
+    async def grow(self, shards: Sequence[Sequence[int]]) -> None:
+        """Takes note of a store that has more shards.
+
+        Raises:
+            LedgerError: it is not the same store, grown; or the account cannot be written.
+        """
+        await self._run(lambda: self._ledger.grow(shards))
+
+    async def _lease(self, request: Request[LeaseAsk]) -> Reply[LeaseAnswer]:
+        ask = request.body
+        if ask.data_digest != self._digest:
+            raise RefusedError(
+                "data",
+                "expected a driver with this run's seed, seq_len, micro-batch, stages, sources, holdout and store, "
+                f"found one with others (digest {ask.data_digest}, here {self._digest})",
+            )
+        grant = await self._run(
+            lambda: self._ledger.lease(request.sender, ask.token, ask.preferred, ask.num_units, boottime_s())
+        )
+        return Reply(LeaseAnswer(runs=grant.runs, lease_s=self._config.lease_s, finished=grant.finished))
+
+    async def _renew(self, request: Request[RenewAsk]) -> Reply[RenewAnswer]:
+        tokens = request.body.tokens
+        live = await self._run(lambda: self._ledger.renew(request.sender, tokens, boottime_s()))
+        return Reply(RenewAnswer(live=live, lease_s=self._config.lease_s))
+
+    async def _settle(self, request: Request[SettleAsk]) -> Reply[SettleAnswer]:
+        sender, ask = request.sender, request.body
+        back = [MicroBatchId.parse(key) for key in ask.handed_back]
+
+        def settle() -> SettleAnswer:
+            receipt = self._ledger.settle(sender, ask.token, ask.settlements, back)
+            if ask.release:
+                self._ledger.release(sender, ask.token, boottime_s())
+            stale = tuple(map(str, receipt.stale))
+            return SettleAnswer(accepted=receipt.accepted, repeated=receipt.repeated, stale=stale)
+
+        return Reply(await self._run(settle))
+
+    async def _account(self, request: Request[AccountAsk]) -> Reply[Account]:
+        return Reply(await self.account())
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        """Does something with the account, to its end even if whoever waits for it is cancelled."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except LedgerError as error:
+            logger.error("the account: %s", error)
+            raise RefusedError("account", str(error)) from error
+        except RuntimeError as error:
+            raise RefusedError("stopping", f"the account is being closed ({error})") from error
+
+    async def _watch_leases(self) -> None:
+        while True:
+            try:
+                for token in await self._run(lambda: self._ledger.due(boottime_s())):
+                    if token not in self._inquiries:
+                        self._inquiries[token] = self._spawn(token, self._look_into(token))
+            except TrainerError as error:
+                logger.error("leases are not watched over: %s", error)
+            await asyncio.sleep(min(1.0, self._config.lease_s / 10))
+
+    def _spawn(self, token: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=f"ledger-inquiry-{token[:8]}")
+        task.add_done_callback(lambda _: self._inquiries.pop(token, None))
+        return task
+
+    async def _look_into(self, token: str) -> None:
+        """Ends a lease that ran out, by what the workers say."""
+        deadline_s = boottime_s() + self._config.inquiry_s
+        while True:
+            keys = await self._run(lambda: self._open_in(token))
+            report = await self._asked(keys)
+            complete, hopeful = await self._run(
+                lambda report=report: (  # type: ignore[misc]
+                    self._ledger.is_complete(token, report),
+                    self._ledger.may_become_complete(token),
+                )
+            )
+            left_s = deadline_s - boottime_s()
+            if complete or not hopeful or left_s <= 0:
+                break
+            await asyncio.sleep(min(_ASK_AGAIN_S, left_s))
+        try:
+            decided = await self._run(lambda: self._ledger.resolve(token, report))
+        except RefusedError as error:
+            logger.error("lease %s: %s", token[:8], error)
+            return
+        if decided is not None:
+            logger.warning(
+                "lease %s ran out: rows %d done, %d lost, %d given again",
+                token[:8],
+                _num_rows(decided.done),
+                sum(_num_rows(each.runs) for each in decided.lost),
+                _num_rows(decided.returned),
+            )
+
+    def _open_in(self, token: str) -> tuple[str, ...]:
+        lease = self._ledger.books.leases.get(token)
+        return () if lease is None else tuple(map(str, sorted(lease.open)))
+
+    async def _asked(self, keys: tuple[str, ...]) -> AppliedReport:
+        try:
+            return await self._inquiry(keys)
+        except (TrainerError, OSError, TimeoutError) as error:
+            logger.warning("the workers cannot be asked: %s", error)
+            return AppliedReport({}, frozenset(), silent=1)
+
+
+def _num_rows(runs: Sequence[Any]) -> int:
+    return sum(run.num_rows for run in runs)
