@@ -51,7 +51,7 @@ def save(directory: str, step: int, death: Death) -> None:
     """Saves one checkpoint, and dies on the way."""
     torch.set_num_threads(1)
     with Checkpointer(directory, WALLET, keep=2) as checkpointer:
-        _arrange(directory, death)
+        arrange_death(directory, death)
         checkpointer.save(contents(step), wait=True)
 
 
@@ -118,7 +118,8 @@ def _saved(model: torch.nn.Module, loop: InnerLoop, loss: float) -> CheckpointCo
     )
 
 
-def _arrange(directory: str, death: Death) -> None:
+def arrange_death(directory: str, death: Death) -> None:
+    """Makes this process end as said, in what it does to files below a folder from now on."""
     if death.at_bytes:
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

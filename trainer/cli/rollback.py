@@ -14,6 +14,7 @@ __all__ = ["rollback_command"]
 def rollback_command(
     run: Annotated[Path, typer.Option("--run", help="The swarm's run file.")],
     at: Annotated[str, typer.Option("--at", metavar="TIME", help="Back to when (ISO 8601, UTC).")],
+    stage: Annotated[list[str] | None, typer.Option(help="Only this stage: all this machine has; repeatable.")] = None,
     checkpoint_dir: Annotated[str, typer.Option(help="Folder of checkpoints, if it is not the run file's.")] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
 ) -> None:
@@ -23,7 +24,8 @@ def rollback_command(
 
     swarm = read_swarm_run(run, checkpoint_dir)
     now_us = time_us(time.time())
-    done = roll_back(swarm.directory, swarm.run_id, parse_time(at, now_us), now_us, dry_run=dry_run)
+    at_us = parse_time(at, now_us)
+    done = roll_back(swarm.directory, swarm.run_id, at_us, now_us, stages=stage or (), dry_run=dry_run)
     for name, file in done.found.files.items():
         typer.echo(f"{name}: {spell_time(file.header.saved_us)}, step {file.header.version}")
     verb = "would be set aside in" if dry_run else "set aside in"

@@ -3,6 +3,7 @@
     with StageCheckpoints(config, run_id, plan, "body-1", who) as checkpoints:
         checkpoints.maybe_save(time.time(), state_fn)           # at every optimizer step
     found = newest_set(directory, run_id, at_us)                # of every stage the newest whole file up to then
+    found.files["body-1"].read().state.for_replica()            # what a worker of it goes on from
     whole = assemble(found)                                     # config and state dict of the whole model
     load_initial_state(folder, plan, "head")                    # from a Hugging Face or torchtitan checkpoint
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
@@ -75,15 +75,41 @@ class StageState:
     strategy: Mapping[str, Any] = field(default_factory=dict)
     """Of what keeps a stage's workers together: anchor, momentum, rounds."""
     accumulators: Mapping[str, Any] = field(default_factory=dict)
-    """Gradients of micro-batches that no step has taken yet, and their count."""
+    """Gradients of micro-batches that no step has taken yet, and counts."""
     num_tokens: int = 0
     """Tokens the stage has seen."""
     vocabulary: str = ""
     """As in `RunShape`."""
     basis: str = ""
     """As in `RunShape`."""
-    subspace: Mapping[str, Any] = field(default_factory=dict)
-    """What is needed beside the parameters to write a model of a subspace as a plain one."""
+
+    @classmethod
+    def of_replica(
+        cls,
+        config: ModelConfig,
+        replica: Mapping[str, Any],
+        *,
+        strategy: Mapping[str, Any] | None = None,
+        num_tokens: int = 0,
+        vocabulary: str = "",
+        basis: str = "",
+    ) -> Self:
+        """From `StageReplica.state_dict`: weights and optimizer apart from what is accumulated and counted."""
+        return cls(
+            config=config,
+            version=replica["stage_version"],
+            parameters=replica["module"],
+            optimizer=replica["optimizer"],
+            strategy=strategy or {},
+            accumulators={name: value for name, value in replica.items() if name not in ("module", "optimizer")},
+            num_tokens=num_tokens,
+            vocabulary=vocabulary,
+            basis=basis,
+        )
+
+    def for_replica(self) -> dict[str, Any]:
+        """The inverse: what `StageReplica.load_state_dict` takes."""
+        return {**self.accumulators, "module": self.parameters, "optimizer": self.optimizer}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +139,6 @@ def document_of(run_id: str, plan: StagePlan, stage: str, saved_us: int, state: 
         "optimizer": state.optimizer,
         "strategy": state.strategy,
         "accumulators": state.accumulators,
-        "subspace": state.subspace,
     }
 
 
@@ -144,9 +169,7 @@ def read_stage(named: StageName) -> StageCheckpoint:
     document = read_checkpoint(named.path)
     header = _header(named, document)
     try:
-        parts = {
-            name: _tree(document[name]) for name in ("parameters", "optimizer", "strategy", "accumulators", "subspace")
-        }
+        parts = {name: _tree(document[name]) for name in ("parameters", "optimizer", "strategy", "accumulators")}
     except (KeyError, TypeError) as error:
         raise CorruptCheckpointError(f"{named.path}: expected the parts of a stage's state, found {error}") from error
     shape = header.shape

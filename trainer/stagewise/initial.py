@@ -43,10 +43,16 @@ def load_initial_state(path: str | Path, plan: StagePlan, stage: str, *, seed: i
         seed: the run's: of rows that the model has not.
 
     Raises:
-        CheckpointMismatchError: it is a model of another architecture, or has more ids than the run.
+        CheckpointMismatchError: it is a model of another architecture, or has more ids than the run; or the run trains
+            in a subspace, where no ordinary model's weights are.
         CorruptCheckpointError: it cannot be read.
         CheckpointError: it is no such folder.
     """
+    if plan.config.subspace_rank:
+        raise CheckpointMismatchError(
+            f"{path}: expected a run without a subspace to start from it, found swarm.subspace.rank "
+            f"{plan.config.subspace_rank}; an ordinary model's weights are in no subspace"
+        )
     folder = Path(path).expanduser()
     if (folder / METADATA_NAME).is_file():
         found = _of_torchtitan(folder, plan, stage)

@@ -2,11 +2,13 @@
 
 Files are renamed into ``{run}/set-aside/{now}/{stage}/``, from where they can be moved back; nothing is deleted, then
 or later. Killed half-way, the same call again does the rest. The run's workers must be stopped: one that runs knows
-nothing of it, and goes on writing its own.
+nothing of it, and goes on writing its own. Where stages are on several machines it is done on each, to the same time.
 """
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +42,7 @@ def roll_back(
     now_us: int,
     *,
     plan: StagePlan | None = None,
+    stages: Collection[str] = (),
     dry_run: bool = False,
 ) -> RollBack:
     """Makes the newest set at or before a time the newest there is.
@@ -50,14 +53,19 @@ def roll_back(
         at_us: the time, microseconds since 1970.
         now_us: names the folder that newer files go to.
         plan: as for `newest_set`.
+        stages: as for `newest_set`; others' files stay where they are.
         dry_run: only say what would be done.
 
     Raises:
         CheckpointError: there is no such set, or files cannot be moved. Without a set nothing was moved.
     """
-    found = newest_set(directory, run_id, at_us, plan=plan)
+    found = newest_set(directory, run_id, at_us, plan=plan, stages=stages)
     newer = sorted(
-        (named for named in named_files(directory, run_id) if named.saved_us > at_us),
+        (
+            named
+            for named in named_files(directory, run_id)
+            if named.saved_us > at_us and (not stages or named.stage in stages)
+        ),
         key=lambda named: named.saved_us,
         reverse=True,  # Killed in between, what is left still reaches up to one moment.
     )
@@ -76,7 +84,7 @@ def roll_back(
 def _move(path: Path, target: Path) -> None:
     make_folders(target.parent)
     if target.exists():
-        raise FileExistsError(17, "there is a file of that name", str(target))
+        raise FileExistsError(errno.EEXIST, "there is a file of that name", str(target))
     path.rename(target)
     sync_folder(target.parent)
     sync_folder(path.parent)

@@ -8,7 +8,7 @@ not read: 10 ms each), and only those that are chosen are read whole against the
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +40,7 @@ class StageFile:
 
 @dataclass(frozen=True, slots=True)
 class StageSet:
-    """One file of every stage."""
+    """One file of every stage, or of those that were asked for."""
 
     files: Mapping[str, StageFile]
     """By stage, head first."""
@@ -61,7 +61,14 @@ class StageSet:
         return max(file.header.saved_us for file in self.files.values())
 
 
-def newest_set(directory: str | Path, run_id: str, at_us: int, *, plan: StagePlan | None = None) -> StageSet:
+def newest_set(
+    directory: str | Path,
+    run_id: str,
+    at_us: int,
+    *,
+    plan: StagePlan | None = None,
+    stages: Collection[str] = (),
+) -> StageSet:
     """The newest set at or before a time, every file of it read against its digest; damaged ones are passed over.
 
     Args:
@@ -69,16 +76,18 @@ def newest_set(directory: str | Path, run_id: str, at_us: int, *, plan: StagePla
         run_id: the run's.
         at_us: the time, microseconds since 1970.
         plan: take only files of this architecture and cut; None: of any one.
+        stages: which are needed, such as a worker's own where the others' files are elsewhere; none named: all.
 
     Raises:
         CheckpointError: a stage has no file up to then; the message names it.
     """
-    files = list(_openable(named_files(directory, run_id)))
+    named = (found for found in named_files(directory, run_id) if not stages or found.stage in stages)
+    files = list(_openable(named))
     whole: set[Path] = set()
     while True:
-        found = choose(files, at_us, plan)
+        found = choose(files, at_us, plan, stages)
         if found is None:
-            raise CheckpointError(_none(directory, run_id, files, at_us, plan))
+            raise CheckpointError(_none(run_folder(directory, run_id), files, at_us, plan, stages))
         damaged = {file.named.path for file in found.values() if file.named.path not in whole and not _is_whole(file)}
         if not damaged:
             return StageSet(found)
@@ -86,21 +95,31 @@ def newest_set(directory: str | Path, run_id: str, at_us: int, *, plan: StagePla
         files = [file for file in files if file.named.path not in damaged]
 
 
-def choose(files: Iterable[StageFile], at_us: int, plan: StagePlan | None = None) -> dict[str, StageFile] | None:
-    """The files of the newest set, by stage; None if no shape has a file of all of its stages.
+def choose(
+    files: Iterable[StageFile], at_us: int, plan: StagePlan | None = None, stages: Collection[str] = ()
+) -> dict[str, StageFile] | None:
+    """The files of the newest set, by stage; None if no shape has a file of all of them.
 
     Args:
         files: that are whole, as far as is known.
         at_us: none newer is taken.
         plan: as for `newest_set`.
+        stages: as for `newest_set`.
     """
     newest = _newest_by_shape(files, at_us, plan)
-    complete = [found for shape, found in newest.items() if len(found) == len(shape.layers)]
-    if not complete:
-        return None
-    best = max(complete, key=_order)
-    shape = next(iter(best.values())).header.shape
-    return {name: best[name] for name in shape.plan.names}
+    complete = [
+        {name: found[name] for name in _wanted(shape, stages)}
+        for shape, found in newest.items()
+        if found.keys() >= set(_wanted(shape, stages))
+    ]
+    return max(complete, key=_order, default=None)
+
+
+def _wanted(shape: RunShape, stages: Collection[str]) -> tuple[str, ...]:
+    """The stages of a set, head first; names the run does not have come last, and are never found."""
+    if not stages:
+        return shape.plan.names
+    return (*(name for name in shape.plan.names if name in stages), *sorted(set(stages) - set(shape.plan.names)))
 
 
 def _newest_by_shape(
@@ -144,11 +163,14 @@ def _is_whole(file: StageFile) -> bool:
         return False
 
 
-def _none(directory: str | Path, run_id: str, files: list[StageFile], at_us: int, plan: StagePlan | None) -> str:
+def _none(folder: Path, files: list[StageFile], at_us: int, plan: StagePlan | None, stages: Collection[str]) -> str:
     """What is missing, in a line."""
-    folder, moment = run_folder(directory, run_id), spell_time(at_us)
+    moment = spell_time(at_us)
     if not files:
-        return f"expected checkpoints of the run's stages in {folder}, found no whole one; check the folder and run_id"
+        return (
+            f"expected checkpoints of {', '.join(stages) or 'all stages'} in {folder}, found no whole one; check the "
+            "folder and run_id"
+        )
     fitting = [file for file in files if plan is None or file.header.shape.plan == plan]
     if not fitting:
         return (
@@ -160,7 +182,7 @@ def _none(directory: str | Path, run_id: str, files: list[StageFile], at_us: int
         oldest = min(file.header.saved_us for file in fitting)
         return f"{folder}: expected checkpoints at or before {moment}, found none before {spell_time(oldest)}"
     shape, found = max(newest.items(), key=lambda pair: (len(pair[1]), _order(pair[1])))
-    missing = [name for name in shape.plan.names if name not in found]
+    missing = [name for name in _wanted(shape, stages) if name not in found]
     return (
         f"{folder}: expected a whole checkpoint of every stage at or before {moment}, found none of "
         f"{', '.join(missing)}{_oldest_of(missing, fitting)}; name a later time, or copy the files of the machine that "

@@ -36,6 +36,7 @@ from trainer.model import ModelConfig
 from trainer.model.export import ExportType
 from trainer.stagewise.dcp import without_process_group
 from trainer.stagewise.parts import EMBEDDING, OUTPUT, differences, model_shapes
+from trainer.subspace.plain import plain_config, plain_state
 
 __all__ = [
     "MODEL_NAME",
@@ -137,7 +138,8 @@ def export_torchtitan(
 
     Args:
         state: the whole model's.
-        config: its shape; ``vocab_size`` may be older than the state, whose rows count.
+        config: its shape; ``vocab_size`` may be older than the state, whose rows count. A subspace network is written
+            as the ordinary model that computes the same.
         tokenizer_json_path: the store's tokenizer.json.
         out_dir: the folder to make; it may be there, but empty.
         dtype: of the weights on disk.
@@ -149,6 +151,7 @@ def export_torchtitan(
         ExportError: torchtitan has no such model, a weight is missing, unknown, of the wrong shape or not finite, or
             the folder cannot be written.
     """
+    state, config = plain_state(state, config), plain_config(config)
     weights = _weights(state, config, getattr(torch, dtype))
     about = {
         "genesis": config.to_dict() | {"vocab_size": len(weights["tok_embeddings.weight"])},
