@@ -18,7 +18,7 @@ import typer
 from genesis.errors import GenesisError
 from loader import LoaderError, LoaderUsageError
 from manifests import ContractError
-from trainer.cli import export, plot, rollback, seed, train
+from trainer.cli import export, plot, rollback, seed, swarm, train
 from trainer.errors import TrainerError, TrainerUsageError
 
 __all__ = ["app", "run"]
@@ -41,6 +41,7 @@ app.command("seed")(seed.seed_command)
 app.command("export")(export.export_command)
 app.command("rollback")(rollback.rollback_command)
 app.command("plot")(plot.plot_command)
+app.add_typer(swarm.app, name="swarm")
 
 
 def run(arguments: Sequence[str]) -> int:

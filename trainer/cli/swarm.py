@@ -1,0 +1,130 @@
+"""`python -m trainer swarm`: all of a swarm on this machine, for a first look; and how any swarm stands."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainer.cli.train import StoppedBySignal, config_of
+from trainer.errors import TrainerError, TrainerUsageError
+
+if TYPE_CHECKING:
+    from trainer.config import RunConfig
+    from trainer.swarm.local import LocalSwarm
+
+__all__ = ["app"]
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+_FAILED = 1
+
+
+@app.callback()
+def _swarm() -> None:
+    """A model cut into stages that workers hold and drivers feed (docs/swarm.md)."""
+
+
+@app.command("up")
+def up_command(
+    run: Annotated[Path, typer.Option(help="YAML file of the run.")],
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Of each stage.")] = 1,
+    drivers: Annotated[int, typer.Option(min=1, max=64)] = 1,
+    seeds: Annotated[int, typer.Option(min=0, max=8, help="DHT seeds; 0: the processes pass on who there is.")] = 0,
+    store: Annotated[str, typer.Option(help="Folder or address of the shards; else the run file's.")] = "",
+    max_steps: Annotated[int | None, typer.Option(min=0, help="Stop after so many; 0: go on.")] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="For all it writes; else the run file's places, and state_dir/swarm for logs.")
+    ] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Any option of the file, for all processes.")] = None,
+    restart: Annotated[bool, typer.Option("--restart/--no-restart", help="Start again what dies.")] = True,
+    json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output.")] = False,
+) -> int:
+    """Starts seeds, workers and drivers on this machine, shows how they stand, and ends all of them together."""
+    from trainer.cli.swarm_lines import swarm_line
+    from trainer.node.stopping import StopRequest
+    from trainer.swarm.children import RestartPolicy
+    from trainer.swarm.running import run_local
+
+    settings = [*(set_ or []), *_places(folder)]
+    config = config_of(run, settings, {"node_id": "swarm-up", **({"store": store} if store else {})})
+    logs = (folder or Path(config.state_dir).expanduser() / "swarm" / config.run_id).absolute()
+    swarm = _swarm_of(config, run, workers, drivers, seeds, store, max_steps, (*settings, *_shares(config, workers)))
+    stop = StopRequest()
+    with stop.on_signals():
+        outcome = run_local(swarm, logs, RestartPolicy(enabled=restart), swarm_line(as_json=json), stop)
+    if outcome.exit_code == 2:
+        raise TrainerUsageError(outcome.reason)
+    if outcome.exit_code:
+        raise TrainerError(outcome.reason)
+    if stop.signal is not None:
+        raise StoppedBySignal(stop.signal)
+    return 0
+
+
+@app.command("status")
+def status_command(
+    api: Annotated[str, typer.Option(help="Address of a driver's API.")] = "http://127.0.0.1:8000",
+    json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
+) -> int:
+    """Prints the stages and the account of the data, as a driver tells them; exit code 1 if it does not add up."""
+    from trainer.cli.swarm_lines import stage_table, status_json, workers_table
+    from trainer.swarm.asking import ask_account, ask_stages
+    from trainer.swarm.sight import Sight
+
+    stages = ask_stages(api)
+    account = ask_account(api)
+    if json:
+        typer.echo(status_json(stages, account))
+    else:
+        lines = stage_table(Sight(stages=stages, account=account, tokens_per_s=stages.tokens_per_s))
+        typer.echo("\n".join([*lines, "", *workers_table(stages, account)]))
+    adds_up = account is None or (account.micro_batches.adds_up and account.tokens.adds_up)
+    return 0 if adds_up else _FAILED
+
+
+def _swarm_of(
+    config: RunConfig,
+    run: Path,
+    workers: int,
+    drivers: int,
+    seeds: int,
+    store: str,
+    max_steps: int | None,
+    settings: tuple[str, ...],
+) -> LocalSwarm:
+    from trainer.pipeline.names import stage_names
+    from trainer.swarm.local import LocalSwarm
+
+    return LocalSwarm(
+        run=run.absolute(),
+        stages=stage_names(config.swarm.num_stages),
+        num_workers=workers,
+        num_drivers=drivers,
+        num_seeds=seeds,
+        store=store,
+        max_steps=max_steps,
+        settings=settings,
+    )
+
+
+def _places(folder: Path | None) -> list[str]:
+    """Everything that is written goes into this folder, if one is given."""
+    if folder is None:
+        return []
+    base = folder.absolute()
+    return [
+        f"state_dir={base / 'state'}",
+        f"checkpoint.directory={base / 'checkpoints'}",
+        f"swarm.checkpoint.directory={base / 'checkpoints' / 'swarm'}",
+        f"log.directory={base / 'events'}",
+    ]
+
+
+def _shares(config: RunConfig, workers: int) -> list[str]:
+    """The machine's cores are shared among the workers, unless the run file says how many threads each has."""
+    if config.threads:
+        return []
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return [f"threads={max(1, cores // (workers * config.swarm.num_stages))}"]

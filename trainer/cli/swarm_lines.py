@@ -1,0 +1,196 @@
+"""What is shown of a swarm: a table that is redrawn on a terminal, a line now and then elsewhere, or JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from typing import TextIO
+
+from trainer.observe.pipeline import StageStatus, SwarmAccount, SwarmStages
+from trainer.swarm.running import Display
+from trainer.swarm.sight import ProcessCount, Sight
+
+__all__ = ["account_text", "stage_table", "status_json", "swarm_line", "workers_table"]
+
+_BOLD, _RED, _RESET = "\x1b[1m", "\x1b[31m", "\x1b[0m"
+_TERMINAL_EVERY_S, _LINE_EVERY_S = 1.0, 10.0
+
+
+def swarm_line(*, as_json: bool) -> Display:
+    """The kind this output asks for."""
+    if as_json:
+        return _JsonLines(sys.stdout)
+    if sys.stderr.isatty():
+        return _Table(sys.stderr, is_coloured=not os.environ.get("NO_COLOR"))
+    return _PlainLines(sys.stderr)
+
+
+def stage_table(sight: Sight, *, is_coloured: bool = False) -> list[str]:
+    """The stages, a line each under a heading, then loss, speed and account."""
+    counts = {count.name: count for count in sight.processes}
+    stages = {stage.stage: stage for stage in sight.stages.stages} if sight.stages is not None else {}
+    names = list(dict.fromkeys([*stages, *counts]))
+    heading = f"{'stage':<10}{'processes':>11}{'serving':>9}{'version':>9}{'rows/s':>9}{'busy':>7}{'queued':>8}"
+    lines = [f"{_BOLD}{heading}{_RESET}" if is_coloured else heading]
+    for name in names:
+        stage = stages.get(name)
+        text = _row(name, counts.get(name), stage)
+        is_empty = stage is not None and not stage.num_serving
+        lines.append(f"{_RED}{text}{_RESET}" if is_coloured and is_empty else text)
+    return [*lines, _progress_text(sight), account_text(sight.account)]
+
+
+def account_text(account: SwarmAccount | None) -> str:
+    """The account in one line."""
+    if account is None:
+        return "account: not heard of yet"
+    found = account.micro_batches
+    text = f"micro-batches: {found.leased:,} leased = {found.done:,} done + {found.lost:,} lost + {found.open:,} open"
+    if not (found.adds_up and account.tokens.adds_up):
+        text += " (does NOT add up)"
+    if account.reissued:
+        text += f"; {account.reissued:,} given again"
+    perished = sum(share.micro_batches for share in account.perished)
+    return text + (f"; {perished:,} perished with workers" if perished else "")
+
+
+def workers_table(stages: SwarmStages, account: SwarmAccount | None) -> list[str]:
+    """Each worker, then what was lost and why."""
+    lines = [f"{'worker':<16}{'node':<20}{'status':<10}{'version':>9}{'rows/s':>9}{'busy':>7}{'queued':>8}"]
+    for worker in (worker for stage in stages.stages for worker in stage.workers):
+        text = (
+            f"{worker.uid:<16}{worker.node_id[:19]:<20}{worker.status:<10}{worker.version:>9}{worker.rows_per_s:>9,.1f}"
+            f"{100 * worker.busy:>6.0f}%{worker.queued:>8,}"
+        )
+        lines.append(text + (f"  not asked for {worker.banned_for_s:,.0f} s" if worker.banned_for_s else ""))
+    if account is not None:
+        lines += [f"lost at {it.stage}: {it.micro_batches:,} ({it.reason})" for it in account.lost]
+        lines += [f"perished at {it.stage}: {it.micro_batches:,}" for it in account.perished]
+    return lines
+
+
+def status_json(stages: SwarmStages, account: SwarmAccount | None) -> str:
+    """All of it as one object."""
+    return json.dumps(
+        {
+            "stages": stages.model_dump(mode="json"),
+            "account": None if account is None else account.model_dump(mode="json"),
+        }
+    )
+
+
+def _row(name: str, count: ProcessCount | None, stage: StageStatus | None) -> str:
+    processes = "" if count is None else f"{count.running}/{count.wanted}"
+    if stage is None:
+        text = f"{name:<10}{processes:>11}"
+    else:
+        busy = max((worker.busy for worker in stage.workers), default=0.0)
+        queued = sum(worker.queued for worker in stage.workers)
+        version = "–" if stage.version is None else str(stage.version)
+        serving = f"{stage.num_serving}/{len(stage.workers)}"
+        text = (
+            f"{name:<10}{processes:>11}{serving:>9}{version:>9}{stage.rows_per_s:>9,.1f}{100 * busy:>6.0f}%{queued:>8,}"
+        )
+        if stage.empty_for_s > 0:
+            text += f"  empty for {stage.empty_for_s:.0f} s"
+    if count is not None and count.restarts:
+        text += f"  restarts: {count.restarts}"
+    return text
+
+
+def _progress_text(sight: Sight) -> str:
+    if sight.stages is None:
+        return "no driver answers yet"
+    loss = "–" if sight.stages.loss is None else f"{sight.stages.loss:.4f}"
+    return f"step {sight.stages.step}  loss {loss}  {sight.tokens_per_s:,.0f} tokens/s"
+
+
+class _Table:
+    """Redrawn in place; what happens scrolls by above it."""
+
+    every_s = _TERMINAL_EVERY_S
+
+    def __init__(self, stream: TextIO, *, is_coloured: bool) -> None:
+        self._stream = stream
+        self._is_coloured = is_coloured
+        self._lines: Sequence[str] = ()
+
+    def event(self, text: str) -> None:
+        self._erase()
+        self._stream.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+        self._draw()
+
+    def show(self, sight: Sight) -> None:
+        self._erase()
+        self._lines = stage_table(sight, is_coloured=self._is_coloured)
+        self._draw()
+
+    def _erase(self) -> None:
+        if self._lines:
+            self._stream.write(f"\x1b[{len(self._lines)}F\x1b[J")
+
+    def _draw(self) -> None:
+        # A line that is wrapped would be two to erase; room for the codes of the colours, which take none.
+        width = shutil.get_terminal_size().columns - 1
+        for line in self._lines:
+            codes = len(_BOLD) + len(_RESET) if line.startswith("\x1b") else 0
+            cut = line if len(line) - codes <= width else line[:width] + (_RESET if codes else "")
+            self._stream.write(f"{cut}\n")
+        self._stream.flush()
+
+
+class _PlainLines:
+    """One line for all."""
+
+    every_s = _LINE_EVERY_S
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def event(self, text: str) -> None:
+        self._put(f"{time.strftime('%H:%M:%S')} {text}")
+
+    def show(self, sight: Sight) -> None:
+        running = sum(count.running for count in sight.processes)
+        wanted = sum(count.wanted for count in sight.processes)
+        empty = [stage.stage for stage in sight.stages.stages if not stage.num_serving] if sight.stages else []
+        text = f"{_progress_text(sight)}  {running}/{wanted} processes  {account_text(sight.account)}"
+        self._put(text + (f"  nobody serves {', '.join(empty)}" if empty else ""))
+
+    def _put(self, text: str) -> None:
+        self._stream.write(f"{text}\n")
+        self._stream.flush()
+
+
+class _JsonLines:
+    """One object a line on standard output."""
+
+    every_s = _LINE_EVERY_S
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def event(self, text: str) -> None:
+        self._put({"kind": "event", "text": text})
+
+    def show(self, sight: Sight) -> None:
+        self._put(
+            {
+                "kind": "swarm",
+                "tokens_per_s": sight.tokens_per_s,
+                "processes": [
+                    {"name": it.name, "running": it.running, "wanted": it.wanted, "restarts": it.restarts}
+                    for it in sight.processes
+                ],
+                "stages": None if sight.stages is None else sight.stages.model_dump(mode="json"),
+                "account": None if sight.account is None else sight.account.model_dump(mode="json"),
+            }
+        )
+
+    def _put(self, content: dict[str, object]) -> None:
+        self._stream.write(json.dumps(content, separators=(",", ":")) + "\n")
+        self._stream.flush()
