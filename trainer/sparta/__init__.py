@@ -11,8 +11,8 @@ What is guaranteed: ``num_slices`` rounds in a row touch each parameter exactly 
 changes parameters only when its result is whole, and then adds what the average differs by, so that steps taken
 meanwhile are kept; moments are never averaged; a round that fails or is given up changes not a bit.
 
-``slices`` says which values are a round's; ``standing`` counts rounds, failures and how far a node is behind;
-``rounds`` is what a node must know of the others' rounds; ``averaging`` is a round's arithmetic; ``moments``, ``state``,
+``slices`` says which values are a round's; ``averaging`` is a round's arithmetic; ``standing`` counts rounds, failures
+and how far a node is behind; ``rounds`` is what it must know of the others' rounds; ``moments``, ``state``,
 ``snapshot`` and ``fitting`` are what a joiner gets, ``saved`` a checkpoint's part; ``trainer`` brings it together.
 """
 

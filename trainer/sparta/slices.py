@@ -6,9 +6,9 @@ value at most; and a slice of a tensor is a strided view of it: 0 bytes a parame
 random numbers costs 1 to 8 bytes a parameter and differs between CPU and GPU).
 
 **Kept axes.** Where a constraint binds the values along an axis of a matrix (subspace networks: each column of an
-output projection lies in span(U)), averaging some of them breaks it, and projecting back undoes most of the average: with
-5 % of the values at random, a cycle of 20 rounds takes away only 1 − 0.95^20 = 64 % of a difference. Tensors with a
-kept axis are therefore cut into whole columns or rows, whose averages satisfy the constraint as they are.
+output projection lies in span(U)), averaging some of them breaks it, and projecting back undoes most of the average:
+with single values, a cycle of 20 rounds takes away no more than some 1 − 0.95^20 = 64 % of a difference. Tensors with
+a kept axis are therefore cut into whole columns or rows, whose averages satisfy the constraint as they are.
 """
 
 from __future__ import annotations

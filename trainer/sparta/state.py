@@ -57,8 +57,8 @@ class SpartaState:
         layout.require_same(self.layout_digest, "the state to adopt")
         if self.round_index < 0 or self.num_inner_steps < 0 or self.vocab_rows != vocab_rows:
             raise IncompatiblePeerError(
-                f"expected a state of round and step 0 or later with {vocab_rows} rows of vocabulary, found round "
-                f"{self.round_index}, step {self.num_inner_steps} and {self.vocab_rows} rows"
+                f"expected round and step 0 or later and {vocab_rows} rows of vocabulary in the state to adopt, found "
+                f"round {self.round_index}, step {self.num_inner_steps} and {self.vocab_rows} rows"
             )
         for name in ("parameters", "exp_avg", "exp_avg_sq"):
             _check(getattr(self, name), layout.num_values, name)
