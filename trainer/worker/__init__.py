@@ -1,9 +1,10 @@
 """The service around a stage: what a worker answers to drivers, when it computes what, and when its stage steps.
 
-    runtime = Runtime(WorkerConfig())
-    service = StageService(endpoint, plan, "body-1", replica, runtime, codec=codec, stepper=stepper)
-    service.register()                       # before endpoint.start()
-    runtime.start()
+    worker = StageWorker(endpoint, plan, "body-1", replica, codec, WorkerConfig(), target_tokens=8192, peers=peers)
+    worker.register()
+    await endpoint.start()
+    worker.start()
+    await worker.run()
 
 Guarantees: a micro-batch is counted at most once by a worker, however often, by whomever and over whatever connections
 it is sent; what is answered as counted is counted; nothing is counted later than the request allows, on a clock that
@@ -12,23 +13,31 @@ worker hold is bounded, and a driver that floods waits for itself alone. The eve
 one thread that computes, and two that put tensors into the form of the wire. The trade-off: one thread computes, so a
 worker is one device; two devices are two workers, which the stage's strategy keeps together as it does strangers.
 
-What travels beside the messages of `trainer.pipeline.messages`, by name (`wire.py`):
+What travels beside the messages of `trainer.pipeline.messages`, by name (`wire`):
 
-| tensor           | form                    | in                                                                      |
-|------------------|-------------------------|-------------------------------------------------------------------------|
-| ``ids``          | int32[rows, positions]  | all asks to the head; to others where the codec needs them              |
-| ``activation``…  | the codec's tensors     | asks to body and tail; answers of `stage/forward`                       |
-| ``gradient``…    | the codec's tensors     | asks of `stage/backward`; answers of backward, tail, chain (head: none) |
-| ``labels``       | int32[rows, positions]  | `stage/tail`, `stage/chain`, `stage/evaluate` of the tail               |
+| tensor         | form                   | in                                                                      |
+|----------------|------------------------|-------------------------------------------------------------------------|
+| ``ids``        | int32[rows, positions] | all asks to the head; to others where the codec needs them              |
+| ``activation`` | the codec's tensors    | asks to body and tail; answers of `stage/forward`                       |
+| ``gradient``   | the codec's tensors    | asks of `stage/backward`; answers of backward, tail, chain (head: none) |
+| ``labels``     | int32[rows, positions] | `stage/tail`, `stage/chain`, `stage/evaluate` of the tail               |
 
-So whoever routes hands on what it gets, under the name it got it, and needs no codec. Backward may leave out
-``activation`` (head: ``ids``) where it asks the worker that ran the forward pass; the refusal ``no-input`` asks for it.
+So whoever routes hands on what it gets, under the name it got it (``activation.scales`` included), and needs no codec.
+Backward may leave out ``activation`` (head: ``ids``) where it asks the worker that ran the forward pass; the refusal
+``no-input`` asks for it.
 
-Refusals: ``busy`` (queue full; nothing counted), ``malformed``, ``nonfinite``, ``stage`` (another one is here), ``stale``,
-``expired`` (too late or given up; nothing counted), ``already-applied`` (counted, the answer is no longer there),
-``tainted`` (counted too late: this worker drops all it had not stepped with, and is another incarnation from now on),
-``no-input``, ``stopping``; of a chain also ``hop`` (no clear outcome at a later stage: ask again) and ``hop-…`` (refused
-there, nothing counted here), each naming stage and peer.
+| refused as         | meaning                                                                                       |
+|--------------------|-----------------------------------------------------------------------------------------------|
+| ``busy``           | no room now, or the same is under way otherwise; nothing counted; come again                  |
+| ``malformed``      | not what this stage takes; ``nonfinite``: values that are not finite; nothing counted         |
+| ``stage``          | another stage is here; ``joining``, ``leaving``, ``stopping``: not now; nothing counted       |
+| ``stale``          | the forward pass is too many steps off; ``no-input``: send the input again; nothing counted   |
+| ``expired``        | too late, or given up, or another's by now; nothing counted                                   |
+| ``already-applied``| counted, and the answer is not kept any more                                                  |
+| ``tainted``        | counted too late: all that was not stepped with is dropped, and this is another incarnation   |
+| ``hop``            | chain: no clear outcome at a later stage; ask again the same way                              |
+| ``hop-…``          | chain: refused there, for that reason; nothing counted here; stage and key come first in text |
+| ``partly``         | chain: counted behind a stage and not in it; asking again would not mend it                   |
 
 What brings torch (1 to 2 s) is imported when it is first named.
 """
@@ -45,14 +54,28 @@ if TYPE_CHECKING:
     from trainer.worker.runtime import Runtime
     from trainer.worker.service import StageService
     from trainer.worker.stepping import StageStepper
+    from trainer.worker.wire import as_wire_ids, parts_of
+    from trainer.worker.worker import StageWorker
 
-__all__ = ["ReplyCache", "Runtime", "StageService", "StageStepper", "WorkerConfig"]
+__all__ = [
+    "ReplyCache",
+    "Runtime",
+    "StageService",
+    "StageStepper",
+    "StageWorker",
+    "WorkerConfig",
+    "as_wire_ids",
+    "parts_of",
+]
 
 _MODULES = {
     "ReplyCache": "replies",
     "Runtime": "runtime",
     "StageService": "service",
     "StageStepper": "stepping",
+    "StageWorker": "worker",
+    "as_wire_ids": "wire",
+    "parts_of": "wire",
 }
 
 

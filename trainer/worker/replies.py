@@ -167,6 +167,20 @@ class ReplyCache(Generic[ReplyT]):
             self._close(slot)
             return True
 
+    def check_wanted(self, slot: Slot) -> None:
+        """Whether computing it is of any use.
+
+        Raises:
+            RefusedError: ``expired``.
+        """
+        with self._lock:
+            self._check_wanted(slot)
+
+    def is_claimed(self, slot: Slot) -> bool:
+        """Whether it is just being added up."""
+        with self._lock:
+            return slot.phase is _Phase.CLAIMED
+
     def claim(self, slot: Slot) -> None:
         """The moment before it is added up; must be followed by `counted` or `fail` at once.
 
@@ -174,12 +188,7 @@ class ReplyCache(Generic[ReplyT]):
             RefusedError: ``expired``: it is late, or nobody wants it any more.
         """
         with self._lock:
-            if slot.phase is not _Phase.OPEN:
-                raise RefusedError("expired", f"{slot.key} was given up before it was counted; nothing was")
-            late_s = self._clock() - slot.apply_before_s
-            if late_s > 0:
-                self._close(slot)
-                raise RefusedError("expired", f"{slot.key} was ready {late_s:.1f} s too late; nothing was counted")
+            self._check_wanted(slot)
             slot.phase = _Phase.CLAIMED
 
     def counted(self, slot: Slot) -> Receipt | None:
@@ -209,7 +218,9 @@ class ReplyCache(Generic[ReplyT]):
         with self._lock:
             self._open.pop(slot.key, None)
             if slot.phase is not _Phase.COUNTED:
-                raise RefusedError("tainted", f"{slot.key} was counted and dropped again with all that was; send it anew")
+                raise RefusedError(
+                    "tainted", f"{slot.key} was counted and dropped again with all that was; send it anew"
+                )
             slot.phase = _Phase.OVER
             entry = self._counted.get(slot.key)
             if entry is None:
@@ -276,13 +287,23 @@ class ReplyCache(Generic[ReplyT]):
                     self._refuse(key)
             return self._incarnation, counted, undecided
 
+    def _check_wanted(self, slot: Slot) -> None:
+        if slot.phase is not _Phase.OPEN:
+            raise RefusedError("expired", f"{slot.key} was given up before it was counted; nothing was")
+        late_s = self._clock() - slot.apply_before_s
+        if late_s > 0:
+            self._close(slot)
+            raise RefusedError("expired", f"{slot.key} is {late_s:.1f} s too late; nothing was counted")
+
     def _check_not_refused(self, key: str) -> None:
         until_s = self._refused.get(key)
         if until_s is None:
             return
         left_s = until_s - self._clock()
         if left_s > 0:
-            raise RefusedError("expired", f"{key} was given to somebody else; nothing was counted; refused for {left_s:.0f} s")
+            raise RefusedError(
+                "expired", f"{key} was given to somebody else; nothing was counted; refused for {left_s:.0f} s"
+            )
         del self._refused[key]
 
     def _refuse(self, key: str) -> None:

@@ -62,7 +62,11 @@ class Runtime:
     """
 
     def __init__(
-        self, config: WorkerConfig, *, clock: Callable[[], float] = boottime_s, between: Callable[[], None] | None = None
+        self,
+        config: WorkerConfig,
+        *,
+        clock: Callable[[], float] = boottime_s,
+        between: Callable[[], None] | None = None,
     ) -> None:
         self.between = between
         self.failure: Future[None] = Future()
@@ -77,6 +81,11 @@ class Runtime:
         self._batch_rows = self._compute_s = self._rows = self._busy_s = 0.0
         self._averaged_s = 0.0
         self._decayed_s = clock()
+
+    @property
+    def now_s(self) -> float:
+        """On its clock."""
+        return self._clock()
 
     def start(self) -> None:
         """Starts the thread."""

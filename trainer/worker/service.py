@@ -1,0 +1,244 @@
+"""`StageService`: what a worker answers to drivers, other workers and the keeper of the account."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Literal
+
+from torch import Tensor
+
+from trainer.errors import PipelineError, RefusedError
+from trainer.pipeline.messages import APPLIED, BACKWARD, CHAIN, EVALUATE, FORWARD, TAIL, AppliedAnswer, AppliedAsk
+from trainer.pipeline.names import StageUid
+from trainer.pipeline.plan import StagePlan
+from trainer.pipeline.report import StageReport
+from trainer.pipeline.tensors import TensorService
+from trainer.rpc import Endpoint, PeerId, Reply, Request
+from trainer.stage import StageReplica
+from trainer.worker.applying import Applying, StageReplies, StageReply
+from trainer.worker.asks import (
+    ReceivedAsk,
+    ReceivedBackward,
+    ReceivedChain,
+    ReceivedEvaluate,
+    ReceivedForward,
+    ReceivedTail,
+)
+from trainer.worker.chain import Chain
+from trainer.worker.config import WorkerConfig
+from trainer.worker.link import StageLink, refusal_of
+from trainer.worker.passing import Passing
+from trainer.worker.replies import Slot
+from trainer.worker.runtime import Runtime
+from trainer.worker.sharing import SharedThrough
+from trainer.worker.status import STATUS, Refusals, StatusAnswer, StatusAsk
+from trainer.worker.waiting import Rank
+from trainer.worker.wire import GRADIENT, LABELS
+
+__all__ = ["ServiceStatus", "StageService"]
+
+ServiceStatus = Literal["joining", "serving", "leaving"]
+
+_DECIDED_WITHIN_S = 10.0
+"""How long a micro-batch may be about to be counted."""
+
+
+class StageService:
+    """Answers for one stage at one endpoint.
+
+    Args:
+        endpoint: not started yet.
+        plan: the run's stages.
+        stage_name: which of them is here.
+        replica: its weights and counters.
+        runtime: the thread it computes in.
+        link: what crosses the stage's borders.
+        replies: what is counted.
+        shared: what of it would outlive this worker.
+        config: the bounds.
+        batches: whether forward requests are computed together, as suits `StageConfig.backward` ``recompute``.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        plan: StagePlan,
+        stage_name: str,
+        *,
+        replica: StageReplica,
+        runtime: Runtime,
+        link: StageLink,
+        replies: StageReplies,
+        shared: SharedThrough,
+        config: WorkerConfig,
+        batches: bool = False,
+    ) -> None:
+        self.status: ServiceStatus = "serving"
+        """While joining nothing is taken; while leaving only what ends what was begun (`stage/backward`)."""
+        self.refusals = Refusals()
+        self._endpoint = endpoint
+        self._name = stage_name
+        self._replica = replica
+        self._runtime = runtime
+        self._link = link
+        self._replies = replies
+        self._shared = shared
+        self._config = config
+        max_batch_size = config.max_batch_size if batches else 1
+        self._passing = Passing(stage_name, replica, runtime, link, replies, shared, max_batch_size=max_batch_size)
+        self._chain = Chain(endpoint, plan, stage_name, self._passing, link)
+        self._applying = Applying(replies)
+
+    def register(self) -> None:
+        """Makes the stage's methods answerable; before the endpoint starts."""
+        service = TensorService(self._endpoint)
+        max_bytes = self._link.request_bytes(self._config.max_request_tokens)
+        if self._replica.kind == "tail":
+            service.register(TAIL, ReceivedTail, self._tail, max_bytes=max_bytes)
+        else:
+            service.register(FORWARD, ReceivedForward, self._forward, max_bytes=max_bytes)
+            service.register(BACKWARD, ReceivedBackward, self._backward, max_bytes=max_bytes)
+        service.register(CHAIN, ReceivedChain, self._go_on, max_bytes=max_bytes)
+        service.register(EVALUATE, ReceivedEvaluate, self._evaluate, max_bytes=max_bytes)
+        self._endpoint.register(APPLIED, AppliedAsk, self._applied)
+        self._endpoint.register(STATUS, StatusAsk, self._status)
+
+    def report(self, uid: StageUid) -> StageReport:
+        """What the worker's announcement says of the stage."""
+        figures = self._runtime.figures
+        return StageReport(
+            uid=str(uid),
+            incarnation=self._replies.incarnation,
+            status=self.status,
+            version=self._replica.version,
+            num_tokens=self._replica.accumulated.num_tokens,
+            queued=figures.queued,
+            rows_per_s=figures.rows_per_s,
+            busy=figures.busy,
+        )
+
+    async def _forward(self, sender: PeerId, ask: ReceivedForward, tensors: dict[str, Tensor]) -> StageReply:
+        async def answer() -> StageReply:
+            self._check(ask, tensors, begins=True)
+            self._passing.check_room(Rank.FORWARD, sender, ask)
+            return await self._passing.answer_forward(sender, ask, tensors)
+
+        return await self._answered(sender, "a forward pass", answer())
+
+    async def _backward(self, sender: PeerId, ask: ReceivedBackward, tensors: dict[str, Tensor]) -> StageReply:
+        async def answer() -> StageReply:
+            self._check(ask, tensors, GRADIENT, begins=False)
+
+            async def work(slot: Slot) -> StageReply:
+                self._passing.check_room(Rank.BACKWARD, sender, ask)
+                return await self._passing.answer_backward(slot, sender, ask, tensors)
+
+            return await self._once(BACKWARD, ask, ask.apply_within_s, work)
+
+        return await self._answered(sender, "a backward pass", answer())
+
+    async def _tail(self, sender: PeerId, ask: ReceivedTail, tensors: dict[str, Tensor]) -> StageReply:
+        async def answer() -> StageReply:
+            self._check(ask, tensors, LABELS, begins=True)
+
+            async def work(slot: Slot) -> StageReply:
+                self._passing.check_room(Rank.TAIL, sender, ask)
+                return await self._passing.answer_tail(slot, sender, ask, tensors)
+
+            return await self._once(TAIL, ask, ask.apply_within_s, work)
+
+        return await self._answered(sender, "a tail's pass", answer())
+
+    async def _go_on(self, sender: PeerId, ask: ReceivedChain, tensors: dict[str, Tensor]) -> StageReply:
+        async def answer() -> StageReply:
+            self._check(ask, tensors, LABELS, begins=True)
+            self._chain.check_route(ask)
+            is_tail = self._replica.kind == "tail"
+
+            async def work(slot: Slot) -> StageReply:
+                self._passing.check_room(Rank.TAIL if is_tail else Rank.FORWARD, sender, ask)
+                return await self._chain.answer(slot, sender, ask, tensors)
+
+            return await self._once(TAIL if is_tail else CHAIN, ask, ask.apply_within_s, work)
+
+        return await self._answered(sender, "a chain", answer())
+
+    async def _evaluate(self, sender: PeerId, ask: ReceivedEvaluate, tensors: dict[str, Tensor]) -> StageReply:
+        async def answer() -> StageReply:
+            self._check(ask, tensors, *([LABELS] if self._replica.kind == "tail" else []), begins=True)
+            self._passing.check_room(Rank.EVALUATE, sender, ask)
+            return await self._passing.answer_evaluate(sender, ask, tensors)
+
+        return await self._answered(sender, "an evaluation", answer())
+
+    async def _once(
+        self, kind: str, ask: ReceivedAsk, apply_within_s: float, work: Callable[[Slot], Awaitable[StageReply]]
+    ) -> StageReply:
+        apply_before_s = self._runtime.now_s + apply_within_s - ask.waited_s
+        return await self._applying.once(kind, ask.micro_batch, apply_before_s, work)
+
+    async def _applied(self, request: Request[AppliedAsk]) -> Reply[AppliedAnswer]:
+        keys, refuse = request.body.micro_batches, request.body.refuse_from_now
+        incarnation, counted, undecided = self._replies.counted_among(keys, refuse_from_now=refuse)
+        if undecided:
+            await asyncio.wait([asyncio.wrap_future(future) for future in undecided], timeout=_DECIDED_WITHIN_S)
+            incarnation, counted, undecided = self._replies.counted_among(keys, refuse_from_now=refuse)
+            if undecided:
+                raise RefusedError("busy", f"{len(undecided)} micro-batches are just being counted; ask again")
+        return Reply(AppliedAnswer(incarnation=incarnation, micro_batches=tuple(key for key in keys if key in counted)))
+
+    async def _status(self, _request: Request[StatusAsk]) -> Reply[StatusAnswer]:
+        figures = self._runtime.figures
+        return Reply(
+            StatusAnswer(
+                stage=self._name,
+                status=self.status,
+                incarnation=self._replies.incarnation,
+                version=self._replica.version,
+                num_tokens=self._replica.accumulated.num_tokens,
+                applied=self._replies.applied,
+                shared_through=self._shared.count,
+                queued=figures.queued,
+                queued_bytes=figures.queued_bytes,
+                computed=figures.computed,
+                batch_rows=figures.batch_rows,
+                compute_s=figures.compute_s,
+                rows_per_s=figures.rows_per_s,
+                busy=figures.busy,
+                cached_bytes=self._replica.cached_bytes,
+                reply_bytes=self._replies.reply_bytes,
+                refused=self.refusals.counts,
+            )
+        )
+
+    def _check(self, ask: ReceivedAsk, tensors: dict[str, Tensor], *others: str, begins: bool) -> None:
+        """Everything that can be told without looking at a value.
+
+        Raises:
+            RefusedError: it is not for this worker, not now, or not in order.
+        """
+        if ask.stage != self._name:
+            raise RefusedError(
+                "stage", f"expected a request for {self._name}, which is here, found one for {ask.stage}"
+            )
+        if self.status == "joining" or (begins and self.status == "leaving"):
+            raise RefusedError(self.status, f"this worker is {self.status}; ask another of {self._name}")
+        num_tokens = ask.num_rows * ask.num_positions
+        if num_tokens > self._config.max_request_tokens:
+            raise RefusedError(
+                "malformed", f"expected at most {self._config.max_request_tokens} tokens a request, found {num_tokens}"
+            )
+        self._link.check_names(tensors, *others)
+
+    async def _answered(self, sender: PeerId, what: str, answer: Coroutine[Any, Any, StageReply]) -> StageReply:
+        """Counts what is refused, and by whom it was asked."""
+        try:
+            return await answer
+        except PipelineError as error:
+            refusal = refusal_of(error)
+            self.refusals.count(sender, what, refusal)
+            raise refusal from error
+        except RefusedError as error:
+            self.refusals.count(sender, what, error)
+            raise

@@ -1,0 +1,57 @@
+"""`SharedThrough`: how many of the micro-batches that a worker counted would outlive it.
+
+A micro-batch outlives its worker when the weights it changed are part of a committed round, of every fragment where a
+model is synchronised in parts, or on disk. A round that runs in the background commits what the weights were when it
+began; so what is said here lags by that many steps, and is never more than what is true.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+__all__ = ["SharedThrough"]
+
+_KEPT_STEPS = 65_536
+
+
+class SharedThrough:
+    """Written by the compute thread; `count` may be read from any.
+
+    Args:
+        num_fragments: parts that are synchronised one by one.
+        lag_steps: steps a round in the background may take.
+    """
+
+    def __init__(self, num_fragments: int = 1, lag_steps: int = 0) -> None:
+        self._lag_steps = lag_steps
+        self._stepped: deque[tuple[int, int]] = deque(maxlen=_KEPT_STEPS)
+        self._by_fragment = [0] * num_fragments
+        self._saved = 0
+
+    @property
+    def count(self) -> int:
+        """The first so many would."""
+        return max(self._saved, min(self._by_fragment))
+
+    def stepped(self, version: int, applied: int) -> None:
+        """A step was taken, after so many micro-batches."""
+        self._stepped.append((version, applied))
+
+    def committed(self, fragment: int) -> None:
+        """A round that began at most `lag_steps` ago was committed."""
+        past = len(self._stepped) - 1 - self._lag_steps
+        if past >= 0 and fragment < len(self._by_fragment):
+            self._by_fragment[fragment] = max(self._by_fragment[fragment], self._stepped[past][1])
+
+    def saved(self, version: int) -> None:
+        """The weights of a version are on disk."""
+        for stepped_version, applied in reversed(self._stepped):
+            if stepped_version <= version:
+                self._saved = max(self._saved, applied)
+                return
+
+    def start_over(self) -> None:
+        """Micro-batches are counted from 0 again, by another incarnation."""
+        self._stepped.clear()
+        self._by_fragment = [0] * len(self._by_fragment)
+        self._saved = 0

@@ -1,0 +1,206 @@
+"""`StageStepper`: when a stage steps, and that all of its workers do.
+
+A stage steps when its workers together have counted the target of tokens, which each of them finds from its own and
+what the others said last. The worker that finds it first steps and says so; the others follow, each with what it has
+itself, or with nothing: then its version follows and its weights stay, since no sample is ever invented. When nobody in
+the stage has counted anything for `auto_step_s`, it steps with less than its target, if it has anything.
+
+Behind each step comes the strategy (DiLoCo, SPARTA), in the same thread: a round that is waited for holds up the stage,
+whose drivers are told `busy` or wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from trainer.engine.strategy import OuterResult
+from trainer.errors import RpcError
+from trainer.pipeline.messages import PROGRESS, ProgressReport
+from trainer.pipeline.work import boottime_s
+from trainer.rpc import Endpoint, Peer, Reply, Request
+from trainer.stage import StageReplica, StepInfo
+from trainer.worker.applying import StageReplies
+from trainer.worker.config import WorkerConfig
+from trainer.worker.progress import StageProgress
+from trainer.worker.sharing import SharedThrough
+
+__all__ = ["StageStepper", "StepStrategy", "Stepped"]
+
+logger = logging.getLogger(__name__)
+
+_MIN_TIMEOUT_S = 2.0
+
+Stepped = Callable[[StepInfo, OuterResult | None], None]
+"""Told of every step, in the compute thread."""
+
+
+class StepStrategy(Protocol):
+    """What keeps replicas of a stage together: `DiLoCoTrainer`, `SpartaTrainer`."""
+
+    def after_inner_step(self, num_batches: int = 1) -> OuterResult | None: ...
+
+
+class StageStepper:
+    """Steps one worker's replica together with the stage's others.
+
+    Args:
+        endpoint: not started yet.
+        replica: what steps.
+        replies: what is counted.
+        shared: told what outlives this worker.
+        config: intervals.
+        target_tokens: of the stage, for one step.
+        peers: the stage's other workers, now.
+        strategy: called behind each step; None: nothing keeps replicas together.
+        max_lead: versions to follow another worker over.
+        clock: seconds; CLOCK_BOOTTIME but in tests.
+        on_step: told of each.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        replica: StageReplica,
+        replies: StageReplies,
+        shared: SharedThrough,
+        config: WorkerConfig,
+        *,
+        target_tokens: int,
+        peers: Callable[[], tuple[Peer, ...]],
+        strategy: StepStrategy | None = None,
+        max_lead: int = 50,
+        clock: Callable[[], float] = boottime_s,
+        on_step: Stepped | None = None,
+    ) -> None:
+        self.joining = False
+        """While joining nothing steps, and the others do not count this worker."""
+        self.strategy = strategy
+        self._endpoint = endpoint
+        self._replica = replica
+        self._replies = replies
+        self._shared = shared
+        self._config = config
+        self._target_tokens = target_tokens
+        self._peers = peers
+        self._clock = clock
+        self._on_step = on_step
+        self._progress = StageProgress(config.progress_interval_s, max_lead, clock)
+        self._seen = (0, 0)
+        self._counted_s = clock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._news = asyncio.Event()
+
+    @property
+    def is_left_behind(self) -> bool:
+        """Whether the stage has moved on too far to be followed step by step."""
+        return self._progress.is_left_behind(self._replica.version)
+
+    def register(self) -> None:
+        """Makes `stage/progress` answerable; before the endpoint starts."""
+        self._endpoint.register(PROGRESS, ProgressReport, self._answer)
+
+    def between(self) -> None:
+        """Steps if it is time. Called by the compute thread between two jobs.
+
+        Raises:
+            TrainerError: optimizer or strategy cannot go on.
+        """
+        self._look()
+        while not self.joining and self._is_due():
+            self._step()
+
+    def flush(self) -> None:
+        """Steps with what there is, if anything: before leaving. For the compute thread."""
+        if self._replica.accumulated.num_tokens:
+            self._step()
+
+    def start_over(self, version: int) -> None:
+        """Another state was taken up: what was counted here and not shared is gone. For the compute thread.
+
+        Args:
+            version: of the new weights.
+        """
+        dropped = self._replica.drop()
+        self._shared.start_over()
+        num_known = self._replies.taint()
+        self._replica.set_version(version)
+        self._replica.weights_changed()
+        logger.info(
+            "at version %d of the others; %d tokens dropped, %d acknowledged", version, dropped.num_tokens, num_known
+        )
+        self._wake()
+
+    async def run(self) -> None:
+        """Tells the stage's other workers how far this one is, and hears it of them, until it is cancelled."""
+        self._loop = asyncio.get_running_loop()
+        while True:
+            self._news.clear()
+            peers = [peer for peer in self._peers() if peer.peer_id not in (None, self._endpoint.peer_id)]
+            self._progress.keep({peer.peer_id for peer in peers if peer.peer_id})
+            await asyncio.gather(*(self._exchange(peer) for peer in peers))
+            try:
+                await asyncio.wait_for(self._news.wait(), self._config.progress_interval_s)
+            except TimeoutError:
+                continue
+
+    def report(self) -> ProgressReport:
+        """How far this worker is."""
+        return ProgressReport(
+            incarnation=self._replies.incarnation,
+            version=self._replica.version,
+            num_tokens=self._replica.accumulated.num_tokens,
+            joining=self.joining,
+        )
+
+    def _look(self) -> None:
+        """Notes whether anything was counted since last time."""
+        seen = (self._replica.version, self._replica.accumulated.num_micro_batches)
+        if seen != self._seen:
+            self._seen, self._counted_s = seen, self._clock()
+
+    def _is_due(self) -> bool:
+        version, own_tokens = self._replica.version, self._replica.accumulated.num_tokens
+        if self._progress.newest_version(version) > version:
+            return True
+        if not own_tokens:
+            return False
+        if self._progress.stage_tokens(version, own_tokens) >= self._target_tokens:
+            return True
+        idle_since_s = max(self._counted_s, self._progress.changed_s)
+        return self._clock() - idle_since_s > self._config.auto_step_s
+
+    def _step(self) -> None:
+        num_micro_batches = self._replica.accumulated.num_micro_batches
+        info = self._replica.step(self._replica.version)
+        self._shared.stepped(info.version, self._replies.stepped())
+        result = None
+        if self.strategy is not None:
+            result = self.strategy.after_inner_step(num_micro_batches if info.applied else 0)
+            if result is not None and result.committed:
+                self._replica.weights_changed()
+                self._shared.committed(result.fragment)
+        self._look()
+        if self._on_step is not None:
+            self._on_step(info, result)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._news.set)
+
+    async def _exchange(self, peer: Peer) -> None:
+        timeout_s = max(_MIN_TIMEOUT_S, self._config.progress_interval_s)
+        try:
+            reply = await self._endpoint.call(peer, PROGRESS, self.report(), ProgressReport, timeout_s=timeout_s)
+        except RpcError as error:
+            logger.debug("no progress heard of %s: %s", peer.address, error)
+            return
+        self._progress.hear(reply.sender, reply.body)
+
+    async def _answer(self, request: Request[ProgressReport]) -> Reply[ProgressReport]:
+        if any(peer.peer_id == request.sender for peer in self._peers()):
+            self._progress.hear(request.sender, request.body)
+        return Reply(self.report())

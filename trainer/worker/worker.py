@@ -1,0 +1,142 @@
+"""`StageWorker`: the parts of a worker's service put together, for one stage at one endpoint.
+
+worker = StageWorker(endpoint, plan, "body-1", replica, codec, WorkerConfig(), target_tokens=8192, peers=directory.peers)
+worker.register()
+await endpoint.start()
+worker.start()
+await worker.run()              # until it is cancelled, or cannot go on
+await worker.stop()
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+
+from trainer.pipeline.plan import StagePlan
+from trainer.pipeline.work import boottime_s
+from trainer.rpc import Endpoint, Peer
+from trainer.stage import StageReplica, StageShape
+from trainer.subspace import ActivationCodec, LinkMeter
+from trainer.worker.applying import StageReplies
+from trainer.worker.config import WorkerConfig
+from trainer.worker.link import StageLink
+from trainer.worker.replies import ReplyCache
+from trainer.worker.runtime import Runtime
+from trainer.worker.service import StageService
+from trainer.worker.sharing import SharedThrough
+from trainer.worker.stepping import StageStepper, Stepped, StepStrategy
+
+__all__ = ["StageWorker"]
+
+
+def _nobody() -> tuple[Peer, ...]:
+    return ()
+
+
+class StageWorker:
+    """Serves a stage.
+
+    Args:
+        endpoint: not started yet; the caller starts and stops it.
+        plan: the run's stages.
+        stage_name: which of them.
+        replica: its weights; once `start` was called, the compute thread's alone (see `runtime`).
+        codec: of what crosses the stage's borders, on both sides.
+        config: options.
+        target_tokens: of the stage, for one optimizer step.
+        peers: the stage's other workers, now.
+        strategy: keeps replicas together; it may be set later (`stepper.strategy`), in the compute thread.
+        meter: told what is sent.
+        batches: whether forward requests are computed together, as suits `StageConfig.backward` ``recompute``.
+        num_fragments: parts the strategy synchronises one by one (DiLoCo's fragments, SPARTA's slices).
+        lag_steps: steps one of its rounds may take in the background.
+        max_lead: versions to follow another worker over.
+        clock: seconds; CLOCK_BOOTTIME but in tests.
+        on_step: told of each step, in the compute thread.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        plan: StagePlan,
+        stage_name: str,
+        replica: StageReplica,
+        codec: ActivationCodec,
+        config: WorkerConfig,
+        *,
+        target_tokens: int,
+        peers: Callable[[], tuple[Peer, ...]] = _nobody,
+        strategy: StepStrategy | None = None,
+        meter: LinkMeter | None = None,
+        batches: bool = False,
+        num_fragments: int = 1,
+        lag_steps: int = 0,
+        max_lead: int = 50,
+        clock: Callable[[], float] = boottime_s,
+        on_step: Stepped | None = None,
+    ) -> None:
+        self.replica = replica
+        self.shared = SharedThrough(num_fragments, lag_steps)
+        self.replies: StageReplies = ReplyCache(config, clock=clock)
+        self.stepper = StageStepper(
+            endpoint,
+            replica,
+            self.replies,
+            self.shared,
+            config,
+            target_tokens=target_tokens,
+            peers=peers,
+            strategy=strategy,
+            max_lead=max_lead,
+            clock=clock,
+            on_step=on_step,
+        )
+        self.runtime = Runtime(config, clock=clock, between=self.stepper.between)
+        self._link = StageLink(StageShape.of(plan.config, replica.kind), codec, meter)
+        self.service = StageService(
+            endpoint,
+            plan,
+            stage_name,
+            replica=replica,
+            runtime=self.runtime,
+            link=self._link,
+            replies=self.replies,
+            shared=self.shared,
+            config=config,
+            batches=batches,
+        )
+
+    def register(self) -> None:
+        """Makes the stage's methods answerable; before the endpoint starts."""
+        self.service.register()
+        self.stepper.register()
+
+    def start(self) -> None:
+        """Starts the compute thread."""
+        self.runtime.start()
+
+    async def run(self) -> None:
+        """Exchanges progress with the stage's others until it is cancelled.
+
+        Raises:
+            TrainerError: optimizer or strategy cannot go on.
+        """
+        gossip: Coroutine[object, object, None] = self.stepper.run()
+        task = asyncio.get_running_loop().create_task(gossip)
+        failure = asyncio.wrap_future(self.runtime.failure)
+        try:
+            await asyncio.wait([task, failure], return_when=asyncio.FIRST_COMPLETED)
+            if failure.done():
+                failure.result()
+            elif task.done():
+                task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def stop(self, timeout_s: float = 30.0) -> bool:
+        """Ends the compute thread behind what it computes now; False: it did not end in time."""
+        ended = await asyncio.get_running_loop().run_in_executor(None, self.runtime.stop, timeout_s)
+        self._link.close()
+        return ended
