@@ -1,6 +1,6 @@
 """The driver of a pipeline: takes micro-batches through the stages by way of whichever workers hold them.
 
-    driver = PipelineDriver(endpoint, plan.names, directory, work, links, DriverConfig(), on_result=note)
+    driver = PipelineDriver(endpoint, plan.names, directory, work, LinkForm(codec, dim), DriverConfig())
     await driver.run()                     # until the work is done, or `stop`
 
 Guarantees: a micro-batch is counted in every stage once, or is said to be lost, with the stage and the reason, whatever
@@ -20,23 +20,60 @@ if TYPE_CHECKING:
     from trainer.driver.balancer import Balancer, BalancerConfig, Grant, WorkerLoad
     from trainer.driver.bans import Bans
     from trainer.driver.config import DriverConfig, Routing
+    from trainer.driver.driver import PipelineDriver
+    from trainer.driver.links import LinkForm
+    from trainer.driver.results import DriverStatus, Fate, HopTime, MicroBatchResult, Outcome, StageStatus
+    from trainer.driver.steps import StepLoss
+    from trainer.driver.workers import StageDirectory, StageWorker, workers_in
 
 _MODULES = {
-    "Balancer": "trainer.driver.balancer",
-    "BalancerConfig": "trainer.driver.balancer",
-    "Bans": "trainer.driver.bans",
-    "DriverConfig": "trainer.driver.config",
-    "Grant": "trainer.driver.balancer",
-    "Routing": "trainer.driver.config",
-    "WorkerLoad": "trainer.driver.balancer",
+    "Balancer": "balancer",
+    "BalancerConfig": "balancer",
+    "Bans": "bans",
+    "DriverConfig": "config",
+    "DriverStatus": "results",
+    "Fate": "results",
+    "Grant": "balancer",
+    "HopTime": "results",
+    "LinkForm": "links",
+    "MicroBatchResult": "results",
+    "Outcome": "results",
+    "PipelineDriver": "driver",
+    "Routing": "config",
+    "StageDirectory": "workers",
+    "StageStatus": "results",
+    "StageWorker": "workers",
+    "StepLoss": "steps",
+    "WorkerLoad": "balancer",
+    "workers_in": "workers",
 }
 
-__all__ = ["Balancer", "BalancerConfig", "Bans", "DriverConfig", "Grant", "Routing", "WorkerLoad"]
+__all__ = [
+    "Balancer",
+    "BalancerConfig",
+    "Bans",
+    "DriverConfig",
+    "DriverStatus",
+    "Fate",
+    "Grant",
+    "HopTime",
+    "LinkForm",
+    "MicroBatchResult",
+    "Outcome",
+    "PipelineDriver",
+    "Routing",
+    "StageDirectory",
+    "StageStatus",
+    "StageWorker",
+    "StepLoss",
+    "WorkerLoad",
+    "workers_in",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
-        raise AttributeError(f"module 'trainer.driver' has no attribute {name!r}")
-    value = getattr(import_module(_MODULES[name]), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = value
     return value

@@ -163,10 +163,10 @@ class Balancer:
             return None
         return self._grant(min(proven, key=lambda worker: (worker.runtime_s, worker.number)), units, now)
 
-    def acquire_at(self, worker: str, units: float, now: float) -> Grant | None:
-        """Grants it to this one, full or not, since it has to be there; None: it has left."""
+    def acquire_at(self, worker: str, units: float, now: float) -> Grant:
+        """Grants it to this one, full or not, since it has to be there; even if it has left."""
         known = self._workers.get(worker)
-        return None if known is None else self._grant(known, units, now)
+        return Grant(worker, units, now, 0.0) if known is None else self._grant(known, units, now)
 
     def measured(self, grant: Grant, units: float, asked_s: float, now: float) -> None:
         """A request of it was answered.
@@ -178,12 +178,17 @@ class Balancer:
             now: when the answer was here.
         """
         worker = self._workers.get(grant.worker)
-        answered_s = asked_s if worker is None else max(asked_s, worker.answered_s)
-        took_s = max(0.0, now - answered_s)
+        since_s = asked_s if worker is None else max(asked_s, worker.answered_s)
+        if worker is not None:
+            worker.answered_s = now
+        self.told(grant, units, max(0.0, now - since_s))
+
+    def told(self, grant: Grant, units: float, took_s: float) -> None:
+        """As `measured`, of a time that was found out otherwise."""
         grant.spent_s += took_s
+        worker = self._workers.get(grant.worker)
         if worker is None or units <= 0:
             return
-        worker.answered_s = now
         keep = 1.0 - self._config.smoothing if worker.num_done else 0.0
         worker.busy_s = keep * worker.busy_s + took_s
         worker.units = keep * worker.units + units

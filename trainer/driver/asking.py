@@ -1,0 +1,266 @@
+"""One request to one worker, and whether what comes back is an answer to it.
+
+Everything that can be told of an answer without computing it anew is looked at here, so that what leaves this module
+may be handed on: tensors of the right names, types, shapes and finite, the rows asked for, a finite loss of as many
+labels as there are, and the stages in which it is said to be counted.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from trainer.driver.config import DriverConfig
+from trainer.driver.links import ACTIVATION, GRADIENT, LABELS, LinkForm, check_parcel, wire_ids
+from trainer.driver.results import HopTime
+from trainer.driver.workers import StageWorker
+from trainer.errors import MalformedAnswerError
+from trainer.pipeline.messages import (
+    APPLIED,
+    BACKWARD,
+    CHAIN,
+    FORWARD,
+    TAIL,
+    AppliedAnswer,
+    AppliedAsk,
+    BackwardAsk,
+    ChainAsk,
+    ForwardAsk,
+    Hop,
+    StageAnswer,
+    TailAsk,
+)
+from trainer.pipeline.tensors import ask_tensors
+from trainer.pipeline.work import MicroBatch, StageCredit, boottime_s
+from trainer.rpc import Endpoint
+from trainer.state.descriptor import TensorSpec
+
+__all__ = ["Answered", "StageCaller", "credit_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """An answer that was looked at."""
+
+    body: StageAnswer
+    tensors: Mapping[str, Tensor]
+    hop: HopTime
+
+
+class StageCaller:
+    """Asks workers; nothing is tried again here.
+
+    Args:
+        endpoint: the driver's own.
+        stages: all of the run's, in order.
+        form: of the links between them.
+        config: of the driver.
+    """
+
+    def __init__(self, endpoint: Endpoint, stages: Sequence[str], form: LinkForm, config: DriverConfig) -> None:
+        self._endpoint = endpoint
+        self._stages = tuple(stages)
+        self._form = form
+        self._config = config
+
+    async def forward(self, worker: StageWorker, micro_batch: MicroBatch, given: Mapping[str, Tensor]) -> Answered:
+        """Runs a stage forward.
+
+        Raises:
+            RpcError: no answer, a refusal, or none that can be one.
+        """
+        num_rows, num_positions = micro_batch.input_ids.shape
+        ask = ForwardAsk(
+            micro_batch=micro_batch.key,
+            stage=worker.stage,
+            num_rows=num_rows,
+            num_positions=num_positions,
+            answer_within_s=self._timeout_s(micro_batch, 1),
+        )
+        specs = self._form.specs(micro_batch, ACTIVATION)
+        answered = await self._ask(worker, FORWARD, ask, given, specs, ask.answer_within_s)
+        if answered.body.applied:
+            raise MalformedAnswerError(f"{worker}: expected a forward pass to be counted nowhere, found it counted")
+        return answered
+
+    async def backward(
+        self,
+        worker: StageWorker,
+        micro_batch: MicroBatch,
+        given: Mapping[str, Tensor],
+        *,
+        forward_version: int,
+        num_tokens: int,
+    ) -> Answered:
+        """Has a stage count a gradient.
+
+        Args:
+            worker: whom.
+            micro_batch: whose.
+            given: gradient by the stage's output, and its input unless the worker has that.
+            forward_version: of the weights of the forward pass.
+            num_tokens: labels that count.
+
+        Raises:
+            RpcError: no answer, a refusal, or none that can be one.
+        """
+        num_rows, num_positions = micro_batch.input_ids.shape
+        within_s = self._timeout_s(micro_batch, 1)
+        ask = BackwardAsk(
+            micro_batch=micro_batch.key,
+            stage=worker.stage,
+            num_rows=num_rows,
+            num_positions=num_positions,
+            answer_within_s=within_s,
+            apply_within_s=within_s,
+            forward_version=forward_version,
+            num_tokens=num_tokens,
+        )
+        answered = await self._ask(worker, BACKWARD, ask, given, self._gradient(worker, micro_batch), within_s)
+        self._check_counted(worker, answered.body, (worker.stage,))
+        return answered
+
+    async def tail(self, worker: StageWorker, micro_batch: MicroBatch, given: Mapping[str, Tensor]) -> Answered:
+        """Has the tail compute loss and gradient, and count it.
+
+        Raises:
+            RpcError: no answer, a refusal, or none that can be one.
+        """
+        num_rows, num_positions = micro_batch.input_ids.shape
+        within_s = self._timeout_s(micro_batch, 1)
+        ask = TailAsk(
+            micro_batch=micro_batch.key,
+            stage=worker.stage,
+            num_rows=num_rows,
+            num_positions=num_positions,
+            answer_within_s=within_s,
+            apply_within_s=within_s,
+        )
+        given = {**given, LABELS: wire_ids(micro_batch.labels)}
+        answered = await self._ask(worker, TAIL, ask, given, self._gradient(worker, micro_batch), within_s)
+        self._check_counted(worker, answered.body, (worker.stage,))
+        self._check_loss(worker, answered.body, micro_batch)
+        return answered
+
+    async def chain(
+        self, route: Sequence[StageWorker], micro_batch: MicroBatch, given: Mapping[str, Tensor]
+    ) -> Answered:
+        """Has the workers of a route, one a stage, pass a micro-batch on among themselves.
+
+        Raises:
+            RpcError: no answer, a refusal, or none that can be one.
+        """
+        first, *rest = route
+        num_rows, num_positions = micro_batch.input_ids.shape
+        within_s = self._timeout_s(micro_batch, len(route))
+        ask = ChainAsk(
+            micro_batch=micro_batch.key,
+            stage=first.stage,
+            num_rows=num_rows,
+            num_positions=num_positions,
+            answer_within_s=within_s,
+            apply_within_s=within_s,
+            route=tuple(_hop_to(worker) for worker in rest),
+        )
+        given = {**given, LABELS: wire_ids(micro_batch.labels)}
+        answered = await self._ask(first, CHAIN, ask, given, self._gradient(first, micro_batch), within_s)
+        self._check_counted(first, answered.body, [worker.stage for worker in route])
+        self._check_loss(first, answered.body, micro_batch)
+        return answered
+
+    async def applied(
+        self, worker: StageWorker, micro_batch: MicroBatch, *, refuse_from_now: bool, timeout_s: float
+    ) -> bool:
+        """Whether a worker has counted it.
+
+        Args:
+            worker: whom.
+            micro_batch: which.
+            refuse_from_now: if not, it shall not count it any more.
+            timeout_s: seconds to wait for an answer.
+
+        Raises:
+            RpcError: no answer, or a refusal.
+        """
+        ask = AppliedAsk(micro_batches=(micro_batch.key,), refuse_from_now=refuse_from_now)
+        reply = await self._endpoint.call(worker.peer, APPLIED, ask, AppliedAnswer, timeout_s=timeout_s)
+        return micro_batch.key in reply.body.micro_batches
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _timeout_s(self, micro_batch: MicroBatch, num_stages: int) -> float:
+        """Until when an answer is waited for, and a worker may count it: never beyond the lease."""
+        left_s = micro_batch.send_before_s - boottime_s()
+        return min(86_400.0, max(0.001, min(self._config.request_timeout_s * num_stages, left_s)))
+
+    def _gradient(self, worker: StageWorker, micro_batch: MicroBatch) -> tuple[TensorSpec, ...]:
+        return () if worker.stage == self._stages[0] else self._form.specs(micro_batch, GRADIENT)
+
+    async def _ask(
+        self,
+        worker: StageWorker,
+        method: str,
+        ask: ForwardAsk | BackwardAsk | TailAsk | ChainAsk,
+        given: Mapping[str, Tensor],
+        specs: tuple[TensorSpec, ...],
+        timeout_s: float,
+    ) -> Answered:
+        begun_s = time.monotonic()
+        answer = await ask_tensors(
+            self._endpoint,
+            worker.peer,
+            method,
+            ask,
+            given,
+            StageAnswer,
+            answer_bytes=sum(spec.size_bytes for spec in specs),
+            timeout_s=timeout_s,
+        )
+        round_trip_s = time.monotonic() - begun_s
+        body = answer.body
+        if body.num_rows != ask.num_rows:
+            raise MalformedAnswerError(f"{worker}: expected an answer of {ask.num_rows} rows, found {body.num_rows}")
+        check_parcel(answer.tensors, specs, str(worker))
+        hop = HopTime(
+            worker.stage, method, worker.uid, worker.key, round_trip_s, body.compute_s, body.queue_s, body.version
+        )
+        return Answered(body, answer.tensors, hop)
+
+    @staticmethod
+    def _check_counted(worker: StageWorker, body: StageAnswer, stages: Sequence[str]) -> None:
+        if sorted(body.applied) != sorted(stages) or body.applied_number < 1:
+            raise MalformedAnswerError(
+                f"{worker}: expected it to be counted in {', '.join(stages)}, found {', '.join(body.applied) or 'none'}"
+                f" as number {body.applied_number}"
+            )
+
+    @staticmethod
+    def _check_loss(worker: StageWorker, body: StageAnswer, micro_batch: MicroBatch) -> None:
+        expected = micro_batch.num_tokens
+        if body.num_tokens != expected:
+            raise MalformedAnswerError(f"{worker}: expected the loss of {expected} labels, found {body.num_tokens}")
+        if body.loss_sum is None or not math.isfinite(body.loss_sum) or body.loss_sum < 0:
+            raise MalformedAnswerError(f"{worker}: expected a loss, found {body.loss_sum}")
+
+
+def credit_of(stage: str, body: StageAnswer) -> StageCredit:
+    """A worker's acknowledgement, for the account."""
+    return StageCredit(
+        stage=stage,
+        incarnation=body.incarnation,
+        applied_number=body.applied_number,
+        shared_through=body.shared_through,
+    )
+
+
+def _hop_to(worker: StageWorker) -> Hop:
+    return Hop(
+        stage=worker.stage,
+        peer_id=worker.key,
+        address=worker.peer.address,
+        certificate_pem=(worker.peer.certificate or b"").decode(),
+    )

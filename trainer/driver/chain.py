@@ -1,0 +1,214 @@
+"""Chain routing (000): each worker sends on to the next, and gradients come back the same way.
+
+The driver sends ids and labels to the head and hears of the loss; an activation crosses one link once, from worker to
+worker. A failed chain is tried again *by way of the same workers*: each answers what it has answered before, and does
+only what was not done, so nothing is counted twice whichever of them did not answer. A worker leaves the route only if
+its process is gone, or says that it has not counted the micro-batch, and from then on will not.
+
+How long each stage takes is not told; a chain's time is shared out to its workers in the ratio of what was known of
+them, which over many routes finds the slow ones. A worker named by another as the one that failed is banned for a
+short time at most, since that is hearsay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+
+from trainer.driver.asking import Answered
+from trainer.driver.journey import Journey, JourneyEndedError
+from trainer.driver.pool import Placement
+from trainer.driver.presence import is_gone
+from trainer.driver.refusals import Verdict, verdict_of
+from trainer.driver.results import Outcome
+from trainer.driver.router import TAIL_UNITS, Desk
+from trainer.driver.workers import StageWorker
+from trainer.errors import PeerUnavailableError, RefusedError, RpcError
+from trainer.pipeline.work import StageCredit
+
+__all__ = ["ChainRouter"]
+
+_HOP = "hop"
+_NAMED = re.compile(r"\b(head|tail|body-[1-9][0-9]{0,3}) ([0-9a-f]{64})\b")
+_FIRST_PAUSE_S = 0.05
+_MAX_PAUSE_S = 2.0
+_QUESTION_S = 5.0
+
+
+class ChainRouter:
+    """Takes micro-batches through the stages in one request each.
+
+    Args:
+        desk: the driver's.
+    """
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    async def take(self, journey: Journey) -> Outcome:
+        """See `Router.take`."""
+        trip = _Trip(self._desk, journey)
+        try:
+            return await trip.run()
+        except JourneyEndedError as end:
+            return end.outcome
+        finally:
+            trip.release()
+
+
+class _Trip:
+    """One micro-batch's way along a route that changes as little as it can."""
+
+    def __init__(self, desk: Desk, journey: Journey) -> None:
+        self._desk = desk
+        self._journey = journey
+        self._route: dict[str, Placement] = {}
+        self._avoid: dict[str, set[str]] = {stage: set() for stage in desk.pools}
+        self._units = journey.micro_batch.input_ids.shape[0] * TAIL_UNITS
+        self._pause_s = _FIRST_PAUSE_S
+        self._unclear_since_s: float | None = None
+
+    async def run(self) -> Outcome:
+        """Until every stage has counted it.
+
+        Raises:
+            JourneyEndedError: it goes no further.
+        """
+        desk, journey = self._desk, self._journey
+        given = desk.form.input_of(journey.micro_batch, None)
+        while True:
+            for stage in desk.pools:
+                if stage not in self._route:
+                    self._route[stage] = await desk.placed(journey, stage, self._units, self._avoid[stage])
+            self._route = {stage: self._route[stage] for stage in desk.pools}
+            desk.may_send(journey)
+            asked_s = time.monotonic()
+            journey.is_unclear = True
+            try:
+                answered = await desk.caller.chain(self._workers(), journey.micro_batch, given)
+            except RpcError as error:
+                desk.noted(error)
+                await self._after(error, asked_s)
+                continue
+            return self._done(answered, asked_s)
+
+    def release(self) -> None:
+        """Gives up the places that are still held."""
+        for stage, placement in self._route.items():
+            self._desk.pools[stage].released(placement)
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _workers(self) -> list[StageWorker]:
+        placements = [self._route[stage] for stage in self._desk.pools]
+        if self._unclear_since_s is None:
+            return [placement.worker for placement in placements]
+        return [placement.worker.unpinned() for placement in placements]  # One of them may have restarted.
+
+    def _done(self, answered: Answered, asked_s: float) -> Outcome:
+        journey, body = self._journey, answered.body
+        journey.is_unclear = False
+        journey.passed(answered)
+        took_s = time.monotonic() - asked_s
+        estimates = {
+            stage: self._desk.pools[stage].estimate_s(placement, self._units)
+            for stage, placement in self._route.items()
+        }
+        in_all_s = sum(estimates.values())
+        for stage, placement in self._route.items():
+            share_s = took_s * (estimates[stage] / in_all_s if in_all_s > 0 else 1.0 / len(estimates))
+            self._desk.pools[stage].told(placement, self._units, share_s)
+            self._desk.pools[stage].done(placement)
+            journey.acknowledged(
+                StageCredit(stage=stage, incarnation=placement.worker.incarnation, applied_number=0)
+            )  # What it is the number of is told by the first worker only, of itself.
+        journey.counted(next(iter(self._route)), body)
+        return journey.done()
+
+    async def _after(self, error: RpcError, asked_s: float) -> None:
+        """Makes the route fit to be tried again.
+
+        Raises:
+            JourneyEndedError: it goes no further.
+        """
+        stage, verdict = self._culprit(error)
+        worker, pool = self._route[stage].worker, self._desk.pools[stage]
+        is_first = self._unclear_since_s is None and stage == next(iter(self._route))
+        if is_first and verdict.effect == "none":  # Refused by the head before anything else was asked.
+            self._journey.is_unclear = verdict.reason == "expired"
+            self._replace(stage, verdict, asked_s)
+            if verdict.blame == "rest":
+                await self._pause()
+            return
+        if self._unclear_since_s is None:
+            self._unclear_since_s = time.monotonic()
+        self._journey.num_retries += 1
+        if verdict.effect == "counted":
+            raise self._journey.lost(stage, "answer-gone")
+        if await is_gone(worker.peer.address, min(_QUESTION_S, self._left_s(stage))):
+            self._replace(stage, verdict, asked_s)
+            return
+        may_come = isinstance(error, PeerUnavailableError) or verdict.blame == "rest" or verdict.reason == _HOP
+        if not may_come or self._left_s(stage) < self._desk.config.unclear_s / 2:
+            await self._vacate(stage, verdict, asked_s)
+        elif verdict.blame == "rest":
+            pool.blame(worker, verdict, asked_s)
+        await self._pause()
+
+    def _culprit(self, error: RpcError) -> tuple[str, Verdict]:
+        """The stage whose worker has failed, as far as can be told, and how."""
+        head = next(iter(self._route))
+        if not isinstance(error, RefusedError) or not (error.reason == _HOP or error.reason.startswith(_HOP + "-")):
+            return head, verdict_of(error)
+        named = [match.groups() for match in _NAMED.finditer(str(error))]
+        stages = [stage for stage, key in named if stage in self._route and self._route[stage].worker.key == key]
+        stage = stages[-1] if stages else head
+        if error.reason == _HOP:
+            return stage, Verdict(_HOP, "unclear", "ban")
+        said = verdict_of(RefusedError(error.reason.removeprefix(_HOP + "-"), str(error)))
+        blame = "ban" if said.blame == "long-ban" else said.blame
+        return stage, Verdict(said.reason, said.effect, blame, said.attempts)
+
+    async def _vacate(self, stage: str, verdict: Verdict, asked_s: float) -> None:
+        """Replaces a worker, if it says that it has not counted the micro-batch and will not.
+
+        Raises:
+            JourneyEndedError: it has, and its answer is not to be had.
+        """
+        timeout_s = min(_QUESTION_S, self._left_s(stage))
+        worker, micro_batch = self._route[stage].worker.unpinned(), self._journey.micro_batch
+        try:
+            counted = await self._desk.caller.applied(worker, micro_batch, refuse_from_now=True, timeout_s=timeout_s)
+        except RpcError:
+            return
+        if not counted:
+            self._replace(stage, verdict, asked_s)
+        elif verdict.reason in ("malformed", "malformed-answer"):
+            self._desk.pools[stage].blame(worker, verdict, asked_s)
+            raise self._journey.lost(stage, "answer-gone")
+
+    def _replace(self, stage: str, verdict: Verdict, asked_s: float) -> None:
+        placement = self._route.pop(stage)
+        self._avoid[stage].add(placement.worker.key)
+        self._desk.pools[stage].failed(placement, verdict, asked_s)
+        self._journey.attempt_failed(stage, verdict)
+
+    def _left_s(self, stage: str) -> float:
+        """Seconds in which it can still become clear what a stage has done.
+
+        Raises:
+            JourneyEndedError: there are none.
+        """
+        since_s = time.monotonic() if self._unclear_since_s is None else self._unclear_since_s
+        left_s = since_s + self._desk.config.unclear_s - time.monotonic()
+        if self._journey.left_s() <= 0:
+            raise self._journey.stopped("lease")
+        if left_s <= 0:
+            raise self._journey.lost(stage, "unclear")
+        return min(left_s, self._journey.left_s())
+
+    async def _pause(self) -> None:
+        self._desk.may_send(self._journey)
+        await asyncio.sleep(min(self._pause_s, max(0.0, self._journey.left_s())))
+        self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)

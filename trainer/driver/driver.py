@@ -1,0 +1,222 @@
+"""Several micro-batches on their way at once, from where they are leased to where it is told what became of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from trainer.driver.asking import StageCaller
+from trainer.driver.barrier import StepBarrier
+from trainer.driver.chain import ChainRouter
+from trainer.driver.config import DriverConfig
+from trainer.driver.hub import HubRouter
+from trainer.driver.journey import Journey
+from trainer.driver.links import LinkForm
+from trainer.driver.pool import StagePool
+from trainer.driver.results import DriverStatus, Fate, MicroBatchResult, settlement_of
+from trainer.driver.router import Desk, Router
+from trainer.driver.steps import StepLoss, StepLosses
+from trainer.driver.workers import StageDirectory
+from trainer.errors import TrainerUsageError
+from trainer.pipeline.work import MicroBatch, Work
+from trainer.rpc import Endpoint
+
+__all__ = ["PipelineDriver"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class PipelineDriver:
+    """Drives micro-batches through the stages of a run.
+
+    Args:
+        endpoint: the driver's own, started.
+        stages: the run's, in order.
+        directory: who holds them now.
+        work: where micro-batches come from, and what became of them goes to.
+        form: of the links between stages.
+        config: how.
+        target_tokens: of a stage's optimizer step; 0: not known here, and then no losses by step, and not synchronous.
+        on_result: told of each micro-batch that has ended.
+        on_step: told of the loss of each step's tokens.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        stages: Sequence[str],
+        directory: StageDirectory,
+        work: Work,
+        form: LinkForm,
+        config: DriverConfig,
+        *,
+        target_tokens: int = 0,
+        on_result: Callable[[MicroBatchResult], None] | None = None,
+        on_step: Callable[[StepLoss], None] | None = None,
+    ) -> None:
+        if config.synchronous and target_tokens < 1:
+            raise TrainerUsageError("driver.synchronous: expected the tokens of a step to be known, found 0")
+        self._directory = directory
+        self._work = work
+        self._config = config
+        self._target_tokens = target_tokens
+        self._on_result = on_result
+        self._on_step = on_step
+        self._pools = {stage: StagePool(stage, config) for stage in stages}
+        self._desk = Desk.of(self._pools, StageCaller(endpoint, stages, form, config), form, config)
+        self._router: Router = HubRouter(self._desk) if config.routing == "hub" else ChainRouter(self._desk)
+        self._steps = StepLosses(target_tokens)
+        self._barrier = StepBarrier(endpoint, self._pools, config)
+        self._fates: Counter[Fate] = Counter()
+        self._lost_by: Counter[str] = Counter()
+        self._tokens = 0
+        self._failed: list[BaseException] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._room = asyncio.Event()
+        self._stopping = asyncio.Event()
+
+    # -- running -------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Until there is no more work, or `stop`; then until what is under way has ended, `drain_s` at most.
+
+        What is still under way then is handed back where nobody can have counted it, and else left to the keeper of the
+        account.
+
+        Raises:
+            TrainerError: the account cannot be kept, or the work not be had.
+        """
+        watching = asyncio.create_task(self._watch(), name="driver-watch")
+        stopping = asyncio.create_task(self._stopping.wait(), name="driver-stop")
+        try:
+            while (micro_batch := await self._next(watching, stopping)) is not None:
+                self._begin(micro_batch)
+            await self._drained(stopping)
+        finally:
+            for task in (watching, stopping, *self._tasks):
+                task.cancel()
+            await asyncio.gather(watching, stopping, *self._tasks, return_exceptions=True)
+
+    def stop(self) -> None:
+        """Begins nothing new; `run` returns soon."""
+        self._stopping.set()
+
+    def status(self) -> DriverStatus:
+        """How it stands."""
+        return DriverStatus(
+            in_flight=len(self._tasks),
+            done=self._fates["done"],
+            lost=self._fates["lost"],
+            handed_back=self._fates["handed-back"],
+            left=self._fates["left"],
+            tokens=self._tokens,
+            failures=dict(self._desk.failures),
+            lost_by=dict(self._lost_by),
+            stalls={stage: pool.stalled_s for stage, pool in self._pools.items()},
+            stages=tuple(pool.status() for pool in self._pools.values()),
+        )
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Tells the stages who is there, again and again."""
+        while True:
+            found = tuple(self._directory.workers())
+            for stage, pool in self._pools.items():
+                pool.update(worker for worker in found if worker.stage == stage)
+            await asyncio.sleep(self._config.refresh_s)
+
+    async def _next(self, watching: asyncio.Task[None], stopping: asyncio.Task[bool]) -> MicroBatch | None:
+        """The next micro-batch when there is room for it; None: nothing is to be begun any more."""
+        while not self._has_room():
+            self._room.clear()
+            if not self._tasks and self._barrier.begun_tokens >= self._target_tokens:
+                await self._first_of(self._barrier.passed(), watching, stopping)
+                continue
+            await self._first_of(self._room.wait(), watching, stopping)
+            if self._stopping.is_set():
+                return None
+        return await self._first_of(self._work.next(), watching, stopping)
+
+    async def _first_of(
+        self, coroutine: Coroutine[Any, Any, T], watching: asyncio.Task[None], stopping: asyncio.Task[bool]
+    ) -> T | None:
+        """What ``coroutine`` gives; None: the driver is to stop.
+
+        Raises:
+            BaseException: what ``coroutine`` or the watch raised.
+        """
+        task = asyncio.ensure_future(coroutine)
+        try:
+            await asyncio.wait({task, watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                watching.result()
+            return task.result() if task.done() else None
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def _has_room(self) -> bool:
+        if len(self._tasks) >= self._config.max_in_flight:
+            return False
+        return not self._config.synchronous or self._barrier.begun_tokens < self._target_tokens
+
+    def _begin(self, micro_batch: MicroBatch) -> None:
+        self._barrier.begun_tokens += micro_batch.num_tokens
+        task = asyncio.create_task(self._take(micro_batch), name=f"micro-batch {micro_batch.key}")
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    async def _take(self, micro_batch: MicroBatch) -> None:
+        journey = Journey(micro_batch, self._config.max_attempts)
+        try:
+            outcome = await self._router.take(journey)
+        except asyncio.CancelledError:
+            outcome = journey.stopped("stopping").outcome
+        self._settle(micro_batch, journey.result(outcome))
+
+    def _settle(self, micro_batch: MicroBatch, result: MicroBatchResult) -> None:
+        outcome = result.outcome
+        self._fates[outcome.fate] += 1
+        if outcome.fate == "handed-back":
+            self._work.hand_back(micro_batch)
+        elif outcome.fate in ("done", "lost"):
+            self._work.settle(settlement_of(micro_batch.key, outcome))
+        if outcome.fate == "lost":
+            self._lost_by[f"{outcome.stage}: {outcome.reason}"] += 1
+            logger.warning("micro-batch %s is lost at %s (%s)", result.micro_batch, outcome.stage, outcome.reason)
+        if outcome.fate == "done":
+            self._tokens += outcome.num_tokens
+            self._barrier.done(result)
+        else:
+            self._barrier.begun_tokens -= micro_batch.num_tokens  # Others make up for it.
+        if self._on_result is not None:
+            self._on_result(result)
+        step = self._steps.add(outcome.loss_sum, outcome.num_tokens) if outcome.fate == "done" else None
+        if step is not None and self._on_step is not None and self._target_tokens:
+            self._on_step(step)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._room.set()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failed.append(error)
+            self._stopping.set()
+
+    async def _drained(self, stopping: asyncio.Task[bool]) -> None:
+        """Until what is under way has ended; after `stop`, `drain_s` at most.
+
+        Raises:
+            BaseException: what went wrong with one of them that is nobody else's doing.
+        """
+        while self._tasks and not self._stopping.is_set():
+            await asyncio.wait({*self._tasks, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=self._config.drain_s)
+        if self._failed:
+            raise self._failed[0]

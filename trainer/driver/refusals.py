@@ -1,0 +1,75 @@
+"""What a failed request says: whether anything was counted, what to think of the worker, and where to try again.
+
+| what happened                          | counted there? | the worker         | then                        |
+|----------------------------------------|----------------|--------------------|-----------------------------|
+| ``busy``, ``rate``                     | no             | rests for a moment | same or another, no attempt |
+| ``stopping``                           | no             | rests longer       | another, no attempt         |
+| ``no-input``                           | no             | –                  | same, with the input        |
+| ``expired``, ``stale``, ``tainted``    | no             | –                  | another                     |
+| ``nonfinite``, ``stage``, wrong key, … | no             | banned for a while | another                     |
+| ``already-applied``                    | yes            | –                  | the answer is gone          |
+| ``malformed``                          | not clear      | banned for a while | another; twice: give up     |
+| ``internal``, ``timeout``, no answer   | not clear      | banned for a while | another, when it is clear   |
+| an answer that is none                 | not clear      | banned for long    | another, when it is clear   |
+
+Only requests that apply something can be unclear; a forward pass is simply done again elsewhere. A refusal says so of
+the request it answers only: of an earlier one of the same micro-batch whose answer did not come it says nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedError, RpcError
+
+__all__ = ["Blame", "Effect", "Verdict", "verdict_of"]
+
+Effect = Literal["none", "unclear", "counted"]
+Blame = Literal["none", "rest", "leave", "ban", "long-ban"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a failed request says."""
+
+    reason: str
+    """One word for counters: the refusal's, ``unavailable`` or ``malformed-answer``."""
+    effect: Effect
+    blame: Blame
+    attempts: float = 1.0
+    """How many of a micro-batch's attempts in a stage it uses up; 0: it may go on for ever."""
+
+
+_BEFORE_ANYTHING = frozenset(
+    {
+        *("no_request", "size", "magic", "protocol", "head", "kind", "run", "recipient", "sender", "certificate"),
+        *("method", "payload_size", "clock", "signature", "replayed", "sequence", "digest", "body"),
+        *("stage", "nonfinite"),
+    }
+)
+"""Refusals that come before anything is counted, and that a worker that fits this run and stage does not make."""
+_VERDICTS = {
+    "busy": Verdict("busy", "none", "rest", 0.0),
+    "rate": Verdict("rate", "none", "rest", 0.0),
+    "stopping": Verdict("stopping", "none", "leave", 0.0),
+    "no-input": Verdict("no-input", "none", "none", 0.5),
+    "expired": Verdict("expired", "none", "none"),
+    "stale": Verdict("stale", "none", "none"),
+    "tainted": Verdict("tainted", "none", "none"),
+    "already-applied": Verdict("already-applied", "counted", "none"),
+    "malformed": Verdict("malformed", "unclear", "ban", 3.0),
+}
+
+
+def verdict_of(error: RpcError) -> Verdict:
+    """What a failed request says, if it is the first of its micro-batch at this worker."""
+    if isinstance(error, MalformedAnswerError):
+        return Verdict("malformed-answer", "unclear", "long-ban")
+    if isinstance(error, RefusedError):
+        if error.reason in _BEFORE_ANYTHING:
+            return Verdict(error.reason, "none", "ban")
+        return _VERDICTS.get(error.reason, Verdict(error.reason, "unclear", "ban"))
+    if isinstance(error, PeerUnavailableError):
+        return Verdict("unavailable", "unclear", "ban")
+    return Verdict("failed", "unclear", "ban")

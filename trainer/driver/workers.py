@@ -1,0 +1,58 @@
+"""The workers of a pipeline as a driver knows them, and where it hears of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from trainer.discovery.announcement import Announcement
+from trainer.pipeline.names import StageUid
+from trainer.rpc.messages import Peer
+
+__all__ = ["StageDirectory", "StageWorker", "workers_in"]
+
+
+@dataclass(frozen=True, slots=True)
+class StageWorker:
+    """A worker that takes micro-batches, as it was last announced."""
+
+    stage: str
+    uid: str
+    """Its name for people, such as ``body3.0.55``."""
+    peer: Peer
+    """Where it is; its `peer_id` is what it is known by."""
+    incarnation: str
+    """Of its process; may be out of date."""
+
+    @property
+    def key(self) -> str:
+        """What it is known by to balancer and bans."""
+        return self.peer.peer_id or self.peer.address
+
+    def unpinned(self) -> StageWorker:
+        """The same, to be asked whatever certificate it shows, since it may have restarted after it was announced.
+
+        Its answer, signed by its key, vouches for the certificate.
+        """
+        return replace(self, peer=Peer(self.peer.peer_id, self.peer.address))
+
+    def __str__(self) -> str:
+        return f"{self.uid} ({self.key[:12]} at {self.peer.address})"
+
+
+class StageDirectory(Protocol):
+    """Who is there."""
+
+    def workers(self) -> Iterable[StageWorker]:
+        """All workers that take micro-batches now, of all stages; returns at once."""
+        ...
+
+
+def workers_in(announcements: Iterable[Announcement]) -> tuple[StageWorker, ...]:
+    """Those of some announcements that speak of a worker that takes micro-batches."""
+    return tuple(
+        StageWorker(StageUid.parse(said.stage.uid).stage, said.stage.uid, said.peer(), said.stage.incarnation)
+        for said in announcements
+        if said.stage is not None and said.stage.status == "serving"
+    )
