@@ -6,9 +6,9 @@
     hidden = codec.decode(tensors, ids)
     gradient = codec.grad_decode(codec.grad_encode(gradient).tensors)
 
-Of an activation a subspace codec sends ``c = (x − e[ids])·U`` and decodes ``e[ids] + c·Uᵀ``, which is x itself, to 2e-7,
-if a constrained model made it; of a gradient ``g·U``, the derivative by ``c``, which decodes to the gradient's part
-within the subspace: the part that the stage before would keep (`SubspaceConstraint`). Packings (`packing`) are
+Of an activation a subspace codec sends ``c = (x − e[ids])·U`` and decodes ``e[ids] + c·Uᵀ``, which is x itself, to
+2e-7, if a constrained model made it; of a gradient ``g·U``, the derivative by ``c``, which decodes to the gradient's
+part within the subspace: the part that the stage before would keep (`SubspaceConstraint`). Packings (`packing`) are
 independent of that: ``subspace+fp16`` sends 2 · dim / rank times fewer bytes than fp32.
 
 A codec keeps no state; encoding is done in fp32 also under autocast. Measured on one core of an EPYC, in MB/s of fp32

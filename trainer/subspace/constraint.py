@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +60,7 @@ def writes_to_stream(name: str, config: ModelConfig) -> bool:
 def project_rows_(rows: Tensor, basis: Tensor) -> None:
     """Projects every row of fp32[n, dim] onto the span of basis[dim, rank], in place."""
     with torch.autocast(rows.device.type, enabled=False):
-        for part in rows.split(_ROWS):
+        for part in torch.split(rows, _ROWS):
             part.copy_((part @ basis) @ basis.T)
 
 
@@ -85,7 +85,6 @@ class SubspaceConstraint:
         self._parameters = {
             name: parameter for name, parameter in module.named_parameters() if writes_to_stream(name, config)
         }
-        self._config = config
         self._basis = basis.matrix
         self._on_device: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
@@ -134,18 +133,14 @@ class SubspaceConstraint:
 
         Gradients of `torch.autograd.grad` are projected as well. A deep copy of the model has lost this.
         """
-
-        def project_gradient(name: str, gradient: Tensor) -> Tensor:
-            projected = gradient.clone()
-            self._project_one_(name, projected)
-            return projected
-
-        def project_parameters(*_: Any) -> None:
-            self.project_()
-
         for name, parameter in self._parameters.items():
-            parameter.register_hook(lambda gradient, name=name: project_gradient(name, gradient))
-        optimizer.register_step_post_hook(project_parameters)
+            parameter.register_hook(partial(self._projected, name))  # type: ignore[no-untyped-call]  # torch's stub
+        optimizer.register_step_post_hook(lambda *_: self.project_())
+
+    def _projected(self, name: str, gradient: Tensor) -> Tensor:
+        projected = gradient.clone()
+        self._project_one_(name, projected)
+        return projected
 
     def _check_shape(self, name: str, tensor: Tensor) -> None:
         expected = self._parameters[name].shape
