@@ -40,7 +40,9 @@ Stepped = Callable[[StepInfo, OuterResult | None], None]
 class StepStrategy(Protocol):
     """What keeps replicas of a stage together: `DiLoCoTrainer`, `SpartaTrainer`."""
 
-    def after_inner_step(self, num_batches: int = 1) -> OuterResult | None: ...
+    def after_inner_step(self, num_batches: int = 1) -> OuterResult | None:
+        """Called behind each step; 0 batches: the step changed nothing."""
+        ...
 
 
 class StageStepper:

@@ -1,0 +1,237 @@
+"""Stage workers of a small model: in this process, or as processes that tests stop, continue and kill.
+
+    async with running_worker(WorkerSetup(stage="head")) as worker: ...          # in this process, on a real socket
+    with stage_worker_process(WorkerSetup(stage="body-1", model={...})) as node: ...   # python -m tests.support.stage_worker
+
+A process reads its setup as one JSON line and prints where it is reached; afterwards it answers one line for each
+command: ``{"peers": [[peer_id, address, certificate], …]}`` names the stage's other workers, ``{"digest": true}`` asks
+for a digest of its weights. It ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from tests.support.model_configs import small_config
+from trainer.inner import InnerConfig, make_optimizer
+from trainer.model import build_stage
+from trainer.pipeline.plan import StagePlan
+from trainer.pipeline.work import boottime_s
+from trainer.rpc import Endpoint, Identity, Peer, RpcConfig
+from trainer.stage import StageConfig, StageReplica
+from trainer.subspace import SubspaceConstraint, activation_codec, basis_of, fixed_table_of
+from trainer.worker import StageWorker, WorkerConfig
+
+RUN_ID = "stage-test"
+FAST = {"host": "127.0.0.1", "heartbeat_s": 0.25, "stall_timeout_s": 5.0, "stop_grace_s": 0.2, "tls": False}
+INNER = {"lr": 1e-3, "schedule": "constant", "warmup_steps": 0, "precision": "fp32", "compile": "off"}
+
+__all__ = ["RUN_ID", "StageProcess", "WorkerSetup", "build_worker", "running_worker", "stage_worker_process", "weights"]
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """All that a worker of a test is made of; the fields of JSON's types, so that a process can be told."""
+
+    stage: str = "head"
+    num_stages: int = 3
+    target_tokens: int = 1 << 40
+    """Never, by default."""
+    seed: int = 0
+    codec: str = "fp32"
+    model: dict[str, Any] = field(default_factory=dict)
+    """Changes to `small_config`."""
+    inner: dict[str, Any] = field(default_factory=dict)
+    stage_config: dict[str, Any] = field(default_factory=dict)
+    worker: dict[str, Any] = field(default_factory=dict)
+    rpc: dict[str, Any] = field(default_factory=dict)
+    num_threads: int = 1
+
+    @property
+    def plan(self) -> StagePlan:
+        return StagePlan.of(small_config(**self.model), self.num_stages)
+
+    @property
+    def inner_config(self) -> InnerConfig:
+        return InnerConfig(**{**INNER, **self.inner})
+
+
+def build_worker(endpoint: Endpoint, setup: WorkerSetup, **options: Any) -> StageWorker:
+    """A worker as a node would put it together; ``options`` are those of `StageWorker`."""
+    plan = setup.plan
+    index = plan.index(setup.stage)
+    module = build_stage(plan.config, plan.ranges, index, setup.seed)
+    optimizer = make_optimizer(module, setup.inner_config)
+    basis, fixed = None, None
+    if plan.config.subspace_rank:
+        SubspaceConstraint(module, plan.config).attach(optimizer)
+        basis = basis_of(plan.config.dim, plan.config.subspace_rank, plan.config.subspace_seed)
+        fixed = fixed_table_of(plan.config)
+    kind = "body" if setup.stage.startswith("body") else setup.stage
+    stage_config = StageConfig(**setup.stage_config)
+    replica = StageReplica(
+        module,
+        optimizer,
+        setup.inner_config,
+        stage_config,
+        kind=kind,  # type: ignore[arg-type]
+        num_stages=setup.num_stages,
+    )
+    return StageWorker(
+        endpoint,
+        plan,
+        setup.stage,
+        replica,
+        activation_codec(setup.codec, basis, fixed),
+        WorkerConfig(**{"progress_interval_s": 0.1, "auto_step_s": 3600.0, **setup.worker}),
+        target_tokens=setup.target_tokens,
+        batches=stage_config.backward == "recompute",
+        **options,
+    )
+
+
+def weights(worker: StageWorker) -> str:
+    """A digest of a worker's parameters."""
+    running = hashlib.sha256()
+    for name, value in sorted(worker.replica.module.state_dict().items()):
+        running.update(name.encode() + value.detach().numpy().tobytes())
+    return running.hexdigest()
+
+
+@dataclass
+class RunningWorker:
+    """A worker that answers."""
+
+    setup: WorkerSetup
+    endpoint: Endpoint
+    worker: StageWorker
+
+    @property
+    def peer(self) -> Peer:
+        return self.endpoint.peer
+
+
+@asynccontextmanager
+async def running_worker(setup: WorkerSetup, **options: Any) -> AsyncIterator[RunningWorker]:
+    """One in this process."""
+    endpoint = Endpoint(Identity.create(), RUN_ID, RpcConfig(**{**FAST, **setup.rpc}))  # type: ignore[arg-type]
+    worker = build_worker(endpoint, setup, **options)
+    worker.register()
+    await endpoint.start()
+    worker.start()
+    gossip = asyncio.create_task(worker.run())
+    try:
+        yield RunningWorker(setup, endpoint, worker)
+    finally:
+        gossip.cancel()
+        await asyncio.gather(gossip, return_exceptions=True)
+        await endpoint.stop()
+        await worker.stop()
+
+
+@dataclass
+class StageProcess:
+    """A worker in another process."""
+
+    setup: WorkerSetup
+    process: subprocess.Popen[str]
+    peer: Peer
+
+    def stop(self) -> None:
+        """As a machine that hangs: connections stay open, nothing is said."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Undoes `stop`."""
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """As a machine that dies."""
+        self.process.kill()
+        self.process.wait()
+
+    def tell_peers(self, *peers: Peer) -> None:
+        """Names the stage's other workers."""
+        entries = [[p.peer_id, p.address, p.certificate.decode() if p.certificate else ""] for p in peers]
+        self._ask({"peers": entries})
+
+    def weights(self) -> str:
+        """A digest of its parameters."""
+        return str(self._ask({"digest": True})["digest"])
+
+    def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return answer
+
+
+@contextmanager
+def stage_worker_process(setup: WorkerSetup) -> Iterator[StageProcess]:
+    """Starts one, and kills it at the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.stage_worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(json.dumps(asdict(setup)) + "\n")
+        process.stdin.flush()
+        said = json.loads(process.stdout.readline())
+        certificate = said["certificate"].encode() if said["certificate"] else None
+        yield StageProcess(setup, process, Peer(said["peer_id"], said["address"], certificate))
+    finally:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+
+
+def _say(**fields: Any) -> None:
+    sys.stdout.write(json.dumps(fields) + "\n")
+    sys.stdout.flush()
+
+
+async def _serve(setup: WorkerSetup) -> None:
+    peers: list[Peer] = []
+    others: Callable[[], tuple[Peer, ...]] = lambda: tuple(peers)  # noqa: E731
+    async with running_worker(setup, peers=others, clock=boottime_s) as running:
+        certificate = running.endpoint.certificate
+        _say(
+            peer_id=running.endpoint.peer_id,
+            address=running.endpoint.address,
+            certificate=certificate.decode() if certificate else "",
+        )
+        loop = asyncio.get_running_loop()
+        while line := await loop.run_in_executor(None, sys.stdin.readline):
+            command = json.loads(line)
+            if "peers" in command:
+                peers[:] = [Peer(key, address, pem.encode() or None) for key, address, pem in command["peers"]]
+                _say(done=True)
+            else:
+                _say(digest=await running.worker.runtime.control(lambda: weights(running.worker)))
+
+
+def main() -> None:
+    """The process."""
+    setup = WorkerSetup(**json.loads(sys.stdin.readline()))
+    torch.set_num_threads(setup.num_threads)
+    asyncio.run(_serve(setup))
+
+
+if __name__ == "__main__":
+    main()
