@@ -38,7 +38,7 @@ def stage_table(sight: Sight, *, is_coloured: bool = False) -> list[str]:
     lines = [f"{_BOLD}{heading}{_RESET}" if is_coloured else heading]
     for name in names:
         stage = stages.get(name)
-        text = _row(name, counts.get(name), stage)
+        text = _shown(_row(name, counts.get(name), stage))
         is_empty = stage is not None and not stage.num_serving
         lines.append(f"{_RED}{text}{_RESET}" if is_coloured and is_empty else text)
     return [*lines, _progress_text(sight), account_text(sight.account)]
@@ -66,10 +66,10 @@ def workers_table(stages: SwarmStages, account: SwarmAccount | None) -> list[str
             f"{worker.uid:<16}{worker.node_id[:19]:<20}{worker.status:<10}{worker.version:>9}{worker.rows_per_s:>9,.1f}"
             f"{100 * worker.busy:>6.0f}%{worker.queued:>8,}"
         )
-        lines.append(text + (f"  not asked for {worker.banned_for_s:,.0f} s" if worker.banned_for_s else ""))
+        lines.append(_shown(text) + (f"  not asked for {worker.banned_for_s:,.0f} s" if worker.banned_for_s else ""))
     if account is not None:
-        lines += [f"lost at {it.stage}: {it.micro_batches:,} ({it.reason})" for it in account.lost]
-        lines += [f"perished at {it.stage}: {it.micro_batches:,}" for it in account.perished]
+        lines += [_shown(f"lost at {it.stage}: {it.micro_batches:,} ({it.reason})") for it in account.lost]
+        lines += [_shown(f"perished at {it.stage}: {it.micro_batches:,}") for it in account.perished]
     return lines
 
 
@@ -81,6 +81,11 @@ def status_json(stages: SwarmStages, account: SwarmAccount | None) -> str:
             "account": None if account is None else account.model_dump(mode="json"),
         }
     )
+
+
+def _shown(text: str) -> str:
+    """Without what would move a terminal's cursor: the driver that is asked may be anybody's."""
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def _row(name: str, count: ProcessCount | None, stage: StageStatus | None) -> str:

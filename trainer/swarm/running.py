@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -13,7 +14,7 @@ from trainer.errors import TrainerUsageError
 from trainer.swarm.children import RestartPolicy
 from trainer.swarm.local import LocalSwarm, Ports, seed_address, seed_spec, swarm_specs
 from trainer.swarm.ports import free_ports
-from trainer.swarm.sight import Sight, sight_of
+from trainer.swarm.sight import Sight, process_counts, sight_of
 from trainer.swarm.tree import Outcome, ProcessTree
 
 __all__ = ["Display", "run_local"]
@@ -66,8 +67,6 @@ def run_local(
         tree = ProcessTree(folder, policy, tell=display.event)
         with tree:
             outcome = _start(tree, swarm, folder, display, stop) or _watch(tree, display, stop)
-            if not stop():
-                display.show(sight_of(tree.children))
             display.event(f"{outcome.reason}; ending all processes")
         if tree.num_killed and not outcome.exit_code:
             return Outcome(1, f"{tree.num_killed} processes had to be killed: what they did last may not be saved")
@@ -108,13 +107,17 @@ def _ready_seed(tree: ProcessTree, log_path: Path, stop: Callable[[], bool]) -> 
 
 
 def _watch(tree: ProcessTree, display: Display, stop: Callable[[], bool]) -> Outcome:
+    """Until it is over; the last that is shown is the last that a driver said."""
+    latest = Sight()
     next_s = time.monotonic() + display.every_s
-    while not stop():
-        outcome = tree.look()
-        if outcome is not None:
-            return outcome
+    outcome: Outcome | None = None
+    while outcome is None:
         if time.monotonic() >= next_s:
-            display.show(sight_of(tree.children))
+            sight = sight_of(tree.children)
+            latest = sight if sight.stages is not None else latest
+            display.show(sight)
             next_s = time.monotonic() + display.every_s
         time.sleep(_TICK_S)
-    return Outcome(0, "asked to stop")
+        outcome = Outcome(0, "asked to stop") if stop() else tree.look()
+    display.show(replace(latest, processes=process_counts(tree.children)))
+    return outcome

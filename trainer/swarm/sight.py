@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainer.errors import RpcError
 from trainer.observe.pipeline import SwarmAccount, SwarmStages
 from trainer.swarm.asking import ask_account, ask_stages
 from trainer.swarm.children import Child
 
-__all__ = ["ProcessCount", "Sight", "sight_of", "sight_through"]
+__all__ = ["ProcessCount", "Sight", "process_counts", "sight_of", "sight_through"]
 
 _TIMEOUT_S = 1.0
 """Of each wait for a driver of this machine, which answers in milliseconds unless it hangs."""
@@ -42,13 +42,16 @@ class Sight:
 def sight_of(children: Iterable[Child]) -> Sight:
     """The swarm these processes are."""
     known = list(children)
+    seen = sight_through(child.spec.api_url for child in known if child.spec.api_url and child.status == "running")
+    return replace(seen, processes=process_counts(known))
+
+
+def process_counts(children: Iterable[Child]) -> tuple[ProcessCount, ...]:
+    """How many there are of each stage, of drivers and of seeds."""
     groups: dict[str, list[Child]] = {}
-    for child in known:
+    for child in children:
         groups.setdefault(child.spec.stage or f"{child.spec.role}s", []).append(child)
-    urls = [child.spec.api_url for child in known if child.spec.api_url and child.status == "running"]
-    seen = sight_through(urls)
-    processes = tuple(_count(name, group) for name, group in groups.items())
-    return Sight(processes, seen.stages, seen.account, seen.tokens_per_s)
+    return tuple(_count(name, group) for name, group in groups.items())
 
 
 def sight_through(api_urls: Iterable[str]) -> Sight:

@@ -1,0 +1,56 @@
+"""Stands in for ``python -m trainer`` under `swarm up`: the same command lines, and nothing trained.
+
+A seed prints an address, a worker waits, a driver serves the two pages and is done when ``--max-steps`` are over, of
+0.2 s each. All append their arguments, as a line of JSON, to the file PRETENDED_SWARM_CALLS names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+__all__ = ["PROGRAM"]
+
+PROGRAM = (sys.executable, "-m", "tests.support.pretended_swarm")
+
+
+def _drive(options: dict[str, list[str]]) -> None:
+    from tests.support.pipeline_view import SeenPipeline, some_stages
+    from trainer.observe import ApiConfig, ApiServer, TrainingMetrics, TrainingTracker, create_app
+    from trainer.observe.metrics import Sources
+
+    view = SeenPipeline()
+    tracker = TrainingTracker("driver", peer_id="f" * 64)
+    sources = Sources(status=tracker.status, refused=dict, rpc_bytes=lambda: (0, 0), lost_events=lambda: 0)
+    metrics = TrainingMetrics(sources, node_id="driver", run_id="run")
+    config = ApiConfig(port=int(options["--api-port"][0]))
+    with ApiServer(create_app(tracker, metrics, config=config, pipeline=view), config):
+        for step in range(int(options.get("--max-steps", ["100000"])[0])):
+            view.of_stages = some_stages(step=step)
+            time.sleep(0.2)
+
+
+def main(arguments: list[str]) -> None:
+    with Path(os.environ["PRETENDED_SWARM_CALLS"]).open("a") as calls:
+        calls.write(json.dumps(arguments) + "\n")
+    options: dict[str, list[str]] = {}
+    for name, value in pairwise(arguments):
+        if name.startswith("--"):
+            options.setdefault(name, []).append(value)
+    if arguments[0] == "worker":
+        time.sleep(600)
+    elif arguments[0] == "seed":
+        port = options["--port"][0]
+        print("seed is ready; give nodes one of these:")  # noqa: T201
+        print(f"  --initial-peers /ip4/127.0.0.1/tcp/{port}/p2p/Qm{port}", flush=True)  # noqa: T201
+        time.sleep(600)
+    else:
+        _drive(options)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
