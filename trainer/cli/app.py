@@ -18,7 +18,7 @@ import typer
 from genesis.errors import GenesisError
 from loader import LoaderError, LoaderUsageError
 from manifests import ContractError
-from trainer.cli import export, plot, rollback, seed, swarm, train
+from trainer.cli import export, plot, rollback, seed, swarm, train, worker
 from trainer.errors import TrainerError, TrainerUsageError
 
 __all__ = ["app", "run"]
@@ -37,6 +37,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.callback()(train.train_command)
+app.command("worker")(worker.worker_command)
 app.command("seed")(seed.seed_command)
 app.command("export")(export.export_command)
 app.command("rollback")(rollback.rollback_command)

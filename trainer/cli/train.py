@@ -28,6 +28,7 @@ _PATHS = {
     "public_address": "rpc.public_address",
     "engine": "engine",
     "strategy": "strategy",
+    "pipeline": "pipeline",
     "inner_steps": "diloco.inner_steps",
     "compression": "collective.compression",
     "rule": "rule.rule",
@@ -64,7 +65,9 @@ def train_command(
     context: typer.Context,
     node_id: Annotated[str | None, typer.Option(help="Name of this node: decides its shards.")] = None,
     store: Annotated[str | None, typer.Option(help="Folder, s3://bucket/prefix or http(s)://host/prefix.")] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML file with any option; the command line wins.")] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "--run", help="YAML file with any option; the command line wins.")
+    ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Any option of the file: inner.lr=3e-4.")] = None,
     preset: Annotated[str | None, typer.Option(help="Size of the model: tiny … 7.5b; else by memory.")] = None,
     run_id: Annotated[str | None, typer.Option(help="Nodes of one run train one model.")] = None,
@@ -75,6 +78,9 @@ def train_command(
     public_address: Annotated[str | None, typer.Option(help="host:port others reach this node at.")] = None,
     engine: Annotated[str | None, typer.Option(help="p2p, or torch (under torchrun).")] = None,
     strategy: Annotated[str | None, typer.Option(help="diloco, or ddp with the torch engine.")] = None,
+    pipeline: Annotated[
+        str | None, typer.Option(help="swarm: drive a pipeline of workers (docs/swarm.md), with no parameters here.")
+    ] = None,
     inner_steps: Annotated[int | None, typer.Option(help="Steps between two outer steps.")] = None,
     compression: Annotated[str | None, typer.Option(help="Of pseudo-gradients: fp32, fp16, int8.")] = None,
     rule: Annotated[
@@ -143,6 +149,14 @@ def _train(config: RunConfig, *, as_json: bool) -> None:
     from trainer.node import StopRequest, run_node
 
     stop = StopRequest()
+    if config.pipeline == "swarm":
+        from trainer.swarm.driver_node import run_driver
+
+        with training_line(config, stop, as_json=as_json) as line:
+            run_driver(config, stop, line)
+        if stop.signal is not None:
+            raise StoppedBySignal(stop.signal)
+        return
     is_first = config.engine != "torch" or os.environ.get("RANK", "0") == "0"
     if not is_first:  # Nearly all they have to say, the first one says too.
         logging.getLogger().setLevel(max(logging.WARNING, logging.getLogger().level))

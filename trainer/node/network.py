@@ -120,6 +120,10 @@ class Network(Generic[S]):
         """Where everything that talks to others lives."""
         return self._loop.loop
 
+    def announce(self) -> None:
+        """Says how this node is doing now, instead of with the next repetition; returns at once."""
+        self._loop.spawn(self._announce_now())
+
     @property
     def announcements(self) -> tuple[Announcement, ...]:
         """All others there are now."""
@@ -271,6 +275,12 @@ class Network(Generic[S]):
                 stage=progress.stage,
             )
         )
+
+    async def _announce_now(self) -> None:
+        try:
+            await self._announce()
+        except TrainerError as error:
+            logger.warning("discovery: %s", error)
 
     async def _refresh_forever(self) -> None:
         interval_s = self._config.discovery.announce_interval_s / 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.pipeline.messages import StageReport
+from trainer.pipeline.report import StageReport
 
 __all__ = ["Progress"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -11,6 +11,7 @@ from trainer.config import RunConfig
 from trainer.node.progress import Progress
 from trainer.observe import ApiServer, EventLog, Observer, ShutdownHook, TrainingMetrics, TrainingTracker, create_app
 from trainer.observe.metrics import Sources
+from trainer.observe.pipeline import PipelineView, add_pipeline_pages
 
 if TYPE_CHECKING:
     from trainer.discovery import Announcement
@@ -26,9 +27,16 @@ class Watch:
         config: of the run.
         network: the side that talks to others, if there is one.
         stop: asks the node to stop, as the API may.
+        further: gauges of one's own: name, help, value.
     """
 
-    def __init__(self, config: RunConfig, network: Network[Any] | None, stop: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        network: Network[Any] | None,
+        stop: Callable[[], None],
+        further: Callable[[], Iterable[tuple[str, str, float]]] = tuple,
+    ) -> None:
         inner_steps = config.diloco.inner_steps if config.strategy == "diloco" else 0
         peer_id = network.peer_id if network is not None else ""
         self.tracker = TrainingTracker(config.node_id, peer_id=peer_id, inner_steps=inner_steps)
@@ -39,6 +47,7 @@ class Watch:
             refused=network.refused if network is not None else dict,
             rpc_bytes=network.traffic if network is not None else lambda: (0, 0),
             lost_events=(lambda: log.lost_events) if log is not None else (lambda: 0),
+            further=further,
         )
         metrics = TrainingMetrics(sources, node_id=config.node_id, run_id=config.run_id)
         self.observer = Observer(self.tracker, metrics, self.log)
@@ -46,7 +55,14 @@ class Watch:
         self.server: ApiServer | None = None
         if config.api.enabled:
             hook = ShutdownHook(callback=stop, token=config.checkpoint.token)
-            self.server = ApiServer(create_app(self.tracker, metrics, config=config.api, shutdown=hook), config.api)
+            self._app = create_app(self.tracker, metrics, config=config.api, shutdown=hook)
+            self.server = ApiServer(self._app, config.api)
+
+    def with_pipeline(self, view: PipelineView) -> Self:
+        """The same, which also shows the pipeline that this node drives; before it is entered."""
+        if self.server is not None:
+            add_pipeline_pages(self._app, view)
+        return self
 
     def set_shards(self, shards: tuple[int, ...]) -> None:
         """What the node reads now."""

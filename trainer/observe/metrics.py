@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -52,6 +52,8 @@ class Sources:
     """Bytes the RPC endpoint sent and received."""
     lost_events: Callable[[], int] = field(default=lambda: 0)
     """`EventLog.lost_events`."""
+    further: Callable[[], Iterable[tuple[str, str, float]]] = field(default=tuple)
+    """Name, help and value of gauges of one's own; names without the ``genesis_training_`` they all begin with."""
 
 
 class TrainingMetrics:
@@ -198,7 +200,7 @@ class _SourcesCollector(Collector):
         yield CounterMetricFamily(
             "genesis_training_lost_events", "Events that could not be logged.", self._sources.lost_events()
         )
-        for name, text, value in _gauges(self._sources.status()):
+        for name, text, value in (*_gauges(self._sources.status()), *self._sources.further()):
             if value is not None:
                 yield GaugeMetricFamily(f"genesis_training_{name}", text, value)
 

@@ -280,8 +280,8 @@ def _reasons_against(seen: _Seen) -> tuple[str, ...]:
         reasons.append("most of the latest steps were skipped: loss or gradient is not finite")
     if seen.sync.num_attempted >= _MIN_ROUNDS and 2 * seen.sync.num_succeeded < seen.sync.num_attempted:
         reasons.append(
-            f"of the latest {seen.sync.num_attempted} rounds {seen.sync.num_succeeded} had another node's work in them: "
-            "this node trains, but mostly apart from the others"
+            f"of the latest {seen.sync.num_attempted} rounds {seen.sync.num_succeeded} had another node's work in "
+            "them: this node trains, but mostly apart from the others"
         )
     return tuple(reasons)
 

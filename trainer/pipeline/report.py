@@ -28,6 +28,12 @@ class StageReport(Message):
     status: Literal["joining", "serving", "leaving"]
     """Micro-batches are sent to workers that serve only."""
     version: Counted = 0
+    round_index: Counted = 0
+    """The stage's round that is next."""
+    round_position: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """How much of the way there is behind it: newcomers take up a state at its beginning (004)."""
+    shared_through: Counted = 0
+    """As in `StageAnswer`."""
     num_tokens: Counted = 0
     """Accumulated towards the next step."""
     queued: Counted = 0

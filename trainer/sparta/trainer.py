@@ -125,6 +125,11 @@ class SpartaTrainer:
         return self._steps_since_round
 
     @property
+    def num_inner_steps(self) -> int:
+        """Steps behind the parameters, by which schedules go; a joiner takes up those of the state."""
+        return self._num_inner_steps
+
+    @property
     def failed_in_a_row(self) -> int:
         """Rounds tried in vain since the last committed one; one that is refused after it failed counts once."""
         return self._standing.failed_in_a_row

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from trainer.pipeline.messages import StageReport
 from trainer.pipeline.names import StageUid
 from trainer.pipeline.plan import StagePlan
+from trainer.pipeline.report import StageReport
 from trainer.swarm.join_config import JoinConfig
 
 __all__ = ["JoinWindow", "neediest_stage"]

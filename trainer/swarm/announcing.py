@@ -1,0 +1,115 @@
+"""Being among the others of a swarm without a model of one's own: a driver's announcements, and what it hears."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from trainer.config import RunConfig
+from trainer.discovery import Announcement, open_discovery
+from trainer.driver.workers import StageWorker, workers_in
+from trainer.errors import TrainerError
+from trainer.node.progress import Progress
+from trainer.pipeline.names import StageUid
+from trainer.rpc import Endpoint, Peer
+
+__all__ = ["Presence"]
+
+logger = logging.getLogger(__name__)
+
+_REFRESH_S = 0.5
+
+
+class Presence:
+    """Announces a driver and knows the workers; for one event loop.
+
+    Args:
+        config: of the run.
+        endpoint: its own, started before `start`.
+        terms_digest: of a driver's terms.
+        progress: what to say of it, asked before each announcement.
+        heard: told of all others, now and then.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        endpoint: Endpoint,
+        terms_digest: str,
+        progress: Callable[[], Progress],
+        heard: Callable[[tuple[Announcement, ...]], None],
+    ) -> None:
+        self._config = config
+        self._endpoint = endpoint
+        self._terms_digest = terms_digest
+        self._progress = progress
+        self._heard = heard
+        self._discovery = open_discovery(endpoint, config.discovery)
+        self._refreshing: asyncio.Task[None] | None = None
+        self.announcements: tuple[Announcement, ...] = ()
+        """All others there are now."""
+
+    async def start(self) -> None:
+        """Begins to look and to announce."""
+        await self._discovery.start()
+        await self._announce()
+        self._refreshing = asyncio.create_task(self._refresh_forever(), name="driver-presence")
+
+    async def stop(self) -> None:
+        """Announces nothing more."""
+        if self._refreshing is not None:
+            self._refreshing.cancel()
+            await asyncio.gather(self._refreshing, return_exceptions=True)
+        await self._discovery.close()
+
+    def workers(self) -> tuple[StageWorker, ...]:
+        """See `trainer.driver.workers.StageDirectory`."""
+        return workers_in(self.announcements)
+
+    def stage_peers(self) -> list[tuple[str, Peer]]:
+        """Stage and address of every worker, joining and leaving ones too."""
+        return [
+            (StageUid.parse(said.stage.uid).stage, said.peer()) for said in self.announcements if said.stage is not None
+        ]
+
+    def keeper(self) -> Peer | None:
+        """Who keeps the account, if anybody of that name is there; a key instead of a name cannot be claimed."""
+        wanted = self._config.swarm.ledger.keeper
+        if wanted in (self._config.node_id, self._endpoint.peer_id):
+            return self._endpoint.peer
+        for said in self.announcements:
+            if said.stage is None and wanted in (said.node_id, said.peer_id):
+                return said.peer()
+        return None
+
+    async def _announce(self) -> None:
+        progress, certificate = self._progress(), self._endpoint.certificate
+        await self._discovery.announce(
+            Announcement(
+                peer_id=self._endpoint.peer_id,
+                node_id=self._config.node_id,
+                run_id=self._config.run_id,
+                address=self._endpoint.address,
+                certificate_pem=certificate.decode() if certificate else "",
+                terms_digest=self._terms_digest,
+                inner_step=progress.inner_step,
+                loss=progress.loss,
+                tokens_per_s=progress.tokens_per_s,
+            )
+        )
+
+    async def _refresh_forever(self) -> None:
+        interval_s = self._config.discovery.announce_interval_s / 2
+        next_announcement_s = time.monotonic() + interval_s
+        while True:
+            try:
+                self.announcements = await self._discovery.peers()
+                self._heard(self.announcements)
+                if time.monotonic() >= next_announcement_s:
+                    next_announcement_s = time.monotonic() + interval_s
+                    await self._announce()
+            except TrainerError as error:
+                logger.warning("discovery: %s", error)
+            await asyncio.sleep(_REFRESH_S)

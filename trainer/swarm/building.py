@@ -1,0 +1,136 @@
+"""A stage of a run, built from its configuration: module, optimizer, arithmetic, and the codec of its links."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainer.config import RunConfig
+from trainer.errors import CheckpointError
+from trainer.inner import choose_device, make_optimizer
+from trainer.model import Stage, build_stage
+from trainer.stage import StageConfig, StageKind, StageReplica
+from trainer.stagewise import StageCheckpoints, StageState, load_initial_state, newest_set, time_us
+from trainer.subspace import ActivationCodec, SubspaceConstraint, activation_codec, basis_of, fixed_table_of
+from trainer.swarm.shape import SwarmShape
+
+__all__ = ["BuiltStage", "build_stage_site", "codec_of", "kind_of", "saved_state"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltStage:
+    """A stage with everything that trains it."""
+
+    name: str
+    device: torch.device
+    module: Stage
+    optimizer: Optimizer
+    replica: StageReplica
+    codec: ActivationCodec
+    after_average: Callable[[nn.Module], None] | None
+    """Puts weights that an average has rounded back into the subspace."""
+
+
+def kind_of(shape: SwarmShape, stage: str) -> StageKind:
+    """Which end of the model a stage is."""
+    index = shape.plan.index(stage)
+    return "head" if index == 0 else "tail" if index == shape.plan.num_stages - 1 else "body"
+
+
+def codec_of(config: RunConfig, shape: SwarmShape, device: torch.device | str = "cpu") -> ActivationCodec:
+    """The codec of a run's links.
+
+    Raises:
+        TrainerUsageError: there is none of that name, or it needs a subspace.
+    """
+    model, name = shape.model, config.swarm.activation_codec
+    if not name.startswith("subspace"):
+        return activation_codec(name, device=device)
+    basis = basis_of(model.dim, model.subspace_rank, model.subspace_seed)
+    return activation_codec(name, basis, fixed_table_of(model), device=device)
+
+
+def build_stage_site(config: RunConfig, shape: SwarmShape, stage: str) -> BuiltStage:
+    """Builds a stage with its first weights, or those of the checkpoint the run starts from.
+
+    Raises:
+        TrainerError: options that make no sense, or a checkpoint that does not fit.
+    """
+    device = choose_device(config.device)
+    plan, index = shape.plan, shape.plan.index(stage)
+    module = build_stage(
+        plan.config,
+        plan.ranges,
+        index,
+        config.seed,
+        device=device,
+        activation_checkpointing=config.inner.activation_checkpointing,
+    )
+    if config.swarm.start_from:
+        module.load_state_dict(load_initial_state(config.swarm.start_from, plan, stage, seed=config.seed))
+    optimizer = make_optimizer(module, config.inner)
+    after_average = _constrained(module, optimizer, shape)
+    replica = StageReplica(
+        module,
+        optimizer,
+        config.inner,
+        _resolved(config),
+        kind=kind_of(shape, stage),
+        num_stages=plan.num_stages,
+        after_update=after_average,
+    )
+    return BuiltStage(stage, device, module, optimizer, replica, codec_of(config, shape, device), after_average)
+
+
+def saved_state(config: RunConfig, shape: SwarmShape, stage: str, at_us: int | None = None) -> StageState | None:
+    """The newest state of a stage on this machine's disk, or the newest up to a time; None where there is none.
+
+    Raises:
+        CheckpointError: a time was named, and there is none up to then.
+    """
+    until_us = time_us(time.time()) if at_us is None else at_us
+    directory = config.swarm.checkpoint.directory
+    try:
+        found = newest_set(directory, config.run_id, until_us, plan=shape.plan, stages=(stage,))
+    except CheckpointError as error:
+        if at_us is not None:
+            raise
+        logger.debug("%s", error)
+        return None
+    return found.files[stage].read().state
+
+
+def _constrained(module: Stage, optimizer: Optimizer, shape: SwarmShape) -> Callable[[nn.Module], None] | None:
+    if not shape.model.subspace_rank:
+        return None
+    constraint = SubspaceConstraint(module, shape.model)
+    constraint.ensure()
+    constraint.attach(optimizer)
+
+    def ensure(_: nn.Module) -> None:
+        constraint.ensure()
+
+    return ensure
+
+
+def _resolved(config: RunConfig) -> StageConfig:
+    return config.swarm.stage
+
+
+def target_tokens_of(config: RunConfig) -> int:
+    """Tokens of a stage's optimizer step: as the run file says, else eight micro-batches' worth."""
+    rows = max(1, config.inner.micro_batch_size)
+    return config.swarm.stage.target_tokens or 8 * rows * config.inner.seq_len
+
+
+def checkpoints_of(config: RunConfig, shape: SwarmShape, stage: str, who: str) -> StageCheckpoints:
+    """What writes a stage's state now and then."""
+    return StageCheckpoints(config.swarm.checkpoint, config.run_id, shape.plan, stage, who)

@@ -1,0 +1,52 @@
+"""``--stage auto``: looks at who is there before a stage is built, and takes the one that needs help most."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+
+from trainer.config import RunConfig
+from trainer.discovery import open_discovery
+from trainer.node.stopping import StopRequest
+from trainer.pipeline.report import StageReport
+from trainer.rpc import Endpoint, load_or_create_identity
+from trainer.swarm.joining import neediest_stage
+from trainer.swarm.shape import SwarmShape
+
+__all__ = ["choose_stage"]
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.5
+
+
+def choose_stage(config: RunConfig, shape: SwarmShape, stop: StopRequest) -> str:
+    """The stage to take, by what the others announce.
+
+    Two that choose at the same moment may choose the same; the next one makes up for it.
+    """
+    reports = asyncio.run(_reports(config, shape, stop))
+    path = Path(config.state_dir).expanduser() / "identity" / f"{config.node_id}.pem"
+    own_number = int(load_or_create_identity(path).peer_id[:8], 16)
+    chosen = neediest_stage(shape.plan, reports, own_number)
+    logger.info("%d workers are there; %s needs help most", len(reports), chosen)
+    return chosen
+
+
+async def _reports(config: RunConfig, shape: SwarmShape, stop: StopRequest) -> list[StageReport]:
+    """What all workers say of their stages, once there has been time to hear it."""
+    path = Path(config.state_dir).expanduser() / "identity" / f"{config.node_id}.pem"
+    endpoint = Endpoint(load_or_create_identity(path), config.run_id, config.rpc)
+    discovery = open_discovery(endpoint, config.discovery, shape.plan.names)
+    await endpoint.start()
+    await discovery.start()
+    try:
+        deadline_s = time.monotonic() + config.swarm.join.first_peers_s
+        while time.monotonic() < deadline_s and not stop():
+            await asyncio.sleep(_LOOK_S)
+        return [said.stage for said in await discovery.peers() if said.stage is not None]
+    finally:
+        await discovery.close()
+        await endpoint.stop()

@@ -1,0 +1,253 @@
+"""A driver as a process: the data and the account of them on one side, the workers of the stages on the other.
+
+    store → rows of leased micro-batches → stages by way of their workers → settlements → account
+
+The driver that the run file names as keeper (``swarm.ledger.keeper``) keeps the account for all, in a journal under
+``state_dir``. A driver holds nothing that is worth saving: killed, it begins again with a new lease, and what it had
+open is asked after at the workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from loader.session import Session
+from trainer.config import RunConfig
+from trainer.discovery import Announcement
+from trainer.driver.driver import PipelineDriver
+from trainer.driver.links import LinkForm
+from trainer.driver.results import MicroBatchResult
+from trainer.driver.steps import StepLoss
+from trainer.errors import TrainerError, TrainerUsageError
+from trainer.inner import StepResult, lr_at
+from trainer.ledger import (
+    LedgerClient,
+    LedgerService,
+    LedgerSpec,
+    MicroBatches,
+    WorkerInquiry,
+    lanes_of,
+    open_ledger,
+    preferred_shards,
+    spec_of,
+)
+from trainer.ledger.lanes import Lane
+from trainer.ledger.records import WorkerSeen
+from trainer.node.data import open_session
+from trainer.node.progress import Progress
+from trainer.node.stopping import StopRequest
+from trainer.node.training import ProgressLine
+from trainer.node.watching import Watch
+from trainer.pipeline.names import StageUid
+from trainer.rpc import Endpoint, load_or_create_identity
+from trainer.swarm.announcing import Presence
+from trainer.swarm.building import codec_of, target_tokens_of
+from trainer.swarm.driver_view import DriverView
+from trainer.swarm.shape import SwarmShape, shape_of
+
+__all__ = ["DriverNode", "run_driver"]
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.2
+_NOTE_WORKERS_S = 2.0
+_DRIVER = "driver"
+
+
+def run_driver(config: RunConfig, stop: StopRequest, line: ProgressLine) -> None:
+    """Drives a pipeline until the data are through, ``max_steps`` are done, or it is asked to stop.
+
+    Raises:
+        TrainerError: it cannot begin, or not go on.
+        LoaderError: the store cannot be read.
+    """
+    if not config.inner.micro_batch_size:
+        raise TrainerUsageError(
+            "inner.micro_batch_size: expected rows of a micro-batch in the run file, since all drivers and the account "
+            "must agree on them; found 0"
+        )
+    shape = shape_of(config)
+    node = DriverNode(config, shape, open_session(config.data), stop, line)
+    with stop.on_signals():
+        asyncio.run(node.run())
+
+
+class DriverNode:
+    """One driver.
+
+    Args:
+        config: of the run.
+        shape: what all of the swarm agree on.
+        session: the store.
+        stop: whether it has been asked to stop.
+        line: where a person reads how it goes.
+    """
+
+    def __init__(
+        self, config: RunConfig, shape: SwarmShape, session: Session, stop: StopRequest, line: ProgressLine
+    ) -> None:
+        self._config = config
+        self._shape = shape
+        self._session = session
+        self._stop = stop
+        self._line = line
+        self._watch = Watch(config, None, stop.ask)
+        self._steps = 0
+        self._step_began_s = time.perf_counter()
+        identity = load_or_create_identity(Path(config.state_dir).expanduser() / "identity" / f"{config.node_id}.pem")
+        self._endpoint = Endpoint(identity, config.run_id, config.rpc)
+        terms = shape.terms(_DRIVER).digest()
+        self._presence = Presence(config, self._endpoint, terms, self._progress, self._heard)
+        self._keeper: LedgerService | None = None
+        self._driver: PipelineDriver | None = None
+        self.view = DriverView(config, shape, self._presence)
+
+    async def run(self) -> None:
+        """Drives until it is done."""
+        async with AsyncExitStack() as stack:
+            lanes, spec = await asyncio.to_thread(self._account_of)
+            if self._keeps_account:
+                self._open_account(lanes, spec)
+            await self._endpoint.start()
+            stack.push_async_callback(self._endpoint.stop)
+            await self._presence.start()
+            stack.push_async_callback(self._presence.stop)
+            if self._keeper is not None:
+                await self._keeper.start()
+                stack.push_async_callback(self._keeper.stop)
+            work = self._client(lanes, spec)
+            await work.start()
+            stack.push_async_callback(work.close)
+            self._driver = self._pipeline(work)
+            self.view.begin(self._driver, self._keeper, self._endpoint)
+            watching = asyncio.create_task(self._look(), name="driver-look")
+            stack.callback(watching.cancel)
+            stack.enter_context(self._watch.with_pipeline(self.view))
+            logger.info("%s drives %s at %s", self._config.node_id, self._config.run_id, self._endpoint.address)
+            await self._driver.run()
+        logger.info("stopped after %d steps", self._steps)
+
+    # -- what it is made of --------------------------------------------------------------------------------------------
+
+    @property
+    def _keeps_account(self) -> bool:
+        return self._config.swarm.ledger.keeper in (self._config.node_id, self._endpoint.peer_id)
+
+    def _account_of(self) -> tuple[tuple[Lane, ...], LedgerSpec]:
+        config, catalog = self._config, self._session.catalog
+        lanes = lanes_of(catalog, config.data.sources, config.data.holdout)
+        spec = spec_of(
+            catalog,
+            lanes,
+            stages=self._shape.plan.names,
+            seed=config.seed,
+            seq_len=config.inner.seq_len,
+            micro_batch_rows=config.inner.micro_batch_size,
+            config=config.swarm.ledger,
+        )
+        return lanes, spec
+
+    def _open_account(self, lanes: tuple[Lane, ...], spec: LedgerSpec) -> None:
+        config = self._config
+        folder = Path(config.state_dir).expanduser() / "ledger" / config.run_id
+        folder.mkdir(parents=True, exist_ok=True)
+        ledger, journal = open_ledger(
+            folder / "journal.jsonl", spec, [lane.shards for lane in lanes], config.swarm.ledger
+        )
+        inquiry = WorkerInquiry(self._endpoint, self._presence.stage_peers)
+        self._keeper = LedgerService(self._endpoint, ledger, journal, config.swarm.ledger, inquiry)
+        self._keeper.register()
+
+    def _client(self, lanes: tuple[Lane, ...], spec: LedgerSpec) -> LedgerClient:
+        data = self._config.data
+        return LedgerClient(
+            self._endpoint,
+            self._presence.keeper,
+            MicroBatches(self._session, self._config.seed, spec.layout),
+            spec,
+            self._config.swarm.ledger,
+            preferred_shards(self._config.node_id, lanes, data.shards_per_node, data.assignment),
+        )
+
+    def _pipeline(self, work: LedgerClient) -> PipelineDriver:
+        return PipelineDriver(
+            self._endpoint,
+            self._shape.plan.names,
+            self._presence,
+            work,
+            LinkForm(codec_of(self._config, self._shape), self._shape.model.dim),
+            self._config.swarm.driver,
+            target_tokens=target_tokens_of(self._config),
+            on_result=self._ended,
+            on_step=self._stepped,
+        )
+
+    # -- what it tells -------------------------------------------------------------------------------------------------
+
+    def _ended(self, result: MicroBatchResult) -> None:
+        self.view.ended(result)
+        outcome = result.outcome
+        if outcome.fate != "done":
+            self._watch.observer.event(
+                "micro_batch",
+                micro_batch=result.micro_batch,
+                fate=outcome.fate,
+                stage=outcome.stage,
+                reason=outcome.reason,
+            )
+
+    def _stepped(self, step: StepLoss) -> None:
+        now_s = time.perf_counter()
+        result = StepResult(
+            step=self._steps,
+            loss=step.loss,
+            grad_norm=math.nan,
+            lr=lr_at(self._steps, self._config.inner),
+            num_tokens=step.num_tokens,
+            skipped=False,
+            seconds=now_s - self._step_began_s,
+        )
+        self._steps, self._step_began_s = self._steps + 1, now_s
+        self.view.stepped(step)
+        self._watch.observer.step(result)
+        self._line.step(result)
+        if 0 < self._config.max_steps <= self._steps:
+            self._stop.ask()
+
+    def _progress(self) -> Progress:
+        return self._watch.progress()
+
+    def _heard(self, announcements: tuple[Announcement, ...]) -> None:
+        self._watch.peers(announcements)
+
+    async def _look(self) -> None:
+        """Whether to stop; and, for the account, who is there."""
+        next_note_s = 0.0
+        while True:
+            if self._stop() and self._driver is not None:
+                self._driver.stop()
+            if time.monotonic() >= next_note_s:
+                next_note_s = time.monotonic() + _NOTE_WORKERS_S
+                await self._note_workers()
+            await asyncio.sleep(_LOOK_S)
+
+    async def _note_workers(self) -> None:
+        try:
+            if self._keeper is not None:
+                await self._keeper.note_workers(
+                    WorkerSeen(
+                        stage=StageUid.parse(said.stage.uid).stage,
+                        incarnation=said.stage.incarnation,
+                        shared_through=said.stage.shared_through,
+                    )
+                    for said in self._presence.announcements
+                    if said.stage is not None
+                )
+            await self.view.refresh()
+        except TrainerError as error:
+            logger.warning("%s", error)

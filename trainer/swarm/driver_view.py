@@ -1,0 +1,178 @@
+"""What a driver lets be seen over HTTP (`trainer.observe.pipeline`); asked in the API's thread, kept by its loop."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from datetime import UTC, datetime
+
+from trainer.config import RunConfig
+from trainer.driver.driver import PipelineDriver
+from trainer.driver.results import MicroBatchResult
+from trainer.driver.steps import StepLoss
+from trainer.errors import RpcError
+from trainer.ledger import LEDGER_ACCOUNT, Account, LedgerService
+from trainer.ledger.account import Tally
+from trainer.ledger.messages import AccountAsk
+from trainer.observe.pipeline import (
+    LostShare,
+    PerishedShare,
+    StageStatus,
+    SwarmAccount,
+    SwarmStages,
+    TallyStatus,
+    WorkerStatus,
+)
+from trainer.pipeline.names import StageUid
+from trainer.rpc import Endpoint
+from trainer.swarm.announcing import Presence
+from trainer.swarm.shape import SwarmShape
+
+__all__ = ["DriverView"]
+
+logger = logging.getLogger(__name__)
+
+_RATE_WINDOW_S = 30.0
+_ASK_TIMEOUT_S = 5.0
+
+
+class DriverView:
+    """A `trainer.observe.pipeline.PipelineView`.
+
+    Args:
+        config: of the run.
+        shape: its stages.
+        presence: who is there.
+    """
+
+    def __init__(self, config: RunConfig, shape: SwarmShape, presence: Presence) -> None:
+        self._config = config
+        self._shape = shape
+        self._presence = presence
+        self._driver: PipelineDriver | None = None
+        self._keeper: LedgerService | None = None
+        self._endpoint: Endpoint | None = None
+        self._account: tuple[Account, float] | None = None
+        self._loss: float | None = None
+        self._ended: deque[tuple[float, int]] = deque(maxlen=4096)
+        self._began_s = time.monotonic()
+
+    def begin(self, driver: PipelineDriver, keeper: LedgerService | None, endpoint: Endpoint) -> None:
+        """From now on there is something to see."""
+        self._driver, self._keeper, self._endpoint = driver, keeper, endpoint
+
+    def ended(self, result: MicroBatchResult) -> None:
+        """A micro-batch is through."""
+        if result.outcome.fate == "done":
+            self._ended.append((time.monotonic(), result.outcome.num_tokens))
+
+    def stepped(self, step: StepLoss) -> None:
+        """A step's loss is known."""
+        self._loss = step.loss
+
+    async def refresh(self) -> None:
+        """Asks the keeper how the account stands."""
+        account = await self._asked()
+        if account is not None:
+            self._account = (account, time.monotonic())
+
+    async def _asked(self) -> Account | None:
+        if self._keeper is not None:
+            return await self._keeper.account()
+        peer = self._presence.keeper()
+        if peer is None or self._endpoint is None:
+            return None
+        try:
+            reply = await self._endpoint.call(peer, LEDGER_ACCOUNT, AccountAsk(), Account, timeout_s=_ASK_TIMEOUT_S)
+        except RpcError as error:
+            logger.debug("the keeper of the account: %s", error)
+            return None
+        return reply.body
+
+    def account(self) -> SwarmAccount | None:
+        """See `trainer.observe.pipeline.PipelineView`."""
+        if self._account is None:
+            return None
+        account, heard_s = self._account
+        return SwarmAccount(
+            node_id=self._config.node_id,
+            keeper=self._config.swarm.ledger.keeper,
+            age_s=round(time.monotonic() - heard_s, 3),
+            micro_batches=_tally(account.micro_batches),
+            tokens=_tally(account.tokens),
+            trained_tokens=account.trained_tokens,
+            waiting=account.waiting,
+            reissued=account.reissued,
+            leases=account.leases,
+            lost=tuple(
+                LostShare(stage=it.stage or "", reason=it.reason, micro_batches=it.micro_batches) for it in account.lost
+            ),
+            perished=tuple(PerishedShare(stage=it.stage, micro_batches=it.micro_batches) for it in account.perished),
+            lanes=tuple(lane.model_dump(mode="json") for lane in account.lanes),
+        )
+
+    def stages(self) -> SwarmStages:
+        """See `trainer.observe.pipeline.PipelineView`."""
+        workers = self._workers()
+        stages = tuple(self._stage(name, workers.get(name, [])) for name in self._shape.plan.names)
+        return SwarmStages(
+            node_id=self._config.node_id,
+            time=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            step=min((stage.version or 0 for stage in stages), default=0),
+            loss=self._loss,
+            tokens_per_s=self._tokens_per_s(),
+            in_flight=self._driver.status().in_flight if self._driver is not None else 0,
+            stages=stages,
+        )
+
+    def _workers(self) -> dict[str, list[WorkerStatus]]:
+        status = self._driver.status() if self._driver is not None else None
+        banned: dict[str, float] = {}
+        in_flight: dict[str, int] = {}
+        for stage in status.stages if status is not None else ():
+            banned |= stage.banned
+            in_flight |= {load.worker: load.in_flight for load in stage.workers}
+        workers: dict[str, list[WorkerStatus]] = {}
+        for said in self._presence.announcements:
+            report = said.stage
+            if report is None:
+                continue
+            workers.setdefault(StageUid.parse(report.uid).stage, []).append(
+                WorkerStatus(
+                    uid=report.uid,
+                    node_id=said.node_id,
+                    peer_id=said.peer_id,
+                    status=report.status,
+                    version=report.version,
+                    num_tokens=report.num_tokens,
+                    queued=report.queued,
+                    rows_per_s=round(report.rows_per_s, 3),
+                    busy=round(report.busy, 3),
+                    in_flight=in_flight.get(said.peer_id, 0),
+                    banned_for_s=round(banned.get(said.peer_id, 0.0), 1),
+                )
+            )
+        return workers
+
+    def _stage(self, name: str, workers: list[WorkerStatus]) -> StageStatus:
+        status = self._driver.status() if self._driver is not None else None
+        stalled = {stage.stage: stage.stalled_s for stage in status.stages} if status is not None else {}
+        return StageStatus(
+            stage=name,
+            num_layers=len(self._shape.plan.ranges[self._shape.plan.index(name)]),
+            num_serving=sum(worker.status == "serving" and not worker.banned_for_s for worker in workers),
+            version=max((worker.version for worker in workers), default=None),
+            rows_per_s=round(sum(worker.rows_per_s for worker in workers), 3),
+            empty_for_s=round(stalled.get(name, 0.0), 1),
+            workers=tuple(sorted(workers, key=lambda worker: worker.uid)),
+        )
+
+    def _tokens_per_s(self) -> float:
+        now_s = time.monotonic()
+        recent = [tokens for ended_s, tokens in list(self._ended) if ended_s > now_s - _RATE_WINDOW_S]
+        return round(sum(recent) / max(1e-9, min(_RATE_WINDOW_S, now_s - self._began_s)), 1)
+
+
+def _tally(tally: Tally) -> TallyStatus:
+    return TallyStatus(leased=tally.leased, done=tally.done, lost=tally.lost, open=tally.open)

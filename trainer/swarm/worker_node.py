@@ -1,0 +1,414 @@
+"""A worker as a process: one stage, among the others of its stage, for whichever drivers send it micro-batches.
+
+    build the stage → its newest checkpoint, if there is one → the others' state, in the first tenth of a round → serve
+    → (lost touch with the others: take up their state) → asked to stop: finish, hand over, save
+
+Three threads share the work: the event loop answers and asks, the compute thread does all arithmetic and every change
+of weights, and the main thread decides about coming and going, and waits. A worker that is killed leaves nothing behind
+but its last checkpoint; what its stage loses with it the account calls perished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from trainer.collective import PeerCollective
+from trainer.config import RunConfig
+from trainer.discovery import Announcement, settled_uid
+from trainer.engine.strategy import OuterResult
+from trainer.errors import TrainerError, TrainerUsageError
+from trainer.node.network import Network
+from trainer.node.peer_book import peer_of
+from trainer.node.progress import Progress
+from trainer.node.stopping import StopRequest
+from trainer.pipeline.names import StageUid
+from trainer.pipeline.report import StageReport
+from trainer.rpc import Peer, load_or_create_identity
+from trainer.sparta import frontier_of
+from trainer.stage import StepInfo
+from trainer.stagewise import StageState, parse_time, roll_back, time_us
+from trainer.subspace import LinkMeter, basis_of
+from trainer.swarm.building import (
+    BuiltStage,
+    build_stage_site,
+    checkpoints_of,
+    saved_state,
+    target_tokens_of,
+)
+from trainer.swarm.choosing import choose_stage
+from trainer.swarm.joining import JoinWindow
+from trainer.swarm.keeping import DilocoKeeping, Keeping, SpartaKeeping, state_choice, state_form
+from trainer.swarm.shape import SwarmShape, shape_of
+from trainer.swarm.worker_watch import WorkerWatch
+from trainer.worker import StageWorker
+
+__all__ = ["WorkerNode", "run_worker"]
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.25
+_COMPUTE_S = 120.0
+_MAX_LEAD = 50
+_AUTO = "auto"
+T = TypeVar("T")
+
+
+def run_worker(config: RunConfig, stage: str, stop: StopRequest, *, at: str = "") -> None:
+    """Holds a stage until it is asked to stop.
+
+    Args:
+        config: of the run.
+        stage: which; ``auto``: the one that needs help most.
+        stop: asks it to.
+        at: a time, as `trainer.stagewise.parse_time` reads it: begin with the stage's checkpoint of then.
+
+    Raises:
+        TrainerError: it cannot begin, or not go on.
+        LoaderError: the store's vocabulary cannot be read.
+    """
+    if config.strategy not in ("diloco", "async_sparta"):
+        raise TrainerUsageError(f"strategy: expected diloco or async_sparta in a swarm, found {config.strategy}")
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    with stop.on_signals():
+        shape = shape_of(config)
+        name = choose_stage(config, shape, stop) if stage == _AUTO else stage
+        shape.plan.index(name)
+        if at:
+            _roll_back(config, shape, name, at)
+        node = WorkerNode(config, shape, build_stage_site(config, shape, name), stop)
+        node.run()
+
+
+def _roll_back(config: RunConfig, shape: SwarmShape, stage: str, at: str) -> None:
+    now_us = time_us(time.time())
+    done = roll_back(
+        config.swarm.checkpoint.directory,
+        config.run_id,
+        parse_time(at, now_us),
+        now_us,
+        plan=shape.plan,
+        stages=(stage,),
+    )
+    logger.info("%d newer checkpoints of %s are set aside in %s", len(done.moved), stage, done.folder)
+
+
+class WorkerNode:
+    """One worker.
+
+    Args:
+        config: of the run.
+        shape: what all of the swarm agree on.
+        built: its stage.
+        stop: whether it has been asked to stop.
+    """
+
+    def __init__(self, config: RunConfig, shape: SwarmShape, built: BuiltStage, stop: StopRequest) -> None:
+        self._config = config
+        self._shape = shape
+        self._built = built
+        self._stop = stop
+        self._uid: StageUid | None = None
+        self._lost_touch = False
+        self._published_round = -1
+        identity = load_or_create_identity(Path(config.state_dir).expanduser() / "identity" / f"{config.node_id}.pem")
+        rows = shape.model.vocab_size
+        self._network: Network[Any] = Network(
+            config,
+            identity,
+            shape.terms(built.name),
+            lambda: rows,
+            state_form(config, built.module, rows),
+            stopping=stop,
+            choose=state_choice(config),
+        )
+        self._keeping = self._kept_together()
+        self._meter = LinkMeter(f"{built.name} of {config.node_id}", built.codec, config.swarm.subspace.max_error)
+        self._worker = StageWorker(
+            self._network.endpoint,
+            shape.plan,
+            built.name,
+            built.replica,
+            built.codec,
+            config.swarm.worker,
+            target_tokens=target_tokens_of(config),
+            peers=self._stage_peers,
+            strategy=self._keeping,
+            meter=self._meter,
+            batches=config.swarm.stage.backward == "recompute",
+            num_fragments=self._num_parts(),
+            lag_steps=config.diloco.overlap_steps if config.strategy == "diloco" else config.swarm.sparta.every_steps,
+            max_lead=_MAX_LEAD,
+            on_step=self._stepped,
+        )
+        self._checkpoints = checkpoints_of(config, shape, built.name, identity.peer_id[:16])
+        self._watch = WorkerWatch(config, self._network, self._worker, self._meter, stop.ask)
+
+    def run(self) -> None:
+        """Serves until it is asked to stop.
+
+        Raises:
+            TrainerError: it cannot begin, or not go on.
+        """
+        self._set_status("joining")
+        self._resume()
+        self._worker.register()
+        with self._watch, self._checkpoints:
+            self._network.start(self)
+            self._worker.start()
+            gossip = asyncio.run_coroutine_threadsafe(self._worker.run(), self._network.loop)
+            try:
+                self._join()
+                self._serve(gossip)
+                self._leave()
+            finally:
+                gossip.cancel()
+                self._await(self._worker.stop())
+                self._network.stop()
+        logger.info("%s stopped at version %d", self._uid, self._built.replica.version)
+
+    # -- coming --------------------------------------------------------------------------------------------------------
+
+    def _resume(self) -> None:
+        """Goes on from this machine's newest checkpoint of the stage; the compute thread does not run yet."""
+        state = saved_state(self._config, self._shape, self._built.name)
+        if state is None:
+            return
+        self._built.replica.load_state_dict(state.for_replica())
+        self._keeping.load_state_dict(state.strategy)
+        logger.info("going on from version %d of %s", state.version, self._built.name)
+
+    def _join(self) -> None:
+        """Takes up the others' state when their round begins, and serves from then on."""
+        self._wait_for_others()
+        window = JoinWindow(self._config.swarm.join)
+        while not self._stop() and (others := self._serving()):
+            frontier = frontier_of([report.round_index for report in others])
+            position = max((it.round_position for it in others if it.round_index == frontier), default=0.0)
+            if not window.is_open(frontier, position, time.monotonic()):
+                time.sleep(_LOOK_S)
+                continue
+            self._take_up_state()
+            if self._rounds_behind() <= self._config.swarm.join.max_rounds_behind:
+                break
+            logger.info("the others have moved on meanwhile; their state is fetched again")
+        self._lost_touch = False
+        self._set_status("serving")
+        logger.info(
+            "%s serves version %d at %s", self._uid, self._built.replica.version, self._network.endpoint.address
+        )
+
+    def _wait_for_others(self) -> None:
+        deadline_s = time.monotonic() + self._config.swarm.join.first_peers_s
+        looks = bool(self._config.discovery.initial_peers)
+        while looks and time.monotonic() < deadline_s and not self._stop() and not self._serving():
+            time.sleep(_LOOK_S)
+        self._uid = self._settled()
+
+    def _take_up_state(self) -> None:
+        wait_s = self._config.discovery.announce_interval_s + 10.0 if self._config.strategy == "async_sparta" else 0.0
+        shared = self._network.catch_up(wait_s=wait_s, stop=self._stop)
+        if shared is None:
+            return
+        self._compute(lambda: self._adopt(shared))
+        logger.info("took up the others' state of round %d", self._keeping.place()[0])
+
+    def _adopt(self, shared: Any) -> None:
+        """In the compute thread."""
+        self._keeping.adopt(shared)
+        self._worker.stepper.start_over(self._keeping.num_steps())
+
+    def _rounds_behind(self) -> int:
+        frontier = frontier_of([report.round_index for report in self._serving()])
+        return frontier - self._keeping.place()[0]
+
+    # -- being there ---------------------------------------------------------------------------------------------------
+
+    def _serve(self, gossip: concurrent.futures.Future[None]) -> None:
+        while not self._stop():
+            if gossip.done():
+                gossip.result()
+                return
+            if self._lost_touch or self._worker.stepper.is_left_behind:
+                self._rejoin()
+            self._hand_out_state()
+            time.sleep(_LOOK_S)
+
+    def _rejoin(self) -> None:
+        logger.warning("lost touch with the other workers of %s; taking up their state", self._built.name)
+        self._set_status("joining")
+        self._join()
+
+    def _hand_out_state(self) -> None:
+        """SPARTA's states change with each step: one is written when somebody is there to take it up."""
+        if self._config.strategy != "async_sparta":
+            return
+        wanted = any(said.stage is not None and said.stage.status == "joining" for said in self._network.alike())
+        round_index = self._keeping.place()[0]
+        if wanted and self._published_round != round_index:
+            self._published_round = round_index
+            self._network.publish(self._compute(self._keeping.shared_state))
+
+    def _stepped(self, info: StepInfo, outcome: OuterResult | None) -> None:
+        """In the compute thread, behind each step."""
+        self._watch.stepped(info)
+        if outcome is not None:
+            self._after_round(outcome)
+        self._checkpoints.maybe_save(time.time(), self._state)
+        self._worker.shared.saved(self._checkpoints.last_version)
+
+    def _after_round(self, outcome: OuterResult) -> None:
+        self._watch.round(outcome)
+        if self._keeping.has_lost_touch(outcome):
+            self._lost_touch = True
+        elif outcome.committed and self._config.strategy == "diloco":
+            members = outcome.report.members if outcome.report is not None else ()
+            self._network.publish(self._keeping.shared_state(), members)
+
+    # -- going ---------------------------------------------------------------------------------------------------------
+
+    def _leave(self) -> None:
+        """Finishes what drivers wait for, steps with it, shares it with the others, saves."""
+        self._set_status("leaving")
+        deadline_s = time.monotonic() + self._config.swarm.join.leave_s
+        self._network.announce()
+        time.sleep(_LOOK_S)
+        while time.monotonic() < deadline_s and self._worker.runtime.figures.queued:
+            time.sleep(_LOOK_S)
+        try:
+            self._compute(self._hand_over)
+            self._checkpoints.save(time.time(), self._compute(self._state))
+        except TrainerError as error:
+            logger.warning("leaving: %s", error)
+
+    def _hand_over(self) -> None:
+        """In the compute thread: nothing that was counted stays behind, if a round can still be had."""
+        self._worker.stepper.flush()
+        outcome = self._keeping.drain()
+        if outcome is not None:
+            self._after_round(outcome)
+
+    # -- what it says --------------------------------------------------------------------------------------------------
+
+    def progress(self) -> Progress:
+        """See `trainer.node.network.Listener`."""
+        return Progress(inner_step=self._built.replica.version, stage=self._report())
+
+    def peers(self, announcements: tuple[Announcement, ...]) -> None:
+        """See `trainer.node.network.Listener`."""
+        del announcements
+        settled = self._settled()
+        if settled != self._uid:
+            self._uid = settled
+            self._network.announce()
+
+    def state(self, outer_step: int, digest: str) -> None:
+        """See `trainer.node.network.Listener`."""
+        logger.debug("round %d can be fetched as %s", outer_step, digest[:12])
+
+    def _report(self) -> StageReport:
+        figures, (round_index, position) = self._worker.runtime.figures, self._keeping.place()
+        return StageReport(
+            uid=str(self._uid or self._settled()),
+            incarnation=self._worker.replies.incarnation,
+            status=self._worker.service.status,
+            version=self._built.replica.version,
+            round_index=round_index,
+            round_position=position,
+            shared_through=self._worker.shared.count,
+            num_tokens=self._built.replica.accumulated.num_tokens,
+            queued=figures.queued,
+            rows_per_s=figures.rows_per_s,
+            busy=figures.busy,
+        )
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _kept_together(self) -> Keeping[Any]:
+        config, built, collective = self._config, self._built, self._network.collective
+        rows = self._shape.model.vocab_size
+        if config.strategy == "async_sparta":
+            return SpartaKeeping(
+                config, built.module, built.optimizer, collective, _Others(self, collective), built.after_average, rows
+            )
+        return DilocoKeeping(config, built.module, collective, lambda: collective.behind, collective.move_to, rows)
+
+    def _num_parts(self) -> int:
+        config = self._config
+        return config.swarm.sparta.num_slices if config.strategy == "async_sparta" else config.diloco.num_fragments
+
+    def _state(self) -> StageState:
+        """In the compute thread."""
+        model = self._shape.model
+        basis = basis_of(model.dim, model.subspace_rank, model.subspace_seed).digest if model.subspace_rank else ""
+        return StageState.of_replica(
+            model,
+            self._built.replica.state_dict(),
+            strategy=self._keeping.state_dict(),
+            vocabulary=self._shape.tokenizer_lineage,
+            basis=basis,
+        )
+
+    def _set_status(self, status: Any) -> None:
+        self._worker.service.status = status
+        self._worker.stepper.joining = status == "joining"
+        if self._uid is not None:
+            self._network.announce()
+
+    def _settled(self) -> StageUid:
+        return settled_uid(self._built.name, self._network.peer_id, self._uid, self._network.announcements)
+
+    def _serving(self) -> list[StageReport]:
+        """The stage's other workers that are at work."""
+        reports = (said.stage for said in self._network.alike())
+        return [report for report in reports if report is not None and report.status == "serving"]
+
+    def frontier(self) -> int:
+        """The round the others of the stage are at."""
+        return frontier_of([report.round_index for report in self._serving()])
+
+    def _stage_peers(self) -> tuple[Peer, ...]:
+        return tuple(peer_of(said) for said in self._network.alike() if said.stage is not None)
+
+    def _compute(self, function: Callable[[], T]) -> T:
+        """Calls ``function`` in the compute thread, before anything that waits there."""
+        return self._await(self._worker.runtime.control(function))
+
+    def _await(self, coroutine: Any) -> Any:
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._network.loop)
+        try:
+            return future.result(_COMPUTE_S)
+        except concurrent.futures.TimeoutError:
+            future.cancel()
+            raise TrainerError(
+                f"expected the compute thread to answer within {_COMPUTE_S:.0f} s, found it busy"
+            ) from None
+
+
+class _Others:
+    """The rounds of a stage's other workers, for SPARTA.
+
+    Args:
+        node: hears of them.
+        collective: told which round this replica trains towards.
+    """
+
+    def __init__(self, node: WorkerNode, collective: PeerCollective) -> None:
+        self._node = node
+        self._collective = collective
+
+    def frontier(self) -> int:
+        """See `trainer.sparta.OtherRounds`."""
+        return self._node.frontier()
+
+    def move_to(self, round_index: int) -> None:
+        """See `trainer.sparta.OtherRounds`."""
+        self._collective.move_to(round_index)
