@@ -1,0 +1,417 @@
+"""A stage that computes next to nothing, at a real endpoint, and goes wrong when it is told to.
+
+What it owes drivers it does as a worker does: a micro-batch is counted once, its answer kept, and whoever holds its
+lease can have it refused. Its arithmetic can be checked by hand: each stage but the tail adds 1, and the gradient that
+comes back is that of the loss, 1 everywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support.rpc_node import RUN_ID, fast_config
+from trainer.driver import StageWorker
+from trainer.errors import PeerUnavailableError, RefusedError, RpcError
+from trainer.pipeline import messages
+from trainer.pipeline.micro_batch import MicroBatchId
+from trainer.pipeline.names import StageUid
+from trainer.pipeline.tensors import TensorAnswer, TensorService, ask_tensors
+from trainer.pipeline.work import LeaseTerm, MicroBatch, Settlement, boottime_s
+from trainer.rpc import Endpoint, Identity, Peer, PeerId, Reply, Request
+from trainer.worker.status import STATUS, StatusAnswer, StatusAsk
+
+DIM = 4
+ROWS, POSITIONS = 2, 3
+MAX_BYTES = 1 << 20
+
+Reply_ = TensorAnswer[messages.StageAnswer]
+Fault = Callable[["ToyStage", str, Callable[[], Awaitable[Reply_]]], Awaitable[Reply_]]
+"""Gets the stage, the micro-batch, and what would have answered it."""
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+def refuse(reason: str) -> Fault:
+    """Nothing is done."""
+
+    async def fault(_stage: ToyStage, _key: str, _work: Callable[[], Awaitable[Reply_]]) -> Reply_:
+        raise RefusedError(reason, f"told to refuse ({reason})")
+
+    return fault
+
+
+async def say_nothing(_stage: ToyStage, _key: str, _work: Callable[[], Awaitable[Reply_]]) -> Reply_:
+    """Nothing is done, nothing is said."""
+    await asyncio.sleep(60)
+    raise AssertionError("nobody waits so long")
+
+
+async def lose_answer(_stage: ToyStage, _key: str, work: Callable[[], Awaitable[Reply_]]) -> Reply_:
+    """It is done, and nobody hears of it."""
+    await work()
+    await asyncio.sleep(60)
+    raise AssertionError("nobody waits so long")
+
+
+async def fail_after(_stage: ToyStage, _key: str, work: Callable[[], Awaitable[Reply_]]) -> Reply_:
+    """It is done, and then the handler fails."""
+    await work()
+    raise RefusedError("internal", "told to fail")
+
+
+def garble(**changes: Any) -> Fault:
+    """It is done, and the answer's message has other values."""
+
+    async def fault(_stage: ToyStage, _key: str, work: Callable[[], Awaitable[Reply_]]) -> Reply_:
+        answer = await work()
+        return TensorAnswer(answer.body.model_copy(update=changes), answer.tensors)
+
+    return fault
+
+
+def distort(change: Callable[[Tensor], Tensor], *, count: bool = True) -> Fault:
+    """The answer's tensors are other ones; without ``count`` it comes at once and nothing is done."""
+
+    async def fault(stage: ToyStage, key: str, work: Callable[[], Awaitable[Reply_]]) -> Reply_:
+        answer = await work() if count else stage.answer_to(key, None)
+        return TensorAnswer(answer.body, {name: change(tensor) for name, tensor in answer.tensors.items()})
+
+    return fault
+
+
+async def die(stage: ToyStage, _key: str, _work: Callable[[], Awaitable[Reply_]]) -> Reply_:
+    """The process is killed before anything is done."""
+    stage.begin_to_die()
+    await asyncio.sleep(60)
+    raise AssertionError("nobody waits so long")
+
+
+async def count_and_die(stage: ToyStage, _key: str, work: Callable[[], Awaitable[Reply_]]) -> Reply_:
+    """The process is killed after it has counted."""
+    await work()
+    stage.begin_to_die()
+    await asyncio.sleep(60)
+    raise AssertionError("nobody waits so long")
+
+
+# -- a stage -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class ToyStage:
+    """One worker; `start` it, and `kill` it at the end."""
+
+    stages: tuple[str, ...]
+    stage: str
+    number: int
+    identity: Identity = field(default_factory=Identity.create)
+    delay_s: float = 0.0
+    faults: defaultdict[str, deque[Fault]] = field(default_factory=lambda: defaultdict(deque))
+    """By method, for its next requests."""
+    counted: dict[str, Reply_] = field(default_factory=dict)
+    """By micro-batch."""
+    refused: set[str] = field(default_factory=set)
+    asked: list[tuple[str, str]] = field(default_factory=list)
+    """Methods and micro-batches."""
+    version: int = 0
+    step_every: int = 0
+    """Micro-batches of an optimizer step; 0: none is taken."""
+    step_delay_s: float = 0.0
+    alive: bool = False
+    incarnation: str = ""
+    worker: StageWorker | None = None
+    _endpoint: Endpoint | None = None
+    _dying: asyncio.Task[None] | None = None
+    _stepping: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """As a new process, at the address it had before."""
+        port = 0 if self.worker is None else int(self.worker.peer.address.rpartition(":")[2])
+        self.incarnation = secrets.token_hex(8)
+        self.counted, self.refused = {}, set()
+        endpoint = Endpoint(self.identity, RUN_ID, fast_config(port=port, stop_grace_s=0.0))
+        service = TensorService(endpoint)
+        service.register(messages.FORWARD, messages.ForwardAsk, self._forward, max_bytes=MAX_BYTES)
+        service.register(messages.BACKWARD, messages.BackwardAsk, self._backward, max_bytes=MAX_BYTES)
+        service.register(messages.TAIL, messages.TailAsk, self._tail, max_bytes=MAX_BYTES)
+        service.register(messages.CHAIN, messages.ChainAsk, self._chain, max_bytes=MAX_BYTES)
+        endpoint.register(messages.APPLIED, messages.AppliedAsk, self._applied)
+        endpoint.register(STATUS, StatusAsk, self._status)
+        await endpoint.start()
+        self._endpoint, self.alive = endpoint, True
+        uid = str(StageUid(self.stage, self.number))
+        self.worker = StageWorker(self.stage, uid, endpoint.peer, self.incarnation)
+
+    async def kill(self) -> None:
+        """The process is gone, and with it what it had counted."""
+        self.begin_to_die()
+        assert self._dying is not None
+        await self._dying
+        if self._stepping is not None:
+            await asyncio.gather(self._stepping, return_exceptions=True)
+
+    def begin_to_die(self) -> None:
+        """`kill`, without waiting for it."""
+        self.alive = False
+        if self._dying is None or (self._dying.done() and self._endpoint is not None):
+            endpoint, self._endpoint = self._endpoint, None
+            if endpoint is not None:
+                self._dying = asyncio.get_running_loop().create_task(endpoint.stop())
+
+    def answer_to(self, key: str, gradient: Tensor | None) -> Reply_:
+        """Its answer to a request to count."""
+        tensors = (
+            {} if self.stage == self.stages[0] else {"gradient": gradient_like() if gradient is None else gradient}
+        )
+        return TensorAnswer(self._body(applied=(self.stage,), applied_number=len(self.counted) + 1), tensors)
+
+    # -- methods -------------------------------------------------------------------------------------------------------
+
+    async def _forward(self, _sender: PeerId, ask: messages.ForwardAsk, tensors: dict[str, Tensor]) -> Reply_:
+        async def work() -> Reply_:
+            return TensorAnswer(self._body(), {"activation": self._output(tensors)})
+
+        return await self._suffer(messages.FORWARD, ask.micro_batch, work)
+
+    async def _backward(self, _sender: PeerId, ask: messages.BackwardAsk, tensors: dict[str, Tensor]) -> Reply_:
+        async def work() -> Reply_:
+            return self._count(ask.micro_batch, lambda: self.answer_to(ask.micro_batch, tensors["gradient"]))
+
+        return await self._suffer(messages.BACKWARD, ask.micro_batch, work)
+
+    async def _tail(self, _sender: PeerId, ask: messages.TailAsk, tensors: dict[str, Tensor]) -> Reply_:
+        async def work() -> Reply_:
+            return self._count(ask.micro_batch, lambda: self._with_loss(ask.micro_batch, tensors))
+
+        return await self._suffer(messages.TAIL, ask.micro_batch, work)
+
+    async def _chain(self, _sender: PeerId, ask: messages.ChainAsk, tensors: dict[str, Tensor]) -> Reply_:
+        async def work() -> Reply_:
+            if ask.micro_batch in self.counted:
+                return self.counted[ask.micro_batch]
+            if not ask.route:
+                return self._count(ask.micro_batch, lambda: self._with_loss(ask.micro_batch, tensors))
+            behind = await self._ask_next(ask, tensors)
+            own = self.answer_to(ask.micro_batch, behind.tensors["gradient"])
+            update = {
+                "applied": (self.stage, *behind.body.applied),
+                "loss_sum": behind.body.loss_sum,
+                "num_tokens": behind.body.num_tokens,
+            }
+            return self._count(ask.micro_batch, lambda: TensorAnswer(own.body.model_copy(update=update), own.tensors))
+
+        return await self._suffer(messages.CHAIN, ask.micro_batch, work)
+
+    async def _ask_next(self, ask: messages.ChainAsk, tensors: dict[str, Tensor]) -> Reply_:
+        hop, *rest = ask.route
+        peer = Peer(hop.peer_id, hop.address, hop.certificate_pem.encode() or None)
+        onward = ask.model_copy(update={"stage": hop.stage, "route": tuple(rest), "tensors": ()})
+        sent = {"activation": self._output(tensors), "labels": tensors["labels"]}
+        assert self._endpoint is not None
+        try:
+            return await ask_tensors(
+                self._endpoint,
+                peer,
+                messages.CHAIN,
+                onward,
+                sent,
+                messages.StageAnswer,
+                answer_bytes=MAX_BYTES,
+                timeout_s=ask.apply_within_s * 0.8,
+            )
+        except RefusedError as error:
+            if error.reason.startswith("hop"):
+                raise RefusedError(error.reason, str(error)) from error
+            raise RefusedError(f"hop-{error.reason}", f"{hop.stage} {hop.peer_id}: {error}") from error
+        except RpcError as error:
+            reason = "hop" if isinstance(error, PeerUnavailableError) else "hop-malformed"
+            raise RefusedError(reason, f"{hop.stage} {hop.peer_id}: {error}") from error
+
+    async def _applied(self, request: Request[messages.AppliedAsk]) -> Reply[messages.AppliedAnswer]:
+        asked = request.body.micro_batches
+        counted = tuple(key for key in asked if key in self.counted)
+        if request.body.refuse_from_now:
+            self.refused.update(set(asked) - set(counted))
+        return Reply(messages.AppliedAnswer(incarnation=self.incarnation, micro_batches=counted))
+
+    async def _status(self, _request: Request[StatusAsk]) -> Reply[StatusAnswer]:
+        return Reply(
+            StatusAnswer(
+                stage=self.stage,
+                status="serving",
+                incarnation=self.incarnation,
+                version=self.version,
+                num_tokens=0,
+                applied=len(self.counted),
+                shared_through=0,
+                queued=0,
+                queued_bytes=0,
+                computed=0,
+                batch_rows=0.0,
+                compute_s=0.0,
+                rows_per_s=0.0,
+                busy=0.0,
+                cached_bytes=0,
+                reply_bytes=0,
+                refused={},
+            )
+        )
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    async def _suffer(self, method: str, key: str, work: Callable[[], Awaitable[Reply_]]) -> Reply_:
+        self.asked.append((method, key))
+        await asyncio.sleep(self.delay_s)
+        faults = self.faults[method]
+        return await (faults.popleft()(self, key, work) if faults else work())
+
+    def _count(self, key: str, make: Callable[[], Reply_]) -> Reply_:
+        if key in self.counted:
+            return self.counted[key]
+        if key in self.refused:
+            raise RefusedError("expired", "it is somebody else's now")
+        self.counted[key] = make()
+        if self.step_every and len(self.counted) % self.step_every == 0:
+            self._stepping = asyncio.get_running_loop().create_task(self._step())
+        return self.counted[key]
+
+    async def _step(self) -> None:
+        await asyncio.sleep(self.step_delay_s)
+        self.version += 1
+
+    def _with_loss(self, key: str, tensors: dict[str, Tensor]) -> Reply_:
+        answer = self.answer_to(key, None)
+        num_tokens = int((tensors["labels"] != -100).sum())
+        loss_sum = float(tensors["activation"].sum())
+        return TensorAnswer(
+            answer.body.model_copy(update={"loss_sum": loss_sum, "num_tokens": num_tokens}), answer.tensors
+        )
+
+    def _output(self, tensors: dict[str, Tensor]) -> Tensor:
+        if self.stage == self.stages[0]:
+            return tensors["ids"].float().unsqueeze(-1).expand(-1, -1, DIM).contiguous() + 1
+        return tensors["activation"] + 1
+
+    def _body(self, **changes: Any) -> messages.StageAnswer:
+        return messages.StageAnswer(
+            incarnation=self.incarnation, version=self.version, num_rows=ROWS, compute_s=self.delay_s
+        ).model_copy(update=changes)
+
+
+def gradient_like() -> Tensor:
+    """What comes back."""
+    return torch.ones(ROWS, POSITIONS, DIM)
+
+
+# -- a swarm of them ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class ToySwarm:
+    """Stages, their workers, and who is announced."""
+
+    stages: tuple[str, ...]
+    workers_by_stage: dict[str, list[ToyStage]]
+    announced: set[str] = field(default_factory=set)
+
+    def workers(self) -> tuple[StageWorker, ...]:
+        """As a `StageDirectory`."""
+        return tuple(toy.worker for toy in self.all if toy.worker is not None and toy.worker.uid in self.announced)
+
+    @property
+    def all(self) -> list[ToyStage]:
+        """All of them."""
+        return [toy for toys in self.workers_by_stage.values() for toy in toys]
+
+    def at(self, stage: str, index: int = 0) -> ToyStage:
+        """A stage's worker."""
+        return self.workers_by_stage[stage][index]
+
+    async def join(self, stage: str, **options: Any) -> ToyStage:
+        """One more."""
+        toys = self.workers_by_stage[stage]
+        toy = ToyStage(self.stages, stage, 32 + len(toys), **options)
+        toys.append(toy)
+        await toy.start()
+        assert toy.worker is not None
+        self.announced.add(toy.worker.uid)
+        return toy
+
+
+@asynccontextmanager
+async def toy_swarm(replicas: dict[str, int], **options: Any) -> AsyncIterator[ToySwarm]:
+    """Workers at real endpoints, by stage; all stopped at the end."""
+    swarm = ToySwarm(tuple(replicas), {stage: [] for stage in replicas})
+    try:
+        for stage, number in replicas.items():
+            for _ in range(number):
+                await swarm.join(stage, **options)
+        yield swarm
+    finally:
+        for toy in swarm.all:
+            await toy.kill()
+
+
+class ListedWork:
+    """A `Work` of micro-batches made before; keeps what it is told.
+
+    Args:
+        num: of micro-batches.
+        lease_s: how long each may be sent, from when it is handed out.
+    """
+
+    def __init__(self, num: int, lease_s: float = 30.0) -> None:
+        self.settled: dict[str, Settlement] = {}
+        self.handed_back: list[str] = []
+        self.given: list[str] = []
+        self.left = deque(range(num))
+        self.changed = asyncio.Event()
+        self._lease_s = lease_s
+
+    async def next(self) -> MicroBatch | None:
+        """In order."""
+        if not self.left:
+            return None
+        number = self.left.popleft()
+        micro_batch = micro_batch_of(number, self._lease_s)
+        self.given.append(micro_batch.key)
+        return micro_batch
+
+    def settle(self, settlement: Settlement) -> None:
+        """Kept."""
+        assert settlement.micro_batch in self.given
+        assert settlement.micro_batch not in self.settled
+        self.settled[settlement.micro_batch] = settlement
+        self.changed.set()
+
+    def hand_back(self, micro_batch: MicroBatch) -> None:
+        """Kept."""
+        assert micro_batch.key not in self.settled
+        self.handed_back.append(micro_batch.key)
+
+    def fates(self) -> list[str]:
+        """What became of them, in order."""
+        return [self.settled[key].outcome if key in self.settled else "open" for key in dict.fromkeys(self.given)]
+
+
+def micro_batch_of(number: int, lease_s: float = 30.0) -> MicroBatch:
+    """The same rows for the same number."""
+    ids = torch.arange(ROWS * POSITIONS).reshape(ROWS, POSITIONS) + number
+    term = LeaseTerm(boottime_s() + lease_s)
+    return MicroBatch(MicroBatchId(0, 1, number * ROWS), ids, ids + 1, term)
+
+
+def loss_of(number: int, stages: Sequence[str]) -> float:
+    """The loss sum of `micro_batch_of` it."""
+    ids = micro_batch_of(number).input_ids.float()
+    return float((ids + len(stages) - 1).sum()) * DIM

@@ -1,0 +1,283 @@
+"""Micro-batches through stages at real endpoints, one hop at a time; whatever goes wrong, the account adds up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.event_loop import on_event_loop
+from tests.support.rpc_pair import running_endpoint
+from tests.support.toy_stage import (
+    DIM,
+    POSITIONS,
+    ROWS,
+    Fault,
+    ListedWork,
+    ToySwarm,
+    count_and_die,
+    die,
+    distort,
+    fail_after,
+    garble,
+    lose_answer,
+    loss_of,
+    refuse,
+    say_nothing,
+    toy_swarm,
+)
+from trainer.driver import DriverConfig, LinkForm, MicroBatchResult, PipelineDriver
+from trainer.pipeline.messages import BACKWARD, FORWARD, TAIL
+from trainer.subspace import activation_codec
+
+STAGES = ("head", "body-1", "tail")
+ONE_EACH = dict.fromkeys(STAGES, 1)
+TWO_EACH = dict.fromkeys(STAGES, 2)
+FAST = DriverConfig(
+    max_in_flight=4, request_timeout_s=0.4, unclear_s=1.5, ban_s=0.2, max_ban_s=1.0, refresh_s=0.02, drain_s=2.0
+)
+
+
+class Drive:
+    """A driver at work on a toy swarm."""
+
+    def __init__(self, swarm: ToySwarm, work: ListedWork, driver: PipelineDriver) -> None:
+        self.swarm, self.work, self.driver = swarm, work, driver
+        self.results: list[MicroBatchResult] = []
+
+    def check_account(self) -> None:
+        """What the driver said agrees with what the workers have counted."""
+        for key in dict.fromkeys(self.work.given):
+            settled = self.work.settled.get(key)
+            credits = {} if settled is None else {credit.stage: credit.incarnation for credit in settled.credits}
+            for stage in self.swarm.stages:
+                living = [toy for toy in self.swarm.workers_by_stage[stage] if toy.alive and key in toy.counted]
+                assert len(living) <= 1, (key, stage)
+                if settled is None and key in self.work.handed_back:
+                    assert not living
+                if settled is not None and settled.outcome == "done":
+                    assert stage in credits
+                    assert all(toy.incarnation == credits[stage] for toy in living)
+        status = self.driver.status()
+        assert len(self.work.given) == status.done + status.lost + status.handed_back + status.left
+
+
+@asynccontextmanager
+async def driving(
+    replicas: dict[str, int], num: int, config: DriverConfig = FAST, lease_s: float = 30.0, **options: Any
+) -> AsyncIterator[Drive]:
+    async with toy_swarm(replicas) as swarm, running_endpoint() as endpoint:
+        work = ListedWork(num, lease_s)
+        results: list[MicroBatchResult] = []
+        form = LinkForm(activation_codec("fp32"), DIM)
+        driver = PipelineDriver(endpoint, STAGES, swarm, work, form, config, on_result=results.append, **options)
+        drive = Drive(swarm, work, driver)
+        drive.results = results
+        yield drive
+        drive.check_account()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for it; the test's own deadline bounds it."""
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+@on_event_loop
+async def test_undisturbed_every_stage_counts_everything_once() -> None:
+    async with driving(ONE_EACH, 10) as drive:
+        await drive.driver.run()
+        assert drive.work.fates() == ["done"] * 10
+        assert all(len(toy.counted) == 10 for toy in drive.swarm.all)
+        for result in drive.results:
+            number = int(result.micro_batch.rpartition("r")[2]) // ROWS
+            assert result.outcome.loss_sum == pytest.approx(loss_of(number, STAGES))
+            assert result.outcome.num_tokens == ROWS * POSITIONS
+            assert [hop.stage for hop in result.hops] == ["head", "body-1", "tail", "body-1", "head"]
+        settled = next(iter(drive.work.settled.values()))
+        assert sorted(credit.stage for credit in settled.credits) == sorted(STAGES)
+        assert all(credit.applied_number >= 1 for credit in settled.credits)
+
+
+@on_event_loop
+async def test_two_workers_share_a_stage() -> None:
+    async with driving(TWO_EACH, 20) as drive:
+        for toy in drive.swarm.all:
+            toy.delay_s = 0.01
+        await drive.driver.run()
+        assert drive.work.fates() == ["done"] * 20
+        assert all(len(toy.counted) >= 2 for toy in drive.swarm.all)
+
+
+NOTHING_COUNTED = ["busy", "stopping", "expired", "stale", "tainted", "nonfinite", "stage", "recipient", "malformed"]
+
+
+@pytest.mark.parametrize("method", [FORWARD, TAIL, BACKWARD])
+@pytest.mark.parametrize("reason", NOTHING_COUNTED)
+def test_a_refusal_goes_elsewhere_and_costs_nothing(method: str, reason: str) -> None:
+    @on_event_loop
+    async def test() -> None:
+        async with driving(TWO_EACH, 4) as drive:
+            for toy in drive.swarm.all:
+                if toy.number == 32:
+                    toy.faults[method].append(refuse(reason))
+            await drive.driver.run()
+            assert drive.work.fates() == ["done"] * 4
+            assert drive.driver.status().failures.get(reason, 0) >= 1
+
+    test()
+
+
+UNCLEAR: list[Fault] = [say_nothing, lose_answer, fail_after, count_and_die, die]
+
+
+@pytest.mark.parametrize("method", [TAIL, BACKWARD])
+@pytest.mark.parametrize("fault", UNCLEAR, ids=lambda fault: fault.__name__)
+def test_what_may_have_been_counted_is_cleared_up_exactly(method: str, fault: Fault) -> None:
+    @on_event_loop
+    async def test() -> None:
+        async with driving(TWO_EACH, 6) as drive:
+            stage = "tail" if method == TAIL else "body-1"
+            drive.swarm.at(stage).faults[method].append(fault)
+            await drive.driver.run()
+            assert drive.work.fates() == ["done"] * 6
+            assert drive.driver.status().failures
+
+    test()
+
+
+@on_event_loop
+async def test_an_unclear_outcome_is_asked_again_at_the_same_worker() -> None:
+    async with driving(TWO_EACH, 1) as drive:
+        for toy in drive.swarm.workers_by_stage["body-1"]:
+            toy.faults[BACKWARD].append(lose_answer)
+        await drive.driver.run()
+        asked = [toy for toy in drive.swarm.workers_by_stage["body-1"] if (BACKWARD, "e0.s1.r0") in toy.asked]
+        assert len(asked) == 1
+        assert asked[0].asked.count((BACKWARD, "e0.s1.r0")) == 2
+        assert drive.work.fates() == ["done"]
+
+
+@on_event_loop
+async def test_a_forward_pass_whose_worker_dies_is_done_elsewhere() -> None:
+    async with driving(TWO_EACH, 6) as drive:
+        drive.swarm.at("body-1").faults[FORWARD].append(die)
+        await drive.driver.run()
+        assert drive.work.fates() == ["done"] * 6
+
+
+@on_event_loop
+async def test_a_worker_dies_between_forward_and_backward() -> None:
+    async with driving(TWO_EACH, 4, FAST) as drive:
+        tails = drive.swarm.workers_by_stage["tail"]
+        for tail in tails:
+            tail.delay_s = 0.1
+        running = asyncio.create_task(drive.driver.run())
+        first = drive.swarm.at("head")
+        await until(lambda: any(method == FORWARD for method, _ in first.asked) and any(t.asked for t in tails))
+        await first.kill()
+        await running
+        assert drive.work.fates() == ["done"] * 4
+        assert len(drive.swarm.at("head", 1).counted) == 4
+
+
+@on_event_loop
+async def test_another_incarnation_at_the_same_address_counts_anew() -> None:
+    async with driving(ONE_EACH, 1) as drive:
+        head = drive.swarm.at("head")
+        head.faults[BACKWARD].append(count_and_die)
+        former = head.incarnation
+        running = asyncio.create_task(drive.driver.run())
+        await until(lambda: not head.alive)
+        await head.kill()
+        await head.start()
+        await running
+        assert head.incarnation != former
+        assert drive.work.fates() == ["done"]
+        assert {credit.stage: credit.incarnation for credit in drive.work.settled["e0.s1.r0"].credits}["head"] == (
+            head.incarnation
+        )
+
+
+@on_event_loop
+async def test_what_stays_unclear_is_lost_and_says_where() -> None:
+    config = DriverConfig(
+        max_in_flight=2, request_timeout_s=0.1, unclear_s=0.4, ban_s=0.2, max_ban_s=1.0, refresh_s=0.02
+    )
+    async with driving(ONE_EACH, 1, config) as drive:
+        body = drive.swarm.at("body-1")
+        body.faults[BACKWARD].extend([lose_answer] * 50)
+
+        async def hold_back(_request: object) -> None:
+            await asyncio.sleep(60)
+
+        body._applied = hold_back  # type: ignore[assignment,method-assign]
+        await drive.swarm.at("body-1").kill()
+        await body.start()
+        await drive.driver.run()
+        settled = drive.work.settled["e0.s1.r0"]
+        assert (settled.outcome, settled.lost_at, settled.reason) == ("lost", "body-1", "unclear")
+        assert [credit.stage for credit in settled.credits] == ["tail"]
+        assert drive.driver.status().lost_by == {"body-1: unclear": 1}
+
+
+MALFORMED: dict[str, Fault] = {
+    "shape": distort(lambda tensor: tensor[:, :1]),
+    "dtype": distort(lambda tensor: tensor.double()),
+    "nan": distort(lambda tensor: torch.full_like(tensor, float("nan"))),
+    "infinite": distort(lambda tensor: torch.full_like(tensor, float("inf"))),
+    "garbage quickly": distort(lambda tensor: tensor.half(), count=False),
+    "other rows": garble(num_rows=77),
+}
+
+
+@pytest.mark.parametrize("method", [FORWARD, BACKWARD, TAIL])
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_worker_that_answers_nonsense_is_banned_for_long_and_the_rest_goes_on(method: str, name: str) -> None:
+    @on_event_loop
+    async def test() -> None:
+        async with driving(TWO_EACH, 8) as drive:
+            stage = "tail" if method == TAIL else "body-1"
+            liar = drive.swarm.at(stage)
+            liar.faults[method].extend([MALFORMED[name]] * 1000)
+            await drive.driver.run()
+            fates = drive.work.fates()
+            assert "open" not in fates
+            # What the liar counted and gave no usable answer to is lost, before it was found out; nothing after that.
+            assert fates.count("lost") <= FAST.max_in_flight
+            assert fates.count("done") >= 4
+            assert liar.worker is not None
+            status = {status.stage: status for status in drive.driver.status().stages}[stage]
+            assert status.banned[liar.worker.key] > 3000
+            assert status.names[liar.worker.key] == liar.worker.uid
+
+    test()
+
+
+TAIL_LIES = {
+    "no loss": garble(loss_sum=None),
+    "negative loss": garble(loss_sum=-1.0),
+    "other labels": garble(num_tokens=5),
+    "counted elsewhere": garble(applied=("head",)),
+    "counted nowhere": garble(applied=()),
+    "number 0": garble(applied_number=0),
+}
+
+
+@pytest.mark.parametrize("name", TAIL_LIES)
+def test_a_tail_that_contradicts_itself_is_found_out(name: str) -> None:
+    @on_event_loop
+    async def test() -> None:
+        async with driving(TWO_EACH, 1) as drive:
+            for tail in drive.swarm.workers_by_stage["tail"]:
+                tail.faults[TAIL].append(TAIL_LIES[name])
+            await drive.driver.run()
+            # It was counted where it was asked, and would be repeated as it was first answered.
+            assert drive.driver.status().failures == {"malformed-answer": 1}
+            assert drive.work.fates() == ["done"]
+
+    test()
