@@ -12,7 +12,7 @@ from tests.support.checkpoint_actor import Death, arrange_death
 from tests.support.model_configs import small_config
 from trainer.model import ModelConfig, Transformer, build_model
 from trainer.pipeline.plan import StagePlan
-from trainer.stagewise import StageCheckpoints, StagewiseConfig, StageState, newest_set, time_us
+from trainer.stagewise import StageCheckpoints, StageState, StagewiseConfig, newest_set, time_us
 from trainer.stagewise.parts import stage_shapes
 
 __all__ = [

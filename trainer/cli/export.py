@@ -6,6 +6,7 @@ A node's checkpoint, or with ``--run`` and ``--at`` what the stages of a swarm h
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,19 +106,22 @@ def _of_node(checkpoint: Path | None, directory: str, token: str, node_id: str) 
 
 
 def _of_swarm(run: Path, at: str, directory: str) -> _Source:
-    import time
-
-    from trainer.cli.swarm_run import read_swarm_run
+    from trainer.config import RunConfig, from_mapping, read_yaml, to_mapping
     from trainer.stagewise import assemble, newest_set, parse_time, spell_time, time_us
 
-    swarm = read_swarm_run(run, directory)
-    found = newest_set(swarm.directory, swarm.run_id, parse_time(at, time_us(time.time())))
+    config = from_mapping(RunConfig, read_yaml(run))
+    at_us = parse_time(at, time_us(time.time()))
+    found = newest_set(directory or config.swarm.checkpoint.directory, config.run_id, at_us)
     whole = assemble(found)
     stages = ", ".join(
         f"{name} {spell_time(file.header.saved_us)} step {file.header.version}" for name, file in found.files.items()
     )
     return _Source(
-        config=whole.config, state=whole.state, data=swarm.data, lineage=whole.shape.vocabulary, said=f"of {stages}"
+        config=whole.config,
+        state=whole.state,
+        data=to_mapping(config.data),
+        lineage=whole.shape.vocabulary,
+        said=f"of {stages}",
     )
 
 

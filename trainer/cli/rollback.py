@@ -19,13 +19,15 @@ def rollback_command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
 ) -> None:
     """Sets aside all stage checkpoints newer than a time, so that workers start from it; stop them first."""
-    from trainer.cli.swarm_run import read_swarm_run
+    from trainer.config import RunConfig, from_mapping, read_yaml
     from trainer.stagewise import parse_time, roll_back, spell_time, time_us
 
-    swarm = read_swarm_run(run, checkpoint_dir)
+    config = from_mapping(RunConfig, read_yaml(run))
+    directory = checkpoint_dir or config.swarm.checkpoint.directory
     now_us = time_us(time.time())
-    at_us = parse_time(at, now_us)
-    done = roll_back(swarm.directory, swarm.run_id, at_us, now_us, stages=stage or (), dry_run=dry_run)
+    done = roll_back(
+        directory, config.run_id, parse_time(at, now_us), now_us, stages=tuple(stage or ()), dry_run=dry_run
+    )
     for name, file in done.found.files.items():
         typer.echo(f"{name}: {spell_time(file.header.saved_us)}, step {file.header.version}")
     verb = "would be set aside in" if dry_run else "set aside in"

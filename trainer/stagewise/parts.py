@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from trainer.model import ModelConfig, Transformer
+from trainer.model import ModelConfig
+from trainer.model.layers import make_blocks
+from trainer.model.stages import Readout
 from trainer.pipeline.plan import StagePlan
 
 __all__ = ["EMBEDDING", "OUTPUT", "differences", "model_shapes", "stage_shapes"]
@@ -17,10 +19,17 @@ EMBEDDING, OUTPUT = "embedding.weight", "readout.output.weight"
 
 
 def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of all parameters by name, in the model's order."""
+    """Shapes of all parameters by name, in the model's order.
+
+    Of the model's own parts, made without values; not of the whole, whose table of positions would have torch import
+    sympy on the meta device: 2 s at the start of each worker.
+    """
     with torch.device("meta"):
-        whole = Transformer(config)
-    return {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
+        parts = {"layers": nn.ModuleDict(make_blocks(config, range(config.num_layers))), "readout": Readout(config)}
+    shapes = {EMBEDDING: (config.vocab_size, config.dim)}
+    for part, module in parts.items():
+        shapes |= {f"{part}.{name}": tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    return shapes
 
 
 def stage_shapes(plan: StagePlan, stage: str) -> dict[str, tuple[int, ...]]:

@@ -70,21 +70,26 @@ def roll_back(
         reverse=True,  # Killed in between, what is left still reaches up to one moment.
     )
     folder = run_folder(directory, run_id) / SET_ASIDE / spell_time(now_us)
+    moved = [named.path for named in newer]
     if not dry_run:
         try:
-            for named in newer:
-                _move(named.path, folder / named.stage / named.path.name)
+            moved = [named.path for named in newer if _move(named.path, folder / named.stage / named.path.name)]
         except OSError as error:
             raise CheckpointError(
                 f"expected to move newer checkpoints to {folder}, found: {error}; mend that and do it again"
             ) from error
-    return RollBack(found, folder, tuple(named.path for named in newer))
+    return RollBack(found, folder, tuple(moved))
 
 
-def _move(path: Path, target: Path) -> None:
+def _move(path: Path, target: Path) -> bool:
+    """Whether it was there; another worker that begins at the same time may be at it too."""
     make_folders(target.parent)
     if target.exists():
         raise FileExistsError(errno.EEXIST, "there is a file of that name", str(target))
-    path.rename(target)
+    try:
+        path.rename(target)
+    except FileNotFoundError:
+        return False
     sync_folder(target.parent)
     sync_folder(path.parent)
+    return True

@@ -62,6 +62,20 @@ def test_half_done_it_is_done_by_doing_it_again(folder: Path) -> None:
     assert roll_back(folder, "run", time_us(1210), time_us(6000)).moved == ()
 
 
+def test_what_another_has_moved_meanwhile_does_not_matter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename, rivals = Path.rename, []
+
+    def rename_too_late(path: Path, target: Path) -> Path:
+        if not rivals:
+            rivals.append(rename(path, folder / "rival.pt"))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename_too_late)
+    done = roll_back(folder, "run", time_us(1210), time_us(5000))
+    assert len(done.moved) == 2
+    assert _versions(folder) == [2, 1]
+
+
 def test_one_stage_is_rolled_back_where_the_others_are_elsewhere(folder: Path) -> None:
     done = roll_back(folder, "run", time_us(700), time_us(5000), stages=("tail",))
     assert len(done.moved) == 2

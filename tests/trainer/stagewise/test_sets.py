@@ -72,7 +72,9 @@ def test_the_set_is_the_newest_of_all_that_could_be_made(
     assert _times(chosen) == max(map(_times, possible))
     shape = chosen[0].header.shape
     for stage, file in found.items():  # Of every stage the newest of its shape, not only of one.
-        times = [other.header.saved_us for other in files if other.header.shape == shape and other.header.stage == stage]
+        times = [
+            other.header.saved_us for other in files if other.header.shape == shape and other.header.stage == stage
+        ]
         assert file.header.saved_us == max(time for time in times if time <= at_us)
 
 

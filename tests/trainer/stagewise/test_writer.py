@@ -13,7 +13,7 @@ from trainer.inner import InnerConfig, make_optimizer
 from trainer.model import build_model, build_stage
 from trainer.pipeline.plan import StagePlan
 from trainer.stage import StageConfig, StageReplica
-from trainer.stagewise import StageCheckpoints, StagewiseConfig, StageState, newest_set, time_us, writer
+from trainer.stagewise import StageCheckpoints, StageState, StagewiseConfig, newest_set, time_us, writer
 
 _PLAN = StagePlan.of(small_config(), 3)
 _LATER = time_us(1e9)
