@@ -48,18 +48,20 @@ class GradientAccumulator:
         """Counts a micro-batch; the gradients belong to the accumulator from now on.
 
         Args:
-            gradients: of the sum of its losses, each in memory of its own; none where all of them are zero.
+            gradients: of the sum of its losses, no one else's from now on; none where all of them are zero.
             num_tokens: of it.
             loss_sum: of it, where it is known.
         """
         sums: list[Tensor] = []
         summands: list[Tensor] = []
+        places: set[int] = set()
         for index, gradient in enumerate(gradients):
             total = self._sums[index]
             if gradient is None:
                 continue
             if total is None:
-                self._sums[index] = _own(gradient, self._parameters[index])
+                self._sums[index] = _own(gradient, self._parameters[index], is_shared=gradient.data_ptr() in places)
+                places.add(gradient.data_ptr())
             else:
                 sums.append(total)
                 summands.append(gradient)
@@ -98,8 +100,8 @@ class GradientAccumulator:
         self._accumulated = accumulated
 
 
-def _own(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """The gradient in the parameter's own order of memory, as kernels want it."""
-    if gradient.stride() == parameter.stride() and gradient.dtype == parameter.dtype:
+def _own(gradient: Tensor, parameter: Tensor, *, is_shared: bool) -> Tensor:
+    """The gradient in memory of its own and in the parameter's order, as kernels want it."""
+    if not is_shared and gradient.stride() == parameter.stride() and gradient.dtype == parameter.dtype:
         return gradient
     return torch.empty_like(parameter, requires_grad=False).copy_(gradient)

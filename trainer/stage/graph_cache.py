@@ -1,8 +1,8 @@
 """`GraphCache`: what forward passes left for the backward passes to come, bounded by bytes.
 
-An entry is an input and, while it is of use, the output with its graph: 8 to 10 times the input a layer. Over the bound
-the oldest graph goes first, then the oldest input; whoever asks for what is gone sends the input again. So a driver
-that died costs memory until others need it, and never more than the bound.
+An entry is an input and, while it is of use, the output with its graph: some twenty times the input a layer. Over the
+bound the oldest entries go, whole; whoever asks for what is gone sends the input again. So what a driver that died has
+left behind goes as soon as others need the room. (Keeping the inputs of what had to go would fill the room with them.)
 """
 
 from __future__ import annotations
@@ -57,14 +57,23 @@ class GraphCache:
         return len(self._entries)
 
     def put(self, key: str, entry: CachedForward) -> None:
-        """Keeps a forward pass, in the place of an earlier one of that key, and makes room for it."""
+        """Keeps a forward pass, in the place of an earlier one of that key, and makes room for it.
+
+        Of one that alone is too large the input is kept, or nothing.
+        """
         self.take(key)
+        if entry.size_bytes > self._max_bytes:
+            entry = entry.without_graph()
+        if entry.size_bytes > self._max_bytes:
+            return
         self._entries[key] = entry
         self.size_bytes += entry.size_bytes
-        if self.size_bytes > self._max_bytes:
-            self._drop_graphs(self.size_bytes - self._max_bytes)
         while self.size_bytes > self._max_bytes:
             self.take(next(iter(self._entries)))
+
+    def get(self, key: str) -> CachedForward | None:
+        """What there is under a key; it stays."""
+        return self._entries.get(key)
 
     def take(self, key: str) -> CachedForward | None:
         """Hands over what there is under a key, and forgets it."""
@@ -75,7 +84,9 @@ class GraphCache:
 
     def drop_graphs(self) -> None:
         """Keeps inputs alone: the weights have changed."""
-        self._drop_graphs(self.size_bytes)
+        for key, entry in self._entries.items():
+            self._entries[key] = entry.without_graph()
+        self.size_bytes = sum(entry.size_bytes for entry in self._entries.values())
 
     def drop_older(self, version: int) -> None:
         """Forgets forward passes of before a version."""
@@ -86,13 +97,3 @@ class GraphCache:
         """Forgets all."""
         self._entries.clear()
         self.size_bytes = 0
-
-    def _drop_graphs(self, wanted_bytes: int) -> None:
-        """Frees so many bytes of graphs, or all there are."""
-        for key, entry in self._entries.items():
-            if wanted_bytes <= 0:
-                return
-            if entry.y is not None:
-                self._entries[key] = entry.without_graph()
-                self.size_bytes -= entry.graph_bytes
-                wanted_bytes -= entry.graph_bytes

@@ -56,12 +56,12 @@ class StagePasses:
 
     def moved(self, tensor: Tensor) -> Tensor:
         """A tensor on the stage's device, without a graph."""
-        return tensor.detach().to(self.device, non_blocking=True)
+        return tensor.detach().to(self.device, non_blocking=self.device.type == "cuda")
 
     def leaf(self, x: Tensor) -> Tensor:
         """An input to begin a graph with: ids as int64, hidden states as fp32 whose gradient is wanted."""
         x = self.moved(x)
-        return x.long() if self.kind == "head" else x.float().detach().requires_grad_()
+        return x.long() if self.kind == "head" else x.float().requires_grad_()
 
     def output(self, x: Tensor, *, key: str) -> Tensor:
         """The stage's output, without a graph.

@@ -1,12 +1,7 @@
 """`StageReplica`: one worker's copy of a stage, and everything that is computed with it.
 
-Cached or computed again: a graph is used where the weights are those of the forward pass and the input is the same
-(both ways then give the same bits); else the forward pass is run again from the input, at the weights of now, whose
-gradient is counted as long as it is at most `StageConfig.max_staleness` steps off.
-
-Batches: several forward passes become one batch only where no graph is kept. Micro-batches come back one at a time, so
-a common graph would have to be run again for each of them, which costs more than it saved. (On a CPU rows of 512 tokens
-gain nothing by a batch, rows of 64 a third.)
+A gradient is that of the weights of now, which may have moved on since the forward pass that it belongs to; it counts
+as long as that is at most `StageConfig.max_staleness` steps off (002, 003: stateless backward).
 
 The version counts steps, dropped ones too, as `InnerLoop` counts them: schedule and synchronisation go by it, and a
 replica that stood still on a bad gradient would hold up the others.
@@ -17,19 +12,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.errors import NonFiniteActivationError, PipelineError, StaleGradientError, TrainerUsageError
+from trainer.errors import NonFiniteActivationError, StaleGradientError, TrainerUsageError
 from trainer.inner import InnerConfig, NonFiniteGuard, lr_at
 from trainer.model.loss import IGNORED_LABEL
 from trainer.stage.accumulator import GradientAccumulator
 from trainer.stage.config import StageConfig
-from trainer.stage.graph_cache import CachedForward, GraphCache
+from trainer.stage.forwards import Forwards
 from trainer.stage.passes import StagePasses
 from trainer.stage.results import Accumulated, BackwardResult, LossSum, StageKind, StepInfo, TailResult
 from trainer.stage.saved import SavedStage, read_saved, to_saved
@@ -78,10 +72,8 @@ class StageReplica:
         self._passes = StagePasses(module, inner, kind)
         self._guard = NonFiniteGuard(inner.max_skipped_in_a_row)
         self._accumulator = GradientAccumulator(self._passes.parameters)
-        self._cache = GraphCache(config.max_cached_bytes)
-        self._keeps_graphs = config.backward == "cached" and config.max_cached_bytes > 0
+        self._forwards = Forwards(self._passes, config)
         self._version = 0
-        self._changes = 0
 
     @property
     def version(self) -> int:
@@ -101,7 +93,7 @@ class StageReplica:
     @property
     def cached_bytes(self) -> int:
         """Kept for backward passes to come."""
-        return self._cache.size_bytes
+        return self._forwards.size_bytes
 
     def forward(self, key: str, x: Tensor) -> Tensor:
         """Runs the stage, and keeps under ``key`` what its backward pass needs.
@@ -117,14 +109,7 @@ class StageReplica:
         Raises:
             NonFiniteActivationError: the output is not finite; nothing is kept.
         """
-        x = self._passes.leaf(x)
-        if not self._keeps_graphs:
-            y = self._passes.output(x, key=key)
-            self._keep(key, x)
-            return y
-        y, graph_bytes = self._passes.graph(x, key=key)
-        self._keep(key, x, y, graph_bytes)
-        return y.detach()
+        return self._forwards.run(key, x, self._version)
 
     def forward_many(self, requests: Sequence[tuple[str, Tensor]]) -> list[Tensor | NonFiniteActivationError]:
         """Runs several micro-batches; those of one length as one batch, where no graphs are kept.
@@ -132,14 +117,7 @@ class StageReplica:
         Returns:
             For each, in order, what `forward` returns or raises: a bad one does not spoil its neighbours.
         """
-        if self._keeps_graphs:
-            return [self._forward_or_error(key, x) for key, x in requests]
-        answers: dict[int, Tensor | NonFiniteActivationError] = {}
-        in_order = sorted(range(len(requests)), key=lambda index: requests[index][1].shape[1])
-        for _, group in groupby(in_order, key=lambda index: requests[index][1].shape[1]):
-            indices = list(group)
-            answers.update(zip(indices, self._forward_batch([requests[index] for index in indices]), strict=True))
-        return [answers[index] for index in range(len(requests))]
+        return self._forwards.run_many(requests, self._version)
 
     def backward(
         self,
@@ -167,17 +145,17 @@ class StageReplica:
             PipelineError: there is no input, or the gradient is not of the output's shape.
         """
         self._check_staleness(key, forward_version)
-        cached = self._cache.take(key)
         if not num_tokens:
+            self._forwards.forget(key)
             self._accumulate_nothing(before_apply)
             grad_x = None if self.kind == "head" else torch.zeros_like(self._passes.moved(grad_y).float())
             return BackwardResult(grad_x, self._version, recomputed=False)
-        leaf, y, recomputed = self._graph_of(key, x, cached)
-        gradients = self._passes.gradients(y, leaf, grad_y, key=key)
+        graph = self._forwards.graph(key, x, grad_y)
+        gradients = self._passes.gradients(graph.y, graph.leaf, grad_y, key=key)
         if before_apply is not None:
             before_apply()
         self._accumulator.add(gradients.of_parameters, num_tokens)
-        return BackwardResult(gradients.of_input, self._version, recomputed)
+        return BackwardResult(gradients.of_input, self._version, graph.recomputed)
 
     def tail(self, key: str, hidden: Tensor, labels: Tensor, *, before_apply: BeforeApply | None = None) -> TailResult:
         """Loss and gradient of a micro-batch, counted. Whatever is raised, the accumulators are as they were.
@@ -246,8 +224,7 @@ class StageReplica:
 
         Graphs that saw the old ones are dropped, and ``after_update`` is called.
         """
-        self._changes += 1
-        self._cache.drop_graphs()
+        self._forwards.weights_changed()
         if self._after_update is not None:
             with torch.no_grad():
                 self._after_update(self.module)
@@ -261,7 +238,7 @@ class StageReplica:
         if version < 0:
             raise TrainerUsageError(f"version: expected 0 or more, found {version}")
         self._version = version
-        self._cache.drop_older(version - self._config.max_staleness)
+        self._forwards.drop_older(version - self._config.max_staleness)
 
     def drop(self) -> Accumulated:
         """Forgets what was accumulated; returns how much that was."""
@@ -269,7 +246,7 @@ class StageReplica:
 
     def forget(self, key: str) -> None:
         """Forgets a forward pass whose backward pass will not come."""
-        self._cache.take(key)
+        self._forwards.forget(key)
 
     def evaluate(self, x: Tensor) -> Tensor:
         """Head, body: the output for held-out data; nothing is kept.
@@ -312,36 +289,12 @@ class StageReplica:
         self.optimizer.load_state_dict(dict(saved.optimizer))
         self._accumulator.restore([saved.sums.get(name) for name in self._names()], saved.accumulated)
         self._guard.skipped, self._guard.skipped_in_a_row = saved.skipped_steps, saved.skipped_in_a_row
-        self._cache.clear()
+        self._forwards.clear()
         self._version = saved.version
         self.weights_changed()
 
     def _names(self) -> list[str]:
         return [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
-
-    def _weights(self) -> int:
-        """Changes with the weights: those that were told, and those in place that torch counts."""
-        return self._changes + sum(parameter._version for parameter in self._passes.parameters)
-
-    def _keep(self, key: str, x: Tensor, y: Tensor | None = None, graph_bytes: int = 0) -> None:
-        self._cache.put(key, CachedForward(x, y, self._weights(), self._version, graph_bytes))
-
-    def _forward_or_error(self, key: str, x: Tensor) -> Tensor | NonFiniteActivationError:
-        try:
-            return self.forward(key, x)
-        except NonFiniteActivationError as error:
-            return error
-
-    def _forward_batch(self, requests: Sequence[tuple[str, Tensor]]) -> Sequence[Tensor | NonFiniteActivationError]:
-        """One length, no graphs; a batch that is not finite is run one by one to find out whose fault it is."""
-        inputs = [self._passes.leaf(x) for _, x in requests]
-        try:
-            outputs = self._passes.output(torch.cat([x.detach() for x in inputs]), key=requests[0][0])
-        except NonFiniteActivationError as error:
-            return [error] if len(requests) == 1 else [self._forward_or_error(key, x) for key, x in requests]
-        for (key, _), x in zip(requests, inputs, strict=True):
-            self._keep(key, x)
-        return torch.split(outputs, [x.shape[0] for x in inputs])
 
     def _check_staleness(self, key: str, forward_version: int) -> None:
         apart = abs(self._version - forward_version)
@@ -355,18 +308,6 @@ class StageReplica:
         if before_apply is not None:
             before_apply()
         self._accumulator.add((), 0)
-
-    def _graph_of(self, key: str, x: Tensor | None, cached: CachedForward | None) -> tuple[Tensor, Tensor, bool]:
-        """Input and output of a graph at the weights of now, and whether it was made anew."""
-        given = None if x is None else self._passes.leaf(x)
-        if cached is not None and (given is None or torch.equal(given, cached.x)):
-            if cached.y is not None and cached.weights == self._weights():
-                return cached.x, cached.y, False
-            given = self._passes.leaf(cached.x)
-        if given is None:
-            raise PipelineError(f"expected the input of {key}, found neither it nor a forward pass here; send it again")
-        y, _ = self._passes.graph(given, key=key)
-        return given, y, True
 
     def _update(self, scale: float, lr: float) -> None:
         self._accumulator.hand_over(scale)
