@@ -33,6 +33,9 @@ class LedgerConfig:
     """Seconds after its end before it is looked into; more than clocks of two machines can part in `lease_s`."""
     inquiry_s: float = 30.0
     """Seconds workers are asked what they have of a lease that ran out, before what is unclear counts as lost."""
+    reissue_after_s: float = 20.0
+    """Seconds before what came back from a lease that ran out is given again: workers, once asked what they have of it,
+    refuse the rest for so long (`WorkerConfig.refuse_s`), whoever sends it."""
     worker_gone_s: float = 30.0
     """Seconds without an announcement after which a worker is gone, and what only it had with it."""
     max_open: int = 1024
@@ -53,7 +56,7 @@ class LedgerConfig:
             value: float = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise TrainerUsageError(f"swarm.ledger.{name}: expected a positive number of seconds, found {value}")
-        for name in ("lease_margin_s", "inquiry_s"):
+        for name in ("lease_margin_s", "inquiry_s", "reissue_after_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise TrainerUsageError(f"swarm.ledger.{name}: expected seconds, 0 or more, found {value}")

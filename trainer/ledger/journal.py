@@ -70,11 +70,13 @@ class Journal:
         except OSError as error:
             raise LedgerError(f"expected a journal that can be written at {path}, found {error}") from error
         try:
+            is_new = not path.exists()
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             try:
+                if is_new:
+                    _sync_folder(path.parent)
                 records, digest, size_bytes = _read(path)
                 _cut(descriptor, size_bytes)
-                _sync_folder(path.parent)
             except BaseException:
                 os.close(descriptor)
                 raise
@@ -216,7 +218,7 @@ def _cut(descriptor: int, size_bytes: int) -> None:
     """Takes off what follows the last whole line, before anything is added behind it."""
     if os.fstat(descriptor).st_size != size_bytes:
         os.ftruncate(descriptor, size_bytes)
-        os.fsync(descriptor)
+        os.fdatasync(descriptor)
 
 
 def _sync_folder(folder: Path) -> None:

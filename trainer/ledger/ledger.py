@@ -63,6 +63,7 @@ class Ledger:
         self._ends_s = dict.fromkeys(books.leases, now_s + config.lease_s)
         self._looked_into: set[str] = set()
         self._seen_s = dict.fromkeys(books.workers, now_s)
+        self._rests_until_s = dict.fromkeys(books.waiting, now_s + config.reissue_after_s)
         self._failed = False
 
     @property
@@ -98,7 +99,7 @@ class Ledger:
             raise RefusedError(
                 "enough", f"expected a driver that holds fewer than {self._config.max_open} micro-batches"
             )
-        runs = self._returned_runs(preferred, num_units) or self._new_runs(preferred, num_units)
+        runs = self._returned_runs(preferred, num_units, now_s) or self._new_runs(preferred, num_units)
         if not runs:
             return Grant((), finished=not self._books.leases and not self._books.waiting)
         self._change(Granted(token=token, driver=driver, runs=runs))
@@ -172,10 +173,15 @@ class Ledger:
         lease = self._books.leases.get(token)
         return lease is not None and not lease.bereaved
 
-    def resolve(self, token: str, report: AppliedReport) -> Resolved | None:
+    def resolve(self, token: str, report: AppliedReport, now_s: float) -> Resolved | None:
         """Ends a lease by what workers say: counted in all stages is done, in some is lost, in none waits for a driver.
 
         Where not all could be asked, what is counted in none is lost as ``unclear``: who is silent may have it.
+
+        Args:
+            token: of the lease.
+            report: what the workers say.
+            now_s: the time; what is in no stage is given again `reissue_after_s` from then.
 
         Returns:
             What was decided; None: the lease has ended by itself.
@@ -190,6 +196,9 @@ class Ledger:
         record = self._resolution(token, lease, report)
         self._change(record)
         self._forget_ended()
+        again_s = now_s + self._config.reissue_after_s
+        for run in record.returned:
+            self._rests_until_s.update(dict.fromkeys(self._books.spec.layout.micro_batches(run), again_s))
         return record
 
     def note_workers(self, seen: Iterable[WorkerSeen], now_s: float) -> None:
@@ -254,11 +263,15 @@ class Ledger:
             returned=runs_of(returned, layout),
         )
 
-    def _returned_runs(self, preferred: Sequence[int], num_units: int) -> tuple[Run, ...]:
+    def _returned_runs(self, preferred: Sequence[int], num_units: int, now_s: float) -> tuple[Run, ...]:
         """Of what came back, the oldest first, of preferred shards before others."""
         waiting, layout = self._books.waiting, self._books.spec.layout
+        self._rests_until_s = {
+            each: until_s for each, until_s in self._rests_until_s.items() if each in waiting and until_s > now_s
+        }
         wanted = frozenset(preferred)
-        ordered = sorted(waiting, key=lambda each: each.shard not in wanted)  # stable: the oldest first
+        rested = [each for each in waiting if each not in self._rests_until_s]
+        ordered = sorted(rested, key=lambda each: each.shard not in wanted)  # stable: the oldest first
         return runs_of(ordered[: min(num_units * layout.micro_batches_per_unit, _MOST_RETURNED)], layout)
 
     def _new_runs(self, preferred: Sequence[int], num_units: int) -> tuple[Run, ...]:

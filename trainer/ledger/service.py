@@ -229,7 +229,7 @@ class LedgerService:
                 break
             await asyncio.sleep(min(_ASK_AGAIN_S, left_s))
         try:
-            decided = await self._run(lambda: self._ledger.resolve(token, report))
+            decided = await self._run(lambda: self._ledger.resolve(token, report, boottime_s()))
         except RefusedError as error:
             logger.error("lease %s: %s", token[:8], error)
             return

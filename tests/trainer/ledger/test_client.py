@@ -3,123 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
+from torch import Tensor
 
-from loader.options import StoreOptions
-from loader.session import Session
+from loader.errors import DataUnavailableError
 from tests.support.event_loop import on_event_loop
-from tests.support.ledger_cast import STAGES, WORKER, done, journal_path
+from tests.support.ledger_cast import done, lost
+from tests.support.ledger_run import CONFIG, SEQ_LEN, Run, all_of, ledger_run
 from tests.support.rpc_pair import running_endpoint
-from tests.support.token_store import TokenStore
-from trainer.ledger import (
-    AppliedReport,
-    LedgerClient,
-    LedgerConfig,
-    LedgerService,
-    LedgerSpec,
-    MicroBatches,
-    lanes_of,
-    open_ledger,
-    spec_of,
-)
-from trainer.ledger.journal import Journal
-from trainer.pipeline.work import MicroBatch
-from trainer.rpc import Endpoint, Peer
-
-CONFIG = LedgerConfig(unit_rows=8, lease_s=30.0, lease_margin_s=0.0, inquiry_s=0.0, epochs=1)
-SEQ_LEN = 100  # 19 windows a shard of 2,000 ids.
-
-
-@dataclass(slots=True)
-class Workers:
-    """Stand for all workers: what they say they have counted."""
-
-    applied: dict[str, set[str]]
-    asked: list[str]
-
-    async def __call__(self, keys: Sequence[str]) -> AppliedReport:
-        self.asked.extend(keys)
-        found = {stage: frozenset(each & set(keys)) for stage, each in self.applied.items()}
-        return AppliedReport(found, frozenset(WORKER.values()))
-
-
-@dataclass(slots=True)
-class Run:
-    """A store, and who keeps its account where."""
-
-    session: Session
-    spec: LedgerSpec
-    shards: list[Sequence[int]]
-    path: Path
-    workers: Workers
-
-    def rows(self) -> MicroBatches:
-        return MicroBatches(self.session, self.spec.seed, self.spec.layout)
-
-    @asynccontextmanager
-    async def keeper(
-        self, config: LedgerConfig = CONFIG, **options: object
-    ) -> AsyncIterator[tuple[LedgerService, Endpoint]]:
-        ledger, journal = open_ledger(self.path, self.spec, self.shards, config)
-        async with keeping(ledger, journal, config, self.workers, options) as both:
-            yield both
-
-    @asynccontextmanager
-    async def driver(
-        self, keeper: Peer | list[Peer], config: LedgerConfig = CONFIG, preferred: Sequence[int] = ()
-    ) -> AsyncIterator[LedgerClient]:
-        peers = keeper if isinstance(keeper, list) else [keeper]
-        async with running_endpoint() as endpoint:
-            client = LedgerClient(
-                endpoint, lambda: peers[-1] if peers else None, self.rows(), self.spec, config, preferred
-            )
-            await client.start()
-            try:
-                yield client
-            finally:
-                await client.close()
-
-
-@asynccontextmanager
-async def keeping(
-    ledger: object, journal: Journal, config: LedgerConfig, workers: Workers, options: dict[str, object]
-) -> AsyncIterator[tuple[LedgerService, Endpoint]]:
-    from tests.support.rpc_node import RUN_ID, fast_config
-    from trainer.rpc import Identity
-
-    endpoint = Endpoint(Identity.create(), RUN_ID, fast_config(**options))
-    service = LedgerService(endpoint, ledger, journal, config, workers)  # type: ignore[arg-type]
-    service.register()
-    await endpoint.start()
-    await service.start()
-    try:
-        yield service, endpoint
-    finally:
-        await endpoint.stop()
-        await service.stop()
+from trainer.ledger import LedgerClient, LedgerConfig, LedgerService
+from trainer.pipeline.micro_batch import MicroBatchId
+from trainer.pipeline.work import boottime_s
+from trainer.rpc import Peer
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    store = TokenStore.of(tmp_path / "store", 4)
-    session = Session.open(StoreOptions.of(store.url, cache_dir=tmp_path / "cache"))
-    lanes = lanes_of(session.catalog, {}, holdout=1)
-    spec = spec_of(session.catalog, lanes, stages=STAGES, seed=3, seq_len=SEQ_LEN, micro_batch_rows=4, config=CONFIG)
-    return Run(session, spec, [lane.shards for lane in lanes], journal_path(tmp_path), Workers({}, []))
-
-
-async def all_of(client: LedgerClient, number: int = 0) -> list[MicroBatch]:
-    found = []
-    while (micro_batch := await client.next()) is not None:
-        found.append(micro_batch)
-        client.settle(done(micro_batch.id, number + len(found), tokens=micro_batch.num_tokens))
-    return found
+    return ledger_run(tmp_path)
 
 
 @on_event_loop
@@ -136,3 +39,163 @@ async def test_two_drivers_read_every_window_of_every_shard_once_but_of_those_he
     assert sorted(map(tuple, found.tolist())) == sorted(map(tuple, expected.tolist()))
     assert (account.micro_batches.done, account.micro_batches.open) == (15, 0)
     assert account.trained_tokens == account.tokens.done == 3 * 19 * SEQ_LEN
+
+
+@on_event_loop
+async def test_a_driver_that_closes_hands_back_what_it_did_not_begin(run: Run) -> None:
+    async with run.keeper() as (service, endpoint):
+        async with run.driver(endpoint.peer) as one:
+            begun = await one.next()
+            assert begun is not None
+            also = await one.next()
+            assert also is not None
+            one.hand_back(also)
+            one.settle(lost(begun.id, "head", "refused"))
+        account = await service.account()
+        assert (account.micro_batches.lost, account.micro_batches.open, account.waiting) == (1, 3, 3)
+        assert account.leases == 0
+        assert await one.next() is None
+        async with run.driver(endpoint.peer) as two:
+            assert len(await all_of(two)) == 14
+        account = await service.account()
+    assert (account.micro_batches.done, account.micro_batches.lost, account.reissued) == (14, 1, 3)
+
+
+@on_event_loop
+async def test_a_dead_drivers_lease_is_asked_after_and_what_no_worker_has_is_given_again(run: Run) -> None:
+    config = LedgerConfig(
+        unit_rows=8, lease_s=1.0, lease_margin_s=0.1, inquiry_s=0.0, reissue_after_s=0.0, epochs=1, close_s=0.2
+    )
+    async with run.keeper(config) as (service, endpoint):
+        reach = [endpoint.peer]
+        async with run.driver(reach, config) as dead, run.driver(endpoint.peer, config) as heir:
+            begun = [await dead.next() for _ in range(3)]
+            everywhere, somewhere, nowhere = [each.id for each in begun if each is not None]
+            both = {str(everywhere), str(somewhere)}
+            run.workers.applied.update(head=both, tail=both, **{"body-1": {str(everywhere)}})
+            reach.clear()  # It reaches nobody any more.
+            found = {each.id for each in await all_of(heir)}
+            assert boottime_s() >= begun[0].send_before_s  # type: ignore[union-attr]
+            assert {str(nowhere)} | both <= set(run.workers.asked)
+            account = await service.account()
+            assert nowhere in found
+            assert not {everywhere, somewhere} & found
+            assert [(each.stage, each.reason, each.micro_batches) for each in account.lost] == [
+                ("body-1", "driver-lost", 1)
+            ]
+            assert (account.micro_batches.done, account.micro_batches.open) == (14, 0)
+            dead.settle(done(everywhere))
+            reach.append(endpoint.peer)
+        assert dead.stale == 1 or dead.holdings.num_unsaid == 0
+        assert (await service.account()).micro_batches.done == 14
+
+
+@on_event_loop
+async def test_a_driver_goes_on_while_the_keeper_is_away_and_says_all_when_it_is_back(run: Run) -> None:
+    reach: list[Peer] = []
+    async with run.driver(reach) as driver:
+        async with run.keeper() as (_, endpoint):
+            reach.append(endpoint.peer)
+            held = [await driver.next()]
+        held += [await driver.next() for _ in range(3)]  # The keeper is gone; two units of two were leased.
+        micro_batches = [each for each in held if each is not None]
+        assert len({each.id for each in micro_batches}) == 4
+        for number, each in enumerate(micro_batches, 1):
+            driver.settle(done(each.id, number, tokens=each.num_tokens))
+        assert driver.holdings.num_unsaid == 4
+        async with run.keeper() as (service, endpoint):
+            reach.append(endpoint.peer)
+            rest = await all_of(driver, 100)
+            account = await service.account()
+    assert len(rest) == 11
+    assert (account.micro_batches.done, account.micro_batches.open, driver.stale) == (15, 0, 0)
+
+
+@on_event_loop
+async def test_nothing_is_handed_out_of_a_lease_that_has_run_out_until_it_is_renewed(run: Run) -> None:
+    config = LedgerConfig(unit_rows=8, lease_s=0.3, lease_margin_s=20.0, epochs=1, close_s=0.2)
+    reach: list[Peer] = []
+    async with run.driver(reach, config) as driver:
+        async with run.keeper(config) as (_, endpoint):
+            reach.append(endpoint.peer)
+            first = await driver.next()
+            assert first is not None
+        while boottime_s() < first.send_before_s:
+            await asyncio.sleep(0.05)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(driver.next(), 0.3)
+        async with run.keeper(config) as (_, endpoint):
+            reach.append(endpoint.peer)
+            second = await driver.next()
+            assert second is not None
+            assert second.id != first.id
+            assert boottime_s() < first.send_before_s == second.send_before_s  # Renewed, for all of the lease.
+
+
+@on_event_loop
+async def test_one_settlement_that_makes_no_sense_does_not_hold_up_the_others(run: Run) -> None:
+    async with run.keeper() as (service, endpoint), run.driver(endpoint.peer) as driver:
+        some = [each for each in [await driver.next() for _ in range(4)] if each is not None]
+        driver.settle(done(some[0].id))
+        driver.settle(lost(some[1].id, "body-7"))
+        driver.settle(done(some[2].id, 2))
+        driver.settle(done(some[3].id, 3))
+        rest = await all_of_but(driver, service, 1)
+        account = await service.account()
+    assert driver.refused == 1
+    assert (account.micro_batches.done, account.micro_batches.open, rest) == (14, 1, 11)
+
+
+async def all_of_but(driver: LedgerClient, service: LedgerService, num_open: int) -> int:
+    """Settles all until so many are open; how many these were."""
+    count = 0
+    while (await service.account()).micro_batches.done < 15 - num_open:
+        try:
+            each = await asyncio.wait_for(driver.next(), 0.2)
+        except TimeoutError:
+            continue
+        assert each is not None
+        count += 1
+        driver.settle(done(each.id, 100 + count))
+    return count
+
+
+@on_event_loop
+async def test_a_driver_with_other_data_is_refused(run: Run) -> None:
+    async with run.keeper() as (service, endpoint):
+        run.spec = run.spec.model_copy(update={"seed": 4})
+        async with run.driver(endpoint.peer) as driver:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(driver.next(), 0.5)
+        assert (await service.account()).micro_batches.leased == 0
+        assert endpoint.counters.refused["data"] >= 1
+
+
+@on_event_loop
+async def test_a_driver_may_be_the_keeper_too(run: Run) -> None:
+    async with run.keeper() as (service, endpoint):
+        client = LedgerClient(endpoint, lambda: endpoint.peer, run.rows(), run.spec, CONFIG)
+        await client.start()
+        assert len(await all_of(client)) == 15
+        await client.close()
+        assert (await service.account()).micro_batches.done == 15
+
+
+@on_event_loop
+async def test_a_shard_that_cannot_be_read_is_handed_back(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.ledger.client._UNREADABLE_S", 0.01)
+    rows = run.rows()
+    read, failures = rows.read, iter([True, True])
+
+    def fails_twice(wanted: MicroBatchId) -> tuple[Tensor, Tensor]:
+        if next(failures, False):
+            raise DataUnavailableError("expected the shard, found the store away")
+        return read(wanted)
+
+    monkeypatch.setattr(rows, "read", fails_twice)
+    async with run.keeper() as (service, endpoint), running_endpoint() as own:
+        client = LedgerClient(own, lambda: endpoint.peer, rows, run.spec, CONFIG)
+        await client.start()
+        assert len(await all_of(client)) == 15
+        await client.close()
+        assert (await service.account()).reissued == 2

@@ -1,0 +1,116 @@
+"""A run's account over a small store: a keeper and drivers on real sockets, workers that answer what a test says."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from loader.options import StoreOptions
+from loader.session import Session
+from tests.support.ledger_cast import STAGES, WORKER, done, journal_path
+from tests.support.rpc_node import RUN_ID, fast_config
+from tests.support.rpc_pair import running_endpoint
+from tests.support.token_store import TokenStore
+from trainer.ledger import (
+    AppliedReport,
+    LedgerClient,
+    LedgerConfig,
+    LedgerService,
+    LedgerSpec,
+    MicroBatches,
+    lanes_of,
+    open_ledger,
+    spec_of,
+)
+from trainer.pipeline.work import MicroBatch
+from trainer.rpc import Endpoint, Identity, Peer
+
+CONFIG = LedgerConfig(unit_rows=8, lease_s=30.0, lease_margin_s=0.0, inquiry_s=0.0, reissue_after_s=0.0, epochs=1)
+SEQ_LEN = 100
+"""19 windows a shard of 2,000 ids."""
+
+
+@dataclass(slots=True)
+class Workers:
+    """Stand for all workers: what they say they have counted."""
+
+    applied: dict[str, set[str]]
+    asked: list[str]
+
+    async def __call__(self, keys: Sequence[str]) -> AppliedReport:
+        """All of them answer."""
+        self.asked.extend(keys)
+        found = {stage: frozenset(each & set(keys)) for stage, each in self.applied.items()}
+        return AppliedReport(found, frozenset(WORKER.values()))
+
+
+@dataclass(slots=True)
+class Run:
+    """A store, and who keeps its account where."""
+
+    store: Path
+    session: Session
+    spec: LedgerSpec
+    shards: list[Sequence[int]]
+    path: Path
+    workers: Workers
+
+    def rows(self) -> MicroBatches:
+        """A driver's."""
+        return MicroBatches(self.session, self.spec.seed, self.spec.layout)
+
+    @asynccontextmanager
+    async def keeper(self, config: LedgerConfig = CONFIG) -> AsyncIterator[tuple[LedgerService, Endpoint]]:
+        """Keeps the account, on a new port and with a new key each time."""
+        ledger, journal = open_ledger(self.path, self.spec, self.shards, config)
+        endpoint = Endpoint(Identity.create(), RUN_ID, fast_config())
+        service = LedgerService(endpoint, ledger, journal, config, self.workers)
+        service.register()
+        await endpoint.start()
+        await service.start()
+        try:
+            yield service, endpoint
+        finally:
+            await endpoint.stop()
+            await service.stop()
+
+    @asynccontextmanager
+    async def driver(
+        self, keeper: Peer | list[Peer], config: LedgerConfig = CONFIG, preferred: Sequence[int] = ()
+    ) -> AsyncIterator[LedgerClient]:
+        """A driver that asks the last of these, if there is any."""
+        peers = keeper if isinstance(keeper, list) else [keeper]
+        async with running_endpoint() as endpoint:
+            client = LedgerClient(
+                endpoint, lambda: peers[-1] if peers else None, self.rows(), self.spec, config, preferred
+            )
+            await client.start()
+            try:
+                yield client
+            finally:
+                await client.close()
+
+
+def ledger_run(folder: Path) -> Run:
+    """Of a store of four shards, the first held out: 3 × 19 windows, 15 micro-batches."""
+    TokenStore.of(folder / "store", 4)
+    return run_of(folder / "store", folder / "cache", journal_path(folder))
+
+
+def run_of(store: Path, cache: Path, journal: Path) -> Run:
+    """Of a store that is there."""
+    session = Session.open(StoreOptions.of(store, cache_dir=cache))
+    lanes = lanes_of(session.catalog, {}, holdout=1)
+    spec = spec_of(session.catalog, lanes, stages=STAGES, seed=3, seq_len=SEQ_LEN, micro_batch_rows=4, config=CONFIG)
+    return Run(store, session, spec, [lane.shards for lane in lanes], journal, Workers({}, []))
+
+
+async def all_of(client: LedgerClient, number: int = 0) -> list[MicroBatch]:
+    """All there are, settled as done."""
+    found = []
+    while (micro_batch := await client.next()) is not None:
+        found.append(micro_batch)
+        client.settle(done(micro_batch.id, number + len(found), tokens=micro_batch.num_tokens))
+    return found

@@ -1,0 +1,259 @@
+"""What the rules of the account are, one at a time."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.support.ledger_cast import (
+    LAYOUT,
+    SHARDS,
+    STAGES,
+    WORKER,
+    ListedLedger,
+    credits,
+    done,
+    lost,
+    micro_batches,
+    report,
+)
+from trainer.errors import LedgerError, RefusedError
+from trainer.ledger import LedgerConfig
+from trainer.ledger.books import Books
+from trainer.ledger.records import WorkerSeen
+from trainer.ledger.units import runs_of
+from trainer.pipeline.micro_batch import MicroBatchId
+from trainer.pipeline.work import Settlement
+
+CONFIG = LedgerConfig(lease_s=10, lease_margin_s=2, epochs=2, worker_gone_s=5, reissue_after_s=3)
+A, B, C = "a" * 32, "b" * 32, "c" * 32
+ALIVE = [WorkerSeen(stage=stage, incarnation=WORKER[stage]) for stage in STAGES]
+
+
+@pytest.fixture
+def kept() -> ListedLedger:
+    return ListedLedger(CONFIG)
+
+
+def all_rows(kept: ListedLedger, driver: str = "one", units: int = 2) -> list[MicroBatchId]:
+    """Everything, leased and settled as done."""
+    found: list[MicroBatchId] = []
+    while True:
+        token = f"{len(found):032x}"
+        grant = kept.ledger.lease(driver, token, (), units, 0.0)
+        if not grant.runs:
+            return found
+        given = micro_batches(grant.runs)
+        kept.ledger.settle(driver, token, [done(each, len(found) + n) for n, each in enumerate(given, 1)])
+        found.extend(given)
+
+
+def test_an_epoch_is_every_row_of_every_shard_once_and_then_the_next_begins(kept: ListedLedger) -> None:
+    found = all_rows(kept)
+    rows = Counter((each.epoch, each.shard, each.row + n) for each in found for n in range(LAYOUT.rows_of(each)))
+    assert rows == Counter((epoch, shard, row) for epoch in (0, 1) for shard in SHARDS for row in range(23))
+    epochs = [each.epoch for each in found]
+    assert epochs == sorted(epochs)
+
+
+def test_the_next_epoch_begins_while_the_last_units_of_this_are_at_work(kept: ListedLedger) -> None:
+    first = micro_batches(kept.ledger.lease("one", A, (), 9, 0.0).runs)
+    assert len(first) == 18
+    second = micro_batches(kept.ledger.lease("two", B, (), 1, 0.0).runs)
+    assert {each.epoch for each in second} == {1}
+    assert kept.ledger.settle("one", A, [done(each) for each in first]).accepted == 18
+
+
+def test_a_driver_gets_the_shards_it_prefers_then_some_that_nobody_reads(kept: ListedLedger) -> None:
+    one = micro_batches(kept.ledger.lease("one", A, (5,), 4, 0.0).runs)
+    assert [each.shard for each in one] == [5, 5, 5, 5, 5, 5, 2, 2]
+    two = micro_batches(kept.ledger.lease("two", B, (), 1, 0.0).runs)
+    assert {each.shard for each in two} == {3}
+    three = micro_batches(kept.ledger.lease("three", C, (5, 99), 1, 0.0).runs)
+    assert {(each.epoch, each.shard) for each in three} == {(0, 2)}
+
+
+def test_sources_are_read_by_their_weights_each_with_its_own_epochs() -> None:
+    kept = ListedLedger(LedgerConfig(max_open=10**6), shards=((0, 2, 4, 6), (1,)))
+    shards = Counter(
+        each.shard for n in range(60) for each in micro_batches(kept.ledger.lease("one", f"{n:032x}", (), 1, 0.0).runs)
+    )
+    of_first = sum(count for shard, count in shards.items() if shard != 1)
+    assert of_first / shards.total() == pytest.approx(1 / 3, abs=0.03)
+    assert [lane.epoch for lane in kept.ledger.account().lanes] == [1, 13]
+
+
+def test_one_source_may_be_through_before_another() -> None:
+    kept = ListedLedger(LedgerConfig(epochs=1), shards=((0, 2), (1,)))
+    assert Counter(each.shard for each in all_rows(kept)) == {0: 6, 1: 6, 2: 6}
+    assert kept.ledger.lease("one", A, (), 1, 0.0).finished
+
+
+def test_asking_again_with_the_same_token_is_not_asking_for_more(kept: ListedLedger) -> None:
+    grant = kept.ledger.lease("one", A, (), 1, 0.0)
+    assert kept.ledger.lease("one", A, (), 1, 5.0) == grant
+    assert kept.ledger.account().micro_batches.leased == 2
+    assert kept.ledger.due(16.9) == ()
+    assert kept.ledger.due(17.0) == (A,)
+    with pytest.raises(RefusedError, match="run out") as refused:
+        kept.ledger.lease("one", A, (), 1, 17.0)
+    assert refused.value.reason == "lease-over"
+    with pytest.raises(RefusedError, match="another driver"):
+        kept.ledger.lease("two", A, (), 1, 17.0)
+
+
+def test_a_driver_can_hold_only_so_much() -> None:
+    kept = ListedLedger(LedgerConfig(max_open=2))
+    kept.ledger.lease("one", A, (), 1, 0.0)
+    with pytest.raises(RefusedError, match="fewer than 2") as refused:
+        kept.ledger.lease("one", B, (), 1, 0.0)
+    assert refused.value.reason == "enough"
+    assert kept.ledger.lease("two", B, (), 1, 0.0).runs
+
+
+def test_what_is_handed_back_goes_to_whoever_asks_next(kept: ListedLedger) -> None:
+    given = micro_batches(kept.ledger.lease("one", A, (), 2, 0.0).runs)
+    kept.ledger.settle("one", A, [done(given[0])], given[1:3])
+    assert kept.ledger.account().waiting == 2
+    assert micro_batches(kept.ledger.lease("two", B, (), 2, 0.0).runs) == given[1:3]
+    assert kept.ledger.account().reissued == 2
+
+
+@pytest.mark.parametrize("answered", [(), tuple(WORKER.values())])
+def test_a_dead_drivers_micro_batches_are_what_the_workers_say(kept: ListedLedger, answered: tuple[str, ...]) -> None:
+    kept.ledger.note_workers(ALIVE, 0.0)
+    everywhere, somewhere, nowhere, _ = micro_batches(kept.ledger.lease("one", A, (), 2, 0.0).runs)
+    assert kept.ledger.due(12.0) == (A,)
+    said = report(
+        {"head": [everywhere], "body-1": [everywhere, somewhere], "tail": [everywhere, somewhere]}, answered=answered
+    )
+    kept.ledger.resolve(A, said, 12.0)
+    account = kept.ledger.account()
+    found = {(each.stage, each.reason): each.micro_batches for each in account.lost}
+    if answered:
+        assert (account.micro_batches.done, found, account.waiting) == (1, {("head", "driver-lost"): 1}, 2)
+        assert nowhere not in micro_batches(kept.ledger.lease("two", B, (), 1, 14.9).runs)  # Workers refuse it still.
+        assert micro_batches(kept.ledger.lease("two", C, (), 1, 15.0).runs)[0] == nowhere
+    else:
+        assert (account.micro_batches.done, account.waiting) == (1, 0)
+        assert found == {("head", "driver-lost"): 1, ("head", "unclear"): 2}
+    assert kept.ledger.settle("one", A, [done(somewhere), done(nowhere)]).accepted == 0
+    assert kept.ledger.account().micro_batches.done == 1
+
+
+def test_what_a_worker_that_vanished_meanwhile_may_have_counted_is_not_given_again(kept: ListedLedger) -> None:
+    kept.ledger.note_workers(ALIVE, 0.0)
+    kept.ledger.lease("one", A, (), 1, 0.0)
+    for now_s in (0.0, 4.0, 8.0):
+        kept.ledger.note_workers(ALIVE[1:], now_s)
+    kept.restart(8.0)
+    kept.ledger.resolve(A, report(), 30.0)
+    assert [(each.reason, each.micro_batches) for each in kept.ledger.account().lost] == [("unclear", 2)]
+
+
+def test_what_perished_with_a_worker_is_what_it_is_not_known_to_have_shared(kept: ListedLedger) -> None:
+    kept.ledger.note_workers(ALIVE, 0.0)
+    given = micro_batches(kept.ledger.lease("one", A, (), 3, 0.0).runs)
+    kept.ledger.settle("one", A, [done(each, number) for number, each in enumerate(given[:4], 1)])
+    kept.ledger.settle("one", A, [done(given[4], 5, shared_through=3)])
+    assert kept.ledger.account().perished == ()
+    kept.ledger.note_workers([ALIVE[0].model_copy(update={"shared_through": 5}), *ALIVE[1:]], 1.0)
+    kept.restart(1.0)
+    kept.ledger.note_workers(ALIVE[2:], 5.9)
+    assert kept.ledger.account().perished == ()  # Not for long enough.
+    kept.ledger.note_workers(ALIVE[2:], 6.0)
+    found = {each.stage: each.micro_batches for each in kept.ledger.account().perished}
+    assert found == {"body-1": 2}  # Numbers 4 and 5; the head had shared all of its own.
+    assert set(kept.ledger.books.workers) == {WORKER["tail"]}
+
+
+_FIRST = MicroBatchId(0, SHARDS[0], 0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        done(_FIRST).model_copy(update={"credits": credits(1, stages=STAGES[:2])}),
+        done(_FIRST).model_copy(update={"credits": (*credits(1), *credits(1))}),
+        done(_FIRST).model_copy(update={"lost_at": "tail"}),
+        done(_FIRST).model_copy(update={"num_tokens": 41}),
+        lost(_FIRST).model_copy(update={"reason": None}),
+        lost(_FIRST, stage="body-9"),
+        done(MicroBatchId(0, SHARDS[0], 1)),
+        done(MicroBatchId(0, SHARDS[0], 24)),
+        done(MicroBatchId(0, 4, 0)),
+    ],
+)
+def test_a_settlement_that_makes_no_sense_changes_nothing(kept: ListedLedger, wrong: Settlement) -> None:
+    kept.ledger.lease("one", A, (), 1, 0.0)
+    before, records = kept.ledger.account(), len(kept.records)
+    with pytest.raises(RefusedError, match="expected") as refused:
+        kept.ledger.settle("one", A, [done(MicroBatchId(0, SHARDS[0], 4)), wrong])
+    assert refused.value.reason == "malformed"
+    assert (kept.ledger.account(), len(kept.records)) == (before, records)
+
+
+def test_a_released_lease_is_looked_into_after_the_margin(kept: ListedLedger) -> None:
+    kept.ledger.lease("one", A, (), 1, 0.0)
+    kept.ledger.release("one", A, 1.0)
+    assert kept.ledger.due(2.9) == ()
+    assert kept.ledger.due(3.0) == (A,)
+
+
+def test_a_store_that_grew_is_read_from_the_next_epoch_on(kept: ListedLedger) -> None:
+    kept.ledger.lease("one", A, (), 1, 0.0)
+    grown = ((*SHARDS, 6),)
+    kept.ledger.grow(grown)
+    kept.shards = grown
+    kept.restart(0.0)
+    found = micro_batches(kept.ledger.lease("one", A, (), 1, 0.0).runs)
+    found += all_rows(kept, "two")
+    assert Counter((each.epoch, each.shard) for each in found) == {
+        **{(0, shard): 6 for shard in SHARDS},
+        **{(1, shard): 6 for shard in grown[0]},
+    }
+    with pytest.raises(LedgerError, match="grown at its end"):
+        kept.ledger.grow(((2, 3, 4, 5, 6),))
+
+
+def test_an_account_of_something_else_is_not_gone_on_with(kept: ListedLedger) -> None:
+    for field, other in (("seed", 8), ("stages", ("head", "tail"))):
+        with pytest.raises(LedgerError, match=f"an account with {field} "):
+            Books.of(kept.records, kept.spec.model_copy(update={field: other}), kept.shards)
+    with pytest.raises(LedgerError, match=r"at least \[3\] shards"):
+        Books.of(kept.records, kept.spec, (SHARDS[:2],))
+
+
+def test_nothing_is_counted_once_writing_has_failed(kept: ListedLedger) -> None:
+    given = micro_batches(kept.ledger.lease("one", A, (), 1, 0.0).runs)
+    before = kept.ledger.account()
+
+    class FullDisk(list):  # type: ignore[type-arg]
+        def append(self, record: object) -> None:
+            raise LedgerError("expected to write, found the disk full")
+
+    ledger = type(kept.ledger)(kept.ledger.books, CONFIG, FullDisk().append, 0.0)
+    with pytest.raises(LedgerError, match="disk full"):
+        ledger.settle("one", A, [done(given[0])])
+    with pytest.raises(LedgerError, match="writing has failed"):
+        ledger.lease("two", B, (), 1, 0.0)
+    assert ledger.account() == before
+
+
+def test_what_is_settled_takes_no_memory() -> None:
+    kept = ListedLedger(LedgerConfig(epochs=8), shards=(tuple(range(50)),))
+    sizes = set()
+    for n in range(8 * 50 * 3 // 25):
+        given = micro_batches(kept.ledger.lease("one", f"{n:032x}", (), 25, 0.0).runs)
+        kept.ledger.settle("one", f"{n:032x}", [done(each, n * 50 + k) for k, each in enumerate(given, 1)])
+        sizes.add(len(kept.ledger.books.snapshot().model_dump_json()))
+    assert kept.ledger.account().micro_batches.done == 8 * 50 * 6
+    assert max(sizes) < 2000
+
+
+def test_runs_are_the_fewest_that_hold_the_same() -> None:
+    some = [MicroBatchId(0, 2, 4), MicroBatchId(0, 2, 0), MicroBatchId(0, 2, 20), MicroBatchId(1, 2, 8)]
+    runs = runs_of(some, LAYOUT)
+    assert [(run.epoch, run.row, run.num_rows) for run in runs] == [(0, 0, 8), (0, 20, 3), (1, 8, 4)]
+    assert sorted(micro_batches(runs)) == sorted(some)
