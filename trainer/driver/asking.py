@@ -174,8 +174,8 @@ class StageCaller:
 
     async def applied(
         self, worker: StageWorker, micro_batch: MicroBatch, *, refuse_from_now: bool, timeout_s: float
-    ) -> bool:
-        """Whether a worker has counted it.
+    ) -> tuple[bool, str]:
+        """Whether a worker has counted it, and the incarnation that says so.
 
         Args:
             worker: whom.
@@ -188,7 +188,7 @@ class StageCaller:
         """
         ask = AppliedAsk(micro_batches=(micro_batch.key,), refuse_from_now=refuse_from_now)
         reply = await self._endpoint.call(worker.peer, APPLIED, ask, AppliedAnswer, timeout_s=timeout_s)
-        return micro_batch.key in reply.body.micro_batches
+        return micro_batch.key in reply.body.micro_batches, reply.body.incarnation
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

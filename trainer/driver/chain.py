@@ -13,6 +13,7 @@ short time at most, since that is hearsay.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 
@@ -28,6 +29,8 @@ from trainer.errors import PeerUnavailableError, RefusedError, RpcError
 from trainer.pipeline.work import StageCredit
 
 __all__ = ["ChainRouter"]
+
+logger = logging.getLogger(__name__)
 
 _HOP = "hop"
 _NAMED = re.compile(r"\b(head|tail|body-[1-9][0-9]{0,3}) ([0-9a-f]{64})\b")
@@ -91,7 +94,7 @@ class _Trip:
                 desk.noted(error)
                 await self._after(error, asked_s)
                 continue
-            return self._done(answered, asked_s)
+            return await self._done(answered, asked_s)
 
     def release(self) -> None:
         """Gives up the places that are still held."""
@@ -106,11 +109,14 @@ class _Trip:
             return [placement.worker for placement in placements]
         return [placement.worker.unpinned() for placement in placements]  # One of them may have restarted.
 
-    def _done(self, answered: Answered, asked_s: float) -> Outcome:
-        journey, body = self._journey, answered.body
+    async def _done(self, answered: Answered, asked_s: float) -> Outcome:
+        journey, took_s = self._journey, time.monotonic() - asked_s
         journey.is_unclear = False
         journey.passed(answered)
-        took_s = time.monotonic() - asked_s
+        head, *behind = self._desk.pools
+        for stage in behind:
+            journey.acknowledged(await self._credit(stage))
+        journey.counted(head, answered.body)
         estimates = {
             stage: self._desk.pools[stage].estimate_s(placement, self._units)
             for stage, placement in self._route.items()
@@ -120,11 +126,23 @@ class _Trip:
             share_s = took_s * (estimates[stage] / in_all_s if in_all_s > 0 else 1.0 / len(estimates))
             self._desk.pools[stage].told(placement, self._units, share_s)
             self._desk.pools[stage].done(placement)
-            journey.acknowledged(
-                StageCredit(stage=stage, incarnation=placement.worker.incarnation, applied_number=0)
-            )  # What it is the number of is told by the first worker only, of itself.
-        journey.counted(next(iter(self._route)), body)
         return journey.done()
+
+    async def _credit(self, stage: str) -> StageCredit:
+        """Of a stage behind the first, which has said that it was counted there, but not by which of its lives.
+
+        What it is the number of is told by each worker to the one before it only.
+        """
+        worker = self._route[stage].worker
+        incarnation = worker.incarnation
+        if self._unclear_since_s is not None:
+            try:
+                _, incarnation = await self._desk.caller.applied(
+                    worker.unpinned(), self._journey.micro_batch, refuse_from_now=False, timeout_s=_QUESTION_S
+                )
+            except RpcError:
+                logger.info("%s does not say which process of it has counted %s", worker, self._journey.micro_batch.key)
+        return StageCredit(stage=stage, incarnation=incarnation, applied_number=0)
 
     async def _after(self, error: RpcError, asked_s: float) -> None:
         """Makes the route fit to be tried again.
@@ -135,8 +153,9 @@ class _Trip:
         stage, verdict = self._culprit(error)
         worker, pool = self._route[stage].worker, self._desk.pools[stage]
         is_first = self._unclear_since_s is None and stage == next(iter(self._route))
-        if is_first and verdict.effect == "none":  # Refused by the head before anything else was asked.
-            self._journey.is_unclear = verdict.reason == "expired"
+        if is_first and verdict.effect == "none":
+            # What it refuses later, those behind it may have counted by then.
+            self._journey.is_unclear = verdict.blame not in ("rest", "leave")
             self._replace(stage, verdict, asked_s)
             if verdict.blame == "rest":
                 await self._pause()
@@ -179,7 +198,7 @@ class _Trip:
         timeout_s = min(_QUESTION_S, self._left_s(stage))
         worker, micro_batch = self._route[stage].worker.unpinned(), self._journey.micro_batch
         try:
-            counted = await self._desk.caller.applied(worker, micro_batch, refuse_from_now=True, timeout_s=timeout_s)
+            counted, _ = await self._desk.caller.applied(worker, micro_batch, refuse_from_now=True, timeout_s=timeout_s)
         except RpcError:
             return
         if not counted:

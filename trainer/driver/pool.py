@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _REST_S = 0.1
 _MAX_REST_S = 2.0
-_LEAVE_S = 10.0
+_LEAVE_S = 3.0
 _SAY_STALLED_S = 30.0
 
 

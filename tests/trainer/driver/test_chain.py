@@ -1,0 +1,114 @@
+"""Micro-batches that workers pass on among themselves; whatever goes wrong, the account adds up."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.support.event_loop import on_event_loop
+from tests.support.toy_drive import FAST, ONE_EACH, STAGES, TWO_EACH, driving, until
+from tests.support.toy_stage import (
+    ROWS,
+    Fault,
+    count_and_die,
+    die,
+    distort,
+    fail_after,
+    lose_answer,
+    loss_of,
+    refuse,
+    say_nothing,
+)
+from trainer.driver import DriverConfig
+from trainer.pipeline.messages import CHAIN
+
+CHAINED = DriverConfig(
+    routing="chain",
+    max_in_flight=FAST.max_in_flight,
+    request_timeout_s=0.2,
+    unclear_s=2.0,
+    ban_s=FAST.ban_s,
+    max_ban_s=FAST.max_ban_s,
+    refresh_s=FAST.refresh_s,
+    drain_s=FAST.drain_s,
+)
+
+
+@on_event_loop
+async def test_undisturbed_every_stage_counts_everything_once() -> None:
+    async with driving(ONE_EACH, 10, CHAINED) as drive:
+        await drive.driver.run()
+        assert drive.work.fates() == ["done"] * 10
+        assert all(len(toy.counted) == 10 for toy in drive.swarm.all)
+        for result in drive.results:
+            number = int(result.micro_batch.rpartition("r")[2]) // ROWS
+            assert result.outcome.loss_sum == pytest.approx(loss_of(number, STAGES))
+            assert len(result.hops) == 1
+        settled = next(iter(drive.work.settled.values()))
+        assert sorted(credit.stage for credit in settled.credits) == sorted(STAGES)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("reason", ["busy", "stopping", "expired", "nonfinite", "stale"])
+def test_a_refusal_anywhere_on_the_way_costs_nothing(stage: str, reason: str) -> None:
+    @on_event_loop
+    async def test() -> None:
+        async with driving(TWO_EACH, 4, CHAINED) as drive:
+            drive.swarm.at(stage).faults[CHAIN].append(refuse(reason))
+            await drive.driver.run()
+            assert drive.work.fates() == ["done"] * 4
+
+    test()
+
+
+UNCLEAR: list[Fault] = [say_nothing, lose_answer, fail_after, count_and_die, die]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("fault", UNCLEAR, ids=lambda fault: fault.__name__)
+def test_what_may_have_been_counted_is_cleared_up_exactly(stage: str, fault: Fault) -> None:
+    @on_event_loop
+    async def test() -> None:
+        async with driving(TWO_EACH, 4, CHAINED) as drive:
+            drive.swarm.at(stage).faults[CHAIN].append(fault)
+            await drive.driver.run()
+            assert drive.work.fates() == ["done"] * 4
+
+    test()
+
+
+@on_event_loop
+async def test_a_chain_with_one_worker_a_stage_is_tried_again_by_the_same_workers() -> None:
+    async with driving(ONE_EACH, 3, CHAINED) as drive:
+        for toy in drive.swarm.all:
+            toy.faults[CHAIN].append(lose_answer)
+        await drive.driver.run()
+        assert drive.work.fates() == ["done"] * 3
+
+
+@on_event_loop
+async def test_a_worker_behind_the_first_is_killed_and_comes_back() -> None:
+    async with driving(ONE_EACH, 4, CHAINED) as drive:
+        body = drive.swarm.at("body-1")
+        body.faults[CHAIN].append(count_and_die)
+        running = asyncio.create_task(drive.driver.run())
+        await until(lambda: not body.alive)
+        await body.kill()
+        await body.start()
+        await running
+        assert drive.work.fates() == ["done"] * 4
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_garbage_in_a_chain_is_contained(stage: str) -> None:
+    @on_event_loop
+    async def test() -> None:
+        async with driving(TWO_EACH, 8, CHAINED) as drive:
+            liar = drive.swarm.at(stage)
+            liar.faults[CHAIN].extend([distort(lambda tensor: tensor.half())] * 3)
+            await drive.driver.run()
+            assert "open" not in drive.work.fates()
+            assert drive.work.fates().count("done") >= 4
+
+    test()
