@@ -117,16 +117,15 @@ def committed(node: Node) -> int:
 def test_three_train_and_become_alike_when_they_rest() -> None:
     with nodes(3) as found:
         turn(found, lambda: min(map(committed, found)) >= 5, train=True)
-        apart = spread(found)
-        for node in found:
-            node.replica.drain()
-        rounds = [committed(node) for node in found]
-        turn(
-            found, lambda: all(committed(node) >= was + 6 for node, was in zip(found, rounds, strict=True)), train=False
-        )
-        for node in found:
-            node.replica.drain()
+        apart, before = spread(found), [committed(node) for node in found]
         assert apart > 1e-4
+        # The first of these may have begun in training; those behind it are a cycle of rest.
+        rested = 2 + CONFIG.num_slices
+        turn(
+            found,
+            lambda: all(committed(it) >= was + rested for it, was in zip(found, before, strict=True)),
+            train=False,
+        )
         assert len({parameter_bits(node.replica.model) for node in found}) == 1
         assert all(result.committed for node in found for result in node.replica.results)
         assert {len(result.report.members) for node in found for result in node.replica.results} == {3}
@@ -153,6 +152,7 @@ def test_one_that_was_away_goes_on_with_the_others_without_a_reload(told: bool) 
 def test_a_joiner_takes_over_a_state_and_counts_for_nothing_at_first() -> None:
     with nodes(3) as found:
         old, joiner = found[:2], found[2]
+        joiner.move_to(-1)  # It has no state yet, and says so to whoever invites it.
         turn(old, lambda: min(map(committed, old)) >= 3, train=True)
         joiner.replica.trainer.adopt(old[0].replica.trainer.shared_state())
         assert joiner.replica.trainer.is_ghost
@@ -163,16 +163,16 @@ def test_a_joiner_takes_over_a_state_and_counts_for_nothing_at_first() -> None:
         assert weights[:2] == [0, 0] and all(weight > 0 for weight in weights[2:])
 
 
-@pytest.mark.parametrize("compression", ["fp16", "int8"])
-def test_lossy_rounds_bring_replicas_together_as_far_as_they_can(compression: str) -> None:
+@pytest.mark.parametrize(("compression", "closeness"), [("fp16", 2**-9), ("int8", 2**-5)])
+def test_lossy_rounds_bring_replicas_together_as_far_as_they_can(compression: str, closeness: float) -> None:
+    """As far as their numbers are fine: some units in the last place of the largest value."""
     with nodes(2, compression) as found:
         for node in found:
-            for index in range(30):
+            for index in range(60):
                 node.replica.step(index)
-        apart, mean = spread(found), torch.stack([node.replica.vector() for node in found]).mean(dim=0)
+        vectors = torch.stack([node.replica.vector() for node in found])
+        apart, mean, largest = spread(found), vectors.mean(dim=0), float(vectors.abs().max())
         turn(found, lambda: min(map(committed, found)) >= 5, train=False)
-        for node in found:
-            node.replica.drain()
-        assert spread(found) < apart / (100 if compression == "fp16" else 8)
         now = torch.stack([node.replica.vector() for node in found]).mean(dim=0)
-        assert float((now - mean).abs().max()) < apart / (100 if compression == "fp16" else 8)
+        assert spread(found) < closeness * largest < apart
+        assert float((now - mean).abs().max()) < closeness * largest
