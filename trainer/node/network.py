@@ -19,7 +19,7 @@ from trainer.config import RunConfig
 from trainer.discovery import Announcement, open_discovery
 from trainer.errors import IncompatiblePeerError, StateTransferError, TrainerError
 from trainer.node.loop_thread import LoopThread
-from trainer.node.peer_book import PeerBook, StateChoice, peer_of
+from trainer.node.peer_book import PeerBook, StateChoice, holds_whole_model, peer_of
 from trainer.node.progress import Progress
 from trainer.node.state_form import StateForm
 from trainer.node.strangers import check_fit, register_terms
@@ -64,6 +64,7 @@ class Network(Generic[S]):
         form: of the state that is handed out, and what states this node can take up.
         stopping: whether the node has been asked to stop.
         choose: which of the others' states is to be taken up.
+        fellows: whose terms are to be this node's, of those in the run.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Network(Generic[S]):
         form: StateForm[S],
         stopping: Callable[[], bool],
         choose: StateChoice = choose_state,
+        fellows: Callable[[Announcement], bool] = holds_whole_model,
     ) -> None:
         self._form = form
         self._stopping = stopping
@@ -85,7 +87,7 @@ class Network(Generic[S]):
         self._loop = LoopThread("genesis-network")
         self._endpoint = Endpoint(self._identity, config.run_id, config.rpc)
         self._discovery = open_discovery(self._endpoint, config.discovery)
-        self._book = PeerBook(terms.digest(), choose)
+        self._book = PeerBook(terms.digest(), choose, fellows)
         self._listener: Listener | None = None
         self._members: tuple[str, ...] = ()
         self._unpublished: deque[S] = deque(maxlen=1)

@@ -9,7 +9,7 @@ from trainer.discovery import Announcement
 from trainer.rpc import Peer
 from trainer.state import choose_state
 
-__all__ = ["PeerBook", "StateChoice", "peer_of"]
+__all__ = ["PeerBook", "StateChoice", "holds_whole_model", "peer_of"]
 
 _REMEMBERED_STATES = 64
 
@@ -20,8 +20,14 @@ StateChoice = Callable[[tuple[int, str], Iterable[Announcement]], str | None]
 class PeerBook:
     """The latest announcements; written by the event loop, read by any thread (one assignment each)."""
 
-    def __init__(self, terms_digest: str, choose: StateChoice = choose_state) -> None:
+    def __init__(
+        self,
+        terms_digest: str,
+        choose: StateChoice = choose_state,
+        fellows: Callable[[Announcement], bool] | None = None,
+    ) -> None:
         self._choose = choose
+        self._fellows = fellows or holds_whole_model
         self.announcements: tuple[Announcement, ...] = ()
         self.own_state: tuple[int, str] = (0, "")
         """Outer step and digest of the snapshot this node hands out."""
@@ -42,10 +48,10 @@ class PeerBook:
         return [found for found in self.announcements if found.terms_digest == self._terms_digest]
 
     def strangers(self) -> list[Announcement]:
-        """Of those in the run that train something else: the most that train the same."""
+        """Of the fellows that train something else: the most that train the same."""
         others: dict[str, list[Announcement]] = {}
         for found in self.announcements:
-            if found.terms_digest != self._terms_digest:
+            if found.terms_digest != self._terms_digest and self._fellows(found):
                 others.setdefault(found.terms_digest, []).append(found)
         return max(others.values(), key=len, default=[])
 
@@ -74,6 +80,11 @@ class PeerBook:
     def holds_most_held_state(self) -> bool:
         """See `trainer.collective.Directory`."""
         return self.state_to_adopt() is None
+
+
+def holds_whole_model(announcement: Announcement) -> bool:
+    """Whether an announcement is of a node that is no part of a pipeline."""
+    return announcement.stage is None
 
 
 def peer_of(announcement: Announcement) -> Peer:

@@ -14,12 +14,15 @@ from trainer.errors import TrainerError
 from trainer.node.progress import Progress
 from trainer.pipeline.names import StageUid
 from trainer.rpc import Endpoint, Peer
+from trainer.swarm.shape import SwarmShape
 
-__all__ = ["Presence"]
+__all__ = ["DRIVER", "Presence"]
 
 logger = logging.getLogger(__name__)
 
 _REFRESH_S = 0.5
+DRIVER = "driver"
+"""Stands for a stage in the terms of those that hold none."""
 
 
 class Presence:
@@ -28,7 +31,7 @@ class Presence:
     Args:
         config: of the run.
         endpoint: its own, started before `start`.
-        terms_digest: of a driver's terms.
+        shape: what all of the swarm agree on.
         progress: what to say of it, asked before each announcement.
         heard: told of all others, now and then.
     """
@@ -37,13 +40,15 @@ class Presence:
         self,
         config: RunConfig,
         endpoint: Endpoint,
-        terms_digest: str,
+        shape: SwarmShape,
         progress: Callable[[], Progress],
         heard: Callable[[tuple[Announcement, ...]], None],
     ) -> None:
         self._config = config
         self._endpoint = endpoint
-        self._terms_digest = terms_digest
+        self._terms_digest = shape.terms(DRIVER).digest()
+        self._terms_of_stages = {name: shape.terms(name).digest() for name in shape.plan.names}
+        self._misfits: set[str] = set()
         self._progress = progress
         self._heard = heard
         self._discovery = open_discovery(endpoint, config.discovery)
@@ -66,7 +71,7 @@ class Presence:
 
     def workers(self) -> tuple[StageWorker, ...]:
         """See `trainer.driver.workers.StageDirectory`."""
-        return workers_in(self.announcements)
+        return workers_in(said for said in self.announcements if self._fits(said))
 
     def stage_peers(self) -> list[tuple[str, Peer]]:
         """Stage and address of every worker, joining and leaving ones too."""
@@ -83,6 +88,22 @@ class Presence:
             if said.stage is None and wanted in (said.node_id, said.peer_id):
                 return said.peer()
         return None
+
+    def _fits(self, said: Announcement) -> bool:
+        """Whether a worker trains what this driver drives; told once of each that does not."""
+        if said.stage is None:
+            return False
+        stage = StageUid.parse(said.stage.uid).stage
+        if said.terms_digest == self._terms_of_stages.get(stage):
+            return True
+        if said.peer_id not in self._misfits:
+            self._misfits.add(said.peer_id)
+            logger.warning(
+                "%s (%s) has another run file or vocabulary than this driver, and gets no work; give both the same",
+                said.node_id,
+                said.stage.uid,
+            )
+        return False
 
     async def _announce(self) -> None:
         progress, certificate = self._progress(), self._endpoint.certificate

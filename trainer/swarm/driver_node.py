@@ -56,7 +56,6 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.2
 _NOTE_WORKERS_S = 2.0
-_DRIVER = "driver"
 
 
 def run_driver(config: RunConfig, stop: StopRequest, line: ProgressLine) -> None:
@@ -101,8 +100,7 @@ class DriverNode:
         self._step_began_s = time.perf_counter()
         identity = load_or_create_identity(Path(config.state_dir).expanduser() / "identity" / f"{config.node_id}.pem")
         self._endpoint = Endpoint(identity, config.run_id, config.rpc)
-        terms = shape.terms(_DRIVER).digest()
-        self._presence = Presence(config, self._endpoint, terms, self._progress, self._heard)
+        self._presence = Presence(config, self._endpoint, shape, self._progress, self._heard)
         self._keeper: LedgerService | None = None
         self._driver: PipelineDriver | None = None
         self.view = DriverView(config, shape, self._presence)

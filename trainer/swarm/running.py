@@ -113,11 +113,17 @@ def _watch(tree: ProcessTree, display: Display, stop: Callable[[], bool]) -> Out
     outcome: Outcome | None = None
     while outcome is None:
         if time.monotonic() >= next_s:
-            sight = sight_of(tree.children)
-            latest = sight if sight.stages is not None else latest
-            display.show(sight)
+            latest = _newer(latest, sight_of(tree.children))
+            display.show(latest)
             next_s = time.monotonic() + display.every_s
         time.sleep(_TICK_S)
         outcome = Outcome(0, "asked to stop") if stop() else tree.look()
     display.show(replace(latest, processes=process_counts(tree.children)))
     return outcome
+
+
+def _newer(latest: Sight, found: Sight) -> Sight:
+    """What was found; or, where no driver answers (they begin, hang or end), what was said last."""
+    if found.stages is not None or latest.stages is None:
+        return replace(found, account=found.account or latest.account)
+    return replace(latest, processes=found.processes, is_stale=True)

@@ -37,6 +37,8 @@ class Sight:
     account: SwarmAccount | None = None
     tokens_per_s: float = 0.0
     """Of all drivers that answer."""
+    is_stale: bool = False
+    """No driver answers now; this is what was said last."""
 
 
 def sight_of(children: Iterable[Child]) -> Sight:

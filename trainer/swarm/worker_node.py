@@ -14,7 +14,8 @@ import asyncio
 import concurrent.futures
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -129,6 +130,7 @@ class WorkerNode:
             state_form(config, built.module, rows),
             stopping=stop,
             choose=state_choice(config),
+            fellows=partial(_is_of_stage, built.name),
         )
         self._keeping = self._kept_together()
         self._meter = LinkMeter(f"{built.name} of {config.node_id}", built.codec, config.swarm.subspace.max_error)
@@ -348,7 +350,7 @@ class WorkerNode:
     def _state(self) -> StageState:
         """In the compute thread."""
         model = self._shape.model
-        basis = basis_of(model.dim, model.subspace_rank, model.subspace_seed).digest if model.subspace_rank else ""
+        basis = basis_of(model.dim, model.subspace_rank, model.subspace_seed).digest() if model.subspace_rank else ""
         return StageState.of_replica(
             model,
             self._built.replica.state_dict(),
@@ -382,7 +384,7 @@ class WorkerNode:
         """Calls ``function`` in the compute thread, before anything that waits there."""
         return self._await(self._worker.runtime.control(function))
 
-    def _await(self, coroutine: Any) -> Any:
+    def _await(self, coroutine: Coroutine[Any, Any, T]) -> T:
         future = asyncio.run_coroutine_threadsafe(coroutine, self._network.loop)
         try:
             return future.result(_COMPUTE_S)
@@ -391,6 +393,10 @@ class WorkerNode:
             raise TrainerError(
                 f"expected the compute thread to answer within {_COMPUTE_S:.0f} s, found it busy"
             ) from None
+
+
+def _is_of_stage(stage: str, said: Announcement) -> bool:
+    return said.stage is not None and StageUid.parse(said.stage.uid).stage == stage
 
 
 class _Others:
