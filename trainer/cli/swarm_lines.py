@@ -111,7 +111,8 @@ def _progress_text(sight: Sight) -> str:
     if sight.stages is None:
         return "no driver answers yet"
     loss = "–" if sight.stages.loss is None else f"{sight.stages.loss:.4f}"
-    return f"step {sight.stages.step}  loss {loss}  {sight.tokens_per_s:,.0f} tokens/s"
+    text = f"step {sight.stages.step}  loss {loss}  {sight.tokens_per_s:,.0f} tokens/s"
+    return text + (" when last heard; no driver answers now" if sight.is_stale else "")
 
 
 class _Table:
@@ -187,6 +188,7 @@ class _JsonLines:
             {
                 "kind": "swarm",
                 "tokens_per_s": sight.tokens_per_s,
+                "is_stale": sight.is_stale,
                 "processes": [
                     {"name": it.name, "running": it.running, "wanted": it.wanted, "restarts": it.restarts}
                     for it in sight.processes

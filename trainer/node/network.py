@@ -65,6 +65,8 @@ class Network(Generic[S]):
         stopping: whether the node has been asked to stop.
         choose: which of the others' states is to be taken up.
         fellows: whose terms are to be this node's, of those in the run.
+        stages: all of the run's, in order, where its model is cut.
+        stage: the one this node holds; where a DHT is partitioned by stage, it looks for that stage's workers only.
     """
 
     def __init__(
@@ -77,6 +79,8 @@ class Network(Generic[S]):
         stopping: Callable[[], bool],
         choose: StateChoice = choose_state,
         fellows: Callable[[Announcement], bool] = holds_whole_model,
+        stages: tuple[str, ...] = (),
+        stage: str = "",
     ) -> None:
         self._form = form
         self._stopping = stopping
@@ -86,7 +90,9 @@ class Network(Generic[S]):
         self._snapshots = Path(config.state_dir).expanduser() / "state" / config.run_id / config.node_id
         self._loop = LoopThread("genesis-network")
         self._endpoint = Endpoint(self._identity, config.run_id, config.rpc)
-        self._discovery = open_discovery(self._endpoint, config.discovery)
+        self._discovery = open_discovery(self._endpoint, config.discovery, stages)
+        if stage and config.discovery.partition_by_stage:
+            self._discovery.look_for([stage])
         self._book = PeerBook(terms.digest(), choose, fellows)
         self._listener: Listener | None = None
         self._members: tuple[str, ...] = ()

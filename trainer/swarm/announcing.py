@@ -12,7 +12,7 @@ from trainer.discovery import Announcement, open_discovery
 from trainer.driver.workers import StageWorker, workers_in
 from trainer.errors import TrainerError
 from trainer.node.progress import Progress
-from trainer.pipeline.names import StageUid
+from trainer.pipeline.names import StageUid, stage_names
 from trainer.rpc import Endpoint, Peer
 from trainer.swarm.shape import SwarmShape
 
@@ -51,7 +51,7 @@ class Presence:
         self._misfits: set[str] = set()
         self._progress = progress
         self._heard = heard
-        self._discovery = open_discovery(endpoint, config.discovery)
+        self._discovery = open_discovery(endpoint, config.discovery, stage_names(config.swarm.num_stages))
         self._refreshing: asyncio.Task[None] | None = None
         self.announcements: tuple[Announcement, ...] = ()
         """All others there are now."""

@@ -131,6 +131,8 @@ class WorkerNode:
             stopping=stop,
             choose=state_choice(config),
             fellows=partial(_is_of_stage, built.name),
+            stages=shape.plan.names,
+            stage=built.name,
         )
         self._keeping = self._kept_together()
         self._meter = LinkMeter(f"{built.name} of {config.node_id}", built.codec, config.swarm.subspace.max_error)
