@@ -1,7 +1,8 @@
 """A keeper of an account as a process of its own that tests can kill -9 and start again on the same journal.
 
 Run as ``python -m tests.support.ledger_keeper STORE CACHE JOURNAL``: waits for a line, opens the journal, prints where
-it is reached, and serves until it is killed or its standard input ends. Its journal is compacted every few records, so that kills meet that too.
+it is reached, and serves until it is killed or its standard input ends. Its journal is compacted every few records, so
+that kills meet that too.
 """
 
 from __future__ import annotations

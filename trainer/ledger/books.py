@@ -33,6 +33,10 @@ from trainer.pipeline.work import StageCredit
 
 __all__ = ["Books", "LeaseBook", "WorkerBook"]
 
+_MOST_WAYS = 256
+_OTHER = "other"
+"""The reason counted for whatever drivers come up with beyond so many pairs of stage and reason."""
+
 
 @dataclass(slots=True)
 class LeaseBook:
@@ -353,7 +357,8 @@ class Books:
 
     def _lose(self, rows: int, stage: str, reason: str) -> None:
         self._lost = self._lost.plus(rows)
-        self._lost_by[stage, reason] += 1
+        is_new = (stage, reason) not in self._lost_by
+        self._lost_by[stage, _OTHER if is_new and len(self._lost_by) >= _MOST_WAYS else reason] += 1
 
     def _forget_if_empty(self, token: str) -> None:
         lease = self.leases.get(token)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from loader.errors import LoaderError
-from trainer.errors import PeerUnavailableError, RefusedError, RpcError
+from trainer.errors import LedgerError, PeerUnavailableError, RefusedError, RpcError
 from trainer.ledger.config import LedgerConfig
 from trainer.ledger.holdings import Bundle, HeldLease, Holdings
 from trainer.ledger.messages import (
@@ -31,7 +31,7 @@ from trainer.ledger.messages import (
     SettleAsk,
 )
 from trainer.ledger.rows import MicroBatches
-from trainer.ledger.units import LedgerSpec
+from trainer.ledger.units import LedgerSpec, Run
 from trainer.pipeline.micro_batch import MicroBatchId
 from trainer.pipeline.work import MicroBatch, Settlement, boottime_s
 from trainer.rpc import Endpoint, Message, Peer
@@ -80,6 +80,7 @@ class LedgerClient:
         self._renewed_s = 0.0
         self._single = False
         self._finished = self._closing = self._is_away = False
+        self._failure: BaseException | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._to_say, self._to_read, self._to_give = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.stale = 0
@@ -98,10 +99,18 @@ class LedgerClient:
             asyncio.create_task(self._talk(), name="ledger-client"),
             asyncio.create_task(self._read(), name="ledger-rows"),
         ]
+        for task in self._tasks:
+            task.add_done_callback(self._ended)
 
     async def next(self) -> MicroBatch | None:
-        """The next micro-batch; waits while there is none. None: the data are through, or this was closed."""
+        """The next micro-batch; waits while there is none. None: the data are through, or this was closed.
+
+        Raises:
+            LedgerError: the keeper's account is of other data than this driver's, or this has failed.
+        """
         while not self._closing:
+            if self._failure is not None:
+                raise LedgerError(f"no more micro-batches: {self._failure}") from self._failure
             micro_batch = self._holdings.begin(boottime_s())
             if micro_batch is not None:
                 self._to_read.set()
@@ -143,6 +152,15 @@ class LedgerClient:
                 "%d settlements could not be said; their leases will run out and be asked after",
                 self._holdings.num_unsaid,
             )
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            self._fail(task.exception())
+
+    def _fail(self, failure: BaseException | None) -> None:
+        """Lets `next` say so."""
+        self._failure = self._failure or failure
+        self._to_give.set()
 
     async def _cancel(self) -> None:
         tasks, self._tasks = self._tasks, []
@@ -193,27 +211,34 @@ class LedgerClient:
             preferred=preferred,
             num_units=self._config.lease_units,
         )
-        answer = await self._ask(LEDGER_LEASE, ask, LeaseAnswer, new_token_if="lease-over")
+        answer = await self._ask(LEDGER_LEASE, ask, LeaseAnswer)
         if answer is None:
             return False
         self._finished = answer.finished
         if answer.runs:
-            layout = self._spec.layout
-            micro_batches = [each for run in answer.runs for each in layout.micro_batches(run)]
-            self._holdings.add(self._token, micro_batches, asked_s + answer.lease_s)
+            self._holdings.add(self._token, self._named_in(answer.runs), asked_s + answer.lease_s)
             self._token = secrets.token_hex(16)
             self._rows.want(each.shard for _, each in self._holdings.unread)
         self._to_read.set()
         self._to_give.set()
         return bool(answer.runs)
 
+    def _named_in(self, runs: Sequence[Run]) -> list[MicroBatchId]:
+        """The micro-batches of a lease; those it can have, whatever the keeper says."""
+        layout = self._spec.layout
+        if any(run.row % layout.micro_batch_rows or run.row + run.num_rows > layout.num_windows for run in runs):
+            raise LedgerError("expected a lease of rows of this run's shards, found others; mind who keeps the account")
+        return [each for run in runs for each in layout.micro_batches(run)]
+
     async def _renew_if_due(self) -> float:
         """Renews all leases in time; seconds until the next time."""
         every_s = self._config.lease_s / 3
         tokens = tuple(self._holdings.leases)
         asked_s = boottime_s()
-        if not tokens or asked_s < self._renewed_s + every_s:
+        if not tokens:
             return every_s
+        if asked_s < self._renewed_s + every_s:
+            return self._renewed_s + every_s - asked_s
         live: set[str] = set()
         for first in range(0, len(tokens), MAX_SAID):
             part = tokens[first : first + MAX_SAID]
@@ -261,15 +286,23 @@ class LedgerClient:
         self._holdings.said(bundle)
         return True
 
-    async def _ask(self, method: str, ask: Message, answer: type[AnswerT], *, new_token_if: str = "") -> AnswerT | None:
+    async def _ask(self, method: str, ask: Message, answer: type[AnswerT]) -> AnswerT | None:
         """The answer; None: there is none now."""
         try:
             found = await self._called(method, ask, answer)
+        except RefusedError as error:
+            match error.reason:
+                case "lease-over":
+                    self._token = secrets.token_hex(16)
+                case "enough":
+                    logger.debug("%s", error)
+                case "data":
+                    self._fail(error)
+                case _:
+                    self._away(error)
+            return None
         except RpcError as error:
-            if isinstance(error, RefusedError) and error.reason == new_token_if:
-                self._token = secrets.token_hex(16)
-            elif not (isinstance(error, RefusedError) and error.reason == "enough"):
-                self._away(error)
+            self._away(error)
             return None
         self._is_away = False
         return found

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,7 +35,7 @@ from trainer.ledger.messages import (
     SettleAsk,
 )
 from trainer.ledger.records import Opened, Record, WorkerSeen
-from trainer.ledger.units import LedgerSpec
+from trainer.ledger.units import LedgerSpec, Run
 from trainer.pipeline.micro_batch import MicroBatchId
 from trainer.pipeline.work import boottime_s
 from trainer.rpc import Endpoint, Reply, Request
@@ -106,6 +107,7 @@ class LedgerService:
         self._digest = ledger.books.spec.digest()
         self._thread = ThreadPoolExecutor(1, "genesis-ledger")
         self._watch: asyncio.Task[None] | None = None
+        self._stopped = False
         self._inquiries: dict[str, asyncio.Task[None]] = {}
 
     def register(self) -> None:
@@ -121,6 +123,7 @@ class LedgerService:
 
     async def stop(self) -> None:
         """Stops watching, and lets go of the journal; drivers are refused from then on. May be called again."""
+        self._stopped = True
         tasks = [*self._inquiries.values(), *([self._watch] if self._watch else [])]
         self._watch = None
         for task in tasks:
@@ -130,7 +133,11 @@ class LedgerService:
         self._journal.close()
 
     async def account(self) -> Account:
-        """How the account stands."""
+        """How the account stands.
+
+        Raises:
+            LedgerError: this was stopped.
+        """
         return await self._run(self._ledger.account)
 
     async def note_workers(self, workers: Iterable[WorkerSeen]) -> None:
@@ -161,14 +168,14 @@ class LedgerService:
                 "expected a driver with this run's seed, seq_len, micro-batch, stages, sources, holdout and store, "
                 f"found one with others (digest {ask.data_digest}, here {self._digest})",
             )
-        grant = await self._run(
+        grant = await self._answered(
             lambda: self._ledger.lease(request.sender, ask.token, ask.preferred, ask.num_units, boottime_s())
         )
         return Reply(LeaseAnswer(runs=grant.runs, lease_s=self._config.lease_s, finished=grant.finished))
 
     async def _renew(self, request: Request[RenewAsk]) -> Reply[RenewAnswer]:
         tokens = request.body.tokens
-        live = await self._run(lambda: self._ledger.renew(request.sender, tokens, boottime_s()))
+        live = await self._answered(lambda: self._ledger.renew(request.sender, tokens, boottime_s()))
         return Reply(RenewAnswer(live=live, lease_s=self._config.lease_s))
 
     async def _settle(self, request: Request[SettleAsk]) -> Reply[SettleAnswer]:
@@ -182,20 +189,24 @@ class LedgerService:
             stale = tuple(map(str, receipt.stale))
             return SettleAnswer(accepted=receipt.accepted, repeated=receipt.repeated, stale=stale)
 
-        return Reply(await self._run(settle))
+        return Reply(await self._answered(settle))
 
     async def _account(self, request: Request[AccountAsk]) -> Reply[Account]:
-        return Reply(await self.account())
+        return Reply(await self._answered(self._ledger.account))
 
     async def _run(self, work: Callable[[], T]) -> T:
         """Does something with the account, to its end even if whoever waits for it is cancelled."""
+        if self._stopped:
+            raise LedgerError("expected an account that is kept here, found that it was closed")
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def _answered(self, work: Callable[[], T]) -> T:
+        """As `_run`, for a driver."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            return await self._run(work)
         except LedgerError as error:
-            logger.error("the account: %s", error)
+            logger.error("a driver is refused: %s", error)
             raise RefusedError("account", str(error)) from error
-        except RuntimeError as error:
-            raise RefusedError("stopping", f"the account is being closed ({error})") from error
 
     async def _watch_leases(self) -> None:
         while True:
@@ -203,7 +214,7 @@ class LedgerService:
                 for token in await self._run(lambda: self._ledger.due(boottime_s())):
                     if token not in self._inquiries:
                         self._inquiries[token] = self._spawn(token, self._look_into(token))
-            except TrainerError as error:
+            except LedgerError as error:
                 logger.error("leases are not watched over: %s", error)
             await asyncio.sleep(min(1.0, self._config.lease_s / 10))
 
@@ -213,25 +224,12 @@ class LedgerService:
         return task
 
     async def _look_into(self, token: str) -> None:
-        """Ends a lease that ran out, by what the workers say."""
-        deadline_s = boottime_s() + self._config.inquiry_s
-        while True:
-            keys = await self._run(lambda: self._open_in(token))
-            report = await self._asked(keys)
-            complete, hopeful = await self._run(
-                lambda report=report: (  # type: ignore[misc]
-                    self._ledger.is_complete(token, report),
-                    self._ledger.may_become_complete(token),
-                )
-            )
-            left_s = deadline_s - boottime_s()
-            if complete or not hopeful or left_s <= 0:
-                break
-            await asyncio.sleep(min(_ASK_AGAIN_S, left_s))
+        """Ends a lease that ran out, by what the workers say; where that fails, it is still due."""
         try:
+            report = await self._report_on(token)
             decided = await self._run(lambda: self._ledger.resolve(token, report, boottime_s()))
-        except RefusedError as error:
-            logger.error("lease %s: %s", token[:8], error)
+        except LedgerError as error:
+            logger.error("lease %s ran out, and stays open: %s", token[:8], error)
             return
         if decided is not None:
             logger.warning(
@@ -241,6 +239,22 @@ class LedgerService:
                 sum(_num_rows(each.runs) for each in decided.lost),
                 _num_rows(decided.returned),
             )
+
+    async def _report_on(self, token: str) -> AppliedReport:
+        """What the workers say of a lease, asked until all have answered or time is up."""
+        deadline_s = boottime_s() + self._config.inquiry_s
+        while True:
+            keys = await self._run(lambda: self._open_in(token))
+            report = await self._asked(keys)
+            complete, hopeful = await self._run(partial(self._standing, token, report))
+            left_s = deadline_s - boottime_s()
+            if complete or not hopeful or left_s <= 0:
+                return report
+            await asyncio.sleep(min(_ASK_AGAIN_S, left_s))
+
+    def _standing(self, token: str, report: AppliedReport) -> tuple[bool, bool]:
+        """Whether a report is complete, and whether another may be."""
+        return self._ledger.is_complete(token, report), self._ledger.may_become_complete(token)
 
     def _open_in(self, token: str) -> tuple[str, ...]:
         lease = self._ledger.books.leases.get(token)
@@ -254,5 +268,5 @@ class LedgerService:
             return AppliedReport({}, frozenset(), silent=1)
 
 
-def _num_rows(runs: Sequence[Any]) -> int:
+def _num_rows(runs: Sequence[Run]) -> int:
     return sum(run.num_rows for run in runs)

@@ -89,7 +89,7 @@ class Settlement(Message):
 
     micro_batch: MicroBatchKey
     outcome: Literal["done", "lost"]
-    credits: Annotated[tuple[StageCredit, ...], Field(max_length=1024)] = ()
+    credits: Annotated[tuple[StageCredit, ...], Field(max_length=512)] = ()
     """Of the stages that acknowledged it: all of them if it is done."""
     num_tokens: Counted = 0
     """Labels that counted."""
