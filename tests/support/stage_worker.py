@@ -1,7 +1,7 @@
 """Stage workers of a small model: in this process, or as processes that tests stop, continue and kill.
 
-    async with running_worker(WorkerSetup(stage="head")) as worker: ...          # in this process, on a real socket
-    with stage_worker_process(WorkerSetup(stage="body-1", model={...})) as node: ...   # python -m tests.support.stage_worker
+    async with running_worker(WorkerSetup(stage="head")) as worker: ...    # in this process, on a real socket
+    with stage_worker_process(WorkerSetup(stage="tail")) as node: ...      # python -m tests.support.stage_worker
 
 A process reads its setup as one JSON line and prints where it is reached; afterwards it answers one line for each
 command: ``{"peers": [[peer_id, address, certificate], …]}`` names the stage's other workers, ``{"digest": true}`` asks
@@ -17,6 +17,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -38,7 +39,18 @@ RUN_ID = "stage-test"
 FAST = {"host": "127.0.0.1", "heartbeat_s": 0.25, "stall_timeout_s": 5.0, "stop_grace_s": 0.2, "tls": False}
 INNER = {"lr": 1e-3, "schedule": "constant", "warmup_steps": 0, "precision": "fp32", "compile": "off"}
 
-__all__ = ["RUN_ID", "StageProcess", "WorkerSetup", "build_worker", "running_worker", "stage_worker_process", "weights"]
+__all__ = [
+    "RUN_ID",
+    "RunningWorker",
+    "StageProcess",
+    "WorkerSetup",
+    "build_worker",
+    "held",
+    "running_worker",
+    "stage_worker_process",
+    "until",
+    "weights",
+]
 
 
 @dataclass(frozen=True)
@@ -139,6 +151,31 @@ async def running_worker(setup: WorkerSetup, **options: Any) -> AsyncIterator[Ru
         await asyncio.gather(gossip, return_exceptions=True)
         await endpoint.stop()
         await worker.stop()
+
+
+@asynccontextmanager
+async def held(running: RunningWorker) -> AsyncIterator[Callable[[], None]]:
+    """Holds the worker's compute thread up until what it yields is called."""
+    entered, released = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        entered.set()
+        released.wait(20)
+
+    task = asyncio.create_task(running.worker.runtime.control(wait))
+    await until(entered.is_set)
+    try:
+        yield released.set
+    finally:
+        released.set()
+        await task
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for it, not for ever."""
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
 
 
 @dataclass

@@ -30,7 +30,8 @@ Backward may leave out ``activation`` (head: ``ids``) where it asks the worker t
 |--------------------|-----------------------------------------------------------------------------------------------|
 | ``busy``           | no room now, or the same is under way otherwise; nothing counted; come again                  |
 | ``malformed``      | not what this stage takes; ``nonfinite``: values that are not finite; nothing counted         |
-| ``stage``          | another stage is here; ``joining``, ``leaving``, ``stopping``: not now; nothing counted       |
+| ``stage``          | another stage is here; nothing counted                                                        |
+| ``stopping``       | this worker joins, leaves or stops; nothing counted                                           |
 | ``stale``          | the forward pass is too many steps off; ``no-input``: send the input again; nothing counted   |
 | ``expired``        | too late, or given up, or another's by now; nothing counted                                   |
 | ``already-applied``| counted, and the answer is not kept any more                                                  |

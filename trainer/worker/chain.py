@@ -9,6 +9,7 @@ what went wrong here once the stages behind had counted it, as ``partly``: askin
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from torch import Tensor
@@ -28,6 +29,8 @@ from trainer.worker.wire import IDS, LABELS
 
 __all__ = ["Chain"]
 
+_NAMED = re.compile(r"\b(?:head|tail|body-[1-9][0-9]{0,3}) [0-9a-f]{64}: ")
+"""How a refusal begins that names who failed."""
 _SHARE_BEHIND = 0.9
 """Of the time that is left: what the stages behind this one may take; the rest is for counting here."""
 
@@ -76,11 +79,11 @@ class Chain:
         passed = await self._passing.forward(sender, ask, tensors)
         try:
             behind = await self._ask_next(ask, tensors, passed, num_tokens)
+            grad_y = await self._gradient_in(ask, behind)
         except RefusedError:
             await self._passing.forget(passed.key)
             raise
         try:
-            grad_y = await self._link.gradient_of(ask, behind.tensors)
             gradient = Gradient(passed.key, passed.x, grad_y, num_tokens, passed.version)
             own = await self._passing.count_gradient(slot, sender, ask, gradient, owed=True)
         except (PipelineError, RefusedError) as error:
@@ -133,6 +136,12 @@ class Chain:
             raise _refusal(hop, error) from error
         return answer
 
+    async def _gradient_in(self, ask: ReceivedChain, behind: StageReply) -> Tensor:
+        try:
+            return await self._link.gradient_of(ask, behind.tensors)
+        except RefusedError as error:
+            raise _refusal(ask.route[0], MalformedAnswerError(f"its gradient: {error}")) from error
+
     def _check(self, answer: StageReply, num_tokens: int) -> None:
         body = answer.body
         if body.applied != self._behind or body.num_tokens != num_tokens or body.loss_sum is None:
@@ -143,11 +152,12 @@ class Chain:
 
 
 def _refusal(hop: messages.Hop, error: RpcError) -> RefusedError:
-    """What is answered when the next hop did not do its part."""
+    """What is answered when the next hop did not do its part; of what is passed on, the words of who failed."""
     if isinstance(error, RefusedError):
-        if error.reason in ("hop", "partly") or error.reason.startswith("hop-"):
-            return RefusedError(error.reason, str(error))
-        reason = f"hop-{error.reason}"
+        named = list(_NAMED.finditer(str(error)))
+        if named and (error.reason == "hop" or error.reason.startswith("hop-")):
+            return RefusedError(error.reason, str(error)[named[-1].start() :])
+        reason = f"hop-{error.reason.removeprefix('hop-')}"
     else:
         reason = "hop" if isinstance(error, PeerUnavailableError) else "hop-malformed"
     return RefusedError(reason, f"{hop.stage} {hop.peer_id}: {error}")

@@ -223,7 +223,7 @@ class StageService:
                 "stage", f"expected a request for {self._name}, which is here, found one for {ask.stage}"
             )
         if self.status == "joining" or (begins and self.status == "leaving"):
-            raise RefusedError(self.status, f"this worker is {self.status}; ask another of {self._name}")
+            raise RefusedError("stopping", f"this worker is {self.status}; ask another of {self._name}")
         num_tokens = ask.num_rows * ask.num_positions
         if num_tokens > self._config.max_request_tokens:
             raise RefusedError(

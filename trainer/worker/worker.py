@@ -1,6 +1,6 @@
 """`StageWorker`: the parts of a worker's service put together, for one stage at one endpoint.
 
-worker = StageWorker(endpoint, plan, "body-1", replica, codec, WorkerConfig(), target_tokens=8192, peers=directory.peers)
+worker = StageWorker(endpoint, plan, "body-1", replica, codec, WorkerConfig(), target_tokens=8192, peers=peers)
 worker.register()
 await endpoint.start()
 worker.start()

@@ -1,0 +1,280 @@
+"""A worker on a real socket: what it refuses and how it names it, and that nothing is counted but what it says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.event_loop import on_event_loop
+from tests.support.model_configs import random_tokens, small_config
+from tests.support.stage_driver import running_driver
+from tests.support.stage_worker import WorkerSetup, held, running_worker, until
+from trainer.errors import RefusedError
+from trainer.model import build_model
+from trainer.pipeline import messages
+from trainer.pipeline.work import boottime_s
+from trainer.worker import as_wire_ids, parts_of
+from trainer.worker.replies import Slot
+
+KEY = "e0.s0.r0"
+HEAD, BODY, TAIL = WorkerSetup("head"), WorkerSetup("body-1"), WorkerSetup("tail")
+Tensors = dict[str, Tensor]
+
+
+async def _reason(asked: Any) -> str:
+    with pytest.raises(RefusedError) as caught:
+        await asked
+    return caught.value.reason
+
+
+def _changed(tensors: Tensors, **changes: Tensor | None) -> Tensors:
+    merged = {name: value for name, value in (tensors | changes).items() if value is not None}
+    return dict(sorted(merged.items()))
+
+
+def _with(tensor: Tensor, value: float) -> Tensor:
+    spoilt = tensor.clone()
+    spoilt.view(-1)[3] = value
+    return spoilt
+
+
+BAD_TAILS: dict[str, Callable[[Tensors], Tensors]] = {
+    "labels beyond the vocabulary": lambda t: _changed(t, labels=t["labels"] + 64),
+    "negative labels": lambda t: _changed(t, labels=t["labels"] * 0 - 5),
+    "int64 labels": lambda t: _changed(t, labels=t["labels"].long()),
+    "labels of another shape": lambda t: _changed(t, labels=t["labels"][:, :4].contiguous()),
+    "no labels": lambda t: _changed(t, labels=None),
+    "no activation": lambda t: _changed(t, activation=None),
+    "half an activation": lambda t: _changed(t, activation=t["activation"].half()),
+    "a narrower activation": lambda t: _changed(t, activation=t["activation"][..., :8].contiguous()),
+    "fewer rows": lambda t: _changed(t, activation=t["activation"][:1].contiguous()),
+    "ids nobody asked for": lambda t: _changed(t, ids=t["labels"]),
+    "a gradient": lambda t: _changed(t, gradient=t["activation"]),
+    "scales of another codec": lambda t: _changed(t, **{"activation.scales": torch.ones(4)}),
+}
+
+
+@on_event_loop
+async def test_what_is_no_request_of_the_tail_is_malformed_by_name() -> None:
+    hidden = torch.randn(2, 8, small_config().dim)
+    good = {"activation": hidden, "labels": as_wire_ids(random_tokens(64, 2, 8)[1])}
+    async with running_worker(TAIL) as tail, running_driver() as driver:
+        for name, spoil in BAD_TAILS.items():
+            asked = driver.tail(tail, KEY, spoil(good), num_rows=2, num_positions=8)
+            assert await _reason(asked) == "malformed", name
+        for value in (float("nan"), float("inf")):
+            spoilt = _changed(good, activation=_with(hidden, value))
+            assert await _reason(driver.tail(tail, KEY, spoilt)) == "nonfinite"
+        assert tail.worker.replica.accumulated.num_micro_batches == 0
+        reply = await driver.tail(tail, KEY, good)  # The same name, now in order.
+        assert reply.body.applied_number == 1
+        status = await driver.status(tail)
+        assert status.refused == {"malformed": len(BAD_TAILS), "nonfinite": 2}
+        assert (status.queued, status.queued_bytes) == (0, 0)
+
+
+@on_event_loop
+async def test_values_that_overflow_on_the_way_are_nonfinite_and_not_counted(tail_input: Tensors) -> None:
+    async with running_worker(TAIL) as tail, running_driver() as driver:
+        with torch.no_grad():
+            tail.worker.replica.module.readout.output.weight[3, 3] = float("inf")  # type: ignore[union-attr,index]
+        assert await _reason(driver.tail(tail, KEY, tail_input)) == "nonfinite"
+        assert tail.worker.replica.accumulated.num_micro_batches == 0
+        assert await driver.applied(tail, KEY) == ()
+
+
+@on_event_loop
+async def test_requests_for_others_and_of_any_size_are_refused(head_input: Tensors) -> None:
+    setup = WorkerSetup("head", worker={"max_request_tokens": 16})
+    async with running_worker(setup) as head, running_driver() as driver:
+        await driver.forward(head, KEY, head_input)
+        assert await _reason(driver.forward(head, KEY, head_input, stage="tail")) == "stage"
+        assert await _reason(driver.forward(head, KEY, {"ids": torch.zeros(2, 9, dtype=torch.int32)})) == "malformed"
+        assert await _reason(driver.forward(head, KEY, {"ids": torch.zeros(64, 512, dtype=torch.int32)})) == "size"
+        too_long = torch.zeros(1, 33, dtype=torch.int32)
+        assert await _reason(driver.forward(head, KEY, {"ids": too_long}, num_rows=1, num_positions=33)) == "malformed"
+        assert await _reason(driver.forward(head, KEY, {"ids": head_input["ids"] - 64})) == "malformed"
+        assert await _reason(driver.tail(head, KEY, head_input)) == "method"
+
+
+@on_event_loop
+async def test_a_gradient_needs_its_input_only_where_it_is_not_kept(head_input: Tensors) -> None:
+    async with running_worker(HEAD) as head, running_driver() as driver:
+        gradient = {"gradient": torch.randn(2, 8, small_config().dim)}
+        assert await _reason(driver.backward(head, KEY, gradient)) == "no-input"
+        assert (
+            await _reason(driver.backward(head, KEY, {"gradient": gradient["gradient"] * float("nan")})) == "nonfinite"
+        )
+        await driver.forward(head, KEY, head_input)
+        kept = await driver.backward(head, KEY, gradient)
+        again = await driver.backward(head, "e0.s0.r2", {**gradient, **head_input})
+        assert (kept.body.applied_number, again.body.applied_number) == (1, 2)
+        assert (
+            await _reason(driver.backward(head, "e0.s0.r4", {**gradient, **head_input}, forward_version=51)) == "stale"
+        )
+
+
+@on_event_loop
+async def test_the_same_request_again_gets_the_same_answer_and_one_gradient(tail_input: Tensors) -> None:
+    async with running_worker(TAIL) as tail, running_driver() as driver, running_driver() as another:
+        replies = await asyncio.gather(*(one.tail(tail, KEY, tail_input) for one in (driver, driver, another, driver)))
+        replies.append(await another.tail(tail, KEY, tail_input))
+        replies.append(await driver.ask(tail, messages.CHAIN, messages.ChainAsk, KEY, tail_input, {"route": ()}))
+        for reply in replies[1:]:
+            assert reply.body == replies[0].body
+            assert torch.equal(reply.tensors["gradient"], replies[0].tensors["gradient"])
+        assert tail.worker.replica.accumulated.num_micro_batches == 1
+        assert await driver.applied(tail, "e0.s0.r2", KEY) == (KEY,)
+
+
+@on_event_loop
+async def test_what_one_caller_spoils_another_that_came_with_it_does_not_suffer_from(tail_input: Tensors) -> None:
+    async with running_worker(TAIL) as tail, running_driver() as driver, running_driver() as hostile:
+        spoilt = _changed(tail_input, activation=_with(tail_input["activation"], float("nan")))
+        async with held(tail) as release:
+            asked = [
+                asyncio.create_task(one)
+                for one in (hostile.tail(tail, KEY, spoilt), driver.tail(tail, KEY, tail_input))
+            ]
+            await asyncio.sleep(0.1)
+            release()
+        assert await _reason(asked[0]) == "nonfinite"
+        assert (await asked[1]).body.applied == ("tail",)
+
+
+@on_event_loop
+async def test_a_caller_that_goes_away_leaves_nothing_counted_and_one_that_stays_gets_it(tail_input: Tensors) -> None:
+    async with running_worker(TAIL) as tail, running_driver() as driver, running_driver() as another:
+        async with held(tail) as release:
+            alone = asyncio.create_task(driver.tail(tail, "e0.s0.r2", tail_input))
+            first = asyncio.create_task(driver.tail(tail, KEY, tail_input))
+            await until(lambda: tail.worker.runtime.figures.queued == 2)
+            second = asyncio.create_task(another.tail(tail, KEY, tail_input))
+            await asyncio.sleep(0.1)
+            for task in (alone, first):
+                task.cancel()
+            await asyncio.gather(alone, first, return_exceptions=True)
+            await until(lambda: tail.worker.runtime.figures.queued == 1)
+            release()
+        assert (await second).body.applied_number == 1
+        assert await driver.applied(tail, KEY, "e0.s0.r2") == (KEY,)
+        assert tail.worker.replica.accumulated.num_micro_batches == 1
+        assert (await driver.tail(tail, "e0.s0.r2", tail_input)).body.applied_number == 2
+
+
+@on_event_loop
+async def test_late_is_expired_and_nothing_is_counted(tail_input: Tensors) -> None:
+    offset = [0.0]
+    async with running_worker(TAIL, clock=lambda: boottime_s() + offset[0]) as tail, running_driver() as driver:
+        async with held(tail) as release:
+            late = asyncio.create_task(driver.tail(tail, KEY, tail_input, apply_within_s=5.0))
+            await until(lambda: tail.worker.runtime.figures.queued == 1)
+            offset[0] = 6.0
+            release()
+        assert await _reason(late) == "expired"
+        assert tail.worker.replica.accumulated.num_micro_batches == 0
+        assert (await driver.tail(tail, KEY, tail_input)).body.applied_number == 1
+
+
+@on_event_loop
+async def test_stopped_while_adding_up_it_drops_all_and_is_another_incarnation(tail_input: Tensors) -> None:
+    offset = [0.0]
+    async with running_worker(TAIL, clock=lambda: boottime_s() + offset[0]) as tail, running_driver() as driver:
+        before = await driver.tail(tail, "e0.s0.r2", tail_input)
+        claim = tail.worker.replies.claim
+
+        def claim_and_stop(slot: Slot) -> None:
+            claim(slot)
+            offset[0] += 100.0
+
+        tail.worker.replies.claim = claim_and_stop  # type: ignore[method-assign]
+        assert await _reason(driver.tail(tail, KEY, tail_input)) == "tainted"
+        assert tail.worker.replica.accumulated.num_tokens == 0
+        assert await driver.applied(tail, KEY, "e0.s0.r2") == ()
+        tail.worker.replies.claim = claim  # type: ignore[method-assign]
+        after = await driver.tail(tail, KEY, tail_input)
+        assert after.body.incarnation != before.body.incarnation
+        assert after.body.applied_number == 1
+
+
+@on_event_loop
+async def test_a_micro_batch_that_was_given_away_is_refused_whether_it_waits_or_comes(tail_input: Tensors) -> None:
+    async with running_worker(TAIL) as tail, running_driver() as driver, running_driver() as keeper:
+        async with held(tail) as release:
+            waiting = asyncio.create_task(driver.tail(tail, KEY, tail_input))
+            await until(lambda: tail.worker.runtime.figures.queued == 1)
+            assert await keeper.applied(tail, KEY, "e0.s0.r2", refuse_from_now=True) == ()
+            release()
+        assert await _reason(waiting) == "expired"
+        assert await _reason(driver.tail(tail, "e0.s0.r2", tail_input)) == "expired"
+        assert tail.worker.replica.accumulated.num_micro_batches == 0
+
+
+@on_event_loop
+async def test_a_driver_that_floods_is_told_so_and_another_is_served(tail_input: Tensors) -> None:
+    setup = WorkerSetup("tail", worker={"max_queue_per_driver": 4})
+    async with running_worker(setup) as tail, running_driver() as flooding, running_driver() as meek:
+        async with held(tail) as release:
+            flood = [asyncio.create_task(flooding.tail(tail, f"e0.s0.r{row}", tail_input)) for row in range(20)]
+            await until(lambda: sum(task.done() for task in flood) == 16)
+            served = asyncio.create_task(meek.tail(tail, "e0.s1.r0", tail_input))
+            await until(lambda: tail.worker.runtime.figures.queued == 5)
+            release()
+        assert (await served).body.applied == ("tail",)
+        results = await asyncio.gather(*flood, return_exceptions=True)
+        refused = [error.reason for error in results if isinstance(error, RefusedError)]
+        assert refused == ["busy"] * 16
+        assert (await meek.status(tail)).refused == {"busy": 16}
+        assert tail.worker.replica.accumulated.num_micro_batches == 5
+
+
+@on_event_loop
+async def test_while_joining_nothing_is_taken_and_while_leaving_what_was_begun(head_input: Tensors) -> None:
+    gradient = {"gradient": torch.randn(2, 8, small_config().dim)}
+    async with running_worker(HEAD) as head, running_driver() as driver:
+        head.worker.service.status = "joining"
+        assert await _reason(driver.forward(head, KEY, head_input)) == "stopping"
+        head.worker.service.status = "serving"
+        await driver.forward(head, KEY, head_input)
+        head.worker.service.status = "leaving"
+        assert await _reason(driver.forward(head, "e0.s0.r2", head_input)) == "stopping"
+        assert (await driver.backward(head, KEY, gradient)).body.applied == ("head",)
+
+
+@on_event_loop
+async def test_held_out_data_leave_nothing_behind(head_input: Tensors, tail_input: Tensors) -> None:
+    model = build_model(small_config(), 0)
+    async with AsyncExitStack() as stack:
+        head, body, tail = [await stack.enter_async_context(running_worker(setup)) for setup in (HEAD, BODY, TAIL)]
+        driver = await stack.enter_async_context(running_driver())
+        hidden = await driver.evaluate(head, head_input)
+        hidden = await driver.evaluate(body, hidden.tensors)
+        reply = await driver.evaluate(tail, {**hidden.tensors, "labels": tail_input["labels"]})
+        with torch.no_grad():
+            total, count = model.loss_sum(head_input["ids"].long(), tail_input["labels"].long())
+        assert reply.body.loss_sum == pytest.approx(float(total), rel=1e-6)
+        assert (reply.body.num_tokens, reply.body.applied) == (int(count), ())
+        for running in (head, body, tail):
+            assert running.worker.replica.cached_bytes == running.worker.replica.accumulated.num_micro_batches == 0
+
+
+@pytest.mark.parametrize("codec", ["fp16", "int8"])
+@on_event_loop
+async def test_narrow_links_change_little(codec: str) -> None:
+    ids, labels = random_tokens(64, 2, 8)
+    total, _ = build_model(small_config(), 0).loss_sum(ids, labels)
+    async with AsyncExitStack() as stack:
+        setups = [WorkerSetup(stage, codec=codec) for stage in ("head", "body-1", "tail")]
+        workers = [await stack.enter_async_context(running_worker(setup)) for setup in setups]
+        driver = await stack.enter_async_context(running_driver())
+        hub = await driver.hub(workers, KEY, ids, labels)
+        chain = await driver.chain(workers, "e0.s0.r2", ids, labels)
+        assert hub[0].body.loss_sum == chain.body.loss_sum == pytest.approx(float(total.detach()), rel=1e-3)
+        assert set(parts_of("gradient", hub[0].tensors)) == set(hub[0].tensors)
+        assert all(running.worker.replica.accumulated.num_micro_batches == 2 for running in workers)

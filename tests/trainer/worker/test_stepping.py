@@ -1,0 +1,202 @@
+"""When stages step: at their target, together, following who is ahead, and never with samples that are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.support.event_loop import on_event_loop
+from tests.support.model_configs import random_tokens
+from tests.support.stage_driver import running_driver
+from tests.support.stage_worker import RunningWorker, WorkerSetup, running_worker, until, weights
+from trainer.engine.strategy import OuterResult
+from trainer.pipeline.messages import ProgressReport
+from trainer.rpc import Peer
+from trainer.stage import StepInfo
+from trainer.worker.progress import StageProgress
+from trainer.worker.sharing import SharedThrough
+
+TAIL = WorkerSetup("tail", target_tokens=32, worker={"progress_interval_s": 0.05, "auto_step_s": 3600.0})
+
+
+@dataclass
+class Rounds:
+    """A strategy that commits every second step."""
+
+    batches: list[int] = field(default_factory=list)
+
+    def after_inner_step(self, num_batches: int = 1) -> OuterResult | None:
+        self.batches.append(num_batches)
+        if len(self.batches) % 2:
+            return None
+        index = len(self.batches) // 2 - 1
+        return OuterResult(
+            round_index=index, fragment=0, outer_step=index + 1, committed=True, num_batches=num_batches, waited_s=0.0
+        )
+
+
+@on_event_loop
+async def test_a_stage_of_one_steps_at_its_target_and_says_what_is_shared(tail_input: dict[str, Tensor]) -> None:
+    steps: list[StepInfo] = []
+    strategy = Rounds()
+    async with AsyncExitStack() as stack:
+        options = {"strategy": strategy, "on_step": lambda info, _: steps.append(info)}
+        tail = await stack.enter_async_context(running_worker(TAIL, **options))
+        driver = await stack.enter_async_context(running_driver())
+        replies = [await driver.tail(tail, f"e0.s0.r{2 * row}", tail_input) for row in range(6)]
+        await until(lambda: len(steps) == 3)
+        assert [reply.body.version for reply in replies] == [0, 0, 1, 1, 2, 2]
+        assert [(info.num_tokens, info.num_micro_batches, info.applied) for info in steps] == [(32, 2, True)] * 3
+        assert strategy.batches == [2, 2, 2]
+        status = await driver.status(tail)
+        assert (status.version, status.applied, status.shared_through) == (3, 6, 4)
+
+
+@on_event_loop
+async def test_workers_of_a_stage_step_together_and_who_has_nothing_follows_without_an_update() -> None:
+    _, labels = random_tokens(64, 2, 8)
+    async with AsyncExitStack() as stack:
+        workers: list[RunningWorker] = []
+        peers: Callable[[], tuple[Peer, ...]] = lambda: tuple(running.peer for running in workers)  # noqa: E731
+        strategies = [Rounds() for _ in range(3)]
+        for strategy in strategies:
+            options = {"peers": peers, "strategy": strategy}
+            workers.append(await stack.enter_async_context(running_worker(TAIL, **options)))
+        driver = await stack.enter_async_context(running_driver())
+        before = weights(workers[2].worker)
+        hidden = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(1))
+        given = {"activation": hidden, "labels": labels.int()}
+        await driver.tail(workers[0], "e0.s0.r0", given)
+        await until(lambda: workers[1].worker.stepper._progress.stage_tokens(0, 16) == 32)
+        await driver.tail(workers[1], "e0.s0.r2", given)
+        await until(lambda: all(running.worker.replica.version == 1 for running in workers))
+        assert [strategy.batches for strategy in strategies] == [[1], [1], [0]]
+        assert weights(workers[2].worker) == before != weights(workers[1].worker)
+        assert weights(workers[0].worker) == weights(workers[1].worker)  # The same micro-batch, from the same start.
+
+
+@on_event_loop
+async def test_an_idle_stage_steps_with_what_it_has_and_not_at_all_with_nothing(tail_input: dict[str, Tensor]) -> None:
+    setup = replace(TAIL, worker={"auto_step_s": 0.2})
+    async with running_worker(setup) as tail, running_worker(setup) as idle, running_driver() as driver:
+        await driver.tail(tail, "e0.s0.r0", tail_input)
+        await until(lambda: tail.worker.replica.version == 1)
+        await until(lambda: idle.worker.runtime._clock() - idle.worker.stepper._counted_s > 1.0)
+        assert tail.worker.replica.version == 1
+        assert idle.worker.replica.version == 0
+
+
+@on_event_loop
+async def test_a_joining_worker_neither_steps_nor_counts(tail_input: dict[str, Tensor]) -> None:
+    async with AsyncExitStack() as stack:
+        workers: list[RunningWorker] = []
+        peers: Callable[[], tuple[Peer, ...]] = lambda: tuple(running.peer for running in workers)  # noqa: E731
+        first = await stack.enter_async_context(running_worker(TAIL, peers=peers))
+        joining = await stack.enter_async_context(running_worker(TAIL, peers=peers))
+        workers += [first, joining]
+        joining.worker.stepper.joining = True
+        driver = await stack.enter_async_context(running_driver())
+        for row in range(4):
+            await driver.tail(first, f"e0.s0.r{2 * row}", tail_input)
+        await until(lambda: first.worker.replica.version == 2)
+        assert joining.worker.replica.version == 0
+        state = first.worker.replica.state_dict()
+        await joining.worker.runtime.control(lambda: joining.worker.replica.load_state_dict(state))
+        incarnation = joining.worker.replies.incarnation
+        await joining.worker.runtime.control(lambda: joining.worker.stepper.start_over(2))
+        joining.worker.stepper.joining = False
+        assert joining.worker.replies.incarnation != incarnation
+        for row in range(4, 6):
+            await driver.tail(first, f"e0.s0.r{2 * row}", tail_input)
+        await until(lambda: joining.worker.replica.version == 3)
+
+
+@on_event_loop
+async def test_who_is_no_worker_of_the_stage_moves_nothing(tail_input: dict[str, Tensor]) -> None:
+    async with running_worker(TAIL) as tail, running_driver() as stranger:
+        report = ProgressReport(incarnation="0" * 16, version=7, num_tokens=1 << 40)
+        answer = await stranger.endpoint.call(tail.peer, "stage/progress", report, ProgressReport, timeout_s=10)
+        assert (answer.body.version, answer.body.num_tokens) == (0, 0)
+        await stranger.tail(tail, "e0.s0.r0", tail_input)
+        assert tail.worker.replica.version == 0
+
+
+def _report(version: int, num_tokens: int, *, joining: bool = False) -> ProgressReport:
+    return ProgressReport(incarnation="0" * 16, version=version, num_tokens=num_tokens, joining=joining)
+
+
+def _progress() -> tuple[StageProgress, list[float]]:
+    now_s = [100.0]
+    return StageProgress(1.0, 50, lambda: now_s[0]), now_s
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=6), st.integers(1, 2**50))
+def test_a_liar_makes_the_others_step_with_a_share_of_the_target_at_least(honest: list[int], lie: int) -> None:
+    progress, _ = _progress()
+    own, *others = honest
+    for number, num_tokens in enumerate(others):
+        progress.hear(f"honest {number}", _report(3, num_tokens))
+    progress.hear("liar", _report(3, lie))
+    assert progress.stage_tokens(3, own) <= sum(honest) + 4 * max(honest)
+
+
+@given(st.lists(st.integers(0, 10**6), min_size=2, max_size=6))
+def test_who_has_the_most_knows_of_all(tokens: list[int]) -> None:
+    progress, _ = _progress()
+    *others, most = sorted(tokens)
+    for number, num_tokens in enumerate(others):
+        progress.hear(f"peer {number}", _report(0, num_tokens))
+    assert progress.stage_tokens(0, most) == sum(tokens)
+
+
+def test_what_is_old_joining_or_too_far_ahead_counts_for_nothing() -> None:
+    progress, now_s = _progress()
+    progress.hear("a", _report(5, 10))
+    progress.hear("b", _report(9, 0))
+    progress.hear("c", _report(5 + 51, 10))
+    progress.hear("d", _report(5, 10, joining=True))
+    assert progress.stage_tokens(5, 10) == 20
+    assert progress.newest_version(5) == 9
+    assert not progress.is_left_behind(5)
+    progress.hear("a", _report(99, 10))
+    assert progress.is_left_behind(5)
+    progress.keep({"b"})
+    assert not progress.is_left_behind(5)
+    now_s[0] += 10.0
+    assert progress.newest_version(5) == 5
+
+
+@given(
+    st.integers(1, 4), st.integers(0, 3), st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=40)
+)
+def test_what_is_said_to_be_shared_is(num_fragments: int, lag_steps: int, steps: list[tuple[int, bool]]) -> None:
+    """Against a model: a fragment holds what was counted when its last committed round began, at most the lag ago."""
+    shared = SharedThrough(num_fragments, lag_steps)
+    history, fragments, applied = [0] * (lag_steps + 1), [0] * num_fragments, 0
+    for version, (num_applied, commits) in enumerate(steps, start=1):
+        applied += num_applied
+        history.append(applied)
+        shared.stepped(version, applied)
+        if commits:
+            fragment = version % num_fragments
+            shared.committed(fragment)
+            fragments[fragment] = history[-1 - lag_steps]
+        assert shared.count <= min(fragments)
+    if all(commits for _, commits in steps) and len(steps) > num_fragments + lag_steps:
+        assert shared.count == min(fragments)
+
+
+def test_a_checkpoint_shares_what_it_holds() -> None:
+    shared = SharedThrough()
+    for version, applied in ((1, 4), (2, 8), (3, 12)):
+        shared.stepped(version, applied)
+    shared.saved(2)
+    assert shared.count == 8
+    shared.start_over()
+    assert shared.count == 0
