@@ -154,9 +154,8 @@ class _JsonLines:
 
 
 def _figures(result: StepResult) -> str:
-    return f"loss {result.loss:.4f}  lr {result.lr:.2e}  |g| {result.grad_norm:.2f}" + (
-        "  skipped: not finite" if result.skipped else ""
-    )
+    norm = f"  |g| {result.grad_norm:.2f}" if math.isfinite(result.grad_norm) or result.skipped else ""
+    return f"loss {result.loss:.4f}  lr {result.lr:.2e}{norm}" + ("  skipped: not finite" if result.skipped else "")
 
 
 def _round(result: OuterResult) -> str:

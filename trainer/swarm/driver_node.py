@@ -46,6 +46,7 @@ from trainer.node.watching import Watch
 from trainer.pipeline.names import StageUid
 from trainer.rpc import Endpoint, load_or_create_identity
 from trainer.swarm.announcing import Presence
+from trainer.swarm.bounded_work import BoundedWork
 from trainer.swarm.building import codec_of, target_tokens_of
 from trainer.swarm.driver_view import DriverView
 from trainer.swarm.shape import SwarmShape, shape_of
@@ -173,14 +174,15 @@ class DriverNode:
         )
 
     def _pipeline(self, work: LedgerClient) -> PipelineDriver:
+        target_tokens = target_tokens_of(self._config)
         return PipelineDriver(
             self._endpoint,
             self._shape.plan.names,
             self._presence,
-            work,
+            BoundedWork(work, self._config.max_steps * target_tokens),
             LinkForm(codec_of(self._config, self._shape), self._shape.model.dim),
             self._config.swarm.driver,
-            target_tokens=target_tokens_of(self._config),
+            target_tokens=target_tokens,
             on_result=self._ended,
             on_step=self._stepped,
         )
@@ -214,8 +216,6 @@ class DriverNode:
         self.view.stepped(step)
         self._watch.observer.step(result)
         self._line.step(result)
-        if 0 < self._config.max_steps <= self._steps:
-            self._stop.ask()
 
     def _progress(self) -> Progress:
         return self._watch.progress()
