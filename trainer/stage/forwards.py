@@ -121,9 +121,9 @@ class Forwards:
         self._changes += 1
         self._cache.drop_graphs()
 
-    def drop_older(self, version: int) -> None:
-        """Forgets forward passes of before a version."""
-        self._cache.drop_older(version)
+    def keep_versions(self, first: int, last: int) -> None:
+        """Forgets forward passes of other versions."""
+        self._cache.keep_versions(first, last)
 
     def forget(self, key: str) -> None:
         """Forgets one forward pass."""

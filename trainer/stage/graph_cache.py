@@ -88,9 +88,9 @@ class GraphCache:
             self._entries[key] = entry.without_graph()
         self.size_bytes = sum(entry.size_bytes for entry in self._entries.values())
 
-    def drop_older(self, version: int) -> None:
-        """Forgets forward passes of before a version."""
-        for key in [key for key, entry in self._entries.items() if entry.version < version]:
+    def keep_versions(self, first: int, last: int) -> None:
+        """Forgets forward passes of versions that are not from ``first`` to ``last``."""
+        for key in [key for key, entry in self._entries.items() if not first <= entry.version <= last]:
             self.take(key)
 
     def clear(self) -> None:

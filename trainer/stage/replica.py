@@ -238,7 +238,7 @@ class StageReplica:
         if version < 0:
             raise TrainerUsageError(f"version: expected 0 or more, found {version}")
         self._version = version
-        self._forwards.drop_older(version - self._config.max_staleness)
+        self._forwards.keep_versions(version - self._config.max_staleness, version + self._config.max_staleness)
 
     def drop(self) -> Accumulated:
         """Forgets what was accumulated; returns how much that was."""

@@ -60,7 +60,7 @@ def test_one_micro_batch_gives_the_bits_of_the_whole_model(num_stages: int, mode
     assert all(torch.equal(found[name], gradients[name]) for name in gradients)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     num_stages=st.integers(2, 4),
     shapes=st.lists(

@@ -165,6 +165,16 @@ def test_a_gradient_too_many_steps_off_is_refused(sign: int) -> None:
     assert stage.accumulated.num_micro_batches == 1
 
 
+def test_forward_passes_from_before_a_roll_back_are_forgotten() -> None:
+    stage = _body(replace(UNCLIPPED, max_staleness=3))
+    stage.set_version(100)
+    stage.forward("m", _hidden(1))
+    stage.set_version(97)
+    assert stage.cached_bytes > 0
+    stage.set_version(5)
+    assert stage.cached_bytes == 0
+
+
 def test_forward_passes_too_old_to_be_counted_are_forgotten() -> None:
     stage = _body(replace(UNCLIPPED, max_staleness=1))
     stage.forward("m", _hidden(1))

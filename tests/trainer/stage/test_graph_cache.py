@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from trainer.stage.graph_cache import CachedForward, GraphCache
 
 _PUT = st.tuples(st.just("put"), st.integers(0, 5), st.integers(0, 20), st.integers(0, 60))
-_OTHER = st.tuples(st.sampled_from(["take", "drop_graphs", "drop_older", "get"]), st.integers(0, 5))
+_OTHER = st.tuples(st.sampled_from(["take", "drop_graphs", "keep_versions", "get"]), st.integers(0, 5))
 
 
 def _forward(num_values: int, graph_bytes: int, version: int = 0) -> CachedForward:
@@ -23,8 +23,8 @@ def test_the_bound_holds_and_the_count_is_that_of_what_is_there(max_bytes: int, 
     for number, (action, key, *sizes) in enumerate(actions):
         if action == "put":
             cache.put(str(key), _forward(*sizes, version=number))
-        elif action == "drop_older":
-            cache.drop_older(number - key)
+        elif action == "keep_versions":
+            cache.keep_versions(number - key, number - 1)
         elif action == "drop_graphs":
             cache.drop_graphs()
         else:
@@ -34,8 +34,8 @@ def test_the_bound_holds_and_the_count_is_that_of_what_is_there(max_bytes: int, 
         assert len(cache) == len(there)
         if action == "drop_graphs":
             assert all(entry.y is None and not entry.x.requires_grad for entry in there)
-        if action == "drop_older":
-            assert all(entry.version >= number - key for entry in there)
+        if action == "keep_versions":
+            assert all(number - key <= entry.version < number for entry in there)
 
 
 def test_the_oldest_go_whole_and_a_repetition_makes_new() -> None:
