@@ -20,7 +20,6 @@ from manifests import FIRST_MERGE_ID
 from trainer.errors import TrainerUsageError
 from trainer.model.init import init_std, seeded_normal
 from trainer.model.stages import Stage
-from trainer.subspace.constraint import basis_for, project_rows_
 from trainer.subspace.embedding import SubspaceEmbedding
 
 __all__ = ["VOCAB_STEP", "grow_rows", "grow_vocabulary", "rows_for"]
@@ -80,7 +79,7 @@ def grow_vocabulary(model: Stage, new_vocab_rows: int, seed: int) -> tuple[str, 
             module.num_embeddings = new_vocab_rows
         if isinstance(module, SubspaceEmbedding):
             module.grow(new_vocab_rows)
-            project_rows_(module.weight.data[old_rows:], basis_for(model.config).matrix.to(module.weight))
+            module.weight.data[old_rows:] = 0.0
     readout = getattr(model, "readout", None)
     if readout is not None:
         readout.output.out_features = new_vocab_rows

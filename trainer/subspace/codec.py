@@ -68,13 +68,13 @@ class _Subspace:
 
     def coefficients(self, values: Tensor) -> Tensor:
         """fp32[B, S, rank] of fp32[B, S, dim]."""
-        self._check_width(values, self.basis.shape[0])
+        _check_width(values, self.basis.shape[0])
         with torch.autocast(values.device.type, enabled=False):
             return values @ self.basis
 
     def span(self, coefficients: Tensor) -> Tensor:
         """fp32[B, S, dim] of fp32[B, S, rank]."""
-        self._check_width(coefficients, self.basis.shape[1])
+        _check_width(coefficients, self.basis.shape[1])
         with torch.autocast(coefficients.device.type, enabled=False):
             return coefficients @ self.basis.T
 
@@ -86,11 +86,6 @@ class _Subspace:
         if ids.shape != like.shape[:2]:
             raise CodecError(f"ids: expected one for each position of {list(like.shape)}, found {list(ids.shape)}")
         return functional.embedding(ids.to(self.fixed.device), self.fixed)
-
-    @staticmethod
-    def _check_width(values: Tensor, width: int) -> None:
-        if values.shape[-1] != width:
-            raise CodecError(f"expected {width} values a position, found {values.shape[-1]}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,6 +119,7 @@ class ActivationCodec:
         """
         values = _checked(activation)
         if self.subspace is not None:
+            _check_width(values, self.subspace.basis.shape[0])
             values = values.to(self.device)
             values = self.subspace.coefficients(values - self.subspace.offsets(ids, values))
         return self._packed("activation", values, activation.numel())
@@ -245,6 +241,11 @@ def activation_codec(
         raise TrainerUsageError(f"codec {name}: expected a basis and fixed rows of its width; is subspace.rank set?")
     subspace = _Subspace(basis.matrix.to(where), fixed.detach().to(device=where, dtype=torch.float32))
     return ActivationCodec(name, packing.rounding, where, packing, subspace)
+
+
+def _check_width(values: Tensor, width: int) -> None:
+    if values.shape[-1] != width:
+        raise CodecError(f"expected {width} values a position, found {values.shape[-1]}")
 
 
 def _checked(values: Tensor) -> Tensor:
