@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +15,21 @@ from trainer.config import RunConfig
 from trainer.errors import CheckpointError
 from trainer.inner import choose_device, make_optimizer
 from trainer.model import Stage, build_stage
-from trainer.stage import StageConfig, StageKind, StageReplica
+from trainer.stage import StageKind, StageReplica
 from trainer.stagewise import StageCheckpoints, StageState, load_initial_state, newest_set, time_us
 from trainer.subspace import ActivationCodec, SubspaceConstraint, activation_codec, basis_of, fixed_table_of
+from trainer.subspace.constraint import EMBEDDING
 from trainer.swarm.shape import SwarmShape
 
-__all__ = ["BuiltStage", "build_stage_site", "codec_of", "kind_of", "saved_state"]
+__all__ = [
+    "BuiltStage",
+    "build_stage_site",
+    "checkpoints_of",
+    "codec_of",
+    "kind_of",
+    "saved_state",
+    "target_tokens_of",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +46,8 @@ class BuiltStage:
     codec: ActivationCodec
     after_average: Callable[[nn.Module], None] | None
     """Puts weights that an average has rounded back into the subspace."""
+    kept_axes: Mapping[str, int]
+    """By name, the axis along which a matrix of a subspace may only be averaged whole."""
 
 
 def kind_of(shape: SwarmShape, stage: str) -> StageKind:
@@ -77,17 +88,19 @@ def build_stage_site(config: RunConfig, shape: SwarmShape, stage: str) -> BuiltS
     if config.swarm.start_from:
         module.load_state_dict(load_initial_state(config.swarm.start_from, plan, stage, seed=config.seed))
     optimizer = make_optimizer(module, config.inner)
-    after_average = _constrained(module, optimizer, shape)
+    after_average, kept_axes = _constrained(module, optimizer, shape)
     replica = StageReplica(
         module,
         optimizer,
         config.inner,
-        _resolved(config),
+        config.swarm.stage,
         kind=kind_of(shape, stage),
         num_stages=plan.num_stages,
         after_update=after_average,
     )
-    return BuiltStage(stage, device, module, optimizer, replica, codec_of(config, shape, device), after_average)
+    return BuiltStage(
+        stage, device, module, optimizer, replica, codec_of(config, shape, device), after_average, kept_axes
+    )
 
 
 def saved_state(config: RunConfig, shape: SwarmShape, stage: str, at_us: int | None = None) -> StageState | None:
@@ -108,9 +121,12 @@ def saved_state(config: RunConfig, shape: SwarmShape, stage: str, at_us: int | N
     return found.files[stage].read().state
 
 
-def _constrained(module: Stage, optimizer: Optimizer, shape: SwarmShape) -> Callable[[nn.Module], None] | None:
+def _constrained(
+    module: Stage, optimizer: Optimizer, shape: SwarmShape
+) -> tuple[Callable[[nn.Module], None] | None, Mapping[str, int]]:
+    """What projects, and which matrices it keeps within the subspace: embeddings by rows, others by columns."""
     if not shape.model.subspace_rank:
-        return None
+        return None, {}
     constraint = SubspaceConstraint(module, shape.model)
     constraint.ensure()
     constraint.attach(optimizer)
@@ -118,11 +134,7 @@ def _constrained(module: Stage, optimizer: Optimizer, shape: SwarmShape) -> Call
     def ensure(_: nn.Module) -> None:
         constraint.ensure()
 
-    return ensure
-
-
-def _resolved(config: RunConfig) -> StageConfig:
-    return config.swarm.stage
+    return ensure, {name: 1 if name == EMBEDDING else 0 for name in constraint.names}
 
 
 def target_tokens_of(config: RunConfig) -> int:

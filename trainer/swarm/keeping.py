@@ -175,6 +175,7 @@ class SpartaKeeping:
         collective: the workers of the stage.
         others: what is known of their rounds.
         after_average: projects, in a subspace.
+        kept_axes: by name of a matrix, the axis along which values are averaged together; for a subspace too.
         vocab_rows: of the model.
     """
 
@@ -186,6 +187,7 @@ class SpartaKeeping:
         collective: Collective,
         others: OtherRounds,
         after_average: Callable[[nn.Module], None] | None,
+        kept_axes: Mapping[str, int],
         vocab_rows: int,
     ) -> None:
         self._trainer = SpartaTrainer(
@@ -195,6 +197,7 @@ class SpartaKeeping:
             optimizer=optimizer,
             others=others,
             after_average=after_average,
+            kept_axes=kept_axes,
             vocab_rows=vocab_rows,
         )
         self._options = config.swarm.sparta

@@ -341,7 +341,14 @@ class WorkerNode:
         rows = self._shape.model.vocab_size
         if config.strategy == "async_sparta":
             return SpartaKeeping(
-                config, built.module, built.optimizer, collective, _Others(self, collective), built.after_average, rows
+                config,
+                built.module,
+                built.optimizer,
+                collective,
+                _Others(self, collective),
+                built.after_average,
+                built.kept_axes,
+                rows,
             )
         return DilocoKeeping(config, built.module, collective, lambda: collective.behind, collective.move_to, rows)
 

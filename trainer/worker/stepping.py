@@ -183,7 +183,8 @@ class StageStepper:
             result = self.strategy.after_inner_step(num_micro_batches if info.applied else 0)
             if result is not None and result.committed:
                 self._replica.weights_changed()
-                self._shared.committed(result.fragment)
+                if result.report is not None and len(result.report.members) > 1:  # Alone, nothing outlives the worker.
+                    self._shared.committed(result.fragment)
         self._look()
         if self._on_step is not None:
             self._on_step(info, result)
