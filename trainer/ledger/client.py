@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -172,9 +173,9 @@ class LedgerClient:
         while (bundle := self._holdings.bundle(single=self._single)) is not None:
             if not await self._say(bundle):
                 await asyncio.sleep(_RETRY_S / 4)
-        for token in list(self._holdings.leases):
+        self._holdings.lapse(math.inf)
+        for token in self._holdings.forget_lapsed():
             await self._ask(LEDGER_SETTLE, SettleAsk(token=token, release=True), SettleAnswer)
-            self._holdings.drop(token)
 
     async def _talk(self) -> None:
         """Says, renews and asks, one after the other, as long as there is something to."""
@@ -223,6 +224,12 @@ class LedgerClient:
         self._to_give.set()
         return bool(answer.runs)
 
+    def _give_up_lapsed(self) -> None:
+        now_s = boottime_s()
+        for token in self._holdings.lapse(now_s):
+            logger.warning("lease %s ran out before it could be renewed; what was not begun is handed back", token[:8])
+        self._holdings.forget_lapsed(now_s - 2 * self._config.lease_s)
+
     def _named_in(self, runs: Sequence[Run]) -> list[MicroBatchId]:
         """The micro-batches of a lease; those it can have, whatever the keeper says."""
         layout = self._spec.layout
@@ -233,6 +240,7 @@ class LedgerClient:
     async def _renew_if_due(self) -> float:
         """Renews all leases in time; seconds until the next time."""
         every_s = self._config.lease_s / 3
+        self._give_up_lapsed()
         tokens = tuple(self._holdings.leases)
         asked_s = boottime_s()
         if not tokens:
@@ -246,8 +254,9 @@ class LedgerClient:
             if answer is None:
                 return _RETRY_S
             for token in answer.live:
-                if token in self._holdings.leases:
-                    self._holdings.leases[token].term.send_before_s = asked_s + answer.lease_s
+                lease = self._holdings.leases.get(token)
+                if lease is not None and boottime_s() < lease.term.send_before_s:
+                    lease.term.send_before_s = asked_s + answer.lease_s
             live.update(answer.live)
         self._renewed_s = asked_s
         for token in set(tokens) - live:

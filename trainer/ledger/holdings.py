@@ -5,6 +5,7 @@ Plain state without a network, so that what may be handed out, and what is owed 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -49,6 +50,9 @@ class Holdings:
 
     def __init__(self) -> None:
         self.leases: dict[str, HeldLease] = {}
+        """Those that last."""
+        self._lapsed: dict[str, tuple[HeldLease, float]] = {}
+        """Those that ran out, and when that was found: of what was begun of them the routing may still speak."""
         self.unread: deque[tuple[HeldLease, MicroBatchId]] = deque()
         """Leased, rows not read yet."""
         self.ready: deque[tuple[HeldLease, MicroBatch]] = deque()
@@ -77,7 +81,7 @@ class Holdings:
         self.unread.extend((lease, each) for each in micro_batches)
 
     def begin(self, now_s: float) -> MicroBatch | None:
-        """Hands out the first that is read and whose lease lasts; the others stay for when theirs is renewed."""
+        """Hands out the first that is read and whose lease lasts."""
         for position, (lease, micro_batch) in enumerate(self.ready):
             if now_s < lease.term.send_before_s:
                 del self.ready[position]
@@ -102,12 +106,32 @@ class Holdings:
 
     def hand_back_all(self) -> None:
         """Gives up all that is not begun."""
-        for lease, micro_batch in self.unread:
-            self._unsaid_of(lease).handed_back[str(micro_batch)] = None
-        for lease, ready in self.ready:
-            self._unsaid_of(lease).handed_back[ready.key] = None
-        self.unread.clear()
-        self.ready.clear()
+        for lease in self.leases.values():
+            self._hand_back_unbegun(lease)
+
+    def lapse(self, now_s: float) -> list[str]:
+        """Gives up leases that have run out: what was not begun is handed back, what was begun may still be settled.
+
+        None is renewed afterwards: the routing may have left what it had begun to the keeper, who asks the workers when
+        the lease is over for the keeper too.
+
+        Returns:
+            Their tokens.
+        """
+        over = [lease for lease in self.leases.values() if lease.term.send_before_s <= now_s]
+        for lease in over:
+            self._hand_back_unbegun(lease)
+            del self.leases[lease.token]
+            self._lapsed[lease.token] = (lease, now_s)
+        return [lease.token for lease in over]
+
+    def forget_lapsed(self, until_s: float = math.inf) -> list[str]:
+        """Forgets those that were found to have run out by then; their tokens."""
+        over = [lease for lease, since_s in self._lapsed.values() if since_s <= until_s]
+        for lease in over:
+            del self._lapsed[lease.token]
+            self._forget_begun(lease)
+        return [lease.token for lease in over]
 
     def hand_back_unread(self, lease: HeldLease, micro_batch: MicroBatchId) -> None:
         """Gives up one whose rows cannot be read here."""
@@ -124,10 +148,8 @@ class Holdings:
         lease = self.leases.pop(token, None)
         if lease is None:
             return 0
-        self.unread = deque(each for each in self.unread if each[0] is not lease)
-        self.ready = deque(each for each in self.ready if each[0] is not lease)
-        for key in lease.begun:
-            self._lease_of.pop(key, None)
+        self._take_unbegun(lease)
+        self._forget_begun(lease)
         lease.term.send_before_s = 0.0
         return len(lease.begun)
 
@@ -166,6 +188,23 @@ class Holdings:
         """Shards of what is held, the latest leased first."""
         held = [each.id.shard for _, each in self.ready] + [each.shard for _, each in self.unread]
         return list(dict.fromkeys(reversed(held)))
+
+    def _hand_back_unbegun(self, lease: HeldLease) -> None:
+        for micro_batch in self._take_unbegun(lease):
+            self._unsaid_of(lease).handed_back[str(micro_batch)] = None
+
+    def _take_unbegun(self, lease: HeldLease) -> list[MicroBatchId]:
+        """Takes out all of a lease that is not begun."""
+        taken = [each for holder, each in self.unread if holder is lease]
+        taken += [each.id for holder, each in self.ready if holder is lease]
+        self.unread = deque(each for each in self.unread if each[0] is not lease)
+        self.ready = deque(each for each in self.ready if each[0] is not lease)
+        return taken
+
+    def _forget_begun(self, lease: HeldLease) -> None:
+        for key in lease.begun:
+            if self._lease_of.get(key) is lease:  # It may have come back in another lease.
+                del self._lease_of[key]
 
     def _takes_from_unread(self, lease: HeldLease, micro_batch: MicroBatchId) -> bool:
         """Whether it was the first there; else its lease was dropped meanwhile."""

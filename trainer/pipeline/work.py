@@ -79,7 +79,7 @@ class StageCredit(Message):
     incarnation: Incarnation
     """Of the worker."""
     applied_number: Counted
-    """How many micro-batches that worker had applied, this one included: 1 or more."""
+    """How many micro-batches that worker had applied, this one included; 0: not known to the driver."""
     shared_through: Counted = 0
     """Of them, the first so many were in a state that outlives the worker."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,11 @@ from tests.support.ledger_run import CONFIG, SEQ_LEN, Run, all_of, ledger_run
 from tests.support.rpc_pair import running_endpoint
 from trainer.errors import LedgerError
 from trainer.ledger import LedgerClient, LedgerConfig, LedgerService
+from trainer.ledger.messages import LEDGER_LEASE, LeaseAnswer, LeaseAsk
+from trainer.ledger.units import Run as Rows
 from trainer.pipeline.micro_batch import MicroBatchId
 from trainer.pipeline.work import boottime_s
-from trainer.rpc import Peer
+from trainer.rpc import Peer, Reply, Request
 
 
 @pytest.fixture
@@ -113,24 +116,28 @@ async def test_a_driver_goes_on_while_the_keeper_is_away_and_says_all_when_it_is
 
 
 @on_event_loop
-async def test_nothing_is_handed_out_of_a_lease_that_has_run_out_until_it_is_renewed(run: Run) -> None:
+async def test_a_lease_that_has_run_out_is_given_up_and_what_was_begun_of_it_may_still_be_settled(run: Run) -> None:
     config = LedgerConfig(unit_rows=8, lease_s=0.3, lease_margin_s=20.0, epochs=1, close_s=0.2)
     reach: list[Peer] = []
     async with run.driver(reach, config) as driver:
         async with run.keeper(config) as (_, endpoint):
             reach.append(endpoint.peer)
-            first = await driver.next()
+            first, left = await driver.next(), await driver.next()
             assert first is not None
+            assert left is not None
         while boottime_s() < first.send_before_s:
             await asyncio.sleep(0.05)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(driver.next(), 0.3)
-        async with run.keeper(config) as (_, endpoint):
+        driver.settle(done(first.id))
+        async with run.keeper(replace(config, lease_s=30.0)) as (service, endpoint):
             reach.append(endpoint.peer)
-            second = await driver.next()
-            assert second is not None
-            assert second.id != first.id
-            assert boottime_s() < first.send_before_s == second.send_before_s  # Renewed, for all of the lease.
+            found = await all_of_but(driver, service, 1)
+            account = await service.account()
+            assert first.send_before_s < boottime_s()  # It was not renewed: `left` is the keeper's to ask about.
+    assert found == 13
+    assert (account.micro_batches.done, account.micro_batches.open, account.waiting, driver.stale) == (14, 1, 0, 0)
+    assert account.leases == 1
 
 
 @on_event_loop
@@ -170,6 +177,21 @@ async def test_a_driver_with_other_data_is_refused(run: Run) -> None:
                 await driver.next()
         assert (await service.account()).micro_batches.leased == 0
         assert endpoint.counters.refused["data"] >= 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"row": 16, "num_rows": 4}, {"row": 2, "num_rows": 4}, {"row": 0, "num_rows": 10**9}]
+)
+@on_event_loop
+async def test_rows_that_no_shard_has_are_not_taken_from_any_keeper(run: Run, wrong: dict[str, int]) -> None:
+    async def answer(request: Request[LeaseAsk]) -> Reply[LeaseAnswer]:
+        return Reply(LeaseAnswer(runs=(Rows(epoch=0, shard=1, **wrong),), lease_s=30.0))
+
+    async with running_endpoint() as liar:
+        liar.register(LEDGER_LEASE, LeaseAsk, answer)
+        async with run.driver(liar.peer, replace(CONFIG, close_s=0.1)) as driver:
+            with pytest.raises(LedgerError, match="mind who keeps the account"):
+                await driver.next()
 
 
 @on_event_loop

@@ -257,3 +257,13 @@ def test_runs_are_the_fewest_that_hold_the_same() -> None:
     runs = runs_of(some, LAYOUT)
     assert [(run.epoch, run.row, run.num_rows) for run in runs] == [(0, 0, 8), (0, 20, 3), (1, 8, 4)]
     assert sorted(micro_batches(runs)) == sorted(some)
+
+
+def test_drivers_cannot_make_the_account_long() -> None:
+    kept = ListedLedger(LedgerConfig(max_open=10**6, epochs=100), shards=(tuple(range(50)),))
+    given = micro_batches(kept.ledger.lease("one", A, (), 150, 0.0).runs)
+    assert len(given) == 300
+    kept.ledger.settle("one", A, [lost(each, "head", f"r{n}") for n, each in enumerate(given)])
+    counted = {each.reason: each.micro_batches for each in kept.ledger.account().lost}
+    assert len(counted) == 257
+    assert counted["other"] == 300 - 256
