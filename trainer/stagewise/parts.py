@@ -26,7 +26,7 @@ def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """
     with torch.device("meta"):
         parts = {"layers": nn.ModuleDict(make_blocks(config, range(config.num_layers))), "readout": Readout(config)}
-    shapes = {EMBEDDING: (config.vocab_size, config.dim)}
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.dim)}
     for part, module in parts.items():
         shapes |= {f"{part}.{name}": tuple(parameter.shape) for name, parameter in module.named_parameters()}
     return shapes

@@ -53,6 +53,11 @@ def test_a_rehearsal_moves_nothing(folder: Path) -> None:
     assert not done.folder.exists()
 
 
+def test_the_moment_itself_stays(folder: Path) -> None:
+    assert roll_back(folder, "run", time_us(1850), time_us(5000)).moved == ()
+    assert len(roll_back(folder, "run", time_us(1850) - 1, time_us(6000)).moved) == 1
+
+
 def test_half_done_it_is_done_by_doing_it_again(folder: Path) -> None:
     rehearsed = roll_back(folder, "run", time_us(1210), time_us(5000), dry_run=True)
     rehearsed.moved[0].rename(folder / "elsewhere")
