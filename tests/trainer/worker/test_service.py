@@ -134,18 +134,17 @@ async def test_the_same_request_again_gets_the_same_answer_and_one_gradient(tail
 
 
 @on_event_loop
-async def test_what_one_caller_spoils_another_that_came_with_it_does_not_suffer_from(tail_input: Tensors) -> None:
-    async with running_worker(TAIL) as tail, running_driver() as driver, running_driver() as hostile:
-        spoilt = _changed(tail_input, activation=_with(tail_input["activation"], float("nan")))
-        async with held(tail) as release:
-            asked = [
-                asyncio.create_task(one)
-                for one in (hostile.tail(tail, KEY, spoilt), driver.tail(tail, KEY, tail_input))
-            ]
+async def test_what_is_wrong_with_one_request_is_not_held_against_one_that_came_with_it(head_input: Tensors) -> None:
+    gradient = {"gradient": torch.randn(2, 8, small_config().dim)}
+    async with running_worker(HEAD) as head, running_driver() as driver, running_driver() as careless:
+        async with held(head) as release:
+            first = asyncio.create_task(careless.backward(head, KEY, gradient))
+            await until(lambda: head.worker.runtime.figures.queued == 1)
+            second = asyncio.create_task(driver.backward(head, KEY, {**gradient, **head_input}))
             await asyncio.sleep(0.1)
             release()
-        assert await _reason(asked[0]) == "nonfinite"
-        assert (await asked[1]).body.applied == ("tail",)
+        assert await _reason(first) == "no-input"
+        assert (await second).body.applied == ("head",)
 
 
 @on_event_loop

@@ -15,6 +15,7 @@ from tests.support.event_loop import on_event_loop
 from tests.support.model_configs import random_tokens
 from tests.support.stage_driver import running_driver
 from tests.support.stage_worker import RunningWorker, WorkerSetup, running_worker, until, weights
+from trainer.engine.collective import RoundReport
 from trainer.engine.strategy import OuterResult
 from trainer.pipeline.messages import ProgressReport
 from trainer.rpc import Peer
@@ -30,6 +31,7 @@ class Rounds:
     """A strategy that commits every second step."""
 
     batches: list[int] = field(default_factory=list)
+    members: tuple[str, ...] = ("a" * 64, "b" * 64)
 
     def after_inner_step(self, num_batches: int = 1) -> OuterResult | None:
         self.batches.append(num_batches)
@@ -37,7 +39,13 @@ class Rounds:
             return None
         index = len(self.batches) // 2 - 1
         return OuterResult(
-            round_index=index, fragment=0, outer_step=index + 1, committed=True, num_batches=num_batches, waited_s=0.0
+            round_index=index,
+            fragment=0,
+            outer_step=index + 1,
+            committed=True,
+            num_batches=num_batches,
+            waited_s=0.0,
+            report=RoundReport(round_index=index, members=self.members),
         )
 
 
@@ -56,6 +64,18 @@ async def test_a_stage_of_one_steps_at_its_target_and_says_what_is_shared(tail_i
         assert strategy.batches == [2, 2, 2]
         status = await driver.status(tail)
         assert (status.version, status.applied, status.shared_through) == (3, 6, 4)
+
+
+@on_event_loop
+async def test_a_round_without_others_shares_nothing(tail_input: dict[str, Tensor]) -> None:
+    async with AsyncExitStack() as stack:
+        strategy = Rounds(members=("a" * 64,))
+        tail = await stack.enter_async_context(running_worker(TAIL, strategy=strategy))
+        driver = await stack.enter_async_context(running_driver())
+        for row in range(4):
+            await driver.tail(tail, f"e0.s0.r{2 * row}", tail_input)
+        await until(lambda: len(strategy.batches) == 2)
+        assert (await driver.status(tail)).shared_through == 0
 
 
 @on_event_loop
