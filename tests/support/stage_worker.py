@@ -18,8 +18,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -48,6 +48,7 @@ __all__ = [
     "held",
     "running_worker",
     "stage_worker_process",
+    "stage_worker_processes",
     "until",
     "weights",
 ]
@@ -218,24 +219,40 @@ class StageProcess:
 
 
 @contextmanager
+def stage_worker_processes(setups: Sequence[WorkerSetup]) -> Iterator[list[StageProcess]]:
+    """Starts several, all at once, and kills them at the end."""
+    processes: list[subprocess.Popen[str]] = []
+    command = [sys.executable, "-m", "tests.support.stage_worker"]
+    try:
+        for setup in setups:
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            processes.append(process)
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(asdict(setup)) + "\n")
+            process.stdin.flush()
+        yield [_reached(setup, process) for setup, process in zip(setups, processes, strict=True)]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                with suppress(BrokenPipeError):
+                    pipe.close()
+
+
+@contextmanager
 def stage_worker_process(setup: WorkerSetup) -> Iterator[StageProcess]:
     """Starts one, and kills it at the end."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.stage_worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdin is not None
+    with stage_worker_processes([setup]) as processes:
+        yield processes[0]
+
+
+def _reached(setup: WorkerSetup, process: subprocess.Popen[str]) -> StageProcess:
     assert process.stdout is not None
-    try:
-        process.stdin.write(json.dumps(asdict(setup)) + "\n")
-        process.stdin.flush()
-        said = json.loads(process.stdout.readline())
-        certificate = said["certificate"].encode() if said["certificate"] else None
-        yield StageProcess(setup, process, Peer(said["peer_id"], said["address"], certificate))
-    finally:
-        process.kill()
-        process.wait()
-        process.stdin.close()
-        process.stdout.close()
+    said = json.loads(process.stdout.readline())
+    certificate = said["certificate"].encode() if said["certificate"] else None
+    return StageProcess(setup, process, Peer(said["peer_id"], said["address"], certificate))
 
 
 def _say(**fields: Any) -> None:

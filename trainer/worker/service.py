@@ -29,6 +29,7 @@ from trainer.worker.chain import Chain
 from trainer.worker.config import WorkerConfig
 from trainer.worker.link import StageLink, refusal_of
 from trainer.worker.passing import Passing
+from trainer.worker.pulse import Pulse
 from trainer.worker.replies import Slot
 from trainer.worker.runtime import Runtime
 from trainer.worker.sharing import SharedThrough
@@ -77,6 +78,7 @@ class StageService:
         self.status: ServiceStatus = "serving"
         """While joining nothing is taken; while leaving only what ends what was begun (`stage/backward`)."""
         self.refusals = Refusals()
+        self.pulse = Pulse()
         self._endpoint = endpoint
         self._name = stage_name
         self._replica = replica
@@ -230,6 +232,7 @@ class StageService:
                 "malformed", f"expected at most {self._config.max_request_tokens} tokens a request, found {num_tokens}"
             )
         self._link.check_names(tensors, *others)
+        ask.date(self.pulse)
 
     async def _answered(self, sender: PeerId, what: str, answer: Coroutine[Any, Any, StageReply]) -> StageReply:
         """Counts what is refused, and by whom it was asked."""

@@ -11,7 +11,7 @@ await worker.stop()
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 
 from trainer.pipeline.plan import StagePlan
 from trainer.pipeline.work import boottime_s
@@ -117,23 +117,22 @@ class StageWorker:
         self.runtime.start()
 
     async def run(self) -> None:
-        """Exchanges progress with the stage's others until it is cancelled.
+        """Exchanges progress with the stage's others, and watches for stops of this process, until it is cancelled.
 
         Raises:
             TrainerError: optimizer or strategy cannot go on.
         """
-        gossip: Coroutine[object, object, None] = self.stepper.run()
-        task = asyncio.get_running_loop().create_task(gossip)
+        loop = asyncio.get_running_loop()
+        tasks = [loop.create_task(self.stepper.run()), loop.create_task(self.service.pulse.run())]
         failure = asyncio.wrap_future(self.runtime.failure)
         try:
-            await asyncio.wait([task, failure], return_when=asyncio.FIRST_COMPLETED)
-            if failure.done():
-                failure.result()
-            elif task.done():
-                task.result()
+            done, _ = await asyncio.wait([*tasks, failure], return_when=asyncio.FIRST_COMPLETED)
+            for each in done:
+                each.result()
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def stop(self, timeout_s: float = 30.0) -> bool:
         """Ends the compute thread behind what it computes now; False: it did not end in time."""

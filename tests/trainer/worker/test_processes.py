@@ -1,0 +1,119 @@
+"""Workers in processes of their own that are stopped, continued and killed: what is told is what was counted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.event_loop import on_event_loop
+from tests.support.model_configs import random_tokens
+from tests.support.stage_driver import running_driver
+from tests.support.stage_worker import StageProcess, WorkerSetup, stage_worker_processes
+from trainer.errors import PeerUnavailableError, RefusedError
+
+pytestmark = pytest.mark.slow
+
+_OPTIONS = {"max_queue_per_driver": 8, "reply_cache_bytes": 1 << 20}
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[list[StageProcess]]:
+    """One worker a stage."""
+    setups = [WorkerSetup(stage, worker=_OPTIONS) for stage in ("head", "body-1", "tail")]
+    with stage_worker_processes(setups) as processes:
+        yield processes
+
+
+@on_event_loop
+async def test_under_stops_what_the_driver_was_told_is_what_is_counted(workers: list[StageProcess]) -> None:
+    """Hub and chain alike; each micro-batch is asked for again until it is clear."""
+    ids, labels = random_tokens(64, 2, 8)
+    async with running_driver() as driver:
+
+        async def take(row: int) -> None:
+            async with asyncio.timeout(40):
+                while True:
+                    with contextlib.suppress(RefusedError, PeerUnavailableError):
+                        if row % 4:
+                            await driver.chain(workers, f"e0.s0.r{row}", ids, labels, apply_within_s=3.0)
+                        else:
+                            await driver.hub(workers, f"e0.s0.r{row}", ids, labels)
+                        return
+                    await asyncio.sleep(0.1)
+
+        async def disturb() -> None:
+            for number in range(6):
+                worker = workers[number % 3]
+                worker.stop()
+                await asyncio.sleep(0.3 + 0.2 * number)
+                worker.resume()
+                await asyncio.sleep(0.1)
+
+        await asyncio.gather(disturb(), *(take(row) for row in range(0, 40, 2)))
+        keys = [f"e0.s0.r{row}" for row in range(0, 40, 2)]
+        for worker in workers:
+            assert set(await driver.applied(worker, *keys)) == set(keys)
+            status = await driver.status(worker)
+            assert (status.applied, status.num_tokens) == (20, 20 * 16)
+
+
+@on_event_loop
+async def test_what_lay_in_the_socket_of_a_stopped_worker_is_not_counted_late(workers: list[StageProcess]) -> None:
+    given = _tail_input()
+    async with running_driver() as driver:
+        await driver.tail(workers[2], "e1.s0.r0", given)
+        workers[2].stop()
+        asked = asyncio.create_task(driver.tail(workers[2], "e1.s0.r2", given, apply_within_s=1.0))
+        await asyncio.sleep(2.5)
+        workers[2].resume()
+        with pytest.raises(RefusedError) as caught:
+            await asked
+        assert caught.value.reason == "expired"
+        assert await driver.applied(workers[2], "e1.s0.r0", "e1.s0.r2") == ("e1.s0.r0",)
+
+
+@on_event_loop
+async def test_garbage_and_floods_leave_no_memory_behind(workers: list[StageProcess]) -> None:
+    tail, given = workers[2], _tail_input(rows=32, positions=32)
+    spoilt = {**given, "activation": given["activation"] * float("nan")}
+    async with running_driver() as driver:
+
+        async def flood(start: int) -> None:
+            asked = [driver.tail(tail, f"e2.s0.r{row}", (given, spoilt)[row % 2]) for row in range(start, start + 24)]
+            await asyncio.gather(*asked, return_exceptions=True)
+
+        for start in range(0, 240, 24):
+            await flood(start)
+        before = _resident_bytes(tail)
+        for start in range(240, 960, 24):
+            await flood(start)
+        assert _resident_bytes(tail) - before < 24 << 20
+        status = await driver.status(tail)
+        assert status.refused["nonfinite"] + status.refused["busy"] >= 480
+        assert status.reply_bytes <= 1 << 20
+
+
+@on_event_loop
+async def test_a_killed_worker_is_not_available_at_once(workers: list[StageProcess]) -> None:
+    """The last of these tests: there is no tail afterwards."""
+    async with running_driver() as driver:
+        await driver.tail(workers[2], "e3.s0.r0", _tail_input())
+        workers[2].kill()
+        with pytest.raises(PeerUnavailableError):
+            await driver.tail(workers[2], "e3.s0.r0", _tail_input())
+
+
+def _tail_input(rows: int = 2, positions: int = 8) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(rows, positions, 16, generator=generator)
+    return {"activation": hidden, "labels": random_tokens(64, rows, positions)[1].int().contiguous()}
+
+
+def _resident_bytes(worker: StageProcess) -> int:
+    return int(Path(f"/proc/{worker.process.pid}/statm").read_text(encoding="ascii").split()[1]) * 4096
