@@ -120,6 +120,7 @@ class WorkerNode:
         self._uid: StageUid | None = None
         self._lost_touch = False
         self._published_round = -1
+        self._num_tokens = 0
         identity = load_or_create_identity(Path(config.state_dir).expanduser() / "identity" / f"{config.node_id}.pem")
         rows = shape.model.vocab_size
         self._network: Network[Any] = Network(
@@ -188,6 +189,7 @@ class WorkerNode:
             return
         self._built.replica.load_state_dict(state.for_replica())
         self._keeping.load_state_dict(state.strategy)
+        self._num_tokens = state.num_tokens
         logger.info("going on from version %d of %s", state.version, self._built.name)
 
     def _join(self) -> None:
@@ -264,6 +266,7 @@ class WorkerNode:
     def _stepped(self, info: StepInfo, outcome: OuterResult | None) -> None:
         """In the compute thread, behind each step."""
         self._watch.stepped(info)
+        self._num_tokens += info.num_tokens
         if outcome is not None:
             self._after_round(outcome)
         self._checkpoints.maybe_save(time.time(), self._state)
@@ -364,6 +367,7 @@ class WorkerNode:
             model,
             self._built.replica.state_dict(),
             strategy=self._keeping.state_dict(),
+            num_tokens=self._num_tokens,
             vocabulary=self._shape.tokenizer_lineage,
             basis=basis,
         )
