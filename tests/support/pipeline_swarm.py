@@ -1,0 +1,143 @@
+"""A pipeline as its users start it: workers and drivers as processes of their own, on this machine.
+
+    with PipelineSwarm(tmp_path, swarm={"driver": {"synchronous": True}}) as swarm:
+        swarm.begin_driver("driver-1", "--max-steps", "20")
+        swarm.begin_workers("head", "body-1", "tail")
+        swarm["driver-1"].exit_code()
+
+What `TrainingSwarm` does holds here too: all waiting has a deadline and fails at once when a process that is waited for
+has ended, everything lies in the swarm's folder, and no process is left when the ``with`` ends.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.support.training_swarm import WAIT_S, TrainingNode, TrainingSwarm
+from trainer.config import RunConfig, from_mapping, read_yaml
+from trainer.observe import SwarmAccount, SwarmStages
+from trainer.stagewise import StageSet, newest_set, parse_time
+
+__all__ = ["STAGES", "PipelineSwarm", "merged", "steps_of"]
+
+STAGES = ("head", "body-1", "tail")
+
+SETTINGS: dict[str, Any] = {
+    "run_id": "pipeline",
+    "strategy": "async_sparta",
+    "inner": {"precision": "fp32", "compile": "off", "warmup_steps": 5},
+    "data": {"plateau": "off", "holdout": 0},
+    "discovery": {"announce_interval_s": 0.5, "announcement_lifetime_s": 8.0, "poll_interval_s": 0.2},
+    "swarm": {
+        "num_stages": len(STAGES),
+        "stage": {"target_tokens": 256, "clip_factor": float("inf"), "tail_clip_factor": float("inf")},
+        "worker": {"progress_interval_s": 0.2},
+        "driver": {
+            "refresh_s": 0.1,
+            "request_timeout_s": 20.0,
+            "unclear_s": 10.0,
+            "ban_s": 1.0,
+            "max_ban_s": 8.0,
+            "drain_s": 10.0,
+        },
+        "ledger": {
+            "lease_s": 5.0,
+            "lease_margin_s": 1.0,
+            "inquiry_s": 5.0,
+            "reissue_after_s": 3.0,
+            "worker_gone_s": 10.0,
+        },
+        "checkpoint": {"interval_s": 600.0},
+        "join": {"first_peers_s": 1.5, "idle_s": 4.0, "leave_s": 10.0},
+    },
+}
+"""Over those of `TrainingSwarm`: four micro-batches of 2 × 32 tokens a step, and nobody waited for long."""
+
+
+class PipelineSwarm(TrainingSwarm):
+    """The workers and drivers of one run; a context manager that leaves no process behind.
+
+    Args:
+        folder: for everything they write.
+        store: what they train on; by default `text_store`.
+        options: of all of them, over `SETTINGS`, by section and name, however deep.
+    """
+
+    def __init__(self, folder: Path, store: Path | None = None, **options: Any) -> None:
+        folder.mkdir(exist_ok=True)
+        placed = merged(SETTINGS, {"swarm": {"checkpoint": {"directory": str(folder / "stages")}}})
+        super().__init__(folder, store, **merged(placed, options))
+
+    @property
+    def run_file(self) -> Path:
+        """All processes have the same."""
+        return self._config
+
+    @property
+    def config(self) -> RunConfig:
+        """What the run file says."""
+        return from_mapping(RunConfig, read_yaml(self.run_file))
+
+    @property
+    def journal(self) -> Path:
+        """Of the account; its keeper must have ended."""
+        return self.folder / "home" / "ledger" / self.config.run_id / "journal.jsonl"
+
+    def begin_driver(self, name: str = "driver-1", *options: str) -> TrainingNode:
+        """Starts a driver; it prints its steps as JSON lines."""
+        self.begin(name, options=["--pipeline", "swarm", "--json", *options])
+        return self[name]
+
+    def begin_workers(self, *stages: str, suffix: str = "", options: Sequence[str] = ()) -> list[TrainingNode]:
+        """Starts a worker of each of these stages, named as the stage."""
+        for stage in stages:
+            self.begin(stage + suffix, options=options, program=("-m", "trainer", "worker", "--stage", stage))
+        return [self[stage + suffix] for stage in stages]
+
+    def wait_for_steps(
+        self, name: str, count: int, timeout_s: float = WAIT_S, alive: Iterable[TrainingNode] | None = None
+    ) -> None:
+        """Until a driver has printed so many steps, over all its lives."""
+        self.wait(lambda: len(steps_of(self[name])) >= count, f"{count} steps of {name}", timeout_s, alive)
+
+    def account(self, name: str = "driver-1") -> SwarmAccount | None:
+        """As a driver tells it over HTTP; None: it does not know yet."""
+        answer = self._asked(name, "/api/swarm/account")
+        return None if answer is None else SwarmAccount.model_validate(answer)
+
+    def stages(self, name: str = "driver-1") -> SwarmStages | None:
+        """The same, of stages and workers."""
+        answer = self._asked(name, "/api/swarm/stages")
+        return None if answer is None else SwarmStages.model_validate(answer)
+
+    def checkpoints(self) -> StageSet:
+        """The newest there are, of all stages."""
+        config = self.config
+        return newest_set(config.swarm.checkpoint.directory, config.run_id, parse_time("now", 1 << 62))
+
+    def _asked(self, name: str, path: str) -> dict[str, Any] | None:
+        try:
+            return self[name].api(path)
+        except urllib.error.HTTPError as error:
+            if error.code != 503:
+                raise
+            return None
+
+
+def steps_of(driver: TrainingNode) -> list[dict[str, Any]]:
+    """The steps a driver has printed, over all its lives."""
+    lines = [line for line in driver.output().splitlines() if line.startswith('{"kind":"step"')]
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """``settings`` with ``changes`` in their place, section by section."""
+    result = dict(settings)
+    for name, value in changes.items():
+        known = result.get(name)
+        result[name] = merged(known, value) if isinstance(known, Mapping) and isinstance(value, Mapping) else value
+    return result
