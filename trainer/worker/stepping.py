@@ -32,6 +32,9 @@ __all__ = ["StageStepper", "StepStrategy", "Stepped"]
 logger = logging.getLogger(__name__)
 
 _MIN_TIMEOUT_S = 2.0
+_TELL_SHARE = 1 / 8
+"""Of a step's tokens: so much is counted between two exchanges at most, or stages whose steps are shorter than
+`WorkerConfig.progress_interval_s` would step with far more than their target."""
 
 Stepped = Callable[[StepInfo, OuterResult | None], None]
 """Told of every step, in the compute thread."""
@@ -91,6 +94,7 @@ class StageStepper:
         self._on_step = on_step
         self._progress = StageProgress(config.progress_interval_s, max_lead, clock)
         self._seen = (0, 0)
+        self._told_tokens = 0
         self._counted_s = clock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._news = asyncio.Event()
@@ -140,6 +144,7 @@ class StageStepper:
         self._loop = asyncio.get_running_loop()
         while True:
             self._news.clear()
+            self._told_tokens = self._replica.accumulated.num_tokens
             peers = [peer for peer in self._peers() if peer.peer_id not in (None, self._endpoint.peer_id)]
             self._progress.keep({peer.peer_id for peer in peers if peer.peer_id})
             await asyncio.gather(*(self._exchange(peer) for peer in peers))
@@ -162,6 +167,8 @@ class StageStepper:
         seen = (self._replica.version, self._replica.accumulated.num_micro_batches)
         if seen != self._seen:
             self._seen, self._counted_s = seen, self._clock()
+        if self._replica.accumulated.num_tokens - self._told_tokens >= self._target_tokens * _TELL_SHARE:
+            self._wake()
 
     def _is_due(self) -> bool:
         version, own_tokens = self._replica.version, self._replica.accumulated.num_tokens
