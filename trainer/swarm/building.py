@@ -16,7 +16,7 @@ from trainer.errors import CheckpointError
 from trainer.inner import choose_device, make_optimizer
 from trainer.model import Stage, build_stage
 from trainer.stage import StageKind, StageReplica
-from trainer.stagewise import StageCheckpoints, StageState, load_initial_state, newest_set, time_us
+from trainer.stagewise import StageCheckpoints, StageState, newest_set, time_us
 from trainer.subspace import ActivationCodec, SubspaceConstraint, activation_codec, basis_of, fixed_table_of
 from trainer.subspace.constraint import EMBEDDING
 from trainer.swarm.shape import SwarmShape
@@ -86,6 +86,9 @@ def build_stage_site(config: RunConfig, shape: SwarmShape, stage: str) -> BuiltS
         activation_checkpointing=config.inner.activation_checkpointing,
     )
     if config.swarm.start_from:
+        # With torch.distributed.checkpoint comes sympy: a third of what a worker needs to start.
+        from trainer.stagewise import load_initial_state
+
         module.load_state_dict(load_initial_state(config.swarm.start_from, plan, stage, seed=config.seed))
     optimizer = make_optimizer(module, config.inner)
     after_average, kept_axes = _constrained(module, optimizer, shape)
