@@ -20,6 +20,8 @@ from trainer.swarm.tree import Outcome, ProcessTree
 __all__ = ["Display", "run_local"]
 
 _TICK_S = 0.1
+_LOOK_S = 1.0
+"""Between two questions to the drivers: what one said last is to be the end of it, or nearly."""
 _SEED_READY_S = 90.0
 
 
@@ -109,13 +111,15 @@ def _ready_seed(tree: ProcessTree, log_path: Path, stop: Callable[[], bool]) -> 
 def _watch(tree: ProcessTree, display: Display, stop: Callable[[], bool]) -> Outcome:
     """Until it is over; the last that is shown is the last that a driver said."""
     latest = Sight()
-    next_s = time.monotonic() + display.every_s
+    next_look_s = next_show_s = time.monotonic() + min(_LOOK_S, display.every_s)
     outcome: Outcome | None = None
     while outcome is None:
-        if time.monotonic() >= next_s:
+        if time.monotonic() >= next_look_s:
             latest = _newer(latest, sight_of(tree.children))
+            next_look_s = time.monotonic() + _LOOK_S
+        if time.monotonic() >= next_show_s:
             display.show(latest)
-            next_s = time.monotonic() + display.every_s
+            next_show_s = time.monotonic() + display.every_s
         time.sleep(_TICK_S)
         outcome = Outcome(0, "asked to stop") if stop() else tree.look()
     display.show(replace(latest, processes=process_counts(tree.children)))
