@@ -7,8 +7,9 @@ Guarantees: a micro-batch is counted in every stage once, or is said to be lost,
 workers do: what may have been counted is asked after at the same worker until that is clear, and is never sent to
 another one before. The work of a stage is shared in the ratio of its workers' measured speeds; whoever does not answer
 or answers nonsense is left out for a while. Nothing waits without end but for a stage that has no worker left, and
-then the log says which. The trade-off: a driver holds the inputs of each stage for what is under way (hub), or trusts
-the first worker of a chain to say what the others did (chain), whose activations then cross no link twice.
+then the log says which. The trade-off: a driver holds the inputs of each stage for what is under way, and every
+activation crosses its link twice (hub); or activations go from worker to worker, and it sees neither them nor what each
+worker's part of the time was (chain).
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 The driver sends ids and labels to the head and hears of the loss; an activation crosses one link once, from worker to
 worker. A failed chain is tried again *by way of the same workers*: each answers what it has answered before, and does
 only what was not done, so nothing is counted twice whichever of them did not answer. A worker leaves the route only if
-its process is gone, or says that it has not counted the micro-batch, and from then on will not.
+its process is gone, or says that it has not counted the micro-batch, and from then on will not. What the head says is
+done, the others are asked to confirm, with a message of some bytes each.
 
 How long each stage takes is not told; a chain's time is shared out to its workers in the ratio of what was known of
 them, which over many routes finds the slow ones. A worker named by another as the one that failed is banned for a
@@ -33,6 +34,8 @@ __all__ = ["ChainRouter"]
 logger = logging.getLogger(__name__)
 
 _HOP = "hop"
+_CONTRADICTED = Verdict("contradicted", "counted", "ban")
+"""The head says that a stage has counted it, and the stage that it has not."""
 _NAMED = re.compile(r"\b(head|tail|body-[1-9][0-9]{0,3}) ([0-9a-f]{64})\b")
 _FIRST_PAUSE_S = 0.05
 _MAX_PAUSE_S = 2.0
@@ -110,13 +113,25 @@ class _Trip:
         return [placement.worker.unpinned() for placement in placements]  # One of them may have restarted.
 
     async def _done(self, answered: Answered, asked_s: float) -> Outcome:
+        """What the head says is done, confirmed by the others.
+
+        Raises:
+            JourneyEndedError: one of them denies it.
+        """
         journey, took_s = self._journey, time.monotonic() - asked_s
         journey.is_unclear = False
         journey.passed(answered)
+        self._share_out(took_s)
         head, *behind = self._desk.pools
-        for stage in behind:
-            journey.acknowledged(await self._credit(stage))
+        for credit in await asyncio.gather(*(self._credit(stage) for stage in behind)):
+            if isinstance(credit, str):
+                self._desk.pools[head].blame(self._route[head].worker, _CONTRADICTED, asked_s)
+                raise journey.lost(credit, _CONTRADICTED.reason)
+            journey.acknowledged(credit)
         journey.counted(head, answered.body)
+        return journey.done()
+
+    def _share_out(self, took_s: float) -> None:
         estimates = {
             stage: self._desk.pools[stage].estimate_s(placement, self._units)
             for stage, placement in self._route.items()
@@ -126,22 +141,25 @@ class _Trip:
             share_s = took_s * (estimates[stage] / in_all_s if in_all_s > 0 else 1.0 / len(estimates))
             self._desk.pools[stage].told(placement, self._units, share_s)
             self._desk.pools[stage].done(placement)
-        return journey.done()
 
-    async def _credit(self, stage: str) -> StageCredit:
-        """Of a stage behind the first, which has said that it was counted there, but not by which of its lives.
+    async def _credit(self, stage: str) -> StageCredit | str:
+        """Of a stage behind the first; the stage's name if the process that should have counted it says it has not.
 
-        What it is the number of is told by each worker to the one before it only.
+        One that has died since, or does not answer, is believed to have counted it, as the head says. What number it is
+        there, each worker tells to the one before it only.
         """
-        worker = self._route[stage].worker
+        worker, micro_batch = self._route[stage].worker.unpinned(), self._journey.micro_batch
         incarnation = worker.incarnation
-        if self._unclear_since_s is not None:
-            try:
-                _, incarnation = await self._desk.caller.applied(
-                    worker.unpinned(), self._journey.micro_batch, refuse_from_now=False, timeout_s=_QUESTION_S
-                )
-            except RpcError:
-                logger.info("%s does not say which process of it has counted %s", worker, self._journey.micro_batch.key)
+        try:
+            counted, found = await self._desk.caller.applied(
+                worker, micro_batch, refuse_from_now=False, timeout_s=_QUESTION_S
+            )
+        except RpcError as error:
+            logger.info("%s does not say which process of it has counted %s: %s", worker, micro_batch.key, error)
+        else:
+            if not counted and found == incarnation:
+                return stage
+            incarnation = found if counted else incarnation
         return StageCredit(stage=stage, incarnation=incarnation, applied_number=0)
 
     async def _after(self, error: RpcError, asked_s: float) -> None:
