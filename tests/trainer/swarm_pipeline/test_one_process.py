@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tests.support.one_process import OneProcess, records_of
 from tests.support.pipeline_swarm import STAGES, PipelineSwarm, steps_of
+from tests.support.text_store import text_store
 from tests.support.token_store import TokenStore
 from trainer.swarm.building import build_stage_site
 from trainer.swarm.shape import shape_of
@@ -74,3 +75,18 @@ def test_hub_and_chain_train_as_one_process_does(tmp_path: Path) -> None:
     assert all(math.isfinite(loss) for loss in losses)
     assert losses[-1] < losses[0]
     assert all("Traceback" not in worker.output() for worker in workers)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("routing", ["hub", "chain"])
+def test_three_hundred_steps_on_text(routing: str, tmp_path: Path) -> None:
+    """The loss falls, and stays the one process' loss on the way."""
+    options = {"synchronous": True, "routing": routing}
+    with PipelineSwarm(tmp_path, text_store(), swarm={"driver": options}) as swarm:
+        driver = swarm.begin_driver("driver-1", "--max-steps", "300")
+        swarm.begin_workers(*STAGES)
+        assert driver.exit_code(400) == 0
+        assert swarm.stop(*STAGES) == [143] * 3
+        losses = check_equal_training(swarm, 300)
+    assert sum(losses[-20:]) / 20 < sum(losses[:20]) / 20 - 1
