@@ -71,15 +71,19 @@ class Crew:
 
 
 @contextmanager
-def crew(kind: str, count: int, prefixes: Sequence[Sequence[str]] = ()) -> Iterator[Crew]:
-    """Starts `baselines/trainer/{kind}_member.py` so many times.
+def crew(
+    kind: str, count: int, prefixes: Sequence[Sequence[str]] = (), *, folder: Path = MEMBERS, threads: int = 1
+) -> Iterator[Crew]:
+    """Starts `{kind}_member.py` so many times.
 
     Args:
         kind: of the members.
         count: of them.
         prefixes: a command for each that runs its process in a namespace.
+        folder: where the file is.
+        threads: OpenMP's, of each.
     """
-    command = [sys.executable, str(MEMBERS / f"{kind}_member.py")]
+    command = [sys.executable, str(folder / f"{kind}_member.py")]
     processes: list[subprocess.Popen[str]] = []
     try:
         for rank in range(count):
@@ -90,7 +94,7 @@ def crew(kind: str, count: int, prefixes: Sequence[Sequence[str]] = ()) -> Itera
                 stderr=None if os.environ.get("BENCH_STDERR") else subprocess.DEVNULL,
                 text=True,
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)},
             )
             processes.append(process)  # One by one: those that were started end, whatever becomes of the next.
         yield Crew(kind, processes)
