@@ -7,14 +7,15 @@ from concurrent.futures import Future
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from trainer.errors import RefusedError
 from trainer.worker import ReplyCache, WorkerConfig
 from trainer.worker.replies import Known, Receipt, Slot
 
 KEYS = ("e0.s0.r0", "e0.s0.r1", "e0.s0.r2")
-KINDS = ("backward", "chain")
+MANY_KEYS = tuple(f"e0.s0.r{row}" for row in range(6))
+KINDS = ("backward", "backward", "backward", "chain")
 
 
 class Clock:
@@ -175,7 +176,7 @@ class Interleavings(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
-        self.cache = _cache(self.clock, reply_cache_bytes=25, refuse_s=5.0)
+        self.cache = _cache(self.clock, reply_cache_bytes=45, refuse_s=5.0)
         self.waiting: list[tuple[Slot, float]] = []
         """Who asks: a slot and until when."""
         self.ready: list[Slot] = []
@@ -189,7 +190,7 @@ class Interleavings(RuleBasedStateMachine):
         """Until when the keeper has it refused."""
         self.undecided: list[tuple[str, Future[None]]] = []
 
-    @rule(key=st.sampled_from(KEYS), kind=st.sampled_from(KINDS), within_s=st.floats(0.5, 10))
+    @rule(key=st.sampled_from(MANY_KEYS), kind=st.sampled_from(KINDS), within_s=st.sampled_from([1.0, 20.0, 60.0]))
     def ask(self, key: str, kind: str, within_s: float) -> None:
         until_s = self.clock.now_s + within_s
         try:
@@ -207,21 +208,20 @@ class Interleavings(RuleBasedStateMachine):
         if found not in self.ready and all(found is not slot for slot, _ in self.to_settle):
             self.ready.append(found)
 
-    @rule(data=st.data())
-    def go_away(self, data: st.DataObject) -> None:
-        if self.waiting:
-            slot, until_s = self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))
-            self.cache.leave(slot, until_s)
+    @precondition(lambda self: self.waiting)
+    @rule(back=st.integers(1, 3))
+    def go_away(self, back: int) -> None:
+        slot, until_s = self.waiting.pop(-min(back, len(self.waiting)))
+        self.cache.leave(slot, until_s)
 
-    @rule(seconds=st.floats(0.1, 8))
+    @rule(seconds=st.sampled_from([0.5, 2.0, 6.0]))
     def pass_time(self, seconds: float) -> None:
         self.clock.now_s += seconds
 
-    @rule(data=st.data(), stopped_s=st.sampled_from([0.0, 0.0, 0.0, 30.0]))
-    def compute(self, data: st.DataObject, stopped_s: float) -> None:
-        if not self.ready:
-            return
-        slot = self.ready.pop(data.draw(st.integers(0, len(self.ready) - 1)))
+    @precondition(lambda self: self.ready)
+    @rule(back=st.integers(1, 3), stopped_s=st.sampled_from([0.0, 0.0, 70.0]))
+    def compute(self, back: int, stopped_s: float) -> None:
+        slot = self.ready.pop(-min(back, len(self.ready)))
         try:
             self.cache.claim(slot)
         except RefusedError as error:
@@ -240,11 +240,10 @@ class Interleavings(RuleBasedStateMachine):
             return
         self.to_settle.append((slot, receipt))
 
-    @rule(data=st.data())
-    def settle(self, data: st.DataObject) -> None:
-        if not self.to_settle:
-            return
-        slot, receipt = self.to_settle.pop(data.draw(st.integers(0, len(self.to_settle) - 1)))
+    @precondition(lambda self: self.to_settle)
+    @rule(back=st.integers(1, 3))
+    def settle(self, back: int) -> None:
+        slot, receipt = self.to_settle.pop(-min(back, len(self.to_settle)))
         try:
             self.cache.settle(slot, f"{slot.key} {receipt.applied_number}", 10)
         except RefusedError as error:
@@ -256,14 +255,18 @@ class Interleavings(RuleBasedStateMachine):
             assert place not in self.acknowledged
             self.acknowledged[place] = slot.key
 
+    @precondition(lambda self: self.accumulated)
     @rule()
     def step(self) -> None:
         self.stepped += self.accumulated
         self.accumulated.clear()
         self.cache.stepped()
 
-    @rule(key=st.sampled_from(KEYS))
-    def give_away(self, key: str) -> None:
+    @precondition(lambda self: self.waiting or self.accumulated)
+    @rule(back=st.integers(1, 3))
+    def give_away(self, back: int) -> None:
+        keys = [slot.key for slot, _ in self.waiting] or self.accumulated
+        key = keys[-min(back, len(keys))]
         _, counted, undecided = self.cache.counted_among([key], refuse_from_now=True)
         assert not undecided  # The compute thread is never interrupted between claim and counting here.
         assert (key in counted) == (key in self.accumulated + self.stepped)
@@ -281,5 +284,5 @@ class Interleavings(RuleBasedStateMachine):
             assert key in self.accumulated + self.stepped or incarnation != self.cache.incarnation
 
 
-Interleavings.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None, database=None)
+Interleavings.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None, database=None)
 TestInterleavings = Interleavings.TestCase

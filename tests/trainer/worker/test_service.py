@@ -263,15 +263,16 @@ async def test_held_out_data_leave_nothing_behind(head_input: Tensors, tail_inpu
             assert running.worker.replica.cached_bytes == running.worker.replica.accumulated.num_micro_batches == 0
 
 
-@pytest.mark.parametrize("codec", ["fp16", "int8"])
+@pytest.mark.parametrize("codec", ["fp16", "int8", "subspace+int8"])
 @on_event_loop
 async def test_narrow_links_change_little(codec: str) -> None:
     ids, labels = random_tokens(64, 2, 8)
-    total, _ = build_model(small_config(), 0).loss_sum(ids, labels)
+    space: dict[str, Any] = {"subspace_rank": 4, "subspace_free_layers": 1} if codec.startswith("subspace") else {}
+    total, _ = build_model(small_config(**space), 0).loss_sum(ids, labels)
     async with AsyncExitStack() as stack:
-        setups = [WorkerSetup(stage, codec=codec) for stage in ("head", "body-1", "tail")]
+        setups = [WorkerSetup(stage, codec=codec, model=space) for stage in ("head", "body-1", "tail")]
         workers = [await stack.enter_async_context(running_worker(setup)) for setup in setups]
-        driver = await stack.enter_async_context(running_driver())
+        driver = await stack.enter_async_context(running_driver(needs_ids=bool(space)))
         hub = await driver.hub(workers, KEY, ids, labels)
         chain = await driver.chain(workers, "e0.s0.r2", ids, labels)
         assert hub[0].body.loss_sum == chain.body.loss_sum == pytest.approx(float(total.detach()), rel=1e-3)
