@@ -103,6 +103,13 @@ class ModelConfig:
         return self.subspace_rank > 0 and layer < self.num_layers - self.subspace_free_layers
 
     @property
+    def subspace_gain(self) -> float:
+        """Constant gain of re-ordered norms: what they let a part write to each of its dimensions has a mean square of
+        1, as in an ordinary model.
+        """
+        return math.sqrt(self.subspace_rank / self.dim)
+
+    @property
     def head_dim(self) -> int:
         """Values of one head."""
         return self.dim // self.num_heads

@@ -17,8 +17,8 @@ from trainer.model.config import ModelConfig
 from trainer.model.init import init_weights
 from trainer.model.layers import Block, Layers, make_blocks
 from trainer.model.stages import BodyStage, HeadStage, Readout, Stage, TailStage, Transformer
+from trainer.subspace.constraint import zero_writers_
 from trainer.subspace.embedding import make_embedding
-from trainer.subspace.first import first_weights_
 
 __all__ = ["build_model", "build_stage", "split", "stage_ranges"]
 
@@ -120,7 +120,7 @@ def split(model: Transformer, stages: int | Sequence[range]) -> list[Stage]:
 
 def _first_weights(stage: Stage, config: ModelConfig, seed: int) -> None:
     init_weights(stage, config, seed)
-    first_weights_(stage, config, seed)
+    zero_writers_(stage, config)
 
 
 def _part(model: Transformer, numbers: range) -> Layers:

@@ -29,18 +29,18 @@ class RMSNorm(nn.Module):
     Args:
         num_values: of the last dimension.
         eps: added to the mean square.
-        learns_gain: False: the weight is 1 for good, and no part of the state.
+        constant_gain: all of the weight for good, which is then no part of the state; None: it is learned, from 1.
     """
 
     weight: Tensor
 
-    def __init__(self, num_values: int, eps: float, *, learns_gain: bool = True) -> None:
+    def __init__(self, num_values: int, eps: float, *, constant_gain: float | None = None) -> None:
         super().__init__()
         self.eps = eps
-        if learns_gain:
+        if constant_gain is None:
             self.weight = nn.Parameter(torch.ones(num_values))
         else:
-            self.register_buffer("weight", torch.ones(num_values), persistent=False)
+            self.register_buffer("weight", torch.full((num_values,), constant_gain), persistent=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalises the last dimension."""
@@ -117,9 +117,9 @@ class Block(nn.Module):
         self.reorder_norm = config.reorder_norm
         self.attention = _Attention(config)
         self.feed_forward = _FeedForward(config)
-        learns_gain = not (is_constrained and config.reorder_norm)
-        self.attention_norm = RMSNorm(config.dim, config.norm_eps, learns_gain=learns_gain)
-        self.feed_forward_norm = RMSNorm(config.dim, config.norm_eps, learns_gain=learns_gain)
+        gain = config.subspace_gain if is_constrained and config.reorder_norm else None
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps, constant_gain=gain)
+        self.feed_forward_norm = RMSNorm(config.dim, config.norm_eps, constant_gain=gain)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Maps hidden[batch, tokens, dim] to the same shape; cos and sin are `rotary_table`'s rows of the tokens."""

@@ -1,13 +1,13 @@
-"""The basis of a subspace: orthonormal columns, the same bits on every machine.
+"""The basis of a subspace: orthonormal columns, the same at both ends of every link.
 
-Both ends of a link, and all replicas of a stage, must have the same basis to the bit, or what one writes the other
-misreads by a little, for ever. A QR decomposition by LAPACK differs between processors in its last digits; so the
-columns are orthonormalised by modified Gram-Schmidt in fp64, with sums in a fixed order, of operations that IEEE 754
-rounds alike everywhere, and rounded to fp32 once. The random matrix it starts from is `truncated_normal`'s.
+A run's own basis are coordinates: ``rank`` columns of the identity, chosen by seed. To the model that is as good as any
+other basis, since the matrices that read the stream absorb a rotation. To its training it is better: nothing is ever
+rounded, on any machine, so a projection is exact and a state's bits do not depend on who projected it; and AdamW, which
+scales value by value, does not leave the subspace. `tiny` with rank 8 of 128 reached a loss of 4.64 after 200 steps on
+text, against 4.69 with random orthonormal columns and 4.61 without a subspace.
 
-A basis that comes as a file (safetensors; nothing is unpickled) is used only if its columns are orthonormal, without
-which decoding is not the inverse of encoding, and if its digest is the run's. Making one takes 0.02 s for 1,024 by
-64 and 0.4 s for 4,096 by 256, once a process; UᵀU − I is then 2e-6.
+A basis that comes as a file (safetensors; nothing is unpickled) may have any orthonormal columns. It is used only if
+they are, without which decoding is not the inverse of encoding, and if its digest is the run's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -57,6 +56,13 @@ class Basis:
         running = hashlib.sha256(f"basis fp32 {self.dim} {self.rank}\n".encode())
         running.update(np.ascontiguousarray(self.matrix.numpy()).data)
         return running.hexdigest()
+
+    def coordinates(self) -> Tensor | None:
+        """int64[rank], the one row in which each column is 1; None if it is another basis."""
+        is_one = self.matrix == 1.0
+        if int(torch.count_nonzero(self.matrix)) != self.rank or not bool(is_one.any(dim=0).all()):
+            return None
+        return is_one.long().argmax(dim=0)
 
     def check(self, digest: str = "") -> None:
         """Refuses what is no basis.
@@ -119,35 +125,14 @@ class Basis:
 
 @lru_cache(maxsize=4)
 def basis_of(dim: int, rank: int, seed: int) -> Basis:
-    """The basis of a seed.
+    """The basis of a seed: so many coordinates, in ascending order.
 
     Raises:
         TrainerUsageError: the rank is not from 1 to dim.
     """
     if not 1 <= rank <= dim:
         raise TrainerUsageError(f"subspace.rank: expected 1 to dim = {dim}, found {rank}")
-    rows = truncated_normal(seed, "subspace.basis", 0, rank * dim).astype(np.float64).reshape(rank, dim)
-    _orthonormalise(rows)
-    basis = Basis(torch.from_numpy(np.ascontiguousarray(rows.T.astype(np.float32))))
-    basis.check()
-    return basis
-
-
-def _orthonormalise(rows: NDArray[np.float64]) -> None:
-    """Makes rows orthonormal, in place."""
-    for index, row in enumerate(rows):
-        row /= np.sqrt(_summed(row * row))
-        rest = rows[index + 1 :]
-        rest -= _summed(rest * row)[..., None] * row
-
-
-def _summed(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Sums over the last axis by halves, an order that is the same everywhere; ``values`` is used up."""
-    count = values.shape[-1]
-    while count > 1:
-        half = count // 2
-        values[..., :half] += values[..., half : 2 * half]
-        if count % 2:
-            values[..., 0] += values[..., count - 1]
-        count = half
-    return values[..., 0]
+    order = np.argsort(truncated_normal(seed, "subspace.basis", 0, dim), kind="stable")
+    matrix = np.zeros((dim, rank), dtype=np.float32)
+    matrix[np.sort(order[:rank]), np.arange(rank)] = 1.0
+    return Basis(torch.from_numpy(matrix))

@@ -31,7 +31,8 @@ from trainer.errors import CodecError, TrainerUsageError
 from trainer.state.descriptor import TensorSpec
 from trainer.subspace.basis import Basis
 from trainer.subspace.ids import check_ids
-from trainer.subspace.packing import PACKINGS, PackingName, ValuePacking, check_specs
+from trainer.subspace.packing import PACKINGS, PackingName, ValuePacking, check_finite, check_specs
+from trainer.subspace.projector import Projector, projector
 
 __all__ = ["ACTIVATION_CODECS", "ActivationCodec", "ActivationCodecName", "Direction", "Encoded", "activation_codec"]
 
@@ -61,22 +62,11 @@ class Encoded:
 class _Subspace:
     """Where the residual stream of a constrained model is to be found."""
 
-    basis: Tensor
-    """fp32[dim, rank]."""
+    dim: int
+    rank: int
+    basis: Projector
     fixed: Tensor
     """fp32[vocabulary, dim]."""
-
-    def coefficients(self, values: Tensor) -> Tensor:
-        """fp32[B, S, rank] of fp32[B, S, dim]."""
-        _check_width(values, self.basis.shape[0])
-        with torch.autocast(values.device.type, enabled=False):
-            return values @ self.basis
-
-    def span(self, coefficients: Tensor) -> Tensor:
-        """fp32[B, S, dim] of fp32[B, S, rank]."""
-        _check_width(coefficients, self.basis.shape[1])
-        with torch.autocast(coefficients.device.type, enabled=False):
-            return coefficients @ self.basis.T
 
     def offsets(self, ids: Tensor | None, like: Tensor) -> Tensor:
         """The fixed rows of ids, fp32[B, S, dim]."""
@@ -119,9 +109,8 @@ class ActivationCodec:
         """
         values = _checked(activation)
         if self.subspace is not None:
-            _check_width(values, self.subspace.basis.shape[0])
-            values = values.to(self.device)
-            values = self.subspace.coefficients(values - self.subspace.offsets(ids, values))
+            values = self._in_full("activation", values, self.subspace)
+            values = self.subspace.basis.coefficients(values - self.subspace.offsets(ids, values))
         return self._packed("activation", values, activation.numel())
 
     def decode(self, tensors: Mapping[str, Tensor], ids: Tensor | None = None) -> Tensor:
@@ -138,8 +127,8 @@ class ActivationCodec:
         values = self._unpacked("activation", tensors)
         if self.subspace is None:
             return values
-        offsets = self.subspace.offsets(ids, values)
-        return self.subspace.span(values).add_(offsets)
+        _check_width(values, self.subspace.rank)
+        return self.subspace.basis.add_span_(values, self.subspace.offsets(ids, values))
 
     def grad_encode(self, gradient: Tensor) -> Encoded:
         """Prepares the gradient by an activation for the wire; fp32, or narrower, [B, S, dim].
@@ -150,7 +139,7 @@ class ActivationCodec:
         """
         values = _checked(gradient)
         if self.subspace is not None:
-            values = self.subspace.coefficients(values.to(self.device))
+            values = self.subspace.basis.coefficients(self._in_full("gradient", values, self.subspace))
         return self._packed("gradient", values, gradient.numel())
 
     def grad_decode(self, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -161,7 +150,10 @@ class ActivationCodec:
             NonFiniteActivationError: they are not finite.
         """
         values = self._unpacked("gradient", tensors)
-        return values if self.subspace is None else self.subspace.span(values)
+        if self.subspace is None:
+            return values
+        _check_width(values, self.subspace.rank)
+        return self.subspace.basis.add_span_(values, values.new_zeros((*values.shape[:2], self.subspace.dim)))
 
     def specs(self, num_rows: int, num_positions: int, dim: int, direction: Direction) -> tuple[TensorSpec, ...]:
         """Exactly the tensors that travel, by name; of ids see `trainer.subspace.ids.ids_spec`.
@@ -177,9 +169,9 @@ class ActivationCodec:
         """
         width = dim
         if self.subspace is not None:
-            expected, width = self.subspace.basis.shape
-            if dim != expected:
-                raise TrainerUsageError(f"expected activations of width {expected}, found {dim}")
+            width = self.subspace.rank
+            if dim != self.subspace.dim:
+                raise TrainerUsageError(f"expected activations of width {self.subspace.dim}, found {dim}")
         return self.packing.specs(direction, (num_rows, num_positions, width))
 
     def check(
@@ -195,6 +187,13 @@ class ActivationCodec:
     def wire_bytes(self, num_rows: int, num_positions: int, dim: int, direction: Direction) -> int:
         """Bytes of the tensors that travel, ids not included."""
         return sum(spec.size_bytes for spec in self.specs(num_rows, num_positions, dim, direction))
+
+    def _in_full(self, direction: Direction, values: Tensor, subspace: _Subspace) -> Tensor:
+        """All of them looked at, also those that do not travel: NaN in any is a stage that has gone wrong."""
+        _check_width(values, subspace.dim)
+        values = values.to(self.device)
+        check_finite(direction, values)
+        return values
 
     def _packed(self, direction: Direction, values: Tensor, num_values: int) -> Encoded:
         tensors = self.packing.pack(direction, values)
@@ -229,6 +228,7 @@ def activation_codec(
 
     Raises:
         TrainerUsageError: there is none of that name, or it needs a basis and fixed rows of one width.
+        BasisError: the basis is not orthonormal.
     """
     if name not in ACTIVATION_CODECS:
         raise TrainerUsageError(f"codec: expected one of {', '.join(ACTIVATION_CODECS)}, found {name!r}")
@@ -239,7 +239,9 @@ def activation_codec(
         return ActivationCodec(name, packing.rounding, where, packing, None)
     if basis is None or fixed is None or fixed.ndim != 2 or fixed.shape[1] != basis.dim:
         raise TrainerUsageError(f"codec {name}: expected a basis and fixed rows of its width; is subspace.rank set?")
-    subspace = _Subspace(basis.matrix.to(where), fixed.detach().to(device=where, dtype=torch.float32))
+    basis.check()
+    table = fixed.detach().to(device=where, dtype=torch.float32)
+    subspace = _Subspace(basis.dim, basis.rank, projector(basis, where), table)
     return ActivationCodec(name, packing.rounding, where, packing, subspace)
 
 

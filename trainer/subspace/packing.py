@@ -25,7 +25,7 @@ from trainer.errors import CodecError, NonFiniteActivationError
 from trainer.state.descriptor import TensorSpec
 from trainer.state.tensor_bytes import specs_of
 
-__all__ = ["PACKINGS", "PackingName", "ValuePacking", "check_specs"]
+__all__ = ["PACKINGS", "PackingName", "ValuePacking", "check_finite", "check_specs"]
 
 PackingName = Literal["fp32", "fp16", "int8"]
 Shape = tuple[int, int, int]
@@ -87,13 +87,13 @@ class _Fp32:
 
     def pack(self, name: str, values: Tensor) -> dict[str, Tensor]:
         """See `ValuePacking.pack`."""
-        _check_finite(name, values)
+        check_finite(name, values)
         return {name: values.to("cpu").contiguous()}
 
     def unpack(self, name: str, tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
         """See `ValuePacking.unpack`; shares memory with what came where it lies on the same device."""
         values = tensors[name].to(device)
-        _check_finite(name, values)
+        check_finite(name, values)
         return values
 
     def specs(self, name: str, shape: Shape) -> tuple[TensorSpec, ...]:
@@ -106,7 +106,7 @@ class _Fp16:
 
     def pack(self, name: str, values: Tensor) -> dict[str, Tensor]:
         """See `ValuePacking.pack`."""
-        _check_finite(name, values)
+        check_finite(name, values)
         flat = values.flatten(1)
         largest = flat.abs().amax(1) if flat.shape[1] else flat.new_zeros(len(flat))
         exponents = torch.frexp(largest).exponent.clamp(-_MAX_EXPONENT, _MAX_EXPONENT + 2 * _FP16_EXPONENT)
@@ -120,7 +120,7 @@ class _Fp16:
         if not bool(((scales > 0) & torch.isfinite(scales)).all()):
             raise CodecError(f"{name}: expected scales above 0, found others; drop the message")
         values = tensors[name].to(device).float() * scales.to(device)[:, None, None]
-        _check_finite(name, values)
+        check_finite(name, values)
         return values
 
     def specs(self, name: str, shape: Shape) -> tuple[TensorSpec, ...]:
@@ -137,7 +137,7 @@ class _Int8:
 
     def pack(self, name: str, values: Tensor) -> dict[str, Tensor]:
         """See `ValuePacking.pack`."""
-        _check_finite(name, values)
+        check_finite(name, values)
         flat = values.to("cpu").contiguous().view(-1)
         encoded = torch.frombuffer(bytearray(self._codec.encode(flat)), dtype=torch.int8)
         split = encoded.numel() - flat.numel()
@@ -148,7 +148,7 @@ class _Int8:
         levels, scales = tensors[name].contiguous(), tensors[f"{name}.scales"].contiguous()
         encoded = torch.cat((scales.view(torch.int8), levels.view(-1)))
         values = self._codec.decode(encoded.numpy().data, levels.numel()).view(levels.shape).to(device)
-        _check_finite(name, values)
+        check_finite(name, values)
         return values
 
     def specs(self, name: str, shape: Shape) -> tuple[TensorSpec, ...]:
@@ -162,7 +162,12 @@ PACKINGS: Final = MappingProxyType[PackingName, ValuePacking]({"fp32": _Fp32(), 
 """By name."""
 
 
-def _check_finite(name: str, values: Tensor) -> None:
+def check_finite(name: str, values: Tensor) -> None:
+    """Refuses values among which there is NaN or infinity.
+
+    Raises:
+        NonFiniteActivationError: there is.
+    """
     if values.numel() == 0:
         return
     lowest, highest = torch.aminmax(values)

@@ -1,7 +1,7 @@
 """A subspace network as an ordinary model: the same function, in the form everybody else reads.
 
 The embedding becomes fixed plus learnable rows (the addition the network itself does, so the logits are the same bits),
-constant gains become parameters of ones. There is no way back: an ordinary model's weights are in no subspace.
+constant gains become parameters. There is no way back: an ordinary model's weights are in no subspace.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from trainer.model.config import ModelConfig
@@ -44,6 +43,6 @@ def plain_state(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, T
         for number in filter(config.is_constrained, range(config.num_layers)):
             writer = plain.get(f"layers.{number}.attention.o_proj.weight")
             if writer is not None:
-                ones = torch.ones(config.dim, dtype=writer.dtype, device=writer.device)
-                plain |= {f"layers.{number}.{part}_norm.weight": ones.clone() for part in ("attention", "feed_forward")}
+                gain = writer.new_full((config.dim,), config.subspace_gain)
+                plain |= {f"layers.{number}.{part}_norm.weight": gain.clone() for part in ("attention", "feed_forward")}
     return plain

@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainer.errors import CodecError, NonFiniteActivationError, TrainerUsageError
+from trainer.errors import BasisError, CodecError, NonFiniteActivationError, TrainerUsageError
 from trainer.state.tensor_bytes import chunks_of, specs_of, tensors_in
 from trainer.subspace import (
     ACTIVATION_CODECS,
     ActivationCodec,
+    Basis,
     activation_codec,
     basis_of,
     fixed_table,
@@ -25,6 +26,8 @@ from trainer.subspace.codec import Direction
 
 _DIM, _RANK, _NUM_IDS = 24, 4, 50
 _BASIS = basis_of(_DIM, _RANK, 1)
+_ROTATED = Basis(torch.linalg.qr(torch.randn(_DIM, _RANK, generator=torch.Generator().manual_seed(4))).Q)
+"""No coordinates: what a file may bring."""
 _FIXED = fixed_table(_NUM_IDS, _DIM, 1, 0.2)
 _all_codecs = pytest.mark.parametrize("name", ACTIVATION_CODECS)
 _shapes = st.tuples(st.integers(1, 5), st.integers(1, 90))
@@ -128,15 +131,28 @@ def test_bytes_saved(name: str, ratio: float):
     assert encoded.raw_bytes / encoded.wire_bytes == pytest.approx(ratio, rel=0.01)
 
 
-def test_what_is_not_in_the_subspace_is_lost():
-    hidden, ids = _hidden((2, 8), 0)
-    codec = _codec("subspace")
-    outside = torch.randn(2, 8, _DIM, generator=torch.Generator().manual_seed(1))
-    outside -= outside @ _BASIS.matrix @ _BASIS.matrix.T
+@pytest.mark.parametrize("basis", [_BASIS, _ROTATED], ids=["coordinates", "rotated"])
+def test_what_is_in_the_subspace_travels_and_what_is_not_is_lost(basis: Basis):
+    _, ids = _hidden((2, 8), 0)
+    codec = activation_codec("subspace", basis, _FIXED)
+    generator = torch.Generator().manual_seed(1)
+    hidden = _FIXED[ids] + torch.randn(2, 8, _RANK, generator=generator) @ basis.matrix.T
+    outside = torch.randn(2, 8, _DIM, generator=generator)
+    kept = outside @ basis.matrix @ basis.matrix.T
+    torch.testing.assert_close(codec.grad_decode(codec.grad_encode(outside).tensors), kept, rtol=0, atol=1e-5)
+    outside -= kept
 
     decoded = codec.decode(codec.encode(hidden + outside, ids).tensors, ids)
 
     torch.testing.assert_close(decoded, hidden, rtol=0, atol=1e-5)
+
+
+def test_a_constrained_stages_activation_arrives_to_its_last_bits():
+    hidden, ids = _hidden((4, 64), 0, scale=30.0)
+
+    decoded = _codec("subspace").decode(_codec("subspace").encode(hidden, ids).tensors, ids)
+
+    torch.testing.assert_close(decoded, hidden, rtol=1e-6, atol=1e-7)
 
 
 def test_a_gradient_is_the_derivative_by_the_coefficients():
@@ -287,8 +303,9 @@ def test_ids_that_no_vocabulary_has_are_refused():
 
 
 def test_half_precision_activations_are_encoded_in_fp32_also_under_autocast():
-    codec = _codec("subspace")
-    hidden, ids = _hidden((2, 8), 0)
+    codec = activation_codec("subspace", _ROTATED, _FIXED)
+    _, ids = _hidden((2, 8), 0)
+    hidden = _FIXED[ids] + torch.ones(2, 8, _RANK) @ _ROTATED.matrix.T
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
         decoded = codec.decode(codec.encode(hidden, ids).tensors, ids)
@@ -316,5 +333,7 @@ def test_names_and_needs_are_checked():
     for basis, fixed in ((None, _FIXED), (_BASIS, None), (_BASIS, _FIXED[:, :-1])):
         with pytest.raises(TrainerUsageError, match="basis and fixed rows"):
             activation_codec("subspace", basis, fixed)
+    with pytest.raises(BasisError, match="orthonormal"):
+        activation_codec("subspace", Basis(torch.ones(_DIM, 2)), _FIXED)
     with pytest.raises(TrainerUsageError, match="width 24, found 32"):
         _codec("subspace").specs(1, 1, 32, "activation")

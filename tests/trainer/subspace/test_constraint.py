@@ -13,10 +13,12 @@ from trainer.errors import TrainerUsageError
 from trainer.inner import InnerConfig
 from trainer.inner.optimizer import make_optimizer
 from trainer.model import ModelConfig, Transformer, build_model, build_stage, split, stage_ranges
-from trainer.subspace import SubspaceConfig, SubspaceConstraint, basis_of
+from trainer.subspace import Basis, SubspaceConfig, SubspaceConstraint, basis_of
 
 _OLMO2 = {"qk_norm": True, "reorder_norm": True}
 _RANK = 3
+_ROTATED = Basis(torch.linalg.qr(torch.randn(16, _RANK, generator=torch.Generator().manual_seed(4))).Q)
+_BASES = pytest.mark.parametrize("basis", [None, _ROTATED], ids=["coordinates", "rotated"])
 
 
 def _config(free_layers: int = 1, **changes: object) -> ModelConfig:
@@ -55,10 +57,11 @@ def test_a_tail_of_free_layers_has_nothing_to_constrain():
     assert all(torch.equal(value, before[name]) for name, value in tail.state_dict().items())
 
 
+@_BASES
 @pytest.mark.parametrize("norms", [{}, _OLMO2], ids=["pre-norm", "re-ordered"])
-def test_one_step_leaves_the_subspace_unless_it_is_projected(norms: dict[str, bool]):
+def test_one_step_leaves_the_subspace_unless_it_is_projected(norms: dict[str, bool], basis: Basis | None):
     strays, stays = (build_model(_config(**norms), 0) for _ in range(2))
-    constraints = [SubspaceConstraint(model, model.config) for model in (strays, stays)]
+    constraints = [SubspaceConstraint(model, model.config, basis) for model in (strays, stays)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (strays, stays)]
     constraints[1].attach(optimizers[1])
 
@@ -69,11 +72,12 @@ def test_one_step_leaves_the_subspace_unless_it_is_projected(norms: dict[str, bo
     assert constraints[1].distance() < 1e-6
 
 
+@_BASES
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**20), scale=st.floats(1e-6, 1e6))
-def test_a_projection_is_orthogonal_and_does_nothing_twice(seed: int, scale: float):
+def test_a_projection_is_orthogonal_and_does_nothing_twice(basis: Basis | None, seed: int, scale: float):
     model = build_model(_config(), 0)
-    constraint = SubspaceConstraint(model, model.config)
+    constraint = SubspaceConstraint(model, model.config, basis)
     generator = torch.Generator().manual_seed(seed)
     given_ = {name: scale * torch.randn(value.shape, generator=generator) for name, value in model.named_parameters()}
     once = {name: value.clone() for name, value in given_.items()}
@@ -119,9 +123,10 @@ def test_parameters_without_a_gradient_are_passed_over():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_ensure_keeps_the_bits_of_what_is_within_and_heals_what_is_not():
+@_BASES
+def test_ensure_keeps_the_bits_of_what_is_within_and_heals_what_is_not(basis: Basis | None):
     model = build_model(_config(), 0)
-    constraint = SubspaceConstraint(model, model.config)
+    constraint = SubspaceConstraint(model, model.config, basis)
     constraint.attach(optimizer := torch.optim.AdamW(model.parameters(), lr=1e-2))
     _step(model, optimizer, seed=1)
     before = copy.deepcopy(model.state_dict())
@@ -142,6 +147,23 @@ def test_a_tensor_of_another_shape_is_named():
 
     with pytest.raises(TrainerUsageError, match=r"embedding\.weight: expected the shape \[64, 16\], found \[16, 64\]"):
         SubspaceConstraint(model, model.config).project_({"embedding.weight": torch.zeros(16, 64)})
+
+
+def test_a_projection_on_coordinates_is_exact():
+    model = build_model(_config(), 0)
+    constraint = SubspaceConstraint(model, model.config)
+    coordinates = basis_of(16, _RANK, 5).coordinates()
+    assert coordinates is not None
+    weight = model.get_parameter("layers.0.attention.o_proj.weight")
+    with torch.no_grad():
+        weight.copy_(torch.randn(16, 16, generator=torch.Generator().manual_seed(0)))
+    before = weight.detach().clone()
+
+    constraint.project_()
+
+    assert torch.equal(weight[coordinates], before[coordinates])
+    assert int(torch.count_nonzero(weight)) == _RANK * 16
+    assert constraint.distance() == 0.0
 
 
 def test_a_basis_of_another_shape_and_an_ordinary_model_are_refused():
