@@ -40,6 +40,7 @@ FAST = {"host": "127.0.0.1", "heartbeat_s": 0.25, "stall_timeout_s": 5.0, "stop_
 INNER = {"lr": 1e-3, "schedule": "constant", "warmup_steps": 0, "precision": "fp32", "compile": "off"}
 
 __all__ = [
+    "FAST",
     "RUN_ID",
     "RunningWorker",
     "StageProcess",

@@ -50,14 +50,16 @@ class StageProgress:
         """When another worker last said that it had got further."""
         return self._changed_s
 
-    def hear(self, peer_id: PeerId, report: ProgressReport) -> None:
-        """Another worker of the stage says how far it is."""
+    def hear(self, peer_id: PeerId, report: ProgressReport) -> bool:
+        """Another worker of the stage says how far it is; returns whether that is news."""
         now_s = self._clock()
         with self._lock:
             before = self._heard.get(peer_id)
             self._heard[peer_id] = _Heard(report, now_s)
-            if before is None or _place(before.report) != _place(report):
+            is_news = before is None or before.report != report
+            if is_news:
                 self._changed_s = now_s
+            return is_news
 
     def keep(self, peer_ids: Collection[PeerId]) -> None:
         """Forgets all others: they are no workers of the stage any more."""
@@ -90,7 +92,3 @@ class StageProgress:
             return [
                 heard.report for heard in self._heard.values() if heard.at_s >= oldest_s and not heard.report.joining
             ]
-
-
-def _place(report: ProgressReport) -> tuple[str, int, int]:
-    return report.incarnation, report.version, report.num_tokens

@@ -14,13 +14,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 from trainer.engine.strategy import OuterResult
 from trainer.errors import RpcError
 from trainer.pipeline.messages import PROGRESS, ProgressReport
 from trainer.pipeline.work import boottime_s
-from trainer.rpc import Endpoint, Peer, Reply, Request
+from trainer.rpc import Endpoint, Peer, PeerId, Reply, Request
 from trainer.stage import StageReplica, StepInfo
 from trainer.worker.applying import StageReplies
 from trainer.worker.config import WorkerConfig
@@ -83,7 +84,10 @@ class StageStepper:
         self.joining = False
         """While joining nothing steps, and the others do not count this worker."""
         self.strategy = strategy
+        self.on_news: Callable[[], None] | None = None
+        """Called when another worker has said something: it may be time to step."""
         self._endpoint = endpoint
+        self._own_id = endpoint.peer_id
         self._replica = replica
         self._replies = replies
         self._shared = shared
@@ -142,16 +146,22 @@ class StageStepper:
     async def run(self) -> None:
         """Tells the stage's other workers how far this one is, and hears it of them, until it is cancelled."""
         self._loop = asyncio.get_running_loop()
-        while True:
-            self._news.clear()
-            self._told_tokens = self._replica.accumulated.num_tokens
-            peers = [peer for peer in self._peers() if peer.peer_id not in (None, self._endpoint.peer_id)]
-            self._progress.keep({peer.peer_id for peer in peers if peer.peer_id})
-            await asyncio.gather(*(self._exchange(peer) for peer in peers))
-            try:
-                await asyncio.wait_for(self._news.wait(), self._config.progress_interval_s)
-            except TimeoutError:
-                continue
+        under_way: dict[str, asyncio.Task[None]] = {}
+        try:
+            while True:
+                self._news.clear()
+                peers = {peer.peer_id: peer for peer in self._peers() if peer.peer_id not in (None, self._own_id)}
+                self._progress.keep({peer_id for peer_id in peers if peer_id})
+                under_way = {peer_id: task for peer_id, task in under_way.items() if not task.done()}
+                for peer_id, peer in peers.items():
+                    if peer_id and peer_id not in under_way:  # One that does not answer does not hold up the others.
+                        under_way[peer_id] = self._loop.create_task(self._exchange(peer))
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._news.wait(), self._config.progress_interval_s)
+        finally:
+            for task in under_way.values():
+                task.cancel()
+            await asyncio.gather(*under_way.values(), return_exceptions=True)
 
     def report(self) -> ProgressReport:
         """How far this worker is."""
@@ -208,9 +218,13 @@ class StageStepper:
         except RpcError as error:
             logger.debug("no progress heard of %s: %s", peer.address, error)
             return
-        self._progress.hear(reply.sender, reply.body)
+        self._hear(reply.sender, reply.body)
+
+    def _hear(self, peer_id: PeerId, report: ProgressReport) -> None:
+        if self._progress.hear(peer_id, report) and self.on_news is not None:
+            self.on_news()
 
     async def _answer(self, request: Request[ProgressReport]) -> Reply[ProgressReport]:
         if any(peer.peer_id == request.sender for peer in self._peers()):
-            self._progress.hear(request.sender, request.body)
+            self._hear(request.sender, request.body)
         return Reply(self.report())

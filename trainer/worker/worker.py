@@ -93,6 +93,7 @@ class StageWorker:
             on_step=on_step,
         )
         self.runtime = Runtime(config, clock=clock, between=self.stepper.between)
+        self.stepper.on_news = self.runtime.wake
         self._link = StageLink(StageShape.of(plan.config, replica.kind), codec, meter)
         self.service = StageService(
             endpoint,

@@ -284,5 +284,5 @@ class Interleavings(RuleBasedStateMachine):
             assert key in self.accumulated + self.stepped or incarnation != self.cache.incarnation
 
 
-Interleavings.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None, database=None)
+Interleavings.TestCase.settings = settings(max_examples=70, stateful_step_count=50, deadline=None, database=None)
 TestInterleavings = Interleavings.TestCase

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
@@ -14,11 +15,11 @@ from torch import Tensor
 from tests.support.event_loop import on_event_loop
 from tests.support.model_configs import random_tokens
 from tests.support.stage_driver import running_driver
-from tests.support.stage_worker import RunningWorker, WorkerSetup, running_worker, until, weights
+from tests.support.stage_worker import FAST, RUN_ID, RunningWorker, WorkerSetup, running_worker, until, weights
 from trainer.engine.collective import RoundReport
 from trainer.engine.strategy import OuterResult
 from trainer.pipeline.messages import ProgressReport
-from trainer.rpc import Peer
+from trainer.rpc import Endpoint, Identity, Peer, Reply, Request, RpcConfig
 from trainer.stage import StepInfo
 from trainer.worker.progress import StageProgress
 from trainer.worker.sharing import SharedThrough
@@ -220,3 +221,26 @@ def test_a_checkpoint_shares_what_it_holds() -> None:
     assert shared.count == 8
     shared.start_over()
     assert shared.count == 0
+
+
+@on_event_loop
+async def test_a_worker_that_does_not_answer_holds_up_nobody(tail_input: dict[str, Tensor]) -> None:
+    async with AsyncExitStack() as stack:
+        driver = await stack.enter_async_context(running_driver())
+        silent = Endpoint(Identity.create(), RUN_ID, RpcConfig(**FAST))  # type: ignore[arg-type]
+        silent.register("stage/progress", ProgressReport, _never)
+        await silent.start()
+        stack.push_async_callback(silent.stop)
+        peers = [silent.peer]
+        setup = replace(TAIL, worker={"progress_interval_s": 3600.0})  # A step is told at once, and time-outs are long.
+        first = await stack.enter_async_context(running_worker(setup, peers=lambda: tuple(peers)))
+        second = await stack.enter_async_context(running_worker(setup, peers=lambda: tuple(peers)))
+        peers += [first.peer, second.peer]
+        for row in range(8):
+            await driver.tail(first, f"e0.s0.r{2 * row}", tail_input)
+            await until(lambda row=row: second.worker.replica.version == (row + 1) // 2)  # type: ignore[misc]
+
+
+async def _never(_: Request[ProgressReport]) -> Reply[ProgressReport]:
+    await asyncio.sleep(3600)
+    raise AssertionError
