@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from tests.support.model_configs import random_tokens
+from tests.support.text_store import text_store
 from trainer.model import ModelConfig, Transformer, build_model, split
 from trainer.subspace import (
     SubspaceConfig,
@@ -23,18 +25,19 @@ from trainer.subspace import (
 from trainer.subspace.meter import reconstruction_error
 
 _NORMS = pytest.mark.parametrize("olmo2", [False, True], ids=["pre-norm", "re-ordered"])
-_SHAPE = ModelConfig(vocab_size=256, dim=128, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=256, max_seq_len=64)
-_RANGES = [range(0, 1), range(1, 3), range(3, 4)]
+_SHAPE = ModelConfig(vocab_size=128, dim=128, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=128, max_seq_len=64)
+_RANGES = [range(0, 1), range(1, 2), range(2, 3)]
 
 
-def _replica(config: ModelConfig, state: dict[str, Tensor] | None = None) -> tuple[Transformer, torch.optim.AdamW]:
+def _replica(config: ModelConfig, saved: list[dict[str, Any]] | None = None) -> tuple[Transformer, torch.optim.AdamW]:
     model = build_model(config, 0)
     constraint = SubspaceConstraint(model, config)
-    if state is not None:
-        model.load_state_dict(state)
-        constraint.ensure()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, fused=True)
     constraint.attach(optimizer)
+    if saved is not None:
+        model.load_state_dict(saved[0])
+        constraint.ensure()
+        optimizer.load_state_dict(saved[1])
     return model, optimizer
 
 
@@ -71,7 +74,7 @@ def test_nothing_is_lost_in_a_hundred_steps_with_averages_and_a_reload(olmo2: bo
 
     for step in range(100):
         for number, (model, optimizer) in enumerate(replicas):
-            ids, labels = random_tokens(config.vocab_size, 2, 16, seed=2 * step + number)
+            ids, labels = random_tokens(config.vocab_size, 1, 16, seed=2 * step + number)
             model(ids, labels).backward()
             clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -80,11 +83,13 @@ def test_nothing_is_lost_in_a_hundred_steps_with_averages_and_a_reload(olmo2: bo
             _average([model for model, _ in replicas])
             errors += _link_errors(replicas[0][0])
         if step == 54:  # Between two averages.
-            torch.save(replicas[0][0].state_dict(), tmp_path / "state.pt")
+            torch.save([part.state_dict() for part in replicas[0]], tmp_path / "state.pt")
             replicas[0] = _replica(config, torch.load(tmp_path / "state.pt", weights_only=True))
 
     assert len(errors) == 20 and max(errors) < 1e-5
-    assert float(replicas[0][0].get_parameter("layers.0.attention.o_proj.weight").norm()) > 0.1  # It began as zeros.
+    assert (
+        float(replicas[0][0].get_parameter("layers.0.attention.o_proj.weight").detach().norm()) > 0.1
+    )  # It began as zeros.
 
 
 def _text_ids() -> Tensor:
@@ -122,10 +127,11 @@ def _loss_after(config: ModelConfig, ids: Tensor, num_steps: int) -> float:
 )
 def test_a_sixteenth_of_the_bytes_costs_three_percent_of_the_loss_at_most(olmo2: bool, num_steps: int):
     ids = _text_ids()
-    plain = replace(_SHAPE, vocab_size=1024, ffn_dim=512, qk_norm=olmo2, reorder_norm=olmo2)
+    plain = replace(_SHAPE, vocab_size=1024, num_layers=4, ffn_dim=512, qk_norm=olmo2, reorder_norm=olmo2)
     compressed = SubspaceConfig(rank=8).applied_to(plain, free_layers=2)  # head 1, body 1, tail 2
 
     losses = [_loss_after(config, ids, num_steps) for config in (plain, compressed)]
 
+    print(losses)
     assert losses[0] < 0.9 * math.log(1024)
     assert losses[1] < 1.03 * losses[0], losses
