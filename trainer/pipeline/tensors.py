@@ -245,9 +245,7 @@ async def _received(
         frame = await _in_time(stream, deadline_s, who)
         if frame is None or len(frame) != min(MAX_PAYLOAD_BYTES, expected - position):
             found = "the end" if frame is None else f"{len(frame)} bytes"
-            raise RefusedError(
-                "malformed", f"expected {expected} bytes in frames of 1 MiB, found {found} at {position}"
-            )
+            raise malformed(f"{who}: expected {expected} bytes in frames of 1 MiB, found {found} at {position}")
         data[position : position + len(frame)] = np.frombuffer(frame, np.uint8)
         position += len(frame)
     if await _in_time(stream, deadline_s, who) is not None:
