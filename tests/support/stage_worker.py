@@ -138,9 +138,12 @@ class RunningWorker:
 
 
 @asynccontextmanager
-async def running_worker(setup: WorkerSetup, **options: Any) -> AsyncIterator[RunningWorker]:
-    """One in this process."""
-    endpoint = Endpoint(Identity.create(), RUN_ID, RpcConfig(**{**FAST, **setup.rpc}))  # type: ignore[arg-type]
+async def running_worker(
+    setup: WorkerSetup, *, identity: Identity | None = None, **options: Any
+) -> AsyncIterator[RunningWorker]:
+    """One in this process; by default under a key of its own."""
+    rpc = RpcConfig(**{**FAST, **setup.rpc})  # type: ignore[arg-type]
+    endpoint = Endpoint(identity or Identity.create(), RUN_ID, rpc)
     worker = build_worker(endpoint, setup, **options)
     worker.register()
     await endpoint.start()

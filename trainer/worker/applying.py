@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TypeAlias
 
 from trainer.errors import PipelineError, RefusedError
@@ -60,6 +61,7 @@ class Applying:
             if task is None:
                 task = asyncio.get_running_loop().create_task(self._carry_out(found, work))
                 self._tasks[found] = task
+                task.add_done_callback(partial(self._over, found))
             try:
                 return await self._wait(found, task, apply_before_s)
             except RefusedError as error:
@@ -86,4 +88,10 @@ class Applying:
             return reply
         finally:
             self._replies.fail(slot)
-            del self._tasks[slot]
+
+    def _over(self, slot: Slot, task: asyncio.Task[StageReply]) -> None:
+        """Also of a task that was cancelled before it began, and of one whose callers have all gone."""
+        del self._tasks[slot]
+        self._replies.fail(slot)
+        if not task.cancelled():
+            task.exception()

@@ -168,6 +168,25 @@ async def test_a_caller_that_goes_away_leaves_nothing_counted_and_one_that_stays
 
 
 @on_event_loop
+async def test_forward_requests_computed_together_give_what_each_gives_alone() -> None:
+    inputs = [{"ids": as_wire_ids(random_tokens(64, 2, 8, seed=seed)[0])} for seed in range(3)]
+    recompute = WorkerSetup("head", stage_config={"backward": "recompute"})
+    async with running_worker(recompute) as head, running_worker(HEAD) as alone, running_driver() as driver:
+        async with held(head) as release:
+            asked = [
+                asyncio.create_task(driver.forward(head, f"e0.s0.r{2 * row}", given))
+                for row, given in enumerate(inputs)
+            ]
+            await until(lambda: head.worker.runtime.figures.queued == 3)
+            release()
+        together = await asyncio.gather(*asked)
+        assert head.worker.runtime.figures.batch_rows == 6.0
+        for reply, given in zip(together, inputs, strict=True):
+            own = await driver.forward(alone, KEY, given)
+            torch.testing.assert_close(reply.tensors["activation"], own.tensors["activation"], rtol=1e-5, atol=1e-6)
+
+
+@on_event_loop
 async def test_late_is_expired_and_nothing_is_counted(tail_input: Tensors) -> None:
     offset = [0.0]
     async with running_worker(TAIL, clock=lambda: boottime_s() + offset[0]) as tail, running_driver() as driver:
