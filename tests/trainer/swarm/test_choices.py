@@ -1,0 +1,127 @@
+"""When workers join, which stage they take, and when a driver has enough: decisions without processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.config import from_mapping
+from trainer.errors import TrainerUsageError
+from trainer.model import preset
+from trainer.pipeline.micro_batch import MicroBatchId
+from trainer.pipeline.names import StageUid
+from trainer.pipeline.plan import StagePlan
+from trainer.pipeline.report import StageReport
+from trainer.pipeline.work import LeaseTerm, MicroBatch, Settlement
+from trainer.swarm.bounded_work import BoundedWork
+from trainer.swarm.config import SwarmConfig
+from trainer.swarm.join_config import JoinConfig
+from trainer.swarm.joining import JoinWindow, neediest_stage
+
+PLAN = StagePlan.of(preset("tiny", 2048), 3)
+
+
+def report(stage: str, rows_per_s: float, status: str = "serving", number: int = 40) -> StageReport:
+    return StageReport.model_validate(
+        {"uid": str(StageUid(stage, number)), "incarnation": "0" * 16, "status": status, "rows_per_s": rows_per_s}
+    )
+
+
+def test_a_stage_without_anybody_needs_help_most() -> None:
+    assert neediest_stage(PLAN, [report("head", 1.0), report("tail", 1.0)]) == "body-1"
+    assert neediest_stage(PLAN, [report("head", 1.0), report("body-1", 1.0, "joining")]) == "tail"
+    leaving = [report("head", 9.0, "leaving"), report("body-1", 1.0), report("tail", 1.0)]
+    assert neediest_stage(PLAN, leaving) == "head"
+
+
+def test_newcomers_that_come_together_spread() -> None:
+    chosen = Counter(neediest_stage(PLAN, [], number) for number in range(30))
+    assert chosen == {"head": 10, "body-1": 10, "tail": 10}
+
+
+def test_else_the_slowest_stage_of_all_its_workers_together() -> None:
+    reports = [report("head", 50.0), report("body-1", 20.0), report("body-1", 20.0), report("tail", 45.0)]
+    assert neediest_stage(PLAN, reports) == "body-1"
+    assert neediest_stage(PLAN, [*reports, report("body-1", 20.0)]) == "tail"
+
+
+def test_who_says_nothing_yet_counts_as_the_slowest_that_does() -> None:
+    reports = [report("head", 0.0), report("body-1", 30.0), report("tail", 10.0), report("tail", 0.0)]
+    assert neediest_stage(PLAN, reports) == "head"
+
+
+@given(st.lists(st.tuples(st.sampled_from(PLAN.names), st.floats(0, 1e6)), max_size=12), st.integers(0, 2**32))
+def test_the_choice_is_always_a_stage_of_the_run(found: list[tuple[str, float]], number: int) -> None:
+    assert neediest_stage(PLAN, [report(stage, rate) for stage, rate in found], number) in PLAN.names
+
+
+def test_a_newcomer_waits_for_the_next_round_or_for_one_that_stands_still() -> None:
+    window = JoinWindow(JoinConfig(window=0.1, idle_s=20.0))
+    assert window.is_open(7, 0.05, 0.0)
+    assert not window.is_open(7, 0.5, 1.0)
+    assert not window.is_open(7, 0.6, 20.0)
+    assert not window.is_open(7, 0.6, 39.0)
+    assert window.is_open(7, 0.6, 40.0)
+    assert not window.is_open(7, 0.7, 41.0)
+    assert window.is_open(8, 0.0, 42.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"num_stages": 1}, "num_stages: expected 2 or more, found 1"),
+        ({"vocab_rows": 1000}, "multiple of 1024, found 1000"),
+        ({"activation_codec": "subspace+fp16"}, r"expected swarm\.subspace\.rank"),
+        ({"join": {"window": 0.0}}, "window: expected more than 0"),
+    ],
+)
+def test_options_that_make_no_sense(options: dict[str, object], said: str) -> None:
+    with pytest.raises(TrainerUsageError, match=said):
+        from_mapping(SwarmConfig, options, "swarm.")
+
+
+class Rows:
+    """Endless micro-batches of eight tokens."""
+
+    def __init__(self) -> None:
+        self.given = 0
+        self.back: list[str] = []
+        self.settled: list[Settlement] = []
+
+    async def next(self) -> MicroBatch | None:
+        ids = torch.ones(2, 4, dtype=torch.int64)
+        self.given += 1
+        return MicroBatch(MicroBatchId(0, 0, 2 * self.given), ids, ids, LeaseTerm(1e12))
+
+    def settle(self, settlement: Settlement) -> None:
+        self.settled.append(settlement)
+
+    def hand_back(self, micro_batch: MicroBatch) -> None:
+        self.back.append(micro_batch.key)
+
+
+@given(st.lists(st.sampled_from(["done", "lost", "back"]), min_size=60, max_size=60))
+def test_bounded_work_ends_when_so_many_tokens_can_be_done(fates: list[str]) -> None:
+    async def worked() -> None:
+        rows, done = Rows(), 0
+        bounded = BoundedWork(rows, 80)
+        for fate in fates:
+            micro_batch = await bounded.next()
+            if micro_batch is None:
+                assert done == 10
+                return
+            if fate == "back":
+                bounded.hand_back(micro_batch)
+                continue
+            done += fate == "done"
+            lost = {} if fate == "done" else {"lost_at": "tail", "reason": "unclear"}
+            said = {"micro_batch": micro_batch.key, "outcome": fate, "num_tokens": 8, **lost}
+            bounded.settle(Settlement.model_validate(said))
+        assert done <= 10
+
+    asyncio.run(worked())
