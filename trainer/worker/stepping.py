@@ -150,6 +150,7 @@ class StageStepper:
         try:
             while True:
                 self._news.clear()
+                self._told_tokens = self._replica.accumulated.num_tokens
                 peers = {peer.peer_id: peer for peer in self._peers() if peer.peer_id not in (None, self._own_id)}
                 self._progress.keep({peer_id for peer_id in peers if peer_id})
                 under_way = {peer_id: task for peer_id, task in under_way.items() if not task.done()}
@@ -214,11 +215,14 @@ class StageStepper:
     async def _exchange(self, peer: Peer) -> None:
         timeout_s = max(_MIN_TIMEOUT_S, self._config.progress_interval_s)
         try:
-            reply = await self._endpoint.call(peer, PROGRESS, self.report(), ProgressReport, timeout_s=timeout_s)
+            told = self.report()
+            reply = await self._endpoint.call(peer, PROGRESS, told, ProgressReport, timeout_s=timeout_s)
         except RpcError as error:
             logger.debug("no progress heard of %s: %s", peer.address, error)
             return
         self._hear(reply.sender, reply.body)
+        if self._replica.version != told.version:  # There was news while this was under way.
+            self._news.set()
 
     def _hear(self, peer_id: PeerId, report: ProgressReport) -> None:
         if self._progress.hear(peer_id, report) and self.on_news is not None:

@@ -244,3 +244,21 @@ async def test_a_worker_that_does_not_answer_holds_up_nobody(tail_input: dict[st
 async def _never(_: Request[ProgressReport]) -> Reply[ProgressReport]:
     await asyncio.sleep(3600)
     raise AssertionError
+
+
+@on_event_loop
+async def test_short_steps_are_not_overshot_between_two_exchanges(tail_input: dict[str, Tensor]) -> None:
+    """An eighth of a step is told at once, however long the interval: the second steps although it has not enough."""
+    setup = replace(TAIL, target_tokens=64, worker={"progress_interval_s": 3600.0})
+    async with AsyncExitStack() as stack:
+        peers: list[Peer] = []
+        first = await stack.enter_async_context(running_worker(setup, peers=lambda: tuple(peers)))
+        second = await stack.enter_async_context(running_worker(setup, peers=lambda: tuple(peers)))
+        peers += [first.peer, second.peer]
+        driver = await stack.enter_async_context(running_driver())
+        await driver.tail(first, "e0.s0.r0", tail_input)
+        await until(lambda: second.worker.stepper._progress.stage_tokens(0, 16) == 32)
+        for row in range(1, 4):
+            assert second.worker.replica.version == 0
+            await driver.tail(second, f"e0.s0.r{2 * row}", tail_input)
+        await until(lambda: first.worker.replica.version == second.worker.replica.version == 1)
