@@ -5,67 +5,28 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.support.event_loop import on_event_loop
-from tests.support.model_configs import random_tokens
 from tests.support.rpc_pair import running_endpoint
+from tests.support.small_pipeline import POSITIONS, ROWS, Directory, Windows, announced, driver_of, window
 from tests.support.stage_worker import RUN_ID, WorkerSetup, running_worker, stage_worker_process
 from tests.support.toy_drive import until
-from tests.support.toy_stage import ListedWork
-from trainer.driver import DriverConfig, LinkForm, MicroBatchResult, PipelineDriver, StageWorker, StepLoss
+from trainer.driver import MicroBatchResult, StepLoss
 from trainer.inner import make_optimizer
 from trainer.model import build_model
-from trainer.pipeline.micro_batch import MicroBatchId
 from trainer.pipeline.names import stage_names
-from trainer.pipeline.work import LeaseTerm, MicroBatch, boottime_s
-from trainer.rpc import Peer
-from trainer.subspace import activation_codec, basis_of, fixed_table_of
 
-ROWS, POSITIONS, PER_STEP = 2, 12, 4
+PER_STEP = 4
 TARGET = ROWS * POSITIONS * PER_STEP
-
-
-class Windows(ListedWork):
-    """Micro-batches of random ids."""
-
-    async def next(self) -> MicroBatch | None:
-        if not self.left:
-            return None
-        number = self.left.popleft()
-        ids, labels = window(number)
-        micro_batch = MicroBatch(MicroBatchId(0, 0, number * ROWS), ids, labels, LeaseTerm(boottime_s() + 60.0))
-        self.given.append(micro_batch.key)
-        return micro_batch
-
-
-def window(number: int) -> tuple[Tensor, Tensor]:
-    return random_tokens(64, ROWS, POSITIONS, seed=number)
-
-
-@dataclass
-class Directory:
-    """Who is announced."""
-
-    found: list[StageWorker]
-
-    def workers(self) -> tuple[StageWorker, ...]:
-        return tuple(self.found)
-
-
-def announced(stage: str, number: int, peer: Peer) -> StageWorker:
-    return StageWorker(stage, f"{stage.replace('-', '')}.0.{number}", peer, "0" * 16)
 
 
 @asynccontextmanager
 async def real_swarm(setup: WorkerSetup, replicas: int = 1) -> AsyncIterator[Directory]:
     """Workers in this process."""
-    directory = Directory([])
+    directory = Directory()
     async with AsyncExitStack() as stack:
         for stage in stage_names(setup.num_stages):
             for number in range(replicas):
@@ -93,18 +54,6 @@ def reference_losses(setup: WorkerSetup, num_steps: int) -> list[float]:
         optimizer.zero_grad()
         losses.append(float(total) / TARGET)
     return losses
-
-
-def driver_of(endpoint: Any, setup: WorkerSetup, directory: Directory, work: ListedWork, **options: Any) -> Any:
-    config = setup.plan.config
-    basis, fixed = None, None
-    if config.subspace_rank:
-        basis, fixed = basis_of(config.dim, config.subspace_rank, config.subspace_seed), fixed_table_of(config)
-    form = LinkForm(activation_codec(setup.codec, basis, fixed), config.dim)
-    driver_config = DriverConfig(
-        **{"request_timeout_s": 5.0, "unclear_s": 5.0, "ban_s": 0.3, "refresh_s": 0.05, **options.pop("config", {})}
-    )
-    return PipelineDriver(endpoint, setup.plan.names, directory, work, form, driver_config, **options)
 
 
 @pytest.mark.parametrize("routing", ["hub", "chain"])

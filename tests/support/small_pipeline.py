@@ -1,0 +1,169 @@
+"""Real workers of a small model in this process, on real sockets, that come and die; and a driver to send them rows.
+
+async with SmallPipeline(WorkerSetup(), {"head": 1, "body-1": 2, "tail": 1}) as pipeline:
+    driver = pipeline.driver(endpoint, Windows(20))
+    ...
+    await pipeline.kill(pipeline.at("body-1"))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, Self
+
+from torch import Tensor
+
+from tests.support.model_configs import random_tokens
+from tests.support.stage_worker import RunningWorker, WorkerSetup, running_worker
+from tests.support.toy_stage import ListedWork
+from trainer.driver import DriverConfig, LinkForm, PipelineDriver, StageWorker
+from trainer.pipeline.micro_batch import MicroBatchId
+from trainer.pipeline.names import StageUid
+from trainer.pipeline.work import LeaseTerm, MicroBatch, boottime_s
+from trainer.rpc import Endpoint, Peer
+from trainer.subspace import activation_codec, basis_of, fixed_table_of
+
+__all__ = ["POSITIONS", "ROWS", "Directory", "Member", "SmallPipeline", "Windows", "announced", "driver_of", "window"]
+
+ROWS, POSITIONS = 2, 12
+
+
+class Windows(ListedWork):
+    """Micro-batches of random ids."""
+
+    async def next(self) -> MicroBatch | None:
+        if not self.left:
+            return None
+        number = self.left.popleft()
+        ids, labels = window(number)
+        micro_batch = MicroBatch(MicroBatchId(0, 0, number * ROWS), ids, labels, LeaseTerm(boottime_s() + 60.0))
+        self.given.append(micro_batch.key)
+        return micro_batch
+
+
+def window(number: int) -> tuple[Tensor, Tensor]:
+    """The same rows for the same number."""
+    return random_tokens(64, ROWS, POSITIONS, seed=number)
+
+
+@dataclass
+class Directory:
+    """Who is announced."""
+
+    found: list[StageWorker] = field(default_factory=list)
+
+    def workers(self) -> tuple[StageWorker, ...]:
+        """As a `StageDirectory`."""
+        return tuple(self.found)
+
+
+def announced(stage: str, number: int, peer: Peer, incarnation: str = "0" * 16) -> StageWorker:
+    """As a driver would hear of it."""
+    return StageWorker(stage, str(StageUid(stage, number)), peer, incarnation)
+
+
+def driver_of(endpoint: Endpoint, setup: WorkerSetup, directory: Directory, work: ListedWork, **options: Any) -> Any:
+    """A driver of the setup's model; ``config`` holds changes to its configuration."""
+    config = setup.plan.config
+    basis, fixed = None, None
+    if config.subspace_rank:
+        basis, fixed = basis_of(config.dim, config.subspace_rank, config.subspace_seed), fixed_table_of(config)
+    form = LinkForm(activation_codec(setup.codec, basis, fixed), config.dim)
+    driver_config = DriverConfig(
+        **{"request_timeout_s": 5.0, "unclear_s": 5.0, "ban_s": 0.3, "refresh_s": 0.05, **options.pop("config", {})}
+    )
+    return PipelineDriver(endpoint, setup.plan.names, directory, work, form, driver_config, **options)
+
+
+@dataclass(frozen=True)
+class Member:
+    """A worker while it lives."""
+
+    running: RunningWorker
+    announced: StageWorker
+    life: AsyncExitStack = field(repr=False)
+
+    @property
+    def stage(self) -> str:
+        """Which it holds."""
+        return self.announced.stage
+
+    @property
+    def incarnation(self) -> str:
+        """As it signs."""
+        return self.running.worker.replies.incarnation
+
+    @property
+    def num_tokens(self) -> int:
+        """Accumulated."""
+        return self.running.worker.replica.accumulated.num_tokens
+
+    def counted(self, keys: list[str]) -> set[str]:
+        """Those of these that it has counted."""
+        return self.running.worker.replies.counted_among(keys)[1]
+
+
+class SmallPipeline:
+    """All stages' workers; an async context manager.
+
+    Args:
+        setup: of all of them but for the stage.
+        replicas: of each stage.
+    """
+
+    def __init__(self, setup: WorkerSetup, replicas: Mapping[str, int]) -> None:
+        self.setup = setup
+        self.directory = Directory()
+        self.alive: list[Member] = []
+        self._replicas = replicas
+        self._number = 32
+
+    async def __aenter__(self) -> Self:
+        for stage, number in self._replicas.items():
+            for _ in range(number):
+                await self.join(stage)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for member in self.alive:
+            await member.life.aclose()
+
+    def at(self, stage: str) -> list[Member]:
+        """The living workers of a stage."""
+        return [member for member in self.alive if member.stage == stage]
+
+    async def join(self, stage: str, in_place_of: Member | None = None) -> Member:
+        """One more; or the next life of one that was killed: the same key, the same address."""
+        setup, options = replace(self.setup, stage=stage), dict[str, Any]()
+        if in_place_of is not None:
+            endpoint = in_place_of.running.endpoint
+            setup = replace(setup, rpc={**setup.rpc, "port": int(endpoint.address.rpartition(":")[2])})
+            options["identity"] = endpoint.identity
+            self.directory.found.remove(in_place_of.announced)
+        life = AsyncExitStack()
+        running = await life.enter_async_context(running_worker(setup, **options))
+        self._number += 1
+        said = announced(stage, self._number, running.peer, running.worker.replies.incarnation)
+        member = Member(running, said, life)
+        self.directory.found.append(said)
+        self.alive.append(member)
+        return member
+
+    async def kill(self, member: Member) -> None:
+        """It is gone; as in a real swarm, it goes on being announced for a while."""
+        self.alive.remove(member)
+        await member.life.aclose()
+
+    def forget_dead(self) -> None:
+        """Their announcements have expired."""
+        self.directory.found = [member.announced for member in self.alive]
+
+    def driver(self, endpoint: Endpoint, work: ListedWork, **options: Any) -> PipelineDriver:
+        """One that sends to these workers; see `driver_of`."""
+        driver: PipelineDriver = driver_of(endpoint, self.setup, self.directory, work, **options)
+        return driver

@@ -1,0 +1,118 @@
+"""3 stages × 2 workers, 2 drivers: every 5 s a worker is killed, stopped or slowed ten times, and the rest train on.
+
+What is asserted holds on any machine, however slow or busy: what the account says agrees with the journal and with the
+workers, nobody ends that was not killed, and at equal tokens the losses are those of a run that nobody disturbed. How
+much gets done is measured by ``scripts/bench_swarm.py goodput``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scripts.swarm_bench.disturbing import schedule
+from scripts.swarm_bench.losses import LossCurve, curve_of
+from tests.support.churning_swarm import Worker, begin_churning, counted_at_workers, disturb
+from tests.support.one_process import records_of
+from tests.support.pipeline_account import Recount, account_at_rest, recount_of
+from tests.support.pipeline_swarm import PipelineSwarm
+from trainer.ledger import Account
+from trainer.ledger.records import Record, Settled
+from trainer.pipeline.work import Settlement
+
+DRIVERS = ("driver-1", "driver-2")
+SEED = 5
+TOLERANCE = 0.03
+OPTIONS = {
+    "inner": {"seq_len": 64, "micro_batch_size": 4, "lr": 1e-3},
+    "swarm": {
+        "stage": {"target_tokens": 2048, "clip_factor": 1.0, "tail_clip_factor": 5.0},
+        "driver": {"unclear_s": 20.0},
+        "ledger": {"lease_s": 30.0, "compact_bytes": 1 << 30},
+        "sparta": {"every_steps": 10},
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_for_half_a_minute(tmp_path: Path) -> None:
+    with PipelineSwarm(tmp_path / "swarm", **OPTIONS) as swarm:
+        curve, account = churn(swarm, 30.0)
+    assert account.micro_batches.done > 0
+    losses = curve.parts(curve.num_tokens, 4)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_for_three_minutes_and_the_losses_of_an_undisturbed_run(tmp_path: Path) -> None:
+    with PipelineSwarm(tmp_path / "disturbed", **OPTIONS) as swarm:
+        disturbed, account = churn(swarm, 180.0)
+    assert account.micro_batches.lost <= 0.02 * account.micro_batches.leased
+    with PipelineSwarm(tmp_path / "undisturbed", **OPTIONS) as swarm:
+        begin_churning(swarm, DRIVERS)
+        swarm.wait(lambda: losses_of(swarm).num_tokens >= disturbed.num_tokens, "as many tokens", 900.0)
+        undisturbed = losses_of(swarm)
+    pairs = list(zip(disturbed.parts(disturbed.num_tokens, 6), undisturbed.parts(disturbed.num_tokens, 6), strict=True))
+    assert all(abs(loss / expected - 1.0) <= TOLERANCE for loss, expected in pairs), pairs
+
+
+def churn(swarm: PipelineSwarm, duration_s: float) -> tuple[LossCurve, Account]:
+    """Disturbs a swarm, lets it end in order, and checks its account."""
+    workers = begin_churning(swarm, DRIVERS)
+    plan = schedule(SEED, duration_s)
+    disturber = disturb(swarm, workers, plan)
+    assert len(disturber.done) == len(plan)
+    told = [swarm.account(name) for name in DRIVERS]
+    assert all(it is not None and it.micro_batches.adds_up and it.tokens.adds_up for it in told)
+    for name in reversed(DRIVERS):  # The keeper last, so that the other can settle.
+        assert swarm.stop(name) == [143]
+    records = records_of(swarm.journal)
+    account = check_account(swarm, workers, records)
+    assert swarm.stop(*(worker.name for worker in workers)) == [143] * len(workers)
+    assert all("Traceback" not in node.output() for node in swarm.nodes.values())
+    return losses_of(swarm), account
+
+
+def check_account(swarm: PipelineSwarm, workers: list[Worker], records: list[Record]) -> Account:
+    """The drivers have ended, the workers are at work still."""
+    recount = recount_of(records)
+    account = account_at_rest(swarm, recount, records)
+    counted = account.micro_batches
+    assert counted.leased == counted.done + counted.lost + counted.open
+    assert (counted.done, counted.lost, counted.open) == (len(recount.done), len(recount.lost), len(recount.open))
+    assert account.waiting == counted.open, "expected nothing to be open but what was handed back unbegun"
+    assert not account.leases
+    assert sum(it.micro_batches for it in account.lost) == counted.lost
+    settlements = [said for record in records if isinstance(record, Settled) for said in record.settlements]
+    assert all(said.lost_at and said.reason for said in settlements if said.outcome == "lost")
+    check_workers(swarm, workers, recount, settlements)
+    return account
+
+
+def check_workers(swarm: PipelineSwarm, workers: list[Worker], recount: Recount, settlements: list[Settlement]) -> None:
+    """What was settled is what the workers that live have counted, each micro-batch once a stage."""
+    keys = [str(each) for each in sorted(recount.done | recount.lost | recount.open)]
+    found = counted_at_workers(swarm, workers, keys)
+    for stage in {it.stage for it in found}:
+        at_stage = [it.keys for it in found if it.stage == stage]
+        assert sum(map(len, at_stage)) == len(frozenset().union(*at_stage)), f"{stage}: counted by two workers"
+        assert not {str(each) for each in recount.open} & frozenset().union(*at_stage), f"{stage}: open, yet counted"
+    alive = {it.incarnation: it for it in found}
+    for said in settlements:
+        for credit in said.credits:
+            if credit.incarnation in alive:
+                assert said.micro_batch in alive[credit.incarnation].keys, f"{said} is not counted in {credit.stage}"
+    credited = {(credit.incarnation, said.micro_batch) for said in settlements for credit in said.credits}
+    settled = {said.micro_batch for said in settlements if said.outcome == "done"}
+    for it in found:
+        assert all((it.incarnation, key) in credited for key in it.keys & settled), (
+            f"{it}: done by another, counted here"
+        )
+
+
+def losses_of(swarm: PipelineSwarm) -> LossCurve:
+    """Of all drivers together."""
+    return curve_of(event for name in DRIVERS for event in swarm[name].events("step"))
