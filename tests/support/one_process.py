@@ -1,4 +1,4 @@
-"""The same run in one process: the whole model, on the micro-batches of a swarm's account, in the order they were given.
+"""The same run in one process: the whole model, on the micro-batches a swarm was given, in that order.
 
 Clipping is by stage, as in a swarm: see `trainer.stage.StageConfig`.
 """
@@ -23,8 +23,7 @@ from trainer.model.loss import IGNORED_LABEL
 from trainer.node.data import open_session
 from trainer.pipeline.micro_batch import MicroBatchId
 from trainer.stagewise.parts import stage_shapes
-from trainer.swarm.building import target_tokens_of
-from trainer.swarm.shape import shape_of
+from trainer.swarm.shape import shape_of, target_tokens_of
 
 __all__ = ["OneProcess", "SingleStep", "micro_batches_given", "records_of"]
 

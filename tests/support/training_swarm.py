@@ -32,7 +32,7 @@ __all__ = ["MAX_STEPS", "WAIT_S", "TrainingNode", "TrainingSwarm", "check_agreem
 
 _ROOT = Path(__file__).resolve().parents[2]
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 """For anything that takes some seconds on an idle machine."""
 MAX_STEPS = 20_000
 

@@ -16,11 +16,12 @@ from trainer.errors import IncompatiblePeerError, RefusedError, RpcError
 from trainer.node.peer_book import PeerBook, peer_of
 from trainer.rpc import Endpoint, Peer, Reply, Request
 
-__all__ = ["check_fit", "register_terms"]
+__all__ = ["TERMS", "check_fit", "register_terms"]
 
 logger = logging.getLogger(__name__)
 
-_METHOD = "node/terms"
+TERMS = "node/terms"
+"""What a node trains; see `register_terms`."""
 _FOR_GOOD = frozenset({"protocol", "run"})
 """Reasons to refuse a node that waiting does not mend."""
 _MOST_ASKED = 5
@@ -33,7 +34,7 @@ def register_terms(endpoint: Endpoint, terms: Terms) -> None:
     async def answer(_request: Request[Terms]) -> Reply[Terms]:
         return Reply(terms)
 
-    endpoint.register(_METHOD, Terms, answer, any_recipient=True)
+    endpoint.register(TERMS, Terms, answer, any_recipient=True)
 
 
 async def check_fit(endpoint: Endpoint, terms: Terms, book: PeerBook, config: RunConfig) -> None:
@@ -55,7 +56,7 @@ async def _compare(endpoint: Endpoint, terms: Terms, book: PeerBook, config: Run
         return
     for stranger in strangers[:_MOST_ASKED]:
         try:
-            reply = await endpoint.call(peer_of(stranger), _METHOD, terms, Terms, timeout_s=config.rpc.stall_timeout_s)
+            reply = await endpoint.call(peer_of(stranger), TERMS, terms, Terms, timeout_s=config.rpc.stall_timeout_s)
             reply.body.check(terms, "this node")
         except RefusedError as error:
             raise IncompatiblePeerError(_sentence(strangers, config.run_id, error)) from error
@@ -65,7 +66,7 @@ async def _compare(endpoint: Endpoint, terms: Terms, book: PeerBook, config: Run
 
 async def _ask(endpoint: Endpoint, terms: Terms, address: str, config: RunConfig) -> None:
     try:
-        await endpoint.call(Peer(None, address), _METHOD, terms, Terms, timeout_s=config.rpc.stall_timeout_s)
+        await endpoint.call(Peer(None, address), TERMS, terms, Terms, timeout_s=config.rpc.stall_timeout_s)
     except RefusedError as error:
         if error.reason in _FOR_GOOD:
             raise IncompatiblePeerError(str(error)) from error

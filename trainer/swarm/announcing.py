@@ -12,17 +12,18 @@ from trainer.discovery import Announcement, open_discovery
 from trainer.driver.workers import StageWorker, workers_in
 from trainer.errors import TrainerError
 from trainer.node.progress import Progress
+from trainer.node.strangers import register_terms
 from trainer.pipeline.names import StageUid, stage_names
 from trainer.rpc import Endpoint, Peer
-from trainer.swarm.shape import SwarmShape
+from trainer.swarm.shape import DRIVER, SwarmShape
+from trainer.swarm.strangers import SwarmTerms, refuse_strangers
 
-__all__ = ["DRIVER", "Presence"]
+__all__ = ["Presence"]
 
 logger = logging.getLogger(__name__)
 
 _REFRESH_S = 0.5
-DRIVER = "driver"
-"""Stands for a stage in the terms of those that hold none."""
+_LOOK_S = 0.1
 
 
 class Presence:
@@ -46,8 +47,8 @@ class Presence:
     ) -> None:
         self._config = config
         self._endpoint = endpoint
-        self._terms_digest = shape.terms(DRIVER).digest()
-        self._terms_of_stages = {name: shape.terms(name).digest() for name in shape.plan.names}
+        self._own_terms = shape.terms(DRIVER)
+        self._terms = SwarmTerms(shape)
         self._misfits: set[str] = set()
         self._progress = progress
         self._heard = heard
@@ -55,6 +56,10 @@ class Presence:
         self._refreshing: asyncio.Task[None] | None = None
         self.announcements: tuple[Announcement, ...] = ()
         """All others there are now."""
+
+    def register(self) -> None:
+        """Tells whoever asks what this driver drives; before the endpoint starts."""
+        register_terms(self._endpoint, self._own_terms)
 
     async def start(self) -> None:
         """Begins to look and to announce."""
@@ -68,6 +73,18 @@ class Presence:
             self._refreshing.cancel()
             await asyncio.gather(self._refreshing, return_exceptions=True)
         await self._discovery.close()
+
+    async def check_fit(self, wait_s: float, stop: Callable[[], bool]) -> None:
+        """Compares this driver with those it hears of within a while; returns at once where there is nobody to hear of.
+
+        Raises:
+            IncompatiblePeerError: most of them have another run file.
+        """
+        deadline_s = time.monotonic() + wait_s
+        looks = bool(self._config.discovery.initial_peers)
+        while looks and not self.announcements and time.monotonic() < deadline_s and not stop():
+            await asyncio.sleep(_LOOK_S)
+        await refuse_strangers(self._endpoint, self._terms, self.announcements, self._config.run_id)
 
     def workers(self) -> tuple[StageWorker, ...]:
         """See `trainer.driver.workers.StageDirectory`."""
@@ -91,11 +108,8 @@ class Presence:
 
     def _fits(self, said: Announcement) -> bool:
         """Whether a worker trains what this driver drives; told once of each that does not."""
-        if said.stage is None:
-            return False
-        stage = StageUid.parse(said.stage.uid).stage
-        if said.terms_digest == self._terms_of_stages.get(stage):
-            return True
+        if said.stage is None or self._terms.fits(said):
+            return said.stage is not None
         if said.peer_id not in self._misfits:
             self._misfits.add(said.peer_id)
             logger.warning(
@@ -114,7 +128,7 @@ class Presence:
                 run_id=self._config.run_id,
                 address=self._endpoint.address,
                 certificate_pem=certificate.decode() if certificate else "",
-                terms_digest=self._terms_digest,
+                terms_digest=self._own_terms.digest(),
                 inner_step=progress.inner_step,
                 loss=progress.loss,
                 tokens_per_s=progress.tokens_per_s,

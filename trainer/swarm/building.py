@@ -28,7 +28,6 @@ __all__ = [
     "codec_of",
     "kind_of",
     "saved_state",
-    "target_tokens_of",
 ]
 
 logger = logging.getLogger(__name__)
@@ -138,12 +137,6 @@ def _constrained(
         constraint.ensure()
 
     return ensure, {name: 1 if name == EMBEDDING else 0 for name in constraint.names}
-
-
-def target_tokens_of(config: RunConfig) -> int:
-    """Tokens of a stage's optimizer step: as the run file says, else eight micro-batches' worth."""
-    rows = max(1, config.inner.micro_batch_size)
-    return config.swarm.stage.target_tokens or 8 * rows * config.inner.seq_len
 
 
 def checkpoints_of(config: RunConfig, shape: SwarmShape, stage: str, who: str) -> StageCheckpoints:

@@ -47,9 +47,9 @@ from trainer.pipeline.names import StageUid
 from trainer.rpc import Endpoint, load_or_create_identity
 from trainer.swarm.announcing import Presence
 from trainer.swarm.bounded_work import BoundedWork
-from trainer.swarm.building import codec_of, target_tokens_of
+from trainer.swarm.building import codec_of
 from trainer.swarm.driver_view import DriverView
-from trainer.swarm.shape import SwarmShape, shape_of
+from trainer.swarm.shape import SwarmShape, shape_of, target_tokens_of
 
 __all__ = ["DriverNode", "run_driver"]
 
@@ -112,10 +112,12 @@ class DriverNode:
             lanes, spec = await asyncio.to_thread(self._account_of)
             if self._keeps_account:
                 self._open_account(lanes, spec)
+            self._presence.register()
             await self._endpoint.start()
             stack.push_async_callback(self._endpoint.stop)
             await self._presence.start()
             stack.push_async_callback(self._presence.stop)
+            await self._presence.check_fit(self._config.swarm.join.first_peers_s, self._stop)
             if self._keeper is not None:
                 await self._keeper.start()
                 stack.push_async_callback(self._keeper.stop)

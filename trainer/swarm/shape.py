@@ -19,9 +19,25 @@ from trainer.node.vocabulary import lineage_of
 from trainer.pipeline.plan import StagePlan
 from trainer.rpc.envelope import PROTOCOL_VERSION
 
-__all__ = ["SwarmShape", "shape_of"]
+__all__ = ["DRIVER", "SwarmShape", "shape_of", "target_tokens_of"]
+
+DRIVER = "driver"
+"""Stands for a stage in the terms of those that hold none."""
 
 _AUTO = "auto"
+_INNER = (
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "schedule",
+    "warmup_steps",
+    "decay_end_step",
+    "min_lr_ratio",
+    "micro_batch_size",
+    "seq_len",
+)
+"""Options of `InnerConfig` that change what a step of a stage comes to; not those of how it is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +55,7 @@ class SwarmShape:
         return self.plan.config
 
     def terms(self, stage: str) -> Terms:
-        """What the workers of a stage must have in common; a driver's stage is ``driver``."""
+        """What the workers of a stage must have in common; a driver's stage is `DRIVER`."""
         architecture: dict[str, JsonValue] = dict(self.model.to_dict())
         architecture["stage"] = stage
         architecture["layers_of_stages"] = [len(layers) for layers in self.plan.ranges]
@@ -86,9 +102,18 @@ def _synchronisation(config: RunConfig) -> dict[str, JsonValue]:
         "strategy": config.strategy,
         "compression": config.collective.compression,
         "swarm.activation_codec": config.swarm.activation_codec,
-        "swarm.target_tokens": config.swarm.stage.target_tokens,
+        "swarm.target_tokens": target_tokens_of(config),
+        "swarm.clip_factor": str(config.swarm.stage.clip_factor),  # JSON has no infinity.
+        "swarm.tail_clip_factor": str(config.swarm.stage.tail_clip_factor),
         "swarm.start_from": bool(config.swarm.start_from),
     }
+    values |= {f"inner.{name}": value for name, value in to_mapping(config.inner).items() if name in _INNER}
     options = config.swarm.sparta if config.strategy == "async_sparta" else config.diloco
     values |= {f"{config.strategy}.{name}": value for name, value in to_mapping(options).items()}
     return values | {f"rule.{name}": value for name, value in to_mapping(config.rule).items()}
+
+
+def target_tokens_of(config: RunConfig) -> int:
+    """Tokens of a stage's optimizer step: as the run file says, else eight micro-batches' worth."""
+    rows = max(1, config.inner.micro_batch_size)
+    return config.swarm.stage.target_tokens or 8 * rows * config.inner.seq_len

@@ -42,12 +42,12 @@ from trainer.swarm.building import (
     build_stage_site,
     checkpoints_of,
     saved_state,
-    target_tokens_of,
 )
 from trainer.swarm.choosing import choose_stage
 from trainer.swarm.joining import JoinWindow
 from trainer.swarm.keeping import DilocoKeeping, Keeping, SpartaKeeping, state_choice, state_form
-from trainer.swarm.shape import SwarmShape, shape_of
+from trainer.swarm.shape import SwarmShape, shape_of, target_tokens_of
+from trainer.swarm.strangers import SwarmTerms, refuse_strangers
 from trainer.swarm.worker_watch import WorkerWatch
 from trainer.worker import StageWorker
 
@@ -168,19 +168,29 @@ class WorkerNode:
         self._worker.register()
         with self._watch, self._checkpoints:
             self._network.start(self)
-            self._worker.start()
-            gossip = asyncio.run_coroutine_threadsafe(self._worker.run(), self._network.loop)
             try:
-                self._join()
-                self._serve(gossip)
-                self._leave()
+                self._refuse_strangers()
+                self._take_part()
             finally:
-                gossip.cancel()
-                self._await(self._worker.stop())
                 self._network.stop()
         logger.info("%s stopped at version %d", self._uid, self._built.replica.version)
 
+    def _take_part(self) -> None:
+        self._worker.start()
+        gossip = asyncio.run_coroutine_threadsafe(self._worker.run(), self._network.loop)
+        try:
+            self._join()
+            self._serve(gossip)
+            self._leave()
+        finally:
+            gossip.cancel()
+            self._await(self._worker.stop())
+
     # -- coming --------------------------------------------------------------------------------------------------------
+
+    def _refuse_strangers(self) -> None:
+        endpoint, others = self._network.endpoint, self._network.announcements
+        self._await(refuse_strangers(endpoint, SwarmTerms(self._shape), others, self._config.run_id))
 
     def _resume(self) -> None:
         """Goes on from this machine's newest checkpoint of the stage; the compute thread does not run yet."""

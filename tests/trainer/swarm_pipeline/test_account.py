@@ -19,7 +19,9 @@ TERMINATED = 128 + signal.SIGTERM
 @pytest.fixture
 def swarm(tmp_path: Path) -> PipelineSwarm:
     """Three stages, not synchronous: several micro-batches are under way whenever a driver dies."""
-    return PipelineSwarm(tmp_path / "swarm", TokenStore.of(tmp_path / "store", 6, shard_tokens=20_000).folder)
+    ledger = {"lease_s": 5.0, "lease_margin_s": 1.0, "inquiry_s": 5.0, "reissue_after_s": 3.0}
+    store = TokenStore.of(tmp_path / "store", 6, shard_tokens=20_000)
+    return PipelineSwarm(tmp_path / "swarm", store.folder, swarm={"ledger": ledger})
 
 
 def test_the_keeper_is_killed_and_starts_again(swarm: PipelineSwarm) -> None:
