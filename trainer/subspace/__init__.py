@@ -1,21 +1,22 @@
 """Activations between stages: subspace networks, which need a fraction of the bytes, and codecs for the links.
 
-    config = SubspaceConfig(rank=8).applied_to(preset("tiny", 32_000), free_layers=1)   # the model's part
+    config = SubspaceConfig(rank=8).applied_to(preset("tiny", 32_000), free_layers=2)   # the model's part
     model = build_model(config, seed)                                 # or build_stage: the same weights
-    constraint = SubspaceConstraint(model, config)
-    constraint.attach(optimizer)                                      # or project_(…) by hand where steps are taken
+    SubspaceConstraint(model, config).attach(optimizer)               # or its parts by hand, where steps are taken
     codec = activation_codec("subspace+fp16", basis_of(128, 8, 0), fixed_table_of(config))
-    codec.decode(codec.encode(hidden, ids).tensors, ids)              # hidden, to 2e-7 (fp16: 5e-4)
+    codec.decode(codec.encode(hidden, ids).tensors, ids)              # hidden, to 2e-8 (fp16: 5e-4)
 
 A subspace network's residual stream is ``e[ids] + U·c`` at every stage boundary: ``e`` a fixed random embedding that
 both ends make from a seed, ``U`` an orthonormal basis of ``rank`` columns, and only ``c`` travels: dim / rank times
 fewer bytes, both ways. Everything that is trained and writes to the stream (embedding rows, ``o_proj``, ``down_proj``)
-stays within span(U), and re-ordered norms have a constant gain, which keeps it there.
+stays within span(U), and re-ordered norms have a constant gain, which keeps it there. Behind the last boundary layers
+are free.
 
-Guarantees: the constraint belongs to the model, so a whole and its cut train alike; the codec belongs to the link, and
-loses nothing of a constrained model in fp32 (measured: 2e-7 after 100 AdamW steps). Both sides' `U` and `e` are the
-same bits on every machine. The trade-off: each stage holds ``e`` (vocabulary · dim · 4 bytes), and the stream has
-``rank`` degrees of freedom instead of ``dim``; behind the last boundary layers are free.
+Guarantees: the constraint belongs to the model, so a whole and its cut train alike (gradients agree to 1e-5); the codec
+belongs to the link, and loses nothing of a constrained model in fp32 (2e-8 after 100 AdamW steps, averages and a
+reload); ``U`` and ``e`` are the same bits on every machine. The trade-off: each stage holds ``e`` (vocabulary · dim · 4
+bytes), and context moves through ``rank`` dimensions instead of ``dim``: with 16 times fewer bytes `tiny`, 1,024 ids,
+two of four layers free, had a loss of 4.587 on held-out text after 200 steps, against 4.566 (0.5 %).
 
 What brings torch (1 to 2 s) is imported when it is first named.
 """

@@ -7,14 +7,24 @@
     gradient = codec.grad_decode(codec.grad_encode(gradient).tensors)
 
 Of an activation a subspace codec sends ``c = (x − e[ids])·U`` and decodes ``e[ids] + c·Uᵀ``, which is x itself, to
-2e-7, if a constrained model made it; of a gradient ``g·U``, the derivative by ``c``, which decodes to the gradient's
-part within the subspace: the part that the stage before would keep (`SubspaceConstraint`). Packings (`packing`) are
-independent of that: ``subspace+fp16`` sends 2 · dim / rank times fewer bytes than fp32.
+2e-8 of its norm, if a constrained model made it; of a gradient ``g·U``, the derivative by ``c``, which decodes to the
+gradient's part within the subspace: the part that the stage before would keep (`SubspaceConstraint`). Packings
+(`packing`) are independent of that: ``subspace+fp16`` sends 2 · dim / rank times fewer bytes than fp32.
 
-A codec keeps no state; encoding is done in fp32 also under autocast. Measured on one core of an EPYC, in MB/s of fp32
-activation [4, 512, 1024] with rank 64, encoded / decoded: fp32 34,000 / 33,000 (both only look for NaN), fp16 7,400 /
-1,900, int8 5,600 / 1,300, subspace 1,800 / 2,100, subspace+fp16 1,700 / 2,000, subspace+int8 1,700 / 1,800; what
-80 Mbit/s carry of subspace+int8 is 640 MB/s. Gradients take a third less time.
+A codec keeps no state; a basis' products are taken in fp32 also under autocast. Measured on one core of an EPYC, in
+MB/s of fp32 activation [4, 512, 1024] with rank 64 (16 times fewer values):
+
+|               | encode | decode | gradient: encode | decode |
+|---------------|--------|--------|------------------|--------|
+| fp32          | 34,000 | 31,000 | 34,000           | 33,000 |
+| fp16          |  6,200 |  5,300 |  6,800           |  7,400 |
+| int8          |  5,200 |  4,100 |  4,100           |  4,500 |
+| subspace      |  8,000 |  7,400 |  8,300           | 16,800 |
+| subspace+fp16 |  7,200 |  7,900 |  7,300           | 15,000 |
+| subspace+int8 |  6,600 |  7,100 |  6,900           | 12,900 |
+
+(fp32 looks for NaN and no more. A basis that is not of coordinates encodes 1,800 and decodes 2,100.) A link of
+80 Mbit/s carries 640 MB/s of activations as ``subspace+int8``.
 """
 
 from __future__ import annotations
@@ -67,15 +77,17 @@ class _Subspace:
     basis: Projector
     fixed: Tensor
     """fp32[vocabulary, dim]."""
+    fixed_coefficients: Tensor
+    """fp32[vocabulary, rank]: so that encoding reads rank values of a fixed row instead of all."""
 
-    def offsets(self, ids: Tensor | None, like: Tensor) -> Tensor:
-        """The fixed rows of ids, fp32[B, S, dim]."""
+    def rows(self, table: Tensor, ids: Tensor | None, like: Tensor) -> Tensor:
+        """The rows of ids in one of the two tables, fp32[B, S, …]."""
         if ids is None:
             raise CodecError("expected the token ids with a subspace's activations, found none")
         check_ids(ids, self.fixed.shape[0])
         if ids.shape != like.shape[:2]:
             raise CodecError(f"ids: expected one for each position of {list(like.shape)}, found {list(ids.shape)}")
-        return functional.embedding(ids.to(self.fixed.device), self.fixed)
+        return functional.embedding(ids.to(table.device), table)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,7 +122,8 @@ class ActivationCodec:
         values = _checked(activation)
         if self.subspace is not None:
             values = self._in_full("activation", values, self.subspace)
-            values = self.subspace.basis.coefficients(values - self.subspace.offsets(ids, values))
+            fixed = self.subspace.rows(self.subspace.fixed_coefficients, ids, values)
+            values = self.subspace.basis.coefficients(values).sub_(fixed)
         return self._packed("activation", values, activation.numel())
 
     def decode(self, tensors: Mapping[str, Tensor], ids: Tensor | None = None) -> Tensor:
@@ -128,7 +141,7 @@ class ActivationCodec:
         if self.subspace is None:
             return values
         _check_width(values, self.subspace.rank)
-        return self.subspace.basis.add_span_(values, self.subspace.offsets(ids, values))
+        return self.subspace.basis.add_span_(values, self.subspace.rows(self.subspace.fixed, ids, values))
 
     def grad_encode(self, gradient: Tensor) -> Encoded:
         """Prepares the gradient by an activation for the wire; fp32, or narrower, [B, S, dim].
@@ -241,7 +254,8 @@ def activation_codec(
         raise TrainerUsageError(f"codec {name}: expected a basis and fixed rows of its width; is subspace.rank set?")
     basis.check()
     table = fixed.detach().to(device=where, dtype=torch.float32)
-    subspace = _Subspace(basis.dim, basis.rank, projector(basis, where), table)
+    ready = projector(basis, where)
+    subspace = _Subspace(basis.dim, basis.rank, ready, table, ready.coefficients(table))
     return ActivationCodec(name, packing.rounding, where, packing, subspace)
 
 
