@@ -129,6 +129,18 @@ class DiLoCoTrainer:
             return None
         return self._land(self._flight)
 
+    def share(self) -> OuterResult | None:
+        """Try a round now, whatever is due, and wait for it: for a node that leaves, and has work the others have not.
+
+        Returns:
+            The round that ended last; None: there was nothing to share.
+        """
+        landed = self.drain()
+        if not self._steps_since_round:
+            return landed
+        result = self._begin()
+        return result if result is not None else self.drain()
+
     def shared_state(self) -> SharedState:
         """What a late joiner adopts. The tensors never change afterwards; read them from any thread, write never."""
         return self._state.shared(self._layout_digest)

@@ -96,6 +96,7 @@ class Network(Generic[S]):
         self._book = PeerBook(terms.digest(), choose, fellows)
         self._listener: Listener | None = None
         self._members: tuple[str, ...] = ()
+        self._fetched_digest = ""
         self._unpublished: deque[S] = deque(maxlen=1)
         """The newest state that is not being written yet; an older one gives way, or a slow disk would pile them up."""
         self._publishing: concurrent.futures.Future[None] | None = None
@@ -210,6 +211,21 @@ class Network(Generic[S]):
             time.sleep(_REFRESH_S)
         return None
 
+    @property
+    def holds_common_state(self) -> bool:
+        """Whether this node hands out the state that most others hold."""
+        return bool(self._book.own_state[1]) and self._book.state_to_adopt() is None
+
+    def let_go(self) -> None:
+        """This node's own state is not worth keeping; `catch_up` takes whatever the others hold."""
+        self.settle()
+        self._book.let_go()
+
+    def pass_over_fetched(self) -> None:
+        """The state that was fetched last does not fit: it is not fetched again while it is announced."""
+        if self._fetched_digest:
+            self._loop.loop.call_soon_threadsafe(self._book.pass_over, self._fetched_digest)
+
     def is_on_its_own(self, num_members: int) -> bool:
         """Whether a round of so many was one of few, while most of the others hold a state this node has never had."""
         if 2 * num_members > 1 + len(self._book.peers()):
@@ -303,6 +319,9 @@ class Network(Generic[S]):
                     await self._announce()
             except TrainerError as error:
                 logger.warning("discovery: %s", error)
+            except Exception:
+                # Whatever a listener stumbles over, a node that no longer announces itself is lost to the others.
+                logger.exception("looking for others")
             await asyncio.sleep(_REFRESH_S)
 
     async def _publish(self, before: concurrent.futures.Future[None] | None) -> None:
@@ -357,7 +376,12 @@ class Network(Generic[S]):
             timeout_s=self._config.collective.round_timeout_s,
             config=self._config.state,
         )
-        return self._form.unpack(snapshot.meta, snapshot.tensors)
+        self._fetched_digest = digest
+        try:
+            return self._form.unpack(snapshot.meta, snapshot.tensors)
+        except IncompatiblePeerError:
+            self._book.pass_over(digest)
+            raise
 
     # -- who is there --------------------------------------------------------------------------------------------------
 

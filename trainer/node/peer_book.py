@@ -72,6 +72,10 @@ class PeerBook:
         self.own_state = (outer_step, state_digest)
         self._held.append(state_digest)
 
+    def let_go(self) -> None:
+        """What this node holds is not worth keeping: any state of the others is better."""
+        self.own_state = (self.own_state[0], "")
+
     def state_elsewhere(self) -> str | None:
         """As `state_to_adopt`, but none this node has been at: those who announce such a one only follow later."""
         digest = self.state_to_adopt()

@@ -50,8 +50,12 @@ class Keeping(Protocol[S]):
         """Where the stage's round stands, as this replica knows."""
         ...
 
-    def num_steps(self) -> int:
-        """Optimizer steps behind the state, by which schedules go."""
+    def share(self) -> OuterResult | None:
+        """Has a round now, whatever is due, and waits for it: before leaving, so that little work is lost."""
+        ...
+
+    def is_lost(self) -> bool:
+        """Whether this replica knows by itself that it has to take up the others' state."""
         ...
 
     def shared_state(self) -> S:
@@ -138,9 +142,13 @@ class DilocoKeeping:
         """See `Keeping`."""
         return self._trainer.round_index, min(1.0, self._trainer.inner_step / self._inner_steps)
 
-    def num_steps(self) -> int:
+    def share(self) -> OuterResult | None:
         """See `Keeping`."""
-        return self._trainer.shared_state().num_inner_steps + self._trainer.inner_step
+        return self._trainer.share()
+
+    def is_lost(self) -> bool:
+        """Never by itself: a round says so."""
+        return False
 
     def shared_state(self) -> SharedState:
         """See `Keeping`."""
@@ -214,9 +222,13 @@ class SpartaKeeping:
         """See `Keeping`."""
         return self._trainer.round_index, min(1.0, self._trainer.inner_step / self._options.every_steps)
 
-    def num_steps(self) -> int:
-        """See `Keeping`."""
-        return self._trainer.num_inner_steps
+    def share(self) -> OuterResult | None:
+        """Ends the round in the background: a slice of the parameters; all of them would take a whole cycle."""
+        return self._trainer.drain()
+
+    def is_lost(self) -> bool:
+        """Too far behind, or with parameters that are not finite."""
+        return self._trainer.must_rejoin
 
     def shared_state(self) -> SpartaState:
         """See `Keeping`."""

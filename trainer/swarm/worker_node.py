@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
+from statistics import median_low
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +26,7 @@ from trainer.collective import PeerCollective
 from trainer.config import RunConfig
 from trainer.discovery import Announcement, settled_uid
 from trainer.engine.strategy import OuterResult
-from trainer.errors import TrainerError, TrainerUsageError
+from trainer.errors import IncompatiblePeerError, TrainerError, TrainerUsageError
 from trainer.node.network import Network
 from trainer.node.peer_book import peer_of
 from trainer.node.progress import Progress
@@ -37,6 +38,7 @@ from trainer.sparta import frontier_of
 from trainer.stage import StepInfo
 from trainer.stagewise import StageState, parse_time, roll_back, time_us
 from trainer.subspace import LinkMeter, basis_of
+from trainer.swarm.arrival import Arrival
 from trainer.swarm.building import (
     BuiltStage,
     build_stage_site,
@@ -44,7 +46,6 @@ from trainer.swarm.building import (
     saved_state,
 )
 from trainer.swarm.choosing import choose_stage
-from trainer.swarm.joining import JoinWindow
 from trainer.swarm.keeping import DilocoKeeping, Keeping, SpartaKeeping, state_choice, state_form
 from trainer.swarm.shape import SwarmShape, shape_of, target_tokens_of
 from trainer.swarm.strangers import SwarmTerms, refuse_strangers
@@ -58,6 +59,8 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 0.25
 _COMPUTE_S = 120.0
 _MAX_LEAD = 50
+_HANDED_OUT_S = 10.0
+"""How long the others may take to write a state, once they have heard that somebody is here to take it up."""
 _AUTO = "auto"
 T = TypeVar("T")
 
@@ -121,6 +124,8 @@ class WorkerNode:
         self._lost_touch = False
         self._published_round = -1
         self._num_tokens = 0
+        self._gossip: concurrent.futures.Future[None] | None = None
+        self._members = 0
         identity = load_or_create_identity(Path(config.state_dir).expanduser() / "identity" / f"{config.node_id}.pem")
         rows = shape.model.vocab_size
         self._network: Network[Any] = Network(
@@ -151,7 +156,7 @@ class WorkerNode:
             batches=config.swarm.stage.backward == "recompute",
             num_fragments=self._num_parts(),
             lag_steps=config.diloco.overlap_steps if config.strategy == "diloco" else config.swarm.sparta.every_steps,
-            max_lead=_MAX_LEAD,
+            max_lead=max(_MAX_LEAD, config.diloco.inner_steps if config.strategy == "diloco" else 0),
             on_step=self._stepped,
         )
         self._checkpoints = checkpoints_of(config, shape, built.name, identity.peer_id[:16])
@@ -177,10 +182,11 @@ class WorkerNode:
 
     def _take_part(self) -> None:
         self._worker.start()
-        gossip = asyncio.run_coroutine_threadsafe(self._worker.run(), self._network.loop)
+        gossip = self._gossip = asyncio.run_coroutine_threadsafe(self._worker.run(), self._network.loop)
         try:
+            self._publish_resumed()
             self._join()
-            self._serve(gossip)
+            self._serve()
             self._leave()
         finally:
             gossip.cancel()
@@ -205,17 +211,17 @@ class WorkerNode:
     def _join(self) -> None:
         """Takes up the others' state when their round begins, and serves from then on."""
         self._wait_for_others()
-        window = JoinWindow(self._config.swarm.join)
-        while not self._stop() and (others := self._serving()):
-            frontier = frontier_of([report.round_index for report in others])
-            position = max((it.round_position for it in others if it.round_index == frontier), default=0.0)
-            if not window.is_open(frontier, position, time.monotonic()):
-                time.sleep(_LOOK_S)
-                continue
-            self._take_up_state()
-            if self._rounds_behind() <= self._config.swarm.join.max_rounds_behind:
-                break
-            logger.info("the others have moved on meanwhile; their state is fetched again")
+        arrival = Arrival(
+            config=self._config.swarm.join,
+            others=self._serving,
+            take_up=self._take_up_state,
+            round_index=lambda: self._keeping.place()[0],
+            is_over=self._is_over,
+            clock=time.monotonic,
+            sleep=time.sleep,
+        )
+        if not arrival.run():
+            return
         self._lost_touch = False
         self._set_status("serving")
         logger.info(
@@ -229,39 +235,67 @@ class WorkerNode:
             time.sleep(_LOOK_S)
         self._uid = self._settled()
 
-    def _take_up_state(self) -> None:
-        wait_s = self._config.discovery.announce_interval_s + 10.0 if self._config.strategy == "async_sparta" else 0.0
+    def _is_over(self) -> bool:
+        """Whether the worker is asked to stop.
+
+        Raises:
+            TrainerError: its compute thread cannot go on.
+        """
+        if self._gossip is not None and self._gossip.done():
+            self._gossip.result()
+        return self._stop()
+
+    def _take_up_state(self) -> bool:
+        """The others' state, fetched and put in place of one's own; False where there was none to be had."""
+        if not self.frontier() and not self._keeping.place()[0] and self._config.strategy == "diloco":
+            return True  # Before the first outer step all have the first weights as their anchor.
+        if not self._built.replica.version and not any(report.version for report in self._serving()):
+            return True  # Nobody has trained: all have the first weights.
+        wait_s = self._config.discovery.announce_interval_s + _HANDED_OUT_S
         shared = self._network.catch_up(wait_s=wait_s, stop=self._stop)
         if shared is None:
-            return
-        self._compute(lambda: self._adopt(shared))
+            return self._network.holds_common_state
+        try:
+            self._compute(lambda: self._adopt(shared))
+        except IncompatiblePeerError as error:
+            logger.warning("a state the others hand out does not fit, and is passed over: %s", error)
+            self._network.pass_over_fetched()
+            return False
         logger.info("took up the others' state of round %d", self._keeping.place()[0])
+        return True
 
     def _adopt(self, shared: Any) -> None:
-        """In the compute thread."""
+        """In the compute thread: weights, schedule and version are the others' from now on."""
         self._keeping.adopt(shared)
-        self._worker.stepper.start_over(self._keeping.num_steps())
-
-    def _rounds_behind(self) -> int:
-        frontier = frontier_of([report.round_index for report in self._serving()])
-        return frontier - self._keeping.place()[0]
+        versions = [report.version for report in self._serving()]
+        self._worker.stepper.start_over(median_low(versions) if versions else self._built.replica.version)
+        self._network.publish(shared)
 
     # -- being there ---------------------------------------------------------------------------------------------------
 
-    def _serve(self, gossip: concurrent.futures.Future[None]) -> None:
-        while not self._stop():
-            if gossip.done():
-                gossip.result()
-                return
-            if self._lost_touch or self._worker.stepper.is_left_behind:
+    def _serve(self) -> None:
+        while not self._is_over():
+            if self._has_lost_touch():
                 self._rejoin()
             self._hand_out_state()
             time.sleep(_LOOK_S)
 
+    def _has_lost_touch(self) -> bool:
+        if self._lost_touch or self._keeping.is_lost() or self._worker.stepper.is_left_behind:
+            return bool(self._serving())
+        members, self._members = self._members, 0
+        return members > 0 and self._network.is_on_its_own(members)
+
     def _rejoin(self) -> None:
         logger.warning("lost touch with the other workers of %s; taking up their state", self._built.name)
         self._set_status("joining")
+        self._network.let_go()
         self._join()
+
+    def _publish_resumed(self) -> None:
+        """What a checkpoint brought back is worth as much to the others as what a round makes."""
+        if self._config.strategy == "diloco" and self._keeping.place()[0]:
+            self._network.publish(self._keeping.shared_state())
 
     def _hand_out_state(self) -> None:
         """SPARTA's states change with each step: one is written when somebody is there to take it up."""
@@ -289,6 +323,7 @@ class WorkerNode:
         elif outcome.committed and self._config.strategy == "diloco":
             members = outcome.report.members if outcome.report is not None else ()
             self._network.publish(self._keeping.shared_state(), members)
+            self._members = len(members)
 
     # -- going ---------------------------------------------------------------------------------------------------------
 
@@ -302,16 +337,22 @@ class WorkerNode:
             time.sleep(_LOOK_S)
         try:
             self._compute(self._hand_over)
-            self._checkpoints.save(time.time(), self._compute(self._state))
         except TrainerError as error:
             logger.warning("leaving: %s", error)
 
     def _hand_over(self) -> None:
-        """In the compute thread: nothing that was counted stays behind, if a round can still be had."""
-        self._worker.stepper.flush()
-        outcome = self._keeping.drain()
-        if outcome is not None:
-            self._after_round(outcome)
+        """In the compute thread: what was counted is stepped with, shared if a round can be had, and saved.
+
+        All of it is one job of that thread: nothing is counted behind what is saved, and no step falls into the copy.
+        """
+        self._worker.service.status = "joining"
+        try:
+            self._worker.stepper.flush()
+            outcome = self._keeping.share() if self._serving() else self._keeping.drain()
+            if outcome is not None:
+                self._after_round(outcome)
+        finally:
+            self._checkpoints.save(time.time(), self._state())
 
     # -- what it says --------------------------------------------------------------------------------------------------
 

@@ -225,6 +225,19 @@ def test_peers_that_wait_bring_the_round_forward() -> None:
     assert trainer.after_inner_step() is not None, "the next one is a whole inner loop later"
 
 
+@pytest.mark.parametrize("overlap_steps", [0, 3])
+def test_a_node_that_leaves_shares_what_it_has_and_only_that(overlap_steps: int) -> None:
+    collective = Scripted()
+    config = replace(AVERAGING, inner_steps=100, overlap_steps=overlap_steps)
+    trainer = DiLoCoTrainer(Quadratic(0), config, collective)
+    assert trainer.share() is None and not collective.contributions
+    for _ in range(7):
+        trainer.after_inner_step()
+    result = trainer.share()
+    assert result is not None and result.committed and result.num_batches == 7
+    assert trainer.share() is None and len(collective.contributions) == 1
+
+
 def test_batches_are_counted_by_fragment_and_skipped_steps_are_not() -> None:
     collective = Scripted()
     trainer = DiLoCoTrainer(Regression(0), DiLoCoConfig(inner_steps=6, num_fragments=3), collective)
