@@ -131,6 +131,11 @@ class StageService:
     async def _backward(self, sender: PeerId, ask: ReceivedBackward, tensors: dict[str, Tensor]) -> StageReply:
         async def answer() -> StageReply:
             self._check(ask, tensors, GRADIENT, begins=False)
+            if ask.num_tokens > ask.num_rows * ask.num_positions:
+                raise RefusedError(
+                    "malformed",
+                    f"expected at most {ask.num_rows} x {ask.num_positions} tokens that count, found {ask.num_tokens}",
+                )
 
             async def work(slot: Slot) -> StageReply:
                 self._passing.check_room(Rank.BACKWARD, sender, ask)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -118,6 +119,17 @@ async def test_a_gradient_needs_its_input_only_where_it_is_not_kept(head_input: 
         assert (
             await _reason(driver.backward(head, "e0.s0.r4", {**gradient, **head_input}, forward_version=51)) == "stale"
         )
+
+
+@on_event_loop
+async def test_a_gradient_of_more_tokens_than_there_are_is_malformed_and_ends_no_step(head_input: Tensors) -> None:
+    setup = replace(HEAD, target_tokens=32)
+    given = {"gradient": torch.randn(2, 8, small_config().dim), **head_input}
+    async with running_worker(setup) as head, running_driver() as liar:
+        for num_tokens in (17, 2**52):
+            assert await _reason(liar.backward(head, KEY, given, num_tokens=num_tokens)) == "malformed"
+        assert head.worker.replica.version == head.worker.replica.accumulated.num_tokens == 0
+        assert (await liar.backward(head, KEY, given, num_tokens=16)).body.applied == ("head",)
 
 
 @on_event_loop
