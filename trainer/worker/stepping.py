@@ -1,9 +1,10 @@
 """`StageStepper`: when a stage steps, and that all of its workers do.
 
 A stage steps when its workers together have counted the target of tokens, which each of them finds from its own and
-what the others said last. The worker that finds it first steps and says so; the others follow, each with what it has
-itself, or with nothing: then its version follows and its weights stay, since no sample is ever invented. When nobody in
-the stage has counted anything for `auto_step_s`, it steps with less than its target, if it has anything.
+what the others said last. The worker that finds it first steps and says so; the others follow as far as they believe it
+(`StageProgress`), each with what it has itself, or with nothing: then its version follows and its weights stay, since
+no sample is ever invented. When nobody in the stage has counted anything for `auto_step_s`, it steps with less than its
+target, if it has anything.
 
 Behind each step comes the strategy (DiLoCo, SPARTA), in the same thread: a round that is waited for holds up the stage,
 whose drivers are told `busy` or wait.
@@ -99,7 +100,7 @@ class StageStepper:
         self._progress = StageProgress(config.progress_interval_s, max_lead, clock)
         self._seen = (0, 0)
         self._told_tokens = 0
-        self._counted_s = clock()
+        self._counted_s = self._stepped_s = clock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._news = asyncio.Event()
 
@@ -137,6 +138,7 @@ class StageStepper:
         self._shared.start_over()
         num_known = self._replies.taint()
         self._replica.set_version(version)
+        self._stepped_s = self._clock()
         self._replica.weights_changed()
         logger.info(
             "at version %d of the others; %d tokens dropped, %d acknowledged", version, dropped.num_tokens, num_known
@@ -183,7 +185,8 @@ class StageStepper:
 
     def _is_due(self) -> bool:
         version, own_tokens = self._replica.version, self._replica.accumulated.num_tokens
-        if self._progress.newest_version(version) > version:
+        waited_s = self._clock() - self._stepped_s
+        if self._progress.version_to_follow(version, own_tokens, self._target_tokens, waited_s) > version:
             return True
         if not own_tokens:
             return False
@@ -195,6 +198,7 @@ class StageStepper:
     def _step(self) -> None:
         num_micro_batches = self._replica.accumulated.num_micro_batches
         info = self._replica.step(self._replica.version)
+        self._stepped_s = self._clock()
         self._shared.stepped(info.version, self._replies.stepped())
         result = None
         if self.strategy is not None:

@@ -176,6 +176,63 @@ def test_who_has_the_most_knows_of_all(tokens: list[int]) -> None:
     assert progress.stage_tokens(0, most) == sum(tokens)
 
 
+@given(
+    st.integers(2, 6),
+    st.lists(st.tuples(st.integers(0, 8), st.integers(-3, 60), st.integers(0, 2**50)), min_size=1, max_size=60),
+    st.data(),
+)
+def test_liars_that_are_fewer_than_half_of_the_others_lead_nobody_away(
+    num_honest: int, turns: list[tuple[int, int, int]], data: st.DataObject
+) -> None:
+    """No honest worker steps with less than half of the target in what honest ones have and liars may add to it."""
+    target_tokens = 1000
+    num_liars = data.draw(st.integers(1, max(1, (num_honest - 1) // 2)))
+    views = [_progress()[0] for _ in range(num_honest)]
+    versions = [0] * num_honest
+    counted: list[dict[int, int]] = [{0: 0} for _ in range(num_honest)]
+    for more, ahead, claimed in turns:
+        counted[more % num_honest][versions[more % num_honest]] += 10 * more
+        for index, view in enumerate(views):
+            for other in set(range(num_honest)) - {index}:
+                view.hear(f"honest {other}", _report(versions[other], counted[other][versions[other]]))
+            for liar in range(num_liars):
+                view.hear(f"liar {liar}", _report(max(0, versions[index] + ahead), claimed))
+        for index, view in enumerate(views):
+            at = versions[index]
+            followed = view.version_to_follow(at, counted[index][at], target_tokens, 0.0)
+            if at < followed and max(versions) < followed:
+                honest = [tokens.get(at, 0) for tokens in counted]
+                assert followed == at + 1
+                assert sum(honest) + num_liars * 4 * max(honest) >= target_tokens / 2
+                versions[index] = followed
+                counted[index][followed] = 0
+
+
+def test_one_of_five_that_is_ahead_leads_by_a_step_and_not_at_once() -> None:
+    progress, now_s = _progress()
+    for name in "abcd":
+        progress.hear(name, _report(7, 0))
+    progress.hear("liar", _report(7, 2**50))
+    progress.hear("liar", _report(57, 2**50))
+    assert progress.version_to_follow(7, 0, 1000, 0.0) == 7
+    assert progress.version_to_follow(7, 0, 1000, 2.1) == 8
+    for name in "ab":
+        progress.hear(name, _report(9, 0))
+    assert progress.version_to_follow(7, 0, 1000, 0.0) == 9
+    now_s[0] += 10.0
+    assert progress.version_to_follow(7, 0, 1000, 3600.0) == 7
+
+
+def test_what_a_worker_stepped_with_is_remembered() -> None:
+    progress, _ = _progress()
+    progress.hear("idle", _report(3, 0))
+    progress.hear("idle too", _report(3, 0))
+    progress.hear("ahead", _report(3, 700))
+    progress.hear("ahead", _report(4, 0))
+    assert progress.stage_tokens(3, 300) == 1000
+    assert progress.version_to_follow(3, 300, 1000, 0.0) == 4
+
+
 def test_what_is_old_joining_or_too_far_ahead_counts_for_nothing() -> None:
     progress, now_s = _progress()
     progress.hear("a", _report(5, 10))
@@ -183,14 +240,14 @@ def test_what_is_old_joining_or_too_far_ahead_counts_for_nothing() -> None:
     progress.hear("c", _report(5 + 51, 10))
     progress.hear("d", _report(5, 10, joining=True))
     assert progress.stage_tokens(5, 10) == 20
-    assert progress.newest_version(5) == 9
+    assert progress.version_to_follow(5, 10, 40, 0.0) == 9  # Most of the others are there, or further.
     assert not progress.is_left_behind(5)
     progress.hear("a", _report(99, 10))
     assert progress.is_left_behind(5)
     progress.keep({"b"})
     assert not progress.is_left_behind(5)
     now_s[0] += 10.0
-    assert progress.newest_version(5) == 5
+    assert progress.version_to_follow(5, 40, 40, 3600.0) == 5
 
 
 @given(
