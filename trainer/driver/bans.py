@@ -56,6 +56,11 @@ class Bans:
         record.malformed_until_s = now + self._malformed_ban_s
         return record.malformed_until_s
 
+    def is_caught(self, worker: str, now: float) -> bool:
+        """Whether it is banned for nonsense."""
+        record = self._records.get(worker)
+        return record is not None and now < record.malformed_until_s
+
     def succeeded(self, worker: str) -> None:
         """It answered well: its failures are forgotten, and it is banned no longer for not answering."""
         record = self._records.get(worker)

@@ -190,8 +190,10 @@ class StagePool:
             if not was_banned and until_s > now:
                 logger.warning("%s: no work for %.0f s (%s)", worker, until_s - now, verdict.reason)
         elif verdict.blame == "long-ban":
+            was_caught = self._bans.is_caught(key, now)
             until_s = self._bans.malformed(key, now=now)
-            logger.error("%s answers what no honest worker answers: no work for %.0f s", worker, until_s - now)
+            if not was_caught:
+                logger.error("%s answers what no honest worker answers: no work for %.0f s", worker, until_s - now)
         if verdict.blame in ("ban", "long-ban"):
             self._balancer.distrust(key)
         self._wake()

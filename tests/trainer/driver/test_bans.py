@@ -46,7 +46,16 @@ def test_nonsense_costs_an_hour_and_neither_success_nor_restart_shortens_it() ->
     book.succeeded("a")
     book.restarted("a")
     assert book.is_banned("a", 3609.0)
+    assert book.is_caught("a", 3609.0)
     assert not book.is_banned("a", 3610.0)
+    assert not book.is_caught("a", 3610.0)
+
+
+def test_who_is_silent_is_not_caught_lying() -> None:
+    book = bans()
+    book.failed("a", asked_s=0.0, now=0.0)
+    assert book.is_banned("a", 1.0)
+    assert not book.is_caught("a", 1.0)
 
 
 def test_a_restart_frees_of_bans_for_silence() -> None:

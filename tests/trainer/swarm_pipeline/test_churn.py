@@ -56,7 +56,8 @@ def test_for_three_minutes_and_the_losses_of_an_undisturbed_run(tmp_path: Path) 
         swarm.wait(lambda: losses_of(swarm).num_tokens >= disturbed.num_tokens, "as many tokens", 900.0)
         undisturbed = losses_of(swarm)
     pairs = list(zip(disturbed.parts(disturbed.num_tokens, 6), undisturbed.parts(disturbed.num_tokens, 6), strict=True))
-    assert all(abs(loss / expected - 1.0) <= TOLERANCE for loss, expected in pairs), pairs
+    # Lower is no harm, and usual, by 1 to 2 %: a worker that is alone has all of the stage's batch in its gradient.
+    assert all(loss / expected - 1.0 <= TOLERANCE for loss, expected in pairs), pairs
 
 
 def churn(swarm: PipelineSwarm, duration_s: float) -> tuple[LossCurve, Account]:

@@ -16,13 +16,14 @@ import pytest
 from tests.support.event_loop import on_event_loop
 from tests.support.rpc_pair import running_endpoint
 from tests.support.small_pipeline import POSITIONS, ROWS, Member, SmallPipeline, Windows
-from tests.support.stage_worker import RUN_ID, WorkerSetup, held, until
+from tests.support.stage_worker import RUN_ID, WorkerSetup, held
+from tests.support.toy_drive import until
 from trainer.pipeline.work import MicroBatch
 
 NUM_KILLS = {"hub": 18, "chain": 12}
 PER_KILL = 4
 TOKENS = ROWS * POSITIONS
-SETUP = WorkerSetup(rpc={"stop_grace_s": 0.0})
+SETUP = WorkerSetup(rpc={"stop_grace_s": 0.0, "stall_timeout_s": 30.0})
 
 
 class Portions(Windows):
@@ -49,8 +50,9 @@ async def test_thirty_deaths(routing: str) -> None:
     rng = random.Random(routing)
     work = Portions(NUM_KILLS[routing] * PER_KILL)
     config = {"routing": routing, "max_in_flight": PER_KILL, "ban_s": 0.05, "max_ban_s": 0.05}
+    config |= {"request_timeout_s": 20.0, "unclear_s": 20.0}
     pipeline = SmallPipeline(SETUP, {"head": 1, "body-1": 2, "tail": 1})
-    async with pipeline, running_endpoint(run_id=RUN_ID) as endpoint:
+    async with pipeline, running_endpoint(run_id=RUN_ID, stall_timeout_s=30.0) as endpoint:
         running = asyncio.create_task(pipeline.driver(endpoint, work, config=config).run())
         while work.left:
             dead = await rng.choice([_while_the_tail_has_it, _while_it_waits, _when_it_has_counted])(pipeline, work)

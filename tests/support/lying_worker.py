@@ -1,0 +1,217 @@
+"""A worker that registers a stage's methods and answers what no honest worker answers, quickly.
+
+    async with lying_worker("body-1", LIES["NaN activations"], dim=16) as liar: ...      # in this process
+    python -m tests.support.lying_worker --config F --node-id liar --port N --stage body-1 --lie "NaN activations" ...
+
+What it is asked for it answers without computing anything, in the right form but for its lie. As a process it announces
+itself as a worker of the run file's stage would, so that drivers and other workers believe that it is one of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import secrets
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.config import RunConfig, from_mapping, read_yaml
+from trainer.discovery import Announcement, open_discovery
+from trainer.pipeline import messages
+from trainer.pipeline.names import StageUid, stage_names
+from trainer.pipeline.report import StageReport
+from trainer.pipeline.tensors import TensorAnswer, TensorService
+from trainer.rpc import Endpoint, Identity, PeerId, Reply, Request, RpcConfig
+from trainer.state.descriptor import TensorSpec
+from trainer.swarm.shape import shape_of
+
+__all__ = ["LIES", "Liar", "Lie", "lying_worker"]
+
+MAX_BYTES = 1 << 26
+Answer = TensorAnswer[messages.StageAnswer]
+Bodies = Callable[[messages.StageAnswer], dict[str, Any]]
+Tensors = Callable[[Tensor], dict[str, Tensor]]
+
+
+def _truly(tensor: Tensor) -> dict[str, Tensor]:
+    return {"": tensor}
+
+
+def _nothing(_: messages.StageAnswer) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Lie:
+    """What is changed in an answer."""
+
+    methods: tuple[str, ...]
+    """Where; all others are answered in the right form."""
+    body: Bodies = _nothing
+    tensors: Tensors = _truly
+    """By the suffix of the tensor's name; the empty one: as it should be."""
+    announces: tuple[TensorSpec, ...] = ()
+    """Tensors that are said to follow, and do not."""
+
+
+_ASKS: dict[str, type[messages.StageAsk]] = {
+    messages.FORWARD: messages.ForwardAsk,
+    messages.BACKWARD: messages.BackwardAsk,
+    messages.TAIL: messages.TailAsk,
+    messages.CHAIN: messages.ChainAsk,
+}
+_FORWARD = (messages.FORWARD,)
+_COUNTING = (messages.BACKWARD, messages.TAIL, messages.CHAIN)
+_ANY = (*_FORWARD, *_COUNTING)
+
+LIES: dict[str, Lie] = {
+    "NaN activations": Lie(_FORWARD, tensors=lambda t: {"": t * math.nan}),
+    "NaN gradients": Lie(_COUNTING, tensors=lambda t: {"": t / 0.0}),
+    "fewer positions": Lie(_ANY, tensors=lambda t: {"": t[:, 1:].contiguous()}),
+    "a wider activation": Lie(_FORWARD, tensors=lambda t: {"": torch.cat([t, t], dim=-1)}),
+    "another type": Lie(_ANY, tensors=lambda t: {"": t.to(torch.float64)}),
+    "more tensors": Lie(_ANY, tensors=lambda t: {"": t, ".more": t}),
+    "a terabyte announced": Lie(_ANY, announces=(TensorSpec(name="activation", dtype="float32", shape=(1 << 38,)),)),
+    "no tensors": Lie(_ANY, tensors=lambda _: {}),
+    "other rows": Lie(_ANY, body=lambda body: {"num_rows": body.num_rows + 1}),
+    "counted in a forward pass": Lie(_FORWARD, body=lambda _: {"applied": ("body-1",), "applied_number": 1}),
+    "not counted": Lie(_COUNTING, body=lambda _: {"applied": ()}),
+    "counted elsewhere": Lie(_COUNTING, body=lambda _: {"applied": ("head",)}),
+    "counted as none": Lie(_COUNTING, body=lambda _: {"applied_number": 0}),
+    "a negative loss": Lie((messages.TAIL, messages.CHAIN), body=lambda _: {"loss_sum": -1.0}),
+    "no loss": Lie((messages.TAIL, messages.CHAIN), body=lambda _: {"loss_sum": None}),
+    "more labels": Lie((messages.TAIL, messages.CHAIN), body=lambda body: {"num_tokens": body.num_tokens + 1}),
+}
+"""By name."""
+
+
+@dataclass
+class Liar:
+    """One that answers."""
+
+    stage: str
+    lie: Lie
+    dim: int
+    says_counted: bool = False
+    """Whether it says, when it is asked, that it has counted whatever it is asked about."""
+    incarnation: str = field(default_factory=lambda: secrets.token_hex(8))
+    asked: Counter[str] = field(default_factory=Counter)
+    """Requests, by method."""
+
+    def register(self, endpoint: Endpoint) -> None:
+        """Makes the methods of a stage answerable; before the endpoint starts."""
+        service = TensorService(endpoint)
+        for method, ask in _ASKS.items():
+            if self.lie.announces:
+                endpoint.register(method, ask, self._announcing(method))
+            else:
+                service.register(method, ask, self._answering(method), max_bytes=MAX_BYTES)
+        endpoint.register(messages.APPLIED, messages.AppliedAsk, self._applied)
+
+    def _announcing(self, method: str) -> Any:
+        async def answer(request: Request[messages.StageAsk]) -> Reply[messages.StageAnswer]:
+            self.asked[method] += 1
+            body = messages.StageAnswer(incarnation=self.incarnation, version=0, num_rows=request.body.num_rows)
+            return Reply(body.model_copy(update={"tensors": self.lie.announces}))
+
+        return answer
+
+    def _answering(self, method: str) -> Any:
+        async def answer(_: PeerId, ask: messages.StageAsk, tensors: dict[str, Tensor]) -> Answer:
+            self.asked[method] += 1
+            true = self._true_answer(method, ask, tensors)
+            if method not in self.lie.methods:
+                return true
+            changed = {
+                name + suffix: lie
+                for name, tensor in true.tensors.items()
+                for suffix, lie in self.lie.tensors(tensor).items()
+            }
+            return TensorAnswer(true.body.model_copy(update=self.lie.body(true.body)), changed)
+
+        return answer
+
+    def _true_answer(self, method: str, ask: messages.StageAsk, tensors: dict[str, Tensor]) -> Answer:
+        """In the right form, of values out of nowhere."""
+        values = torch.randn(ask.num_rows, ask.num_positions, self.dim) * 0.1
+        body = messages.StageAnswer(incarnation=self.incarnation, version=0, num_rows=ask.num_rows)
+        if method == messages.FORWARD:
+            return TensorAnswer(body, {"activation": values})
+        number = {"applied_number": sum(self.asked.values()), "applied": (self.stage,)}
+        if self.stage == "tail":
+            number |= {"loss_sum": 100.0, "num_tokens": int((tensors["labels"] >= 0).sum())}
+        return TensorAnswer(body.model_copy(update=number), {} if self.stage == "head" else {"gradient": values})
+
+    async def _applied(self, request: Request[messages.AppliedAsk]) -> Reply[messages.AppliedAnswer]:
+        self.asked[messages.APPLIED] += 1
+        counted = request.body.micro_batches if self.says_counted else ()
+        return Reply(messages.AppliedAnswer(incarnation=self.incarnation, micro_batches=counted))
+
+
+@asynccontextmanager
+async def lying_worker(
+    stage: str, lie: Lie, *, dim: int, run_id: str, rpc: RpcConfig, says_counted: bool = False
+) -> AsyncIterator[tuple[Liar, Endpoint]]:
+    """One in this process."""
+    liar, endpoint = Liar(stage, lie, dim, says_counted), Endpoint(Identity.create(), run_id, rpc)
+    liar.register(endpoint)
+    await endpoint.start()
+    try:
+        yield liar, endpoint
+    finally:
+        await endpoint.stop()
+
+
+async def _serve(config: RunConfig, stage: str, lie: Lie) -> None:
+    """Lies, and announces itself, until it is killed."""
+    shape = shape_of(config)
+    async with lying_worker(stage, lie, dim=shape.model.dim, run_id=config.run_id, rpc=config.rpc) as (liar, endpoint):
+        discovery = open_discovery(endpoint, config.discovery, stage_names(config.swarm.num_stages))
+        await discovery.start()
+        sys.stdout.write(f"node {endpoint.peer_id} answers at {endpoint.address}\n")
+        sys.stdout.flush()
+        while True:
+            await discovery.announce(
+                Announcement(
+                    peer_id=endpoint.peer_id,
+                    node_id=config.node_id,
+                    run_id=config.run_id,
+                    address=endpoint.address,
+                    certificate_pem=(endpoint.certificate or b"").decode(),
+                    terms_digest=shape.terms(stage).digest(),
+                    stage=StageReport(
+                        uid=str(StageUid(stage, 666)), incarnation=liar.incarnation, status="serving", rows_per_s=1e6
+                    ),
+                )
+            )
+            await asyncio.sleep(config.discovery.announce_interval_s)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """The process."""
+    parser = argparse.ArgumentParser()
+    for name in ("--config", "--node-id", "--stage", "--lie"):
+        parser.add_argument(name, required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--initial-peers", action="append", default=[])
+    options = parser.parse_args(arguments)
+    settings = read_yaml(Path(options.config))
+    settings |= {
+        "node_id": options.node_id,
+        "rpc": {**settings["rpc"], "port": options.port},
+        "discovery": {**settings["discovery"], "initial_peers": options.initial_peers},
+    }
+    asyncio.run(_serve(from_mapping(RunConfig, settings), options.stage, LIES[options.lie]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
