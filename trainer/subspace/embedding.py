@@ -4,9 +4,11 @@ A token's embedding is the one thing in the residual stream that is not of low r
 which every stage makes for itself from seed and row number, plus a learnable row within the subspace. Positions need no
 such table: rotary positions enter in attention, not in the stream.
 
-The fixed rows have the standard deviation (0.2) that an ordinary model's embedding begins with, and row n is the same
-whatever the size of the vocabulary, so that it grows without changing a bit. Cost: vocabulary · dim · 4 bytes a stage
-(tiny: 16 MB; 2.1 GB for 128k ids of width 4,096), made at 7 ns a value.
+The fixed rows have the standard deviation (0.2) that an ordinary model's embedding begins with; where norms are
+re-ordered they have 1, since nothing scales up there what a layer reads, and what it writes has a fixed size (`tiny`,
+rank 8 of 128, 200 steps on text: a loss of 4.69 instead of 5.44). Row n is the same whatever the size of the
+vocabulary, so that it grows without changing a bit. Cost: vocabulary · dim · 4 bytes a stage (tiny: 16 MB; 2.1 GB for
+128k ids of width 4,096), made at 7 ns a value.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from trainer.model.init import init_std, seeded_normal
 __all__ = ["SubspaceEmbedding", "fixed_table", "fixed_table_of", "make_embedding"]
 
 _NAME = "subspace.fixed_embedding"
+_STD_WITHOUT_INPUT_NORM = 1.0
 
 
 def fixed_table(num_rows: int, dim: int, seed: int, std: float, device: torch.device | str = "cpu") -> Tensor:
@@ -43,7 +46,7 @@ def fixed_table_of(config: ModelConfig, num_rows: int = 0, device: torch.device 
         num_rows: rows, where the vocabulary has grown; 0: the config's.
         device: where to.
     """
-    std = init_std("embedding.weight", config)
+    std = _STD_WITHOUT_INPUT_NORM if config.reorder_norm else init_std("embedding.weight", config)
     return fixed_table(num_rows or config.vocab_size, config.dim, config.subspace_seed, std, device)
 
 
