@@ -34,7 +34,7 @@ Backward may leave out ``activation`` (head: ``ids``) where it asks the worker t
 | ``stopping``       | this worker joins, leaves or stops; nothing counted                                           |
 | ``stale``          | the forward pass is too many steps off; ``no-input``: send the input again; nothing counted   |
 | ``expired``        | too late, or given up, or another's by now; nothing counted                                   |
-| ``already-applied``| counted, and the answer is not kept any more                                                  |
+| ``already-applied``| counted, and the answer is not kept any more, or could not be made                            |
 | ``tainted``        | counted too late: all that was not stepped with is dropped, and this is another incarnation   |
 | ``hop``            | chain: no clear outcome at a later stage; ask again the same way                              |
 | ``hop-…``          | chain: refused there, for that reason; nothing counted here; stage and key come first in text |

@@ -209,7 +209,16 @@ class Passing:
         else:
             grad_x = result.grad_x
         answer = self._answer(ask, result.version, done).model_copy(update=update)
-        return TensorAnswer(answer, {} if grad_x is None else await self._link.gradient(grad_x))
+        return TensorAnswer(answer, {} if grad_x is None else await self._gradient_behind(ask, grad_x))
+
+    async def _gradient_behind(self, ask: ReceivedAsk, grad_x: Tensor) -> dict[str, Tensor]:
+        """The gradient to answer with, of what is counted: any other refusal would say that nothing was."""
+        try:
+            return await self._link.gradient(grad_x)
+        except (PipelineError, RefusedError) as error:
+            raise RefusedError(
+                "already-applied", f"{ask.micro_batch} is counted; there is no answer: {error}"
+            ) from error
 
     def _run_forward(self, items: Sequence[tuple[str, Tensor]]) -> Sequence[_Forwarded | RefusedError]:
         version = self._replica.version

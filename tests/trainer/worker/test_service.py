@@ -234,6 +234,20 @@ async def test_stopped_while_adding_up_it_drops_all_and_is_another_incarnation(t
 
 
 @on_event_loop
+async def test_an_answer_that_cannot_be_made_does_not_say_that_nothing_was_counted(tail_input: Tensors) -> None:
+    async with running_worker(TAIL) as tail, running_driver() as driver:
+
+        async def overflow(_: Tensor) -> dict[str, Tensor]:
+            raise RefusedError("nonfinite", "the gradient does not fit into the codec's values")
+
+        tail.worker._link.gradient = overflow  # type: ignore[method-assign]
+        for _ in range(2):
+            assert await _reason(driver.tail(tail, KEY, tail_input)) == "already-applied"
+        assert await driver.applied(tail, KEY) == (KEY,)
+        assert tail.worker.replica.accumulated.num_micro_batches == 1
+
+
+@on_event_loop
 async def test_a_micro_batch_that_was_given_away_is_refused_whether_it_waits_or_comes(tail_input: Tensors) -> None:
     async with running_worker(TAIL) as tail, running_driver() as driver, running_driver() as keeper:
         async with held(tail) as release:
