@@ -9,6 +9,7 @@ what went wrong here once the stages behind had counted it, as ``partly``: askin
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 
@@ -143,12 +144,19 @@ class Chain:
             raise _refusal(ask.route[0], MalformedAnswerError(f"its gradient: {error}")) from error
 
     def _check(self, answer: StageReply, num_tokens: int) -> None:
+        """What is passed on is vouched for: a lie of the tail's must not be taken for the head's.
+
+        Raises:
+            MalformedAnswerError: no honest worker answers so.
+        """
         body = answer.body
-        if body.applied != self._behind or body.num_tokens != num_tokens or body.loss_sum is None:
+        if body.applied != self._behind or body.num_tokens != num_tokens:
             raise MalformedAnswerError(
                 f"expected {num_tokens} tokens counted in {', '.join(self._behind)}, found {body.num_tokens} in "
                 f"{', '.join(body.applied) or 'none'}"
             )
+        if body.loss_sum is None or not math.isfinite(body.loss_sum) or body.loss_sum < 0:
+            raise MalformedAnswerError(f"expected a loss, found {body.loss_sum}")
 
 
 def _refusal(hop: messages.Hop, error: RpcError) -> RefusedError:
