@@ -35,7 +35,7 @@ class HostileCallee:
     ) -> bytes:
         """The reply an honest node would give, but for ``changes``."""
         fields = {
-            **request.model_dump(exclude={"sender", "payload_sha256"}),
+            **request.model_dump(exclude={"sender", "payload_blake3"}),
             "kind": "reply",
             "origin": "callee",
             "recipient": request.sender,

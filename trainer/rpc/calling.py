@@ -28,7 +28,6 @@ from trainer.rpc.incoming import Incoming, ReadAhead
 from trainer.rpc.limits import ByteBudget
 from trainer.rpc.links import Link, Links
 from trainer.rpc.messages import Peer, Reply, peer_name
-from trainer.rpc.offload import Offload
 from trainer.rpc.outgoing import Outgoing
 from trainer.rpc.stream import Stream
 from trainer.rpc.wire import ClientWire, read_within
@@ -56,10 +55,10 @@ class _Conversation:
     counters: Counters
     links: Links
 
-    async def open(self, raw: bytes) -> SealedFrame | None:
+    def open(self, raw: bytes) -> SealedFrame | None:
         """Checks what came back; the first frame that passes also vouches for the peer's certificate."""
         try:
-            frame = await self.exchange.open(raw)
+            frame = self.exchange.open(raw)
         except RefusedError as error:
             raise self.unbelievable(error) from None
         if frame is not None and frame.head.sequence == 0:
@@ -81,14 +80,12 @@ class Calling:
         run_id: str,
         config: RpcConfig,
         counters: Counters,
-        offload: Offload,
         budget: ByteBudget,
     ) -> None:
         self._identity = identity
         self._run_id = run_id
         self._config = config
         self._counters = counters
-        self._offload = offload
         self._budget = budget
         self._links = Links(config)
 
@@ -171,7 +168,7 @@ class Calling:
             certificate_sha256=link.certificate_sha256,
             max_payload_bytes=MAX_PAYLOAD_BYTES,
         )
-        exchange = Exchange(terms, "caller", self._identity, self._offload, expected=expected)
+        exchange = Exchange(terms, "caller", self._identity, expected=expected)
         outgoing = Outgoing(exchange, writer, failure)
         try:
             yield _Conversation(peer, link, wire, exchange, failure, writer, outgoing, self._counters, self._links)
@@ -187,7 +184,7 @@ class Calling:
         wire = conversation.wire
         reply: SealedFrame | None = None
         while (raw := await read_within(wire, silence_s)) is not None:
-            frame = await conversation.open(raw)
+            frame = conversation.open(raw)
             reply = frame or reply
         if reply is None:
             raise PeerUnavailableError(f"{wire.who}: expected a reply, found the end of the exchange")

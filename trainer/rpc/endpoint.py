@@ -7,7 +7,7 @@
     await endpoint.start()
     reply = await endpoint.call(peer, "demo/ask", Ask(text="?"), Answer, timeout_s=10)
 
-Everything happens on the event loop in which `start` was awaited; long hashes run in threads of the endpoint.
+Everything happens on the event loop in which `start` was awaited.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from trainer.rpc.identity import Identity
 from trainer.rpc.limits import ByteBudget
 from trainer.rpc.links import METHOD_PATH, channel_options
 from trainer.rpc.messages import Peer, PeerId, Reply, Request
-from trainer.rpc.offload import Offload
 from trainer.rpc.serving import CallHandler, Method, Serving, StreamHandler
 from trainer.rpc.stream import Stream
 
@@ -66,10 +65,9 @@ class Endpoint:
         self._run_id = run_id
         self._config = config
         self.counters = Counters()
-        self._offload = Offload()
         budget = ByteBudget(config.max_queued_bytes, config.max_queued_bytes_per_peer)
-        self._serving = Serving(identity, run_id, config, self.counters, self._offload, budget)
-        self._calling = Calling(identity, run_id, config, self.counters, self._offload, budget)
+        self._serving = Serving(identity, run_id, config, self.counters, budget)
+        self._calling = Calling(identity, run_id, config, self.counters, budget)
         self._server: aio.Server | None = None
         self._port = 0
         self._certificate: bytes | None = None
@@ -185,7 +183,6 @@ class Endpoint:
             except TimeoutError:
                 logger.warning("a handler goes on although it was cancelled; stopping without it")
         await self._calling.close()
-        self._offload.close()
 
     async def call(
         self,

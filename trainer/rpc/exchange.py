@@ -17,7 +17,6 @@ from trainer.errors import RefusedError
 from trainer.rpc.envelope import Head, SealedFrame, parse_head, seal, verify_head, verify_payload
 from trainer.rpc.identity import Identity
 from trainer.rpc.messages import PeerId
-from trainer.rpc.offload import Offload
 from trainer.rpc.reasons import Reason
 
 __all__ = ["CALL_FRAMES", "STREAM_FRAMES", "Exchange", "ExchangeTerms", "check_bound"]
@@ -48,7 +47,6 @@ class Exchange:
         origin: which end this is.
         identity: signs what goes out.
         expected: kinds of frame the other end may send.
-        offload: for large payloads.
         num_received: frames of the other end that were taken before (the request, by the callee).
     """
 
@@ -57,7 +55,6 @@ class Exchange:
         terms: ExchangeTerms,
         origin: Literal["caller", "callee"],
         identity: Identity,
-        offload: Offload,
         *,
         expected: frozenset[str],
         num_received: int = 0,
@@ -65,7 +62,6 @@ class Exchange:
         self._terms = terms
         self._origin = origin
         self._identity = identity
-        self._offload = offload
         self._expected = expected
         self._num_sent = 0
         self._num_received = num_received
@@ -77,7 +73,7 @@ class Exchange:
         """Who the other end is; None as long as it is not known."""
         return self._other
 
-    async def seal(
+    def seal(
         self,
         kind: Literal["request", "open", "reply", "data", "end"],
         *,
@@ -103,14 +99,13 @@ class Exchange:
             "certificate_sha256": self._terms.certificate_sha256,
             "body": body,
         }
-        size_bytes = memoryview(payload).nbytes
-        return await self._offload.run(size_bytes, seal, self._identity, fields, payload)
+        return seal(self._identity, fields, payload)
 
     def sent(self) -> None:
         """Counts the frame sealed last."""
         self._num_sent += 1
 
-    async def open(self, raw: bytes) -> SealedFrame | None:
+    def open(self, raw: bytes) -> SealedFrame | None:
         """The frame that came, checked in full; None: a heartbeat.
 
         Raises:
@@ -128,7 +123,7 @@ class Exchange:
                 Reason.SEQUENCE, f"expected frame {self._num_received} of this exchange, found {head.sequence} of one"
             )
         verify_head(frame)
-        await self._offload.run(len(frame.payload), verify_payload, frame)
+        verify_payload(frame)
         self._num_received += 1
         self._other = head.sender
         self._finished = head.kind in ("reply", "end")

@@ -50,10 +50,11 @@ class Outgoing:
         if not 0 <= index <= _MAX_INDEX:
             raise TrainerUsageError(f"expected a frame's index from 0 to 2**53 - 1, found {index}")
         async with self._turn:
+            await asyncio.sleep(0)  # So that the write begun last is under way while this frame is sealed.
             self._failure.raise_if_set()
             if self._ended:
                 raise TrainerUsageError("expected nothing after the end of the stream, found another frame")
-            raw = await self._exchange.seal(kind, index=index, body=body, payload=payload)
+            raw = self._exchange.seal(kind, index=index, body=body, payload=payload)
             await self._writer.settle()
             # From here on nothing is awaited, so that a cancelled send has either sent its frame or left no gap.
             self._writer.begin(raw)

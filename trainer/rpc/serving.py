@@ -27,7 +27,6 @@ from trainer.rpc.identity import Identity
 from trainer.rpc.incoming import Incoming, ReadAhead
 from trainer.rpc.limits import ByteBudget, ServingLimits
 from trainer.rpc.messages import Reply, Request, peer_name
-from trainer.rpc.offload import Offload
 from trainer.rpc.outgoing import Outgoing
 from trainer.rpc.reasons import Reason, status_for
 from trainer.rpc.replay import ReplayGuard
@@ -63,7 +62,6 @@ class Serving:
         run_id: the run it takes part in.
         config: limits and times.
         counters: of the endpoint.
-        offload: for large payloads.
         budget: bytes of streams read ahead, shared with the calling side.
     """
 
@@ -73,14 +71,12 @@ class Serving:
         run_id: str,
         config: RpcConfig,
         counters: Counters,
-        offload: Offload,
         budget: ByteBudget,
     ) -> None:
         self._identity = identity
         self._run_id = run_id
         self._config = config
         self._counters = counters
-        self._offload = offload
         self._budget = budget
         self._methods: dict[str, Method] = {}
         self._allowed = frozenset(config.allowed_peers)
@@ -131,10 +127,8 @@ class Serving:
             slots = self._limits.calls if method.stream_handler is None else self._limits.streams
             with slots.taken(frame.head.sender):
                 wire.who = peer_name(frame.head.sender, context.peer())
-                request = await self._request(frame, method)
-                exchange = Exchange(
-                    terms, "callee", self._identity, self._offload, expected=STREAM_FRAMES, num_received=1
-                )
+                request = self._request(frame, method)
+                exchange = Exchange(terms, "callee", self._identity, expected=STREAM_FRAMES, num_received=1)
                 outgoing = Outgoing(exchange, writer, failure)
                 if method.call_handler is not None:
                     await self._answer(method, method.call_handler(request), outgoing, failure)
@@ -188,8 +182,8 @@ class Serving:
         self._guard.remember(head.sender, bytes.fromhex(head.nonce), head.sent_at)
         return method, terms
 
-    async def _request(self, frame: SealedFrame, method: Method) -> Request[BaseModel]:
-        await self._offload.run(len(frame.payload), verify_payload, frame)
+    def _request(self, frame: SealedFrame, method: Method) -> Request[BaseModel]:
+        verify_payload(frame)
         return Request(frame.head.sender, parse_body(frame, method.body_model), bytes(frame.payload))
 
     async def _answer(

@@ -13,6 +13,7 @@ from trainer.rpc import Identity
 from trainer.rpc.envelope import (
     HEARTBEAT,
     MAX_FRAME_BYTES,
+    PROTOCOL_VERSION,
     SealedFrame,
     parse_head,
     seal,
@@ -111,7 +112,7 @@ def test_a_heartbeat_is_nothing_but_its_prefix() -> None:
     assert opened(HEARTBEAT) is None
     assert reason_of(HEARTBEAT + b"x") == "size"
     assert reason_of(HEARTBEAT[:-1]) == "size"
-    assert reason_of(HEARTBEAT[:4] + struct.pack("<I", 2) + HEARTBEAT[8:]) == "protocol"
+    assert reason_of(HEARTBEAT[:4] + struct.pack("<I", PROTOCOL_VERSION + 1) + HEARTBEAT[8:]) == "protocol"
 
 
 def _resized(raw: bytes, head_bytes: int, payload_bytes: int) -> bytes:
@@ -132,7 +133,7 @@ def test_each_kind_of_damage_has_its_reason() -> None:
         "payload over its bound": (_resized(raw, head_bytes, (1 << 20) + 1), "size"),
         "border moved": (_resized(raw, head_bytes - 1, payload_bytes + 1), "head"),
         "other magic": (b"\x16\x03\x01\x00" + raw[4:], "magic"),
-        "other version": (raw[:4] + struct.pack("<I", 2) + raw[8:], "protocol"),
+        "other version": (raw[:4] + struct.pack("<I", PROTOCOL_VERSION + 1) + raw[8:], "protocol"),
         "unsigned": (raw[:16] + bytes(64) + raw[80:], "signature"),
         "signature changed": (raw[:20] + bytes([raw[20] ^ 1]) + raw[21:], "signature"),
         "head changed": (raw.replace(b'"sequence":0', b'"sequence":1'), "signature"),

@@ -17,7 +17,7 @@ from tests.support.rpc_node import Answer, Question, rpc_node
 from tests.support.rpc_pair import running_endpoint
 from trainer.errors import PeerUnavailableError
 from trainer.rpc import Endpoint, Identity
-from trainer.rpc.envelope import HEARTBEAT, MAX_FRAME_BYTES, seal
+from trainer.rpc.envelope import HEARTBEAT, MAX_FRAME_BYTES, PROTOCOL_VERSION, seal
 
 _REASONS = {
     "size",
@@ -64,7 +64,7 @@ async def test_first_frames() -> None:
             "only heartbeats": ([HEARTBEAT] * 50, "no_request"),
             "empty message": ([b""], "size"),
             "another protocol": ([b"GET / HTTP/1.1\r\n\r\n" * 10], "magic"),
-            "next version": ([good[:4] + struct.pack("<I", 2) + good[8:]], "protocol"),
+            "next version": ([good[:4] + struct.pack("<I", PROTOCOL_VERSION + 1) + good[8:]], "protocol"),
             "too long by one": ([good + b"x"], "size"),
             "claims 4 GiB": ([good[:8] + struct.pack("<II", 2**32 - 1, 2**32 - 1) + good[16:]], "size"),
             "accepted": ([good], "accepted"),
@@ -102,7 +102,7 @@ async def test_first_frames() -> None:
 @on_event_loop
 async def test_heads_no_parser_should_be_given() -> None:
     async with running_endpoint() as endpoint, hostile_caller(endpoint.peer) as hostile:
-        fields = _honest_fields(hostile) | {"sender": hostile.identity.peer_id, "payload_sha256": "0" * 64}
+        fields = _honest_fields(hostile) | {"sender": hostile.identity.peer_id, "payload_blake3": "0" * 64}
         text = json.dumps(fields)
         heads = {
             "deep lists": b'{"body":' + b"[" * 60_000,
