@@ -120,18 +120,18 @@ def _loss_after(config: ModelConfig, ids: Tensor, num_steps: int) -> float:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("olmo2", "num_steps"),
+    "olmo2",
     [
-        pytest.param(False, 200, marks=pytest.mark.slow, id="pre-norm"),
-        pytest.param(True, 300, marks=pytest.mark.long, id="re-ordered"),
+        pytest.param(False, marks=pytest.mark.slow, id="pre-norm"),
+        pytest.param(True, marks=pytest.mark.long, id="re-ordered"),
     ],
 )
-def test_a_sixteenth_of_the_bytes_costs_three_percent_of_the_loss_at_most(olmo2: bool, num_steps: int):
+def test_a_sixteenth_of_the_bytes_costs_three_percent_of_the_loss_at_most(olmo2: bool):
     ids = _text_ids()
     plain = replace(_SHAPE, vocab_size=1024, num_layers=4, ffn_dim=512, qk_norm=olmo2, reorder_norm=olmo2)
     compressed = SubspaceConfig(rank=8).applied_to(plain, free_layers=2)  # head 1, body 1, tail 2
 
-    losses = [_loss_after(config, ids, num_steps) for config in (plain, compressed)]
+    losses = [_loss_after(config, ids, 200) for config in (plain, compressed)]
 
     assert losses[0] < 0.9 * math.log(1024)
     assert losses[1] < 1.03 * losses[0], losses
