@@ -142,6 +142,7 @@ class WorkerNode:
         )
         self._keeping = self._kept_together()
         self._meter = LinkMeter(f"{built.name} of {config.node_id}", built.codec, config.swarm.subspace.max_error)
+        terms, heard = SwarmTerms(shape), self._network
         self._worker = StageWorker(
             self._network.endpoint,
             shape.plan,
@@ -158,6 +159,7 @@ class WorkerNode:
             lag_steps=config.diloco.overlap_steps if config.strategy == "diloco" else config.swarm.sparta.every_steps,
             max_lead=max(_MAX_LEAD, config.diloco.inner_steps if config.strategy == "diloco" else 0),
             on_step=self._stepped,
+            keepers=lambda: {said.peer_id for said in heard.announcements if said.stage is None and terms.fits(said)},
         )
         self._checkpoints = checkpoints_of(config, shape, built.name, identity.peer_id[:16])
         self._watch = WorkerWatch(config, self._network, self._worker, self._meter, stop.ask)

@@ -36,6 +36,7 @@ Backward may leave out ``activation`` (head: ``ids``) where it asks the worker t
 | ``expired``        | too late, or given up, or another's by now; nothing counted                                   |
 | ``already-applied``| counted, and the answer is not kept any more, or could not be made                            |
 | ``tainted``        | counted too late: all that was not stepped with is dropped, and this is another incarnation   |
+| ``not-a-driver``   | only the run's drivers may have micro-batches refused (`stage/applied`); ask again later      |
 | ``hop``            | chain: no clear outcome at a later stage; ask again the same way                              |
 | ``hop-…``          | chain: refused there, for that reason; nothing counted here; stage and key come first in text |
 | ``partly``         | chain: counted behind a stage and not in it; asking again would not mend it                   |

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from typing import Any, Literal
 
 from torch import Tensor
@@ -59,6 +59,8 @@ class StageService:
         shared: what of it would outlive this worker.
         config: the bounds.
         batches: whether forward requests are computed together, as suits `StageConfig.backward` ``recompute``.
+        keepers: who may have micro-batches refused from now on: the run's drivers and the keeper of its account, as
+            known now. Names of micro-batches can be guessed; None: anybody may, which is for trusted networks only.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class StageService:
         shared: SharedThrough,
         config: WorkerConfig,
         batches: bool = False,
+        keepers: Callable[[], Collection[PeerId]] | None = None,
     ) -> None:
         self.status: ServiceStatus = "serving"
         """While joining nothing is taken; while leaving only what ends what was begun (`stage/backward`)."""
@@ -87,6 +90,7 @@ class StageService:
         self._replies = replies
         self._shared = shared
         self._config = config
+        self._keepers = keepers
         max_batch_size = config.max_batch_size if batches else 1
         self._passing = Passing(stage_name, replica, runtime, link, replies, shared, max_batch_size=max_batch_size)
         self._chain = Chain(endpoint, plan, stage_name, self._passing, link)
@@ -187,6 +191,9 @@ class StageService:
 
     async def _applied(self, request: Request[AppliedAsk]) -> Reply[AppliedAnswer]:
         keys, refuse = request.body.micro_batches, request.body.refuse_from_now
+        if refuse and self._keepers is not None and request.sender not in self._keepers():
+            # Not answered without refusing: whoever asks would take what is not counted for what will not be.
+            raise RefusedError("not-a-driver", f"expected a driver that this worker knows, found {request.sender[:12]}")
         incarnation, counted, undecided = self._replies.counted_among(keys, refuse_from_now=refuse)
         if undecided:
             await asyncio.wait([asyncio.wrap_future(future) for future in undecided], timeout=_DECIDED_WITHIN_S)

@@ -11,11 +11,11 @@ await worker.stop()
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from trainer.pipeline.plan import StagePlan
 from trainer.pipeline.work import boottime_s
-from trainer.rpc import Endpoint, Peer
+from trainer.rpc import Endpoint, Peer, PeerId
 from trainer.stage import StageReplica, StageShape
 from trainer.subspace import ActivationCodec, LinkMeter
 from trainer.worker.applying import StageReplies
@@ -54,6 +54,7 @@ class StageWorker:
         max_lead: versions to follow another worker over.
         clock: seconds; CLOCK_BOOTTIME but in tests.
         on_step: told of each step, in the compute thread.
+        keepers: who may have micro-batches refused; see `StageService`.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class StageWorker:
         max_lead: int = 50,
         clock: Callable[[], float] = boottime_s,
         on_step: Stepped | None = None,
+        keepers: Callable[[], Collection[PeerId]] | None = None,
     ) -> None:
         self.replica = replica
         self.shared = SharedThrough(num_fragments, lag_steps)
@@ -106,6 +108,7 @@ class StageWorker:
             shared=self.shared,
             config=config,
             batches=batches,
+            keepers=keepers,
         )
 
     def register(self) -> None:

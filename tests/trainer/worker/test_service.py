@@ -248,6 +248,18 @@ async def test_an_answer_that_cannot_be_made_does_not_say_that_nothing_was_count
 
 
 @on_event_loop
+async def test_only_who_may_has_micro_batches_refused_and_others_are_told_so(tail_input: Tensors) -> None:
+    may: set[str] = set()
+    async with running_worker(TAIL, keepers=lambda: may) as tail, running_driver() as driver, running_driver() as other:
+        may.add(driver.endpoint.peer_id)
+        assert await _reason(other.applied(tail, KEY, refuse_from_now=True)) == "not-a-driver"
+        assert await other.applied(tail, KEY) == ()
+        assert (await driver.tail(tail, KEY, tail_input)).body.applied_number == 1
+        assert await driver.applied(tail, KEY, "e0.s0.r2", refuse_from_now=True) == (KEY,)
+        assert await _reason(other.tail(tail, "e0.s0.r2", tail_input)) == "expired"
+
+
+@on_event_loop
 async def test_a_micro_batch_that_was_given_away_is_refused_whether_it_waits_or_comes(tail_input: Tensors) -> None:
     async with running_worker(TAIL) as tail, running_driver() as driver, running_driver() as keeper:
         async with held(tail) as release:
