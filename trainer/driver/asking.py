@@ -7,9 +7,12 @@ labels as there are, and the stages in which it is said to be counted.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -18,7 +21,7 @@ from trainer.driver.config import DriverConfig
 from trainer.driver.links import ACTIVATION, GRADIENT, LABELS, LinkForm, check_parcel, wire_ids
 from trainer.driver.results import HopTime
 from trainer.driver.workers import StageWorker
-from trainer.errors import MalformedAnswerError
+from trainer.errors import MalformedAnswerError, PeerUnavailableError
 from trainer.pipeline.messages import (
     APPLIED,
     BACKWARD,
@@ -40,6 +43,10 @@ from trainer.rpc import Endpoint
 from trainer.state.descriptor import TensorSpec
 
 __all__ = ["Answered", "StageCaller", "credit_of"]
+
+logger = logging.getLogger(__name__)
+
+_GRACE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +194,8 @@ class StageCaller:
             RpcError: no answer, or a refusal.
         """
         ask = AppliedAsk(micro_batches=(micro_batch.key,), refuse_from_now=refuse_from_now)
-        reply = await self._endpoint.call(worker.peer, APPLIED, ask, AppliedAnswer, timeout_s=timeout_s)
+        async with _ended_at(worker, APPLIED, timeout_s + _GRACE_S):
+            reply = await self._endpoint.call(worker.peer, APPLIED, ask, AppliedAnswer, timeout_s=timeout_s)
         return micro_batch.key in reply.body.micro_batches, reply.body.incarnation
 
     # -- inside --------------------------------------------------------------------------------------------------------
@@ -210,16 +218,17 @@ class StageCaller:
         timeout_s: float,
     ) -> Answered:
         begun_s = time.monotonic()
-        answer = await ask_tensors(
-            self._endpoint,
-            worker.peer,
-            method,
-            ask,
-            given,
-            StageAnswer,
-            answer_bytes=sum(spec.size_bytes for spec in specs),
-            timeout_s=timeout_s,
-        )
+        async with _ended_at(worker, method, timeout_s + _GRACE_S):
+            answer = await ask_tensors(
+                self._endpoint,
+                worker.peer,
+                method,
+                ask,
+                given,
+                StageAnswer,
+                answer_bytes=sum(spec.size_bytes for spec in specs),
+                timeout_s=timeout_s,
+            )
         round_trip_s = time.monotonic() - begun_s
         body = answer.body
         if body.num_rows != ask.num_rows:
@@ -255,6 +264,22 @@ def credit_of(stage: str, body: StageAnswer) -> StageCredit:
         applied_number=body.applied_number,
         shared_through=body.shared_through,
     )
+
+
+@asynccontextmanager
+async def _ended_at(worker: StageWorker, method: str, timeout_s: float) -> AsyncIterator[None]:
+    """Ends a call that outlives its own deadline: cleaning up behind a connection that is gone must not take a slot."""
+    deadline = asyncio.timeout(timeout_s)
+    try:
+        async with deadline:
+            yield
+    except TimeoutError:
+        if not deadline.expired():
+            raise
+        logger.warning("%s of %s did not end with its deadline", method, worker)
+        raise PeerUnavailableError(
+            f"{worker}: expected {method} to end within {timeout_s:.1f} s, found it stuck"
+        ) from None
 
 
 def _hop_to(worker: StageWorker) -> Hop:

@@ -74,6 +74,8 @@ class _Trip:
         self._units = journey.micro_batch.input_ids.shape[0] * TAIL_UNITS
         self._pause_s = _FIRST_PAUSE_S
         self._unclear_since_s: float | None = None
+        self._has_failed = False
+        """From then on workers may have counted it that have not said so, or have restarted."""
 
     async def run(self) -> Outcome:
         """Until every stage has counted it.
@@ -108,9 +110,7 @@ class _Trip:
 
     def _workers(self) -> list[StageWorker]:
         placements = [self._route[stage] for stage in self._desk.pools]
-        if self._unclear_since_s is None:
-            return [placement.worker for placement in placements]
-        return [placement.worker.unpinned() for placement in placements]  # One of them may have restarted.
+        return [placement.worker.unpinned() if self._has_failed else placement.worker for placement in placements]
 
     async def _done(self, answered: Answered, asked_s: float) -> Outcome:
         """What the head says is done, confirmed by the others.
@@ -121,15 +121,23 @@ class _Trip:
         journey, took_s = self._journey, time.monotonic() - asked_s
         journey.is_unclear = False
         journey.passed(answered)
-        self._share_out(took_s)
         head, *behind = self._desk.pools
         for credit in await asyncio.gather(*(self._credit(stage) for stage in behind)):
             if isinstance(credit, str):
-                self._desk.pools[head].blame(self._route[head].worker, _CONTRADICTED, asked_s)
+                self._blame_all(asked_s)
                 raise journey.lost(credit, _CONTRADICTED.reason)
             journey.acknowledged(credit)
+        self._share_out(took_s)
         journey.counted(head, answered.body)
         return journey.done()
+
+    def _blame_all(self, asked_s: float) -> None:
+        """One of the route has lied, and which cannot be told: each of them vouches for those behind it.
+
+        Whoever is honest is free again with its next chain; whoever is not, is banned for twice as long the next time.
+        """
+        for stage, placement in self._route.items():
+            self._desk.pools[stage].blame(placement.worker, _CONTRADICTED, asked_s)
 
     def _share_out(self, took_s: float) -> None:
         estimates = {
@@ -170,14 +178,15 @@ class _Trip:
         """
         stage, verdict = self._culprit(error)
         worker, pool = self._route[stage].worker, self._desk.pools[stage]
-        is_first = self._unclear_since_s is None and stage == next(iter(self._route))
+        is_first = not self._has_failed and stage == next(iter(self._route))
         if is_first and verdict.effect == "none":
             # What it refuses later, those behind it may have counted by then.
-            self._journey.is_unclear = verdict.blame not in ("rest", "leave")
+            self._journey.is_unclear = self._has_failed = verdict.blame not in ("rest", "leave")
             self._replace(stage, verdict, asked_s)
             if verdict.blame == "rest":
                 await self._pause()
             return
+        self._has_failed = True
         if self._unclear_since_s is None:
             self._unclear_since_s = time.monotonic()
         self._journey.num_retries += 1
@@ -227,6 +236,7 @@ class _Trip:
 
     def _replace(self, stage: str, verdict: Verdict, asked_s: float) -> None:
         placement = self._route.pop(stage)
+        self._unclear_since_s = None  # It is clear now what this one has done.
         self._avoid[stage].add(placement.worker.key)
         self._desk.pools[stage].failed(placement, verdict, asked_s)
         self._journey.attempt_failed(stage, verdict)

@@ -23,7 +23,7 @@ from trainer.driver.asking import Answered, StageCaller
 from trainer.driver.presence import is_gone
 from trainer.driver.refusals import verdict_of
 from trainer.driver.workers import StageWorker
-from trainer.errors import PeerUnavailableError, RpcError
+from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedError, RpcError
 from trainer.pipeline.work import MicroBatch, boottime_s
 
 __all__ = ["Cleared", "Clearing"]
@@ -68,14 +68,15 @@ class Clearing:
             try:
                 async with asyncio.timeout(left_s):
                     return Cleared("answered", await ask(worker))
-            except (RpcError, TimeoutError) as error:
+            except (RpcError, TimeoutError) as failure:
+                error = failure
                 may_come = _may_come(error)
                 is_silent = isinstance(error, PeerUnavailableError | TimeoutError)
             if is_silent and await is_gone(worker.peer.address, min(_QUESTION_S, left_s)):
                 return Cleared("gone")
             if not may_come or self._left_s(micro_batch, begun_s) < self._unclear_s / 2:
                 says = await self._is_counted(worker, micro_batch, begun_s)
-                if says is False or (says is True and not may_come):
+                if says is False or (says is True and _is_gone_for_good(error)):
                     return Cleared("answer-gone" if says else "not-counted")
                 is_counted = is_counted or says is True
             worker = worker.unpinned()
@@ -98,6 +99,13 @@ class Clearing:
     def _left_s(self, micro_batch: MicroBatch, begun_s: float) -> float:
         left_s = self._unclear_s - (time.monotonic() - begun_s)
         return min(left_s, micro_batch.send_before_s - boottime_s())
+
+
+def _is_gone_for_good(error: RpcError | TimeoutError) -> bool:
+    """Whether an answer that was given once will not be given again, or not better."""
+    return isinstance(error, MalformedAnswerError) or (
+        isinstance(error, RefusedError) and error.reason == "already-applied"
+    )
 
 
 def _may_come(error: RpcError | TimeoutError) -> bool:

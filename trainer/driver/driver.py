@@ -133,15 +133,16 @@ class PipelineDriver:
 
     async def _next(self, watching: asyncio.Task[None], stopping: asyncio.Task[bool]) -> MicroBatch | None:
         """The next micro-batch when there is room for it; None: nothing is to be begun any more."""
-        while not self._has_room():
-            self._room.clear()
-            if not self._tasks and self._barrier.begun_tokens >= self._target_tokens:
-                await self._first_of(self._barrier.passed(), watching, stopping)
-                continue
-            await self._first_of(self._room.wait(), watching, stopping)
-            if self._stopping.is_set():
-                return None
-        return await self._first_of(self._work.next(), watching, stopping)
+        while not self._stopping.is_set():
+            if not self._has_room():
+                self._room.clear()
+                is_step_over = not self._tasks and self._config.synchronous
+                await self._first_of(self._barrier.passed() if is_step_over else self._room.wait(), watching, stopping)
+            elif self._config.synchronous and not self._barrier.is_ready:
+                await self._first_of(self._barrier.prepare(), watching, stopping)
+            else:
+                return await self._first_of(self._work.next(), watching, stopping)
+        return None
 
     async def _first_of(
         self, coroutine: Coroutine[Any, Any, T], watching: asyncio.Task[None], stopping: asyncio.Task[bool]
@@ -192,7 +193,6 @@ class PipelineDriver:
             logger.warning("micro-batch %s is lost at %s (%s)", result.micro_batch, outcome.stage, outcome.reason)
         if outcome.fate == "done":
             self._tokens += outcome.num_tokens
-            self._barrier.done(result)
         else:
             self._barrier.begun_tokens -= micro_batch.num_tokens  # Others make up for it.
         if self._on_result is not None:

@@ -76,7 +76,10 @@ class Journey:
         self._credits.pop(stage, None)
 
     def attempt_failed(self, stage: str, verdict: Verdict) -> None:
-        """A request in a stage has failed, with nothing counted.
+        """A request in a stage has failed, with nothing counted there.
+
+        One too many, and the micro-batch is handed back where no stage can have counted it, and else lost: while its
+        lease is renewed, nobody else would ever find out.
 
         Raises:
             JourneyEndedError: it was one too many.
@@ -85,7 +88,7 @@ class Journey:
         self._attempts[stage] = self._attempts.get(stage, 0.0) + verdict.attempts
         if self._attempts[stage] < self._max_attempts:
             return
-        if self._credits or verdict.reason in _OF_THE_DATA:
+        if self._credits or self.is_unclear or verdict.reason in _OF_THE_DATA:
             raise self.lost(stage, verdict.reason)
         raise self.stopped(verdict.reason)
 

@@ -75,7 +75,7 @@ async def _undisturbed(_stage: ToyStage, _key: str, work: object) -> object:
 
 def disturbed(seed: int, routing: str, faults: list[str], num: int) -> None:
     async def test() -> None:
-        config = replace(FAST, routing=routing, max_ban_s=0.3, request_timeout_s=0.15, max_attempts=20)
+        config = replace(FAST, routing=routing, max_ban_s=0.3, request_timeout_s=0.15, max_attempts=20, unclear_s=9.0)
         async with driving(TWO_EACH, num, config, lease_s=3.0) as drive:
             chaos = asyncio.create_task(Chaos(drive.swarm, random.Random(seed), faults).run())
             try:
@@ -87,7 +87,7 @@ def disturbed(seed: int, routing: str, faults: list[str], num: int) -> None:
             assert status.done + status.lost + status.handed_back + status.left == num
             assert status.done == drive.work.fates().count("done")
             assert status.lost == drive.work.fates().count("lost") == sum(status.lost_by.values())
-            if HARMLESS.issuperset(faults) and not status.left:
+            if HARMLESS.issuperset(faults):
                 assert status.lost == 0
             for settled in drive.work.settled.values():
                 stages = sorted(credit.stage for credit in settled.credits)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from tests.support.event_loop import on_event_loop
 from tests.support.toy_drive import FAST, ONE_EACH, STAGES, TWO_EACH, driving, until
 from tests.support.toy_stage import (
+    POSITIONS,
     ROWS,
     Fault,
+    ToyStage,
     count_and_die,
     die,
     distort,
@@ -22,6 +25,7 @@ from tests.support.toy_stage import (
 )
 from trainer.driver import DriverConfig
 from trainer.pipeline.messages import CHAIN
+from trainer.pipeline.tensors import TensorAnswer
 
 CHAINED = DriverConfig(
     routing="chain",
@@ -50,7 +54,7 @@ async def test_undisturbed_every_stage_counts_everything_once() -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("reason", ["busy", "stopping", "expired", "nonfinite", "stale"])
+@pytest.mark.parametrize("reason", ["busy", "expired", "nonfinite"])
 def test_a_refusal_anywhere_on_the_way_costs_nothing(stage: str, reason: str) -> None:
     @on_event_loop
     async def test() -> None:
@@ -112,3 +116,26 @@ def test_garbage_in_a_chain_is_contained(stage: str) -> None:
             assert drive.work.fates().count("done") >= 4
 
     test()
+
+
+@on_event_loop
+async def test_a_head_that_claims_what_the_others_deny_is_found_out() -> None:
+    async with driving(TWO_EACH, 6, replace(CHAINED, ban_s=20.0, max_ban_s=20.0)) as drive:
+        liar = drive.swarm.at("head")
+
+        async def claim(stage: ToyStage, key: str, _work: object) -> object:
+            return garbled_claim(stage, key)
+
+        liar.faults[CHAIN].extend([claim] * 50)  # type: ignore[list-item]
+        await drive.driver.run()
+        assert liar.worker is not None
+        status = drive.driver.status()
+        assert all(reason == "body-1: contradicted" for reason in status.lost_by)
+        assert status.lost == 1  # It is tried with one before it gets more.
+        assert status.done + status.lost == 6
+
+
+def garbled_claim(stage: ToyStage, key: str) -> object:
+    answer = stage.answer_to(key, None)
+    claimed = {"applied": STAGES, "loss_sum": 1.0, "num_tokens": ROWS * POSITIONS}
+    return TensorAnswer(answer.body.model_copy(update=claimed), answer.tensors)

@@ -138,17 +138,19 @@ async def test_losses_by_step_weigh_by_tokens() -> None:
     assert steps[0].loss == pytest.approx(sum(loss_of(number, STAGES) for number in range(3)) / (3 * TOKENS))
 
 
-@pytest.mark.parametrize("max_in_flight", [1, 2, 8])
-def test_synchronous_nothing_of_a_step_is_sent_before_the_last_is_taken(max_in_flight: int) -> None:
+@pytest.mark.parametrize(("max_in_flight", "routing"), [(1, "hub"), (8, "hub"), (3, "chain")])
+def test_synchronous_nothing_of_a_step_is_sent_before_the_last_is_taken(max_in_flight: int, routing: str) -> None:
     @on_event_loop
     async def test() -> None:
-        config = replace(FAST, synchronous=True, max_in_flight=max_in_flight)
+        config = replace(FAST, synchronous=True, max_in_flight=max_in_flight, routing=routing)
         async with driving(ONE_EACH, 12, config, target_tokens=4 * TOKENS) as drive:
-            for toy in drive.swarm.all:
-                toy.step_every, toy.step_delay_s = 4, 0.02
+            for number, toy in enumerate(drive.swarm.all):
+                toy.step_every, toy.step_delay_s = 4, 0.02 * (1 + number)
             await drive.driver.run()
-            versions = [[hop.version for hop in result.hops] for result in drive.results]
-            assert versions == [[number // 4] * 5 for number in range(12)]
+            versions = [{hop.version for hop in result.hops} for result in drive.results]
+            assert versions == [{number // 4} for number in range(12)]
+            for toy in drive.swarm.all:
+                assert [answer.body.version for answer in toy.counted.values()] == [number // 4 for number in range(12)]
 
     test()
 
@@ -164,6 +166,17 @@ async def test_synchronous_what_is_not_counted_is_made_up_for_within_the_step() 
         done = [result for result in drive.results if result.outcome.fate == "done"]
         assert len(done) == 4
         assert [result.hops[0].version for result in done] == [0, 0, 1, 1]
+
+
+@on_event_loop
+async def test_synchronous_stop_does_not_wait_for_a_step() -> None:
+    config = replace(FAST, synchronous=True, request_timeout_s=30.0)
+    async with driving(ONE_EACH, 4, config, target_tokens=2 * TOKENS) as drive:
+        running = asyncio.create_task(drive.driver.run())
+        await until(lambda: drive.driver.status().done == 2)
+        drive.driver.stop()
+        await running
+        assert len(drive.work.given) == 2
 
 
 @on_event_loop

@@ -53,11 +53,14 @@ async def test_two_workers_share_a_stage() -> None:
         assert all(len(toy.counted) >= 2 for toy in drive.swarm.all)
 
 
-NOTHING_COUNTED = ["busy", "stopping", "expired", "stale", "tainted", "nonfinite", "stage", "recipient", "malformed"]
-
-
-@pytest.mark.parametrize("method", [FORWARD, TAIL, BACKWARD])
-@pytest.mark.parametrize("reason", NOTHING_COUNTED)
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [
+        *((FORWARD, reason) for reason in ("busy", "stopping", "nonfinite", "stage", "malformed")),
+        *((TAIL, reason) for reason in ("busy", "expired", "recipient")),
+        *((BACKWARD, reason) for reason in ("busy", "stale", "tainted", "malformed")),
+    ],
+)
 def test_a_refusal_goes_elsewhere_and_costs_nothing(method: str, reason: str) -> None:
     @on_event_loop
     async def test() -> None:
@@ -70,6 +73,27 @@ def test_a_refusal_goes_elsewhere_and_costs_nothing(method: str, reason: str) ->
             assert drive.driver.status().failures.get(reason, 0) >= 1
 
     test()
+
+
+@on_event_loop
+async def test_a_worker_that_has_dropped_its_input_is_sent_it() -> None:
+    async with driving(ONE_EACH, 1) as drive:
+        body = drive.swarm.at("body-1")
+        body.faults[BACKWARD].append(refuse("no-input"))
+        await drive.driver.run()
+        assert drive.work.fates() == ["done"]
+        assert [method for method, _ in body.asked] == [FORWARD, BACKWARD, BACKWARD]
+        assert drive.driver.status().failures == {}
+
+
+@on_event_loop
+async def test_counted_but_the_answer_gone_is_lost() -> None:
+    async with driving(TWO_EACH, 1) as drive:
+        for body in drive.swarm.workers_by_stage["body-1"]:
+            body.faults[BACKWARD].append(refuse("already-applied"))
+        await drive.driver.run()
+        settled = drive.work.settled["e0.s1.r0"]
+        assert (settled.outcome, settled.lost_at, settled.reason) == ("lost", "body-1", "answer-gone")
 
 
 UNCLEAR: list[Fault] = [say_nothing, lose_answer, fail_after, count_and_die, die]
@@ -175,8 +199,14 @@ MALFORMED: dict[str, Fault] = {
 }
 
 
-@pytest.mark.parametrize("method", [FORWARD, BACKWARD, TAIL])
-@pytest.mark.parametrize("name", MALFORMED)
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        *((FORWARD, name) for name in MALFORMED),
+        *((BACKWARD, name) for name in ("shape", "garbage quickly")),
+        *((TAIL, name) for name in ("nan", "dtype")),
+    ],
+)
 def test_a_worker_that_answers_nonsense_is_banned_for_long_and_the_rest_goes_on(method: str, name: str) -> None:
     @on_event_loop
     async def test() -> None:

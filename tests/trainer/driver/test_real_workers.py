@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from tests.support.event_loop import on_event_loop
 from tests.support.rpc_pair import running_endpoint
 from tests.support.small_pipeline import POSITIONS, ROWS, Directory, Windows, announced, driver_of, window
-from tests.support.stage_worker import RUN_ID, WorkerSetup, running_worker, stage_worker_process
+from tests.support.stage_worker import RUN_ID, WorkerSetup, running_worker, stage_worker_processes
 from tests.support.toy_drive import until
 from trainer.driver import MicroBatchResult, StepLoss
 from trainer.inner import make_optimizer
@@ -105,27 +106,35 @@ def test_what_a_codec_sends_is_handed_on_as_it_is(routing: str, codec: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("routing", ["hub", "chain"])
-def test_a_process_is_killed_and_another_stopped_for_a_while(routing: str) -> None:
-    @on_event_loop
-    async def test() -> None:
-        setup = WorkerSetup()
-        async with real_swarm(setup, replicas=2) as directory, running_endpoint(run_id=RUN_ID) as endpoint:
-            body = WorkerSetup(stage="body-1")
-            with stage_worker_process(body) as doomed, stage_worker_process(body) as stopped:
-                in_process = [worker for worker in directory.found if worker.stage == "body-1"]
-                directory.found = [worker for worker in directory.found if worker not in in_process]
-                directory.found += [announced("body-1", 40, doomed.peer), announced("body-1", 41, stopped.peer)]
+def test_a_process_is_stopped_for_a_while_and_another_killed() -> None:
+    body = WorkerSetup(stage="body-1")
+    with stage_worker_processes([body, body]) as (doomed, stopped):
+        announcements = [announced("body-1", 40, doomed.peer), announced("body-1", 41, stopped.peer)]
+
+        @on_event_loop
+        async def test(routing: str, hurt: Callable[[], Awaitable[None]]) -> None:
+            async with real_swarm(WorkerSetup(), replicas=2) as directory, running_endpoint(run_id=RUN_ID) as endpoint:
+                others = [worker for worker in directory.found if worker.stage != "body-1"]
+                directory.found = [*others, *announcements]
                 work = Windows(60)
-                driver = driver_of(endpoint, setup, directory, work, config={"routing": routing})
+                work.left = deque(range(60) if routing == "hub" else range(60, 120))
+                results: list[MicroBatchResult] = []
+                config = {"routing": routing, "request_timeout_s": 20.0, "unclear_s": 30.0}
+                driver = driver_of(endpoint, WorkerSetup(), directory, work, config=config, on_result=results.append)
                 running = asyncio.create_task(driver.run())
                 await until(lambda: driver.status().done >= 10)
-                doomed.kill()
-                await until(lambda: driver.status().done >= 20)
-                stopped.stop()
-                await asyncio.sleep(0.5)
-                stopped.resume()
+                await hurt()
                 await running
-        assert work.fates() == ["done"] * 60
+            assert not [result for result in results if result.outcome.fate != "done"]
+            assert len(results) == 60
 
-    test()
+        async def pause() -> None:
+            stopped.stop()
+            await asyncio.sleep(0.5)
+            stopped.resume()
+
+        async def kill() -> None:
+            doomed.kill()
+
+        test("chain", pause)
+        test("hub", kill)
