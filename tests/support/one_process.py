@@ -70,7 +70,7 @@ class OneProcess:
         self._config = config
         self._plan = shape_of(config).plan
         spec = _spec(records)
-        self._rows = MicroBatches(open_session(config.data), spec.seed, spec.layout)
+        self.rows = MicroBatches(open_session(config.data), spec.seed, spec.layout)
         self._given = micro_batches_given(records)
         self.model = build_model(self._plan.config, config.seed)
         self.optimizer = make_optimizer(self.model, config.inner)
@@ -80,7 +80,7 @@ class OneProcess:
         target_tokens = target_tokens_of(self._config)
         loss_sum, num_tokens, step = torch.zeros(()), 0, 0
         for micro_batch in self._given:
-            inputs, labels = self._rows.read(micro_batch)
+            inputs, labels = self.rows.read(micro_batch)
             loss, _ = self.model.loss_sum(inputs, labels)
             loss.backward()
             loss_sum += loss.detach()

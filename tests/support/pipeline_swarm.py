@@ -86,11 +86,22 @@ class PipelineSwarm(TrainingSwarm):
         self.begin(name, options=["--pipeline", "swarm", "--json", *options])
         return self[name]
 
+    def begin_worker(self, name: str, stage: str, options: Sequence[str] = ()) -> TrainingNode:
+        """Starts a worker of a stage, or of ``auto``."""
+        self.begin(name, options=options, program=("-m", "trainer", "worker", "--stage", stage))
+        return self[name]
+
     def begin_workers(self, *stages: str, suffix: str = "", options: Sequence[str] = ()) -> list[TrainingNode]:
         """Starts a worker of each of these stages, named as the stage."""
-        for stage in stages:
-            self.begin(stage + suffix, options=options, program=("-m", "trainer", "worker", "--stage", stage))
-        return [self[stage + suffix] for stage in stages]
+        return [self.begin_worker(stage + suffix, stage, options) for stage in stages]
+
+    def begin_again(self, name: str, *options: str) -> TrainingNode:
+        """Starts a process that has ended again, this time with further options."""
+        command = self.nodes[name].command
+        again = TrainingNode(name, [*command, *options], self.folder)
+        self.nodes[name] = again
+        again.start()
+        return again
 
     def wait_for_steps(
         self, name: str, count: int, timeout_s: float = WAIT_S, alive: Iterable[TrainingNode] | None = None

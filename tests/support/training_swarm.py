@@ -32,7 +32,7 @@ __all__ = ["MAX_STEPS", "WAIT_S", "TrainingNode", "TrainingSwarm", "check_agreem
 
 _ROOT = Path(__file__).resolve().parents[2]
 
-WAIT_S = 120.0
+WAIT_S = 180.0
 """For anything that takes some seconds on an idle machine."""
 MAX_STEPS = 20_000
 
@@ -114,7 +114,7 @@ class TrainingNode:
 
     def __init__(self, name: str, command: Sequence[str], folder: Path) -> None:
         self.name = name
-        self._command = list(command)
+        self.command = list(command)
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -124,7 +124,7 @@ class TrainingNode:
         environment |= {"OMP_NUM_THREADS": "1", "GENESIS_CACHE_DIR": str(self._folder / "cache")}
         with self._output_path.open("ab") as output:
             self._process = subprocess.Popen(
-                self._command, cwd=_ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
+                self.command, cwd=_ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
             )
 
     @property
