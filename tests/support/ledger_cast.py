@@ -32,8 +32,11 @@ def spec(lanes: int = 1, **changes: object) -> LedgerSpec:
 class ListedLedger:
     """A ledger whose records are kept in a list, so that it can be opened again from them."""
 
-    def __init__(self, config: LedgerConfig, shards: Sequence[Sequence[int]] = (SHARDS,)) -> None:
+    def __init__(
+        self, config: LedgerConfig, shards: Sequence[Sequence[int]] = (SHARDS,), *, max_tokens: int = 0
+    ) -> None:
         self.config = config
+        self.max_tokens = max_tokens
         self.shards = shards
         self.spec = spec(len(shards))
         self.records: list[Record] = [Opened(spec=self.spec, shards=tuple(map(len, shards)))]
@@ -41,7 +44,7 @@ class ListedLedger:
 
     def _open(self, now_s: float) -> Ledger:
         books = Books.of(list(self.records), self.spec, self.shards)
-        return Ledger(books, self.config, self.records.append, now_s)
+        return Ledger(books, self.config, self.records.append, now_s, max_tokens=self.max_tokens)
 
     def restart(self, now_s: float) -> None:
         """As a keeper that died and came back."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from loader.options import StoreOptions
@@ -56,15 +56,19 @@ class Run:
     shards: list[Sequence[int]]
     path: Path
     workers: Workers
+    drivers: list[str] = field(default_factory=list)
+    """Keys of all there were."""
 
     def rows(self) -> MicroBatches:
         """A driver's."""
         return MicroBatches(self.session, self.spec.seed, self.spec.layout)
 
     @asynccontextmanager
-    async def keeper(self, config: LedgerConfig = CONFIG) -> AsyncIterator[tuple[LedgerService, Endpoint]]:
+    async def keeper(
+        self, config: LedgerConfig = CONFIG, *, max_tokens: int = 0
+    ) -> AsyncIterator[tuple[LedgerService, Endpoint]]:
         """Keeps the account, on a new port and with a new key each time."""
-        ledger, journal = open_ledger(self.path, self.spec, self.shards, config)
+        ledger, journal = open_ledger(self.path, self.spec, self.shards, config, max_tokens=max_tokens)
         endpoint = Endpoint(Identity.create(), RUN_ID, fast_config())
         service = LedgerService(endpoint, ledger, journal, config, self.workers)
         service.register()
@@ -83,6 +87,7 @@ class Run:
         """A driver that asks the last of these, if there is any."""
         peers = keeper if isinstance(keeper, list) else [keeper]
         async with running_endpoint() as endpoint:
+            self.drivers.append(endpoint.peer_id)
             client = LedgerClient(
                 endpoint, lambda: peers[-1] if peers else None, self.rows(), self.spec, config, preferred
             )

@@ -150,6 +150,12 @@ class Books:
         """Micro-batches a driver has."""
         return sum(len(lease.open) for lease in self.leases.values() if lease.driver == driver)
 
+    def spoken_for_tokens(self) -> int:
+        """Tokens that were trained on, or that a driver has to train on."""
+        layout = self.spec.layout
+        waiting_rows = sum(map(layout.rows_of, self.waiting))
+        return self._trained_tokens + (self._open_rows - waiting_rows) * layout.seq_len
+
     def apply(self, record: Record) -> None:
         """Adds a record.
 

@@ -6,6 +6,7 @@ in no record; the ledger itself waits for nothing and calls nobody but ``write``
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -54,17 +55,28 @@ class Ledger:
         config: how long leases are, and how much is leased.
         write: takes every record before it is spoken of; what it raises ends the account's life in this process.
         now_s: leases that are live already begin anew here.
+        max_tokens: to be trained on in all, those of the journal included; 0: no bound.
     """
 
-    def __init__(self, books: Books, config: LedgerConfig, write: Callable[[Record], None], now_s: float) -> None:
+    def __init__(
+        self,
+        books: Books,
+        config: LedgerConfig,
+        write: Callable[[Record], None],
+        now_s: float,
+        *,
+        max_tokens: int = 0,
+    ) -> None:
         self._books = books
         self._config = config
         self._write = write
+        self._max_tokens = max_tokens
         self._ends_s = dict.fromkeys(books.leases, now_s + config.lease_s)
         self._looked_into: set[str] = set()
         self._seen_s = dict.fromkeys(books.workers, now_s)
         self._rests_until_s = dict.fromkeys(books.waiting, now_s + config.reissue_after_s)
-        self._failed = False
+        self.failure: Exception | None = None
+        """Why the account cannot be written any more; the process has to be started again."""
 
     @property
     def books(self) -> Books:
@@ -99,12 +111,17 @@ class Ledger:
             raise RefusedError(
                 "enough", f"expected a driver that holds fewer than {self._config.max_open} micro-batches"
             )
+        if self._left_tokens() <= 0:
+            return Grant((), finished=not self._books.leases)
         runs = self._returned_runs(preferred, num_units, now_s) or self._new_runs(preferred, num_units)
         if not runs:
             return Grant((), finished=not self._books.leases and not self._books.waiting)
+        given, surplus = self._cut(runs)
         self._change(Granted(token=token, driver=driver, runs=runs))
         self._ends_s[token] = now_s + self._config.lease_s
-        return Grant(runs)
+        if surplus:
+            self._change(Settled(token=token, handed_back=surplus))
+        return Grant(given)
 
     def renew(self, driver: str, tokens: Iterable[str], now_s: float) -> tuple[str, ...]:
         """Lets leases last longer; those that are live and this driver's, the others being over."""
@@ -263,6 +280,20 @@ class Ledger:
             returned=runs_of(returned, layout),
         )
 
+    def _left_tokens(self) -> float:
+        """How many may still be given to drivers; what is lost is made up for."""
+        return self._max_tokens - self._books.spoken_for_tokens() if self._max_tokens else math.inf
+
+    def _cut(self, runs: tuple[Run, ...]) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
+        """Of some rows, those that may be given, and the others, which wait: shards are begun by whole units."""
+        layout, left = self._books.spec.layout, self._left_tokens()
+        given: list[MicroBatchId] = []
+        surplus: list[MicroBatchId] = []
+        for micro_batch in (each for run in runs for each in layout.micro_batches(run)):
+            (given if left > 0 else surplus).append(micro_batch)
+            left -= layout.rows_of(micro_batch) * layout.seq_len
+        return (runs_of(given, layout), runs_of(surplus, layout)) if surplus else (runs, ())
+
     def _returned_runs(self, preferred: Sequence[int], num_units: int, now_s: float) -> tuple[Run, ...]:
         """Of what came back, the oldest first, of preferred shards before others."""
         waiting, layout = self._books.waiting, self._books.spec.layout
@@ -344,14 +375,14 @@ class Ledger:
 
     def _change(self, record: Record) -> None:
         """Writes a record, then counts it."""
-        if self._failed:
+        if self.failure is not None:
             raise LedgerError("expected an account that can be written, found that writing has failed; start it again")
         try:
             self._write(record)
-        except BaseException:
-            self._failed = True
+            self._books.apply(record)
+        except Exception as error:
+            self.failure = error
             raise
-        self._books.apply(record)
 
 
 def _next_of(lane: LaneBook, preferred: Sequence[int]) -> Unit | None:

@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 def open_ledger(
-    path: Path, spec: LedgerSpec, shards: Sequence[Sequence[int]], config: LedgerConfig
+    path: Path, spec: LedgerSpec, shards: Sequence[Sequence[int]], config: LedgerConfig, *, max_tokens: int = 0
 ) -> tuple[Ledger, Journal]:
     """The account in a file, as it was left; a new one if there is none.
 
@@ -58,6 +58,7 @@ def open_ledger(
         spec: what the account is of.
         shards: of each lane, ascending; all there are now.
         config: how long leases are.
+        max_tokens: to be trained on in all, over all lives of the account; 0: no bound.
 
     Raises:
         LedgerError: another process keeps it, it is damaged, or of another run.
@@ -77,7 +78,7 @@ def open_ledger(
                 compact_at = max(config.compact_bytes, 2 * journal.size_bytes)
             journal.append(record)
 
-        ledger = Ledger(Books.of(records, spec, shards), config, write, boottime_s())
+        ledger = Ledger(Books.of(records, spec, shards), config, write, boottime_s(), max_tokens=max_tokens)
         ledger.grow(shards)
     except BaseException:
         journal.close()
@@ -109,6 +110,12 @@ class LedgerService:
         self._watch: asyncio.Task[None] | None = None
         self._stopped = False
         self._inquiries: dict[str, asyncio.Task[None]] = {}
+        self._told_finished: set[str] = set()
+        self._has_failed = asyncio.Event()
+
+    def has_told(self, driver: str) -> bool:
+        """Whether a driver knows that nothing is left, and so needs the account no more."""
+        return driver in self._told_finished
 
     def register(self) -> None:
         """Makes its methods answerable."""
@@ -139,6 +146,15 @@ class LedgerService:
             LedgerError: this was stopped.
         """
         return await self._run(self._ledger.account)
+
+    async def failed(self) -> None:
+        """Waits until the account cannot be kept any more.
+
+        Raises:
+            LedgerError: always, with the reason.
+        """
+        await self._has_failed.wait()
+        raise LedgerError(f"the account cannot be kept: {self._ledger.failure}") from self._ledger.failure
 
     async def note_workers(self, workers: Iterable[WorkerSeen]) -> None:
         """Takes note of all workers that are announced now; to be told every few seconds.
@@ -171,6 +187,8 @@ class LedgerService:
         grant = await self._answered(
             lambda: self._ledger.lease(request.sender, ask.token, ask.preferred, ask.num_units, boottime_s())
         )
+        if grant.finished:
+            self._told_finished.add(request.sender)
         return Reply(LeaseAnswer(runs=grant.runs, lease_s=self._config.lease_s, finished=grant.finished))
 
     async def _renew(self, request: Request[RenewAsk]) -> Reply[RenewAnswer]:
@@ -198,7 +216,11 @@ class LedgerService:
         """Does something with the account, to its end even if whoever waits for it is cancelled."""
         if self._stopped:
             raise LedgerError("expected an account that is kept here, found that it was closed")
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        finally:
+            if self._ledger.failure is not None:
+                self._has_failed.set()
 
     async def _answered(self, work: Callable[[], T]) -> T:
         """As `_run`, for a driver."""

@@ -46,6 +46,41 @@ async def test_two_drivers_read_every_window_of_every_shard_once_but_of_those_he
 
 
 @on_event_loop
+async def test_two_drivers_do_what_the_run_is_to_train_on_together_and_both_hear_that_it_is_done(run: Run) -> None:
+    async with (
+        run.keeper(max_tokens=7 * 4 * SEQ_LEN) as (service, endpoint),
+        run.driver(endpoint.peer) as one,
+        run.driver(endpoint.peer) as two,
+    ):
+        first, second = await asyncio.gather(all_of(one), all_of(two, 1000))
+        account = await service.account()
+        assert all(map(service.has_told, run.drivers))
+        assert not service.has_told("another")
+    assert sum(each.num_tokens for each in (*first, *second)) == account.trained_tokens
+    assert 7 * 4 * SEQ_LEN <= account.trained_tokens < 8 * 4 * SEQ_LEN
+    assert account.micro_batches.open == account.waiting
+
+
+@on_event_loop
+async def test_a_keeper_whose_journal_cannot_be_written_says_so_to_whoever_waits(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with run.keeper() as (service, endpoint), run.driver(endpoint.peer) as one:
+        failing = asyncio.create_task(service.failed())
+        begun = await one.next()
+        assert begun is not None
+        assert not failing.done()
+
+        def full(_descriptor: int) -> None:
+            raise OSError("no space left on device")
+
+        monkeypatch.setattr("trainer.ledger.journal.os.fdatasync", full)
+        one.settle(done(begun.id))
+        with pytest.raises(LedgerError, match="no space left on device"):
+            await asyncio.wait_for(failing, 20)
+
+
+@on_event_loop
 async def test_a_driver_that_closes_hands_back_what_it_did_not_begin(run: Run) -> None:
     async with run.keeper() as (service, endpoint):
         async with run.driver(endpoint.peer) as one:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.support.ledger_cast import (
     LAYOUT,
@@ -88,6 +90,39 @@ def test_one_source_may_be_through_before_another() -> None:
     kept = ListedLedger(LedgerConfig(epochs=1), shards=((0, 2), (1,)))
     assert Counter(each.shard for each in all_rows(kept)) == {0: 6, 1: 6, 2: 6}
     assert kept.ledger.lease("one", A, (), 1, 0.0).finished
+
+
+@given(st.lists(st.sampled_from(["done", "lost", "back", "restart"]), max_size=40), st.integers(1, 4))
+def test_no_more_is_given_than_the_run_is_to_train_on_and_what_is_lost_is_made_up_for(
+    fates: list[str], units: int
+) -> None:
+    tokens = 4 * LAYOUT.seq_len
+    kept = ListedLedger(CONFIG, max_tokens=5 * tokens)
+    num_done, number, follows = 0, 0, iter(fates)
+    while True:
+        token = f"{number:032x}"
+        grant = kept.ledger.lease("one", token, (), units, 100.0)
+        assert kept.ledger.lease("two", f"{number + 1:032x}", (), 1, 100.0).finished is grant.finished
+        if grant.finished:
+            break
+        given_now = micro_batches(grant.runs)
+        number += 2
+        held = kept.ledger.books.num_held_by("two")
+        assert num_done + len(given_now) + held <= 6  # The last of a shard has 3 rows of 4.
+        for driver, each_token in (("one", token), ("two", f"{number - 1:032x}")):
+            lease = kept.ledger.books.leases.get(each_token)
+            for each in sorted(lease.open) if lease is not None else ():
+                fate = next(follows, "done")
+                if fate == "restart":
+                    kept.restart(100.0)
+                    fate = "done"
+                size = LAYOUT.rows_of(each) * LAYOUT.seq_len
+                said = done(each, number, tokens=size) if fate == "done" else lost(each)
+                kept.ledger.settle(driver, each_token, [] if fate == "back" else [said], [each] * (fate == "back"))
+                num_done += fate == "done"
+    account = kept.ledger.account()
+    assert 5 * tokens <= account.trained_tokens < 6 * tokens
+    assert account.micro_batches.open == account.waiting
 
 
 def test_asking_again_with_the_same_token_is_not_asking_for_more(kept: ListedLedger) -> None:
