@@ -29,6 +29,7 @@ _PATHS = {
     "engine": "engine",
     "strategy": "strategy",
     "pipeline": "pipeline",
+    "routing": "swarm.driver.routing",
     "inner_steps": "diloco.inner_steps",
     "compression": "collective.compression",
     "rule": "rule.rule",
@@ -81,6 +82,9 @@ def train_command(
     pipeline: Annotated[
         str | None, typer.Option(help="swarm: drive a pipeline of workers (docs/swarm.md), with no parameters here.")
     ] = None,
+    routing: Annotated[
+        str | None, typer.Option(help="Of a pipeline: hub, by way of this driver; chain, from worker to worker.")
+    ] = None,
     inner_steps: Annotated[int | None, typer.Option(help="Steps between two outer steps.")] = None,
     compression: Annotated[str | None, typer.Option(help="Of pseudo-gradients: fp32, fp16, int8.")] = None,
     rule: Annotated[
@@ -90,7 +94,12 @@ def train_command(
     seq_len: Annotated[int | None, typer.Option(help="Tokens of a row.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Rows of a micro-batch; 0: by memory.")] = None,
     accumulation: Annotated[int | None, typer.Option(help="Micro-batches of a step.")] = None,
-    max_steps: Annotated[int | None, typer.Option(help="Stop after so many inner steps; 0: go on.")] = None,
+    max_steps: Annotated[
+        int | None,
+        typer.Option(
+            help="Stop after so many inner steps; 0: go on. Of a pipeline: of the whole run, as the keeper is told."
+        ),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights and data order; one for all nodes of a run.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads on a CPU; fixed, a run repeats bit for bit.")] = None,

@@ -21,6 +21,7 @@ def test_options_win_over_set_which_wins_over_the_file(tmp_path: Path) -> None:
     inner = config.inner
     assert (inner.lr, inner.seq_len, inner.accumulation_steps, inner.eps) == (3e-3, 64, 2, 1e-8)
     assert config_of(file, [], {"api_host": "0.0.0.0"}).api.host == "0.0.0.0"
+    assert config_of(file, [], {"routing": "chain"}).swarm.driver.routing == "chain"
     assert (config.node_id, config.checkpoint.keep, config.checkpoint.every_steps) == ("a", 5, 10)
 
 
@@ -32,6 +33,7 @@ def test_options_win_over_set_which_wins_over_the_file(tmp_path: Path) -> None:
         (("--node-id", "a", "--engine", "torch"), "expected to be started by torchrun"),
         (("--node-id", "a", "--engine", "mpi"), "engine: input should be 'p2p' or 'torch', found 'mpi'"),
         (("--node-id", "a", "--preset", "huge"), "preset: expected one of tiny, 15m"),
+        (("--node-id", "a", "--routing", "star"), "routing: input should be 'hub' or 'chain', found 'star'"),
         (("--node-id", "a", "--device", "tpu"), "device: expected auto, cpu, cuda or cuda:N, found 'tpu'"),
         (
             ("--node-id", "a", "--set", "inner.warmup=1"),
