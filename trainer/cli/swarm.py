@@ -33,7 +33,7 @@ def up_command(
     drivers: Annotated[int, typer.Option(min=1, max=64)] = 1,
     seeds: Annotated[int, typer.Option(min=0, max=8, help="DHT seeds; 0: the processes pass on who there is.")] = 0,
     store: Annotated[str, typer.Option(help="Folder or address of the shards; else the run file's.")] = "",
-    max_steps: Annotated[int | None, typer.Option(min=0, help="Stop after so many; 0: go on.")] = None,
+    max_steps: Annotated[int | None, typer.Option(min=0, help="Of the whole run; 0: go on.")] = None,
     folder: Annotated[
         Path | None, typer.Option(help="For all it writes; else the run file's places, and state_dir/swarm for logs.")
     ] = None,

@@ -14,6 +14,7 @@ from trainer.errors import TrainerError
 from trainer.node.progress import Progress
 from trainer.node.strangers import register_terms
 from trainer.pipeline.names import StageUid, stage_names
+from trainer.pipeline.report import StageReport
 from trainer.rpc import Endpoint, Peer
 from trainer.swarm.shape import DRIVER, SwarmShape
 from trainer.swarm.strangers import SwarmTerms, refuse_strangers
@@ -50,6 +51,7 @@ class Presence:
         self._own_terms = shape.terms(DRIVER)
         self._terms = SwarmTerms(shape)
         self._misfits: set[str] = set()
+        self._keeper_key = ""
         self._progress = progress
         self._heard = heard
         self._discovery = open_discovery(endpoint, config.discovery, stage_names(config.swarm.num_stages))
@@ -90,21 +92,41 @@ class Presence:
         """See `trainer.driver.workers.StageDirectory`."""
         return workers_in(said for said in self.announcements if self._fits(said))
 
+    def stage_workers(self) -> list[tuple[StageReport, Peer]]:
+        """Every worker of this run file, joining and leaving ones too: what it says, and where it is."""
+        return [(said.stage, said.peer()) for said in self.announcements if said.stage is not None and self._fits(said)]
+
     def stage_peers(self) -> list[tuple[str, Peer]]:
-        """Stage and address of every worker, joining and leaving ones too."""
-        return [
-            (StageUid.parse(said.stage.uid).stage, said.peer()) for said in self.announcements if said.stage is not None
-        ]
+        """Their stages and addresses."""
+        return [(StageUid.parse(report.uid).stage, peer) for report, peer in self.stage_workers()]
+
+    def other_drivers(self) -> list[str]:
+        """Keys of the other drivers of this run file."""
+        return [said.peer_id for said in self.announcements if said.stage is None and self._terms.fits(said)]
 
     def keeper(self) -> Peer | None:
-        """Who keeps the account, if anybody of that name is there; a key instead of a name cannot be claimed."""
+        """Who keeps the account, if it is there: of a name that several claim, whoever was heard of first.
+
+        A key instead of a name cannot be claimed by others.
+        """
         wanted = self._config.swarm.ledger.keeper
         if wanted in (self._config.node_id, self._endpoint.peer_id):
             return self._endpoint.peer
-        for said in self.announcements:
-            if said.stage is None and wanted in (said.node_id, said.peer_id):
-                return said.peer()
-        return None
+        found = {
+            said.peer_id: said
+            for said in self.announcements
+            if said.stage is None and wanted in (said.node_id, said.peer_id) and self._terms.fits(said)
+        }
+        if not found:
+            return None
+        if self._keeper_key not in found:
+            if self._keeper_key:
+                logger.warning("the account is kept under another key from now on; name the keeper by its key")
+            self._keeper_key = next(iter(found))
+        for key in found.keys() - {self._keeper_key} - self._misfits:
+            self._misfits.add(key)
+            logger.warning("%s (%s) calls itself %s too and is not believed", found[key].address, key[:12], wanted)
+        return found[self._keeper_key].peer()
 
     def _fits(self, said: Announcement) -> bool:
         """Whether a worker trains what this driver drives; told once of each that does not."""
@@ -147,4 +169,6 @@ class Presence:
                     await self._announce()
             except TrainerError as error:
                 logger.warning("discovery: %s", error)
+            except Exception:  # Unheard and unseen, a driver would work on with workers of yesterday.
+                logger.exception("discovery: going on with those known before")
             await asyncio.sleep(_REFRESH_S)

@@ -3,8 +3,9 @@
     store → rows of leased micro-batches → stages by way of their workers → settlements → account
 
 The driver that the run file names as keeper (``swarm.ledger.keeper``) keeps the account for all, in a journal under
-``state_dir``. A driver holds nothing that is worth saving: killed, it begins again with a new lease, and what it had
-open is asked after at the workers.
+``state_dir``. It bounds what all of them get by its ``max_steps``, whichever driver takes them and however often it is
+started again, and stays when they are done until the others know. A driver holds nothing that is worth saving: killed,
+it begins again with a new lease, and what it had open is asked after at the workers.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from loader.errors import LoaderError
 from loader.session import Session
 from trainer.config import RunConfig
 from trainer.discovery import Announcement
@@ -46,7 +48,6 @@ from trainer.node.watching import Watch
 from trainer.pipeline.names import StageUid
 from trainer.rpc import Endpoint, load_or_create_identity
 from trainer.swarm.announcing import Presence
-from trainer.swarm.bounded_work import BoundedWork
 from trainer.swarm.building import codec_of
 from trainer.swarm.driver_view import DriverView
 from trainer.swarm.shape import SwarmShape, shape_of, target_tokens_of
@@ -57,10 +58,11 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.2
 _NOTE_WORKERS_S = 2.0
+_NOTE_SHARDS_S = 60.0
 
 
 def run_driver(config: RunConfig, stop: StopRequest, line: ProgressLine) -> None:
-    """Drives a pipeline until the data are through, ``max_steps`` are done, or it is asked to stop.
+    """Drives a pipeline until the data are through, the run's ``max_steps`` are done, or it is asked to stop.
 
     Raises:
         TrainerError: it cannot begin, or not go on.
@@ -126,12 +128,43 @@ class DriverNode:
             stack.push_async_callback(work.close)
             self._driver = self._pipeline(work)
             self.view.begin(self._driver, self._keeper, self._endpoint)
-            watching = asyncio.create_task(self._look(), name="driver-look")
-            stack.callback(watching.cancel)
+            await self.view.refresh()
+            self._steps = self.view.trained_tokens // target_tokens_of(self._config)  # As far as the run has come.
             stack.enter_context(self._watch.with_pipeline(self.view))
             logger.info("%s drives %s at %s", self._config.node_id, self._config.run_id, self._endpoint.address)
-            await self._driver.run()
+            await self._drive(self._driver)
         logger.info("stopped after %d steps", self._steps)
+
+    async def _drive(self, driver: PipelineDriver) -> None:
+        """Until there is nothing left to do here, or one of what has to go on meanwhile fails.
+
+        Raises:
+            TrainerError: the account cannot be kept or reached.
+        """
+        tasks = [asyncio.create_task(self._work(driver), name="driver"), asyncio.create_task(self._look(), name="look")]
+        if self._keeper is not None:
+            tasks.append(asyncio.create_task(self._keeper.failed(), name="keeper"))
+        try:
+            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _work(self, driver: PipelineDriver) -> None:
+        """Drives; who keeps the account then stays until all other drivers have heard that nothing is left."""
+        await driver.run()
+        said = False
+        while self._keeper is not None and not self._stop():
+            others = [key for key in self._presence.other_drivers() if not self._keeper.has_told(key)]
+            if not others and not (await self._keeper.account()).leases:
+                return
+            if not said:
+                logger.info("done here; keeping the account until the other drivers are done too")
+                said = True
+            await asyncio.sleep(_LOOK_S)
 
     # -- what it is made of --------------------------------------------------------------------------------------------
 
@@ -158,7 +191,11 @@ class DriverNode:
         folder = Path(config.state_dir).expanduser() / "ledger" / config.run_id
         folder.mkdir(parents=True, exist_ok=True)
         ledger, journal = open_ledger(
-            folder / "journal.jsonl", spec, [lane.shards for lane in lanes], config.swarm.ledger
+            folder / "journal.jsonl",
+            spec,
+            [lane.shards for lane in lanes],
+            config.swarm.ledger,
+            max_tokens=config.max_steps * target_tokens_of(config),
         )
         inquiry = WorkerInquiry(self._endpoint, self._presence.stage_peers)
         self._keeper = LedgerService(self._endpoint, ledger, journal, config.swarm.ledger, inquiry)
@@ -181,7 +218,7 @@ class DriverNode:
             self._endpoint,
             self._shape.plan.names,
             self._presence,
-            BoundedWork(work, self._config.max_steps * target_tokens),
+            work,
             LinkForm(codec_of(self._config, self._shape), self._shape.model.dim),
             self._config.swarm.driver,
             target_tokens=target_tokens,
@@ -226,14 +263,17 @@ class DriverNode:
         self._watch.peers(announcements)
 
     async def _look(self) -> None:
-        """Whether to stop; and, for the account, who is there."""
-        next_note_s = 0.0
+        """Whether to stop; and, for the account, who is there and which shards there are."""
+        next_note_s, next_shards_s = 0.0, time.monotonic() + _NOTE_SHARDS_S
         while True:
             if self._stop() and self._driver is not None:
                 self._driver.stop()
             if time.monotonic() >= next_note_s:
                 next_note_s = time.monotonic() + _NOTE_WORKERS_S
                 await self._note_workers()
+            if time.monotonic() >= next_shards_s:
+                next_shards_s = time.monotonic() + _NOTE_SHARDS_S
+                await self._note_shards()
             await asyncio.sleep(_LOOK_S)
 
     async def _note_workers(self) -> None:
@@ -241,13 +281,23 @@ class DriverNode:
             if self._keeper is not None:
                 await self._keeper.note_workers(
                     WorkerSeen(
-                        stage=StageUid.parse(said.stage.uid).stage,
-                        incarnation=said.stage.incarnation,
-                        shared_through=said.stage.shared_through,
+                        stage=StageUid.parse(report.uid).stage,
+                        incarnation=report.incarnation,
+                        shared_through=report.shared_through,
                     )
-                    for said in self._presence.announcements
-                    if said.stage is not None
+                    for report, _ in self._presence.stage_workers()
                 )
             await self.view.refresh()
         except TrainerError as error:
             logger.warning("%s", error)
+
+    async def _note_shards(self) -> None:
+        """What the store has more than before is read from the next epoch on."""
+        if self._keeper is None:
+            return
+        data = self._config.data
+        try:
+            catalog = await asyncio.to_thread(self._session.newest_catalog)
+            await self._keeper.grow([lane.shards for lane in lanes_of(catalog, data.sources, data.holdout)])
+        except (TrainerError, LoaderError) as error:
+            logger.warning("the store's newest shards: %s", error)

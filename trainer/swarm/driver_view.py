@@ -71,6 +71,11 @@ class DriverView:
         """A step's loss is known."""
         self._loss = step.loss
 
+    @property
+    def trained_tokens(self) -> int:
+        """Of the whole run, as the keeper last said; 0 while it has not."""
+        return 0 if self._account is None else self._account[0].trained_tokens
+
     async def refresh(self) -> None:
         """Asks the keeper how the account stands."""
         account = await self._asked()

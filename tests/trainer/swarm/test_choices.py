@@ -1,24 +1,19 @@
-"""When workers join, which stage they take, and when a driver has enough: decisions without processes."""
+"""When workers join, and which stage they take: decisions without processes."""
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.config import from_mapping
 from trainer.errors import TrainerUsageError
 from trainer.model import preset
-from trainer.pipeline.micro_batch import MicroBatchId
 from trainer.pipeline.names import StageUid
 from trainer.pipeline.plan import StagePlan
 from trainer.pipeline.report import StageReport
-from trainer.pipeline.work import LeaseTerm, MicroBatch, Settlement
-from trainer.swarm.bounded_work import BoundedWork
 from trainer.swarm.config import SwarmConfig
 from trainer.swarm.join_config import JoinConfig
 from trainer.swarm.joining import JoinWindow, neediest_stage
@@ -83,45 +78,3 @@ def test_a_newcomer_waits_for_the_next_round_or_for_one_that_stands_still() -> N
 def test_options_that_make_no_sense(options: dict[str, object], said: str) -> None:
     with pytest.raises(TrainerUsageError, match=said):
         from_mapping(SwarmConfig, options, "swarm.")
-
-
-class Rows:
-    """Endless micro-batches of eight tokens."""
-
-    def __init__(self) -> None:
-        self.given = 0
-        self.back: list[str] = []
-        self.settled: list[Settlement] = []
-
-    async def next(self) -> MicroBatch | None:
-        ids = torch.ones(2, 4, dtype=torch.int64)
-        self.given += 1
-        return MicroBatch(MicroBatchId(0, 0, 2 * self.given), ids, ids, LeaseTerm(1e12))
-
-    def settle(self, settlement: Settlement) -> None:
-        self.settled.append(settlement)
-
-    def hand_back(self, micro_batch: MicroBatch) -> None:
-        self.back.append(micro_batch.key)
-
-
-@given(st.lists(st.sampled_from(["done", "lost", "back"]), min_size=60, max_size=60))
-def test_bounded_work_ends_when_so_many_tokens_can_be_done(fates: list[str]) -> None:
-    async def worked() -> None:
-        rows, done = Rows(), 0
-        bounded = BoundedWork(rows, 80)
-        for fate in fates:
-            micro_batch = await bounded.next()
-            if micro_batch is None:
-                assert done == 10
-                return
-            if fate == "back":
-                bounded.hand_back(micro_batch)
-                continue
-            done += fate == "done"
-            lost = {} if fate == "done" else {"lost_at": "tail", "reason": "unclear"}
-            said = {"micro_batch": micro_batch.key, "outcome": fate, "num_tokens": 8, **lost}
-            bounded.settle(Settlement.model_validate(said))
-        assert done <= 10
-
-    asyncio.run(worked())

@@ -62,13 +62,13 @@ def difference(one: Tensor, other: Tensor) -> float:
 
 
 def test_hub_and_chain_train_as_one_process_does(tmp_path: Path) -> None:
-    """Ten steps by hub, and by the next driver ten by chain, from where the first left the data."""
+    """Ten steps by hub, and by the next driver ten more by chain, from where the first left data and count."""
     store = TokenStore.of(tmp_path / "store", 3).folder
     with PipelineSwarm(tmp_path / "swarm", store, swarm={"driver": {"synchronous": True}}) as swarm:
         driver = swarm.begin_driver("driver-1", "--max-steps", "10")
         workers = swarm.begin_workers(*STAGES)
         assert driver.exit_code() == 0
-        swarm.begin_driver("driver-1", "--max-steps", "10", "--set", "swarm.driver.routing=chain")
+        swarm.begin_driver("driver-1", "--max-steps", "20", "--set", "swarm.driver.routing=chain")
         assert swarm["driver-1"].exit_code() == 0
         assert swarm.stop(*STAGES) == [143] * 3
         losses = check_equal_training(swarm, 20)

@@ -1,0 +1,141 @@
+"""Whom a driver believes, and what it does not survive quietly."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.event_loop import on_event_loop
+from tests.support.rpc_pair import running_endpoint
+from tests.support.text_store import text_store
+from trainer.config import RunConfig, from_mapping
+from trainer.discovery import Announcement
+from trainer.errors import LedgerError
+from trainer.node.data import open_session
+from trainer.node.progress import Progress
+from trainer.node.stopping import StopRequest
+from trainer.pipeline.names import StageUid
+from trainer.pipeline.report import StageReport
+from trainer.rpc import Endpoint, Identity
+from trainer.swarm.announcing import Presence
+from trainer.swarm.driver_node import DriverNode
+from trainer.swarm.shape import DRIVER, SwarmShape, shape_of
+
+
+@pytest.fixture(scope="module")
+def config() -> RunConfig:
+    return from_mapping(
+        RunConfig,
+        {
+            "node_id": "driver-2",
+            "data": {"store": str(text_store())},
+            "model": {"preset": "tiny"},
+            "swarm": {"num_stages": 3},
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def shape(config: RunConfig) -> SwarmShape:
+    return shape_of(config)
+
+
+@pytest.fixture
+def presence(config: RunConfig, shape: SwarmShape) -> Presence:
+    endpoint = Endpoint(Identity.create(), config.run_id, config.rpc)
+    return Presence(config, endpoint, shape, lambda: Progress(), lambda _: None)
+
+
+def said(shape: SwarmShape, name: str, key: str, stage: str = "", *, fits: bool = True) -> Announcement:
+    digest = shape.terms(stage or DRIVER).digest() if fits else "0" * 64
+    report = StageReport(uid=str(StageUid(stage, 40)), incarnation="1" * 16, status="serving") if stage else None
+    return Announcement(
+        peer_id=key * 64, node_id=name, run_id="r", address="127.0.0.1:5", terms_digest=digest, stage=report
+    )
+
+
+def test_who_trains_something_else_is_not_asked_nor_noted(presence: Presence, shape: SwarmShape) -> None:
+    presence.announcements = (
+        said(shape, "head", "a", "head"),
+        said(shape, "stranger", "b", "tail", fits=False),
+        said(shape, "driver-7", "c"),
+        said(shape, "driver-8", "d", fits=False),
+    )
+    assert [(stage, peer.peer_id) for stage, peer in presence.stage_peers()] == [("head", "a" * 64)]
+    assert [report.uid for report, _ in presence.stage_workers()] == ["head.0.40"]
+    assert presence.other_drivers() == ["c" * 64]
+
+
+def test_the_keeper_is_the_first_of_its_name_as_long_as_it_is_there(
+    presence: Presence, shape: SwarmShape, caplog: pytest.LogCaptureFixture
+) -> None:
+    stranger = said(shape, "driver-1", "a", fits=False)
+    first, second = said(shape, "driver-1", "b"), said(shape, "driver-1", "c")
+    found = []
+    for announcements in ((stranger,), (stranger, first), (second, first), (first, second), (second,), (first, second)):
+        presence.announcements = announcements
+        keeper = presence.keeper()
+        found.append(keeper and keeper.peer_id[0])
+    assert found == [None, "b", "b", "b", "c", "c"]
+    assert sum("calls itself driver-1 too" in record.message for record in caplog.records) == 2
+
+
+@on_event_loop
+async def test_what_goes_wrong_with_one_look_does_not_end_looking(
+    config: RunConfig, shape: SwarmShape, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = iter(range(1000))
+    looked_on = asyncio.Event()
+
+    def heard(_others: tuple[Announcement, ...]) -> None:
+        if next(calls) == 0:
+            raise OSError("no space left for the log")
+        looked_on.set()
+
+    async with running_endpoint() as endpoint:
+        presence = Presence(config, endpoint, shape, lambda: Progress(), heard)
+        await presence.start()
+        await asyncio.wait_for(looked_on.wait(), 20)
+        await presence.stop()
+    assert "going on with those known before" in caplog.text
+
+
+class Endless:
+    """A driver with work for ever."""
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+
+class Failed:
+    """A keeper that cannot write."""
+
+    async def failed(self) -> None:
+        raise LedgerError("the disk is full")
+
+
+@pytest.mark.parametrize(
+    ("part", "broken", "error"), [("_keeper", Failed(), LedgerError), ("_look", lambda: 1 / 0, ZeroDivisionError)]
+)
+def test_a_driver_ends_with_whatever_cannot_go_on(
+    part: str, broken: object, error: type[Exception], config: RunConfig, shape: SwarmShape, tmp_path: Path
+) -> None:
+    placed = replace(config, state_dir=str(tmp_path))
+    node = DriverNode(placed, shape, open_session(config.data), StopRequest(), None)  # type: ignore[arg-type]
+
+    async def look() -> None:
+        if part == "_look":
+            broken()  # type: ignore[operator]
+        await asyncio.Event().wait()
+
+    @on_event_loop
+    async def test() -> None:
+        node._look = look  # type: ignore[method-assign]
+        node._keeper = broken if part == "_keeper" else None  # type: ignore[assignment]
+        with pytest.raises(error):
+            await asyncio.wait_for(node._drive(Endless()), 20)  # type: ignore[arg-type]
+
+    test()
