@@ -1,7 +1,7 @@
 """What a link costs and what it spoils: bytes, ratio, reconstruction error, and an alarm when it is too large.
 
 The error is that of the whole way: the activation against what the far end decodes, relative to its norm. Measuring it
-is one decoding, so it is done for every sixteenth activation. A subspace's link in fp32 has 2e-7; an alarm means that
+is one decoding, so it is done for every sixteenth activation. A subspace's link in fp32 has 2e-8; an alarm means that
 the model has left its subspace (a projection left out, another basis) or that values have outliers that the packing
 cannot hold. Gradients count in bytes only: what a subspace leaves out of them is not an error.
 """
