@@ -1,12 +1,13 @@
 """Tensors beside a message, there and back: one call where both ways fit into 1 MiB, a stream of 1 MiB frames else.
 
-    TensorService(endpoint).register("stage/forward", ForwardAsk, StageAnswer, answer, max_bytes=64 << 20)
+    TensorService(endpoint).register("stage/forward", ForwardAsk, answer, max_bytes=64 << 20)
     reply = await ask_tensors(endpoint, peer, "stage/forward", ask, {"input": x}, StageAnswer, answer_bytes=..., ...)
 
 Guarantees: what a message says of its tensors bounds what is read of them, and is bounded itself before a byte is
 stored; nothing is unpickled; a tensor that is handed over has the type and shape its message says. Whether these are
 the right ones for what is asked is the handler's to check. The trade-off: the tensors of a stream are gathered before
-the handler begins (a stage needs all of its input anyway), so a call holds its size once at each end.
+the handler begins (a stage needs all of its input anyway), so a call holds its size once at each end; whoever registers
+a method may bound what all streams together hold (``admit``).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -29,7 +31,7 @@ from trainer.rpc.messages import Message
 from trainer.state.descriptor import TensorSpec
 from trainer.state.tensor_bytes import chunks_of, specs_of, tensors_in
 
-__all__ = ["Parcel", "TensorAnswer", "TensorHandler", "TensorService", "ask_tensors", "size_bytes_of"]
+__all__ = ["Admit", "Parcel", "TensorAnswer", "TensorHandler", "TensorService", "ask_tensors", "size_bytes_of"]
 
 MAX_TENSORS = 8
 
@@ -60,6 +62,13 @@ class TensorAnswer(Generic[AnswerT]):
 TensorHandler = Callable[[PeerId, AskT, dict[str, Tensor]], Awaitable[TensorAnswer[AnswerT]]]
 """Who asks, what, with which tensors."""
 
+Admit = Callable[[PeerId, AskT, int], AbstractContextManager[None]]
+"""Who asks, what, with how many bytes of tensors: holds room for them, or refuses."""
+
+
+class _LateError(PeerUnavailableError):
+    """Not all tensors came in time, over a connection that stands."""
+
 
 def size_bytes_of(tensors: Mapping[str, Tensor]) -> int:
     """Bytes of their values."""
@@ -84,6 +93,8 @@ class TensorService:
         *,
         max_bytes: int,
         timeout_s: float = 600.0,
+        within_s: Callable[[AskT], float] | None = None,
+        admit: Admit[AskT] | None = None,
     ) -> None:
         """Makes a method answerable, as a call and as a stream.
 
@@ -92,8 +103,14 @@ class TensorService:
             ask: what its message must be.
             handler: called when all of the tensors are here; cancelled when the caller gives up.
             max_bytes: of the tensors of a request; more is refused before any of it is read.
-            timeout_s: for receiving them.
+            timeout_s: for receiving them, at most.
+            within_s: of a message: for receiving its tensors, where that is less.
+            admit: entered before any tensor of a stream is read, left when the answer is sent. (Calls have 1 MiB, and
+                the endpoint bounds how many there are.)
         """
+
+        def room(sender: PeerId, ask: AskT, specs: tuple[TensorSpec, ...]) -> AbstractContextManager[None]:
+            return nullcontext() if admit is None else admit(sender, ask, sum(spec.size_bytes for spec in specs))
 
         async def answer_call(request: Request[AskT]) -> Reply[Any]:
             tensors = _unpacked(_checked(request.body, max_bytes), request.payload)
@@ -105,10 +122,15 @@ class TensorService:
 
         async def answer_stream(request: Request[AskT], stream: Stream) -> None:
             specs = _checked(request.body, max_bytes)
-            data = await _received(stream, specs, timeout_s, "the caller")
-            answer = await handler(request.sender, request.body, tensors_in(data, specs))
-            await stream.send(0, _labelled(answer.body, answer.tensors).model_dump_json().encode())
-            await _sent(stream, answer.tensors)
+            left_s = timeout_s if within_s is None else min(timeout_s, within_s(request.body))
+            with room(request.sender, request.body, specs):
+                try:
+                    data = await _received(stream, specs, left_s, "the caller")
+                except _LateError as error:
+                    raise RefusedError("expired", f"{error}; nothing was done") from error
+                answer = await handler(request.sender, request.body, tensors_in(data, specs))
+                await stream.send(0, _labelled(answer.body, answer.tensors).model_dump_json().encode())
+                await _sent(stream, answer.tensors)
 
         self._endpoint.register(method, ask, answer_call)
         self._endpoint.register_stream(method + _STREAM, ask, answer_stream)
@@ -235,7 +257,7 @@ async def _received(
     """All bytes that are announced; memory is taken as they come, so an announcement alone costs nothing.
 
     Raises:
-        PeerUnavailableError: they do not come.
+        PeerUnavailableError: they do not come, or not in time.
         RpcError: they are more or fewer; of ``malformed``.
     """
     expected = sum(spec.size_bytes for spec in specs)
@@ -256,9 +278,9 @@ async def _received(
 async def _in_time(stream: Stream, deadline_s: float, who: str) -> memoryview | None:
     left_s = deadline_s - time.monotonic()
     if math.isnan(left_s) or left_s <= 0:
-        raise PeerUnavailableError(f"{who} did not send all tensors in time")
+        raise _LateError(f"{who} did not send all tensors in time")
     try:
         frame = await asyncio.wait_for(stream.receive(), left_s)
     except TimeoutError:
-        raise PeerUnavailableError(f"{who} did not send all tensors in time") from None
+        raise _LateError(f"{who} did not send all tensors in time") from None
     return None if frame is None else frame.payload

@@ -167,5 +167,5 @@ def _refusal(hop: messages.Hop, error: RpcError) -> RefusedError:
             return RefusedError(error.reason, str(error)[named[-1].start() :])
         reason = f"hop-{error.reason.removeprefix('hop-')}"
     else:
-        reason = "hop" if isinstance(error, PeerUnavailableError) else "hop-malformed"
+        reason = "hop" if isinstance(error, PeerUnavailableError) else "hop-malformed-answer"
     return RefusedError(reason, f"{hop.stage} {hop.peer_id}: {error}")

@@ -1,7 +1,9 @@
 """Options of a worker's service, with their units; the defaults fit stages of 0.1 to 10 s a micro-batch.
 
-What drivers can make a worker hold follows from them: ``max_queue_bytes`` of inputs that wait, ``reply_cache_bytes`` of
-answers, ``reply_cache_ids`` names of some 150 bytes (39 MB), and twice that many refusals for a while.
+What drivers can make a worker hold follows from them: ``max_received_bytes`` of requests in the wire's form,
+``max_queue_bytes`` of inputs that wait, ``reply_cache_bytes`` of answers, ``reply_cache_ids`` names of some 150 bytes
+(39 MB), and twice that many refusals for a while. The stage's graphs have a bound of their own
+(`StageConfig.max_cached_bytes`).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ __all__ = ["WorkerConfig"]
 _COUNTS = (
     "max_batch_size",
     "max_request_tokens",
+    "max_received_bytes",
     "max_queue_bytes",
     "max_queue_per_driver",
     "reply_cache_bytes",
@@ -36,6 +39,9 @@ class WorkerConfig:
     """Rows of forward requests computed together; a request of more is computed alone. 1: none are put together."""
     max_request_tokens: int = 65_536
     """Rows times positions of one request: bounds its tensors before and after decoding."""
+    max_received_bytes: int = 4 << 30
+    """Tensors of requests of more than 1 MiB, as they came, that are being received or answered, of all drivers; one
+    driver gets half of it."""
     max_queue_bytes: int = 1 << 30
     """Tensors of requests that wait, of all drivers; forward requests may take three quarters of it."""
     max_queue_per_driver: int = 32

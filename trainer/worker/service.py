@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Coroutine
-from typing import Any, Literal
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
 from trainer.errors import PipelineError, RefusedError
-from trainer.pipeline.messages import APPLIED, BACKWARD, CHAIN, EVALUATE, FORWARD, TAIL, AppliedAnswer, AppliedAsk
+from trainer.pipeline.messages import (
+    APPLIED,
+    BACKWARD,
+    CHAIN,
+    EVALUATE,
+    FORWARD,
+    TAIL,
+    AppliedAnswer,
+    AppliedAsk,
+    StageAnswer,
+)
 from trainer.pipeline.names import StageUid
 from trainer.pipeline.plan import StagePlan
 from trainer.pipeline.report import StageReport
-from trainer.pipeline.tensors import TensorService
+from trainer.pipeline.tensors import TensorHandler, TensorService
 from trainer.rpc import Endpoint, PeerId, Reply, Request
 from trainer.stage import StageReplica
 from trainer.worker.applying import Applying, StageReplies, StageReply
@@ -31,6 +42,7 @@ from trainer.worker.link import StageLink, refusal_of
 from trainer.worker.passing import Passing
 from trainer.worker.pulse import Pulse
 from trainer.worker.replies import Slot
+from trainer.worker.room import Room
 from trainer.worker.runtime import Runtime
 from trainer.worker.sharing import SharedThrough
 from trainer.worker.status import STATUS, Refusals, StatusAnswer, StatusAsk
@@ -39,6 +51,7 @@ from trainer.worker.wire import GRADIENT, LABELS
 
 __all__ = ["ServiceStatus", "StageService"]
 
+AskT = TypeVar("AskT", bound=ReceivedAsk)
 ServiceStatus = Literal["joining", "serving", "leaving"]
 
 _DECIDED_WITHIN_S = 10.0
@@ -91,6 +104,7 @@ class StageService:
         self._shared = shared
         self._config = config
         self._keepers = keepers
+        self._room = Room(config.max_received_bytes)
         max_batch_size = config.max_batch_size if batches else 1
         self._passing = Passing(stage_name, replica, runtime, link, replies, shared, max_batch_size=max_batch_size)
         self._chain = Chain(endpoint, plan, stage_name, self._passing, link)
@@ -98,15 +112,13 @@ class StageService:
 
     def register(self) -> None:
         """Makes the stage's methods answerable; before the endpoint starts."""
-        service = TensorService(self._endpoint)
-        max_bytes = self._link.request_bytes(self._config.max_request_tokens)
         if self._replica.kind == "tail":
-            service.register(TAIL, ReceivedTail, self._tail, max_bytes=max_bytes)
+            self._offer(TAIL, ReceivedTail, self._tail)
         else:
-            service.register(FORWARD, ReceivedForward, self._forward, max_bytes=max_bytes)
-            service.register(BACKWARD, ReceivedBackward, self._backward, max_bytes=max_bytes)
-        service.register(CHAIN, ReceivedChain, self._go_on, max_bytes=max_bytes)
-        service.register(EVALUATE, ReceivedEvaluate, self._evaluate, max_bytes=max_bytes)
+            self._offer(FORWARD, ReceivedForward, self._forward)
+            self._offer(BACKWARD, ReceivedBackward, self._backward)
+        self._offer(CHAIN, ReceivedChain, self._go_on)
+        self._offer(EVALUATE, ReceivedEvaluate, self._evaluate)
         self._endpoint.register(APPLIED, AppliedAsk, self._applied)
         self._endpoint.register(STATUS, StatusAsk, self._status)
 
@@ -123,6 +135,27 @@ class StageService:
             rows_per_s=figures.rows_per_s,
             busy=figures.busy,
         )
+
+    def _offer(self, method: str, ask: type[AskT], handler: TensorHandler[AskT, StageAnswer]) -> None:
+        TensorService(self._endpoint).register(
+            method,
+            ask,
+            handler,
+            max_bytes=self._link.request_bytes(self._config.max_request_tokens),
+            within_s=lambda received: received.answer_within_s,
+            admit=self._admit,
+        )
+
+    @contextmanager
+    def _admit(self, sender: PeerId, ask: ReceivedAsk, size_bytes: int) -> Iterator[None]:
+        """Room for a request's tensors, held until it is answered."""
+        with ExitStack() as held:
+            try:
+                held.enter_context(self._room.held(sender, size_bytes))
+            except RefusedError as error:
+                self.refusals.count(sender, "a request", error)
+                raise
+            yield
 
     async def _forward(self, sender: PeerId, ask: ReceivedForward, tensors: dict[str, Tensor]) -> StageReply:
         async def answer() -> StageReply:

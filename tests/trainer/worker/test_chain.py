@@ -115,7 +115,7 @@ async def test_a_later_worker_that_answers_nonsense_is_named() -> None:
 
         link.gradient = nonsense  # type: ignore[method-assign]
         error = await _refused(driver, workers)
-        assert error.reason == "hop-malformed"
+        assert error.reason == "hop-malformed-answer"
         assert str(error).startswith(f"peer {workers[0].endpoint.peer_id[:12]}")
         assert f"body-1 {workers[1].endpoint.peer_id}: " in str(error)
         link.gradient = gradient  # type: ignore[method-assign]

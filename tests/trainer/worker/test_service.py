@@ -14,12 +14,13 @@ from torch import Tensor
 
 from tests.support.event_loop import on_event_loop
 from tests.support.model_configs import random_tokens, small_config
-from tests.support.stage_driver import running_driver
-from tests.support.stage_worker import WorkerSetup, held, running_worker, until
+from tests.support.stage_driver import StageDriver, running_driver
+from tests.support.stage_worker import RunningWorker, WorkerSetup, held, running_worker, until
 from trainer.errors import RefusedError
 from trainer.model import build_model
 from trainer.pipeline import messages
 from trainer.pipeline.work import boottime_s
+from trainer.state.descriptor import TensorSpec
 from trainer.worker import as_wire_ids, parts_of
 from trainer.worker.replies import Slot
 
@@ -237,7 +238,7 @@ async def test_stopped_while_adding_up_it_drops_all_and_is_another_incarnation(t
 async def test_an_answer_that_cannot_be_made_does_not_say_that_nothing_was_counted(tail_input: Tensors) -> None:
     async with running_worker(TAIL) as tail, running_driver() as driver:
 
-        async def overflow(_: Tensor) -> dict[str, Tensor]:
+        async def overflow(gradient: Tensor) -> dict[str, Tensor]:
             raise RefusedError("nonfinite", "the gradient does not fit into the codec's values")
 
         tail.worker._link.gradient = overflow  # type: ignore[method-assign]
@@ -288,6 +289,42 @@ async def test_a_driver_that_floods_is_told_so_and_another_is_served(tail_input:
         assert refused == ["busy"] * 16
         assert (await meek.status(tail)).refused == {"busy": 16}
         assert tail.worker.replica.accumulated.num_micro_batches == 5
+
+
+@on_event_loop
+async def test_what_is_being_received_is_bounded_of_each_and_of_all() -> None:
+    """Strangers announce 2 MiB a stream and send nothing of it."""
+    setup = WorkerSetup("tail", worker={"max_received_bytes": 7 << 20})
+    hidden = TensorSpec(name="activation", dtype="float32", shape=(64, 512, 16))
+    fields = {"micro_batch": KEY, "stage": "tail", "num_rows": 64, "num_positions": 512}
+    ask = messages.TailAsk(**fields, answer_within_s=30.0, apply_within_s=30.0, tensors=(hidden,))  # type: ignore[arg-type]
+    async with AsyncExitStack() as stack:
+        tail = await stack.enter_async_context(running_worker(setup))
+        first, second = [await stack.enter_async_context(running_driver()) for _ in range(2)]
+        method, room = messages.TAIL + "/stream", tail.worker.service._room
+        streams = [await stack.enter_async_context(_opened(first, tail, method, ask))]
+        await until(lambda: room.size_bytes == 2 << 20)
+        async with _opened(first, tail, method, ask) as refused:
+            assert await _reason(refused.receive()) == "busy"
+        streams.append(await stack.enter_async_context(_opened(second, tail, method, ask)))
+        await until(lambda: room.size_bytes == 4 << 20)
+        assert (await first.status(tail)).refused == {"busy": 1}
+        await stack.pop_all().aclose()
+
+
+@on_event_loop
+async def test_who_does_not_send_in_time_what_it_wants_answered_is_not_waited_for() -> None:
+    hidden = TensorSpec(name="activation", dtype="float32", shape=(64, 512, 16))
+    fields = {"micro_batch": KEY, "stage": "tail", "num_rows": 64, "num_positions": 512}
+    ask = messages.TailAsk(**fields, answer_within_s=0.2, apply_within_s=30.0, tensors=(hidden,))  # type: ignore[arg-type]
+    async with running_worker(TAIL) as tail, running_driver() as slow:
+        async with _opened(slow, tail, messages.TAIL + "/stream", ask) as stream:
+            assert await _reason(stream.receive()) == "expired"
+        await until(lambda: tail.worker.service._room.size_bytes == 0)
+
+
+def _opened(driver: StageDriver, worker: RunningWorker, method: str, ask: messages.TailAsk) -> Any:
+    return driver.endpoint.open_stream(worker.peer, method, ask, timeout_s=20.0)
 
 
 @on_event_loop

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -176,6 +176,7 @@ def test_who_has_the_most_knows_of_all(tokens: list[int]) -> None:
     assert progress.stage_tokens(0, most) == sum(tokens)
 
 
+@settings(deadline=None, max_examples=50)
 @given(
     st.integers(2, 6),
     st.lists(st.tuples(st.integers(0, 8), st.integers(-3, 60), st.integers(0, 2**50)), min_size=1, max_size=60),
