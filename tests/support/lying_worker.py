@@ -89,6 +89,7 @@ LIES: dict[str, Lie] = {
     "counted as none": Lie(_COUNTING, body=lambda _: {"applied_number": 0}),
     "a negative loss": Lie((messages.TAIL, messages.CHAIN), body=lambda _: {"loss_sum": -1.0}),
     "no loss": Lie((messages.TAIL, messages.CHAIN), body=lambda _: {"loss_sum": None}),
+    "all counted behind it": Lie((messages.CHAIN,)),
     "more labels": Lie((messages.TAIL, messages.CHAIN), body=lambda body: {"num_tokens": body.num_tokens + 1}),
 }
 """By name."""
@@ -103,6 +104,8 @@ class Liar:
     dim: int
     says_counted: bool = False
     """Whether it says, when it is asked, that it has counted whatever it is asked about."""
+    stages: tuple[str, ...] = ("head", "body-1", "tail")
+    """Of the run, for what it says of those behind it."""
     incarnation: str = field(default_factory=lambda: secrets.token_hex(8))
     asked: Counter[str] = field(default_factory=Counter)
     """Requests, by method."""
@@ -146,8 +149,9 @@ class Liar:
         body = messages.StageAnswer(incarnation=self.incarnation, version=0, num_rows=ask.num_rows)
         if method == messages.FORWARD:
             return TensorAnswer(body, {"activation": values})
-        number = {"applied_number": sum(self.asked.values()), "applied": (self.stage,)}
-        if self.stage == "tail":
+        behind = self.stages[self.stages.index(self.stage) :] if method == messages.CHAIN else (self.stage,)
+        number = {"applied_number": self.asked.total(), "applied": behind}
+        if "labels" in tensors:
             number |= {"loss_sum": 100.0, "num_tokens": int((tensors["labels"] >= 0).sum())}
         return TensorAnswer(body.model_copy(update=number), {} if self.stage == "head" else {"gradient": values})
 

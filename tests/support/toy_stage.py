@@ -32,6 +32,7 @@ from trainer.worker.status import STATUS, StatusAnswer, StatusAsk
 DIM = 4
 ROWS, POSITIONS = 2, 3
 MAX_BYTES = 1 << 20
+REFUSE_S = 0.5
 
 Reply_ = TensorAnswer[messages.StageAnswer]
 Fault = Callable[["ToyStage", str, Callable[[], Awaitable[Reply_]]], Awaitable[Reply_]]
@@ -120,7 +121,8 @@ class ToyStage:
     """By method, for its next requests."""
     counted: dict[str, Reply_] = field(default_factory=dict)
     """By micro-batch."""
-    refused: set[str] = field(default_factory=set)
+    refused: dict[str, float] = field(default_factory=dict)
+    """Until when, on the event loop's clock."""
     asked: list[tuple[str, str]] = field(default_factory=list)
     """Methods and micro-batches."""
     version: int = 0
@@ -138,7 +140,7 @@ class ToyStage:
         """As a new process, at the address it had before."""
         port = 0 if self.worker is None else int(self.worker.peer.address.rpartition(":")[2])
         self.incarnation = secrets.token_hex(8)
-        self.counted, self.refused = {}, set()
+        self.counted, self.refused = {}, {}
         endpoint = Endpoint(self.identity, RUN_ID, fast_config(port=port, stop_grace_s=0.0))
         service = TensorService(endpoint)
         service.register(messages.FORWARD, messages.ForwardAsk, self._forward, max_bytes=MAX_BYTES)
@@ -234,14 +236,15 @@ class ToyStage:
                 raise RefusedError(error.reason, str(error)) from error
             raise RefusedError(f"hop-{error.reason}", f"{hop.stage} {hop.peer_id}: {error}") from error
         except RpcError as error:
-            reason = "hop" if isinstance(error, PeerUnavailableError) else "hop-malformed"
+            reason = "hop" if isinstance(error, PeerUnavailableError) else "hop-malformed-answer"
             raise RefusedError(reason, f"{hop.stage} {hop.peer_id}: {error}") from error
 
     async def _applied(self, request: Request[messages.AppliedAsk]) -> Reply[messages.AppliedAnswer]:
         asked = request.body.micro_batches
         counted = tuple(key for key in asked if key in self.counted)
         if request.body.refuse_from_now:
-            self.refused.update(set(asked) - set(counted))
+            until_s = asyncio.get_running_loop().time() + REFUSE_S
+            self.refused.update(dict.fromkeys(set(asked) - set(counted), until_s))
         return Reply(messages.AppliedAnswer(incarnation=self.incarnation, micro_batches=counted))
 
     async def _status(self, _request: Request[StatusAsk]) -> Reply[StatusAnswer]:
@@ -278,7 +281,7 @@ class ToyStage:
     def _count(self, key: str, make: Callable[[], Reply_]) -> Reply_:
         if key in self.counted:
             return self.counted[key]
-        if key in self.refused:
+        if self.refused.get(key, 0.0) > asyncio.get_running_loop().time():
             raise RefusedError("expired", "it is somebody else's now")
         self.counted[key] = make()
         if self.step_every and len(self.counted) % self.step_every == 0:

@@ -186,11 +186,13 @@ class _Trip:
             if verdict.blame == "rest":
                 await self._pause()
             return
-        self._has_failed = True
+        is_repeated, self._has_failed = self._has_failed, True
         if self._unclear_since_s is None:
             self._unclear_since_s = time.monotonic()
         self._journey.num_retries += 1
         if verdict.effect == "counted":
+            if not is_repeated:
+                pool.blame(worker, verdict, asked_s)
             raise self._journey.lost(stage, "answer-gone")
         if await is_gone(worker.peer.address, min(_QUESTION_S, self._left_s(stage))):
             self._replace(stage, verdict, asked_s)
@@ -213,7 +215,7 @@ class _Trip:
         if error.reason == _HOP:
             return stage, Verdict(_HOP, "unclear", "ban")
         said = verdict_of(RefusedError(error.reason.removeprefix(_HOP + "-"), str(error)))
-        blame = "ban" if said.blame == "long-ban" else said.blame
+        blame = "ban" if said.blame in ("firm-ban", "long-ban") else said.blame
         return stage, Verdict(said.reason, said.effect, blame, said.attempts)
 
     async def _vacate(self, stage: str, verdict: Verdict, asked_s: float) -> None:

@@ -22,7 +22,6 @@ from tests.support.small_pipeline import SmallPipeline, Windows, announced
 from tests.support.stage_worker import RUN_ID, WorkerSetup
 from tests.support.toy_drive import until
 from trainer.driver import PipelineDriver, StageWorker
-from trainer.pipeline import messages
 from trainer.rpc import Endpoint
 
 PATIENT = {"stall_timeout_s": 30.0}
@@ -31,7 +30,11 @@ SETUP = WorkerSetup(rpc=PATIENT)
 STAGES = ("head", "body-1", "tail")
 OF_TAILS = ("a negative loss", "no loss", "more labels")
 OF_FORWARDS = ("NaN activations", "a wider activation", "counted in a forward pass")
-IN_CHAINS = [name for name, lie in LIES.items() if messages.CHAIN in lie.methods]
+OF_CHAINS = ("all counted behind it",)
+IN_CHAINS = [
+    *(("body-1", name) for name in ("NaN gradients", "not counted", "all counted behind it")),
+    *(("tail", name) for name in ("a negative loss", "no tensors", "counted elsewhere")),
+]
 
 
 @dataclass(frozen=True)
@@ -93,8 +96,8 @@ def banned(driver: PipelineDriver) -> dict[str, float]:
 @on_event_loop
 async def test_liars_are_named_and_banned_and_the_rest_train_on() -> None:
     lies = [
-        *(("body-1", name) for name in LIES if name not in OF_TAILS),
-        *(("tail", name) for name in LIES if name not in OF_FORWARDS),
+        *(("body-1", name) for name in LIES if name not in OF_TAILS + OF_CHAINS),
+        *(("tail", name) for name in LIES if name not in OF_FORWARDS + OF_CHAINS),
     ]
     with logged(logging.ERROR) as said:
         async with among_liars(lies) as (pipeline, liars), driving_endpoint() as endpoint:
@@ -102,8 +105,10 @@ async def test_liars_are_named_and_banned_and_the_rest_train_on() -> None:
             driver = pipeline.driver(endpoint, work, config={"max_in_flight_per_worker": 1, "request_timeout_s": 30.0})
             running = asyncio.create_task(driver.run())
             await until(lambda: banned(driver).keys() >= {it.worker.key for it in liars})
-            begun, asked = len(work.given), [it.liar.asked.total() for it in liars]
-            await until(lambda: len(work.settled) >= begun + 20)
+            begun = list(work.given)
+            await until(lambda: all(key in work.settled for key in begun))
+            asked = [it.liar.asked.total() for it in liars]
+            await until(lambda: len(work.settled) >= len(begun) + 20)
             driver.stop()
             await running
             assert [it.liar.asked.total() for it in liars] == asked, "a liar was asked again"
@@ -113,11 +118,29 @@ async def test_liars_are_named_and_banned_and_the_rest_train_on() -> None:
     assert sorted(line.split()[0] for line in said) == sorted(it.worker.uid for it in liars)
 
 
-def _check_rest(pipeline: SmallPipeline, work: Windows, most_lost: int) -> None:
+@on_event_loop
+async def test_liars_in_a_chain_are_named_by_those_before_them_and_nobody_is_banned_for_long_by_hearsay() -> None:
+    with logged(logging.WARNING) as said:
+        async with among_liars(IN_CHAINS) as (pipeline, liars), driving_endpoint() as endpoint:
+            work = Windows(5000)
+            config = {"routing": "chain", "max_in_flight_per_worker": 1, "request_timeout_s": 30.0, "ban_s": 0.1}
+            driver = pipeline.driver(endpoint, work, config=config)
+            running = asyncio.create_task(driver.run())
+            await until(lambda: all(any(it.worker.uid in line for line in said) for it in liars))
+            begun = driver.status().done
+            await until(lambda: driver.status().done >= begun + 20)
+            driver.stop()
+            await running
+            honest = {member.announced.key for member in pipeline.alive}
+            assert all(left_s < 10 for key, left_s in banned(driver).items() if key in honest)
+            _check_rest(pipeline, work, len(work.given), "contradicted")
+
+
+def _check_rest(pipeline: SmallPipeline, work: Windows, most_lost: int, *reasons: str) -> None:
     """Those who are honest have counted all that is done with them, and nothing that is not a number."""
     lost = [said for said in work.settled.values() if said.outcome == "lost"]
     assert len(lost) <= most_lost
-    assert {said.reason for said in lost} <= {"answer-gone"}
+    assert {said.reason for said in lost} <= {"answer-gone", *reasons}
     assert sum(said.outcome == "done" for said in work.settled.values()) >= 20
     for member in pipeline.alive:
         credited = {
