@@ -4,15 +4,21 @@ Pure: times are arguments, seconds of any one clock. A worker's failures in a ro
 ``max_ban_s``; an answer that no honest worker gives costs ``malformed_ban_s`` at once. However many requests fail with
 a worker, what was under way when it was banned counts once: eight requests lost with one worker are one failure.
 
-A restarted worker (another incarnation) is free of the bans of its former life for not answering, and keeps those for
-nonsense: the key, which is what it is known by, is still the same.
+A worker that answers requests to count with refusals only is banned the same way after `DOUBTS` of them. That ban is
+firm: forward passes, which it may run well or seem to, do not end it; only having counted something clears a worker's
+name. A restarted worker (another incarnation) is free of a ban for not answering, once until it has counted something,
+since anybody may call itself restarted; firm bans and those for nonsense it keeps: the key, which is what it is known
+by, is still the same.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Bans"]
+__all__ = ["DOUBTS", "Bans"]
+
+DOUBTS = 5
+"""Refusals in a row, each of which an honest worker may have a reason for; a stopped worker has some at once."""
 
 
 @dataclass(slots=True)
@@ -22,6 +28,12 @@ class _Record:
     since_s: float = float("-inf")
     until_s: float = float("-inf")
     malformed_until_s: float = float("-inf")
+    doubts: int = 0
+    """Refusals to count since it last counted."""
+    is_firm: bool = False
+    """Only counting ends its ban."""
+    is_forgiven: bool = False
+    """A restart has ended a ban since it last counted."""
 
 
 class Bans:
@@ -49,6 +61,15 @@ class Bans:
         record.until_s = now + min(self._max_ban_s, self._ban_s * 2.0 ** min(record.failures - 1, 64))
         return record.until_s
 
+    def doubted(self, worker: str, *, asked_s: float, now: float, doubts: int = 1) -> float:
+        """It refused to count for a reason that honest workers have seldom; returns until when it is banned."""
+        record = self._records.setdefault(worker, _Record())
+        record.doubts += doubts
+        if record.doubts >= DOUBTS:
+            record.is_firm = True
+            self.failed(worker, asked_s=asked_s, now=now)
+        return self.until_s(worker)
+
     def malformed(self, worker: str, *, now: float) -> float:
         """It answered what no honest worker answers; returns until when it is banned."""
         record = self._records.setdefault(worker, _Record())
@@ -64,12 +85,21 @@ class Bans:
     def succeeded(self, worker: str) -> None:
         """It answered well: its failures are forgotten, and it is banned no longer for not answering."""
         record = self._records.get(worker)
-        if record is not None:
+        if record is not None and not record.is_firm:
             record.failures, record.until_s = 0, float("-inf")
 
+    def counted(self, worker: str) -> None:
+        """It counted a micro-batch, and is beyond doubt."""
+        record = self._records.get(worker)
+        if record is not None:
+            record.doubts, record.is_firm, record.is_forgiven = 0, False, False
+            self.succeeded(worker)
+
     def restarted(self, worker: str) -> None:
-        """It is another process than the one that failed."""
-        self.succeeded(worker)
+        """It is said to be another process than the one that failed."""
+        record = self._records.get(worker)
+        if record is not None and not record.is_firm and not record.is_forgiven:
+            record.until_s, record.is_forgiven = float("-inf"), True
 
     def until_s(self, worker: str) -> float:
         """Until when it is banned, or a time that has passed."""

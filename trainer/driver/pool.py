@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from trainer.driver.balancer import Balancer, BalancerConfig, Grant
-from trainer.driver.bans import Bans
+from trainer.driver.bans import DOUBTS, Bans
 from trainer.driver.config import DriverConfig
 from trainer.driver.refusals import Verdict
 from trainer.driver.results import StageStatus
@@ -130,10 +130,14 @@ class StagePool:
         self._bans.succeeded(placement.worker.key)
         self._busy_in_a_row.pop(placement.worker.key, None)
 
+    def counted(self, placement: Placement) -> None:
+        """What was answered well was a request to count."""
+        self._bans.counted(placement.worker.key)
+
     def told(self, placement: Placement, units: float, took_s: float) -> None:
-        """It was answered, and is taken to have used so much of its worker's time."""
+        """It was counted, and is taken to have used so much of its worker's time."""
         self._balancer.told(placement.grant, units, took_s)
-        self._bans.succeeded(placement.worker.key)
+        self._bans.counted(placement.worker.key)
         self._busy_in_a_row.pop(placement.worker.key, None)
 
     def estimate_s(self, placement: Placement, units: float) -> float:
@@ -147,8 +151,8 @@ class StagePool:
             self._wake()
 
     def recovered(self, placement: Placement) -> None:
-        """It was answered after all: the worker is banned no longer; what it took says nothing of its speed."""
-        self._bans.succeeded(placement.worker.key)
+        """It was counted after all: the worker is banned no longer; what it took says nothing of its speed."""
+        self._bans.counted(placement.worker.key)
         if placement.grant.open:
             self._balancer.failed(placement.grant, self._clock())
         self._wake()
@@ -184,9 +188,13 @@ class StagePool:
             self._balancer.rest(key, now + min(_MAX_REST_S, _REST_S * 2.0 ** min(times - 1, 8)))
         elif verdict.blame == "leave":
             self._balancer.rest(key, now + _LEAVE_S)
-        elif verdict.blame == "ban":
+        elif verdict.blame in ("doubt", "ban", "firm-ban"):
             was_banned = self._bans.is_banned(key, now)
-            until_s = self._bans.failed(key, asked_s=asked_s, now=now)
+            if verdict.blame == "ban":
+                until_s = self._bans.failed(key, asked_s=asked_s, now=now)
+            else:
+                doubts = DOUBTS if verdict.blame == "firm-ban" else 1
+                until_s = self._bans.doubted(key, asked_s=asked_s, now=now, doubts=doubts)
             if not was_banned and until_s > now:
                 logger.warning("%s: no work for %.0f s (%s)", worker, until_s - now, verdict.reason)
         elif verdict.blame == "long-ban":
@@ -194,7 +202,7 @@ class StagePool:
             until_s = self._bans.malformed(key, now=now)
             if not was_caught:
                 logger.error("%s answers what no honest worker answers: no work for %.0f s", worker, until_s - now)
-        if verdict.blame in ("ban", "long-ban"):
+        if verdict.blame in ("ban", "firm-ban", "long-ban"):
             self._balancer.distrust(key)
         self._wake()
 

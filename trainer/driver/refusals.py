@@ -5,12 +5,15 @@
 | ``busy``, ``rate``                     | no             | rests for a moment | same or another, no attempt |
 | ``stopping``                           | no             | rests longer       | another, no attempt         |
 | ``no-input``                           | no             | –                  | same, with the input        |
-| ``expired``, ``stale``, ``tainted``    | no             | –                  | another                     |
+| ``expired``, ``stale``, ``tainted``    | no             | five: banned       | another                     |
 | ``nonfinite``, ``stage``, wrong key, … | no             | banned for a while | another                     |
-| ``already-applied``                    | yes            | –                  | the answer is gone          |
+| ``already-applied``                    | yes            | banned for a while | the answer is gone          |
 | ``malformed``                          | not clear      | banned for a while | another; twice: give up     |
 | ``internal``, ``timeout``, no answer   | not clear      | banned for a while | another, when it is clear   |
 | an answer that is none                 | not clear      | banned for long    | another, when it is clear   |
+
+``already-applied`` is honest of a repetition only; as the answer to the first request it is what a worker would say
+that wants to see nothing trained. `Bans` tells how those that do nothing but refuse are found out.
 
 Only requests that apply something can be unclear; a forward pass is simply done again elsewhere. A refusal says so of
 the request it answers only: of an earlier one of the same micro-batch whose answer did not come it says nothing.
@@ -26,7 +29,7 @@ from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedEr
 __all__ = ["Blame", "Effect", "Verdict", "verdict_of"]
 
 Effect = Literal["none", "unclear", "counted"]
-Blame = Literal["none", "rest", "leave", "ban", "long-ban"]
+Blame = Literal["none", "rest", "leave", "doubt", "ban", "firm-ban", "long-ban"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +57,10 @@ _VERDICTS = {
     "rate": Verdict("rate", "none", "rest", 0.0),
     "stopping": Verdict("stopping", "none", "leave", 0.0),
     "no-input": Verdict("no-input", "none", "none", 0.5),
-    "expired": Verdict("expired", "none", "none"),
-    "stale": Verdict("stale", "none", "none"),
-    "tainted": Verdict("tainted", "none", "none"),
-    "already-applied": Verdict("already-applied", "counted", "none"),
+    "expired": Verdict("expired", "none", "doubt"),
+    "stale": Verdict("stale", "none", "doubt"),
+    "tainted": Verdict("tainted", "none", "doubt"),
+    "already-applied": Verdict("already-applied", "counted", "firm-ban"),
     "malformed": Verdict("malformed", "unclear", "ban", 3.0),
 }
 

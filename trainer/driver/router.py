@@ -25,8 +25,8 @@ __all__ = ["BACKWARD_UNITS", "FORWARD_UNITS", "TAIL_UNITS", "Asking", "Desk", "R
 FORWARD_UNITS, BACKWARD_UNITS, TAIL_UNITS = 1.0, 2.0, 3.0
 """Work a row: a backward pass takes twice as long as a forward pass."""
 
-_BUSY_PAUSE_S = 0.1
-_MAX_BUSY_PAUSE_S = 2.0
+_PAUSE_S = 0.1
+_MAX_PAUSE_S = 2.0
 _BUSY_TIMES = 6
 """How often a worker that has the forward pass is asked again before another one does it anew."""
 
@@ -59,11 +59,13 @@ class Desk:
         return cls(pools, caller, Clearing(caller, config.unclear_s), form, config, Counter())
 
     async def placed(self, journey: Journey, stage: str, units: float, avoid: set[str]) -> Placement:
-        """A worker for a micro-batch; waits for one.
+        """A worker for a micro-batch; waits for one, and a while before it goes to the same ones again.
 
         Raises:
             JourneyEndedError: its lease is over.
         """
+        if avoid and avoid.issuperset(worker.key for worker in self.pools[stage].usable()):
+            await self._pause(journey, journey.num_failed(stage))  # All of them had it: there is no hurry now.
         placement = await self.pools[stage].acquire(units, avoid=avoid, left_s=journey.left_s)
         if placement is None:
             raise journey.stopped("lease")
@@ -146,6 +148,7 @@ class Desk:
                 return None
             return await self._cleared(journey, Placement(worker, placement.grant), verdict, ask, asked_s)
         pool.measured(placement, units, asked_s)
+        pool.counted(placement)
         journey.is_unclear = False
         return answered
 
@@ -179,4 +182,4 @@ class Desk:
         return None
 
     async def _pause(self, journey: Journey, times: int) -> None:
-        await asyncio.sleep(min(_MAX_BUSY_PAUSE_S, _BUSY_PAUSE_S * 2.0**times, max(0.0, journey.left_s())))
+        await asyncio.sleep(min(_MAX_PAUSE_S, _PAUSE_S * 2.0 ** min(times, 16), max(0.0, journey.left_s())))

@@ -58,11 +58,38 @@ def test_who_is_silent_is_not_caught_lying() -> None:
     assert not book.is_caught("a", 1.0)
 
 
-def test_a_restart_frees_of_bans_for_silence() -> None:
+def test_a_restart_frees_of_bans_for_silence_once_until_something_is_counted() -> None:
     book = bans()
     book.failed("a", asked_s=0.0, now=0.0)
     book.restarted("a")
     assert not book.is_banned("a", 1.0)
+    assert book.failed("a", asked_s=2.0, now=3.0) == 63.0
+    book.restarted("a")
+    assert book.is_banned("a", 62.0)
+    book.counted("a")
+    book.failed("a", asked_s=70.0, now=71.0)
+    book.restarted("a")
+    assert not book.is_banned("a", 72.0)
+
+
+def test_who_only_refuses_to_count_is_banned_and_forward_passes_or_restarts_do_not_help() -> None:
+    book, now = bans(), 0.0
+    for _ in range(4):
+        now += 1.0
+        assert not book.doubted("a", asked_s=now, now=now) > now
+        book.succeeded("a")
+    lengths = []
+    for _ in range(3):
+        now += 1.0
+        until_s = book.doubted("a", asked_s=now, now=now)
+        lengths.append(until_s - now)
+        book.succeeded("a")
+        book.restarted("a")
+        assert book.is_banned("a", now + 1.0)
+        now = until_s
+    assert lengths == [30, 60, 120]
+    book.counted("a")
+    assert not book.doubted("a", asked_s=now, now=now) > now
 
 
 def test_those_who_left_are_forgotten_when_their_ban_is_over() -> None:

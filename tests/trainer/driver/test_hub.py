@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tests.support.toy_stage import (
     say_nothing,
 )
 from trainer.driver import DriverConfig
+from trainer.driver.bans import DOUBTS
 from trainer.pipeline.messages import BACKWARD, FORWARD, TAIL
 
 
@@ -94,6 +96,26 @@ async def test_counted_but_the_answer_gone_is_lost() -> None:
         await drive.driver.run()
         settled = drive.work.settled["e0.s1.r0"]
         assert (settled.outcome, settled.lost_at, settled.reason) == ("lost", "body-1", "answer-gone")
+
+
+@pytest.mark.parametrize("method", [TAIL, BACKWARD])
+@pytest.mark.parametrize("reason", ["already-applied", "stale"])
+def test_a_worker_that_refuses_to_count_anything_is_left_out(method: str, reason: str) -> None:
+    @on_event_loop
+    async def test() -> None:
+        config = replace(FAST, ban_s=60.0, max_ban_s=60.0, max_in_flight=4)
+        async with driving(TWO_EACH, 60, config) as drive:
+            liar = drive.swarm.at("tail" if method == TAIL else "body-1")
+            liar.faults[method].extend([refuse(reason)] * 1000)
+            for toy in drive.swarm.all:
+                toy.delay_s = 0.002
+            await drive.driver.run()
+            assert liar.worker is not None
+            refusals = drive.driver.status().failures[reason]
+            assert refusals <= DOUBTS + config.max_in_flight  # Those that were under way when it was found out.
+            assert drive.work.fates().count("lost") <= (config.max_in_flight if reason == "already-applied" else 0)
+
+    test()
 
 
 UNCLEAR: list[Fault] = [say_nothing, lose_answer, fail_after, count_and_die, die]
