@@ -1,13 +1,14 @@
 """`GraphCache`: what forward passes left for the backward passes to come, bounded by bytes.
 
 An entry is an input and, while it is of use, the output with its graph: some twenty times the input a layer. Over the
-bound the oldest entries go, whole; whoever asks for what is gone sends the input again. So what a driver that died has
-left behind goes as soon as others need the room. (Keeping the inputs of what had to go would fill the room with them.)
+bound entries go, whole, of whoever has the most the oldest; whoever asks for what is gone sends the input again. So one
+that floods drives out its own, and what a driver that died has left behind goes as others need the room. (Keeping the
+inputs of what had to go would fill the room with them.)
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -41,7 +42,7 @@ class CachedForward:
 
 
 class GraphCache:
-    """Forward passes by key, the oldest first.
+    """Forward passes by key, the oldest first. Whose one is, follows the first space in its key.
 
     Args:
         max_bytes: kept at most.
@@ -50,6 +51,7 @@ class GraphCache:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._entries: OrderedDict[str, CachedForward] = OrderedDict()
+        self._by_owner: Counter[str] = Counter()
         self.size_bytes = 0
         """Kept now."""
 
@@ -67,9 +69,10 @@ class GraphCache:
         if entry.size_bytes > self._max_bytes:
             return
         self._entries[key] = entry
-        self.size_bytes += entry.size_bytes
+        self._count(key, entry.size_bytes)
         while self.size_bytes > self._max_bytes:
-            self.take(next(iter(self._entries)))
+            owner = max(self._by_owner, key=lambda name: self._by_owner[name])
+            self.take(next(key for key in self._entries if _owner_of(key) == owner))
 
     def get(self, key: str) -> CachedForward | None:
         """What there is under a key; it stays."""
@@ -79,14 +82,14 @@ class GraphCache:
         """Hands over what there is under a key, and forgets it."""
         entry = self._entries.pop(key, None)
         if entry is not None:
-            self.size_bytes -= entry.size_bytes
+            self._count(key, -entry.size_bytes)
         return entry
 
     def drop_graphs(self) -> None:
         """Keeps inputs alone: the weights have changed."""
         for key, entry in self._entries.items():
             self._entries[key] = entry.without_graph()
-        self.size_bytes = sum(entry.size_bytes for entry in self._entries.values())
+            self._count(key, -entry.graph_bytes)
 
     def keep_versions(self, first: int, last: int) -> None:
         """Forgets forward passes of versions that are not from ``first`` to ``last``."""
@@ -96,4 +99,16 @@ class GraphCache:
     def clear(self) -> None:
         """Forgets all."""
         self._entries.clear()
+        self._by_owner.clear()
         self.size_bytes = 0
+
+    def _count(self, key: str, size_bytes: int) -> None:
+        self.size_bytes += size_bytes
+        owner = _owner_of(key)
+        self._by_owner[owner] += size_bytes
+        if not self._by_owner[owner]:
+            del self._by_owner[owner]
+
+
+def _owner_of(key: str) -> str:
+    return key.partition(" ")[2]

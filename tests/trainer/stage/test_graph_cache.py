@@ -48,6 +48,15 @@ def test_the_oldest_go_whole_and_a_repetition_makes_new() -> None:
     assert (len(cache), cache.size_bytes) == (2, 100)
 
 
+def test_who_floods_drives_out_its_own() -> None:
+    cache = GraphCache(100)
+    cache.put("0 meek", _forward(5, 20))
+    for number in range(10):
+        cache.put(f"{number} flooding", _forward(5, 5))
+    assert cache.get("0 meek") is not None
+    assert [number for number in range(10) if cache.get(f"{number} flooding") is not None] == [8, 9]
+
+
 def test_one_that_is_larger_than_all_there_may_be_is_not_kept_and_costs_no_other() -> None:
     cache = GraphCache(100)
     cache.put("a", _forward(5, 20))
