@@ -13,9 +13,14 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-__all__ = ["all_finite"]
+__all__ = ["all_finite", "norm_of"]
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
     """Whether every value of floating-point tensors on one device is finite."""
-    return math.isfinite(float(get_total_norm(list(tensors))))
+    return math.isfinite(norm_of(tensors))
+
+
+def norm_of(tensors: Sequence[Tensor]) -> float:
+    """The Euclidean norm over all values of tensors on one device; not finite where a value is not."""
+    return float(get_total_norm(list(tensors)))

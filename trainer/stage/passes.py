@@ -15,16 +15,20 @@ from torch import Tensor, nn
 
 from trainer.errors import NonFiniteActivationError, PipelineError, TrainerUsageError
 from trainer.inner import InnerConfig, autocast_for, compiled
-from trainer.stage.finite import all_finite
+from trainer.stage.finite import all_finite, norm_of
 from trainer.stage.graph_size import GraphSizes
 from trainer.stage.results import LossSum, StageKind
 
 __all__ = ["Gradients", "StagePasses"]
 
+_MAX_NORM = 1e12
+"""Of a micro-batch's gradient: a sum over 65,536 tokens that trains has some 1e6. A million of them then add up to
+something whose norm is finite, so that nobody can end a worker with gradients that overflow together."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gradients:
-    """Of one micro-batch, finite, and nobody else's."""
+    """Of one micro-batch, finite (and so are sums of a million), and nobody else's."""
 
     of_parameters: tuple[Tensor | None, ...]
     """In the order of `StagePasses.parameters`; None: untouched."""
@@ -89,7 +93,7 @@ class StagePasses:
 
         Raises:
             PipelineError: ``grad_y`` has not the output's shape.
-            NonFiniteActivationError: a gradient is not finite.
+            NonFiniteActivationError: a gradient is not finite, or too large to be one.
         """
         if grad_y.shape != y.shape:
             raise PipelineError(
@@ -130,8 +134,11 @@ class StagePasses:
     def _back(self, y: Tensor, leaf: Tensor, grad_y: Tensor | None, key: str) -> Gradients:
         inputs = [*self.parameters, leaf] if leaf.requires_grad else self.parameters
         found = torch.autograd.grad(y, inputs, grad_y, allow_unused=True)
-        if not all_finite([gradient for gradient in found if gradient is not None]):
-            raise NonFiniteActivationError(f"expected finite gradients of {key}, found others; nothing was counted")
+        norm = norm_of([gradient for gradient in found if gradient is not None])
+        if not norm <= _MAX_NORM:
+            raise NonFiniteActivationError(
+                f"expected gradients of {key} with a norm of at most {_MAX_NORM:g}, found {norm:g}; nothing was counted"
+            )
         of_input = found[-1] if leaf.requires_grad else None
         return Gradients(tuple(found[: len(self.parameters)]), of_input)
 

@@ -47,7 +47,7 @@ def _in_the_middle(index: int) -> StageReplica:
     return stage
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30, 1e15])
 @pytest.mark.parametrize("place", [(0, 0, 0), (1, 7, 31)])
 def test_a_gradient_that_is_not_finite_is_refused_by_head_and_body(value: float, place: tuple[int, ...]) -> None:
     for index, x in ((0, micro_batch(1)[1]), (1, _hidden(1))):
@@ -76,6 +76,20 @@ def test_an_input_that_is_not_finite_is_refused_wherever_it_comes_in(value: floa
         body.evaluate(_with(value))
     assert (bits_of(body), bits_of(tail)) == before
     assert body.cached_bytes == 0
+
+
+def test_gradients_that_are_accepted_do_not_overflow_together() -> None:
+    stage = stage_replica(1, 3)
+    largest = _hidden(1)
+    while True:
+        try:
+            stage.backward("huge", _hidden(0), largest, 16, 0)
+        except NonFiniteActivationError:
+            break
+        largest = largest * 10
+    for total in stage._accumulator.sums(stage._names()).values():
+        total.mul_(1e6)  # As many of them as no step has.
+    assert stage.step(9).applied
 
 
 def test_a_refused_micro_batch_is_no_obstacle_to_the_next() -> None:
