@@ -47,6 +47,7 @@ class Journey:
         """Whether a worker was asked to count it that has not answered yet."""
         self._max_attempts = max_attempts
         self._attempts: dict[str, float] = {}
+        self._num_failed: dict[str, int] = {}
         self._begun_s = time.monotonic()
         self._hops: list[HopTime] = []
         self._credits: dict[str, StageCredit] = {}
@@ -75,6 +76,10 @@ class Journey:
         """What a stage had counted died with its worker."""
         self._credits.pop(stage, None)
 
+    def num_failed(self, stage: str) -> int:
+        """Requests in a stage that have failed, with nothing counted."""
+        return self._num_failed.get(stage, 0)
+
     def attempt_failed(self, stage: str, verdict: Verdict) -> None:
         """A request in a stage has failed, with nothing counted there.
 
@@ -85,6 +90,7 @@ class Journey:
             JourneyEndedError: it was one too many.
         """
         self.num_retries += 1
+        self._num_failed[stage] = self.num_failed(stage) + 1
         self._attempts[stage] = self._attempts.get(stage, 0.0) + verdict.attempts
         if self._attempts[stage] < self._max_attempts:
             return
