@@ -17,6 +17,8 @@ that wants to see nothing trained. `Bans` tells how those that do nothing but re
 
 Only requests that apply something can be unclear; a forward pass is simply done again elsewhere. A refusal says so of
 the request it answers only: of an earlier one of the same micro-batch whose answer did not come it says nothing.
+A worker that was told not to count a micro-batch any more refuses it as ``expired`` for some 20 s, so a few of these in
+a row are no reason to give it up: each uses up a quarter of an attempt.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ _VERDICTS = {
     "rate": Verdict("rate", "none", "rest", 0.0),
     "stopping": Verdict("stopping", "none", "leave", 0.0),
     "no-input": Verdict("no-input", "none", "none", 0.5),
-    "expired": Verdict("expired", "none", "doubt"),
+    "expired": Verdict("expired", "none", "doubt", 0.25),
     "stale": Verdict("stale", "none", "doubt"),
     "tainted": Verdict("tainted", "none", "doubt"),
     "already-applied": Verdict("already-applied", "counted", "firm-ban"),
