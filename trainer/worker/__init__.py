@@ -28,12 +28,12 @@ Backward may leave out ``activation`` (head: ``ids``) where it asks the worker t
 
 | refused as         | meaning                                                                                       |
 |--------------------|-----------------------------------------------------------------------------------------------|
-| ``busy``           | no room now, or the same is under way otherwise; nothing counted; come again                  |
+| ``busy``           | no room now, or the same is under way otherwise or given away; nothing counted; come again  |
 | ``malformed``      | not what this stage takes; ``nonfinite``: values that are not finite; nothing counted         |
 | ``stage``          | another stage is here; nothing counted                                                        |
 | ``stopping``       | this worker joins, leaves or stops; nothing counted                                           |
 | ``stale``          | the forward pass is too many steps off; ``no-input``: send the input again; nothing counted   |
-| ``expired``        | too late, or given up, or another's by now; nothing counted                                   |
+| ``expired``        | too late, or given up; nothing counted                                                        |
 | ``already-applied``| counted, and the answer is not kept any more, or could not be made                            |
 | ``tainted``        | counted too late: all that was not stepped with is dropped, and this is another incarnation   |
 | ``not-a-driver``   | only the run's drivers may have micro-batches refused (`stage/applied`); ask again later      |

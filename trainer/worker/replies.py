@@ -133,7 +133,8 @@ class ReplyCache(Generic[ReplyT]):
             The answer given before; or a slot, new (one is waiting) or one that others wait for too.
 
         Raises:
-            RefusedError: ``already-applied``, ``expired``, or ``busy`` where it is being counted as another kind.
+            RefusedError: ``already-applied``; or ``busy``, where it is being counted as another kind, and for a while
+                after it was given to somebody else: that ends by itself, and is no failed attempt of whoever comes by.
         """
         with self._lock:
             counted = self._counted.get(key)
@@ -302,7 +303,7 @@ class ReplyCache(Generic[ReplyT]):
         left_s = until_s - self._clock()
         if left_s > 0:
             raise RefusedError(
-                "expired", f"{key} was given to somebody else; nothing was counted; refused for {left_s:.0f} s"
+                "busy", f"{key} was given to somebody else and is not counted here; try again in {left_s:.1f} s"
             )
         del self._refused[key]
 

@@ -139,7 +139,7 @@ def test_refused_from_now_neither_begun_nor_new_is_counted_for_a_while() -> None
     assert cache.counted_among(KEYS, refuse_from_now=True)[1:] == ({KEYS[1]}, [])
     with pytest.raises(RefusedError):
         cache.claim(begun)
-    assert {_reason(cache, "backward", key) for key in (KEYS[0], KEYS[2])} == {"expired"}
+    assert {_reason(cache, "backward", key) for key in (KEYS[0], KEYS[2])} == {"busy"}
     assert cache.begin("backward", KEYS[1], 200.0) == Known("reply")
     clock.now_s += 20.5
     assert isinstance(cache.begin("backward", KEYS[0], 200.0), Slot)

@@ -257,7 +257,7 @@ async def test_only_who_may_has_micro_batches_refused_and_others_are_told_so(tai
         assert await other.applied(tail, KEY) == ()
         assert (await driver.tail(tail, KEY, tail_input)).body.applied_number == 1
         assert await driver.applied(tail, KEY, "e0.s0.r2", refuse_from_now=True) == (KEY,)
-        assert await _reason(other.tail(tail, "e0.s0.r2", tail_input)) == "expired"
+        assert await _reason(other.tail(tail, "e0.s0.r2", tail_input)) == "busy"
 
 
 @on_event_loop
@@ -269,7 +269,7 @@ async def test_a_micro_batch_that_was_given_away_is_refused_whether_it_waits_or_
             assert await keeper.applied(tail, KEY, "e0.s0.r2", refuse_from_now=True) == ()
             release()
         assert await _reason(waiting) == "expired"
-        assert await _reason(driver.tail(tail, "e0.s0.r2", tail_input)) == "expired"
+        assert await _reason(driver.tail(tail, "e0.s0.r2", tail_input)) == "busy"
         assert tail.worker.replica.accumulated.num_micro_batches == 0
 
 
