@@ -16,7 +16,14 @@ STAGES = ("head", "body-1", "tail")
 ONE_EACH = dict.fromkeys(STAGES, 1)
 TWO_EACH = dict.fromkeys(STAGES, 2)
 FAST = DriverConfig(
-    max_in_flight=4, request_timeout_s=0.4, unclear_s=1.5, ban_s=0.2, max_ban_s=1.0, refresh_s=0.02, drain_s=2.0
+    max_in_flight=4,
+    request_timeout_s=0.4,
+    unclear_s=1.5,
+    ban_s=0.2,
+    max_ban_s=1.0,
+    refresh_s=0.02,
+    drain_s=2.0,
+    audit_every=0,
 )
 
 

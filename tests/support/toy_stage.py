@@ -146,6 +146,7 @@ class ToyStage:
         service.register(messages.FORWARD, messages.ForwardAsk, self._forward, max_bytes=MAX_BYTES)
         service.register(messages.BACKWARD, messages.BackwardAsk, self._backward, max_bytes=MAX_BYTES)
         service.register(messages.TAIL, messages.TailAsk, self._tail, max_bytes=MAX_BYTES)
+        service.register(messages.EVALUATE, messages.EvaluateAsk, self._evaluate, max_bytes=MAX_BYTES)
         service.register(messages.CHAIN, messages.ChainAsk, self._chain, max_bytes=MAX_BYTES)
         endpoint.register(messages.APPLIED, messages.AppliedAsk, self._applied)
         endpoint.register(STATUS, StatusAsk, self._status)
@@ -184,6 +185,15 @@ class ToyStage:
             return TensorAnswer(self._body(), {"activation": self._output(tensors)})
 
         return await self._suffer(messages.FORWARD, ask.micro_batch, work)
+
+    async def _evaluate(self, _sender: PeerId, ask: messages.EvaluateAsk, tensors: dict[str, Tensor]) -> Reply_:
+        async def work() -> Reply_:
+            if self.stage != self.stages[-1]:
+                return TensorAnswer(self._body(), {"activation": self._output(tensors)})
+            answer = self._with_loss(ask.micro_batch, tensors)
+            return TensorAnswer(answer.body.model_copy(update={"applied": (), "applied_number": 0}), {})
+
+        return await self._suffer(messages.EVALUATE, ask.micro_batch, work)
 
     async def _backward(self, _sender: PeerId, ask: messages.BackwardAsk, tensors: dict[str, Tensor]) -> Reply_:
         async def work() -> Reply_:

@@ -26,15 +26,18 @@ from trainer.pipeline.messages import (
     APPLIED,
     BACKWARD,
     CHAIN,
+    EVALUATE,
     FORWARD,
     TAIL,
     AppliedAnswer,
     AppliedAsk,
     BackwardAsk,
     ChainAsk,
+    EvaluateAsk,
     ForwardAsk,
     Hop,
     StageAnswer,
+    StageAsk,
     TailAsk,
 )
 from trainer.pipeline.tensors import ask_tensors
@@ -92,6 +95,29 @@ class StageCaller:
         answered = await self._ask(worker, FORWARD, ask, given, specs, ask.answer_within_s)
         if answered.body.applied:
             raise MalformedAnswerError(f"{worker}: expected a forward pass to be counted nowhere, found it counted")
+        return answered
+
+    async def evaluate(
+        self, worker: StageWorker, micro_batch: MicroBatch, given: Mapping[str, Tensor], *, is_tail: bool
+    ) -> Answered:
+        """Runs a stage forward to no end but its output; the tail to its loss.
+
+        Raises:
+            RpcError: no answer, a refusal, or none that can be one.
+        """
+        num_rows, num_positions = micro_batch.input_ids.shape
+        ask = EvaluateAsk(
+            micro_batch=micro_batch.key,
+            stage=worker.stage,
+            num_rows=num_rows,
+            num_positions=num_positions,
+            answer_within_s=self._timeout_s(micro_batch, 1),
+        )
+        specs = () if is_tail else self._form.specs(micro_batch, ACTIVATION)
+        given = {**given, **({LABELS: wire_ids(micro_batch.labels)} if is_tail else {})}
+        answered = await self._ask(worker, EVALUATE, ask, given, specs, ask.answer_within_s)
+        if is_tail:
+            self._check_loss(worker, answered.body, micro_batch)
         return answered
 
     async def backward(
@@ -212,7 +238,7 @@ class StageCaller:
         self,
         worker: StageWorker,
         method: str,
-        ask: ForwardAsk | BackwardAsk | TailAsk | ChainAsk,
+        ask: StageAsk,
         given: Mapping[str, Tensor],
         specs: tuple[TensorSpec, ...],
         timeout_s: float,

@@ -129,6 +129,7 @@ class _Trip:
             journey.acknowledged(credit)
         self._share_out(took_s)
         journey.counted(head, answered.body)
+        self._desk.auditor.chained(journey.micro_batch)
         return journey.done()
 
     def _blame_all(self, asked_s: float) -> None:

@@ -41,6 +41,8 @@ class DriverConfig:
     """Seconds a worker gets no work that answered what no honest worker answers."""
     max_attempts: int = 6
     """Failures of a micro-batch in one stage after which it is given up; being told to come later is none."""
+    audit_every: int = 64
+    """One forward pass in so many is compared with another worker's of the stage; 0: none."""
     drain_s: float = 20.0
     """Seconds what is under way may take after `stop`."""
     refresh_s: float = 0.5
@@ -56,6 +58,8 @@ class DriverConfig:
             count: int = getattr(self, name)
             if count < 1:
                 raise TrainerUsageError(f"driver.{name}: expected 1 or more, found {count}")
+        if self.audit_every < 0:
+            raise TrainerUsageError(f"driver.audit_every: expected 0 or more, found {self.audit_every}")
         for name in _SECONDS:
             value: float = getattr(self, name)
             if not (math.isfinite(value) and 0 < value <= 86_400):

@@ -44,6 +44,7 @@ class PipelineDriver:
         target_tokens: of a stage's optimizer step; 0: not known here, and then no losses by step, and not synchronous.
         on_result: told of each micro-batch that has ended.
         on_step: told of the loss of each step's tokens.
+        audit_seed: of the draws of what is compared; None: nobody can foresee them.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class PipelineDriver:
         target_tokens: int = 0,
         on_result: Callable[[MicroBatchResult], None] | None = None,
         on_step: Callable[[StepLoss], None] | None = None,
+        audit_seed: int | None = None,
     ) -> None:
         if config.synchronous and target_tokens < 1:
             raise TrainerUsageError("driver.synchronous: expected the tokens of a step to be known, found 0")
@@ -68,7 +70,7 @@ class PipelineDriver:
         self._on_result = on_result
         self._on_step = on_step
         self._pools = {stage: StagePool(stage, config) for stage in stages}
-        self._desk = Desk.of(self._pools, StageCaller(endpoint, stages, form, config), form, config)
+        self._desk = Desk.of(self._pools, StageCaller(endpoint, stages, form, config), form, config, audit_seed)
         self._router: Router = HubRouter(self._desk) if config.routing == "hub" else ChainRouter(self._desk)
         self._steps = StepLosses(target_tokens)
         self._barrier = StepBarrier(endpoint, self._pools, config)
@@ -101,6 +103,7 @@ class PipelineDriver:
             for task in (watching, stopping, *self._tasks):
                 task.cancel()
             await asyncio.gather(watching, stopping, *self._tasks, return_exceptions=True)
+            await self._desk.auditor.close()
 
     def stop(self) -> None:
         """Begins nothing new; `run` returns soon."""
@@ -119,6 +122,7 @@ class PipelineDriver:
             lost_by=dict(self._lost_by),
             stalls={stage: pool.stalled_s for stage, pool in self._pools.items()},
             stages=tuple(pool.status() for pool in self._pools.values()),
+            audit=self._desk.auditor.status(),
         )
 
     # -- inside --------------------------------------------------------------------------------------------------------

@@ -102,6 +102,7 @@ class HubRouter:
                 raise
             pool.measured(placement, num_rows * FORWARD_UNITS, asked_s)
             journey.passed(answered)
+            desk.auditor.passed(placement.worker, micro_batch, given, answered)
             return _Visit(stage, placement, given, answered.body.version), answered
 
     async def _tail(
@@ -114,7 +115,8 @@ class HubRouter:
         async def ask(worker: StageWorker) -> Answered:
             return await desk.caller.tail(worker, micro_batch, given)
 
-        answered, _ = await desk.count(journey, None, tail, units, units, ask)
+        answered, worker = await desk.count(journey, None, tail, units, units, ask)
+        desk.auditor.passed(worker, micro_batch, given, answered)
         journey.counted(tail, answered.body)
         return part_of(GRADIENT, answered.tensors), answered.body.num_tokens
 

@@ -1,8 +1,9 @@
 """What travels between two stages, by name, type and shape: all a driver has to know of it to hand it on.
 
-A driver never decodes an activation. It looks whether what a worker answers has exactly the tensors that the run's
-codec makes (`ActivationCodec.specs`), and, where they are floating point, whether they are finite; then it hands them
-on under the names they came with. Ids and labels travel as int32, as `trainer.worker.wire` has them.
+A driver decodes an activation only to compare it with another worker's (`trainer.driver.auditing`). It looks whether
+what a worker answers has exactly the tensors that the run's codec makes (`ActivationCodec.specs`), and, where they are
+floating point, whether they are finite; then it hands them on under the names they came with. Ids and labels travel as
+int32, as `trainer.worker.wire` has them.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ class SpecsCodec(Protocol):
 
     def specs(self, num_rows: int, num_positions: int, dim: int, direction: Direction) -> tuple[TensorSpec, ...]:
         """Exactly the tensors that travel."""
+
+    def decode(self, tensors: Mapping[str, Tensor], ids: Tensor | None = None) -> Tensor:
+        """The activation, fp32[B, S, dim]."""
 
 
 @dataclass(frozen=True, slots=True)

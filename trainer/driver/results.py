@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from trainer.driver.balancer import WorkerLoad
 from trainer.pipeline.work import Settlement, StageCredit
 
-__all__ = ["DriverStatus", "Fate", "HopTime", "MicroBatchResult", "Outcome", "StageStatus", "settlement_of"]
+__all__ = [
+    "AuditStatus",
+    "DriverStatus",
+    "Fate",
+    "HopTime",
+    "MicroBatchResult",
+    "Outcome",
+    "StageStatus",
+    "settlement_of",
+]
 
 Fate = Literal["done", "lost", "handed-back", "left"]
 """``done`` in every stage; ``lost``, counted in some or perhaps in some; ``handed-back``, nobody was asked to count it;
@@ -77,6 +86,20 @@ class StageStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class AuditStatus:
+    """What comparing workers with each other has shown."""
+
+    compared: int = 0
+    """Answers with another worker's."""
+    disputed: int = 0
+    """Of them, those that differed."""
+    unopposed: tuple[str, ...] = ()
+    """Stages in which there was nobody to compare with."""
+    liars: Mapping[str, int] = field(default_factory=dict)
+    """How often each was found to be wrong, by its name for people."""
+
+
+@dataclass(frozen=True, slots=True)
 class DriverStatus:
     """A driver, for those who watch it."""
 
@@ -94,6 +117,7 @@ class DriverStatus:
     stalls: Mapping[str, float]
     """Seconds in all that each stage had no worker to send to, while there was something to send."""
     stages: tuple[StageStatus, ...]
+    audit: AuditStatus = AuditStatus()
 
 
 def settlement_of(micro_batch: str, outcome: Outcome) -> Settlement:

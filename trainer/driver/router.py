@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from trainer.driver.asking import Answered, StageCaller
+from trainer.driver.auditing import Auditor
 from trainer.driver.clearing import Clearing
 from trainer.driver.config import DriverConfig
 from trainer.driver.journey import Journey
@@ -48,15 +49,25 @@ class Desk:
     """By stage, in order."""
     caller: StageCaller
     clearing: Clearing
+    auditor: Auditor
     form: LinkForm
     config: DriverConfig
     failures: Counter[str]
     """Requests that failed, by reason."""
 
     @classmethod
-    def of(cls, pools: Mapping[str, StagePool], caller: StageCaller, form: LinkForm, config: DriverConfig) -> Desk:
+    def of(
+        cls,
+        pools: Mapping[str, StagePool],
+        caller: StageCaller,
+        form: LinkForm,
+        config: DriverConfig,
+        audit_seed: int | None = None,
+    ) -> Desk:
         """One with nothing on it."""
-        return cls(pools, caller, Clearing(caller, config.unclear_s), form, config, Counter())
+        failures = Counter[str]()
+        auditor = Auditor(pools, caller, form, config.audit_every, failures, audit_seed)
+        return cls(pools, caller, Clearing(caller, config.unclear_s), auditor, form, config, failures)
 
     async def placed(self, journey: Journey, stage: str, units: float, avoid: set[str]) -> Placement:
         """A worker for a micro-batch; waits for one, and a while before it goes to the same ones again.

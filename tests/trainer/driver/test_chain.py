@@ -29,6 +29,7 @@ from trainer.pipeline.tensors import TensorAnswer
 
 CHAINED = DriverConfig(
     routing="chain",
+    audit_every=0,
     max_in_flight=FAST.max_in_flight,
     request_timeout_s=0.2,
     unclear_s=2.0,
