@@ -11,7 +11,7 @@ from tests.support.pipeline_account import check_account
 from tests.support.pipeline_swarm import STAGES, PipelineSwarm, steps_of
 from tests.support.token_store import TokenStore
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(600)
 
 TERMINATED = 128 + signal.SIGTERM
 
@@ -24,6 +24,7 @@ def swarm(tmp_path: Path) -> PipelineSwarm:
     return PipelineSwarm(tmp_path / "swarm", store.folder, swarm={"ledger": ledger})
 
 
+@pytest.mark.slow
 def test_the_keeper_is_killed_and_starts_again(swarm: PipelineSwarm) -> None:
     with swarm:
         driver = swarm.begin_driver("driver-1")
@@ -47,6 +48,7 @@ def test_the_keeper_is_killed_and_starts_again(swarm: PipelineSwarm) -> None:
     assert all("Traceback" not in node.output() for node in [driver, *workers])
 
 
+@pytest.mark.long
 def test_the_keeper_is_killed_while_another_driver_goes_on(swarm: PipelineSwarm) -> None:
     with swarm:
         keeper, other = swarm.begin_driver("driver-1"), swarm.begin_driver("driver-2")

@@ -21,7 +21,7 @@ from trainer.swarm.shape import shape_of
 transformers = pytest.importorskip("transformers")
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Of transformers' own imports.
 ]

@@ -14,7 +14,7 @@ from tests.support.pipeline_account import check_account
 from tests.support.pipeline_swarm import PipelineSwarm, steps_of
 from tests.support.training_swarm import TrainingNode
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 TERMINATED = 128 + signal.SIGTERM
 STRATEGIES: dict[str, dict[str, Any]] = {

@@ -61,10 +61,12 @@ def difference(one: Tensor, other: Tensor) -> float:
         return float((one - other).norm() / other.norm())
 
 
+@pytest.mark.timeout(300)
 def test_hub_and_chain_train_as_one_process_does(tmp_path: Path) -> None:
     """Ten steps by hub, and by the next driver ten more by chain, from where the first left data and count."""
     store = TokenStore.of(tmp_path / "store", 3).folder
-    with PipelineSwarm(tmp_path / "swarm", store, swarm={"driver": {"synchronous": True}}) as swarm:
+    options = {"driver": {"synchronous": True}, "join": {"first_peers_s": 0.5}}
+    with PipelineSwarm(tmp_path / "swarm", store, swarm=options) as swarm:
         driver = swarm.begin_driver("driver-1", "--max-steps", "10")
         workers = swarm.begin_workers(*STAGES)
         assert driver.exit_code() == 0

@@ -14,7 +14,7 @@ from tests.support.pipeline_account import check_account
 from tests.support.pipeline_swarm import STAGES, PipelineSwarm, steps_of
 from trainer.stagewise.rolling import SET_ASIDE
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 TERMINATED = 128 + signal.SIGTERM
 ALL = ("driver-1", *STAGES)

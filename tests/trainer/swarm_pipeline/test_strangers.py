@@ -10,7 +10,7 @@ from tests.support.pipeline_account import check_account
 from tests.support.pipeline_swarm import PipelineSwarm
 from tests.support.token_store import TokenStore
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 CHANGES = {
     "seed": ("seed=12", "seed 11"),
