@@ -21,9 +21,7 @@ from trainer.pipeline.messages import (
     AppliedAsk,
     StageAnswer,
 )
-from trainer.pipeline.names import StageUid
 from trainer.pipeline.plan import StagePlan
-from trainer.pipeline.report import StageReport
 from trainer.pipeline.tensors import TensorHandler, TensorService
 from trainer.rpc import Endpoint, PeerId, Reply, Request
 from trainer.stage import StageReplica
@@ -121,20 +119,6 @@ class StageService:
         self._offer(EVALUATE, ReceivedEvaluate, self._evaluate)
         self._endpoint.register(APPLIED, AppliedAsk, self._applied)
         self._endpoint.register(STATUS, StatusAsk, self._status)
-
-    def report(self, uid: StageUid) -> StageReport:
-        """What the worker's announcement says of the stage."""
-        figures = self._runtime.figures
-        return StageReport(
-            uid=str(uid),
-            incarnation=self._replies.incarnation,
-            status=self.status,
-            version=self._replica.version,
-            num_tokens=self._replica.accumulated.num_tokens,
-            queued=figures.queued,
-            rows_per_s=figures.rows_per_s,
-            busy=figures.busy,
-        )
 
     def _offer(self, method: str, ask: type[AskT], handler: TensorHandler[AskT, StageAnswer]) -> None:
         TensorService(self._endpoint).register(
