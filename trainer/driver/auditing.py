@@ -9,9 +9,10 @@ loss.
 The comparison is rough, since replicas of a stage drift apart between averages: activations are alike if their cosine
 is `MIN_COSINE` or more, losses if they differ by less than half, or less than `MIN_NATS` a label. It finds noise, zeros
 and constants within some `audit_every` passes of a worker. It does not find one that comes close (by handing on its
-input, say), one that lies in gradients only, or a majority of liars. By chain (000) the driver sees no activations: all
-of a pass is then evaluated for the sake of the comparison, which a worker can tell that computes well only then. In a
-stage with one worker there is nobody to compare with, and of two that differ none is banned; the status says so.
+input, say, or with a subspace codec, by which the tokens' fixed rows are part of every activation, zeros), one that
+lies in gradients only, or a majority of liars. By chain (000) the driver sees no activations: all of a pass is then
+evaluated for the sake of the comparison, which a worker can tell that computes well only then. In a stage with one
+worker there is nobody to compare with, and of two that differ none is banned; the status says so.
 """
 
 from __future__ import annotations
@@ -190,26 +191,23 @@ class Auditor:
         return usable
 
     async def _evaluated(self, worker: StageWorker, micro_batch: MicroBatch, given: Mapping[str, Tensor]) -> Answered:
-        return await self._caller.evaluate(
-            worker, micro_batch, given, is_tail=worker.stage == list(self._pools)[-1]
-        )
+        return await self._caller.evaluate(worker, micro_batch, given, is_tail=worker.stage == list(self._pools)[-1])
 
     async def _value(self, answered: Answered, micro_batch: MicroBatch) -> Tensor | float:
-        """What is compared: the tail's loss of a label, else the part of an activation that is not its tokens' own."""
+        """What is compared: the tail's loss of a label, else the activation."""
         if answered.body.loss_sum is not None:
             return answered.body.loss_sum / max(1, answered.body.num_tokens)
-        return await asyncio.to_thread(self._decoded, part_of(ACTIVATION, answered.tensors), micro_batch.input_ids)
-
-    def _decoded(self, tensors: Mapping[str, Tensor], ids: Tensor) -> Tensor:
-        codec = self._form.codec
-        of_nothing = codec.decode({**tensors, ACTIVATION: torch.zeros_like(tensors[ACTIVATION])}, ids)
-        return codec.decode(tensors, ids) - of_nothing
+        tensors = part_of(ACTIVATION, answered.tensors)
+        return await asyncio.to_thread(self._form.codec.decode, tensors, micro_batch.input_ids)
 
 
 def _alike(one: Tensor | float, other: Tensor | float) -> bool:
     """Whether two answers may be those of two replicas."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return float(torch.cosine_similarity(one.flatten().double(), other.flatten().double(), dim=0)) >= MIN_COSINE
+        norms = float(one.norm()) * float(other.norm())
+        if not norms:
+            return torch.equal(one, other)  # Some first weights make zeros.
+        return float(torch.vdot(one.flatten(), other.flatten())) >= MIN_COSINE * norms
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return False
     return abs(one - other) < max(MIN_NATS, max(one, other) / 2)

@@ -105,6 +105,23 @@ def test_what_a_codec_sends_is_handed_on_as_it_is(routing: str, codec: str) -> N
     test()
 
 
+@pytest.mark.parametrize("routing", ["hub", "chain"])
+def test_workers_that_compute_the_same_are_compared_and_alike(routing: str) -> None:
+    @on_event_loop
+    async def test() -> None:
+        setup = WorkerSetup(codec="subspace+fp16", model={"subspace_rank": 4})
+        async with real_swarm(setup, replicas=2) as directory, running_endpoint(run_id=RUN_ID) as endpoint:
+            work = Windows(12)
+            config = {"routing": routing, "audit_every": 1, "max_in_flight": 1}
+            driver = driver_of(endpoint, setup, directory, work, config=config)
+            await driver.run()
+        audit = driver.status().audit
+        assert audit.compared
+        assert (audit.disputed, audit.unopposed, work.fates()) == (0, (), ["done"] * 12)
+
+    test()
+
+
 @pytest.mark.slow
 def test_a_process_is_stopped_for_a_while_and_another_killed() -> None:
     body = WorkerSetup(stage="body-1")
