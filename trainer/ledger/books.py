@@ -34,6 +34,9 @@ from trainer.pipeline.work import StageCredit
 __all__ = ["Books", "LeaseBook", "WorkerBook"]
 
 _MOST_WAYS = 256
+_MOST_UNANNOUNCED = 1024
+_MOST_GAPS = 4096
+"""Runs of numbers kept of one worker; honest drivers' credits of it close up."""
 _OTHER = "other"
 """The reason counted for whatever drivers come up with beyond so many pairs of stage and reason."""
 
@@ -53,6 +56,9 @@ class WorkerBook:
     """A worker that is taken to be alive."""
 
     stage: str
+    announced: bool = False
+    """Whether it was heard of by itself. Of others drivers alone speak, who may invent them: when they go, that says
+    nothing of anybody's leases, nor is anything counted as perished with them."""
     shared_through: int = 0
     unshared: Intervals = field(default_factory=Intervals)
     """Numbers of the micro-batches that it acknowledged and is not known to have shared."""
@@ -150,6 +156,10 @@ class Books:
         """Micro-batches a driver has."""
         return sum(len(lease.open) for lease in self.leases.values() if lease.driver == driver)
 
+    def announced_workers(self) -> set[str]:
+        """Incarnations of those who were heard of by themselves, and are not gone."""
+        return {incarnation for incarnation, worker in self.workers.items() if worker.announced}
+
     def spoken_for_tokens(self) -> int:
         """Tokens that were trained on, or that a driver has to train on."""
         layout = self.spec.layout
@@ -234,6 +244,7 @@ class Books:
                 WorkerState(
                     stage=worker.stage,
                     incarnation=incarnation,
+                    announced=worker.announced,
                     shared_through=worker.shared_through,
                     unshared=tuple(worker.unshared),
                 )
@@ -260,7 +271,7 @@ class Books:
             self._open_rows += layout.rows_of(micro_batch)
         for worker in snapshot.workers:
             self.workers[worker.incarnation] = WorkerBook(
-                worker.stage, worker.shared_through, Intervals(worker.unshared)
+                worker.stage, worker.announced, worker.shared_through, Intervals(worker.unshared)
             )
         self._done, self._lost = _Sum(*snapshot.done), _Sum(*snapshot.lost)
         self._lost_by.update({(stage, reason): count for stage, reason, count in snapshot.lost_by})
@@ -319,13 +330,15 @@ class Books:
 
     def _take_note(self, record: Workers) -> None:
         for seen in record.seen:
-            self.workers.setdefault(seen.incarnation, WorkerBook(seen.stage)).share(seen.shared_through)
+            worker = self.workers.setdefault(seen.incarnation, WorkerBook(seen.stage))
+            worker.announced = True
+            worker.share(seen.shared_through)
         for incarnation in record.gone:
-            worker = self.workers.pop(incarnation, None)
-            if worker is None:
+            gone = self.workers.pop(incarnation, None)
+            if gone is None or not gone.announced:
                 continue
-            if len(worker.unshared):
-                self._perished_by[worker.stage] += len(worker.unshared)
+            if len(gone.unshared):
+                self._perished_by[gone.stage] += len(gone.unshared)
             for lease in self.leases.values():
                 lease.bereaved = True
 
@@ -335,10 +348,14 @@ class Books:
             lane.grow(num_shards)
 
     def _credit(self, credit: StageCredit) -> None:
-        worker = self.workers.setdefault(credit.incarnation, WorkerBook(credit.stage))
-        if credit.applied_number > worker.shared_through:
+        """What a worker has counted, as a driver says; what it has shared it says itself (`WorkerSeen`)."""
+        worker = self.workers.get(credit.incarnation)
+        if worker is None:
+            if sum(not each.announced for each in self.workers.values()) >= _MOST_UNANNOUNCED:
+                return
+            worker = self.workers[credit.incarnation] = WorkerBook(credit.stage)
+        if credit.applied_number > worker.shared_through and worker.unshared.num_runs < _MOST_GAPS:
             worker.unshared.add(credit.applied_number)
-        worker.share(credit.shared_through)
 
     def _hold(self, micro_batch: MicroBatchId, token: str) -> None:
         self.leases[token].open.add(micro_batch)

@@ -30,6 +30,11 @@ class Intervals:
         """How many numbers."""
         return sum(self._lasts) - sum(self._firsts) + len(self._firsts)
 
+    @property
+    def num_runs(self) -> int:
+        """What it takes to keep them."""
+        return len(self._firsts)
+
     def __contains__(self, number: int) -> bool:
         at = bisect_right(self._firsts, number) - 1
         return at >= 0 and number <= self._lasts[at]

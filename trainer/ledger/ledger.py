@@ -182,7 +182,7 @@ class Ledger:
     def is_complete(self, token: str, report: AppliedReport) -> bool:
         """Whether whoever may have counted something of a lease has said so."""
         lease = self._books.leases.get(token)
-        alive = self._books.workers.keys() <= report.answered and not report.silent
+        alive = self._books.announced_workers() <= report.answered and not report.silent
         return lease is not None and alive and not lease.bereaved
 
     def may_become_complete(self, token: str) -> bool:
@@ -229,7 +229,7 @@ class Ledger:
         for worker in seen:
             self._seen_s[worker.incarnation] = now_s
             book = known.get(worker.incarnation)
-            if book is None or worker.shared_through > book.shared_through:
+            if book is None or not book.announced or worker.shared_through > book.shared_through:
                 fresh.append(worker)
         for incarnation in known:
             self._seen_s.setdefault(incarnation, now_s)

@@ -136,6 +136,8 @@ class WorkerState(Message):
 
     stage: StageName
     incarnation: Incarnation
+    announced: bool = True
+    """Else drivers alone have spoken of it."""
     shared_through: Counted
     unshared: tuple[Span, ...]
 

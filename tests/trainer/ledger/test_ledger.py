@@ -191,9 +191,10 @@ def test_what_perished_with_a_worker_is_what_it_is_not_known_to_have_shared(kept
     kept.ledger.note_workers(ALIVE, 0.0)
     given = micro_batches(kept.ledger.lease("one", A, (), 3, 0.0).runs)
     kept.ledger.settle("one", A, [done(each, number) for number, each in enumerate(given[:4], 1)])
-    kept.ledger.settle("one", A, [done(given[4], 5, shared_through=3)])
+    kept.ledger.settle("one", A, [done(given[4], 5, shared_through=99)])  # That is for the worker itself to say.
     assert kept.ledger.account().perished == ()
-    kept.ledger.note_workers([ALIVE[0].model_copy(update={"shared_through": 5}), *ALIVE[1:]], 1.0)
+    shared = {"head": 5, "body-1": 3, "tail": 0}
+    kept.ledger.note_workers([each.model_copy(update={"shared_through": shared[each.stage]}) for each in ALIVE], 1.0)
     kept.restart(1.0)
     kept.ledger.note_workers(ALIVE[2:], 5.9)
     assert kept.ledger.account().perished == ()  # Not for long enough.
@@ -201,6 +202,30 @@ def test_what_perished_with_a_worker_is_what_it_is_not_known_to_have_shared(kept
     found = {each.stage: each.micro_batches for each in kept.ledger.account().perished}
     assert found == {"body-1": 2}  # Numbers 4 and 5; the head had shared all of its own.
     assert set(kept.ledger.books.workers) == {WORKER["tail"]}
+
+
+def test_workers_that_a_driver_invents_hurt_nobody_and_do_not_pile_up(
+    kept: ListedLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.ledger.books._MOST_UNANNOUNCED", 6)
+    kept.ledger.note_workers(ALIVE, 0.0)
+    kept.ledger.lease("honest", B, (), 1, 0.0)
+    given = micro_batches(kept.ledger.lease("liar", A, (), 3, 0.0).runs)
+    for number, each in enumerate(given):
+        invented = tuple(
+            credit.model_copy(update={"incarnation": f"{3 * number + n:016x}", "applied_number": 7 * number + 1})
+            for n, credit in enumerate(credits(1))
+        )
+        kept.ledger.settle("liar", A, [done(each).model_copy(update={"credits": invented})])
+    assert len(kept.ledger.books.workers) == 3 + 6
+    kept.restart(1.0)
+    kept.ledger.note_workers(ALIVE, 1.0)
+    assert kept.ledger.is_complete(B, report())  # Nobody waits for those whom nobody has seen.
+    for now_s in (5.0, 9.0):
+        kept.ledger.note_workers(ALIVE, now_s)
+    assert set(kept.ledger.books.workers) == set(WORKER.values())
+    assert not kept.ledger.books.leases[B].bereaved
+    assert kept.ledger.account().perished == ()
 
 
 _FIRST = MicroBatchId(0, SHARDS[0], 0)

@@ -140,7 +140,8 @@ class LedgerMachine(RuleBasedStateMachine):
                 {stage: [each for each in mine if stage in stages[each]] for stage in STAGES},
                 answered=() if silent else tuple(self.ledger.books.workers),
             )
-            is_complete = not self.ledger.books.leases[token].bereaved and (not silent or not self.ledger.books.workers)
+            is_answered = not silent or not self.ledger.books.announced_workers()
+            is_complete = is_answered and not self.ledger.books.leases[token].bereaved
             self.ledger.resolve(token, said, self.now_s)
             for each in mine:
                 missing = [stage for stage in STAGES if stage not in stages[each]]
