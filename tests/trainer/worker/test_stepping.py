@@ -290,7 +290,8 @@ async def test_a_worker_that_does_not_answer_holds_up_nobody(tail_input: dict[st
         await silent.start()
         stack.push_async_callback(silent.stop)
         peers = [silent.peer]
-        setup = replace(TAIL, worker={"progress_interval_s": 3600.0})  # A step is told at once, and time-outs are long.
+        # A step is told at once; what a busy machine would lose to a stall is told again an hour later only.
+        setup = replace(TAIL, worker={"progress_interval_s": 3600.0}, rpc={"stall_timeout_s": 60.0})
         first = await stack.enter_async_context(running_worker(setup, peers=lambda: tuple(peers)))
         second = await stack.enter_async_context(running_worker(setup, peers=lambda: tuple(peers)))
         peers += [first.peer, second.peer]
@@ -307,7 +308,7 @@ async def _never(_: Request[ProgressReport]) -> Reply[ProgressReport]:
 @on_event_loop
 async def test_short_steps_are_not_overshot_between_two_exchanges(tail_input: dict[str, Tensor]) -> None:
     """An eighth of a step is told at once, however long the interval: the second steps although it has not enough."""
-    setup = replace(TAIL, target_tokens=64, worker={"progress_interval_s": 3600.0})
+    setup = replace(TAIL, target_tokens=64, worker={"progress_interval_s": 3600.0}, rpc={"stall_timeout_s": 60.0})
     async with AsyncExitStack() as stack:
         peers: list[Peer] = []
         first = await stack.enter_async_context(running_worker(setup, peers=lambda: tuple(peers)))
