@@ -72,10 +72,6 @@ class Journey:
         """A stage is said to have counted it."""
         self._credits[credit.stage] = credit
 
-    def forgotten(self, stage: str) -> None:
-        """What a stage had counted died with its worker."""
-        self._credits.pop(stage, None)
-
     def num_failed(self, stage: str) -> int:
         """Requests in a stage that have failed, with nothing counted."""
         return self._num_failed.get(stage, 0)

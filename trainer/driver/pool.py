@@ -119,11 +119,6 @@ class StagePool:
             await self._wait(min(limit_s, self._next_change_s(now)))
         return None
 
-    def acquire_at(self, worker: StageWorker, units: float) -> Placement:
-        """A place at this very worker, since it has to be there."""
-        grant = self._balancer.acquire_at(worker.key, units, self._clock())
-        return Placement(worker, grant)
-
     def measured(self, placement: Placement, units: float, asked_s: float) -> None:
         """A request of it was answered just now."""
         self._balancer.measured(placement.grant, units, asked_s, self._clock())
@@ -218,10 +213,6 @@ class StagePool:
     def stalled_s(self) -> float:
         """Seconds in all that something waited here for a stage with nobody in it."""
         return self._stalled_s + (0.0 if self._stalled_since_s is None else self._clock() - self._stalled_since_s)
-
-    def wake(self) -> None:
-        """Has all who wait here look again."""
-        self._wake()
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
