@@ -129,6 +129,15 @@ class DiLoCoTrainer:
             return None
         return self._land(self._flight)
 
+    def answer_others(self) -> OuterResult | None:
+        """Take part in a round that others wait for, if any do and none is in flight here; between two inner steps.
+
+        For a node whose inner steps need others that stand still in that round.
+        """
+        if self._flight is not None or self._saved_flight is not None or not self._collective.requested():
+            return None
+        return self._begin()
+
     def share(self) -> OuterResult | None:
         """Try a round now, whatever is due, and wait for it: for a node that leaves, and has work the others have not.
 

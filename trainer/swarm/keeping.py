@@ -42,6 +42,10 @@ class Keeping(Protocol[S]):
         """Counts an optimizer step; see `trainer.engine.strategy.OuterStrategy`."""
         ...
 
+    def answer_others(self) -> OuterResult | None:
+        """Takes part in a round that others wait for, between two steps."""
+        ...
+
     def drain(self) -> OuterResult | None:
         """Ends the round in the background, if there is one."""
         ...
@@ -134,6 +138,10 @@ class DilocoKeeping:
         """See `Keeping`."""
         return self._trainer.after_inner_step(num_batches)
 
+    def answer_others(self) -> OuterResult | None:
+        """See `Keeping`."""
+        return self._trainer.answer_others()
+
     def drain(self) -> OuterResult | None:
         """See `Keeping`."""
         return self._trainer.drain()
@@ -213,6 +221,10 @@ class SpartaKeeping:
     def after_inner_step(self, num_batches: int = 1) -> OuterResult | None:
         """See `Keeping`."""
         return self._trainer.after_inner_step(num_batches)
+
+    def answer_others(self) -> OuterResult | None:
+        """Nobody stands still for a round in the background: it has time until the next step."""
+        return None
 
     def drain(self) -> OuterResult | None:
         """See `Keeping`."""

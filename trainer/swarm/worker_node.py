@@ -159,6 +159,7 @@ class WorkerNode:
             lag_steps=config.diloco.overlap_steps if config.strategy == "diloco" else config.swarm.sparta.every_steps,
             max_lead=max(_MAX_LEAD, config.diloco.inner_steps if config.strategy == "diloco" else 0),
             on_step=self._stepped,
+            on_round=self._after_round,
             keepers=lambda: {said.peer_id for said in heard.announcements if said.stage is None and terms.fits(said)},
         )
         self._checkpoints = checkpoints_of(config, shape, built.name, identity.peer_id[:16])
@@ -309,12 +310,10 @@ class WorkerNode:
             self._published_round = round_index
             self._network.publish(self._compute(self._keeping.shared_state))
 
-    def _stepped(self, info: StepInfo, outcome: OuterResult | None) -> None:
+    def _stepped(self, info: StepInfo) -> None:
         """In the compute thread, behind each step."""
         self._watch.stepped(info)
         self._num_tokens += info.num_tokens
-        if outcome is not None:
-            self._after_round(outcome)
         self._checkpoints.maybe_save(time.time(), self._state)
         self._worker.shared.saved(self._checkpoints.last_version)
 

@@ -29,7 +29,7 @@ from trainer.worker.config import WorkerConfig
 from trainer.worker.progress import StageProgress
 from trainer.worker.sharing import SharedThrough
 
-__all__ = ["StageStepper", "StepStrategy", "Stepped"]
+__all__ = ["StageStepper", "StepStrategy", "Stepped", "Synchronised"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +38,10 @@ _TELL_SHARE = 1 / 8
 """Of a step's tokens: so much is counted between two exchanges at most, or stages whose steps are shorter than
 `WorkerConfig.progress_interval_s` would step with far more than their target."""
 
-Stepped = Callable[[StepInfo, OuterResult | None], None]
+Stepped = Callable[[StepInfo], None]
 """Told of every step, in the compute thread."""
+Synchronised = Callable[[OuterResult], None]
+"""Told of every round that has ended, in the compute thread."""
 
 
 class StepStrategy(Protocol):
@@ -47,6 +49,13 @@ class StepStrategy(Protocol):
 
     def after_inner_step(self, num_batches: int = 1) -> OuterResult | None:
         """Called behind each step; 0 batches: the step changed nothing."""
+        ...
+
+    def answer_others(self) -> OuterResult | None:
+        """Takes part in a round that others wait for; called between two jobs, and does nothing else.
+
+        They stand still meanwhile: a worker that first finished its step would have to do theirs as well.
+        """
         ...
 
 
@@ -64,7 +73,8 @@ class StageStepper:
         strategy: called behind each step; None: nothing keeps replicas together.
         max_lead: versions to follow another worker over.
         clock: seconds; CLOCK_BOOTTIME but in tests.
-        on_step: told of each.
+        on_step: told of each, behind the round that it may have brought.
+        on_round: told of each round.
     """
 
     def __init__(
@@ -81,6 +91,7 @@ class StageStepper:
         max_lead: int = 50,
         clock: Callable[[], float] = boottime_s,
         on_step: Stepped | None = None,
+        on_round: Synchronised | None = None,
     ) -> None:
         self.joining = False
         """While joining nothing steps, and the others do not count this worker."""
@@ -97,6 +108,7 @@ class StageStepper:
         self._peers = peers
         self._clock = clock
         self._on_step = on_step
+        self._on_round = on_round
         self._progress = StageProgress(config.progress_interval_s, max_lead, clock)
         self._seen = (0, 0)
         self._told_tokens = 0
@@ -122,6 +134,8 @@ class StageStepper:
         self._look()
         while not self.joining and self._is_due():
             self._step()
+        if not self.joining and self.strategy is not None:
+            self._note(self.strategy.answer_others())
 
     def flush(self) -> None:
         """Steps with what there is, if anything: before leaving. For the compute thread."""
@@ -200,17 +214,23 @@ class StageStepper:
         info = self._replica.step(self._replica.version)
         self._stepped_s = self._clock()
         self._shared.stepped(info.version, self._replies.stepped())
-        result = None
         if self.strategy is not None:
-            result = self.strategy.after_inner_step(num_micro_batches if info.applied else 0)
-            if result is not None and result.committed:
-                self._replica.weights_changed()
-                if result.report is not None and len(result.report.members) > 1:  # Alone, nothing outlives the worker.
-                    self._shared.committed(result.fragment)
+            self._note(self.strategy.after_inner_step(num_micro_batches if info.applied else 0))
         self._look()
         if self._on_step is not None:
-            self._on_step(info, result)
+            self._on_step(info)
         self._wake()
+
+    def _note(self, result: OuterResult | None) -> None:
+        """A round has ended, if one has."""
+        if result is None:
+            return
+        if result.committed:
+            self._replica.weights_changed()
+            if result.report is not None and len(result.report.members) > 1:  # Alone, nothing outlives the worker.
+                self._shared.committed(result.fragment)
+        if self._on_round is not None:
+            self._on_round(result)
 
     def _wake(self) -> None:
         if self._loop is not None and not self._loop.is_closed():

@@ -25,7 +25,7 @@ from trainer.worker.replies import ReplyCache
 from trainer.worker.runtime import Runtime
 from trainer.worker.service import StageService
 from trainer.worker.sharing import SharedThrough
-from trainer.worker.stepping import StageStepper, Stepped, StepStrategy
+from trainer.worker.stepping import StageStepper, Stepped, StepStrategy, Synchronised
 
 __all__ = ["StageWorker"]
 
@@ -54,6 +54,7 @@ class StageWorker:
         max_lead: versions to follow another worker over.
         clock: seconds; CLOCK_BOOTTIME but in tests.
         on_step: told of each step, in the compute thread.
+        on_round: told of each round that has ended, there.
         keepers: who may have micro-batches refused; see `StageService`.
     """
 
@@ -76,6 +77,7 @@ class StageWorker:
         max_lead: int = 50,
         clock: Callable[[], float] = boottime_s,
         on_step: Stepped | None = None,
+        on_round: Synchronised | None = None,
         keepers: Callable[[], Collection[PeerId]] | None = None,
     ) -> None:
         self.replica = replica
@@ -93,6 +95,7 @@ class StageWorker:
             max_lead=max_lead,
             clock=clock,
             on_step=on_step,
+            on_round=on_round,
         )
         self.runtime = Runtime(config, clock=clock, between=self.stepper.between)
         self.stepper.on_news = self.runtime.wake

@@ -225,6 +225,16 @@ def test_peers_that_wait_bring_the_round_forward() -> None:
     assert trainer.after_inner_step() is not None, "the next one is a whole inner loop later"
 
 
+def test_others_that_wait_are_answered_between_steps() -> None:
+    collective = Scripted()
+    trainer = DiLoCoTrainer(Quadratic(0), replace(AVERAGING, inner_steps=100), collective)
+    trainer.after_inner_step()
+    assert trainer.answer_others() is None
+    collective.peers_wait = True
+    result = trainer.answer_others()
+    assert result is not None and result.committed and result.num_batches == 1
+
+
 @pytest.mark.parametrize("overlap_steps", [0, 3])
 def test_a_node_that_leaves_shares_what_it_has_and_only_that(overlap_steps: int) -> None:
     collective = Scripted()

@@ -33,6 +33,7 @@ class Rounds:
 
     batches: list[int] = field(default_factory=list)
     members: tuple[str, ...] = ("a" * 64, "b" * 64)
+    others_wait: bool = False
 
     def after_inner_step(self, num_batches: int = 1) -> OuterResult | None:
         self.batches.append(num_batches)
@@ -49,13 +50,39 @@ class Rounds:
             report=RoundReport(round_index=index, members=self.members),
         )
 
+    def answer_others(self) -> OuterResult | None:
+        if not self.others_wait:
+            return None
+        self.others_wait = False
+        return OuterResult(
+            round_index=0,
+            fragment=0,
+            outer_step=1,
+            committed=True,
+            num_batches=0,
+            waited_s=0.0,
+            report=RoundReport(round_index=0, members=self.members),
+        )
+
+
+@on_event_loop
+async def test_others_that_wait_for_a_round_need_not_wait_for_a_step(tail_input: dict[str, Tensor]) -> None:
+    rounds: list[OuterResult] = []
+    async with AsyncExitStack() as stack:
+        strategy = Rounds(others_wait=True)
+        tail = await stack.enter_async_context(running_worker(TAIL, strategy=strategy, on_round=rounds.append))
+        driver = await stack.enter_async_context(running_driver())
+        await until(lambda: bool(rounds))
+        await driver.tail(tail, "e0.s0.r0", tail_input)
+        assert (len(rounds), strategy.batches, strategy.others_wait) == (1, [], False)
+
 
 @on_event_loop
 async def test_a_stage_of_one_steps_at_its_target_and_says_what_is_shared(tail_input: dict[str, Tensor]) -> None:
     steps: list[StepInfo] = []
     strategy = Rounds()
     async with AsyncExitStack() as stack:
-        options = {"strategy": strategy, "on_step": lambda info, _: steps.append(info)}
+        options = {"strategy": strategy, "on_step": steps.append}
         tail = await stack.enter_async_context(running_worker(TAIL, **options))
         driver = await stack.enter_async_context(running_driver())
         replies = [await driver.tail(tail, f"e0.s0.r{2 * row}", tail_input) for row in range(6)]
