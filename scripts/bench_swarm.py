@@ -3,9 +3,13 @@
 
     python scripts/bench_swarm.py                # everything
     python scripts/bench_swarm.py call           # a stage call of 1, 4 and 16 MB: ours, hivemind's RemoteExpert
+    python scripts/bench_swarm.py pipeline       # tokens/s of three stages: ours, one process, pipelining over gloo
+    python scripts/bench_swarm.py links          # tokens/s over 80 Mbit/s: the subspace codec over none
+    python scripts/bench_swarm.py churn          # slow workers that come and go: our rule, SWARM's, 004's
 
-Every figure is a ratio to something measured in the same run. Members are processes of their own; all of them end with
-this one. Figures go to docs/performance.md.
+Every figure is a ratio to something measured in the same run. Members are processes of their own, in network namespaces
+where links matter (that needs root); all of them end with this one. `churn` is a simulation. Figures go to
+docs/performance.md.
 """
 
 from __future__ import annotations
@@ -15,22 +19,45 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.swarm_bench.call import bench_call
+from scripts.swarm_bench.churn import bench_churn
+from scripts.swarm_bench.links import bench_links
+from scripts.swarm_bench.pipeline import bench_pipeline
+from scripts.trainer_bench.crew import ROOT
 
-BENCHES = {"call": bench_call}
+BENCHES = {"call": bench_call, "pipeline": bench_pipeline, "links": bench_links, "churn": bench_churn}
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(BENCHES)}; all by default")
+    parser.add_argument("--corpus", type=Path, default=ROOT.parent / "shared" / "corpus" / "fineweb-edu")
+    folder = Path(tempfile.gettempdir()) / "genesis-bench-trainer"
+    parser.add_argument("--folder", type=Path, default=folder, help="where the store is made and kept")
+    parser.add_argument("--store", type=Path, help="a store with a vocabulary of 1,024 to use instead")
     parser.add_argument("--call-mb", type=int, nargs="+", default=[1, 4, 16], help="MiB of a tensor, for call")
     parser.add_argument("--call-turns", type=int, default=5, help="counted turns of each contestant, for call")
+    parser.add_argument("--pipeline-preset", default="15m", help="model of pipeline")
+    parser.add_argument("--pipeline-seq-len", type=int, default=256, help="tokens of a row, for pipeline")
+    parser.add_argument("--micro-batch", type=int, default=4, help="rows of a micro-batch, for pipeline")
+    parser.add_argument("--micro-batches", type=int, default=4, help="of a step, for pipeline")
+    parser.add_argument("--pipeline-s", type=float, default=12.0, help="of each contestant's turn, for pipeline")
+    parser.add_argument("--pipeline-turns", type=int, default=1, help="of each contestant, for pipeline")
+    parser.add_argument("--links-mbit", type=float, nargs="+", default=[80.0, 5.0], help="of the links, for links")
+    parser.add_argument("--links-rank", type=int, default=8, help="values a position has in the subspace, for links")
+    parser.add_argument("--links-preset", default="tiny", help="model of links")
+    parser.add_argument("--links-seq-len", type=int, default=128, help="tokens of a row, for links")
+    parser.add_argument("--links-micro-batch", type=int, default=4, help="rows of a micro-batch, for links")
+    parser.add_argument("--links-s", type=float, default=12.0, help="how long each is measured, for links")
+    parser.add_argument("--churn-seeds", type=int, default=5, help="simulations of each, for churn")
+    parser.add_argument("--churn-s", type=float, default=600.0, help="simulated seconds of each, for churn")
     parser.add_argument("--json", action="store_true", help="print JSON; the tables go to standard error")
     arguments = parser.parse_args()
     unknown = set(arguments.parts) - set(BENCHES)

@@ -9,22 +9,24 @@ Eight micro-batches are under way all the time. Compared are
 - ``004``: at the bottom, but still taken for fast;
 - ``ours``: `trainer.driver.balancer.Balancer`.
 
-    python -m scripts.swarm_bench.churn
+    python scripts/bench_swarm.py churn
 """
 
 from __future__ import annotations
 
+import argparse
 import heapq
-import json
 import random
-import sys
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from trainer.driver.balancer import Balancer, BalancerConfig, Grant
 
-__all__ = ["RULES", "ChurnPlan", "ChurnResult", "compare", "simulate"]
+__all__ = ["RULES", "ChurnPlan", "ChurnResult", "bench_churn", "compare", "simulate"]
+
+ASKED = 2.0
+_STAYS_S = (12.0, 25.0, 50.0, 100.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -274,12 +276,22 @@ def compare(plan: ChurnPlan, seeds: int = 5) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    """Prints one line for each stay."""
-    for stay_s in (12.0, 25.0, 50.0, 100.0):
-        json.dump({"stay_s": stay_s, **compare(ChurnPlan(stay_s=stay_s))}, sys.stdout)
-        sys.stdout.write("\n")
+def bench_churn(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Stays of several lengths; how the rules compare in each."""
+    plans = [ChurnPlan(stay_s=stay_s, duration_s=arguments.churn_s) for stay_s in _STAYS_S]
+    rows = [{"stay_s": plan.stay_s, **compare(plan, arguments.churn_seeds)} for plan in plans]
+    report = {"seeds": arguments.churn_seeds, "best_per_s": plans[0].num_fast / plans[0].fast_s, "rows": rows}
+    print(as_text(report))
+    return report
 
 
-if __name__ == "__main__":
-    main()
+def as_text(report: dict[str, Any]) -> str:
+    """The report for people."""
+    title = f"slow workers come and go, micro-batches a second (simulated), means of {report['seeds']} seeds"
+    heading = f"{'ours':>8} {'SWARM':>8} {'004':>8}   {'over SWARM':>11} {'over 004':>9}"
+    best = f"{report['best_per_s']:g} a second: what the fast workers can do alone"
+    lines = [title, f"  {'a slow one stays':18} {heading}   asked {ASKED:g}; {best}"]
+    for row in report["rows"]:
+        rates = f"{row['ours_per_s']:>8.2f} {row['swarm_per_s']:>8.2f} {row['004_per_s']:>8.2f}"
+        lines.append(f"  {row['stay_s']:>16g} s {rates}   {row['ours_over_swarm']:>11.2f} {row['ours_over_004']:>9.2f}")
+    return "\n".join(lines)

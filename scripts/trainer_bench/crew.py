@@ -72,7 +72,13 @@ class Crew:
 
 @contextmanager
 def crew(
-    kind: str, count: int, prefixes: Sequence[Sequence[str]] = (), *, folder: Path = MEMBERS, threads: int = 1
+    kind: str,
+    count: int,
+    prefixes: Sequence[Sequence[str]] = (),
+    *,
+    folder: Path = MEMBERS,
+    threads: int = 1,
+    spins: bool = True,
 ) -> Iterator[Crew]:
     """Starts `{kind}_member.py` so many times.
 
@@ -82,8 +88,12 @@ def crew(
         prefixes: a command for each that runs its process in a namespace.
         folder: where the file is.
         threads: OpenMP's, of each.
+        spins: whether they wait for each other busily, as is the default, or let others run meanwhile.
     """
     command = [sys.executable, str(folder / f"{kind}_member.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)}
+    if not spins:
+        environment["OMP_WAIT_POLICY"] = "PASSIVE"
     processes: list[subprocess.Popen[str]] = []
     try:
         for rank in range(count):
@@ -94,7 +104,7 @@ def crew(
                 stderr=None if os.environ.get("BENCH_STDERR") else subprocess.DEVNULL,
                 text=True,
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)},
+                env=environment,
             )
             processes.append(process)  # One by one: those that were started end, whatever becomes of the next.
         yield Crew(kind, processes)

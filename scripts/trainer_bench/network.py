@@ -62,10 +62,11 @@ class Links:
                 shape = ("tbf", "rate", f"{mbit_per_s:g}mbit", "burst", f"{_BURST_BYTES}", "latency", _LATENCY)
                 _run(*_inside(place), "tc", "qdisc", "replace", "dev", device, "root", *shape)
 
-    def sent_bytes(self) -> int:
-        """What all members have sent, headers included."""
+    def sent_bytes(self, rank: int | None = None) -> int:
+        """What a member, or all, have sent, headers included."""
         path = f"/sys/class/net/{self.interface}/statistics/tx_bytes"
-        return sum(int(_run(*prefix, "cat", path)) for prefix in self.prefixes)
+        prefixes = self.prefixes if rank is None else [self.prefixes[rank]]
+        return sum(int(_run(*prefix, "cat", path)) for prefix in prefixes)
 
 
 def can_make_networks() -> str:
