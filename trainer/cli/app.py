@@ -99,5 +99,6 @@ def _set_up_output() -> None:
         "botocore",
         "filelock",
         "matplotlib",
+        "huggingface_hub",
     ):
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -46,9 +46,11 @@ def up_command(
     from trainer.node.stopping import StopRequest
     from trainer.swarm.children import RestartPolicy
     from trainer.swarm.running import run_local
+    from trainer.swarm.shape import shape_of
 
     settings = [*(set_ or []), *_places(folder)]
     config = config_of(run, settings, {"node_id": "swarm-up", **({"store": store} if store else {})})
+    shape_of(config)  # What no process could mend by starting again, such as a missing store, is said at once.
     logs = (folder or Path(config.state_dir).expanduser() / "swarm" / config.run_id).absolute()
     swarm = _swarm_of(config, run, workers, drivers, seeds, store, max_steps, (*settings, *_shares(config, workers)))
     stop = StopRequest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from pathlib import Path
 
@@ -20,6 +21,10 @@ __all__ = ["choose_stage"]
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
+_BEGIN_S = 20.0
+"""What a DHT may take to begin, on a busy machine."""
+_SETTLE_S = 3.0
+"""Behind the first of the others, for the rest of them to be heard of."""
 
 
 def choose_stage(config: RunConfig, shape: SwarmShape, stop: StopRequest) -> str:
@@ -43,9 +48,12 @@ async def _reports(config: RunConfig, shape: SwarmShape, stop: StopRequest) -> l
     await endpoint.start()
     await discovery.start()
     try:
-        deadline_s = time.monotonic() + config.swarm.join.first_peers_s
-        while time.monotonic() < deadline_s and not stop():
+        deadline_s = time.monotonic() + config.swarm.join.first_peers_s + _BEGIN_S
+        settled_s = math.inf
+        while time.monotonic() < min(deadline_s, settled_s) and not stop():
             await asyncio.sleep(_LOOK_S)
+            if settled_s == math.inf and await discovery.peers():
+                settled_s = time.monotonic() + _SETTLE_S
         return [said.stage for said in await discovery.peers() if said.stage is not None]
     finally:
         await discovery.close()

@@ -98,7 +98,6 @@ class DriverNode:
         self._session = session
         self._stop = stop
         self._line = line
-        self._watch = Watch(config, None, stop.ask)
         self._steps = 0
         self._step_began_s = time.perf_counter()
         identity = load_or_create_identity(Path(config.state_dir).expanduser() / "identity" / f"{config.node_id}.pem")
@@ -107,6 +106,7 @@ class DriverNode:
         self._keeper: LedgerService | None = None
         self._driver: PipelineDriver | None = None
         self.view = DriverView(config, shape, self._presence)
+        self._watch = Watch(config, None, stop.ask, self.view.figures)
 
     async def run(self) -> None:
         """Drives until it is done."""

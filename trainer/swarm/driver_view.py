@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Iterator
 from datetime import UTC, datetime
 
 from trainer.config import RunConfig
@@ -94,6 +95,24 @@ class DriverView:
             logger.debug("the keeper of the account: %s", error)
             return None
         return reply.body
+
+    def figures(self) -> Iterator[tuple[str, str, float]]:
+        """For the metrics: name, help and value."""
+        if self._driver is None:
+            return
+        status = self._driver.status()
+        yield "driver_in_flight", "Micro-batches under way.", status.in_flight
+        yield "driver_done", "Micro-batches counted in every stage.", status.done
+        yield "driver_lost", "Micro-batches that may not be counted in every stage.", status.lost
+        yield "driver_handed_back", "Micro-batches given back uncounted.", status.handed_back
+        yield "driver_failed_requests", "Requests to workers that failed.", sum(status.failures.values())
+        yield "driver_stalled_seconds", "Waited for stages without a worker.", sum(status.stalls.values())
+        if self._account is not None:
+            account = self._account[0].micro_batches
+            yield "account_leased", "Micro-batches leased, by all drivers.", account.leased
+            yield "account_done", "Of them, counted in every stage.", account.done
+            yield "account_lost", "Of them, lost.", account.lost
+            yield "account_open", "Of them, open.", account.open
 
     def account(self) -> SwarmAccount | None:
         """See `trainer.observe.pipeline.PipelineView`."""
