@@ -2,19 +2,20 @@
 
 004 lets newcomers in during the first tenth of a round, since whoever takes up a state late in a round begins with work
 the others have long done, and lets them be at most five rounds behind. A stage on which nobody works has no rounds to
-wait for, so a place in the round that does not move for `JoinConfig.idle_s` is as good as a beginning.
+wait for, so a place in the round that does not move for `JoinConfig.idle_s` is as good as a beginning. After a stop of
+all, the first to come back need not be the one that knows most: who comes later with more keeps it (`is_ahead`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from trainer.pipeline.names import StageUid
 from trainer.pipeline.plan import StagePlan
 from trainer.pipeline.report import StageReport
 from trainer.swarm.join_config import JoinConfig
 
-__all__ = ["JoinWindow", "neediest_stage"]
+__all__ = ["JoinWindow", "is_ahead", "neediest_stage"]
 
 
 class JoinWindow:
@@ -41,6 +42,19 @@ class JoinWindow:
         if seen != self._seen:
             self._seen, self._since_s = seen, now_s
         return position < self._config.window or now_s - self._since_s >= self._config.idle_s
+
+
+def is_ahead(version: int, others: Collection[StageReport]) -> bool:
+    """Whether a worker that comes back from its checkpoint knows more than its stage.
+
+    The newer half of a stage outvotes the older one, as with DiLoCo's states; one worker's word overrules no majority.
+
+    Args:
+        version: its own.
+        others: of the stage, those that serve.
+    """
+    num_behind = sum(report.version < version for report in others)
+    return num_behind == len(others) and 2 * num_behind <= len(others) + 1
 
 
 def neediest_stage(plan: StagePlan, reports: Iterable[StageReport], own_number: int = 0) -> str:

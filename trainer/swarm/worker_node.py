@@ -46,6 +46,7 @@ from trainer.swarm.building import (
     saved_state,
 )
 from trainer.swarm.choosing import choose_stage
+from trainer.swarm.joining import is_ahead
 from trainer.swarm.keeping import DilocoKeeping, Keeping, SpartaKeeping, state_choice, state_form
 from trainer.swarm.shape import SwarmShape, shape_of, target_tokens_of
 from trainer.swarm.strangers import SwarmTerms, refuse_strangers
@@ -122,6 +123,8 @@ class WorkerNode:
         self._stop = stop
         self._uid: StageUid | None = None
         self._lost_touch = False
+        self._is_back = False
+        """It goes on from a checkpoint, and has not lost touch since."""
         self._published_round = -1
         self._num_tokens = 0
         self._gossip: concurrent.futures.Future[None] | None = None
@@ -209,6 +212,7 @@ class WorkerNode:
         self._built.replica.load_state_dict(state.for_replica())
         self._keeping.load_state_dict(state.strategy)
         self._num_tokens = state.num_tokens
+        self._is_back = True
         logger.info("going on from version %d of %s", state.version, self._built.name)
 
     def _join(self) -> None:
@@ -254,6 +258,9 @@ class WorkerNode:
             return True  # Before the first outer step all have the first weights as their anchor.
         if not self._built.replica.version and not any(report.version for report in self._serving()):
             return True  # Nobody has trained: all have the first weights.
+        if self._is_back and is_ahead(self._built.replica.version, self._serving()):
+            logger.info("the others of %s are behind this worker's checkpoint, and will follow", self._built.name)
+            return True
         wait_s = self._config.discovery.announce_interval_s + _HANDED_OUT_S
         shared = self._network.catch_up(wait_s=wait_s, stop=self._stop)
         if shared is None:
@@ -292,6 +299,7 @@ class WorkerNode:
     def _rejoin(self) -> None:
         logger.warning("lost touch with the other workers of %s; taking up their state", self._built.name)
         self._set_status("joining")
+        self._is_back = False
         self._network.let_go()
         self._join()
 
@@ -347,6 +355,7 @@ class WorkerNode:
         All of it is one job of that thread: nothing is counted behind what is saved, and no step falls into the copy.
         """
         self._worker.service.status = "joining"
+        self._worker.stepper.joining = True  # Nor does it follow the others' steps behind that.
         try:
             self._worker.stepper.flush()
             outcome = self._keeping.share() if self._serving() else self._keeping.drain()

@@ -16,7 +16,7 @@ from trainer.pipeline.plan import StagePlan
 from trainer.pipeline.report import StageReport
 from trainer.swarm.config import SwarmConfig
 from trainer.swarm.join_config import JoinConfig
-from trainer.swarm.joining import JoinWindow, neediest_stage
+from trainer.swarm.joining import JoinWindow, is_ahead, neediest_stage
 
 PLAN = StagePlan.of(preset("tiny", 2048), 3)
 
@@ -53,6 +53,23 @@ def test_who_says_nothing_yet_counts_as_the_slowest_that_does() -> None:
 @given(st.lists(st.tuples(st.sampled_from(PLAN.names), st.floats(0, 1e6)), max_size=12), st.integers(0, 2**32))
 def test_the_choice_is_always_a_stage_of_the_run(found: list[tuple[str, float]], number: int) -> None:
     assert neediest_stage(PLAN, [report(stage, rate) for stage, rate in found], number) in PLAN.names
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        ([10], True),  # A tie, which the newer state wins.
+        ([40], False),
+        ([41], False),
+        ([10, 10], False),  # Most of the stage.
+        ([10, 50], False),  # One knows more, and hands it on.
+        ([], True),
+    ],
+)
+def test_who_comes_back_with_more_keeps_it_unless_most_of_the_stage_has_less(others: list[int], expected: bool) -> None:
+    reports = [report("tail", 1.0, number=40 + index) for index in range(len(others))]
+    reports = [it.model_copy(update={"version": version}) for it, version in zip(reports, others, strict=True)]
+    assert is_ahead(40, reports) is expected
 
 
 def test_a_newcomer_waits_for_the_next_round_or_for_one_that_stands_still() -> None:
