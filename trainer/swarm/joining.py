@@ -45,16 +45,20 @@ class JoinWindow:
 
 
 def is_ahead(version: int, others: Collection[StageReport]) -> bool:
-    """Whether a worker that comes back from its checkpoint knows more than its stage.
+    """Whether a worker that comes back from its checkpoint belongs to the newer part of its stage.
 
-    The newer half of a stage outvotes the older one, as with DiLoCo's states; one worker's word overrules no majority.
+    It does where it is nearer to the newest of the others than to the oldest, and at most half of the stage, itself
+    counted, is behind it: one worker's word overrules no majority.
 
     Args:
         version: its own.
         others: of the stage, those that serve.
     """
-    num_behind = sum(report.version < version for report in others)
-    return num_behind == len(others) and 2 * num_behind <= len(others) + 1
+    if not others:
+        return False
+    versions = [report.version for report in others]
+    num_behind = sum(other < version for other in versions)
+    return version - min(versions) > max(versions) - version and 2 * num_behind <= len(versions) + 1
 
 
 def neediest_stage(plan: StagePlan, reports: Iterable[StageReport], own_number: int = 0) -> str:

@@ -62,8 +62,11 @@ def test_the_choice_is_always_a_stage_of_the_run(found: list[tuple[str, float]],
         ([40], False),
         ([41], False),
         ([10, 10], False),  # Most of the stage.
-        ([10, 50], False),  # One knows more, and hands it on.
-        ([], True),
+        ([10, 41], True),  # One of two that are new, which came a moment later.
+        ([38, 60], False),  # The others have gone on.
+        ([10, 10, 41], True),
+        ([10, 10, 10, 41], False),
+        ([], False),
     ],
 )
 def test_who_comes_back_with_more_keeps_it_unless_most_of_the_stage_has_less(others: list[int], expected: bool) -> None:
