@@ -40,9 +40,7 @@ _FOR_A_BENCHMARK: dict[str, Any] = {
     "strategy": "async_sparta",
     "data": {"plateau": "off", "holdout": 0},
     "inner": {"precision": "fp32", "compile": "off", "warmup_steps": 0, "schedule": "constant"},
-    "discovery": {"announce_interval_s": 0.5, "announcement_lifetime_s": 30.0, "poll_interval_s": 0.2},
     "swarm": {
-        "driver": {"refresh_s": 0.1},
         "checkpoint": {"interval_s": 3600.0},
         "join": {"first_peers_s": 1.5},
     },
