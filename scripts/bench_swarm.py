@@ -44,6 +44,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--store", type=Path, help="a store with a vocabulary of 1,024 to use instead")
     parser.add_argument("--call-mb", type=int, nargs="+", default=[1, 4, 16], help="MiB of a tensor, for call")
     parser.add_argument("--call-turns", type=int, default=5, help="counted turns of each contestant, for call")
+    parser.add_argument("--call-turn-mb", type=int, default=48, help="MiB of a turn, for call")
     parser.add_argument("--pipeline-preset", default="15m", help="model of pipeline")
     parser.add_argument("--pipeline-seq-len", type=int, default=256, help="tokens of a row, for pipeline")
     parser.add_argument("--micro-batch", type=int, default=4, help="rows of a micro-batch, for pipeline")

@@ -25,7 +25,6 @@ ASKED = 5.0
 _OURS = {"ours, TLS": True, "ours, plain": False}
 _HIVEMIND = "hivemind"
 _IN_FLIGHT = 4
-_BYTES_A_TURN = 48
 _START_S = 90.0
 _CALLS_S = 110.0
 
@@ -56,7 +55,7 @@ def bench_call(arguments: argparse.Namespace) -> dict[str, Any]:
         contestants = {**_ours(started), _HIVEMIND: _hivemind(started)}
         for mib in arguments.call_mb:
             for in_flight in (1, _IN_FLIGHT):
-                found = _measured(contestants, mib, in_flight, arguments.call_turns)
+                found = _measured(contestants, mib, in_flight, arguments)
                 report["rows"].append({"mib": mib, "in_flight": in_flight, "contestants": found})
                 rates = ", ".join(f"{name} {each['mb_s']:.0f}" for name, each in found.items())
                 progress(f"{mib} MiB, {in_flight} at once: {rates}")
@@ -80,12 +79,14 @@ def _hivemind(started: Callable[[str], Crew]) -> _Contestant:
     return _Contestant(server, client, {})
 
 
-def _measured(contestants: dict[str, _Contestant], mib: int, in_flight: int, turns: int) -> dict[str, dict[str, float]]:
+def _measured(
+    contestants: dict[str, _Contestant], mib: int, in_flight: int, arguments: argparse.Namespace
+) -> dict[str, dict[str, float]]:
     """Medians over turns, after one that is not counted; the first of a turn changes."""
-    count = max(in_flight, _BYTES_A_TURN // mib // in_flight * in_flight)
+    count = max(in_flight, arguments.call_turn_mb // mib // in_flight * in_flight)
     answers: dict[str, list[Answer]] = {name: [] for name in contestants}
     order = list(contestants)
-    for turn in range(turns + 1):
+    for turn in range(arguments.call_turns + 1):
         for name in order[turn % len(order) :] + order[: turn % len(order)]:
             answer = contestants[name].call(mib, count, in_flight)
             if turn:
