@@ -6,7 +6,7 @@ the compression ratio is that of the bytes the driver's link carried for a token
 
 Where the link is the limit, tokens a second must grow as the bytes shrink; where it is not any more, because two cores
 compute what three machines would, the share of the ratio says nothing of the codec. So the driver's link is looked at
-too: how much of what it can carry it carried. 80 Mbit/s to machines with accelerators is 5 and less to these cores.
+too: how much of what it can carry it carried. What 80 Mbit/s is to machines with accelerators, 3 is to two cores.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _setting(links: Links, store: Path, codec: str, arguments: argparse.Namespac
             "num_stages": _STAGES,
             "activation_codec": codec,
             "subspace": {"rank": arguments.links_rank if codec == "subspace" else 0},
-            "stage": {"target_tokens": 4 * rows * seq_len},
+            "stage": {"target_tokens": 2 * rows * seq_len},
             "driver": {"routing": "hub", "max_in_flight": 12, "max_in_flight_per_worker": 12},
         },
     }
