@@ -15,6 +15,8 @@ from tests.trainer.swarm_pipeline.test_joining import STRATEGIES, begun_at
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 TERMINATED = 128 + signal.SIGTERM
+NUM_STEPS = 120
+"""More than 50 behind the older one's last, which is as far as a worker may be behind and still count as current."""
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -30,7 +32,7 @@ def test_what_the_newer_one_learned_is_not_lost(strategy: str, tmp_path: Path) -
         swarm.wait_for_steps("driver-1", 10)
         assert swarm.stop("tail-older") == [TERMINATED]
         others = ("head", "body-1", "tail-newer")
-        swarm.wait_for_steps("driver-1", 60, alive=[driver, *(swarm[name] for name in others)])
+        swarm.wait_for_steps("driver-1", NUM_STEPS, alive=[driver, *(swarm[name] for name in others)])
         assert swarm.stop("driver-1") == [TERMINATED]
         assert swarm.stop(*others) == [TERMINATED] * 3
         before = len(steps_of(driver))
@@ -43,12 +45,14 @@ def test_what_the_newer_one_learned_is_not_lost(strategy: str, tmp_path: Path) -
         newer.start()
         workers.append(newer)
         swarm.wait(lambda: newer.output().count("serves version") == 2, "the newer one to serve", alive=workers)
-        assert (begun_at(newer) or 0) >= 55
+        assert (begun_at(newer) or 0) >= NUM_STEPS - 5
         driver.start()
         swarm.wait_for_steps("driver-1", before + 30)
         assert swarm.stop("driver-1") == [TERMINATED]
         assert swarm.stop(*others, "tail-older") == [TERMINATED] * 4
         losses = [step["loss"] for step in steps_of(driver)]
         begun = (begun_at(older), begun_at(newer))
-    assert min(version or 0 for version in begun) >= 55, begun  # Those who knew less have taken up what is known.
+    assert min(version or 0 for version in begun) >= NUM_STEPS - 5, (
+        begun
+    )  # Those who knew less have taken up what is known.
     assert mean(losses[-10:]) < mean(losses[before - 10 : before]) + 0.2
