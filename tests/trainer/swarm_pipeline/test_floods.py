@@ -22,7 +22,7 @@ from trainer.ledger import LEDGER_LEASE
 from trainer.ledger.messages import LeaseAnswer, LeaseAsk
 from trainer.worker import as_wire_ids
 
-NUM_FLOODING = 100
+NUM_FLOODING = 48
 NUM_BEFORE = 4
 QUEUED = 12
 HONEST = 1
