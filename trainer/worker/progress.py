@@ -40,7 +40,9 @@ class _Heard:
     """The last one of an earlier version: what it went on with."""
 
     def tokens(self, version: int) -> int | None:
-        """What it had towards the step behind that version; None: it never said."""
+        """What it had towards the step behind that version, nothing if it is not there yet; None: it never said."""
+        if self.report.version < version:
+            return 0
         for report in (self.report, self.before):
             if report is not None and report.version == version:
                 return report.num_tokens

@@ -245,7 +245,9 @@ class StageStepper:
             logger.debug("no progress heard of %s: %s", peer.address, error)
             return
         self._hear(reply.sender, reply.body)
-        if self._replica.version != told.version:  # There was news while this was under way.
+        now = self.report()
+        grown = now.num_tokens - told.num_tokens >= self._target_tokens * _TELL_SHARE
+        if now.version != told.version or grown:  # There was news while this was under way.
             self._news.set()
 
     def _hear(self, peer_id: PeerId, report: ProgressReport) -> None:
