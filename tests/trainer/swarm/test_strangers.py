@@ -9,7 +9,7 @@ import pytest
 from tests.support.text_store import text_store
 from tests.support.training_swarm import TrainingSwarm
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 RESIDENTS = ("north", "south")
 

@@ -35,7 +35,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_for_half_a_minute(tmp_path: Path) -> None:
     with PipelineSwarm(tmp_path / "swarm", **OPTIONS) as swarm:

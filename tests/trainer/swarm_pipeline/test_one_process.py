@@ -61,6 +61,7 @@ def difference(one: Tensor, other: Tensor) -> float:
         return float((one - other).norm() / other.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_hub_and_chain_train_as_one_process_does(tmp_path: Path) -> None:
     """Ten steps by hub, and by the next driver ten more by chain, from where the first left data and count."""
