@@ -8,8 +8,7 @@
     python scripts/bench_swarm.py churn          # slow workers that come and go: our rule, SWARM's, 004's
 
 Every figure is a ratio to something measured in the same run. Members are processes of their own, in network namespaces
-where links matter (that needs root); all of them end with this one. `churn` is a simulation. Figures go to
-docs/performance.md.
+where links matter (that needs root); all of them end with this one. Figures go to docs/performance.md.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.swarm_bench.call import bench_call
-from scripts.swarm_bench.churn import bench_churn
+from scripts.swarm_bench.churn_bench import bench_churn
 from scripts.swarm_bench.links import bench_links
 from scripts.swarm_bench.pipeline import bench_pipeline
 from scripts.trainer_bench.crew import ROOT
@@ -59,6 +58,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--links-s", type=float, default=15.0, help="how long each is measured, for links")
     parser.add_argument("--churn-seeds", type=int, default=5, help="simulations of each, for churn")
     parser.add_argument("--churn-s", type=float, default=600.0, help="simulated seconds of each, for churn")
+    parser.add_argument("--churn-live-s", type=float, default=30.0, help="of each rule with real workers; 0: none")
     parser.add_argument("--json", action="store_true", help="print JSON; the tables go to standard error")
     arguments = parser.parse_args()
     unknown = set(arguments.parts) - set(BENCHES)

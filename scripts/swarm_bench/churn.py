@@ -14,7 +14,6 @@ Eight micro-batches are under way all the time. Compared are
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import random
 from collections import deque
@@ -23,10 +22,7 @@ from typing import Any, Protocol
 
 from trainer.driver.balancer import Balancer, BalancerConfig, Grant
 
-__all__ = ["RULES", "ChurnPlan", "ChurnResult", "bench_churn", "compare", "simulate"]
-
-ASKED = 2.0
-_STAYS_S = (12.0, 25.0, 50.0, 100.0)
+__all__ = ["RULES", "ChurnPlan", "ChurnResult", "Rule", "compare", "rule_of", "simulate"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,7 +158,8 @@ class OurRule:
 RULES = ("swarm", "004", "ours")
 
 
-def _rule(name: str) -> Rule:
+def rule_of(name: str) -> Rule:
+    """One of `RULES`, without workers."""
     return OurRule() if name == "ours" else QueueRule(at_bottom=name == "004")
 
 
@@ -252,7 +249,7 @@ def simulate(rule: str, plan: ChurnPlan) -> ChurnResult:
         rule: one of `RULES`.
         plan: what happens.
     """
-    return _Simulation(plan, _rule(rule)).run()
+    return _Simulation(plan, rule_of(rule)).run()
 
 
 def compare(plan: ChurnPlan, seeds: int = 5) -> dict[str, float]:
@@ -274,24 +271,3 @@ def compare(plan: ChurnPlan, seeds: int = 5) -> dict[str, float]:
         "ours_over_swarm": round(means["ours"] / means["swarm"], 2),
         "ours_over_004": round(means["ours"] / means["004"], 2),
     }
-
-
-def bench_churn(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Stays of several lengths; how the rules compare in each."""
-    plans = [ChurnPlan(stay_s=stay_s, duration_s=arguments.churn_s) for stay_s in _STAYS_S]
-    rows = [{"stay_s": plan.stay_s, **compare(plan, arguments.churn_seeds)} for plan in plans]
-    report = {"seeds": arguments.churn_seeds, "best_per_s": plans[0].num_fast / plans[0].fast_s, "rows": rows}
-    print(as_text(report))
-    return report
-
-
-def as_text(report: dict[str, Any]) -> str:
-    """The report for people."""
-    title = f"slow workers come and go, micro-batches a second (simulated), means of {report['seeds']} seeds"
-    heading = f"{'ours':>8} {'SWARM':>8} {'004':>8}   {'over SWARM':>11} {'over 004':>9}"
-    best = f"{report['best_per_s']:g} a second: what the fast workers can do alone"
-    lines = [title, f"  {'a slow one stays':18} {heading}   asked {ASKED:g}; {best}"]
-    for row in report["rows"]:
-        rates = f"{row['ours_per_s']:>8.2f} {row['swarm_per_s']:>8.2f} {row['004_per_s']:>8.2f}"
-        lines.append(f"  {row['stay_s']:>16g} s {rates}   {row['ours_over_swarm']:>11.2f} {row['ours_over_004']:>9.2f}")
-    return "\n".join(lines)

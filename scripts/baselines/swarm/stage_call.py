@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["DIM", "NUM_POSITIONS", "Scale", "activation", "session_cpu_s", "timed_calls"]
+__all__ = ["DIM", "NUM_POSITIONS", "Scale", "SlowScale", "activation", "session_cpu_s", "timed_calls"]
 
 DIM = 1024
 NUM_POSITIONS = 256
@@ -34,6 +34,23 @@ class Scale(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Same shape."""
         return x * self.weight
+
+
+class SlowScale(Scale):
+    """The same, by a slower machine.
+
+    Args:
+        pass_s: seconds a forward pass takes at least.
+    """
+
+    def __init__(self, pass_s: float) -> None:
+        super().__init__()
+        self._pass_s = pass_s
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Same shape."""
+        time.sleep(self._pass_s)
+        return super().forward(x)
 
 
 def activation(rows: int) -> Tensor:

@@ -11,7 +11,15 @@ from typing import Any
 
 import torch
 
-from scripts.baselines.swarm.stage_call import DIM, NUM_POSITIONS, Scale, activation, session_cpu_s, timed_calls
+from scripts.baselines.swarm.stage_call import (
+    DIM,
+    NUM_POSITIONS,
+    Scale,
+    SlowScale,
+    activation,
+    session_cpu_s,
+    timed_calls,
+)
 from scripts.baselines.trainer.serving import serve
 from trainer.inner import InnerConfig
 from trainer.model.config import ModelConfig
@@ -24,8 +32,8 @@ from trainer.stage import StageConfig, StageReplica
 from trainer.subspace import activation_codec
 from trainer.worker import StageWorker, WorkerConfig
 
-_RUN_ID = "bench"
-_STAGE = "body-1"
+RUN_ID = "bench"
+STAGE = "body-1"
 _START_S = 20.0
 _CALL_S = 60.0
 _KEPT_BYTES = 64 << 20
@@ -46,13 +54,13 @@ class StageMember:
         self._loop = LoopThread("bench")
         self._loop.start()
         self._endpoints: dict[str, Endpoint] = {}
-        self._workers: list[StageWorker] = []
+        self._workers: dict[str, StageWorker] = {}
         self._peers: dict[str, Peer] = {}
         self._numbers = itertools.count()
 
-    def serve(self, name: str, tls: bool) -> dict[str, Any]:
-        """Starts a worker; how to reach it."""
-        module = Scale()
+    def serve(self, name: str, tls: bool, pass_s: float = 0.0) -> dict[str, Any]:
+        """Starts a worker that takes at least ``pass_s`` for a forward pass; how to reach it."""
+        module = SlowScale(pass_s) if pass_s else Scale()
         replica = StageReplica(
             module,
             torch.optim.SGD(module.parameters()),
@@ -63,15 +71,22 @@ class StageMember:
         )
         endpoint = self._open(name, tls)
         worker = StageWorker(
-            endpoint, _PLAN, _STAGE, replica, activation_codec("fp32"), WorkerConfig(), target_tokens=_NEVER
+            endpoint, _PLAN, STAGE, replica, activation_codec("fp32"), WorkerConfig(), target_tokens=_NEVER
         )
         worker.register()
         self._loop.run(endpoint.start(), _START_S)
         worker.start()
         self._loop.spawn(worker.run())
-        self._workers.append(worker)
+        self._workers[name] = worker
         certificate = endpoint.certificate.decode() if endpoint.certificate else None
         return {"peer": [endpoint.peer_id, endpoint.address, certificate]}
+
+    def leave(self, name: str) -> dict[str, Any]:
+        """Ends a worker, whatever it is at."""
+        worker, endpoint = self._workers.pop(name), self._endpoints.pop(name)
+        self._loop.run(endpoint.stop(), _START_S)
+        self._loop.spawn(worker.stop())
+        return {}
 
     def connect(self, name: str, tls: bool, peer: list[str | None]) -> dict[str, Any]:
         """Gets ready to ask a worker."""
@@ -98,7 +113,7 @@ class StageMember:
         return {"session_cpu_s": session_cpu_s()}
 
     def _open(self, name: str, tls: bool) -> Endpoint:
-        endpoint = Endpoint(Identity.create(), _RUN_ID, RpcConfig(host="127.0.0.1", tls=tls))
+        endpoint = Endpoint(Identity.create(), RUN_ID, RpcConfig(host="127.0.0.1", tls=tls, stop_grace_s=0.05))
         self._endpoints[name] = endpoint
         return endpoint
 
@@ -106,7 +121,7 @@ class StageMember:
         x = tensors["activation"]
         ask = ForwardAsk(
             micro_batch=f"e0.s0.r{next(self._numbers)}",
-            stage=_STAGE,
+            stage=STAGE,
             num_rows=x.shape[0],
             num_positions=x.shape[1],
             answer_within_s=_CALL_S,
@@ -125,4 +140,12 @@ class StageMember:
 
 if __name__ == "__main__":
     member = StageMember()
-    serve({"serve": member.serve, "connect": member.connect, "call": member.call, "cpu": member.cpu})
+    serve(
+        {
+            "serve": member.serve,
+            "leave": member.leave,
+            "connect": member.connect,
+            "call": member.call,
+            "cpu": member.cpu,
+        }
+    )

@@ -1,0 +1,47 @@
+"""How the rules compare: for stays of several lengths in the simulation, for one of them with real workers."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from scripts.swarm_bench.churn import ChurnPlan, compare
+from scripts.swarm_bench.churn_live import measure_live
+from scripts.trainer_bench.crew import load_average
+
+__all__ = ["bench_churn"]
+
+ASKED = 2.0
+_STAYS_S = (12.0, 25.0, 50.0, 100.0)
+
+
+def bench_churn(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Stays of several lengths, simulated; one of them with real workers."""
+    plans = [ChurnPlan(stay_s=stay_s, duration_s=arguments.churn_s) for stay_s in _STAYS_S]
+    rows = [{"stay_s": plan.stay_s, **compare(plan, arguments.churn_seeds)} for plan in plans]
+    report: dict[str, Any] = {
+        "seeds": arguments.churn_seeds,
+        "best_per_s": plans[0].num_fast / plans[0].fast_s,
+        "rows": rows,
+    }
+    if arguments.churn_live_s:
+        report["load"] = [load_average()]
+        report["live"] = measure_live(ChurnPlan(), arguments.churn_live_s)
+        report["load"].append(load_average())
+    print(as_text(report))
+    return report
+
+
+def as_text(report: dict[str, Any]) -> str:
+    """The report for people."""
+    title = f"slow workers come and go, micro-batches a second (simulated), means of {report['seeds']} seeds"
+    heading = f"{'ours':>8} {'SWARM':>8} {'004':>8}   {'over SWARM':>11} {'over 004':>9}"
+    best = f"{report['best_per_s']:g} a second: what the fast workers can do alone"
+    lines = [title, f"  {'a slow one stays':18} {heading}   asked {ASKED:g}; {best}"]
+    live = [report["live"]] if "live" in report else []
+    for row in (*report["rows"], *live):
+        if row in live:
+            lines.append(f"  with real workers, four times as fast   ({' to '.join(report['load'])})")
+        rates = f"{row['ours_per_s']:>8.2f} {row['swarm_per_s']:>8.2f} {row['004_per_s']:>8.2f}"
+        lines.append(f"  {row['stay_s']:>16g} s {rates}   {row['ours_over_swarm']:>11.2f} {row['ours_over_004']:>9.2f}")
+    return "\n".join(lines)
