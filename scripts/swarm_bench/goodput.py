@@ -163,8 +163,8 @@ def _account(keeper: Child) -> SwarmAccount:
             with urllib.request.urlopen(f"{keeper.spec.api_url}/api/swarm/account", timeout=30) as answer:
                 return SwarmAccount.model_validate(json.load(answer))
         except (urllib.error.URLError, ConnectionError):
-            if time.monotonic() > deadline_s:
-                raise
+            if keeper.has_ended() or time.monotonic() > deadline_s:
+                raise SystemExit(f"{keeper.spec.name} does not tell the account: {keeper.last_words()}") from None
             time.sleep(0.2)
 
 
