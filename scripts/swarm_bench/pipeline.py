@@ -43,6 +43,8 @@ _ROUTINGS = ("hub", "chain")
 
 def bench_pipeline(arguments: argparse.Namespace) -> dict[str, Any]:
     """All contestants, the one process in between."""
+    if arguments.micro_batches < _STAGES:
+        raise SystemExit(f"--micro-batches: expected {_STAGES} or more, as 1F1B does, found {arguments.micro_batches}")
     store = make_store(arguments)
     cores = len(os.sched_getaffinity(0))
     shape = {"batch_size": arguments.micro_batch, "seq_len": arguments.pipeline_seq_len}

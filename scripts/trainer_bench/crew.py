@@ -64,6 +64,8 @@ class Crew:
                 if selector.select(max(0.0, deadline_s - time.monotonic())):
                     line = process.stdout.readline()
         if not line:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_HEAD_START_S)  # One that has closed its output is about to end.
             state = "gave no answer in time" if process.poll() is None else f"ended with status {process.returncode}"
             raise SystemExit(f"{self._kind}, member {rank}: {do}: {state}; BENCH_STDERR=1 shows what it says")
         answer: Answer = json.loads(line)

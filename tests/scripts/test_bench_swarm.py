@@ -14,7 +14,7 @@ from scripts.trainer_bench.network import can_make_networks
 from tests.support.text_store import text_store
 
 _ROOT = Path(__file__).resolve().parents[2]
-_SMALL = ("--pipeline-preset", "tiny", "--pipeline-seq-len", "32", "--micro-batch", "2", "--micro-batches", "2")
+_SMALL = ("--pipeline-preset", "tiny", "--pipeline-seq-len", "32", "--micro-batch", "2", "--micro-batches", "3")
 
 
 def reported(part: str, *options: str, timeout_s: float) -> dict[str, Any]:
