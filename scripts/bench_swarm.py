@@ -26,11 +26,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.swarm_bench.call import bench_call
 from scripts.swarm_bench.churn_bench import bench_churn
+from scripts.swarm_bench.goodput import bench_goodput
 from scripts.swarm_bench.links import bench_links
 from scripts.swarm_bench.pipeline import bench_pipeline
 from scripts.trainer_bench.crew import ROOT
 
-BENCHES = {"call": bench_call, "pipeline": bench_pipeline, "links": bench_links, "churn": bench_churn}
+BENCHES = {
+    "call": bench_call,
+    "pipeline": bench_pipeline,
+    "links": bench_links,
+    "churn": bench_churn,
+    "goodput": bench_goodput,
+}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -44,6 +51,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--call-mb", type=int, nargs="+", default=[1, 4, 16], help="MiB of a tensor, for call")
     parser.add_argument("--call-turns", type=int, default=5, help="counted turns of each contestant, for call")
     parser.add_argument("--call-turn-mb", type=int, default=48, help="MiB of a turn, for call")
+    parser.add_argument("--goodput-s", type=float, default=180.0, help="seconds of a phase, for goodput")
+    parser.add_argument("--goodput-seed", type=int, default=0, help="of its schedule, for goodput")
+    parser.add_argument("--goodput-turns", type=int, default=1, help="disturbed phases, for goodput")
     parser.add_argument("--pipeline-preset", default="15m", help="model of pipeline")
     parser.add_argument("--pipeline-seq-len", type=int, default=256, help="tokens of a row, for pipeline")
     parser.add_argument("--micro-batch", type=int, default=4, help="rows of a micro-batch, for pipeline")
