@@ -184,7 +184,7 @@ sys.exit(run(["swarm", "up", *sys.argv[1:]]))
 @pytest.mark.slow
 def test_the_command_ends_whole_on_ctrl_c(calls: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text("run_id: look\nswarm: {num_stages: 2}\nmodel: {preset: tiny}\n")
+    file.write_text("run_id: look\nswarm: {num_stages: 2, vocab_rows: 2048}\nmodel: {preset: tiny}\n")
     command = [sys.executable, "-c", _UP, "--run", str(file), "--folder", str(tmp_path / "all"), "--json"]
     process = subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
