@@ -11,8 +11,8 @@ from tests.support.stage_worker import FAST, RUN_ID, RunningWorker, StageProcess
 from trainer.model.loss import IGNORED_LABEL
 from trainer.pipeline import messages
 from trainer.pipeline.tensors import TensorAnswer, ask_tensors
+from trainer.pipeline.wire import part_of, wire_ids
 from trainer.rpc import Endpoint, Identity, Peer, RpcConfig
-from trainer.worker import as_wire_ids, parts_of
 from trainer.worker.status import STATUS, StatusAnswer, StatusAsk
 
 __all__ = ["StageDriver", "running_driver"]
@@ -49,23 +49,23 @@ class StageDriver:
 
     async def chain(self, workers: Sequence[Worker], key: str, ids: Tensor, labels: Tensor, **changes: object) -> Reply:
         route = tuple(_hop(worker) for worker in workers[1:])
-        tensors = {"ids": as_wire_ids(ids), "labels": as_wire_ids(labels)}
+        tensors = {"ids": wire_ids(ids), "labels": wire_ids(labels)}
         return await self.ask(workers[0], messages.CHAIN, messages.ChainAsk, key, tensors, {"route": route, **changes})
 
     async def hub(self, workers: Sequence[Worker], key: str, ids: Tensor, labels: Tensor) -> list[Reply]:
         """A micro-batch through all stages and back; what each answered, the tail first."""
-        wire_ids, wire_labels = as_wire_ids(ids), as_wire_ids(labels)
-        beside = {"ids": wire_ids} if self._needs_ids else {}
-        inputs: list[dict[str, Tensor]] = [{"ids": wire_ids}]
+        sent_ids, sent_labels = wire_ids(ids), wire_ids(labels)
+        beside = {"ids": sent_ids} if self._needs_ids else {}
+        inputs: list[dict[str, Tensor]] = [{"ids": sent_ids}]
         versions = []
         for worker in workers[:-1]:
             reply = await self.forward(worker, key, inputs[-1])
             inputs.append({**reply.tensors, **beside})
             versions.append(reply.body.version)
-        replies = [await self.tail(workers[-1], key, {**inputs[-1], "labels": wire_labels})]
+        replies = [await self.tail(workers[-1], key, {**inputs[-1], "labels": sent_labels})]
         num_tokens = int((labels != IGNORED_LABEL).sum())
         for worker, x, version in zip(workers[-2::-1], inputs[-2::-1], versions[::-1], strict=True):
-            gradient = parts_of("gradient", replies[-1].tensors)
+            gradient = part_of("gradient", replies[-1].tensors)
             changes = {"forward_version": version, "num_tokens": num_tokens}
             replies.append(await self.backward(worker, key, {**x, **gradient}, **changes))
         return replies

@@ -14,11 +14,12 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import Tensor
 
 from trainer.driver.config import DriverConfig
-from trainer.driver.links import ACTIVATION, GRADIENT, LABELS, LinkForm, check_parcel, wire_ids
+from trainer.driver.links import LinkForm, check_parcel
 from trainer.driver.results import HopTime
 from trainer.driver.workers import StageWorker
 from trainer.errors import MalformedAnswerError, PeerUnavailableError
@@ -41,6 +42,7 @@ from trainer.pipeline.messages import (
     TailAsk,
 )
 from trainer.pipeline.tensors import ask_tensors
+from trainer.pipeline.wire import ACTIVATION, GRADIENT, LABELS, wire_ids
 from trainer.pipeline.work import MicroBatch, StageCredit, boottime_s
 from trainer.rpc import Endpoint
 from trainer.state.descriptor import TensorSpec
@@ -50,6 +52,8 @@ __all__ = ["Answered", "StageCaller", "credit_of"]
 logger = logging.getLogger(__name__)
 
 _GRACE_S = 2.0
+
+AskT = TypeVar("AskT", bound=StageAsk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +87,9 @@ class StageCaller:
         Raises:
             RpcError: no answer, a refusal, or none that can be one.
         """
-        num_rows, num_positions = micro_batch.input_ids.shape
-        ask = ForwardAsk(
-            micro_batch=micro_batch.key,
-            stage=worker.stage,
-            num_rows=num_rows,
-            num_positions=num_positions,
-            answer_within_s=self._timeout_s(micro_batch, 1),
-        )
+        ask = self._request(ForwardAsk, worker, micro_batch)
         specs = self._form.specs(micro_batch, ACTIVATION)
-        answered = await self._ask(worker, FORWARD, ask, given, specs, ask.answer_within_s)
+        answered = await self._ask(worker, FORWARD, ask, given, specs)
         if answered.body.applied:
             raise MalformedAnswerError(f"{worker}: expected a forward pass to be counted nowhere, found it counted")
         return answered
@@ -105,17 +102,10 @@ class StageCaller:
         Raises:
             RpcError: no answer, a refusal, or none that can be one.
         """
-        num_rows, num_positions = micro_batch.input_ids.shape
-        ask = EvaluateAsk(
-            micro_batch=micro_batch.key,
-            stage=worker.stage,
-            num_rows=num_rows,
-            num_positions=num_positions,
-            answer_within_s=self._timeout_s(micro_batch, 1),
-        )
+        ask = self._request(EvaluateAsk, worker, micro_batch)
         specs = () if is_tail else self._form.specs(micro_batch, ACTIVATION)
         given = {**given, **({LABELS: wire_ids(micro_batch.labels)} if is_tail else {})}
-        answered = await self._ask(worker, EVALUATE, ask, given, specs, ask.answer_within_s)
+        answered = await self._ask(worker, EVALUATE, ask, given, specs)
         if is_tail:
             self._check_loss(worker, answered.body, micro_batch)
         return answered
@@ -141,19 +131,9 @@ class StageCaller:
         Raises:
             RpcError: no answer, a refusal, or none that can be one.
         """
-        num_rows, num_positions = micro_batch.input_ids.shape
-        within_s = self._timeout_s(micro_batch, 1)
-        ask = BackwardAsk(
-            micro_batch=micro_batch.key,
-            stage=worker.stage,
-            num_rows=num_rows,
-            num_positions=num_positions,
-            answer_within_s=within_s,
-            apply_within_s=within_s,
-            forward_version=forward_version,
-            num_tokens=num_tokens,
-        )
-        answered = await self._ask(worker, BACKWARD, ask, given, self._gradient(worker, micro_batch), within_s)
+        said = {"forward_version": forward_version, "num_tokens": num_tokens}
+        ask = self._request(BackwardAsk, worker, micro_batch, **said)
+        answered = await self._ask(worker, BACKWARD, ask, given, self._gradient(worker, micro_batch))
         self._check_counted(worker, answered.body, (worker.stage,))
         return answered
 
@@ -163,18 +143,9 @@ class StageCaller:
         Raises:
             RpcError: no answer, a refusal, or none that can be one.
         """
-        num_rows, num_positions = micro_batch.input_ids.shape
-        within_s = self._timeout_s(micro_batch, 1)
-        ask = TailAsk(
-            micro_batch=micro_batch.key,
-            stage=worker.stage,
-            num_rows=num_rows,
-            num_positions=num_positions,
-            answer_within_s=within_s,
-            apply_within_s=within_s,
-        )
+        ask = self._request(TailAsk, worker, micro_batch)
         given = {**given, LABELS: wire_ids(micro_batch.labels)}
-        answered = await self._ask(worker, TAIL, ask, given, self._gradient(worker, micro_batch), within_s)
+        answered = await self._ask(worker, TAIL, ask, given, self._gradient(worker, micro_batch))
         self._check_counted(worker, answered.body, (worker.stage,))
         self._check_loss(worker, answered.body, micro_batch)
         return answered
@@ -188,19 +159,10 @@ class StageCaller:
             RpcError: no answer, a refusal, or none that can be one.
         """
         first, *rest = route
-        num_rows, num_positions = micro_batch.input_ids.shape
-        within_s = self._timeout_s(micro_batch, len(route))
-        ask = ChainAsk(
-            micro_batch=micro_batch.key,
-            stage=first.stage,
-            num_rows=num_rows,
-            num_positions=num_positions,
-            answer_within_s=within_s,
-            apply_within_s=within_s,
-            route=tuple(_hop_to(worker) for worker in rest),
-        )
+        hops = tuple(_hop_to(worker) for worker in rest)
+        ask = self._request(ChainAsk, first, micro_batch, num_stages=len(route), route=hops)
         given = {**given, LABELS: wire_ids(micro_batch.labels)}
-        answered = await self._ask(first, CHAIN, ask, given, self._gradient(first, micro_batch), within_s)
+        answered = await self._ask(first, CHAIN, ask, given, self._gradient(first, micro_batch))
         self._check_counted(first, answered.body, [worker.stage for worker in route])
         self._check_loss(first, answered.body, micro_batch)
         return answered
@@ -226,6 +188,25 @@ class StageCaller:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
+    def _request(
+        self, model: type[AskT], worker: StageWorker, micro_batch: MicroBatch, *, num_stages: int = 1, **fields: object
+    ) -> AskT:
+        """What all requests about a micro-batch begin with, and ``fields``."""
+        num_rows, num_positions = micro_batch.input_ids.shape
+        within_s = self._timeout_s(micro_batch, num_stages)
+        if "apply_within_s" in model.model_fields:
+            fields["apply_within_s"] = within_s
+        return model.model_validate(
+            {
+                "micro_batch": micro_batch.key,
+                "stage": worker.stage,
+                "num_rows": num_rows,
+                "num_positions": num_positions,
+                "answer_within_s": within_s,
+                **fields,
+            }
+        )
+
     def _timeout_s(self, micro_batch: MicroBatch, num_stages: int) -> float:
         """Until when an answer is waited for, and a worker may count it: never beyond the lease."""
         left_s = micro_batch.send_before_s - boottime_s()
@@ -241,8 +222,8 @@ class StageCaller:
         ask: StageAsk,
         given: Mapping[str, Tensor],
         specs: tuple[TensorSpec, ...],
-        timeout_s: float,
     ) -> Answered:
+        timeout_s = ask.answer_within_s
         begun_s = time.monotonic()
         async with _ended_at(worker, method, timeout_s + _GRACE_S):
             answer = await ask_tensors(

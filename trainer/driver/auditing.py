@@ -29,12 +29,13 @@ import torch
 from torch import Tensor
 
 from trainer.driver.asking import Answered, StageCaller
-from trainer.driver.links import ACTIVATION, LinkForm, part_of
+from trainer.driver.links import LinkForm
 from trainer.driver.pool import StagePool
 from trainer.driver.refusals import Verdict
 from trainer.driver.results import AuditStatus
 from trainer.driver.workers import StageWorker
 from trainer.errors import CodecError, NonFiniteActivationError, RpcError
+from trainer.pipeline.wire import ACTIVATION, part_of
 from trainer.pipeline.work import MicroBatch
 
 __all__ = ["MIN_COSINE", "MIN_NATS", "Auditor"]

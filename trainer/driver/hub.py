@@ -15,13 +15,13 @@ from torch import Tensor
 
 from trainer.driver.asking import Answered
 from trainer.driver.journey import Journey, JourneyEndedError
-from trainer.driver.links import ACTIVATION, GRADIENT, part_of
 from trainer.driver.pool import Placement
 from trainer.driver.presence import is_gone
 from trainer.driver.results import Outcome
 from trainer.driver.router import BACKWARD_UNITS, FORWARD_UNITS, TAIL_UNITS, Desk
 from trainer.driver.workers import StageWorker
 from trainer.errors import PeerUnavailableError, RefusedError, RpcError
+from trainer.pipeline.wire import ACTIVATION, GRADIENT, part_of
 
 __all__ = ["HubRouter"]
 

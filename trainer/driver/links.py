@@ -2,30 +2,26 @@
 
 A driver decodes an activation only to compare it with another worker's (`trainer.driver.auditing`). It looks whether
 what a worker answers has exactly the tensors that the run's codec makes (`ActivationCodec.specs`), and, where they are
-floating point, whether they are finite; then it hands them on under the names they came with. Ids and labels travel as
-int32, as `trainer.worker.wire` has them.
+floating point, whether they are finite; then it hands them on under the names they came with
+(`trainer.pipeline.wire`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from trainer.errors import MalformedAnswerError
+from trainer.pipeline.wire import IDS, wire_ids
 from trainer.pipeline.work import MicroBatch
 from trainer.state.descriptor import TensorSpec
 from trainer.state.tensor_bytes import all_finite, specs_of
+from trainer.subspace.codec import Direction
 
-__all__ = ["ACTIVATION", "GRADIENT", "IDS", "LABELS", "LinkForm", "SpecsCodec", "check_parcel", "part_of", "wire_ids"]
-
-Direction = Literal["activation", "gradient"]
-ACTIVATION: Direction = "activation"
-GRADIENT: Direction = "gradient"
-IDS, LABELS = "ids", "labels"
+__all__ = ["LinkForm", "SpecsCodec", "check_parcel"]
 
 
 class SpecsCodec(Protocol):
@@ -65,16 +61,6 @@ class LinkForm:
         if activation is None:
             return {IDS: wire_ids(micro_batch.input_ids)}
         return {**activation, **({IDS: wire_ids(micro_batch.input_ids)} if self.codec.needs_ids else {})}
-
-
-def wire_ids(ids: Tensor) -> Tensor:
-    """Ids or labels as they travel."""
-    return ids.to(device="cpu", dtype=torch.int32).contiguous()
-
-
-def part_of(direction: Direction, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those of some tensors that are an activation, or a gradient."""
-    return {name: tensor for name, tensor in tensors.items() if name == direction or name.startswith(direction + ".")}
 
 
 def check_parcel(tensors: Mapping[str, Tensor], expected: Iterable[TensorSpec], who: str) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from trainer.subspace.config import SubspaceConfig
     from trainer.subspace.constraint import SubspaceConstraint
     from trainer.subspace.embedding import SubspaceEmbedding, fixed_table, fixed_table_of
-    from trainer.subspace.ids import ids_from_wire, ids_spec, ids_to_wire
+    from trainer.subspace.ids import ids_spec
     from trainer.subspace.meter import LinkFigures, LinkMeter
     from trainer.subspace.plain import plain_config, plain_state
 
@@ -50,9 +50,7 @@ _MODULES = {
     "basis_of": "basis",
     "fixed_table": "embedding",
     "fixed_table_of": "embedding",
-    "ids_from_wire": "ids",
     "ids_spec": "ids",
-    "ids_to_wire": "ids",
     "plain_config": "plain",
     "plain_state": "plain",
 }
@@ -71,9 +69,7 @@ __all__ = [
     "basis_of",
     "fixed_table",
     "fixed_table_of",
-    "ids_from_wire",
     "ids_spec",
-    "ids_to_wire",
     "plain_config",
     "plain_state",
 ]

@@ -15,7 +15,7 @@ from torch import Tensor
 from trainer.errors import CodecError
 from trainer.state.descriptor import TensorSpec
 
-__all__ = ["IDS", "check_ids", "ids_from_wire", "ids_spec", "ids_to_wire"]
+__all__ = ["IDS", "check_ids", "ids_spec"]
 
 IDS: Final = "ids"
 """The tensor's name beside a message."""
@@ -24,32 +24,6 @@ IDS: Final = "ids"
 def ids_spec(num_rows: int, num_positions: int) -> TensorSpec:
     """What is expected of the ids of a micro-batch."""
     return TensorSpec(name=IDS, dtype="int32", shape=(num_rows, num_positions))
-
-
-def ids_to_wire(ids: Tensor) -> Tensor:
-    """int32[B, S] on the CPU of int64[B, S].
-
-    Raises:
-        CodecError: they are not of that shape, or do not fit.
-    """
-    check_ids(ids, 2**31)
-    return ids.to(device="cpu", dtype=torch.int32).contiguous()
-
-
-def ids_from_wire(ids: Tensor, num_ids: int) -> Tensor:
-    """int64[B, S] of int32[B, S].
-
-    Args:
-        ids: what came.
-        num_ids: rows of the vocabulary.
-
-    Raises:
-        CodecError: another type or shape, or an id that the vocabulary has not.
-    """
-    if ids.dtype != torch.int32:
-        raise CodecError(f"ids: expected int32, found {ids.dtype}")
-    check_ids(ids, num_ids)
-    return ids.long()
 
 
 def check_ids(ids: Tensor, num_ids: int) -> None:

@@ -13,7 +13,7 @@ worker hold is bounded, and a driver that floods waits for itself alone. The eve
 one thread that computes, and two that put tensors into the form of the wire. The trade-off: one thread computes, so a
 worker is one device; two devices are two workers, which the stage's strategy keeps together as it does strangers.
 
-What travels beside the messages of `trainer.pipeline.messages`, by name (`wire`):
+What travels beside the messages of `trainer.pipeline.messages`, by name (`trainer.pipeline.wire`):
 
 | tensor         | form                   | in                                                                      |
 |----------------|------------------------|-------------------------------------------------------------------------|
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from trainer.worker.runtime import Runtime
     from trainer.worker.service import StageService
     from trainer.worker.stepping import StageStepper
-    from trainer.worker.wire import as_wire_ids, parts_of
     from trainer.worker.worker import StageWorker
 
 __all__ = [
@@ -66,8 +65,6 @@ __all__ = [
     "StageStepper",
     "StageWorker",
     "WorkerConfig",
-    "as_wire_ids",
-    "parts_of",
 ]
 
 _MODULES = {
@@ -76,8 +73,6 @@ _MODULES = {
     "StageService": "service",
     "StageStepper": "stepping",
     "StageWorker": "worker",
-    "as_wire_ids": "wire",
-    "parts_of": "wire",
 }
 
 

@@ -20,13 +20,13 @@ from trainer.model.loss import IGNORED_LABEL
 from trainer.pipeline import messages
 from trainer.pipeline.plan import StagePlan
 from trainer.pipeline.tensors import TensorAnswer, ask_tensors
+from trainer.pipeline.wire import IDS, LABELS
 from trainer.rpc import Endpoint, Peer, PeerId
 from trainer.worker.applying import StageReply
 from trainer.worker.asks import ReceivedChain
 from trainer.worker.link import StageLink
 from trainer.worker.passing import ForwardPass, Gradient, Passing
 from trainer.worker.replies import Slot
-from trainer.worker.wire import IDS, LABELS
 
 __all__ = ["Chain"]
 

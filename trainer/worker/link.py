@@ -16,9 +16,9 @@ from torch import Tensor
 
 from trainer.errors import CodecError, NonFiniteActivationError, PipelineError, RefusedError, StaleGradientError
 from trainer.pipeline.messages import StageAsk
+from trainer.pipeline.wire import ACTIVATION, GRADIENT, IDS, LABELS, part_of
 from trainer.stage import StageShape
 from trainer.subspace import ActivationCodec, LinkMeter, ids_spec
-from trainer.worker.wire import ACTIVATION, GRADIENT, IDS, LABELS, parts_of
 
 __all__ = ["StageLink", "refusal_of"]
 
@@ -89,7 +89,7 @@ class StageLink:
             RefusedError: ``malformed``.
         """
         allowed = [*others, *([IDS] if self.takes_ids else []), *([] if self.shape.kind == "head" else [ACTIVATION])]
-        belonging = {name for what in allowed for name in parts_of(what, tensors)}
+        belonging = {name for what in allowed for name in part_of(what, tensors)}
         if len(belonging) < len(tensors):
             unknown = sorted(tensors.keys() - belonging)
             raise RefusedError("malformed", f"expected no tensors but {', '.join(allowed)}, found {unknown} too")
@@ -108,7 +108,7 @@ class StageLink:
                     raise PipelineError("expected ids, found none")
                 self.shape.check_input(ids)
                 return ids, ids
-            sent = parts_of(ACTIVATION, tensors)
+            sent = part_of(ACTIVATION, tensors)
             self.codec.check(sent, ask.num_rows, ask.num_positions, self.shape.dim, ACTIVATION)
             x = self.codec.decode(sent, ids)
             self.shape.check_input(x)
@@ -124,7 +124,7 @@ class StageLink:
         """
 
         def decode() -> Tensor:
-            sent = parts_of(GRADIENT, tensors)
+            sent = part_of(GRADIENT, tensors)
             self.codec.check(sent, ask.num_rows, ask.num_positions, self.shape.dim, GRADIENT)
             return self.codec.grad_decode(sent)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from trainer.errors import NonFiniteActivationError, PipelineError, RefusedError, StaleGradientError
 from trainer.pipeline.messages import StageAnswer
 from trainer.pipeline.tensors import TensorAnswer
+from trainer.pipeline.wire import ACTIVATION, IDS, part_of
 from trainer.rpc import PeerId
 from trainer.stage import BackwardResult, LossSum, StageReplica, TailResult
 from trainer.worker.applying import StageReplies, StageReply
@@ -25,7 +26,6 @@ from trainer.worker.replies import Slot
 from trainer.worker.runtime import Runtime
 from trainer.worker.sharing import SharedThrough
 from trainer.worker.waiting import Computed, Job, Rank
-from trainer.worker.wire import ACTIVATION, IDS, parts_of
 
 __all__ = ["ForwardPass", "Gradient", "Passing"]
 
@@ -127,7 +127,7 @@ class Passing:
     ) -> StageReply:
         """Counts a gradient and answers the input's; errors as `forward`, and of `Counter.count`."""
         x = None
-        if IDS in tensors if self._link.shape.kind == "head" else parts_of(ACTIVATION, tensors):
+        if IDS in tensors if self._link.shape.kind == "head" else part_of(ACTIVATION, tensors):
             x, _ = await self._link.input_of(ask, tensors)
         grad_y = await self._link.gradient_of(ask, tensors)
         gradient = Gradient(_graph_key(sender, ask), x, grad_y, ask.num_tokens, ask.forward_version)

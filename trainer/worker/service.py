@@ -23,6 +23,7 @@ from trainer.pipeline.messages import (
 )
 from trainer.pipeline.plan import StagePlan
 from trainer.pipeline.tensors import TensorHandler, TensorService
+from trainer.pipeline.wire import GRADIENT, LABELS
 from trainer.rpc import Endpoint, PeerId, Reply, Request
 from trainer.stage import StageReplica
 from trainer.worker.applying import Applying, StageReplies, StageReply
@@ -45,7 +46,6 @@ from trainer.worker.runtime import Runtime
 from trainer.worker.sharing import SharedThrough
 from trainer.worker.status import STATUS, Refusals, StatusAnswer, StatusAsk
 from trainer.worker.waiting import Rank
-from trainer.worker.wire import GRADIENT, LABELS
 
 __all__ = ["ServiceStatus", "StageService"]
 

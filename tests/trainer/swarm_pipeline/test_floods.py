@@ -20,7 +20,7 @@ from tests.support.toy_drive import until
 from trainer.errors import PeerUnavailableError, RefusedError
 from trainer.ledger import LEDGER_LEASE
 from trainer.ledger.messages import LeaseAnswer, LeaseAsk
-from trainer.worker import as_wire_ids
+from trainer.pipeline.wire import wire_ids
 
 NUM_FLOODING = 48
 NUM_BEFORE = 4
@@ -40,7 +40,7 @@ async def test_a_flooding_driver_waits_for_itself_and_the_others_do_not() -> Non
         tail, work = pipeline.at("tail")[0].running, Windows(HONEST)
         given = {
             "activation": torch.randn(8, 32, SETUP.plan.config.dim),
-            "labels": as_wire_ids(random_tokens(64, 8, 32)[1]),
+            "labels": wire_ids(random_tokens(64, 8, 32)[1]),
         }
         for number in range(NUM_BEFORE):
             await flooding.tail(tail, f"e9.s8.r{number}", given)

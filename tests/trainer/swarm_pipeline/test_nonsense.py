@@ -31,8 +31,8 @@ from tests.support.stage_driver import running_driver
 from tests.support.stage_worker import RUN_ID, RunningWorker, WorkerSetup, running_worker
 from trainer.ledger import LEDGER_ACCOUNT, LEDGER_LEASE, LEDGER_RENEW, LEDGER_SETTLE, LedgerService
 from trainer.pipeline import messages
+from trainer.pipeline.wire import wire_ids
 from trainer.rpc import Endpoint
-from trainer.worker import as_wire_ids
 from trainer.worker.status import STATUS
 
 T = TypeVar("T")
@@ -247,7 +247,7 @@ def test_afterwards_everything_is_as_it_was(victims: Victims) -> None:
     assert {method for method, _ in victims.answers} == {method for _, method, _ in CASES}
 
     async def check() -> None:
-        given_ = {"ids": as_wire_ids(random_tokens(64, ROWS, POSITIONS)[0])}
+        given_ = {"ids": wire_ids(random_tokens(64, ROWS, POSITIONS)[0])}
         async with running_driver() as driver:
             for running in (victims.head, victims.tail):
                 status = await driver.status(running)

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from tests.support.model_configs import random_tokens, small_config
-from trainer.worker import as_wire_ids
+from trainer.pipeline.wire import wire_ids
 
 
 @pytest.fixture
 def head_input() -> dict[str, Tensor]:
     """Ids of two rows of eight."""
-    return {"ids": as_wire_ids(random_tokens(64, 2, 8)[0])}
+    return {"ids": wire_ids(random_tokens(64, 2, 8)[0])}
 
 
 @pytest.fixture
@@ -21,4 +21,4 @@ def tail_input() -> dict[str, Tensor]:
     """Hidden states and labels of two rows of eight."""
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(2, 8, small_config().dim, generator=generator)
-    return {"activation": hidden, "labels": as_wire_ids(random_tokens(64, 2, 8)[1])}
+    return {"activation": hidden, "labels": wire_ids(random_tokens(64, 2, 8)[1])}

@@ -19,9 +19,9 @@ from tests.support.stage_worker import RunningWorker, WorkerSetup, held, running
 from trainer.errors import RefusedError
 from trainer.model import build_model
 from trainer.pipeline import messages
+from trainer.pipeline.wire import part_of, wire_ids
 from trainer.pipeline.work import boottime_s
 from trainer.state.descriptor import TensorSpec
-from trainer.worker import as_wire_ids, parts_of
 from trainer.worker.replies import Slot
 
 KEY = "e0.s0.r0"
@@ -65,7 +65,7 @@ BAD_TAILS: dict[str, Callable[[Tensors], Tensors]] = {
 @on_event_loop
 async def test_what_is_no_request_of_the_tail_is_malformed_by_name() -> None:
     hidden = torch.randn(2, 8, small_config().dim)
-    good = {"activation": hidden, "labels": as_wire_ids(random_tokens(64, 2, 8)[1])}
+    good = {"activation": hidden, "labels": wire_ids(random_tokens(64, 2, 8)[1])}
     async with running_worker(TAIL) as tail, running_driver() as driver:
         for name, spoil in BAD_TAILS.items():
             asked = driver.tail(tail, KEY, spoil(good), num_rows=2, num_positions=8)
@@ -182,7 +182,7 @@ async def test_a_caller_that_goes_away_leaves_nothing_counted_and_one_that_stays
 
 @on_event_loop
 async def test_forward_requests_computed_together_give_what_each_gives_alone() -> None:
-    inputs = [{"ids": as_wire_ids(random_tokens(64, 2, 8, seed=seed)[0])} for seed in range(3)]
+    inputs = [{"ids": wire_ids(random_tokens(64, 2, 8, seed=seed)[0])} for seed in range(3)]
     recompute = WorkerSetup("head", stage_config={"backward": "recompute"})
     async with running_worker(recompute) as head, running_worker(HEAD) as alone, running_driver() as driver:
         async with held(head) as release:
@@ -370,5 +370,5 @@ async def test_narrow_links_change_little(codec: str) -> None:
         hub = await driver.hub(workers, KEY, ids, labels)
         chain = await driver.chain(workers, "e0.s0.r2", ids, labels)
         assert hub[0].body.loss_sum == chain.body.loss_sum == pytest.approx(float(total.detach()), rel=1e-3)
-        assert set(parts_of("gradient", hub[0].tensors)) == set(hub[0].tensors)
+        assert set(part_of("gradient", hub[0].tensors)) == set(hub[0].tensors)
         assert all(running.worker.replica.accumulated.num_micro_batches == 2 for running in workers)

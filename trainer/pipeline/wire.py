@@ -15,18 +15,18 @@ from torch import Tensor
 
 from trainer.subspace.ids import IDS
 
-__all__ = ["ACTIVATION", "GRADIENT", "IDS", "LABELS", "as_wire_ids", "parts_of"]
+__all__ = ["ACTIVATION", "GRADIENT", "IDS", "LABELS", "part_of", "wire_ids"]
 
-LABELS: Final = "labels"
 ACTIVATION: Final = "activation"
 GRADIENT: Final = "gradient"
+LABELS: Final = "labels"
 
 
-def parts_of(what: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def part_of(what: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Those of some tensors that make up an activation, or a gradient; names kept, to be sent on as they are."""
     return {name: tensor for name, tensor in tensors.items() if name == what or name.startswith(what + ".")}
 
 
-def as_wire_ids(ids: Tensor) -> Tensor:
-    """Ids or labels as they travel."""
+def wire_ids(ids: Tensor) -> Tensor:
+    """Ids or labels as they travel; labels that do not count keep their −100."""
     return ids.to(device="cpu", dtype=torch.int32).contiguous()
