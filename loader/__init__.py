@@ -13,65 +13,6 @@ What brings numpy or torch (0.1 s, 1 to 2 s) is imported when it is first named.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import lazy_loader
 
-from loader.errors import (
-    CacheError,
-    CorruptObjectError,
-    DataUnavailableError,
-    HostileStoreError,
-    LoaderError,
-    LoaderUsageError,
-    ManifestRollbackError,
-    ManifestSignatureError,
-    StateMismatchError,
-    TokenizerSyncError,
-    UntrustedManifestError,
-)
-
-if TYPE_CHECKING:
-    from loader.data_loader import GenesisDataLoader
-    from loader.dataset import GenesisDataset
-    from loader.shard_tokens import ShardTokens
-    from loader.stream.assignment import get_assigned_shards, rendezvous_shards, verify_assignment
-    from loader.stream.plateau import PlateauRule
-
-__all__ = [
-    "CacheError",
-    "CorruptObjectError",
-    "DataUnavailableError",
-    "GenesisDataLoader",
-    "GenesisDataset",
-    "HostileStoreError",
-    "LoaderError",
-    "LoaderUsageError",
-    "ManifestRollbackError",
-    "ManifestSignatureError",
-    "PlateauRule",
-    "ShardTokens",
-    "StateMismatchError",
-    "TokenizerSyncError",
-    "UntrustedManifestError",
-    "get_assigned_shards",
-    "rendezvous_shards",
-    "verify_assignment",
-]
-
-_MODULES = {
-    "GenesisDataLoader": "loader.data_loader",
-    "GenesisDataset": "loader.dataset",
-    "PlateauRule": "loader.stream.plateau",
-    "ShardTokens": "loader.shard_tokens",
-    "get_assigned_shards": "loader.stream.assignment",
-    "rendezvous_shards": "loader.stream.assignment",
-    "verify_assignment": "loader.stream.assignment",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'loader' has no attribute {name!r}")
-    value = getattr(import_module(_MODULES[name]), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -4,5 +4,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/venv.sh dev
-# Three processes: many of the tests wait for processes and servers of their own.
-exec python -m pytest -n 3 "$@"
+# More processes than cores: many of the tests wait for processes and servers of their own.
+exec python -m pytest -n 4 "$@"

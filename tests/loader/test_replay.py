@@ -48,6 +48,7 @@ def test_golden_digests(six_shards: TokenStore, make_dataset: Make) -> None:
     assert take(mixed, 90)[-1] == "2932dbacf3a0edc2a6f2d0bd"
 
 
+@pytest.mark.slow
 def test_another_process(six_shards: TokenStore, shared_cache: Path) -> None:
     program = f"""
 from loader import GenesisDataset

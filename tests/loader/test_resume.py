@@ -65,6 +65,7 @@ RUNS = st.builds(
 STEPS = 24
 
 
+@pytest.mark.slow
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(RUNS, st.integers(0, STEPS), st.integers(0, STEPS), st.booleans())
 def test_resuming_twice_anywhere_is_never_having_stopped(

@@ -41,6 +41,7 @@ def test_the_sequence_of_direct_iteration(six_shards: TokenStore, make_dataset: 
     assert take(workers(make_dataset(six_shards), count), 40) == expected
 
 
+@pytest.mark.slow
 def test_spawned_workers(six_shards: TokenStore, make_dataset: Make) -> None:
     expected = take(make_dataset(six_shards, **FINITE))
     dataset = make_dataset(six_shards, **FINITE)
@@ -268,6 +269,7 @@ def test_an_error_in_a_worker_is_the_trainers(tmp_path: Path, make_dataset: Make
         take(workers(dataset, 1), 1)
 
 
+@pytest.mark.slow
 def test_a_dataset_that_was_pickled_outlives_its_process(six_shards: TokenStore, shared_cache: Path) -> None:
     program = (
         "import pickle, sys; from loader import GenesisDataset; from tests.support.batches import take\n"

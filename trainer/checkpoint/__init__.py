@@ -18,29 +18,6 @@ What brings torch (1 to 2 s) is imported when it is first named.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import lazy_loader
 
-from trainer.checkpoint.naming import checkpoint_path, wallet_id
-
-if TYPE_CHECKING:
-    from trainer.checkpoint.checkpointer import Checkpointer
-    from trainer.checkpoint.contents import CheckpointContents
-    from trainer.checkpoint.reading import load_newest, read_checkpoint
-
-__all__ = ["CheckpointContents", "Checkpointer", "checkpoint_path", "load_newest", "read_checkpoint", "wallet_id"]
-
-_MODULES = {
-    "CheckpointContents": "trainer.checkpoint.contents",
-    "Checkpointer": "trainer.checkpoint.checkpointer",
-    "load_newest": "trainer.checkpoint.reading",
-    "read_checkpoint": "trainer.checkpoint.reading",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'trainer.checkpoint' has no attribute {name!r}")
-    value = getattr(import_module(_MODULES[name]), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

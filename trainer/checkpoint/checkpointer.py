@@ -11,7 +11,6 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Self, cast
@@ -19,6 +18,7 @@ from typing import Self, cast
 from filelock import FileLock, Timeout
 
 from genesis.store.durable import make_folders
+from trainer.checkpoint.background import TIMEOUT_S, BackgroundWrite
 from trainer.checkpoint.naming import checkpoint_path, lock_path
 from trainer.checkpoint.staging import HostBuffers, Staged
 from trainer.checkpoint.writing import DIGEST, FORMAT_KEY, write_checkpoint
@@ -27,7 +27,6 @@ from trainer.errors import CheckpointError, TrainerUsageError
 __all__ = ["Checkpointer"]
 
 _STEP = "training_rounds"
-_TIMEOUT_S = 600.0
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +51,7 @@ class Checkpointer:
         self._keep = keep
         self._lock = FileLock(lock_path(self._path), timeout=0, thread_local=False)
         self._buffers = HostBuffers()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._writing: Future[None] | None = None
+        self._writing = BackgroundWrite(self._path, "checkpoint")
         self.saved = 0
         """Checkpoints written."""
         self.skipped = 0
@@ -67,7 +65,7 @@ class Checkpointer:
     @property
     def busy(self) -> bool:
         """Whether a save is being written now; a periodic one would be left out."""
-        return self._writing is not None and not self._writing.done()
+        return self._writing.busy
 
     def open(self) -> None:
         """Takes the wallet's lock; a save does so too. Call it before training begins, so that nothing is lost.
@@ -91,7 +89,7 @@ class Checkpointer:
                 f"{self._path.parent}: expected a folder for checkpoints that can be written to, found: {error}"
             ) from error
 
-    def save(self, contents: Mapping[str, object], *, wait: bool = False, timeout_s: float = _TIMEOUT_S) -> bool:
+    def save(self, contents: Mapping[str, object], *, wait: bool = False, timeout_s: float = TIMEOUT_S) -> bool:
         """Saves the state as it is now; it may change as soon as this returns.
 
         Args:
@@ -116,31 +114,21 @@ class Checkpointer:
             return False
         self.flush(timeout_s)
         step = _step_of(contents)
-        self._writing = self._thread.submit(self._write, self._buffers.stage(contents), step)
+        staged = self._buffers.stage(contents)
+        self._writing.begin(lambda: self._write(staged, step))
         if wait:
             self.flush(max(0.0, deadline - time.monotonic()))
         return True
 
-    def flush(self, timeout_s: float = _TIMEOUT_S) -> None:
+    def flush(self, timeout_s: float = TIMEOUT_S) -> None:
         """Waits until the latest save is on the disk.
 
         Raises:
             CheckpointError: it could not be written, or not in time.
         """
-        if self._writing is None:
-            return
-        try:
-            self._writing.result(timeout_s)
-        except TimeoutError:
-            raise CheckpointError(
-                f"{self._path}: expected the checkpoint to be on the disk within {timeout_s:g} s, found it still being "
-                "written; is the disk hanging?"
-            ) from None
-        finally:
-            if self._writing.done():  # An interrupted wait leaves it running, and the buffers in use.
-                self._writing = None
+        self._writing.flush(timeout_s)
 
-    def close(self, timeout_s: float = _TIMEOUT_S) -> None:
+    def close(self, timeout_s: float = TIMEOUT_S) -> None:
         """Waits for the latest save and gives the lock back.
 
         Raises:
@@ -149,8 +137,8 @@ class Checkpointer:
         try:
             self.flush(timeout_s)
         finally:
-            self._thread.shutdown(wait=False)
-            if self._writing is None:  # One that hangs still writes under the lock.
+            self._writing.end()
+            if self._writing.is_settled:  # One that hangs still writes under the lock.
                 self._lock.release()
 
     def __enter__(self) -> Self:
@@ -172,7 +160,7 @@ class Checkpointer:
         try:
             self.flush(timeout_s)
         except CheckpointError as failure:
-            if self._writing is not None:
+            if not self._writing.is_settled:
                 raise
             logger.warning("%s; trying again", failure)
 

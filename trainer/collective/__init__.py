@@ -19,29 +19,6 @@ others; ``messages`` is what is said.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import lazy_loader
 
-if TYPE_CHECKING:
-    from trainer.collective.config import CollectiveConfig, Compression
-    from trainer.collective.directory import Directory
-    from trainer.collective.peer_collective import PeerCollective
-    from trainer.collective.terms import Terms
-
-__all__ = ["CollectiveConfig", "Compression", "Directory", "PeerCollective", "Terms"]
-
-_MODULES = {
-    "CollectiveConfig": "trainer.collective.config",
-    "Compression": "trainer.collective.config",
-    "Directory": "trainer.collective.directory",
-    "PeerCollective": "trainer.collective.peer_collective",
-    "Terms": "trainer.collective.terms",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'trainer.collective' has no attribute {name!r}")
-    value = getattr(import_module(_MODULES[name]), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

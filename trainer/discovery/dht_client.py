@@ -153,7 +153,8 @@ class DhtProcess:
         self._pending[request.id] = future
         try:
             process.stdin.write(request.model_dump_json().encode() + b"\n")
-            reply = await asyncio.wait_for(future, request.timeout_s + _GRACE_S)
+            async with asyncio.timeout(request.timeout_s + _GRACE_S):
+                reply = await future
         except TimeoutError:
             self._count_silence(process)
             raise DiscoveryError(f"expected an answer of the DHT process within {request.timeout_s:g} s") from None
@@ -226,7 +227,8 @@ class DhtProcess:
         settings = self._settings.model_copy(update={"parent_pid": os.getpid(), "socket_folder": socket_folder})
         stdin.write(settings.model_dump_json().encode() + b"\n")
         try:
-            line = await asyncio.wait_for(stdout.readline(), _START_TIMEOUT_S)
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                line = await stdout.readline()
             while line:
                 self._take(line)
                 line = await stdout.readline()
@@ -278,7 +280,8 @@ async def _end(process: Process) -> None:
     if process.stdin is not None:
         process.stdin.close()
     try:
-        await asyncio.wait_for(process.wait(), _STOP_TIMEOUT_S)
+        async with asyncio.timeout(_STOP_TIMEOUT_S):
+            await process.wait()
     except TimeoutError:
         logger.warning("the DHT process (%d) does not end by itself: killed", process.pid)
         _kill_group(process)

@@ -166,7 +166,8 @@ class AnnouncementNode:
             TimeoutError: they did not end in time.
         """
         self._rejoining.cancel()
-        await asyncio.wait_for(self._node.shutdown(), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            await self._node.shutdown()
 
     async def _rejoin_forever(self) -> None:
         seeds = [Multiaddr(address) for address in self._settings.initial_peers]
@@ -184,8 +185,10 @@ class AnnouncementNode:
             return False
         timeout_s = self._settings.rejoin_interval_s
         try:
-            await asyncio.wait_for(self._node.p2p._client.connect(peer_id, [_without_peer_id(seed)]), timeout_s)
-            return await asyncio.wait_for(self._node.protocol.call_ping(peer_id), timeout_s) is not None
+            async with asyncio.timeout(timeout_s):
+                await self._node.p2p._client.connect(peer_id, [_without_peer_id(seed)])
+            async with asyncio.timeout(timeout_s):
+                return await self._node.protocol.call_ping(peer_id) is not None
         except Exception as error:  # noqa: BLE001 - a seed that is down shows in many ways, and is tried again
             logger.debug("the seed %s cannot be reached: %s", seed, error)
             return False

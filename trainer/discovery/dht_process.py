@@ -83,7 +83,8 @@ class _Service:
 
     async def _answer(self, request: DhtRequest) -> None:
         try:
-            reply = await asyncio.wait_for(self._reply(request), request.timeout_s)
+            async with asyncio.timeout(request.timeout_s):
+                reply = await self._reply(request)
         except TimeoutError:
             reply = DhtReply(id=request.id, error=f"no answer of the DHT within {request.timeout_s:g} s")
         except Exception as error:  # noqa: BLE001 - hivemind raises anything; the parent is told what

@@ -14,67 +14,6 @@ worker's part of the time was (chain).
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import lazy_loader
 
-if TYPE_CHECKING:
-    from trainer.driver.balancer import Balancer, BalancerConfig, Grant, WorkerLoad
-    from trainer.driver.bans import Bans
-    from trainer.driver.config import DriverConfig, Routing
-    from trainer.driver.driver import PipelineDriver
-    from trainer.driver.links import LinkForm
-    from trainer.driver.results import DriverStatus, Fate, HopTime, MicroBatchResult, Outcome, StageStatus
-    from trainer.driver.steps import StepLoss
-    from trainer.driver.workers import StageDirectory, StageWorker, workers_in
-
-_MODULES = {
-    "Balancer": "balancer",
-    "BalancerConfig": "balancer",
-    "Bans": "bans",
-    "DriverConfig": "config",
-    "DriverStatus": "results",
-    "Fate": "results",
-    "Grant": "balancer",
-    "HopTime": "results",
-    "LinkForm": "links",
-    "MicroBatchResult": "results",
-    "Outcome": "results",
-    "PipelineDriver": "driver",
-    "Routing": "config",
-    "StageDirectory": "workers",
-    "StageStatus": "results",
-    "StageWorker": "workers",
-    "StepLoss": "steps",
-    "WorkerLoad": "balancer",
-    "workers_in": "workers",
-}
-
-__all__ = [
-    "Balancer",
-    "BalancerConfig",
-    "Bans",
-    "DriverConfig",
-    "DriverStatus",
-    "Fate",
-    "Grant",
-    "HopTime",
-    "LinkForm",
-    "MicroBatchResult",
-    "Outcome",
-    "PipelineDriver",
-    "Routing",
-    "StageDirectory",
-    "StageStatus",
-    "StageWorker",
-    "StepLoss",
-    "WorkerLoad",
-    "workers_in",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

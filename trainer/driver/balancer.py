@@ -163,11 +163,6 @@ class Balancer:
             return None
         return self._grant(min(proven, key=lambda worker: (worker.runtime_s, worker.number)), units, now)
 
-    def acquire_at(self, worker: str, units: float, now: float) -> Grant:
-        """Grants it to this one, full or not, since it has to be there; even if it has left."""
-        known = self._workers.get(worker)
-        return Grant(worker, units, now, 0.0) if known is None else self._grant(known, units, now)
-
     def measured(self, grant: Grant, units: float, asked_s: float, now: float) -> None:
         """A request of it was answered.
 

@@ -14,56 +14,6 @@ What brings torch (1 to 2 s) is imported when it is first named.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import lazy_loader
 
-from trainer.inner.config import InnerConfig
-from trainer.inner.schedule import lr_at
-
-if TYPE_CHECKING:
-    from trainer.inner.batch_size import batch_size_for
-    from trainer.inner.guard import NonFiniteGuard
-    from trainer.inner.loop import Batch, InnerLoop, StepResult
-    from trainer.inner.optimizer import make_optimizer, parameter_groups
-    from trainer.inner.precision import autocast_for, choose_device, compiled
-    from trainer.inner.random_state import rng_state, set_rng_state
-
-__all__ = [
-    "Batch",
-    "InnerConfig",
-    "InnerLoop",
-    "NonFiniteGuard",
-    "StepResult",
-    "autocast_for",
-    "batch_size_for",
-    "choose_device",
-    "compiled",
-    "lr_at",
-    "make_optimizer",
-    "parameter_groups",
-    "rng_state",
-    "set_rng_state",
-]
-
-_MODULES = {
-    "Batch": "trainer.inner.loop",
-    "InnerLoop": "trainer.inner.loop",
-    "NonFiniteGuard": "trainer.inner.guard",
-    "StepResult": "trainer.inner.loop",
-    "autocast_for": "trainer.inner.precision",
-    "batch_size_for": "trainer.inner.batch_size",
-    "choose_device": "trainer.inner.precision",
-    "compiled": "trainer.inner.precision",
-    "make_optimizer": "trainer.inner.optimizer",
-    "parameter_groups": "trainer.inner.optimizer",
-    "rng_state": "trainer.inner.random_state",
-    "set_rng_state": "trainer.inner.random_state",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'trainer.inner' has no attribute {name!r}")
-    value = getattr(import_module(_MODULES[name]), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

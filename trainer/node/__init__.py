@@ -12,21 +12,6 @@ error of `trainer.errors` or of the loader. What the loop costs beside the inner
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import lazy_loader
 
-if TYPE_CHECKING:
-    from trainer.node.starting import run_node
-    from trainer.node.stopping import StopRequest
-
-__all__ = ["StopRequest", "run_node"]
-
-_MODULES = {"run_node": "trainer.node.starting", "StopRequest": "trainer.node.stopping"}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'trainer.node' has no attribute {name!r}")
-    value = getattr(import_module(_MODULES[name]), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

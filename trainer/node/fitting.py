@@ -7,20 +7,16 @@ neither disk nor memory. The layout comes from a model without storage (torch's 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from manifests import FIRST_MERGE_ID, MAX_VOCABULARY
-from trainer.diloco import FlatLayout, FragmentPlan, SharedState, synchronised_parameters
+from trainer.diloco import FlatLayout, FragmentPlan, synchronised_parameters
 from trainer.errors import IncompatiblePeerError
 from trainer.model import VOCAB_STEP, ModelConfig, Transformer, rows_for
-from trainer.node.shared_files import VECTORS, check_meta, from_snapshot, snapshot_meta, snapshot_tensors
+from trainer.node.shared_files import DilocoStates, check_meta, check_vectors
 from trainer.state import Descriptor, Expectation
-from trainer.state.descriptor import Meta
 
 __all__ = ["StateFit", "state_layout"]
 
@@ -35,7 +31,7 @@ def state_layout(shape: ModelConfig, num_fragments: int) -> FlatLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class StateFit:
+class StateFit(DilocoStates):
     """What this node can take up.
 
     Args:
@@ -47,20 +43,6 @@ class StateFit:
     shape: ModelConfig
     num_fragments: int
     max_bytes: int
-
-    def outer_step(self, shared: SharedState) -> int:
-        """See `trainer.node.state_form.StateForm`."""
-        return shared.outer_step
-
-    def pack(self, shared: SharedState) -> tuple[Meta, Mapping[str, Tensor]] | None:
-        """As a snapshot; first weights have no vote, or two newcomers would outvote the one node that has trained."""
-        if not shared.outer_step and not shared.fragment:
-            return None
-        return snapshot_meta(shared), snapshot_tensors(shared)
-
-    def unpack(self, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SharedState:
-        """See `trainer.node.state_form.StateForm`."""
-        return from_snapshot(meta, tensors)
 
     def expectation(self, descriptor: Descriptor) -> Expectation:
         """What exactly a state of this descriptor has to be.
@@ -84,16 +66,4 @@ class StateFit:
             )
         layout = state_layout(replace(self.shape, vocab_size=meta.vocab_rows), self.num_fragments)
         layout.require_same(meta.layout_digest, "the state to adopt")
-        expected = ("float32", (layout.num_values,))
-        found = {tensor.name: (tensor.dtype, tensor.shape) for tensor in descriptor.tensors}
-        if found != dict.fromkeys(VECTORS, expected):
-            raise IncompatiblePeerError(
-                f"expected a state of {', '.join(VECTORS)} with {layout.num_values} fp32 values each "
-                f"({meta.vocab_rows} rows of vocabulary), found {_told(found)}"
-            )
-        return Expectation(max_bytes=self.max_bytes, tensors=dict.fromkeys(VECTORS, expected))
-
-
-def _told(found: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
-    named = [f"{name[:32]!r} {dtype} {list(shape)}" for name, (dtype, shape) in found.items()]
-    return ", ".join(named[: len(VECTORS)] + ["…"] * (len(named) > len(VECTORS))) or "none"
+        return check_vectors(descriptor, layout.num_values, max_bytes=self.max_bytes)

@@ -21,6 +21,7 @@ from trainer.errors import IncompatiblePeerError, StateTransferError, TrainerErr
 from trainer.node.loop_thread import LoopThread
 from trainer.node.peer_book import PeerBook, StateChoice, holds_whole_model, peer_of
 from trainer.node.progress import Progress
+from trainer.node.saying import announcement_of
 from trainer.node.state_form import StateForm
 from trainer.node.strangers import check_fit, register_terms
 from trainer.rpc import Endpoint, Identity
@@ -279,26 +280,14 @@ class Network(Generic[S]):
 
     async def _announce(self) -> None:
         outer_step, digest = self._book.own_state
-        certificate = self._endpoint.certificate
         progress = self._listener.progress() if self._listener is not None else Progress()
-        await self._discovery.announce(
-            Announcement(
-                peer_id=self._identity.peer_id,
-                node_id=self._config.node_id,
-                run_id=self._config.run_id,
-                address=self._endpoint.address,
-                certificate_pem=certificate.decode() if certificate else "",
-                terms_digest=self._terms.digest(),
-                outer_step=outer_step,
-                state_digest=digest,
-                last_round_members=self._members if len(self._members) <= 64 else (),
-                inner_step=progress.inner_step,
-                loss=progress.loss,
-                tokens_per_s=progress.tokens_per_s,
-                shards=progress.shards[:256],
-                stage=progress.stage,
-            )
-        )
+        said = announcement_of(self._config, self._endpoint, self._terms, progress)
+        round_ = {
+            "outer_step": outer_step,
+            "state_digest": digest,
+            "last_round_members": self._members if len(self._members) <= 64 else (),
+        }
+        await self._discovery.announce(said.model_copy(update=round_))
 
     async def _announce_now(self) -> None:
         try:

@@ -10,8 +10,19 @@ import torch
 
 from trainer.diloco import SharedState
 from trainer.errors import IncompatiblePeerError
+from trainer.state import Descriptor, Expectation
+from trainer.state.descriptor import Meta
 
-__all__ = ["VECTORS", "SharedMeta", "check_meta", "from_snapshot", "snapshot_meta", "snapshot_tensors"]
+__all__ = [
+    "VECTORS",
+    "DilocoStates",
+    "SharedMeta",
+    "check_meta",
+    "check_vectors",
+    "from_snapshot",
+    "snapshot_meta",
+    "snapshot_tensors",
+]
 
 _NUMBERS = ("outer_step", "fragment", "num_inner_steps", "vocab_rows")
 _TOO_LARGE = 2**48
@@ -79,3 +90,47 @@ def from_snapshot(meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) 
         layout_digest=said.layout_digest,
         **{name: tensors[name] for name in VECTORS},
     )
+
+
+def check_vectors(descriptor: Descriptor, num_values: int, *, max_bytes: int) -> Expectation:
+    """What the tensors of a state of so many values are, if the descriptor says they are that.
+
+    Raises:
+        IncompatiblePeerError: it says otherwise.
+    """
+    expected = dict.fromkeys(VECTORS, ("float32", (num_values,)))
+    found = {tensor.name: (tensor.dtype, tensor.shape) for tensor in descriptor.tensors}
+    if found != expected:
+        raise IncompatiblePeerError(
+            f"expected a state of {', '.join(VECTORS)} with {num_values} fp32 values each, found {_told(found)}"
+        )
+    return Expectation(max_bytes=max_bytes, tensors=expected)
+
+
+def _told(found: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
+    named = [f"{name[:32]!r} {dtype} {list(shape)}" for name, (dtype, shape) in found.items()]
+    return ", ".join(named[: len(VECTORS)] + ["…"] * (len(named) > len(VECTORS))) or "none"
+
+
+class DilocoStates:
+    """DiLoCo's part of a `trainer.node.state_form.StateForm`; what fits, those say that know the model."""
+
+    __slots__ = ()
+
+    def outer_step(self, shared: SharedState) -> int:
+        """How far it is, as announced."""
+        return shared.outer_step
+
+    def pack(self, shared: SharedState) -> tuple[Meta, Mapping[str, torch.Tensor]] | None:
+        """As a snapshot; first weights have no vote, or two newcomers would outvote the one node that has trained."""
+        if not shared.outer_step and not shared.fragment:
+            return None
+        return snapshot_meta(shared), snapshot_tensors(shared)
+
+    def unpack(self, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> SharedState:
+        """The state a snapshot holds.
+
+        Raises:
+            IncompatiblePeerError: it is no snapshot of one.
+        """
+        return from_snapshot(meta, tensors)

@@ -280,7 +280,8 @@ async def _in_time(stream: Stream, deadline_s: float, who: str) -> memoryview | 
     if math.isnan(left_s) or left_s <= 0:
         raise _LateError(f"{who} did not send all tensors in time")
     try:
-        frame = await asyncio.wait_for(stream.receive(), left_s)
+        async with asyncio.timeout(left_s):
+            frame = await stream.receive()
     except TimeoutError:
         raise _LateError(f"{who} did not send all tensors in time") from None
     return None if frame is None else frame.payload

@@ -14,61 +14,6 @@ at 1 MiB a frame that is some 7 % of its way over loopback.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import lazy_loader
 
-if TYPE_CHECKING:
-    from trainer.rpc.config import RpcConfig
-    from trainer.rpc.counters import Counters
-    from trainer.rpc.endpoint import Endpoint
-    from trainer.rpc.identity import Identity, load_or_create_identity, verify_signature
-    from trainer.rpc.messages import Frame, Message, Peer, PeerId, Reply, Request
-    from trainer.rpc.reasons import Reason
-    from trainer.rpc.stream import ServerStream, Stream
-    from trainer.rpc.strict_json import parse_strict_json
-
-__all__ = [
-    "Counters",
-    "Endpoint",
-    "Frame",
-    "Identity",
-    "Message",
-    "Peer",
-    "PeerId",
-    "Reason",
-    "Reply",
-    "Request",
-    "RpcConfig",
-    "ServerStream",
-    "Stream",
-    "load_or_create_identity",
-    "parse_strict_json",
-    "verify_signature",
-]
-
-_MODULES = {
-    "Counters": "trainer.rpc.counters",
-    "Endpoint": "trainer.rpc.endpoint",
-    "Frame": "trainer.rpc.messages",
-    "Identity": "trainer.rpc.identity",
-    "Message": "trainer.rpc.messages",
-    "Peer": "trainer.rpc.messages",
-    "PeerId": "trainer.rpc.messages",
-    "Reason": "trainer.rpc.reasons",
-    "Reply": "trainer.rpc.messages",
-    "Request": "trainer.rpc.messages",
-    "RpcConfig": "trainer.rpc.config",
-    "ServerStream": "trainer.rpc.stream",
-    "Stream": "trainer.rpc.stream",
-    "load_or_create_identity": "trainer.rpc.identity",
-    "parse_strict_json": "trainer.rpc.strict_json",
-    "verify_signature": "trainer.rpc.identity",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'trainer.rpc' has no attribute {name!r}")
-    value = getattr(import_module(_MODULES[name]), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

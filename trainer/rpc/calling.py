@@ -176,8 +176,10 @@ class Calling:
             self._links.failed(peer, link)
             raise
         finally:
-            await self._links.finish(link, grpc_call)
-            await writer.close(_LAST_WRITE_S)
+            try:
+                await self._links.finish(link, grpc_call)
+            finally:
+                await writer.close(_LAST_WRITE_S)
 
     async def _reply(self, conversation: _Conversation, silence_s: float) -> SealedFrame:
         """Reads until the answer, and until the peer has finished after it."""

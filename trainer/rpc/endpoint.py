@@ -179,7 +179,8 @@ class Endpoint:
         server, self._server = self._server, None
         if server is not None:
             try:
-                await asyncio.wait_for(server.stop(self._config.stop_grace_s), self._config.stop_grace_s + _STOP_S)
+                async with asyncio.timeout(self._config.stop_grace_s + _STOP_S):
+                    await server.stop(self._config.stop_grace_s)
             except TimeoutError:
                 logger.warning("a handler goes on although it was cancelled; stopping without it")
         await self._calling.close()

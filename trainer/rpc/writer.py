@@ -49,9 +49,13 @@ class FrameWriter:
         It must not be broken off: gRPC's server cannot send the status of a call while one is in flight, and would
         leave the call open. It ends when the other side reads, cancels the call, or is found dead by gRPC's pings.
         """
-        await end_task(self._beat)
-        if self._write is not None and not self._write.done():
-            await asyncio.wait({self._write}, timeout=patience_s)
+        try:
+            await end_task(self._beat)
+            if self._write is not None and not self._write.done():
+                await asyncio.wait({self._write}, timeout=patience_s)
+        finally:
+            if self._write is not None:  # Who is cancelled while it waits here has no call any more to keep in order.
+                self._write.cancel()
         await end_task(self._write)
 
     async def _write_out(self, raw: bytes) -> None:

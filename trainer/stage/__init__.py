@@ -18,43 +18,6 @@ What brings torch (1 to 2 s) is imported when it is first named.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import lazy_loader
 
-from trainer.stage.config import StageConfig
-
-if TYPE_CHECKING:
-    from trainer.stage.checking import StageShape
-    from trainer.stage.replica import StageReplica
-    from trainer.stage.results import Accumulated, BackwardResult, LossSum, StageKind, StepInfo, TailResult
-
-__all__ = [
-    "Accumulated",
-    "BackwardResult",
-    "LossSum",
-    "StageConfig",
-    "StageKind",
-    "StageReplica",
-    "StageShape",
-    "StepInfo",
-    "TailResult",
-]
-
-_MODULES = {
-    "Accumulated": "results",
-    "BackwardResult": "results",
-    "LossSum": "results",
-    "StageKind": "results",
-    "StageReplica": "replica",
-    "StageShape": "checking",
-    "StepInfo": "results",
-    "TailResult": "results",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -20,66 +20,6 @@ What brings torch (1 to 2 s) is imported when it is first named.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import lazy_loader
 
-from trainer.stagewise.config import StagewiseConfig
-
-if TYPE_CHECKING:
-    from trainer.stagewise.assembling import WholeModel, assemble
-    from trainer.stagewise.contents import RunShape, StageHeader, StageState, read_stage
-    from trainer.stagewise.initial import load_initial_state
-    from trainer.stagewise.naming import parse_time, spell_time, time_us
-    from trainer.stagewise.rolling import RollBack, roll_back
-    from trainer.stagewise.sets import StageFile, StageSet, newest_set
-    from trainer.stagewise.torchtitan import export_torchtitan
-    from trainer.stagewise.writer import StageCheckpoints
-
-_MODULES = {
-    "RollBack": "rolling",
-    "RunShape": "contents",
-    "StageCheckpoints": "writer",
-    "StageFile": "sets",
-    "StageHeader": "contents",
-    "StageSet": "sets",
-    "StageState": "contents",
-    "WholeModel": "assembling",
-    "assemble": "assembling",
-    "export_torchtitan": "torchtitan",
-    "load_initial_state": "initial",
-    "newest_set": "sets",
-    "parse_time": "naming",
-    "read_stage": "contents",
-    "roll_back": "rolling",
-    "spell_time": "naming",
-    "time_us": "naming",
-}
-
-__all__ = [
-    "RollBack",
-    "RunShape",
-    "StageCheckpoints",
-    "StageFile",
-    "StageHeader",
-    "StageSet",
-    "StageState",
-    "StagewiseConfig",
-    "WholeModel",
-    "assemble",
-    "export_torchtitan",
-    "load_initial_state",
-    "newest_set",
-    "parse_time",
-    "read_stage",
-    "roll_back",
-    "spell_time",
-    "time_us",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Self, cast
 
 from genesis.store.durable import make_folders, sync_folder
+from trainer.checkpoint.background import TIMEOUT_S, BackgroundWrite
 from trainer.checkpoint.staging import HostBuffers, Staged
 from trainer.checkpoint.writing import write_whole
 from trainer.errors import CheckpointError
@@ -26,7 +26,6 @@ from trainer.stagewise.naming import file_name, named_files, stage_folder, time_
 
 __all__ = ["StageCheckpoints"]
 
-_TIMEOUT_S = 600.0
 _ANY_TIME = "????????T??????.??????Z-"
 """In a pattern for names; as long as a time is."""
 
@@ -57,8 +56,7 @@ class StageCheckpoints:
         self._folder = stage_folder(config.directory, run_id, stage)
         self._leftovers = f".{_ANY_TIME}{file_name(0, who)[len(_ANY_TIME) :]}.tmp"
         self._buffers = HostBuffers()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage-checkpoint")
-        self._writing: Future[None] | None = None
+        self._writing = BackgroundWrite(self._folder, "stage-checkpoint")
         self._slot: int | None = None
         self.saved = 0
         """Checkpoints written."""
@@ -74,7 +72,7 @@ class StageCheckpoints:
     @property
     def busy(self) -> bool:
         """Whether one is being written now."""
-        return self._writing is not None and not self._writing.done()
+        return self._writing.busy
 
     def open(self, now: float) -> None:
         """Makes the folder and removes what a killed process of the same name left unfinished.
@@ -123,7 +121,7 @@ class StageCheckpoints:
         self._begin(now, state_fn())
         return True
 
-    def save(self, now: float, state: StageState, *, timeout_s: float = _TIMEOUT_S) -> None:
+    def save(self, now: float, state: StageState, *, timeout_s: float = TIMEOUT_S) -> None:
         """Saves whatever the time is, and waits until it is on the disk; for the way out.
 
         Raises:
@@ -139,24 +137,15 @@ class StageCheckpoints:
         if self.failed > failed:
             raise CheckpointError(f"{self._folder}: the checkpoint could not be written; the log says why")
 
-    def flush(self, timeout_s: float = _TIMEOUT_S) -> None:
+    def flush(self, timeout_s: float = TIMEOUT_S) -> None:
         """Waits until the latest save has ended.
 
         Raises:
             CheckpointError: it has not, in time.
         """
-        if self._writing is None:
-            return
-        try:
-            self._writing.result(timeout_s)
-        except TimeoutError:
-            raise CheckpointError(
-                f"{self._folder}: expected the checkpoint to be on the disk within {timeout_s:g} s, found it still "
-                "being written; is the disk hanging?"
-            ) from None
-        self._writing = None
+        self._writing.flush(timeout_s)
 
-    def close(self, timeout_s: float = _TIMEOUT_S) -> None:
+    def close(self, timeout_s: float = TIMEOUT_S) -> None:
         """Waits for the latest save and ends the thread.
 
         Raises:
@@ -165,7 +154,7 @@ class StageCheckpoints:
         try:
             self.flush(timeout_s)
         finally:
-            self._thread.shutdown(wait=False)
+            self._writing.end()
 
     def __enter__(self) -> Self:
         return self
@@ -187,7 +176,8 @@ class StageCheckpoints:
         saved_us = time_us(now)
         document = document_of(self._run_id, self._plan, self._stage, saved_us, state)
         staged = self._buffers.stage(document)
-        self._writing = self._thread.submit(self._write, staged, saved_us, state.version)
+        version = state.version
+        self._writing.begin(lambda: self._write(staged, saved_us, version))
 
     def _write(self, staged: Staged, saved_us: int, version: int) -> None:
         path = self._folder / file_name(saved_us, self._who)

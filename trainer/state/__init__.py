@@ -12,54 +12,6 @@ disk (twice its size with the two snapshots kept), so that memory is not needed 
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import lazy_loader
 
-if TYPE_CHECKING:
-    from trainer.state.choose import choose_state
-    from trainer.state.config import StateConfig
-    from trainer.state.descriptor import Descriptor, Expectation, TensorSpec
-    from trainer.state.donor import StateDonor
-    from trainer.state.fetch import fetch_descriptor, fetch_state
-    from trainer.state.layout import snapshots_in
-    from trainer.state.snapshot import Snapshot, describe, load_snapshot, write_snapshot
-
-__all__ = [
-    "Descriptor",
-    "Expectation",
-    "Snapshot",
-    "StateConfig",
-    "StateDonor",
-    "TensorSpec",
-    "choose_state",
-    "describe",
-    "fetch_descriptor",
-    "fetch_state",
-    "load_snapshot",
-    "snapshots_in",
-    "write_snapshot",
-]
-
-_MODULES = {
-    "Descriptor": "trainer.state.descriptor",
-    "Expectation": "trainer.state.descriptor",
-    "Snapshot": "trainer.state.snapshot",
-    "StateConfig": "trainer.state.config",
-    "StateDonor": "trainer.state.donor",
-    "TensorSpec": "trainer.state.descriptor",
-    "choose_state": "trainer.state.choose",
-    "describe": "trainer.state.snapshot",
-    "fetch_descriptor": "trainer.state.fetch",
-    "fetch_state": "trainer.state.fetch",
-    "load_snapshot": "trainer.state.snapshot",
-    "snapshots_in": "trainer.state.layout",
-    "write_snapshot": "trainer.state.snapshot",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'trainer.state' has no attribute {name!r}")
-    value = getattr(import_module(_MODULES[name]), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

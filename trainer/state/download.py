@@ -147,7 +147,8 @@ class ChunkDownload:
     async def _receive(self, donor: _Donor, stream: Stream, index: int) -> memoryview:
         timeout_s = self._config.chunk_timeout_s
         try:
-            frame = await asyncio.wait_for(stream.receive(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                frame = await stream.receive()
         except TimeoutError:
             raise PeerUnavailableError(f"{donor.name} did not send a chunk within {timeout_s:g} s") from None
         if frame is None:

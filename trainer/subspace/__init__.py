@@ -23,61 +23,6 @@ What brings torch (1 to 2 s) is imported when it is first named.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import lazy_loader
 
-if TYPE_CHECKING:
-    from trainer.subspace.basis import Basis, basis_of
-    from trainer.subspace.codec import ACTIVATION_CODECS, ActivationCodec, Encoded, activation_codec
-    from trainer.subspace.config import SubspaceConfig
-    from trainer.subspace.constraint import SubspaceConstraint
-    from trainer.subspace.embedding import SubspaceEmbedding, fixed_table, fixed_table_of
-    from trainer.subspace.ids import ids_spec
-    from trainer.subspace.meter import LinkFigures, LinkMeter
-    from trainer.subspace.plain import plain_config, plain_state
-
-_MODULES = {
-    "ACTIVATION_CODECS": "codec",
-    "ActivationCodec": "codec",
-    "Basis": "basis",
-    "Encoded": "codec",
-    "LinkFigures": "meter",
-    "LinkMeter": "meter",
-    "SubspaceConfig": "config",
-    "SubspaceConstraint": "constraint",
-    "SubspaceEmbedding": "embedding",
-    "activation_codec": "codec",
-    "basis_of": "basis",
-    "fixed_table": "embedding",
-    "fixed_table_of": "embedding",
-    "ids_spec": "ids",
-    "plain_config": "plain",
-    "plain_state": "plain",
-}
-
-__all__ = [
-    "ACTIVATION_CODECS",
-    "ActivationCodec",
-    "Basis",
-    "Encoded",
-    "LinkFigures",
-    "LinkMeter",
-    "SubspaceConfig",
-    "SubspaceConstraint",
-    "SubspaceEmbedding",
-    "activation_codec",
-    "basis_of",
-    "fixed_table",
-    "fixed_table_of",
-    "ids_spec",
-    "plain_config",
-    "plain_state",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -12,6 +12,7 @@ from trainer.discovery import Announcement, open_discovery
 from trainer.driver.workers import StageWorker, workers_in
 from trainer.errors import TrainerError
 from trainer.node.progress import Progress
+from trainer.node.saying import announcement_of
 from trainer.node.strangers import register_terms
 from trainer.pipeline.names import StageUid, stage_names
 from trainer.pipeline.report import StageReport
@@ -142,20 +143,8 @@ class Presence:
         return False
 
     async def _announce(self) -> None:
-        progress, certificate = self._progress(), self._endpoint.certificate
-        await self._discovery.announce(
-            Announcement(
-                peer_id=self._endpoint.peer_id,
-                node_id=self._config.node_id,
-                run_id=self._config.run_id,
-                address=self._endpoint.address,
-                certificate_pem=certificate.decode() if certificate else "",
-                terms_digest=self._own_terms.digest(),
-                inner_step=progress.inner_step,
-                loss=progress.loss,
-                tokens_per_s=progress.tokens_per_s,
-            )
-        )
+        said = announcement_of(self._config, self._endpoint, self._own_terms, self._progress())
+        await self._discovery.announce(said)
 
     async def _refresh_forever(self) -> None:
         interval_s = self._config.discovery.announce_interval_s / 2

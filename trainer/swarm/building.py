@@ -105,19 +105,12 @@ def build_stage_site(config: RunConfig, shape: SwarmShape, stage: str) -> BuiltS
     )
 
 
-def saved_state(config: RunConfig, shape: SwarmShape, stage: str, at_us: int | None = None) -> StageState | None:
-    """The newest state of a stage on this machine's disk, or the newest up to a time; None where there is none.
-
-    Raises:
-        CheckpointError: a time was named, and there is none up to then.
-    """
-    until_us = time_us(time.time()) if at_us is None else at_us
+def saved_state(config: RunConfig, shape: SwarmShape, stage: str) -> StageState | None:
+    """The newest state of a stage on this machine's disk; None where there is none."""
     directory = config.swarm.checkpoint.directory
     try:
-        found = newest_set(directory, config.run_id, until_us, plan=shape.plan, stages=(stage,))
+        found = newest_set(directory, config.run_id, time_us(time.time()), plan=shape.plan, stages=(stage,))
     except CheckpointError as error:
-        if at_us is not None:
-            raise
         logger.debug("%s", error)
         return None
     return found.files[stage].read().state

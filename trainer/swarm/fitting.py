@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from torch import Tensor
-
-from trainer.diloco import FragmentPlan, SharedState
+from trainer.diloco import FragmentPlan
 from trainer.errors import IncompatiblePeerError
-from trainer.node.shared_files import VECTORS, check_meta, from_snapshot, snapshot_meta, snapshot_tensors
+from trainer.node.shared_files import DilocoStates, check_meta, check_vectors
 from trainer.state import Descriptor, Expectation
-from trainer.state.descriptor import Meta
 
 __all__ = ["StageFit"]
 
 
 @dataclass(frozen=True, slots=True)
-class StageFit:
+class StageFit(DilocoStates):
     """The form of a stage's state on the network side (a ``StateForm``); its vocabulary does not grow.
 
     Args:
@@ -28,24 +23,6 @@ class StageFit:
 
     plan: FragmentPlan
     vocab_rows: int
-
-    def outer_step(self, shared: SharedState) -> int:
-        """How far it is, as announced."""
-        return shared.outer_step
-
-    def pack(self, shared: SharedState) -> tuple[Meta, Mapping[str, Tensor]] | None:
-        """As a snapshot; first weights are everybody's, and are not handed out."""
-        if not shared.outer_step and not shared.fragment:
-            return None
-        return snapshot_meta(shared), snapshot_tensors(shared)
-
-    def unpack(self, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SharedState:
-        """The state a snapshot holds.
-
-        Raises:
-            IncompatiblePeerError: it is no snapshot of one.
-        """
-        return from_snapshot(meta, tensors)
 
     def expectation(self, descriptor: Descriptor) -> Expectation:
         """What exactly a state of this descriptor has to be.
@@ -60,9 +37,4 @@ class StageFit:
                 f"expected a state of {self.vocab_rows} rows of vocabulary and {len(self.plan.layouts)} fragments, "
                 f"found one of {meta.vocab_rows} rows whose next fragment is {meta.fragment}"
             )
-        expected = dict.fromkeys(VECTORS, ("float32", (layout.num_values,)))
-        if {tensor.name: (tensor.dtype, tensor.shape) for tensor in descriptor.tensors} != expected:
-            raise IncompatiblePeerError(
-                f"expected a state of {', '.join(VECTORS)} with {layout.num_values} fp32 values each, found another"
-            )
-        return Expectation(max_bytes=12 * layout.num_values, tensors=expected)
+        return check_vectors(descriptor, layout.num_values, max_bytes=12 * layout.num_values)

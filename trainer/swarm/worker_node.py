@@ -59,7 +59,6 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.25
 _COMPUTE_S = 120.0
-_MAX_LEAD = 50
 _HANDED_OUT_S = 10.0
 """How long the others may take to write a state, once they have heard that somebody is here to take it up."""
 _AUTO = "auto"
@@ -160,7 +159,7 @@ class WorkerNode:
             batches=config.swarm.stage.backward == "recompute",
             num_fragments=self._num_parts(),
             lag_steps=config.diloco.overlap_steps if config.strategy == "diloco" else config.swarm.sparta.every_steps,
-            max_lead=max(_MAX_LEAD, config.diloco.inner_steps if config.strategy == "diloco" else 0),
+            max_lead=self._max_lead(),
             on_step=self._stepped,
             on_round=self._after_round,
             keepers=lambda: {said.peer_id for said in heard.announcements if said.stage is None and terms.fits(said)},
@@ -415,6 +414,11 @@ class WorkerNode:
                 rows,
             )
         return DilocoKeeping(config, built.module, collective, lambda: collective.behind, collective.move_to, rows)
+
+    def _max_lead(self) -> int:
+        """How many steps the others may be ahead: gradients of forward passes further off are refused anyway."""
+        staleness = self._config.swarm.stage.max_staleness
+        return max(staleness, self._config.diloco.inner_steps) if self._config.strategy == "diloco" else staleness
 
     def _num_parts(self) -> int:
         config = self._config

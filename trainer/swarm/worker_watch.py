@@ -66,6 +66,7 @@ class WorkerWatch:
     def _figures(self) -> Iterator[tuple[str, str, float]]:
         figures, link = self._worker.runtime.figures, self._meter.figures()
         yield "stage_version", "Optimizer steps behind the stage's weights.", self._worker.replica.version
+        yield "stage_skipped_steps", "Steps not applied: gradient not finite.", self._worker.replica.skipped_steps
         yield "stage_queued", "Requests that wait.", figures.queued
         yield "stage_queued_bytes", "Tensors of requests that wait.", figures.queued_bytes
         yield "stage_computed", "Requests computed since the start.", figures.computed

@@ -46,39 +46,6 @@ What brings torch (1 to 2 s) is imported when it is first named.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import lazy_loader
 
-from trainer.worker.config import WorkerConfig
-
-if TYPE_CHECKING:
-    from trainer.worker.replies import ReplyCache
-    from trainer.worker.runtime import Runtime
-    from trainer.worker.service import StageService
-    from trainer.worker.stepping import StageStepper
-    from trainer.worker.worker import StageWorker
-
-__all__ = [
-    "ReplyCache",
-    "Runtime",
-    "StageService",
-    "StageStepper",
-    "StageWorker",
-    "WorkerConfig",
-]
-
-_MODULES = {
-    "ReplyCache": "replies",
-    "Runtime": "runtime",
-    "StageService": "service",
-    "StageStepper": "stepping",
-    "StageWorker": "worker",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

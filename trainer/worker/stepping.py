@@ -173,8 +173,9 @@ class StageStepper:
                 for peer_id, peer in peers.items():
                     if peer_id and peer_id not in under_way:  # One that does not answer does not hold up the others.
                         under_way[peer_id] = self._loop.create_task(self._exchange(peer))
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), self._config.progress_interval_s)
+                with suppress(TimeoutError):  # Not wait_for: Python 3.11 may lose a cancellation in it.
+                    async with asyncio.timeout(self._config.progress_interval_s):
+                        await self._news.wait()
         finally:
             for task in under_way.values():
                 task.cancel()

@@ -194,7 +194,8 @@ class GenesisMember:
 
 
 async def _stopped(endpoint: Endpoint) -> None:
-    await asyncio.wait_for(endpoint.stop(), _START_S)
+    async with asyncio.timeout(_START_S):
+        await endpoint.stop()
 
 
 if __name__ == "__main__":

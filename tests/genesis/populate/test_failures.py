@@ -45,6 +45,7 @@ def test_input_that_is_not_there(tmp_path):
     assert "*.parquet" in failure(*populate_arguments(tmp_path / "store", tmp_path / "*.parquet"))
 
 
+@pytest.mark.slow
 def test_input_that_changed(small_input, undisturbed, tmp_path):
     path = tmp_path / "a.parquet"
     shutil.copy(small_input, path)
@@ -77,6 +78,7 @@ def test_a_truncated_file_stops_with_its_name_and_keeps_what_was_committed(tmp_p
     assert stray_objects(tmp_path / "store") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["not JSON", "unknown id"])
 def test_a_damaged_vocabulary(damage, small_input, undisturbed, tmp_path):
     store = tmp_path / "store"
@@ -99,6 +101,7 @@ def test_a_damaged_vocabulary(damage, small_input, undisturbed, tmp_path):
     assert snapshot(store) == undisturbed
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint(small_input, undisturbed, tmp_path):
     store = tmp_path / "store"
     arguments = populate_arguments(store, small_input)
@@ -128,6 +131,7 @@ def test_a_bad_line_can_be_mended_in_the_file_that_was_partly_read(tmp_path):
     assert snapshot(tmp_path / "store") == snapshot(tmp_path / "peace")
 
 
+@pytest.mark.slow
 def test_earlier_files_may_not_change_even_so(tmp_path):
     for number in range(2):
         write_json_lines(tmp_path / f"{number}.jsonl", documents(seed=30 + number, count=200))
@@ -137,6 +141,7 @@ def test_earlier_files_may_not_change_even_so(tmp_path):
     assert "before '1.jsonl'" in failure(*arguments, "--mended-input")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [b"", b'{"text": ""}\n{"text": null}\n'])
 def test_input_without_text_is_no_success(text, small_input, undisturbed, tmp_path):
     (tmp_path / "empty.jsonl").write_bytes(text)
@@ -156,6 +161,7 @@ def test_a_store_that_lost_its_documents_is_not_overwritten(small_input, tmp_pat
     assert (store / "shard_0.pt").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_signature_is_not_dropped_by_forgetting_the_key(small_input, tmp_path):
     store, key = tmp_path / "store", tmp_path / "key.pem"
     genesis("keygen", "--output", key)
@@ -226,6 +232,7 @@ def test_buckets_and_credentials(small_input, tmp_path):
         assert "credentials" in failure(*populate_arguments("s3://bucket/s", small_input), **none)
 
 
+@pytest.mark.slow
 def test_a_host_that_does_not_answer(small_input):
     from tests.support.s3_servers import Server
 

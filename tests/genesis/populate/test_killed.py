@@ -35,6 +35,7 @@ def run_and_kill(arguments, after_s=None, crash_at=""):
     return process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", CRASH_POINTS)
 def test_killed_between_any_two_writes(point, small_input, undisturbed, tmp_path):
     arguments = [*populate_arguments(tmp_path / "store", small_input), "--workers", "1"]

@@ -44,6 +44,7 @@ def test_a_store_may_be_mixed(small_input, undisturbed, tmp_path):
     assert verify_store(store).ok
 
 
+@pytest.mark.slow
 def test_going_on_with_another_zstd_keeps_what_the_first_left(small_input, undisturbed, tmp_path):
     """Killed between the packed form and the commit; what lies there then is as another version packs those ids."""
     arguments = [*populate_arguments(tmp_path, small_input), "--workers", "1"]

@@ -51,6 +51,7 @@ def test_the_shards_hold_the_documents_in_order(reference, texts):
     assert stray_objects(store) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 5])
 def test_the_number_of_workers_does_not_matter(reference, inputs, tmp_path, workers):
     genesis(*populate_arguments(tmp_path / "store", *inputs), "--workers", workers)
@@ -94,6 +95,7 @@ def test_going_on_in_steps_gives_the_same_store(reference, inputs, tmp_path):
     assert snapshot(tmp_path / "store") == snapshot(reference[0])
 
 
+@pytest.mark.slow
 def test_a_source_that_grew_is_continued(reference, inputs, tmp_path):
     arguments = populate_arguments(tmp_path / "store", *inputs[:2])
     genesis(*arguments, "--workers", "2")
@@ -119,6 +121,7 @@ def test_documents_longer_than_a_shard_run_on(tmp_path):
     assert found == texts[: len(found)]
 
 
+@pytest.mark.slow
 def test_a_second_source_adds_its_share_and_its_shards(reference, texts, tmp_path):
     store = tmp_path / "store"
     first = write_json_lines(tmp_path / "a.jsonl", texts[:300])

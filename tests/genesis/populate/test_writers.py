@@ -28,6 +28,7 @@ def wait_until(condition, what, timeout_s=60.0):
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_the_second_refuses_and_names_the_first(tmp_path, small_input):
     store = tmp_path / "store"
     first = start(*long_arguments(store))
@@ -43,6 +44,7 @@ def test_the_second_refuses_and_names_the_first(tmp_path, small_input):
     assert first.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_stale_lease_is_taken_over_and_the_ousted_stops_without_harm(tmp_path, small_input):
     store = tmp_path / "store"
     ousted = start(*long_arguments(store), "--lease-s", "2")

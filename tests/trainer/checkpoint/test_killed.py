@@ -59,6 +59,7 @@ def test_killed_in_the_midst_of_writing(tmp_path: Path, start: Start, share: flo
     _check_tidy(tmp_path, 3)
 
 
+@pytest.mark.slow
 def test_training_goes_on_to_the_bit_in_new_processes(tmp_path: Path, start: Start) -> None:
     whole, parted, killed = (tmp_path / name for name in ("whole", "parted", "killed"))
     running = [

@@ -88,6 +88,7 @@ def test_whoever_claims_absurd_numbers_of_batches_counts_three_times_the_median_
     assert sorted(outcomes[0]["weights"]) == pytest.approx([5, 5, 5, 15])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("position", "fault"),
     [

@@ -76,6 +76,7 @@ def test_the_quadratic() -> None:
     assert distance(ours) < 0.1 * start
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [DiLoCoConfig(inner_steps=INNER_STEPS), STREAMED], ids=["whole", "streamed"])
 def test_the_network(config: DiLoCoConfig) -> None:
     models: list[nn.Module] = [Regression(replica) for replica in range(NUM_REPLICAS)]

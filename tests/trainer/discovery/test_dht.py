@@ -109,6 +109,7 @@ async def _until_joined(process: DhtProcess, num_neighbours: int = 1) -> None:
         await asyncio.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_records_are_filed_and_found_and_false_ones_are_not(announce: Callable[..., bytes], tmp_path: Path) -> None:
     """What every node of the DHT, seeds included, refuses to store."""
 

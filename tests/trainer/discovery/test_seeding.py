@@ -44,6 +44,7 @@ def _run(port: int, identity: Path, number: int) -> str:
         process.stdout.close()
 
 
+@pytest.mark.slow
 def test_its_address_survives_a_restart(tmp_path: Path) -> None:
     identity = tmp_path / "new folder" / "seed.id"
     address = _run(0, identity, signal.SIGTERM)

@@ -46,11 +46,17 @@ class Queues:
             self.balancer.done(grant)
 
 
+def granted(balancer: Balancer, worker: str) -> Grant:
+    grant = balancer.acquire(1.0, 0.0, lambda other: other != worker)
+    assert grant is not None
+    return grant
+
+
 def known(balancer: Balancer, workers: str, s_per_unit: float) -> None:
     """Adds workers that have proved themselves, level with each other."""
     for number, worker in enumerate(workers):
         balancer.add(worker)
-        grant = balancer.acquire_at(worker, 1.0, 0.0)
+        grant = granted(balancer, worker)
         balancer.told(grant, 1.0, s_per_unit)
         (balancer.released if number else balancer.done)(grant)
     assert len({load.runtime_s for load in balancer.loads()}) == 1
@@ -87,8 +93,8 @@ def test_charged_with_the_estimate_and_corrected_to_what_it_took() -> None:
 
 def test_requests_that_wait_in_line_at_a_worker_count_once() -> None:
     balancer = Balancer(BalancerConfig())
-    balancer.add("a")
-    grants = [balancer.acquire_at("a", 1.0, 0.0) for _ in range(3)]
+    known(balancer, "a", 1.0)
+    grants = [granted(balancer, "a") for _ in range(3)]
     for number, grant in enumerate(grants, start=1):
         balancer.measured(grant, 1.0, 0.0, float(number))
         balancer.done(grant)

@@ -64,5 +64,5 @@ def test_every_public_name_is_there():
     import trainer.model
 
     assert all(getattr(trainer.model, name) is not None for name in trainer.model.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'Perceptron'"):
+    with pytest.raises(AttributeError, match="Perceptron"):
         _ = trainer.model.Perceptron

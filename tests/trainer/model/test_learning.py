@@ -20,6 +20,7 @@ def _language(num_ids: int, num_tokens: int) -> torch.Tensor:
     return torch.tensor(ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("olmo2", [False, True])
 def test_tiny_learns_quickly(olmo2: bool):
     num_ids, steps = 128, 60

@@ -110,6 +110,7 @@ def test_speed_has_the_waits_in_it(tmp_path):
     assert found[5] == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_nodes", [1, 4, 16])
 def test_nodes_are_drawn(tmp_path, num_nodes):
     for node in range(num_nodes):

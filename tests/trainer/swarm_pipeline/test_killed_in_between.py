@@ -44,6 +44,7 @@ class Portions(Windows):
         return await super().next()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("routing", ["hub", "chain"])
 @on_event_loop
 async def test_thirty_deaths(routing: str) -> None:

@@ -1,0 +1,8 @@
+"""What `trainer.checkpoint` offers, by module; a name's module is imported when the name is first used."""
+
+from .checkpointer import Checkpointer as Checkpointer
+from .contents import CheckpointContents as CheckpointContents
+from .naming import checkpoint_path as checkpoint_path
+from .naming import wallet_id as wallet_id
+from .reading import load_newest as load_newest
+from .reading import read_checkpoint as read_checkpoint
