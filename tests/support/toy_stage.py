@@ -255,7 +255,9 @@ class ToyStage:
         if request.body.refuse_from_now:
             until_s = asyncio.get_running_loop().time() + REFUSE_S
             self.refused.update(dict.fromkeys(set(asked) - set(counted), until_s))
-        return Reply(messages.AppliedAnswer(incarnation=self.incarnation, micro_batches=counted))
+        body = self.counted[counted[0]].body if len(asked) == len(counted) == 1 else None
+        numbered = body and messages.CountedAs(incarnation=self.incarnation, applied_number=body.applied_number)
+        return Reply(messages.AppliedAnswer(incarnation=self.incarnation, micro_batches=counted, counted_as=numbered))
 
     async def _status(self, _request: Request[StatusAsk]) -> Reply[StatusAnswer]:
         return Reply(
@@ -292,7 +294,7 @@ class ToyStage:
         if key in self.counted:
             return self.counted[key]
         if self.refused.get(key, 0.0) > asyncio.get_running_loop().time():
-            raise RefusedError("expired", "it is somebody else's now")
+            raise RefusedError("busy", "it is somebody else's now")
         self.counted[key] = make()
         if self.step_every and len(self.counted) % self.step_every == 0:
             self._stepping = asyncio.get_running_loop().create_task(self._step())

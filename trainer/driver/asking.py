@@ -34,6 +34,7 @@ from trainer.pipeline.messages import (
     AppliedAsk,
     BackwardAsk,
     ChainAsk,
+    CountedAs,
     EvaluateAsk,
     ForwardAsk,
     Hop,
@@ -47,7 +48,7 @@ from trainer.pipeline.work import MicroBatch, StageCredit, boottime_s
 from trainer.rpc import Endpoint
 from trainer.state.descriptor import TensorSpec
 
-__all__ = ["Answered", "StageCaller", "credit_of"]
+__all__ = ["Acknowledged", "Answered", "StageCaller", "credit_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,16 @@ class Answered:
     body: StageAnswer
     tensors: Mapping[str, Tensor]
     hop: HopTime
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledged:
+    """What a worker says of a micro-batch afterwards."""
+
+    incarnation: str
+    """Of the process that says it."""
+    credit: StageCredit | None
+    """None: it has not counted it."""
 
 
 class StageCaller:
@@ -169,7 +180,7 @@ class StageCaller:
 
     async def applied(
         self, worker: StageWorker, micro_batch: MicroBatch, *, refuse_from_now: bool, timeout_s: float
-    ) -> tuple[bool, str]:
+    ) -> Acknowledged:
         """Whether a worker has counted it, and the incarnation that says so.
 
         Args:
@@ -184,7 +195,11 @@ class StageCaller:
         ask = AppliedAsk(micro_batches=(micro_batch.key,), refuse_from_now=refuse_from_now)
         async with _ended_at(worker, APPLIED, timeout_s + _GRACE_S):
             reply = await self._endpoint.call(worker.peer, APPLIED, ask, AppliedAnswer, timeout_s=timeout_s)
-        return micro_batch.key in reply.body.micro_batches, reply.body.incarnation
+        said = reply.body
+        is_counted = micro_batch.key in said.micro_batches
+        counted_as = said.counted_as or CountedAs(incarnation=said.incarnation, applied_number=0)
+        credit = StageCredit(stage=worker.stage, **counted_as.model_dump()) if is_counted else None
+        return Acknowledged(said.incarnation, credit)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

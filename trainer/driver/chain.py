@@ -154,21 +154,20 @@ class _Trip:
     async def _credit(self, stage: str) -> StageCredit | str:
         """Of a stage behind the first; the stage's name if the process that should have counted it says it has not.
 
-        One that has died since, or does not answer, is believed to have counted it, as the head says. What number it is
-        there, each worker tells to the one before it only.
+        One that has died since, or does not answer, is believed to have counted it, as the head says; what number it
+        was there, is not known then.
         """
         worker, micro_batch = self._route[stage].worker.unpinned(), self._journey.micro_batch
         incarnation = worker.incarnation
         try:
-            counted, found = await self._desk.caller.applied(
-                worker, micro_batch, refuse_from_now=False, timeout_s=_QUESTION_S
-            )
+            said = await self._desk.caller.applied(worker, micro_batch, refuse_from_now=False, timeout_s=_QUESTION_S)
         except RpcError as error:
             logger.info("%s does not say which process of it has counted %s: %s", worker, micro_batch.key, error)
         else:
-            if not counted and found == incarnation:
+            if said.credit is not None:
+                return said.credit
+            if said.incarnation == incarnation:
                 return stage
-            incarnation = found if counted else incarnation
         return StageCredit(stage=stage, incarnation=incarnation, applied_number=0)
 
     async def _after(self, error: RpcError, asked_s: float) -> None:
@@ -228,10 +227,10 @@ class _Trip:
         timeout_s = min(_QUESTION_S, self._left_s(stage))
         worker, micro_batch = self._route[stage].worker.unpinned(), self._journey.micro_batch
         try:
-            counted, _ = await self._desk.caller.applied(worker, micro_batch, refuse_from_now=True, timeout_s=timeout_s)
+            said = await self._desk.caller.applied(worker, micro_batch, refuse_from_now=True, timeout_s=timeout_s)
         except RpcError:
             return
-        if not counted:
+        if said.credit is None:
             self._replace(stage, verdict, asked_s)
         elif verdict.reason in ("malformed", "malformed-answer"):
             self._desk.pools[stage].blame(worker, verdict, asked_s)

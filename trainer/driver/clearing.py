@@ -91,10 +91,10 @@ class Clearing:
             return None
         timeout_s = min(_QUESTION_S, left_s)
         try:
-            counted, _ = await self._caller.applied(worker, micro_batch, refuse_from_now=True, timeout_s=timeout_s)
+            said = await self._caller.applied(worker, micro_batch, refuse_from_now=True, timeout_s=timeout_s)
         except RpcError:
             return None
-        return counted
+        return said.credit is not None
 
     def _left_s(self, micro_batch: MicroBatch, begun_s: float) -> float:
         left_s = self._unclear_s - (time.monotonic() - begun_s)

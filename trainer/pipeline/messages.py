@@ -33,6 +33,7 @@ __all__ = [
     "BackwardAsk",
     "ChainAsk",
     "Counted",
+    "CountedAs",
     "EvaluateAsk",
     "ForwardAsk",
     "Hop",
@@ -136,11 +137,22 @@ class AppliedAsk(Message):
     """Also refuse to apply those that are not: whoever holds their lease now gives them to somebody else."""
 
 
+class CountedAs(Message):
+    """What a worker acknowledged a micro-batch with; see `StageAnswer` for the fields."""
+
+    incarnation: Incarnation
+    """When it was counted: the worker may have begun another since."""
+    applied_number: Counted
+    shared_through: Counted = 0
+
+
 class AppliedAnswer(Message):
     """Those that are, and who says so."""
 
     incarnation: Incarnation
     micro_batches: Annotated[tuple[MicroBatchKey, ...], Field(max_length=1024)]
+    counted_as: CountedAs | None = None
+    """Where it was asked about one micro-batch only, and that is counted."""
 
 
 class ProgressReport(Message):

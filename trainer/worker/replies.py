@@ -81,6 +81,7 @@ class Known(Generic[ReplyT]):
 @dataclass(slots=True)
 class _Counted(Generic[ReplyT]):
     kind: str
+    receipt: Receipt
     reply: ReplyT | None = None
     size_bytes: int = 0
 
@@ -203,12 +204,13 @@ class ReplyCache(Generic[ReplyT]):
                 return None
             slot.phase = _Phase.COUNTED
             self._applied += 1
-            self._counted[slot.key] = _Counted(slot.kind)
+            receipt = Receipt(self._incarnation, self._applied)
+            self._counted[slot.key] = _Counted(slot.kind, receipt)
             self._not_stepped.add(slot.key)
             while len(self._counted) > self._config.reply_cache_ids:
                 self._forget(next(iter(self._counted)))
             slot.decided.set_result(None)
-            return Receipt(self._incarnation, self._applied)
+            return receipt
 
     def settle(self, slot: Slot, reply: ReplyT, size_bytes: int) -> None:
         """This is its answer, now and for whoever asks again.
@@ -217,7 +219,7 @@ class ReplyCache(Generic[ReplyT]):
             RefusedError: ``tainted``: it was dropped again meanwhile.
         """
         with self._lock:
-            self._open.pop(slot.key, None)
+            self._take_out(slot)
             if slot.phase is not _Phase.COUNTED:
                 raise RefusedError(
                     "tainted", f"{slot.key} was counted and dropped again with all that was; send it anew"
@@ -288,6 +290,12 @@ class ReplyCache(Generic[ReplyT]):
                     self._refuse(key)
             return self._incarnation, counted, undecided
 
+    def receipt_of(self, key: str) -> Receipt | None:
+        """What was signed for when it was counted; None: it is not, or that is forgotten."""
+        with self._lock:
+            counted = self._counted.get(key)
+            return None if counted is None else counted.receipt
+
     def _check_wanted(self, slot: Slot) -> None:
         if slot.phase is not _Phase.OPEN:
             raise RefusedError("expired", f"{slot.key} was given up before it was counted; nothing was")
@@ -319,10 +327,14 @@ class ReplyCache(Generic[ReplyT]):
 
     def _close(self, slot: Slot) -> None:
         slot.phase = _Phase.OVER
-        if self._open.get(slot.key) is slot:
-            del self._open[slot.key]
+        self._take_out(slot)
         if not slot.decided.done():
             slot.decided.set_result(None)
+
+    def _take_out(self, slot: Slot) -> None:
+        """Another one of the same name stays: what was dropped may be asked for again before its answer is made."""
+        if self._open.get(slot.key) is slot:
+            del self._open[slot.key]
 
     def _forget(self, key: str) -> None:
         self._drop_reply(key)

@@ -19,6 +19,7 @@ from trainer.pipeline.messages import (
     TAIL,
     AppliedAnswer,
     AppliedAsk,
+    CountedAs,
     StageAnswer,
 )
 from trainer.pipeline.plan import StagePlan
@@ -217,7 +218,20 @@ class StageService:
             incarnation, counted, undecided = self._replies.counted_among(keys, refuse_from_now=refuse)
             if undecided:
                 raise RefusedError("busy", f"{len(undecided)} micro-batches are just being counted; ask again")
-        return Reply(AppliedAnswer(incarnation=incarnation, micro_batches=tuple(key for key in keys if key in counted)))
+        mine = tuple(key for key in keys if key in counted)
+        counted_as = self._counted_as(keys[0]) if len(keys) == 1 else None
+        return Reply(AppliedAnswer(incarnation=incarnation, micro_batches=mine, counted_as=counted_as))
+
+    def _counted_as(self, key: str) -> CountedAs | None:
+        receipt = self._replies.receipt_of(key)
+        if receipt is None:
+            return None
+        is_current = receipt.incarnation == self._replies.incarnation
+        return CountedAs(
+            incarnation=receipt.incarnation,
+            applied_number=receipt.applied_number,
+            shared_through=self._shared.count if is_current else 0,
+        )
 
     async def _status(self, _request: Request[StatusAsk]) -> Reply[StatusAnswer]:
         figures = self._runtime.figures

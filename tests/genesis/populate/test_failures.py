@@ -6,8 +6,9 @@ import subprocess
 
 import pytest
 
+from genesis.store import open_readable
 from tests.support.documents import documents, write_json_lines, write_parquet
-from tests.support.populating import ROOT, command, genesis, populate_arguments, snapshot, stray_objects
+from tests.support.populating import ROOT, command, entries, genesis, populate_arguments, snapshot, stray_objects
 from tests.support.s3_servers import free_port, moto_s3
 
 
@@ -215,7 +216,8 @@ def test_a_full_disk(small_disk, small_input, undisturbed):
     arguments = populate_arguments(folder / "store", small_input)
     line = failure(*arguments)
     assert "space" in line
-    assert 1 <= len(snapshot(folder / "store")["shards"]) < len(undisturbed["shards"])
+    # Of what is published only: the disk may have been full between a checkpoint and its manifest.
+    assert 1 <= len(entries(open_readable(str(folder / "store")))) < len(undisturbed["shards"])
     assert "space" in failure(*arguments)
     enlarge()
     genesis(*arguments)

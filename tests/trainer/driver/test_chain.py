@@ -52,6 +52,7 @@ async def test_undisturbed_every_stage_counts_everything_once() -> None:
             assert len(result.hops) == 1
         settled = next(iter(drive.work.settled.values()))
         assert sorted(credit.stage for credit in settled.credits) == sorted(STAGES)
+        assert all(credit.applied_number >= 1 for credit in settled.credits)
 
 
 @pytest.mark.parametrize("stage", STAGES)

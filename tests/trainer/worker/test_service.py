@@ -249,6 +249,16 @@ async def test_an_answer_that_cannot_be_made_does_not_say_that_nothing_was_count
 
 
 @on_event_loop
+async def test_who_asks_about_one_is_told_what_it_was_acknowledged_as(tail_input: Tensors) -> None:
+    async with running_worker(TAIL) as tail, running_driver() as driver:
+        await driver.tail(tail, "e0.s0.r2", tail_input)
+        answered = (await driver.tail(tail, KEY, tail_input)).body
+        ask = messages.AppliedAsk(micro_batches=(KEY,))
+        reply = await driver.endpoint.call(tail.peer, messages.APPLIED, ask, messages.AppliedAnswer, timeout_s=20)
+        assert reply.body.counted_as == messages.CountedAs(incarnation=answered.incarnation, applied_number=2)
+
+
+@on_event_loop
 async def test_only_who_may_has_micro_batches_refused_and_others_are_told_so(tail_input: Tensors) -> None:
     may: set[str] = set()
     async with running_worker(TAIL, keepers=lambda: may) as tail, running_driver() as driver, running_driver() as other:
