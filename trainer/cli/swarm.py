@@ -54,14 +54,18 @@ def up_command(
     logs = (folder or Path(config.state_dir).expanduser() / "swarm" / config.run_id).absolute()
     swarm = _swarm_of(config, run, workers, drivers, seeds, store, max_steps, (*settings, *_shares(config, workers)))
     stop = StopRequest()
+    display = swarm_line(as_json=json)
     with stop.on_signals():
-        outcome = run_local(swarm, logs, RestartPolicy(enabled=restart), swarm_line(as_json=json), stop)
+        outcome = run_local(swarm, logs, RestartPolicy(enabled=restart), display, stop)
     if outcome.exit_code == 2:
         raise TrainerUsageError(outcome.reason)
     if outcome.exit_code:
         raise TrainerError(outcome.reason)
     if stop.signal is not None:
         raise StoppedBySignal(stop.signal)
+    checkpoints = Path(config.swarm.checkpoint.directory).expanduser()
+    hint = f"python -m trainer export --run {run} --checkpoint-dir {checkpoints}"
+    display.event(f"for one model of the stages: {hint}{f' --store {store}' if store else ''} DIR")
     return 0
 
 

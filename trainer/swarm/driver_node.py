@@ -57,6 +57,7 @@ __all__ = ["DriverNode", "run_driver"]
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.2
+_SHOWN_S = 1.5
 _NOTE_WORKERS_S = 2.0
 _NOTE_SHARDS_S = 60.0
 
@@ -133,7 +134,14 @@ class DriverNode:
             stack.enter_context(self._watch.with_pipeline(self.view))
             logger.info("%s drives %s at %s", self._config.node_id, self._config.run_id, self._endpoint.address)
             await self._drive(self._driver)
+            await self._show_end()
         logger.info("stopped after %d steps", self._steps)
+
+    async def _show_end(self) -> None:
+        """Answers a little longer: whoever looks once a second is to see how it has ended."""
+        await self.view.refresh()
+        if self._config.api.enabled and not self._stop():
+            await asyncio.sleep(_SHOWN_S)
 
     async def _drive(self, driver: PipelineDriver) -> None:
         """Until there is nothing left to do here, or one of what has to go on meanwhile fails.

@@ -122,7 +122,7 @@ def _watch(tree: ProcessTree, display: Display, stop: Callable[[], bool]) -> Out
             next_show_s = time.monotonic() + display.every_s
         time.sleep(_TICK_S)
         outcome = Outcome(0, "asked to stop") if stop() else tree.look()
-    display.show(replace(latest, processes=process_counts(tree.children)))
+    display.show(replace(latest, processes=process_counts(tree.children), is_stale=False))
     return outcome
 
 

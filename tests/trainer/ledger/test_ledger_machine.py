@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -101,12 +102,9 @@ class LedgerMachine(RuleBasedStateMachine):
         token = data.draw(st.sampled_from(sorted(self.held)))
         other = next(each for each in DRIVERS if each != self.driver_of[token])
         before = self.ledger.account()
-        try:
+        with pytest.raises(RefusedError) as caught:
             self.ledger.settle(other, token, [done(min(self.held[token]))])
-        except RefusedError as error:
-            assert error.reason == "not-yours"
-        else:
-            raise AssertionError("it could")
+        assert caught.value.reason == "not-yours"
         assert self.ledger.renew(other, [token], self.now_s) == ()
         assert self.ledger.account() == before
 
