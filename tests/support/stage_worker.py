@@ -148,6 +148,7 @@ async def running_worker(
     worker.register()
     await endpoint.start()
     worker.start()
+    worker.service.status, worker.service.accepts = "serving", "all"
     gossip = asyncio.create_task(worker.run())
     try:
         yield RunningWorker(setup, endpoint, worker)

@@ -105,17 +105,18 @@ class TensorService:
             max_bytes: of the tensors of a request; more is refused before any of it is read.
             timeout_s: for receiving them, at most.
             within_s: of a message: for receiving its tensors, where that is less.
-            admit: entered before any tensor of a stream is read, left when the answer is sent. (Calls have 1 MiB, and
-                the endpoint bounds how many there are.)
+            admit: entered before any tensor of a stream is read, or with a call's (1 MiB at most, and the endpoint
+                bounds how many there are); left when a stream's answer is sent, or a call's is about to be.
         """
 
         def room(sender: PeerId, ask: AskT, specs: tuple[TensorSpec, ...]) -> AbstractContextManager[None]:
             return nullcontext() if admit is None else admit(sender, ask, sum(spec.size_bytes for spec in specs))
 
         async def answer_call(request: Request[AskT]) -> Reply[Any]:
-            tensors = _unpacked(_checked(request.body, max_bytes), request.payload)
-            answer = await handler(request.sender, request.body, tensors)
-            payload = b"".join(map(bytes, chunks_of(answer.tensors)))
+            specs = _checked(request.body, max_bytes)
+            with room(request.sender, request.body, specs):
+                answer = await handler(request.sender, request.body, _unpacked(specs, request.payload))
+                payload = b"".join(map(bytes, chunks_of(answer.tensors)))
             if len(payload) > MAX_PAYLOAD_BYTES:
                 raise RefusedError("answer-size", f"the answer has {len(payload)} bytes of tensors; ask by stream")
             return Reply(_labelled(answer.body, answer.tensors), payload)

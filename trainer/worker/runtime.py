@@ -76,6 +76,7 @@ class Runtime:
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="genesis-compute", daemon=True)
         self._stopping = False
+        self._refusing = False
         self._woken = False
         self._computed = 0
         self._batch_rows = self._compute_s = self._rows = self._busy_s = 0.0
@@ -100,6 +101,18 @@ class Runtime:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def refuse_jobs(self) -> None:
+        """Computes nothing but this node's own business (`control`) from now on, what is ``owed`` included.
+
+        What waits and what comes fails as ``stopping``; what is being computed ends. Any thread may call it: in the
+        compute thread, nothing is counted behind the call.
+        """
+        with self._changed:
+            self._refusing = True
+            refused = self._waiting.take_refused()
+        for job in refused:
+            _fail(job, _going_down())
+
     def wake(self) -> None:
         """Has `between` called soon, by the compute thread."""
         with self._changed:
@@ -113,7 +126,8 @@ class Runtime:
             RefusedError: ``busy`` or ``stopping``.
         """
         with self._changed:
-            self._check(rank, owner, size_bytes)
+            self._check_going(rank)
+            self._check_room(rank, owner, size_bytes)
 
     def submit(self, job: Job, *, owed: bool = False) -> None:
         """Queues a job; its future says what came of it.
@@ -126,7 +140,9 @@ class Runtime:
             RefusedError: ``busy`` or ``stopping``.
         """
         with self._changed:
-            self._check(Rank.CONTROL if owed else job.rank, job.owner, job.size_bytes)
+            self._check_going(job.rank)
+            if not owed:
+                self._check_room(job.rank, job.owner, job.size_bytes)
             self._waiting.add(job, self._clock())
             self._changed.notify_all()
 
@@ -166,9 +182,11 @@ class Runtime:
                 busy=min(1.0, self._busy_s / self._averaged_s) if self._averaged_s > 1e-6 else 0.0,
             )
 
-    def _check(self, rank: Rank, owner: str, size_bytes: int) -> None:
-        if self._stopping:
-            raise RefusedError("stopping", "this worker is going down; ask another of its stage")
+    def _check_going(self, rank: Rank) -> None:
+        if self._stopping or (self._refusing and rank is not Rank.CONTROL):
+            raise _going_down()
+
+    def _check_room(self, rank: Rank, owner: str, size_bytes: int) -> None:
         retry_s = min(60.0, max(0.1, self._compute_s * len(self._waiting)))
         self._waiting.check_room(rank, owner, size_bytes, retry_s)
 
@@ -249,11 +267,15 @@ class Runtime:
                 left += jobs
             left += self._waiting.take_expired(math.inf)
         for job in left:
-            _fail(job, RefusedError("stopping", "this worker is going down; ask another of its stage"))
+            _fail(job, _going_down())
         if error is None:
             self.failure.set_result(None)
         else:
             self.failure.set_exception(error)
+
+
+def _going_down() -> RefusedError:
+    return RefusedError("stopping", "this worker is going down; ask another of its stage")
 
 
 def _fail(job: Job, error: TrainerError) -> None:

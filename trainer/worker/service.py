@@ -48,10 +48,11 @@ from trainer.worker.sharing import SharedThrough
 from trainer.worker.status import STATUS, Refusals, StatusAnswer, StatusAsk
 from trainer.worker.waiting import Rank
 
-__all__ = ["ServiceStatus", "StageService"]
+__all__ = ["Accepts", "ServiceStatus", "StageService"]
 
 AskT = TypeVar("AskT", bound=ReceivedAsk)
 ServiceStatus = Literal["joining", "serving", "leaving"]
+Accepts = Literal["all", "begun", "nothing"]
 
 _DECIDED_WITHIN_S = 10.0
 """How long a micro-batch may be about to be counted."""
@@ -90,8 +91,10 @@ class StageService:
         batches: bool = False,
         keepers: Callable[[], Collection[PeerId]] | None = None,
     ) -> None:
-        self.status: ServiceStatus = "serving"
-        """While joining nothing is taken; while leaving only what ends what was begun (`stage/backward`)."""
+        self.status: ServiceStatus = "joining"
+        """What is announced; what is let in is decided by `accepts` alone."""
+        self.accepts: Accepts = "nothing"
+        """Which requests are let in: all, those that end what was begun (`stage/backward`), or none."""
         self.refusals = Refusals()
         self.pulse = Pulse()
         self._endpoint = endpoint
@@ -103,11 +106,20 @@ class StageService:
         self._shared = shared
         self._config = config
         self._keepers = keepers
+        self._num_under_way = 0
         self._room = Room(config.max_received_bytes)
         max_batch_size = config.max_batch_size if batches else 1
         self._passing = Passing(stage_name, replica, runtime, link, replies, shared, max_batch_size=max_batch_size)
         self._chain = Chain(endpoint, plan, stage_name, self._passing, link)
         self._applying = Applying(replies)
+
+    @property
+    def num_under_way(self) -> int:
+        """Requests that were let in and are not answered yet, whatever they wait for.
+
+        That is the tensors of a stream, the queue, the next worker of a chain, or the sending of the answer.
+        """
+        return self._num_under_way
 
     def register(self) -> None:
         """Makes the stage's methods answerable; before the endpoint starts."""
@@ -133,18 +145,23 @@ class StageService:
 
     @contextmanager
     def _admit(self, sender: PeerId, ask: ReceivedAsk, size_bytes: int) -> Iterator[None]:
-        """Room for a request's tensors, held until it is answered."""
+        """Room for a request's tensors, held until it is answered; until then it is under way."""
         with ExitStack() as held:
             try:
+                self._check_accepted(ask)
                 held.enter_context(self._room.held(sender, size_bytes))
             except RefusedError as error:
                 self.refusals.count(sender, "a request", error)
                 raise
-            yield
+            self._num_under_way += 1
+            try:
+                yield
+            finally:
+                self._num_under_way -= 1
 
     async def _forward(self, sender: PeerId, ask: ReceivedForward, tensors: dict[str, Tensor]) -> StageReply:
         async def answer() -> StageReply:
-            self._check(ask, tensors, begins=True)
+            self._check(ask, tensors)
             self._passing.check_room(Rank.FORWARD, sender, ask)
             return await self._passing.answer_forward(sender, ask, tensors)
 
@@ -152,7 +169,7 @@ class StageService:
 
     async def _backward(self, sender: PeerId, ask: ReceivedBackward, tensors: dict[str, Tensor]) -> StageReply:
         async def answer() -> StageReply:
-            self._check(ask, tensors, GRADIENT, begins=False)
+            self._check(ask, tensors, GRADIENT)
             if ask.num_tokens > ask.num_rows * ask.num_positions:
                 raise RefusedError(
                     "malformed",
@@ -169,7 +186,7 @@ class StageService:
 
     async def _tail(self, sender: PeerId, ask: ReceivedTail, tensors: dict[str, Tensor]) -> StageReply:
         async def answer() -> StageReply:
-            self._check(ask, tensors, LABELS, begins=True)
+            self._check(ask, tensors, LABELS)
 
             async def work(slot: Slot) -> StageReply:
                 self._passing.check_room(Rank.TAIL, sender, ask)
@@ -181,7 +198,7 @@ class StageService:
 
     async def _go_on(self, sender: PeerId, ask: ReceivedChain, tensors: dict[str, Tensor]) -> StageReply:
         async def answer() -> StageReply:
-            self._check(ask, tensors, LABELS, begins=True)
+            self._check(ask, tensors, LABELS)
             self._chain.check_route(ask)
             is_tail = self._replica.kind == "tail"
 
@@ -195,7 +212,7 @@ class StageService:
 
     async def _evaluate(self, sender: PeerId, ask: ReceivedEvaluate, tensors: dict[str, Tensor]) -> StageReply:
         async def answer() -> StageReply:
-            self._check(ask, tensors, *([LABELS] if self._replica.kind == "tail" else []), begins=True)
+            self._check(ask, tensors, *([LABELS] if self._replica.kind == "tail" else []))
             self._passing.check_room(Rank.EVALUATE, sender, ask)
             return await self._passing.answer_evaluate(sender, ask, tensors)
 
@@ -257,7 +274,7 @@ class StageService:
             )
         )
 
-    def _check(self, ask: ReceivedAsk, tensors: dict[str, Tensor], *others: str, begins: bool) -> None:
+    def _check(self, ask: ReceivedAsk, tensors: dict[str, Tensor], *others: str) -> None:
         """Everything that can be told without looking at a value.
 
         Raises:
@@ -267,8 +284,7 @@ class StageService:
             raise RefusedError(
                 "stage", f"expected a request for {self._name}, which is here, found one for {ask.stage}"
             )
-        if self.status == "joining" or (begins and self.status == "leaving"):
-            raise RefusedError("stopping", f"this worker is {self.status}; ask another of {self._name}")
+        self._check_accepted(ask)  # Again: its tensors may have been long in coming.
         num_tokens = ask.num_rows * ask.num_positions
         if num_tokens > self._config.max_request_tokens:
             raise RefusedError(
@@ -276,6 +292,12 @@ class StageService:
             )
         self._link.check_names(tensors, *others)
         ask.date(self.pulse)
+
+    def _check_accepted(self, ask: ReceivedAsk) -> None:
+        if self.accepts == "nothing" or (self.accepts == "begun" and not isinstance(ask, ReceivedBackward)):
+            raise RefusedError(
+                "stopping", f"this worker is {self.status} and takes {self.accepts}; ask another of {self._name}"
+            )
 
     async def _answered(self, sender: PeerId, what: str, answer: Coroutine[Any, Any, StageReply]) -> StageReply:
         """Counts what is refused, and by whom it was asked."""

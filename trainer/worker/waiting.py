@@ -130,6 +130,13 @@ class WaitingJobs:
             del self._counts[job.owner], self._bytes[job.owner]
         return True
 
+    def take_refused(self) -> list[Job]:
+        """Takes out all but this node's own business."""
+        refused = [job for job in self._jobs.values() if job.rank is not Rank.CONTROL]
+        for job in refused:
+            self.remove(job)
+        return refused
+
     def take_expired(self, now_s: float) -> list[Job]:
         """Takes out those nobody waits for any more."""
         expired = [job for job in self._jobs.values() if job.begin_before_s < now_s]

@@ -76,6 +76,7 @@ class StageMember:
         worker.register()
         self._loop.run(endpoint.start(), _START_S)
         worker.start()
+        worker.service.accepts = "all"
         self._loop.spawn(worker.run())
         self._workers[name] = worker
         certificate = endpoint.certificate.decode() if endpoint.certificate else None

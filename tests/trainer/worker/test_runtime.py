@@ -200,3 +200,44 @@ async def test_figures_say_how_busy_it_is() -> None:
     assert figures.busy == pytest.approx(0.5, abs=0.1)
     assert (figures.batch_rows, figures.compute_s) == (8.0, 1.0)
     assert runtime.stop(10)
+
+
+@on_event_loop
+async def test_when_jobs_are_refused_nothing_but_its_own_business_is_computed() -> None:
+    done: list[str] = []
+    with _running() as runtime:
+        gate = _Gate(runtime)
+        waits = [asyncio.create_task(runtime.compute(_of(done.append, rank, "waits"))) for rank in list(Rank)[1:]]
+        waits.append(asyncio.create_task(runtime.compute(_of(done.append, item="owed"), owed=True)))
+        handed_over = asyncio.create_task(runtime.control(lambda: done.append("control")))
+        await asyncio.sleep(0)
+        runtime.refuse_jobs()
+        assert runtime.figures.queued == 1
+        for refused in waits:
+            with pytest.raises(RefusedError, match="going down") as caught:
+                await refused
+            assert caught.value.reason == "stopping"
+        gate.opened.set()
+        await handed_over
+        for owed in (False, True):
+            with pytest.raises(RefusedError, match="going down"):
+                await runtime.compute(_of(done.append, item="comes"), owed=owed)
+        with pytest.raises(RefusedError, match="going down"):
+            runtime.check_room(Rank.BACKWARD, "a", 1)
+        await runtime.control(lambda: done.append("control"))
+    assert done == ["control", "control"]
+
+
+@on_event_loop
+async def test_jobs_refused_by_the_compute_thread_itself_are_not_computed_behind_it() -> None:
+    done: list[str] = []
+    with _running() as runtime:
+        gate = _Gate(runtime)
+        last = asyncio.create_task(runtime.control(runtime.refuse_jobs))
+        waits = asyncio.create_task(runtime.compute(_of(done.append, Rank.BACKWARD, "waits"), owed=True))
+        await asyncio.sleep(0)
+        gate.opened.set()
+        await last
+        with pytest.raises(RefusedError, match="going down"):
+            await waits
+    assert not done

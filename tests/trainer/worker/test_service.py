@@ -15,12 +15,22 @@ from torch import Tensor
 from tests.support.event_loop import on_event_loop
 from tests.support.model_configs import random_tokens, small_config
 from tests.support.stage_driver import StageDriver, running_driver
-from tests.support.stage_worker import RunningWorker, WorkerSetup, held, running_worker, until
+from tests.support.stage_worker import (
+    FAST,
+    RUN_ID,
+    RunningWorker,
+    WorkerSetup,
+    build_worker,
+    held,
+    running_worker,
+    until,
+)
 from trainer.errors import RefusedError
 from trainer.model import build_model
 from trainer.pipeline import messages
 from trainer.pipeline.wire import part_of, wire_ids
 from trainer.pipeline.work import boottime_s
+from trainer.rpc import Endpoint, Identity, RpcConfig
 from trainer.state.descriptor import TensorSpec
 from trainer.worker.replies import Slot
 
@@ -338,16 +348,67 @@ def _opened(driver: StageDriver, worker: RunningWorker, method: str, ask: messag
 
 
 @on_event_loop
-async def test_while_joining_nothing_is_taken_and_while_leaving_what_was_begun(head_input: Tensors) -> None:
+async def test_what_is_let_in_is_said_apart_from_what_is_announced(head_input: Tensors) -> None:
     gradient = {"gradient": torch.randn(2, 8, small_config().dim)}
     async with running_worker(HEAD) as head, running_driver() as driver:
-        head.worker.service.status = "joining"
+        service = head.worker.service
+        service.status, service.accepts = "serving", "nothing"
         assert await _reason(driver.forward(head, KEY, head_input)) == "stopping"
-        head.worker.service.status = "serving"
+        service.status, service.accepts = "joining", "all"
         await driver.forward(head, KEY, head_input)
-        head.worker.service.status = "leaving"
+        assert (await driver.status(head)).status == "joining"
+        service.accepts = "begun"
         assert await _reason(driver.forward(head, "e0.s0.r2", head_input)) == "stopping"
         assert (await driver.backward(head, KEY, gradient)).body.applied == ("head",)
+        assert (await driver.status(head)).refused == {"stopping": 2}
+
+
+@on_event_loop
+async def test_what_nobody_let_in_is_refused_by_a_new_worker(head_input: Tensors) -> None:
+    endpoint = Endpoint(Identity.create(), RUN_ID, RpcConfig(**FAST))  # type: ignore[arg-type]
+    worker = build_worker(endpoint, HEAD)
+    worker.register()
+    await endpoint.start()
+    try:
+        async with running_driver() as driver:
+            new = RunningWorker(HEAD, endpoint, worker)
+            assert await _reason(driver.forward(new, KEY, head_input)) == "stopping"
+    finally:
+        await endpoint.stop()
+
+
+@on_event_loop
+async def test_a_call_is_under_way_until_it_is_answered(tail_input: Tensors) -> None:
+    async with running_worker(TAIL) as tail, running_driver() as driver:
+        service = tail.worker.service
+        async with held(tail) as release:
+            waiting = asyncio.create_task(driver.tail(tail, KEY, tail_input))
+            await until(lambda: tail.worker.runtime.figures.queued == 1)
+            assert service.num_under_way == 1
+            service.accepts = "nothing"
+            assert await _reason(driver.tail(tail, "e0.s0.r2", tail_input)) == "stopping"
+            assert service.num_under_way == 1
+            release()
+        assert (await waiting).body.applied == ("tail",)
+        await until(lambda: service.num_under_way == 0)
+
+
+@on_event_loop
+async def test_a_stream_is_under_way_from_before_its_tensors_until_it_is_answered() -> None:
+    hidden = TensorSpec(name="activation", dtype="float32", shape=(64, 512, 16))
+    fields = {"micro_batch": KEY, "stage": "tail", "num_rows": 64, "num_positions": 512}
+    ask = messages.TailAsk(**fields, answer_within_s=30.0, apply_within_s=30.0, tensors=(hidden,))  # type: ignore[arg-type]
+    async with running_worker(TAIL) as tail, running_driver() as driver:
+        service = tail.worker.service
+        async with _opened(driver, tail, messages.TAIL + "/stream", ask) as stream:
+            await until(lambda: service.num_under_way == 1)
+            assert tail.worker.runtime.figures.queued == 0
+            service.accepts = "nothing"
+            await stream.send(1, bytes(1 << 20))
+            await stream.send(2, bytes(1 << 20))
+            await stream.end()
+            assert await _reason(stream.receive()) == "stopping"
+        await until(lambda: service.num_under_way == 0)
 
 
 @on_event_loop
