@@ -62,7 +62,7 @@ def worker_command(
     config = config_of(run, set_ or [], given)
 
     from trainer.node import StopRequest
-    from trainer.swarm.worker_node import run_worker
+    from trainer.swarm.worker_start import run_worker
 
     stop = StopRequest()
     run_worker(config, stage, stop, at=at)

@@ -7,7 +7,6 @@ import logging
 import random
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -162,12 +161,12 @@ def _collective(site: _Site, stop: StopRequest, stack: ExitStack) -> tuple[Colle
     if not config.discovery.initial_peers and not config.rpc.port:
         return LocalCollective(config.node_id), None
 
+    from trainer.node.identity import identity_of
     from trainer.node.network import Network  # brings grpc, which a node alone does not need
-    from trainer.rpc import load_or_create_identity
 
     network = Network(
         config,
-        load_or_create_identity(Path(config.state_dir).expanduser() / "identity" / f"{config.node_id}.pem"),
+        identity_of(config),
         terms_of(config, site.shape, site.store.vocabulary),
         site.store.rows,
         StateFit(

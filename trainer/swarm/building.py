@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from trainer.inner import choose_device, make_optimizer
 from trainer.model import Stage, build_stage
 from trainer.stage import StageKind, StageReplica
 from trainer.stagewise import StageCheckpoints, StageState, newest_set, time_us
+from trainer.stagewise.naming import named_files, run_folder
 from trainer.subspace import ActivationCodec, SubspaceConstraint, activation_codec, basis_of, fixed_table_of
 from trainer.subspace.constraint import EMBEDDING
 from trainer.swarm.shape import SwarmShape
@@ -29,8 +29,6 @@ __all__ = [
     "kind_of",
     "saved_state",
 ]
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +104,21 @@ def build_stage_site(config: RunConfig, shape: SwarmShape, stage: str) -> BuiltS
 
 
 def saved_state(config: RunConfig, shape: SwarmShape, stage: str) -> StageState | None:
-    """The newest state of a stage on this machine's disk; None where there is none."""
+    """The newest state of a stage on this machine's disk; None where there are no checkpoints of it.
+
+    Raises:
+        CheckpointError: there are some, and none can be used; the stage would begin anew among others that do not.
+    """
     directory = config.swarm.checkpoint.directory
-    try:
-        found = newest_set(directory, config.run_id, time_us(time.time()), plan=shape.plan, stages=(stage,))
-    except CheckpointError as error:
-        logger.debug("%s", error)
+    if not any(found.stage == stage for found in named_files(directory, config.run_id)):
         return None
+    found = newest_set(directory, config.run_id, time_us(time.time()), plan=shape.plan, stages=(stage,))
+    if found.shape.vocabulary != shape.tokenizer_lineage:
+        raise CheckpointError(
+            f"{run_folder(directory, config.run_id)}: expected checkpoints of the store's vocabulary "
+            f"{shape.tokenizer_lineage[:12]}, found some of {found.shape.vocabulary[:12]}; name the store they were "
+            "trained from, or another run_id"
+        )
     return found.files[stage].read().state
 
 

@@ -26,6 +26,8 @@ ChildStatus = Literal["running", "pausing", "done", "dead"]
 """``pausing``: it died and is started again soon; ``dead``: it died and is not."""
 
 USAGE_EXIT = 2
+_IN_ORDER = (0, *(sign for it in (signal.SIGINT, signal.SIGTERM) for sign in (128 + it, -it)))
+"""How a process ends that was asked to."""
 """Of options that make no sense: they will make none the next time either."""
 _TAIL_BYTES = 8192
 
@@ -73,6 +75,8 @@ class Child:
         self.num_restarts = 0
         self.exit_code: int | None = None
         """Of its last life; negative: the signal that ended it."""
+        self.failed_to_end = False
+        """Asked to end, it did so with an error: it may not have saved what it had."""
         self._policy = policy
         self._process: subprocess.Popen[bytes] | None = None
         self._began_s = 0.0
@@ -146,7 +150,7 @@ class Child:
         if code is None:
             return False
         self.exit_code, self._process = code, None
-        self.status = "done"
+        self.status, self.failed_to_end = "done", code not in _IN_ORDER
         return True
 
     def last_words(self, num_lines: int = 3) -> str:

@@ -6,13 +6,13 @@ import asyncio
 import logging
 import math
 import time
-from pathlib import Path
 
 from trainer.config import RunConfig
 from trainer.discovery import open_discovery
+from trainer.node.identity import identity_of
 from trainer.node.stopping import StopRequest
 from trainer.pipeline.report import StageReport
-from trainer.rpc import Endpoint, load_or_create_identity
+from trainer.rpc import Endpoint
 from trainer.swarm.joining import neediest_stage
 from trainer.swarm.shape import SwarmShape
 
@@ -33,8 +33,7 @@ def choose_stage(config: RunConfig, shape: SwarmShape, stop: StopRequest) -> str
     Two that choose at the same moment may choose the same; the next one makes up for it.
     """
     reports = asyncio.run(_reports(config, shape, stop))
-    path = Path(config.state_dir).expanduser() / "identity" / f"{config.node_id}.pem"
-    own_number = int(load_or_create_identity(path).peer_id[:8], 16)
+    own_number = int(identity_of(config).peer_id[:8], 16)
     chosen = neediest_stage(shape.plan, reports, own_number)
     logger.info("%d workers are there; %s needs help most", len(reports), chosen)
     return chosen
@@ -42,8 +41,7 @@ def choose_stage(config: RunConfig, shape: SwarmShape, stop: StopRequest) -> str
 
 async def _reports(config: RunConfig, shape: SwarmShape, stop: StopRequest) -> list[StageReport]:
     """What all workers say of their stages, once there has been time to hear it."""
-    path = Path(config.state_dir).expanduser() / "identity" / f"{config.node_id}.pem"
-    endpoint = Endpoint(load_or_create_identity(path), config.run_id, config.rpc)
+    endpoint = Endpoint(identity_of(config), config.run_id, config.rpc)
     discovery = open_discovery(endpoint, config.discovery, shape.plan.names)
     await endpoint.start()
     await discovery.start()

@@ -72,6 +72,9 @@ def run_local(
             display.event(f"{outcome.reason}; ending all processes")
         if tree.num_killed and not outcome.exit_code:
             return Outcome(1, f"{tree.num_killed} processes had to be killed: what they did last may not be saved")
+        failed = [child for child in tree.children if child.failed_to_end]
+        if failed and not outcome.exit_code:
+            return Outcome(1, f"{failed[0].spec.name} ended with an error: {failed[0].last_words(1)}")
         return outcome
 
 

@@ -16,93 +16,49 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
-from pathlib import Path
 from statistics import median_low
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
-import torch
-
-from trainer.collective import PeerCollective
 from trainer.config import RunConfig
 from trainer.discovery import Announcement, settled_uid
 from trainer.engine.strategy import OuterResult
-from trainer.errors import IncompatiblePeerError, TrainerError, TrainerUsageError
+from trainer.errors import IncompatiblePeerError, TrainerError
+from trainer.node.identity import identity_of
 from trainer.node.network import Network
-from trainer.node.peer_book import peer_of
 from trainer.node.progress import Progress
 from trainer.node.stopping import StopRequest
 from trainer.pipeline.names import StageUid
 from trainer.pipeline.report import StageReport
-from trainer.rpc import Peer, load_or_create_identity
-from trainer.sparta import frontier_of
 from trainer.stage import StepInfo
-from trainer.stagewise import StageState, parse_time, roll_back, time_us
+from trainer.stagewise import StageState
 from trainer.subspace import LinkMeter, basis_of
 from trainer.swarm.arrival import Arrival
 from trainer.swarm.building import (
     BuiltStage,
-    build_stage_site,
     checkpoints_of,
     saved_state,
 )
-from trainer.swarm.choosing import choose_stage
+from trainer.swarm.departure import Departure
 from trainer.swarm.joining import is_ahead
 from trainer.swarm.keeping import DilocoKeeping, Keeping, SpartaKeeping, state_choice, state_form
-from trainer.swarm.shape import SwarmShape, shape_of, target_tokens_of
+from trainer.swarm.mates import StageMates, is_of_stage
+from trainer.swarm.shape import SwarmShape, target_tokens_of
 from trainer.swarm.strangers import SwarmTerms, refuse_strangers
 from trainer.swarm.worker_watch import WorkerWatch
 from trainer.worker import StageWorker
+from trainer.worker.service import Accepts, ServiceStatus
 
-__all__ = ["WorkerNode", "run_worker"]
+__all__ = ["WorkerNode"]
 
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.25
 _COMPUTE_S = 120.0
+_HEARD_S = 4.0
 _HANDED_OUT_S = 10.0
 """How long the others may take to write a state, once they have heard that somebody is here to take it up."""
-_AUTO = "auto"
+_ACCEPTS: Final[dict[ServiceStatus, Accepts]] = {"joining": "nothing", "serving": "all", "leaving": "begun"}
 T = TypeVar("T")
-
-
-def run_worker(config: RunConfig, stage: str, stop: StopRequest, *, at: str = "") -> None:
-    """Holds a stage until it is asked to stop.
-
-    Args:
-        config: of the run.
-        stage: which; ``auto``: the one that needs help most.
-        stop: asks it to.
-        at: a time, as `trainer.stagewise.parse_time` reads it: begin with the stage's checkpoint of then.
-
-    Raises:
-        TrainerError: it cannot begin, or not go on.
-        LoaderError: the store's vocabulary cannot be read.
-    """
-    if config.strategy not in ("diloco", "async_sparta"):
-        raise TrainerUsageError(f"strategy: expected diloco or async_sparta in a swarm, found {config.strategy}")
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    with stop.on_signals():
-        shape = shape_of(config)
-        name = choose_stage(config, shape, stop) if stage == _AUTO else stage
-        shape.plan.index(name)
-        if at:
-            _roll_back(config, shape, name, at)
-        node = WorkerNode(config, shape, build_stage_site(config, shape, name), stop)
-        node.run()
-
-
-def _roll_back(config: RunConfig, shape: SwarmShape, stage: str, at: str) -> None:
-    now_us = time_us(time.time())
-    done = roll_back(
-        config.swarm.checkpoint.directory,
-        config.run_id,
-        parse_time(at, now_us),
-        now_us,
-        plan=shape.plan,
-        stages=(stage,),
-    )
-    logger.info("%d newer checkpoints of %s are set aside in %s", len(done.moved), stage, done.folder)
 
 
 class WorkerNode:
@@ -122,13 +78,15 @@ class WorkerNode:
         self._stop = stop
         self._uid: StageUid | None = None
         self._lost_touch = False
+        self._is_current = False
+        """It has the stage's state: what it saves and shares is worth something."""
         self._is_back = False
         """It goes on from a checkpoint, and has not lost touch since."""
-        self._published_round = -1
+        self._published_round = -1_000_000
         self._num_tokens = 0
         self._gossip: concurrent.futures.Future[None] | None = None
         self._members = 0
-        identity = load_or_create_identity(Path(config.state_dir).expanduser() / "identity" / f"{config.node_id}.pem")
+        identity = identity_of(config)
         rows = shape.model.vocab_size
         self._network: Network[Any] = Network(
             config,
@@ -138,10 +96,11 @@ class WorkerNode:
             state_form(config, built.module, rows),
             stopping=stop,
             choose=state_choice(config),
-            fellows=partial(_is_of_stage, built.name),
+            fellows=partial(is_of_stage, built.name),
             stages=shape.plan.names,
             stage=built.name,
         )
+        self._mates = StageMates(self._network)
         self._keeping = self._kept_together()
         self._meter = LinkMeter(f"{built.name} of {config.node_id}", built.codec, config.swarm.subspace.max_error)
         terms, heard = SwarmTerms(shape), self._network
@@ -153,7 +112,7 @@ class WorkerNode:
             built.codec,
             config.swarm.worker,
             target_tokens=target_tokens_of(config),
-            peers=self._stage_peers,
+            peers=self._mates.peers,
             strategy=self._keeping,
             meter=self._meter,
             batches=config.swarm.stage.backward == "recompute",
@@ -177,6 +136,7 @@ class WorkerNode:
         self._resume()
         self._worker.register()
         with self._watch, self._checkpoints:
+            self._checkpoints.open(time.time())  # A folder that cannot be written to is said before it matters.
             self._network.start(self)
             try:
                 self._refuse_strangers()
@@ -190,8 +150,8 @@ class WorkerNode:
         gossip = self._gossip = asyncio.run_coroutine_threadsafe(self._worker.run(), self._network.loop)
         try:
             self._publish_resumed()
-            self._join()
-            self._serve()
+            if self._join():
+                self._serve()
             self._leave()
         finally:
             gossip.cancel()
@@ -214,12 +174,12 @@ class WorkerNode:
         self._is_back = True
         logger.info("going on from version %d of %s", state.version, self._built.name)
 
-    def _join(self) -> None:
-        """Takes up the others' state when their round begins, and serves from then on."""
+    def _join(self) -> bool:
+        """Takes up the others' state when their round begins, and serves from then on; False: it is asked to stop."""
         self._wait_for_others()
         arrival = Arrival(
             config=self._config.swarm.join,
-            others=self._serving,
+            others=self._mates.serving,
             take_up=self._take_up_state,
             round_index=lambda: self._keeping.place()[0],
             is_over=self._is_over,
@@ -227,17 +187,18 @@ class WorkerNode:
             sleep=time.sleep,
         )
         if not arrival.run():
-            return
-        self._lost_touch = False
+            return False
+        self._lost_touch, self._is_current = False, True
         self._set_status("serving")
         logger.info(
             "%s serves version %d at %s", self._uid, self._built.replica.version, self._network.endpoint.address
         )
+        return True
 
     def _wait_for_others(self) -> None:
         deadline_s = time.monotonic() + self._config.swarm.join.first_peers_s
         looks = bool(self._config.discovery.initial_peers)
-        while looks and time.monotonic() < deadline_s and not self._stop() and not self._serving():
+        while looks and time.monotonic() < deadline_s and not self._stop() and not self._mates.serving():
             time.sleep(_LOOK_S)
         self._uid = self._settled()
 
@@ -253,11 +214,11 @@ class WorkerNode:
 
     def _take_up_state(self) -> bool:
         """The others' state, fetched and put in place of one's own; False where there was none to be had."""
-        if not self.frontier() and not self._keeping.place()[0] and self._config.strategy == "diloco":
+        if not self._mates.frontier() and not self._keeping.place()[0] and self._config.strategy == "diloco":
             return True  # Before the first outer step all have the first weights as their anchor.
-        if not self._built.replica.version and not any(report.version for report in self._serving()):
+        if not self._built.replica.version and not any(report.version for report in self._mates.serving()):
             return True  # Nobody has trained: all have the first weights.
-        if self._is_back and is_ahead(self._built.replica.version, self._serving()):
+        if self._is_back and is_ahead(self._built.replica.version, self._mates.serving()):
             logger.info("the others of %s are behind this worker's checkpoint, and will follow", self._built.name)
             return True
         wait_s = self._config.discovery.announce_interval_s + _HANDED_OUT_S
@@ -276,7 +237,7 @@ class WorkerNode:
     def _adopt(self, shared: Any) -> None:
         """In the compute thread: weights, schedule and version are the others' from now on."""
         self._keeping.adopt(shared)
-        versions = [report.version for report in self._serving()]
+        versions = [report.version for report in self._mates.serving()]
         self._worker.stepper.start_over(median_low(versions) if versions else self._built.replica.version)
         self._network.publish(shared)
 
@@ -291,14 +252,14 @@ class WorkerNode:
 
     def _has_lost_touch(self) -> bool:
         if self._lost_touch or self._keeping.is_lost() or self._worker.stepper.is_left_behind:
-            return bool(self._serving())
+            return bool(self._mates.serving())
         members, self._members = self._members, 0
         return members > 0 and self._network.is_on_its_own(members)
 
     def _rejoin(self) -> None:
         logger.warning("lost touch with the other workers of %s; taking up their state", self._built.name)
         self._set_status("joining")
-        self._is_back = False
+        self._is_back = self._is_current = False
         self._network.let_go()
         self._join()
 
@@ -308,12 +269,14 @@ class WorkerNode:
             self._network.publish(self._keeping.shared_state())
 
     def _hand_out_state(self) -> None:
-        """SPARTA's states change with each step: one is written when somebody is there to take it up."""
+        """SPARTA's states change with each step: one is written when somebody is there to take it up.
+
+        Not in each round, since somebody may claim to join for ever: 12 bytes a parameter are copied each time.
+        """
         if self._config.strategy != "async_sparta":
             return
-        wanted = any(said.stage is not None and said.stage.status == "joining" for said in self._network.alike())
         round_index = self._keeping.place()[0]
-        if wanted and self._published_round != round_index:
+        if self._mates.is_anybody_joining() and round_index >= self._published_round + self._hand_out_rounds():
             self._published_round = round_index
             self._network.publish(self._compute(self._keeping.shared_state))
 
@@ -336,32 +299,54 @@ class WorkerNode:
     # -- going ---------------------------------------------------------------------------------------------------------
 
     def _leave(self) -> None:
-        """Finishes what drivers wait for, steps with it, shares it with the others, saves."""
-        self._set_status("leaving")
-        deadline_s = time.monotonic() + self._config.swarm.join.leave_s
-        self._network.announce()
-        time.sleep(_LOOK_S)
-        while time.monotonic() < deadline_s and self._worker.runtime.figures.queued:
-            time.sleep(_LOOK_S)
-        try:
-            self._compute(self._hand_over)
-        except TrainerError as error:
-            logger.warning("leaving: %s", error)
+        """Hands over what it has, unless that is not the stage's state: an old one must not become the newest saved.
 
-    def _hand_over(self) -> None:
-        """In the compute thread: what was counted is stepped with, shared if a round can be had, and saved.
-
-        All of it is one job of that thread: nothing is counted behind what is saved, and no step falls into the copy.
+        Raises:
+            CheckpointError: it could not be saved.
         """
-        self._worker.service.status = "joining"
-        self._worker.stepper.joining = True  # Nor does it follow the others' steps behind that.
+        if not self._is_current or self._has_lost_touch():
+            self._set_status("joining")
+            logger.info("leaving without saving: this worker had not caught up with the others of %s", self._built.name)
+            return
+        self._set_status("leaving")
+        time.sleep(_LOOK_S)  # For drivers to hear of it.
+        departure = Departure(
+            leave_s=self._config.swarm.join.leave_s,
+            num_unanswered=lambda: self._worker.service.num_under_way,
+            refuse=self._refuse,
+            save=lambda timeout_s: self._compute(self._step_and_save, timeout_s),
+            share=lambda timeout_s: self._compute(self._share, timeout_s),
+            clock=time.monotonic,
+            sleep=time.sleep,
+        )
         try:
-            self._worker.stepper.flush()
-            outcome = self._keeping.share() if self._serving() else self._keeping.drain()
-            if outcome is not None:
-                self._after_round(outcome)
+            departure.run()
         finally:
-            self._checkpoints.save(time.time(), self._state())
+            self._network.announce()  # How much of what it has counted outlives it: once heard, nothing of it perishes.
+            time.sleep(min(_HEARD_S, 1.5 * self._config.discovery.poll_interval_s))
+
+    def _refuse(self) -> None:
+        self._worker.service.accepts = "nothing"
+        self._worker.runtime.refuse_jobs()
+
+    def _step_and_save(self) -> None:
+        """In the compute thread, which counts nothing any more."""
+        self._worker.stepper.joining = True  # Nor does it follow the others' steps behind that.
+        self._worker.stepper.flush()
+        self._save()
+
+    def _share(self) -> None:
+        """In the compute thread."""
+        outcome = self._keeping.share() if self._mates.serving() else self._keeping.drain()
+        if outcome is None:
+            return
+        self._worker.stepper.note(outcome)
+        if outcome.committed:
+            self._save()
+
+    def _save(self) -> None:
+        self._checkpoints.save(time.time(), self._state())
+        self._worker.shared.saved(self._checkpoints.last_version)
 
     # -- what it says --------------------------------------------------------------------------------------------------
 
@@ -408,7 +393,7 @@ class WorkerNode:
                 built.module,
                 built.optimizer,
                 collective,
-                _Others(self, collective),
+                self._mates,
                 built.after_average,
                 built.kept_axes,
                 rows,
@@ -437,8 +422,9 @@ class WorkerNode:
             basis=basis,
         )
 
-    def _set_status(self, status: Any) -> None:
+    def _set_status(self, status: ServiceStatus) -> None:
         self._worker.service.status = status
+        self._worker.service.accepts = _ACCEPTS[status]
         self._worker.stepper.joining = status == "joining"
         if self._uid is not None:
             self._network.announce()
@@ -446,53 +432,20 @@ class WorkerNode:
     def _settled(self) -> StageUid:
         return settled_uid(self._built.name, self._network.peer_id, self._uid, self._network.announcements)
 
-    def _serving(self) -> list[StageReport]:
-        """The stage's other workers that are at work."""
-        reports = (said.stage for said in self._network.alike())
-        return [report for report in reports if report is not None and report.status == "serving"]
+    def _hand_out_rounds(self) -> int:
+        """A state half as old as may be missed is good enough."""
+        return max(1, self._config.swarm.sparta.max_staleness_rounds // 2)
 
-    def frontier(self) -> int:
-        """The round the others of the stage are at."""
-        return frontier_of([report.round_index for report in self._serving()])
-
-    def _stage_peers(self) -> tuple[Peer, ...]:
-        return tuple(peer_of(said) for said in self._network.alike() if said.stage is not None)
-
-    def _compute(self, function: Callable[[], T]) -> T:
+    def _compute(self, function: Callable[[], T], timeout_s: float = _COMPUTE_S) -> T:
         """Calls ``function`` in the compute thread, before anything that waits there."""
-        return self._await(self._worker.runtime.control(function))
+        return self._await(self._worker.runtime.control(function), timeout_s)
 
-    def _await(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def _await(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = _COMPUTE_S) -> T:
         future = asyncio.run_coroutine_threadsafe(coroutine, self._network.loop)
         try:
-            return future.result(_COMPUTE_S)
+            return future.result(timeout_s)
         except concurrent.futures.TimeoutError:
             future.cancel()
             raise TrainerError(
-                f"expected the compute thread to answer within {_COMPUTE_S:.0f} s, found it busy"
+                f"expected the compute thread to answer within {timeout_s:.0f} s, found it busy"
             ) from None
-
-
-def _is_of_stage(stage: str, said: Announcement) -> bool:
-    return said.stage is not None and StageUid.parse(said.stage.uid).stage == stage
-
-
-class _Others:
-    """The rounds of a stage's other workers, for SPARTA.
-
-    Args:
-        node: hears of them.
-        collective: told which round this replica trains towards.
-    """
-
-    def __init__(self, node: WorkerNode, collective: PeerCollective) -> None:
-        self._node = node
-        self._collective = collective
-
-    def frontier(self) -> int:
-        """See `trainer.sparta.OtherRounds`."""
-        return self._node.frontier()
-
-    def move_to(self, round_index: int) -> None:
-        """See `trainer.sparta.OtherRounds`."""
-        self._collective.move_to(round_index)

@@ -1,0 +1,63 @@
+"""From a run file to a worker that serves: which stage it takes, with which state it begins."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+
+from trainer.config import RunConfig
+from trainer.errors import TrainerUsageError
+from trainer.node.stopping import StopRequest
+from trainer.stagewise import parse_time, roll_back, time_us
+from trainer.swarm.building import build_stage_site
+from trainer.swarm.choosing import choose_stage
+from trainer.swarm.shape import SwarmShape, shape_of
+from trainer.swarm.worker_node import WorkerNode
+
+__all__ = ["run_worker"]
+
+logger = logging.getLogger(__name__)
+
+_AUTO = "auto"
+
+
+def run_worker(config: RunConfig, stage: str, stop: StopRequest, *, at: str = "") -> None:
+    """Holds a stage until it is asked to stop.
+
+    Args:
+        config: of the run.
+        stage: which; ``auto``: the one that needs help most.
+        stop: asks it to.
+        at: a time, as `trainer.stagewise.parse_time` reads it: begin with the stage's checkpoint of then.
+
+    Raises:
+        TrainerError: it cannot begin, or not go on.
+        LoaderError: the store's vocabulary cannot be read.
+    """
+    if config.strategy not in ("diloco", "async_sparta"):
+        raise TrainerUsageError(f"strategy: expected diloco or async_sparta in a swarm, found {config.strategy}")
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    with stop.on_signals():
+        shape = shape_of(config)
+        name = choose_stage(config, shape, stop) if stage == _AUTO else stage
+        shape.plan.index(name)
+        if at:
+            _roll_back(config, shape, name, at)
+        node = WorkerNode(config, shape, build_stage_site(config, shape, name), stop)
+        node.run()
+
+
+def _roll_back(config: RunConfig, shape: SwarmShape, stage: str, at: str) -> None:
+    now_us = time_us(time.time())
+    done = roll_back(
+        config.swarm.checkpoint.directory,
+        config.run_id,
+        parse_time(at, now_us),
+        now_us,
+        plan=shape.plan,
+        stages=(stage,),
+    )
+    logger.info("%d newer checkpoints of %s are set aside in %s", len(done.moved), stage, done.folder)
