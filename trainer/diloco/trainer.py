@@ -314,6 +314,7 @@ class DiLoCoTrainer:
             num_batches=contribution.num_batches,
             waited_s=time.monotonic() - started_s,
             report=result.report,
+            contributed_steps_ago=self._steps_since_round if contribution.num_batches else None,
         )
 
     def _failed(self, contribution: Contribution, error: str, *, waited_s: float, behind: bool = False) -> OuterResult:

@@ -39,6 +39,9 @@ class OuterResult:
     """How long training stood still for it."""
     report: RoundReport | None = None
     """How the round went; None if it failed."""
+    contributed_steps_ago: int | None = None
+    """Inner steps counted since the parameters were read that this node's contribution is made of; None: it has no
+    weight in what was applied."""
     error: str = ""
     """Why it failed."""
 

@@ -373,6 +373,7 @@ class SpartaTrainer:
             num_batches=attempt.contribution.num_batches,
             waited_s=time.monotonic() - started_s,
             report=result.report,
+            contributed_steps_ago=self._steps_since_round if attempt.contribution.num_batches else None,
         )
 
     def _failed(self, error: str, attempt: Round | None = None, *, waited_s: float = 0.0) -> OuterResult:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
+from trainer.engine.collective import RoundReport
 from trainer.engine.strategy import OuterResult
 from trainer.errors import RpcError
 from trainer.pipeline.messages import PROGRESS, ProgressReport
@@ -135,12 +136,23 @@ class StageStepper:
         while not self.joining and self._is_due():
             self._step()
         if not self.joining and self.strategy is not None:
-            self._note(self.strategy.answer_others())
+            self.note(self.strategy.answer_others())
 
     def flush(self) -> None:
         """Steps with what there is, if anything: before leaving. For the compute thread."""
         if self._replica.accumulated.num_tokens:
             self._step()
+
+    def note(self, result: OuterResult | None) -> None:
+        """A round has ended, if one has; also one that was asked for between two steps. For the compute thread."""
+        if result is None:
+            return
+        if result.committed:
+            self._replica.weights_changed()
+            if result.contributed_steps_ago is not None and self._is_with_others(result.report):
+                self._shared.committed(result.fragment, result.contributed_steps_ago)
+        if self._on_round is not None:
+            self._on_round(result)
 
     def start_over(self, version: int) -> None:
         """Another state was taken up: what was counted here and not shared is gone. For the compute thread.
@@ -216,22 +228,17 @@ class StageStepper:
         self._stepped_s = self._clock()
         self._shared.stepped(info.version, self._replies.stepped())
         if self.strategy is not None:
-            self._note(self.strategy.after_inner_step(num_micro_batches if info.applied else 0))
+            self.note(self.strategy.after_inner_step(num_micro_batches if info.applied else 0))
         self._look()
         if self._on_step is not None:
             self._on_step(info)
         self._wake()
 
-    def _note(self, result: OuterResult | None) -> None:
-        """A round has ended, if one has."""
-        if result is None:
-            return
-        if result.committed:
-            self._replica.weights_changed()
-            if result.report is not None and len(result.report.members) > 1:  # Alone, nothing outlives the worker.
-                self._shared.committed(result.fragment)
-        if self._on_round is not None:
-            self._on_round(result)
+    def _is_with_others(self, report: RoundReport | None) -> bool:
+        """Whether others hold the whole of what this worker brought to a round."""
+        if report is None or self._own_id not in report.members or len(report.members) == 1:
+            return False
+        return all(who != self._own_id for who, _ in report.dropped)
 
     def _wake(self) -> None:
         if self._loop is not None and not self._loop.is_closed():

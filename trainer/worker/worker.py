@@ -50,7 +50,7 @@ class StageWorker:
         meter: told what is sent.
         batches: whether forward requests are computed together, as suits `StageConfig.backward` ``recompute``.
         num_fragments: parts the strategy synchronises one by one (DiLoCo's fragments, SPARTA's slices).
-        lag_steps: steps one of its rounds may take in the background.
+        lag_steps: not looked at any more: each round says how many steps it took (`OuterResult`).
         max_lead: versions to follow another worker over.
         clock: seconds; CLOCK_BOOTTIME but in tests.
         on_step: told of each step, in the compute thread.
@@ -81,7 +81,7 @@ class StageWorker:
         keepers: Callable[[], Collection[PeerId]] | None = None,
     ) -> None:
         self.replica = replica
-        self.shared = SharedThrough(num_fragments, lag_steps)
+        self.shared = SharedThrough(num_fragments)
         self.replies: StageReplies = ReplyCache(config, clock=clock)
         self.stepper = StageStepper(
             endpoint,

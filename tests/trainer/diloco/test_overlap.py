@@ -80,6 +80,20 @@ def test_training_goes_on_and_the_result_is_merged_later(held: Held) -> None:
     assert held.contributions[1].num_batches == 4
 
 
+def test_a_round_says_how_many_steps_were_taken_while_it_ran(held: Held) -> None:
+    model, trainer = node(held)
+    step(model, trainer, 5)
+    held.go.set()
+    drained = trainer.drain()
+    assert drained is not None and drained.contributed_steps_ago == 1
+    landed = step(model, trainer, 5)
+    assert landed is not None and landed.committed and landed.contributed_steps_ago == 2
+    model, alone = node(held, replace(CONFIG, overlap_steps=0))
+    assert step(model, alone, 4).contributed_steps_ago == 0
+    held.error = RoundFailedError("too few")
+    assert step(model, alone, 4).contributed_steps_ago is None
+
+
 def test_alpha_0_puts_parameters_on_the_anchor(held: Held) -> None:
     model, trainer = node(held, replace(CONFIG, merge_alpha=0.0))
     held.go.set()

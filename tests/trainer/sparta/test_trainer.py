@@ -97,6 +97,28 @@ def test_steps_taken_while_a_round_runs_are_kept() -> None:
     assert not moved.any()
 
 
+@pytest.mark.parametrize("num_meanwhile", [0, 1, 7])
+def test_a_round_says_how_many_steps_were_taken_while_it_ran(num_meanwhile: int) -> None:
+    """However many more than `every_steps`: what outlives a replica is told from it."""
+    collective = Scripted()
+    collective.gate.clear()
+    replica = Replica(BEHIND_THE_SCENES, collective)
+    for _ in range(2 + num_meanwhile):
+        replica.turn()
+    collective.gate.set()
+    result = replica.drain()
+    assert result is not None and result.committed and result.contributed_steps_ago == num_meanwhile
+
+
+def test_a_round_in_the_foreground_holds_all_steps_and_a_failed_one_none() -> None:
+    collective = Scripted()
+    replica = Replica(EACH_STEP, collective)
+    replica.turn(), replica.turn(num_batches=0)
+    collective.answer = fail
+    replica.turn()
+    assert [result.contributed_steps_ago for result in replica.results] == [0, 0, None]
+
+
 def test_a_round_lands_by_itself_at_the_next_step() -> None:
     collective = Scripted()
     collective.gate.clear()
@@ -246,6 +268,7 @@ def test_a_joiner_counts_for_nothing_until_its_ghost_rounds_are_over() -> None:
         joiner.turn(num_batches=3)
     assert ghost == [True, True, False, False]
     assert [brought.num_batches for brought in collective.contributions] == [0, 0, 9, 9]
+    assert [result.contributed_steps_ago for result in joiner.results] == [None, None, 0, 0], "not theirs"
     assert [brought.round_index for brought in collective.contributions] == [4, 5, 6, 7]
     assert all(bool(brought.vector.any()) for brought in collective.contributions), "were all ghosts, zeros would win"
     moved = joiner.vector() - was

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,41 +28,41 @@ from trainer.worker.sharing import SharedThrough
 TAIL = WorkerSetup("tail", target_tokens=32, worker={"progress_interval_s": 0.05, "auto_step_s": 3600.0})
 
 
+OWN = Identity.create()
+OTHER = "b" * 64
+
+
 @dataclass
 class Rounds:
     """A strategy that commits every second step."""
 
     batches: list[int] = field(default_factory=list)
-    members: tuple[str, ...] = ("a" * 64, "b" * 64)
+    members: tuple[str, ...] = (OWN.peer_id, OTHER)
+    dropped: tuple[tuple[str, str], ...] = ()
+    steps_ago: int | None = 0
     others_wait: bool = False
 
     def after_inner_step(self, num_batches: int = 1) -> OuterResult | None:
         self.batches.append(num_batches)
-        if len(self.batches) % 2:
-            return None
-        index = len(self.batches) // 2 - 1
-        return OuterResult(
-            round_index=index,
-            fragment=0,
-            outer_step=index + 1,
-            committed=True,
-            num_batches=num_batches,
-            waited_s=0.0,
-            report=RoundReport(round_index=index, members=self.members),
-        )
+        return None if len(self.batches) % 2 else self.committed()
 
     def answer_others(self) -> OuterResult | None:
         if not self.others_wait:
             return None
         self.others_wait = False
+        return self.committed()
+
+    def committed(self) -> OuterResult:
+        index = len(self.batches) // 2
         return OuterResult(
-            round_index=0,
+            round_index=index,
             fragment=0,
-            outer_step=1,
+            outer_step=index + 1,
             committed=True,
-            num_batches=0,
+            num_batches=1,
             waited_s=0.0,
-            report=RoundReport(round_index=0, members=self.members),
+            report=RoundReport(round_index=index, members=self.members, dropped=self.dropped),
+            contributed_steps_ago=self.steps_ago,
         )
 
 
@@ -82,7 +83,7 @@ async def test_a_stage_of_one_steps_at_its_target_and_says_what_is_shared(tail_i
     steps: list[StepInfo] = []
     strategy = Rounds()
     async with AsyncExitStack() as stack:
-        options = {"strategy": strategy, "on_step": steps.append}
+        options = {"identity": OWN, "strategy": strategy, "on_step": steps.append}
         tail = await stack.enter_async_context(running_worker(TAIL, **options))
         driver = await stack.enter_async_context(running_driver())
         replies = [await driver.tail(tail, f"e0.s0.r{2 * row}", tail_input) for row in range(6)]
@@ -94,16 +95,52 @@ async def test_a_stage_of_one_steps_at_its_target_and_says_what_is_shared(tail_i
         assert (status.version, status.applied, status.shared_through) == (3, 6, 4)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "num_shared"),
+    [
+        (Rounds(), 4),
+        (Rounds(steps_ago=1), 2),  # The second step was taken while the round ran: its weights are in none.
+        (Rounds(steps_ago=30), 0),  # It began before anything was counted.
+        (Rounds(steps_ago=None), 0),  # A newcomer's weights are in no average.
+        (Rounds(members=(OWN.peer_id,)), 0),  # Alone, nothing outlives the worker.
+        (Rounds(members=(OTHER, "c" * 64)), 0),
+        (Rounds(dropped=((OWN.peer_id, "late"),)), 0),
+        (Rounds(dropped=((OTHER, "late"),)), 4),
+    ],
+)
 @on_event_loop
-async def test_a_round_without_others_shares_nothing(tail_input: dict[str, Tensor]) -> None:
+async def test_a_round_shares_what_others_hold_of_it_and_no_more(
+    tail_input: dict[str, Tensor], strategy: Rounds, num_shared: int
+) -> None:
     async with AsyncExitStack() as stack:
-        strategy = Rounds(members=("a" * 64,))
-        tail = await stack.enter_async_context(running_worker(TAIL, strategy=strategy))
+        mine = replace(strategy, batches=[])
+        tail = await stack.enter_async_context(running_worker(TAIL, identity=OWN, strategy=mine))
         driver = await stack.enter_async_context(running_driver())
         for row in range(4):
             await driver.tail(tail, f"e0.s0.r{2 * row}", tail_input)
-        await until(lambda: len(strategy.batches) == 2)
-        assert (await driver.status(tail)).shared_through == 0
+        await until(lambda: len(mine.batches) == 2)
+        await tail.worker.runtime.control(lambda: None)  # Behind what follows the round.
+        assert (await driver.status(tail)).shared_through == num_shared
+
+
+@on_event_loop
+async def test_a_round_on_the_way_out_shares_what_was_handed_over(tail_input: dict[str, Tensor]) -> None:
+    rounds: list[OuterResult] = []
+    async with AsyncExitStack() as stack:
+        strategy = Rounds()
+        options = {"identity": OWN, "strategy": strategy, "on_round": rounds.append}
+        tail = await stack.enter_async_context(running_worker(TAIL, **options))
+        driver = await stack.enter_async_context(running_driver())
+        await driver.tail(tail, "e0.s0.r0", tail_input)
+
+        def hand_over() -> None:
+            tail.worker.stepper.flush()
+            tail.worker.stepper.note(None)
+            tail.worker.stepper.note(strategy.committed())
+
+        await tail.worker.runtime.control(hand_over)
+        assert (len(rounds), strategy.batches) == (1, [1])
+        assert (await driver.status(tail)).shared_through == 1
 
 
 @on_event_loop
@@ -279,22 +316,21 @@ def test_what_is_old_joining_or_too_far_ahead_counts_for_nothing() -> None:
 
 
 @given(
-    st.integers(1, 4), st.integers(0, 3), st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=40)
+    st.integers(1, 4),
+    st.lists(st.tuples(st.integers(0, 5), st.none() | st.integers(0, 12)), min_size=1, max_size=40),
 )
-def test_what_is_said_to_be_shared_is(num_fragments: int, lag_steps: int, steps: list[tuple[int, bool]]) -> None:
-    """Against a model: a fragment holds what was counted when its last committed round began, at most the lag ago."""
-    shared = SharedThrough(num_fragments, lag_steps)
-    history, fragments, applied = [0] * (lag_steps + 1), [0] * num_fragments, 0
-    for version, (num_applied, commits) in enumerate(steps, start=1):
+def test_what_is_said_to_be_shared_is(num_fragments: int, steps: list[tuple[int, int | None]]) -> None:
+    """Against a model: a fragment holds what was counted when the latest of its committed rounds began."""
+    shared = SharedThrough(num_fragments)
+    history, fragments, applied = [0], [0] * num_fragments, 0
+    for version, (num_applied, steps_ago) in enumerate(steps, start=1):
         applied += num_applied
         history.append(applied)
         shared.stepped(version, applied)
-        if commits:
+        if steps_ago is not None:
             fragment = version % num_fragments
-            shared.committed(fragment)
-            fragments[fragment] = history[-1 - lag_steps]
-        assert shared.count <= min(fragments)
-    if all(commits for _, commits in steps) and len(steps) > num_fragments + lag_steps:
+            shared.committed(fragment, steps_ago)
+            fragments[fragment] = max(fragments[fragment], history[max(0, version - steps_ago)])
         assert shared.count == min(fragments)
 
 
@@ -306,6 +342,25 @@ def test_a_checkpoint_shares_what_it_holds() -> None:
     assert shared.count == 8
     shared.start_over()
     assert shared.count == 0
+
+
+def test_a_checkpoint_of_a_former_incarnation_shares_nothing_of_this_one() -> None:
+    """A worker that ran ahead alone took up a state further back: its newest file is still that of before."""
+    shared = SharedThrough()
+    shared.stepped(480, 100)
+    shared.saved(479)
+    shared.start_over()
+    for version, applied in ((451, 2), (452, 4)):
+        shared.stepped(version, applied)
+        shared.saved(480)
+        assert shared.count == 0
+    shared.start_over()
+    shared.stepped(480, 6)
+    shared.saved(480)
+    assert shared.count == 0
+    shared.stepped(481, 8)
+    shared.saved(481)
+    assert shared.count == 8
 
 
 @on_event_loop
