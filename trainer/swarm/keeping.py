@@ -4,7 +4,7 @@ A worker asks the same of both: take part in rounds, say how far the round is, h
 when it has lost touch. What differs is what a state is (DiLoCo's anchor, which all members hold bit for bit; SPARTA's
 parameters and moments, each replica's own) and when a newcomer counts.
 
-Everything here runs in the worker's compute thread, but `report`, which reads numbers.
+Everything here runs in the worker's compute thread, but `place` and `is_lost`, which read numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trainer.engine.collective import Collective
 from trainer.engine.strategy import OuterResult
 from trainer.node.peer_book import StateChoice
 from trainer.node.state_form import StateForm
-from trainer.sparta import OtherRounds, SpartaFit, SpartaState, SpartaTrainer, choose_recent_state
+from trainer.sparta import NOBODY, OtherRounds, SpartaFit, SpartaState, SpartaTrainer, choose_recent_state
 from trainer.state import choose_state
 from trainer.swarm.fitting import StageFit
 
@@ -91,23 +91,11 @@ class Keeping(Protocol[S]):
         ...
 
 
-class _Failures:
-    """Rounds failed in a row."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._in_a_row = 0
-
-    def too_many(self, outcome: OuterResult) -> bool:
-        self._in_a_row = 0 if outcome.committed else self._in_a_row + 1
-        if self._in_a_row < self._most:
-            return False
-        self._in_a_row = 0
-        return True
-
-
 class DilocoKeeping:
     """A replica under DiLoCo: rounds move a common anchor.
+
+    A round that fails for everybody costs nobody anything: its work is part of the next. So rounds that fail send this
+    replica to the others for their state only where these have made some without it.
 
     Args:
         config: of the run.
@@ -116,6 +104,7 @@ class DilocoKeeping:
         behind: whether the last round failed because the others hold another state.
         move_to: tells the collective which round this replica trains towards.
         vocab_rows: of the model.
+        frontier: the round the stage's other workers are at (`frontier_of`); 0 if nothing is known.
     """
 
     def __init__(
@@ -126,13 +115,15 @@ class DilocoKeeping:
         behind: Callable[[], bool],
         move_to: Callable[[int], None],
         vocab_rows: int,
+        frontier: Callable[[], int] = NOBODY.frontier,
     ) -> None:
         self._trainer = DiLoCoTrainer(module, config.diloco, collective, vocab_rows=vocab_rows)
         self._inner_steps = config.diloco.inner_steps / config.diloco.num_fragments
-        self._failures = _Failures(config.swarm.join.max_failed_rounds)
+        self._max_failed_rounds = config.swarm.join.max_failed_rounds
+        self._failed_in_a_row = 0
         self._behind = behind
         self._move_to = move_to
-        self._num_steps = 0
+        self._frontier = frontier
 
     def after_inner_step(self, num_batches: int = 1) -> OuterResult | None:
         """See `Keeping`."""
@@ -165,11 +156,16 @@ class DilocoKeeping:
     def adopt(self, shared: SharedState) -> None:
         """See `Keeping`."""
         self._trainer.adopt(shared)
+        self._failed_in_a_row = 0
         self._move_to(self._trainer.round_index)
 
     def has_lost_touch(self, outcome: OuterResult) -> bool:
-        """At once where the others hold another state; else after some rounds that failed in a row."""
-        return self._failures.too_many(outcome) or (not outcome.committed and self._behind())
+        """At once where the others hold another state; else after rounds failed in a row that they made without it."""
+        self._failed_in_a_row = 0 if outcome.committed else self._failed_in_a_row + 1
+        if outcome.committed:
+            return False
+        failed_alone = self._frontier() > self._trainer.round_index
+        return self._behind() or (failed_alone and self._failed_in_a_row >= self._max_failed_rounds)
 
     def state_dict(self) -> dict[str, Any]:
         """See `Keeping`."""
