@@ -47,6 +47,8 @@ class Drive:
                 if settled is not None and settled.outcome == "done":
                     assert stage in credits
                     assert all(toy.incarnation == credits[stage] for toy in living)
+                    alive = {toy.incarnation: toy for toy in self.swarm.workers_by_stage[stage] if toy.alive}
+                    assert credits[stage] not in alive or key in alive[credits[stage]].counted, (key, stage)
         status = self.driver.status()
         assert len(self.work.given) == status.done + status.lost + status.handed_back + status.left
 

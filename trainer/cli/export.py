@@ -5,6 +5,7 @@ A node's checkpoint, or with ``--run`` and ``--at`` what the stages of a swarm h
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import time
 from collections.abc import Mapping
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from trainer.model.export import ExportType
 
 __all__ = ["export_command"]
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _FORMS = ("hf", "torchtitan")
@@ -113,6 +116,14 @@ def _of_swarm(run: Path, at: str, directory: str) -> _Source:
     at_us = parse_time(at, time_us(time.time()))
     found = newest_set(directory or config.swarm.checkpoint.directory, config.run_id, at_us)
     whole = assemble(found)
+    versions = [file.header.version for file in found.files.values()]
+    if max(versions) - min(versions) > config.swarm.stage.max_staleness:
+        logger.warning(
+            "the stages' newest checkpoints are %d steps and %.0f s apart; stages that far apart were not trained "
+            "against each other: copy newer ones here, or name an earlier --at",
+            max(versions) - min(versions),
+            (found.last_us - found.first_us) / 1e6,
+        )
     stages = ", ".join(
         f"{name} {spell_time(file.header.saved_us)} step {file.header.version}" for name, file in found.files.items()
     )

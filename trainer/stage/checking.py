@@ -64,18 +64,6 @@ class StageShape:
         if bool(((labels < 0) & (labels != IGNORED_LABEL)).any()):
             raise PipelineError(f"expected labels of {IGNORED_LABEL} or from 0 on, found other negative ones")
 
-    def check_gradient(self, grad_y: Tensor, rows: int, positions: int) -> None:
-        """Checks the gradient of this stage's output.
-
-        Raises:
-            PipelineError: type or shape is not the output's.
-        """
-        if not grad_y.is_floating_point() or grad_y.shape != (rows, positions, self.dim):
-            raise PipelineError(
-                f"expected a gradient of shape {[rows, positions, self.dim]}, found {_spell(grad_y)}; "
-                "is it of another micro-batch?"
-            )
-
     def _check_rows(self, x: Tensor, what: str, num_dimensions: int) -> None:
         if x.ndim != num_dimensions or not x.shape[0] or not 1 <= x.shape[1] <= self.max_positions:
             raise PipelineError(

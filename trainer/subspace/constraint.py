@@ -118,10 +118,6 @@ class SubspaceConstraint:
                 self._check_shape(name, tensor)
                 self._project_one_(name, tensor.detach())
 
-    def project_gradients_(self) -> None:
-        """Projects the parameters' ``grad``, where there is one; call it before clipping."""
-        self.project_({name: each.grad for name, each in self._parameters.items() if each.grad is not None})
-
     def distance(self) -> float:
         """How far from the subspace the parameter is that is farthest, relative to its norm."""
         return max((self._distance(name, parameter) for name, parameter in self._parameters.items()), default=0.0)

@@ -25,6 +25,8 @@ DRIVER = "driver"
 """Stands for a stage in the terms of those that hold none."""
 
 _AUTO = "auto"
+_OWN = ("round_timeout_s", "background")
+"""Options of a strategy in which workers may differ: they change when a round is over, not what comes of it."""
 _INNER = (
     "lr",
     "betas",
@@ -109,7 +111,7 @@ def _synchronisation(config: RunConfig) -> dict[str, JsonValue]:
     }
     values |= {f"inner.{name}": value for name, value in to_mapping(config.inner).items() if name in _INNER}
     options = config.swarm.sparta if config.strategy == "async_sparta" else config.diloco
-    values |= {f"{config.strategy}.{name}": value for name, value in to_mapping(options).items()}
+    values |= {f"{config.strategy}.{name}": value for name, value in to_mapping(options).items() if name not in _OWN}
     return values | {f"rule.{name}": value for name, value in to_mapping(config.rule).items()}
 
 

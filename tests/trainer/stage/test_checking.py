@@ -59,11 +59,3 @@ def test_labels_are_ids_or_ignored_and_as_many_as_there_are_positions() -> None:
     for bad in (IDS + 64, IDS - 1, IDS - 99, IDS - 101, IDS.float(), IDS[:1], IDS[:, :7], HIDDEN.long()):
         with pytest.raises(PipelineError, match="expected labels"):
             tail.check_labels(bad, HIDDEN)
-
-
-def test_a_gradient_is_of_the_outputs_shape() -> None:
-    body = _shape("body")
-    body.check_gradient(HIDDEN, 2, 8)
-    for bad in (HIDDEN.long(), HIDDEN[:1], HIDDEN[:, :7], HIDDEN[..., :3]):
-        with pytest.raises(PipelineError, match="another micro-batch"):
-            body.check_gradient(bad, 2, 8)
