@@ -101,6 +101,8 @@ class ChainAsk(StageAsk):
     apply_within_s: Seconds
     route: Annotated[tuple[Hop, ...], Field(max_length=256)]
     """The stages after this one, the next first; empty at the tail."""
+    driver: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
+    """Whose micro-batch it is, said by a worker that passes it on; empty: of whoever asks."""
 
 
 class EvaluateAsk(StageAsk):

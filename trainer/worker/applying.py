@@ -39,13 +39,14 @@ class Applying:
         self._tasks: dict[Slot, asyncio.Task[StageReply]] = {}
 
     async def once(
-        self, kind: str, key: str, apply_before_s: float, work: Callable[[Slot], Awaitable[StageReply]]
+        self, kind: str, key: str, owner: str, apply_before_s: float, work: Callable[[Slot], Awaitable[StageReply]]
     ) -> StageReply:
         """Has a micro-batch counted, or gives the answer from when it was.
 
         Args:
             kind: of the request.
             key: of the micro-batch.
+            owner: the driver whose it is.
             apply_before_s: on the cache's clock.
             work: has it counted, and makes the answer; called if nobody else is at it.
 
@@ -53,7 +54,7 @@ class Applying:
             RefusedError: it was not counted, or the answer is gone.
         """
         for _ in range(_MAX_TURNS):
-            found = self._replies.begin(kind, key, apply_before_s)
+            found = self._replies.begin(kind, key, apply_before_s, owner=owner)
             if isinstance(found, Known):
                 return found.reply
             task = self._tasks.get(found)

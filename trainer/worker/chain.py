@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -45,20 +45,30 @@ class Chain:
         stage_name: which one is here.
         passing: its passes.
         link: what comes and goes.
+        peer_of: where a hop is reached; raises `RefusedError` of one that is not known.
     """
 
-    def __init__(self, endpoint: Endpoint, plan: StagePlan, stage_name: str, passing: Passing, link: StageLink) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        plan: StagePlan,
+        stage_name: str,
+        passing: Passing,
+        link: StageLink,
+        peer_of: Callable[[messages.Hop], Peer],
+    ) -> None:
         self._endpoint = endpoint
         self._behind = plan.names[plan.index(stage_name) + 1 :]
         self._name = stage_name
         self._passing = passing
         self._link = link
+        self._peer_of = peer_of
 
     def check_route(self, ask: ReceivedChain) -> None:
         """Whether a route names the stages behind this one.
 
         Raises:
-            RefusedError: ``malformed``.
+            RefusedError: ``malformed``; or the next worker is not known.
         """
         found = tuple(hop.stage for hop in ask.route)
         if found != self._behind:
@@ -66,9 +76,11 @@ class Chain:
                 "malformed",
                 f"expected a route of {', '.join(self._behind) or 'no stage'}, found {', '.join(found) or 'none'}",
             )
+        if ask.route:
+            self._peer_of(ask.route[0])
 
     async def answer(self, slot: Slot, sender: PeerId, ask: ReceivedChain, tensors: Mapping[str, Tensor]) -> StageReply:
-        """Takes a micro-batch through this stage and those behind it.
+        """Takes the micro-batch of ``slot`` through this stage and those behind it.
 
         Raises:
             RefusedError: as of `Passing`, and ``hop`` or ``hop-…``.
@@ -79,7 +91,7 @@ class Chain:
         num_tokens = int((labels != IGNORED_LABEL).sum())
         passed = await self._passing.forward(sender, ask, tensors)
         try:
-            behind = await self._ask_next(ask, tensors, passed, num_tokens)
+            behind = await self._ask_next(ask, tensors, passed, num_tokens, slot.owner)
             grad_y = await self._gradient_in(ask, behind)
         except RefusedError:
             await self._passing.forget(passed.key)
@@ -101,7 +113,7 @@ class Chain:
         return TensorAnswer(body, own.tensors)
 
     async def _ask_next(
-        self, ask: ReceivedChain, tensors: Mapping[str, Tensor], passed: ForwardPass, num_tokens: int
+        self, ask: ReceivedChain, tensors: Mapping[str, Tensor], passed: ForwardPass, num_tokens: int, driver: str
     ) -> StageReply:
         left_s = (ask.apply_within_s - ask.waited_s) * _SHARE_BEHIND
         if left_s <= 0:
@@ -111,7 +123,7 @@ class Chain:
         if self._link.codec.needs_ids:
             sent[IDS] = tensors[IDS]
         hop, *rest = ask.route
-        peer = Peer(hop.peer_id, hop.address, hop.certificate_pem.encode() or None)
+        peer = self._peer_of(hop)
         next_ask = messages.ChainAsk(
             micro_batch=ask.micro_batch,
             stage=hop.stage,
@@ -120,6 +132,7 @@ class Chain:
             answer_within_s=min(left_s, ask.answer_within_s),
             apply_within_s=left_s,
             route=tuple(rest),
+            driver=driver,
         )
         try:
             answer = await ask_tensors(

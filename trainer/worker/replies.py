@@ -12,6 +12,9 @@ off, and until then anybody can: a caller that went away, the clock, the keeper 
 to somebody else. So for whoever asks, a micro-batch is either counted or will not be, and `counted_among` waits for
 the milliseconds in between.
 
+A name belongs to the driver it was counted for, and so does the answer: names can be guessed, and whoever sent another
+micro-batch under a name to come would have the driver go on with that one's gradient.
+
 The clock is CLOCK_BOOTTIME, which goes on while a process is stopped. A process that is stopped between claim and
 counting finds out behind it. It cannot take one gradient back out of a sum, nor know what others were told meanwhile,
 so it drops the sum and becomes another incarnation, which others treat like a worker that died and came back.
@@ -20,6 +23,7 @@ so it drops the sum and becomes another incarnation, which others treat like a w
 from __future__ import annotations
 
 import secrets
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -50,6 +54,7 @@ class Slot:
 
     kind: str
     key: str
+    owner: str
     waiting: list[float]
     """Until when it may be counted, of each who asks for it and has not gone away; on the cache's clock."""
     phase: _Phase = _Phase.OPEN
@@ -81,6 +86,7 @@ class Known(Generic[ReplyT]):
 @dataclass(slots=True)
 class _Counted(Generic[ReplyT]):
     kind: str
+    owner: str
     receipt: Receipt
     reply: ReplyT | None = None
     size_bytes: int = 0
@@ -122,36 +128,40 @@ class ReplyCache(Generic[ReplyT]):
         """Tensors of answers kept."""
         return self._reply_bytes
 
-    def begin(self, kind: str, key: str, apply_before_s: float) -> Slot | Known[ReplyT]:
+    def begin(self, kind: str, key: str, apply_before_s: float, *, owner: str = "") -> Slot | Known[ReplyT]:
         """Somebody asks for a micro-batch to be counted.
 
         Args:
             kind: what is to be answered; a micro-batch is counted once whatever the kinds.
             key: its name.
             apply_before_s: on the cache's clock.
+            owner: the driver whose micro-batch it is.
 
         Returns:
             The answer given before; or a slot, new (one is waiting) or one that others wait for too.
 
         Raises:
-            RefusedError: ``already-applied``; or ``busy``, where it is being counted as another kind, and for a while
-                after it was given to somebody else: that ends by itself, and is no failed attempt of whoever comes by.
+            RefusedError: ``already-applied``; ``counted-for-another`` driver; or ``busy``, where it is being counted as
+                another kind or for another driver, and for a while after it was given to somebody else: that ends by
+                itself, and is no failed attempt of whoever comes by.
         """
         with self._lock:
             counted = self._counted.get(key)
+            if counted is not None and counted.owner != owner:
+                raise RefusedError("counted-for-another", f"{key} is counted for another driver")
             if counted is not None and counted.reply is not None and counted.kind == kind:
                 self._replies.move_to_end(key)
                 return Known(counted.reply)
             slot = self._open.get(key)
-            if slot is not None and slot.kind == kind:
+            if slot is not None and (slot.kind, slot.owner) == (kind, owner):
                 slot.waiting.append(apply_before_s)
                 return slot
             if counted is not None:
                 raise RefusedError("already-applied", f"{key} is counted; its answer is not kept any more")
             if slot is not None:
-                raise RefusedError("busy", f"{key} is being counted by another request, as {slot.kind}; try again")
+                raise RefusedError("busy", f"{key} is being counted as {slot.kind} of {slot.owner[:12]}; try again")
             self._check_not_refused(key)
-            slot = self._open[key] = Slot(kind, key, [apply_before_s])
+            slot = self._open[key] = Slot(kind, key, sys.intern(owner), [apply_before_s])
             return slot
 
     def leave(self, slot: Slot, apply_before_s: float) -> bool:
@@ -205,7 +215,7 @@ class ReplyCache(Generic[ReplyT]):
             slot.phase = _Phase.COUNTED
             self._applied += 1
             receipt = Receipt(self._incarnation, self._applied)
-            self._counted[slot.key] = _Counted(slot.kind, receipt)
+            self._counted[slot.key] = _Counted(slot.kind, slot.owner, receipt)
             self._not_stepped.add(slot.key)
             while len(self._counted) > self._config.reply_cache_ids:
                 self._forget(next(iter(self._counted)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, TypeVar
 
@@ -20,12 +20,13 @@ from trainer.pipeline.messages import (
     AppliedAnswer,
     AppliedAsk,
     CountedAs,
+    Hop,
     StageAnswer,
 )
 from trainer.pipeline.plan import StagePlan
 from trainer.pipeline.tensors import TensorHandler, TensorService
 from trainer.pipeline.wire import GRADIENT, LABELS
-from trainer.rpc import Endpoint, PeerId, Reply, Request
+from trainer.rpc import Endpoint, Peer, PeerId, Reply, Request
 from trainer.stage import StageReplica
 from trainer.worker.applying import Applying, StageReplies, StageReply
 from trainer.worker.asks import (
@@ -72,8 +73,9 @@ class StageService:
         shared: what of it would outlive this worker.
         config: the bounds.
         batches: whether forward requests are computed together, as suits `StageConfig.backward` ``recompute``.
-        keepers: who may have micro-batches refused from now on: the run's drivers and the keeper of its account, as
-            known now. Names of micro-batches can be guessed; None: anybody may, which is for trusted networks only.
+        keepers: the run's drivers, the keeper of its account among them, as known now: who may have micro-batches
+            computed and counted, or refused from now on. Names of micro-batches can be guessed; None: anybody may,
+            which is for trusted networks only.
     """
 
     def __init__(
@@ -95,6 +97,9 @@ class StageService:
         """What is announced; what is let in is decided by `accepts` alone."""
         self.accepts: Accepts = "nothing"
         """Which requests are let in: all, those that end what was begun (`stage/backward`), or none."""
+        self.workers: Callable[[str], Mapping[PeerId, Peer]] | None = None
+        """The workers of a stage as known now, by key: who may pass chains on to this one, and where the next hop is.
+        None: anybody may, and a hop is where a route says; for trusted networks only."""
         self.refusals = Refusals()
         self.pulse = Pulse()
         self._endpoint = endpoint
@@ -110,7 +115,9 @@ class StageService:
         self._room = Room(config.max_received_bytes)
         max_batch_size = config.max_batch_size if batches else 1
         self._passing = Passing(stage_name, replica, runtime, link, replies, shared, max_batch_size=max_batch_size)
-        self._chain = Chain(endpoint, plan, stage_name, self._passing, link)
+        self._chain = Chain(endpoint, plan, stage_name, self._passing, link, self._peer_of)
+        index = plan.index(stage_name)
+        self._stage_before = plan.names[index - 1] if index else None
         self._applying = Applying(replies)
 
     @property
@@ -149,6 +156,7 @@ class StageService:
         with ExitStack() as held:
             try:
                 self._check_accepted(ask)
+                self._owner_of(sender, ask)
                 held.enter_context(self._room.held(sender, size_bytes))
             except RefusedError as error:
                 self.refusals.count(sender, "a request", error)
@@ -180,7 +188,7 @@ class StageService:
                 self._passing.check_room(Rank.BACKWARD, sender, ask)
                 return await self._passing.answer_backward(slot, sender, ask, tensors)
 
-            return await self._once(BACKWARD, ask, ask.apply_within_s, work)
+            return await self._once(BACKWARD, sender, ask, ask.apply_within_s, work)
 
         return await self._answered(sender, "a backward pass", answer())
 
@@ -192,7 +200,7 @@ class StageService:
                 self._passing.check_room(Rank.TAIL, sender, ask)
                 return await self._passing.answer_tail(slot, sender, ask, tensors)
 
-            return await self._once(TAIL, ask, ask.apply_within_s, work)
+            return await self._once(TAIL, sender, ask, ask.apply_within_s, work)
 
         return await self._answered(sender, "a tail's pass", answer())
 
@@ -206,7 +214,7 @@ class StageService:
                 self._passing.check_room(Rank.TAIL if is_tail else Rank.FORWARD, sender, ask)
                 return await self._chain.answer(slot, sender, ask, tensors)
 
-            return await self._once(TAIL if is_tail else CHAIN, ask, ask.apply_within_s, work)
+            return await self._once(TAIL if is_tail else CHAIN, sender, ask, ask.apply_within_s, work)
 
         return await self._answered(sender, "a chain", answer())
 
@@ -219,10 +227,50 @@ class StageService:
         return await self._answered(sender, "an evaluation", answer())
 
     async def _once(
-        self, kind: str, ask: ReceivedAsk, apply_within_s: float, work: Callable[[Slot], Awaitable[StageReply]]
+        self,
+        kind: str,
+        sender: PeerId,
+        ask: ReceivedAsk,
+        apply_within_s: float,
+        work: Callable[[Slot], Awaitable[StageReply]],
     ) -> StageReply:
         apply_before_s = self._runtime.now_s + apply_within_s - ask.waited_s
-        return await self._applying.once(kind, ask.micro_batch, apply_before_s, work)
+        return await self._applying.once(kind, ask.micro_batch, self._owner_of(sender, ask), apply_before_s, work)
+
+    def _owner_of(self, sender: PeerId, ask: ReceivedAsk) -> PeerId:
+        """The driver whose micro-batch it is: whoever asks, or for whom a worker of the stage before passes it on.
+
+        Raises:
+            RefusedError: ``not-a-driver``, or not heard of yet.
+        """
+        passed_on_for = ask.driver if isinstance(ask, ReceivedChain) else ""
+        if self._keepers is None:
+            return passed_on_for or sender
+        keepers = self._keepers()
+        if sender in keepers:
+            return sender
+        if passed_on_for in keepers and self._is_before(sender):
+            return passed_on_for
+        raise RefusedError("not-a-driver", f"expected a driver that this worker knows, found {sender[:12]}; try again")
+
+    def _is_before(self, sender: PeerId) -> bool:
+        """Whether it is a worker of the stage before."""
+        if self._stage_before is None:
+            return False
+        return self.workers is None or sender in self.workers(self._stage_before)
+
+    def _peer_of(self, hop: Hop) -> Peer:
+        """Where the next worker of a chain is: as it says itself, and not where a route would have this one connect to.
+
+        Raises:
+            RefusedError: ``hop-busy``: this worker has not heard of it, and may soon.
+        """
+        if self.workers is None:
+            return Peer(hop.peer_id, hop.address, hop.certificate_pem.encode() or None)
+        peer = self.workers(hop.stage).get(hop.peer_id)
+        if peer is None:
+            raise RefusedError("hop-busy", f"{hop.stage} {hop.peer_id}: {self._name} has not heard of it; try again")
+        return peer
 
     async def _applied(self, request: Request[AppliedAsk]) -> Reply[AppliedAnswer]:
         keys, refuse = request.body.micro_batches, request.body.refuse_from_now

@@ -16,6 +16,8 @@ from tests.support.model_configs import random_tokens
 from tests.support.stage_driver import StageDriver, running_driver
 from tests.support.stage_worker import RunningWorker, WorkerSetup, held, running_worker, until
 from trainer.errors import RefusedError
+from trainer.pipeline.messages import Hop
+from trainer.rpc import Peer
 
 KEY = "e0.s0.r0"
 IDS, LABELS = random_tokens(64, 2, 8)
@@ -31,9 +33,9 @@ async def _chain(
         yield workers, await stack.enter_async_context(running_driver())
 
 
-async def _refused(driver: StageDriver, workers: list[RunningWorker], **changes: object) -> RefusedError:
+async def _refused(asking: StageDriver, workers: list[RunningWorker], **changes: object) -> RefusedError:
     with pytest.raises(RefusedError) as caught:
-        await driver.chain(workers, KEY, IDS, LABELS, **changes)
+        await asking.chain(workers, KEY, IDS, LABELS, **changes)
     return caught.value
 
 
@@ -127,3 +129,75 @@ async def test_too_little_time_is_expired_before_anybody_is_asked() -> None:
     async with _chain() as (workers, driver):
         assert (await _refused(driver, workers, apply_within_s=0.0)).reason == "expired"
         assert _counts(workers) == [0, 0, 0]
+
+
+class _Known:
+    """Whom workers have heard of."""
+
+    def __init__(self) -> None:
+        self.drivers: set[str] = set()
+        self.workers: dict[str, dict[str, Peer]] = {stage: {} for stage in SETUPS}
+
+    @asynccontextmanager
+    async def chain(self) -> AsyncIterator[tuple[list[RunningWorker], StageDriver]]:
+        """Workers and a driver that have heard of each other."""
+        async with AsyncExitStack() as stack:
+            workers = [await stack.enter_async_context(self.worker(stage)) for stage in SETUPS]
+            driver = await stack.enter_async_context(running_driver())
+            self.drivers.add(driver.endpoint.peer_id)
+            yield workers, driver
+
+    @asynccontextmanager
+    async def worker(self, stage: str) -> AsyncIterator[RunningWorker]:
+        """One that is announced."""
+        async with running_worker(SETUPS[stage], keepers=lambda: self.drivers) as running:
+            running.worker.service.workers = lambda stage: self.workers[stage]
+            self.workers[stage][running.endpoint.peer_id] = running.peer
+            yield running
+
+
+@on_event_loop
+async def test_a_chain_is_passed_on_by_workers_of_the_stage_before_for_a_driver_that_is_known() -> None:
+    known = _Known()
+    async with known.chain() as (workers, driver), known.worker("head") as other_head:
+        await driver.chain(workers, KEY, IDS, LABELS)
+        again = await driver.chain([other_head, *workers[1:]], KEY, IDS, LABELS)
+        assert again.body.applied == ("head", "body-1", "tail")
+        assert _counts([other_head, *workers[1:]]) == [1, 1, 1], "whose micro-batch it is was not passed on"
+        known.workers["head"].clear()
+        error = await _refused(driver, workers, micro_batch="e0.s0.r2")
+        assert error.reason == "hop-not-a-driver"
+        assert f"body-1 {workers[1].endpoint.peer_id}: " in str(error)
+        known.drivers.clear()
+        assert (await _refused(driver, workers, micro_batch="e0.s0.r2")).reason == "not-a-driver"
+        assert _counts(workers) == [1, 1, 1]
+
+
+@on_event_loop
+async def test_a_worker_of_the_stage_before_names_no_driver_but_those_that_are_known() -> None:
+    known = _Known()
+    async with known.chain() as (workers, driver), running_driver() as body:
+        known.workers["body-1"][body.endpoint.peer_id] = body.endpoint.peer
+        for named in ("", "0" * 64):
+            assert (await _refused(body, workers[2:], driver=named)).reason == "not-a-driver"
+        assert (await _refused(body, workers[2:], driver=driver.endpoint.peer_id)).reason == "malformed"  # It has ids.
+        assert _counts(workers) == [0, 0, 0]
+
+
+@on_event_loop
+async def test_a_worker_connects_only_to_where_announced_workers_are() -> None:
+    known = _Known()
+    connections: list[object] = []
+    server = await asyncio.start_server(lambda *streams: connections.append(streams), "127.0.0.1", 0)
+    async with server, known.chain() as (workers, driver):
+        elsewhere = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        route = [
+            Hop(stage=stage, peer_id=running.endpoint.peer_id, address=elsewhere)
+            for stage, running in zip(("body-1", "tail"), workers[1:], strict=True)
+        ]
+        reply = await driver.chain(workers, KEY, IDS, LABELS, route=tuple(route))
+        assert reply.body.applied == ("head", "body-1", "tail")
+        unknown = route[0].model_copy(update={"peer_id": "0" * 64})
+        error = await _refused(driver, workers, micro_batch="e0.s0.r2", route=(unknown, route[1]))
+        assert (error.reason, "body-1 " + "0" * 64 in str(error)) == ("hop-busy", True)
+        assert not connections

@@ -66,6 +66,25 @@ def test_two_at_once_share_a_slot_and_another_kind_waits_outside() -> None:
     assert _reason(cache, "chain", KEYS[0]) == "busy"
 
 
+def test_a_name_and_its_answer_belong_to_the_driver_it_was_counted_for() -> None:
+    cache = _cache()
+    first = cache.begin("backward", KEYS[0], 200.0, owner="a")
+    assert isinstance(first, Slot)
+    with pytest.raises(RefusedError) as caught:
+        cache.begin("backward", KEYS[0], 200.0, owner="b")
+    assert caught.value.reason == "busy"
+    cache.claim(first)
+    assert cache.counted(first) is not None
+    for answered in (False, True):
+        if answered:
+            cache.settle(first, "the bytes", 10)
+            assert cache.begin("backward", KEYS[0], 200.0, owner="a") == Known("the bytes")
+        with pytest.raises(RefusedError) as caught:
+            cache.begin("backward", KEYS[0], 200.0, owner="b")
+        assert caught.value.reason == "counted-for-another"
+    assert cache.applied == 1
+
+
 def test_the_time_of_a_caller_that_has_gone_counts_no_more() -> None:
     clock = Clock()
     cache = _cache(clock)

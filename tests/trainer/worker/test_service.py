@@ -145,9 +145,9 @@ async def test_a_gradient_of_more_tokens_than_there_are_is_malformed_and_ends_no
 
 @on_event_loop
 async def test_the_same_request_again_gets_the_same_answer_and_one_gradient(tail_input: Tensors) -> None:
-    async with running_worker(TAIL) as tail, running_driver() as driver, running_driver() as another:
-        replies = await asyncio.gather(*(one.tail(tail, KEY, tail_input) for one in (driver, driver, another, driver)))
-        replies.append(await another.tail(tail, KEY, tail_input))
+    async with running_worker(TAIL) as tail, running_driver() as driver:
+        replies = await asyncio.gather(*(driver.tail(tail, KEY, tail_input) for _ in range(4)))
+        replies.append(await driver.tail(tail, KEY, tail_input))
         replies.append(await driver.ask(tail, messages.CHAIN, messages.ChainAsk, KEY, tail_input, {"route": ()}))
         for reply in replies[1:]:
             assert reply.body == replies[0].body
@@ -159,9 +159,9 @@ async def test_the_same_request_again_gets_the_same_answer_and_one_gradient(tail
 @on_event_loop
 async def test_what_is_wrong_with_one_request_is_not_held_against_one_that_came_with_it(head_input: Tensors) -> None:
     gradient = {"gradient": torch.randn(2, 8, small_config().dim)}
-    async with running_worker(HEAD) as head, running_driver() as driver, running_driver() as careless:
+    async with running_worker(HEAD) as head, running_driver() as driver:
         async with held(head) as release:
-            first = asyncio.create_task(careless.backward(head, KEY, gradient))
+            first = asyncio.create_task(driver.backward(head, KEY, gradient))
             await until(lambda: head.worker.runtime.figures.queued == 1)
             second = asyncio.create_task(driver.backward(head, KEY, {**gradient, **head_input}))
             await asyncio.sleep(0.1)
@@ -172,12 +172,12 @@ async def test_what_is_wrong_with_one_request_is_not_held_against_one_that_came_
 
 @on_event_loop
 async def test_a_caller_that_goes_away_leaves_nothing_counted_and_one_that_stays_gets_it(tail_input: Tensors) -> None:
-    async with running_worker(TAIL) as tail, running_driver() as driver, running_driver() as another:
+    async with running_worker(TAIL) as tail, running_driver() as driver:
         async with held(tail) as release:
             alone = asyncio.create_task(driver.tail(tail, "e0.s0.r2", tail_input))
             first = asyncio.create_task(driver.tail(tail, KEY, tail_input))
             await until(lambda: tail.worker.runtime.figures.queued == 2)
-            second = asyncio.create_task(another.tail(tail, KEY, tail_input))
+            second = asyncio.create_task(driver.tail(tail, KEY, tail_input))
             await asyncio.sleep(0.1)
             for task in (alone, first):
                 task.cancel()
@@ -277,7 +277,51 @@ async def test_only_who_may_has_micro_batches_refused_and_others_are_told_so(tai
         assert await other.applied(tail, KEY) == ()
         assert (await driver.tail(tail, KEY, tail_input)).body.applied_number == 1
         assert await driver.applied(tail, KEY, "e0.s0.r2", refuse_from_now=True) == (KEY,)
+        may.add(other.endpoint.peer_id)
         assert await _reason(other.tail(tail, "e0.s0.r2", tail_input)) == "busy"
+
+
+@on_event_loop
+async def test_for_strangers_nothing_is_received_computed_or_counted(head_input: Tensors, tail_input: Tensors) -> None:
+    hidden = TensorSpec(name="activation", dtype="float32", shape=(64, 512, 16))
+    fields = {"micro_batch": KEY, "stage": "tail", "num_rows": 64, "num_positions": 512}
+    ask = messages.TailAsk(**fields, answer_within_s=30.0, apply_within_s=30.0, tensors=(hidden,))  # type: ignore[arg-type]
+    may: set[str] = set()
+    async with AsyncExitStack() as stack:
+        head, tail = [await stack.enter_async_context(running_worker(it, keepers=lambda: may)) for it in (HEAD, TAIL)]
+        stranger = await stack.enter_async_context(running_driver())
+        gradient = {"gradient": torch.randn(2, 8, small_config().dim)}
+        asked = [
+            stranger.forward(head, KEY, head_input),
+            stranger.backward(head, KEY, {**head_input, **gradient}),
+            stranger.evaluate(head, head_input),
+            stranger.tail(tail, KEY, tail_input),
+            stranger.chain([tail], KEY, *random_tokens(64, 2, 8)),
+        ]
+        assert [await _reason(each) for each in asked] == ["not-a-driver"] * 5
+        async with _opened(stranger, tail, messages.TAIL + "/stream", ask) as stream:
+            assert await _reason(stream.receive()) == "not-a-driver"
+        assert head.worker.replica.cached_bytes == 0
+        may.add(stranger.endpoint.peer_id)  # Its announcement has come.
+        assert (await stranger.tail(tail, KEY, tail_input)).body.applied_number == 1
+
+
+@on_event_loop
+async def test_what_was_counted_for_one_driver_is_no_answer_for_another(tail_input: Tensors) -> None:
+    may: set[str] = set()
+    async with running_worker(TAIL, keepers=lambda: may) as tail, running_driver() as liar, running_driver() as driver:
+        may |= {liar.endpoint.peer_id, driver.endpoint.peer_id}
+        lie = {**tail_input, "activation": torch.zeros_like(tail_input["activation"])}
+        first = await liar.tail(tail, KEY, lie)
+        assert await _reason(driver.tail(tail, KEY, tail_input)) == "counted-for-another"
+        assert (await liar.tail(tail, KEY, lie)).body == first.body
+        async with held(tail) as release:
+            begun = asyncio.create_task(liar.tail(tail, "e0.s0.r2", lie))
+            await until(lambda: tail.worker.runtime.figures.queued == 1)
+            assert await _reason(driver.tail(tail, "e0.s0.r2", tail_input)) == "busy"
+            release()
+        await begun
+        assert tail.worker.replica.accumulated.num_micro_batches == 2
 
 
 @on_event_loop
