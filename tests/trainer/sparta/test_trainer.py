@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.support.replica_group import MeetingCollective, ReplicaGroup
 from tests.support.sparta_replicas import Frontier, Replica, Scripted, fail, refuse, same
@@ -15,6 +17,7 @@ from trainer.engine.collective import Contribution
 from trainer.engine.strategy import OuterStrategy
 from trainer.errors import IncompatiblePeerError, TrainerUsageError
 from trainer.sparta import SpartaConfig
+from trainer.worker.sharing import SharedThrough
 
 EACH_STEP = SpartaConfig(every_steps=1, num_slices=4, background=False)
 BEHIND_THE_SCENES = SpartaConfig(every_steps=2, num_slices=4)
@@ -117,6 +120,33 @@ def test_a_round_in_the_foreground_holds_all_steps_and_a_failed_one_none() -> No
     collective.answer = fail
     replica.turn()
     assert [result.contributed_steps_ago for result in replica.results] == [0, 0, None]
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=40))
+def test_what_is_said_to_outlive_a_replica_was_in_the_rounds(steps: list[tuple[int, bool]]) -> None:
+    """However long each of them takes: against what had been counted when it began."""
+    collective, shared = Scripted(), SharedThrough(BEHIND_THE_SCENES.num_slices)
+    replica = Replica(BEHIND_THE_SCENES, collective)
+    by_slice, applied, brought = [0] * BEHIND_THE_SCENES.num_slices, 0, 0
+    collective.gate.clear()
+    for version, (num_batches, lands) in enumerate(steps, start=1):
+        applied += num_batches
+        shared.stepped(version, applied)
+        assert replica.turn(num_batches) is None
+        if not replica.trainer.inner_step:
+            brought = applied
+        if lands:
+            collective.gate.set()
+        result = replica.drain() if lands else None
+        collective.gate.clear()
+        if result is not None:
+            by_slice[result.fragment] = brought
+            if result.contributed_steps_ago is not None:
+                shared.committed(result.fragment, result.contributed_steps_ago)
+        assert shared.count == min(by_slice)
+    collective.gate.set()
+    replica.drain()
 
 
 def test_a_round_lands_by_itself_at_the_next_step() -> None:
