@@ -15,37 +15,46 @@ virtual environments and their files are made once and kept in ``--folder``. Fig
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
-import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts.bench_parts import parts_parser, run_parts
 from scripts.loader_bench.batches import bench_batches, bench_workers
 from scripts.loader_bench.cold_cache import bench_cold_cache
 from scripts.loader_bench.memory import bench_memory
 from scripts.loader_bench.starts import bench_cold_start
-from scripts.loader_bench.workspace import PEERS, ROOT, Workspace
+from scripts.loader_bench.workspace import PEERS, Workspace
+
+
+def _with_store(bench: Callable[[argparse.Namespace, Workspace], Any]) -> Callable[[argparse.Namespace], Any]:
+    """A part that is given the place where everything is made, with its store."""
+
+    def run(arguments: argparse.Namespace) -> Any:
+        folder = arguments.folder.resolve()
+        venvs = (arguments.venv or folder / "venvs").resolve()
+        workspace = Workspace(folder, venvs, arguments.corpus, arguments.seq_len)
+        workspace.make_store()
+        return bench(arguments, workspace)
+
+    return run
+
 
 BENCHES = {
-    "batches": bench_batches,
-    "workers": bench_workers,
-    "cold-start": bench_cold_start,
-    "cold-cache": bench_cold_cache,
-    "memory": bench_memory,
+    "batches": _with_store(bench_batches),
+    "workers": _with_store(bench_workers),
+    "cold-start": _with_store(bench_cold_start),
+    "cold-cache": _with_store(bench_cold_cache),
+    "memory": _with_store(bench_memory),
 }
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", help=f"of {', '.join(BENCHES)}; all by default")
-    parser.add_argument("--corpus", type=Path, default=ROOT.parent / "shared" / "corpus" / "fineweb-edu")
-    folder = Path(tempfile.gettempdir()) / "genesis-bench-loader"
-    parser.add_argument("--folder", type=Path, default=folder, help="where everything is made and kept")
+def main() -> None:
+    """Runs the parts named, or all."""
+    parser = parts_parser(__doc__, BENCHES, "genesis-bench-loader")
     parser.add_argument("--venv", type=Path, help="where the peers are installed; default FOLDER/venvs")
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--batch-size", type=int, default=8)
@@ -58,29 +67,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--starts", type=int, default=9, help="of each kind, for cold-start and cold-cache")
     parser.add_argument("--mbit", type=float, default=100.0, help="of the link, for cold-cache")
     parser.add_argument("--rotations", type=int, default=1000, help="for memory")
-    parser.add_argument("--json", action="store_true", help="print JSON; the tables go to standard error")
-    arguments = parser.parse_args()
-    unknown = set(arguments.parts) - set(BENCHES)
-    if unknown:
-        parser.error(f"unknown part {sorted(unknown)[0]!r}; known are {', '.join(BENCHES)}")
-    return arguments
-
-
-def main() -> None:
-    """Runs the parts named, or all."""
-    arguments = parse_arguments()
-    folder = arguments.folder.resolve()
-    venvs = (arguments.venv or folder / "venvs").resolve()
-    workspace = Workspace(folder, venvs, arguments.corpus, arguments.seq_len)
-    answers = sys.stdout
-    if arguments.json:
-        sys.stdout = sys.stderr
-    workspace.make_store()
-    report: dict[str, Any] = {"cpus": os.cpu_count()}
-    for part in arguments.parts or BENCHES:
-        report[part] = BENCHES[part](arguments, workspace)
-    if arguments.json:
-        print(json.dumps(report, indent=2), file=answers)
+    run_parts(parser, BENCHES)
 
 
 if __name__ == "__main__":

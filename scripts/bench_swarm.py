@@ -6,6 +6,7 @@
     python scripts/bench_swarm.py pipeline       # tokens/s of three stages: ours, one process, pipelining over gloo
     python scripts/bench_swarm.py links          # tokens/s over 80 Mbit/s: the subspace codec over none
     python scripts/bench_swarm.py churn          # slow workers that come and go: our rule, SWARM's, 004's
+    python scripts/bench_swarm.py goodput        # what a swarm gets done while workers are killed, stopped and slowed
 
 Every figure is a ratio to something measured in the same run. Members are processes of their own, in network namespaces
 where links matter (that needs root); all of them end with this one. Figures go to docs/performance.md.
@@ -13,23 +14,17 @@ where links matter (that needs root); all of them end with this one. Figures go 
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import signal
 import sys
-import tempfile
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts.bench_parts import parts_parser, run_parts
 from scripts.swarm_bench.call import bench_call
 from scripts.swarm_bench.churn_bench import bench_churn
 from scripts.swarm_bench.goodput import bench_goodput
 from scripts.swarm_bench.links import bench_links
 from scripts.swarm_bench.pipeline import bench_pipeline
-from scripts.trainer_bench.crew import ROOT
 
 BENCHES = {
     "call": bench_call,
@@ -40,13 +35,9 @@ BENCHES = {
 }
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", help=f"of {', '.join(BENCHES)}; all by default")
-    parser.add_argument("--corpus", type=Path, default=ROOT.parent / "shared" / "corpus" / "fineweb-edu")
-    folder = Path(tempfile.gettempdir()) / "genesis-bench-trainer"
-    parser.add_argument("--folder", type=Path, default=folder, help="where the store is made and kept")
+def main() -> None:
+    """Runs the parts named, or all."""
+    parser = parts_parser(__doc__, BENCHES, "genesis-bench-trainer")
     parser.add_argument("--store", type=Path, help="a store with a vocabulary of 1,024 to use instead")
     parser.add_argument("--call-mb", type=int, nargs="+", default=[1, 4, 16], help="MiB of a tensor, for call")
     parser.add_argument("--call-turns", type=int, default=5, help="counted turns of each contestant, for call")
@@ -69,28 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--churn-seeds", type=int, default=5, help="simulations of each, for churn")
     parser.add_argument("--churn-s", type=float, default=600.0, help="simulated seconds of each, for churn")
     parser.add_argument("--churn-live-s", type=float, default=30.0, help="of each rule with real workers; 0: none")
-    parser.add_argument("--json", action="store_true", help="print JSON; the tables go to standard error")
-    arguments = parser.parse_args()
-    unknown = set(arguments.parts) - set(BENCHES)
-    if unknown:
-        parser.error(f"unknown part {sorted(unknown)[0]!r}; known are {', '.join(BENCHES)}")
-    return arguments
-
-
-def main() -> None:
-    """Runs the parts named, or all."""
-    arguments = parse_arguments()
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # So that members and networks are removed.
-    answers = sys.stdout
-    if arguments.json:
-        sys.stdout = sys.stderr
-    report: dict[str, Any] = {"cpus": os.cpu_count()}
-    for part in arguments.parts or BENCHES:
-        report[part] = BENCHES[part](arguments)
-    if arguments.json:
-        print(json.dumps(report, indent=2), file=answers)
+    run_parts(parser, BENCHES)
 
 
 if __name__ == "__main__":

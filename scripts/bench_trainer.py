@@ -15,18 +15,12 @@ where links matter (that needs root); all of them end with this one. Figures go 
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import signal
 import sys
-import tempfile
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.trainer_bench.crew import ROOT
+from scripts.bench_parts import parts_parser, run_parts
 from scripts.trainer_bench.gpu import bench_gpu
 from scripts.trainer_bench.links import bench_links
 from scripts.trainer_bench.rounds import bench_round
@@ -44,13 +38,9 @@ BENCHES = {
 }
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", help=f"of {', '.join(BENCHES)}; all by default")
-    parser.add_argument("--corpus", type=Path, default=ROOT.parent / "shared" / "corpus" / "fineweb-edu")
-    folder = Path(tempfile.gettempdir()) / "genesis-bench-trainer"
-    parser.add_argument("--folder", type=Path, default=folder, help="where the store is made and kept")
+def main() -> None:
+    """Runs the parts named, or all."""
+    parser = parts_parser(__doc__, BENCHES, "genesis-bench-trainer")
     parser.add_argument("--store", type=Path, help="a store with a vocabulary of 1,024 to use instead")
     parser.add_argument("--members", type=int, default=4, help="of bytes and links")
     parser.add_argument("--bytes-preset", default="15m", help="model of bytes")
@@ -73,28 +63,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--turn-steps", type=int, default=10, help="steps of a turn, for step: a checkpoint each ten")
     parser.add_argument("--step-s", type=float, default=120.0, help="how long step measures")
     parser.add_argument("--kept-batches", type=int, default=512, help="that the loop written by hand goes through")
-    parser.add_argument("--json", action="store_true", help="print JSON; the tables go to standard error")
-    arguments = parser.parse_args()
-    unknown = set(arguments.parts) - set(BENCHES)
-    if unknown:
-        parser.error(f"unknown part {sorted(unknown)[0]!r}; known are {', '.join(BENCHES)}")
-    return arguments
-
-
-def main() -> None:
-    """Runs the parts named, or all."""
-    arguments = parse_arguments()
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # So that members and networks are removed.
-    answers = sys.stdout
-    if arguments.json:
-        sys.stdout = sys.stderr
-    report: dict[str, Any] = {"cpus": os.cpu_count()}
-    for part in arguments.parts or BENCHES:
-        report[part] = BENCHES[part](arguments)
-    if arguments.json:
-        print(json.dumps(report, indent=2), file=answers)
+    run_parts(parser, BENCHES)
 
 
 if __name__ == "__main__":
