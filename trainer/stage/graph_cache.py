@@ -1,9 +1,10 @@
 """`GraphCache`: what forward passes left for the backward passes to come, bounded by bytes.
 
-An entry is an input and, while it is of use, the output with its graph: some twenty times the input a layer. Over the
-bound entries go, whole, of whoever has the most the oldest; whoever asks for what is gone sends the input again. So one
-that floods drives out its own, and what a driver that died has left behind goes as others need the room. (Keeping the
-inputs of what had to go would fill the room with them.)
+An entry is an input and, while it is of use, the output with its graph: some twenty times the input a layer; and the
+objects around these, which are most of what a head's input of a few ids costs. Over the bound entries go, whole, of
+whoever has the most the oldest; whoever asks for what is gone sends the input again. So one that floods drives out its
+own, and what a driver that died has left behind goes as others need the room. (Keeping the inputs of what had to go
+would fill the room with them.)
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-__all__ = ["CachedForward", "GraphCache"]
+__all__ = ["ENTRY_BYTES", "CachedForward", "GraphCache"]
+
+ENTRY_BYTES = 2048
+"""Of an entry beside its tensors' values: names, tensors and nodes as objects."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,7 +38,7 @@ class CachedForward:
     @property
     def size_bytes(self) -> int:
         """Bytes it keeps."""
-        return self.x.nbytes + self.graph_bytes
+        return ENTRY_BYTES + self.x.nbytes + self.graph_bytes
 
     def without_graph(self) -> CachedForward:
         """The input alone, no longer part of a graph."""

@@ -25,7 +25,7 @@ from trainer.rpc import Endpoint, Peer, PeerId
 from trainer.worker.applying import StageReply
 from trainer.worker.asks import ReceivedChain
 from trainer.worker.link import StageLink
-from trainer.worker.passing import ForwardPass, Gradient, Passing
+from trainer.worker.passing import Gradient, Passing
 from trainer.worker.replies import Slot
 
 __all__ = ["Chain"]
@@ -89,9 +89,10 @@ class Chain:
             return await self._passing.answer_tail(slot, sender, ask, tensors)
         labels = self._link.labels_of(ask, tensors)
         num_tokens = int((labels != IGNORED_LABEL).sum())
-        passed = await self._passing.forward(sender, ask, tensors)
+        passed, sent = await self._passing.forward(sender, ask, tensors)
         try:
-            behind = await self._ask_next(ask, tensors, passed, num_tokens, slot.owner)
+            behind = await self._ask_next(ask, tensors, sent, num_tokens, slot.owner)
+            del sent  # As large as the gradient that comes in its place.
             grad_y = await self._gradient_in(ask, behind)
         except RefusedError:
             await self._passing.forget(passed.key)
@@ -106,20 +107,19 @@ class Chain:
                 "applied": (self._name, *behind.body.applied),
                 "loss_sum": behind.body.loss_sum,
                 "num_tokens": num_tokens,
-                "compute_s": own.body.compute_s + passed.computed.compute_s,
-                "queue_s": own.body.queue_s + passed.computed.queue_s,
+                "compute_s": own.body.compute_s + passed.compute_s,
+                "queue_s": own.body.queue_s + passed.queue_s,
             }
         )
         return TensorAnswer(body, own.tensors)
 
     async def _ask_next(
-        self, ask: ReceivedChain, tensors: Mapping[str, Tensor], passed: ForwardPass, num_tokens: int, driver: str
+        self, ask: ReceivedChain, tensors: Mapping[str, Tensor], sent: dict[str, Tensor], num_tokens: int, driver: str
     ) -> StageReply:
         left_s = (ask.apply_within_s - ask.waited_s) * _SHARE_BEHIND
         if left_s <= 0:
             raise RefusedError("expired", f"no time was left for the stages behind {self._name}; nothing was counted")
-        sent = await self._link.activation(passed.y, passed.ids)
-        sent[LABELS] = tensors[LABELS]
+        sent = {**sent, LABELS: tensors[LABELS]}
         if self._link.codec.needs_ids:
             sent[IDS] = tensors[IDS]
         hop, *rest = ask.route

@@ -1,7 +1,7 @@
 """Options of a worker's service, with their units; the defaults fit stages of 0.1 to 10 s a micro-batch.
 
-What drivers can make a worker hold follows from them: ``max_received_bytes`` of requests in the wire's form,
-``max_queue_bytes`` of inputs that wait, ``reply_cache_bytes`` of answers, ``reply_cache_ids`` names of some 150 bytes
+What drivers can make a worker hold follows from them: ``max_received_bytes`` on behalf of requests under way (of these
+``max_queue_bytes`` wait to be computed), ``reply_cache_bytes`` of answers, ``reply_cache_ids`` names of some 150 bytes
 (39 MB), and twice that many refusals for a while. The stage's graphs have a bound of their own
 (`StageConfig.max_cached_bytes`).
 """
@@ -40,10 +40,10 @@ class WorkerConfig:
     max_request_tokens: int = 65_536
     """Rows times positions of one request: bounds its tensors before and after decoding."""
     max_received_bytes: int = 4 << 30
-    """Tensors of requests of more than 1 MiB, as they came, that are being received or answered, of all drivers; one
-    driver gets half of it."""
+    """Held on behalf of requests until they are answered, of all drivers; one driver gets half of it. Of a request that
+    is its tensors as they came and decoded, and an output or gradient in fp32; of a chain that goes on, three."""
     max_queue_bytes: int = 1 << 30
-    """Tensors of requests that wait, of all drivers; forward requests may take three quarters of it."""
+    """Inputs and gradients that wait to be computed with, of all drivers; forward requests may take three quarters."""
     max_queue_per_driver: int = 32
     """Requests of one driver that wait; more are refused as ``busy``."""
     max_compute_lead_s: float = 2.0

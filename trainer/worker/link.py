@@ -70,8 +70,25 @@ class StageLink:
         return self.activation_bytes(num_tokens) + gradient + 8 * num_tokens
 
     def decoded_bytes(self, ask: StageAsk) -> int:
-        """Of an input or a gradient as the stage computes with it."""
-        return ask.num_rows * ask.num_positions * (8 if self.shape.kind == "head" else 4 * self.shape.dim)
+        """Of the tensors that come with a request, as the stage computes with them."""
+        names = [spec.name for spec in ask.tensors]
+        num_hidden = sum(any(f"{name}.".startswith(f"{what}.") for name in names) for what in (ACTIVATION, GRADIENT))
+        num_integers = sum(name in (IDS, LABELS) for name in names)
+        return num_hidden * self.hidden_bytes(ask) + 8 * num_integers * ask.num_rows * ask.num_positions
+
+    def hidden_bytes(self, ask: StageAsk) -> int:
+        """Of a stage's output, or the gradient of one, in fp32."""
+        return 4 * ask.num_rows * ask.num_positions * self.shape.dim
+
+    def held_bytes(self, ask: StageAsk, num_made: int) -> int:
+        """What a request has a worker hold until it is answered: its tensors as they came, decoded, and what is made.
+
+        Args:
+            ask: the request.
+            num_made: outputs and gradients made or received on its behalf that are there at a time.
+        """
+        received = sum(spec.size_bytes for spec in ask.tensors)
+        return received + self.decoded_bytes(ask) + num_made * self.hidden_bytes(ask)
 
     @property
     def takes_ids(self) -> bool:
@@ -128,7 +145,7 @@ class StageLink:
             self.codec.check(sent, ask.num_rows, ask.num_positions, self.shape.dim, GRADIENT)
             return self.codec.grad_decode(sent)
 
-        return await self._offload(4 * ask.num_rows * ask.num_positions * self.shape.dim, decode)
+        return await self._offload(self.hidden_bytes(ask), decode)
 
     def labels_of(self, ask: StageAsk, tensors: Mapping[str, Tensor]) -> Tensor:
         """The labels, int64.

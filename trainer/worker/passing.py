@@ -25,7 +25,7 @@ from trainer.worker.link import StageLink, refusal_of
 from trainer.worker.replies import Slot
 from trainer.worker.runtime import Runtime
 from trainer.worker.sharing import SharedThrough
-from trainer.worker.waiting import Computed, Job, Rank
+from trainer.worker.waiting import Job, Rank
 
 __all__ = ["ForwardPass", "Gradient", "Passing"]
 
@@ -35,16 +35,14 @@ _Apply = Callable[[Callable[[], None]], BackwardResult | TailResult]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardPass:
-    """A forward pass that was run here."""
+    """A forward pass that was run here, without its output: that is needed for as long as it is sent."""
 
     key: str
     """Under which its graph is kept."""
     x: Tensor
-    y: Tensor
-    ids: Tensor | None
-    """Where the codec needs them, or they are the input."""
     version: int
-    computed: Computed
+    compute_s: float
+    queue_s: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,8 +98,13 @@ class Passing:
         """
         self._runtime.check_room(rank, sender, self._link.decoded_bytes(ask))
 
-    async def forward(self, sender: PeerId, ask: ReceivedAsk, tensors: Mapping[str, Tensor]) -> ForwardPass:
+    async def forward(
+        self, sender: PeerId, ask: ReceivedAsk, tensors: Mapping[str, Tensor]
+    ) -> tuple[ForwardPass, dict[str, Tensor]]:
         """Runs a forward pass whose backward pass is to follow.
+
+        Returns:
+            What is known of it, and its output in the wire's form.
 
         Raises:
             RefusedError: the request is not in order, too late, or there is no room.
@@ -109,18 +112,22 @@ class Passing:
         """
         x, ids = await self._link.input_of(ask, tensors)
         key = _graph_key(sender, ask)
-        job = self._job(Rank.FORWARD, sender, ask, (key, x), self._run_forward)
+        job = self._job(Rank.FORWARD, sender, ask, (key, x), self._run_forward, x.nbytes)
         if 1 < self._max_batch_size >= ask.num_rows:
             job.group = ask.num_positions
         done = await self._runtime.compute(job)
         y, version = done.value
-        return ForwardPass(key, x, y, ids, version, done)
+        try:
+            activation = await self._link.activation(y, ids)
+        except RefusedError:
+            await self.forget(key)
+            raise
+        return ForwardPass(key, x, version, done.compute_s, done.queue_s), activation
 
     async def answer_forward(self, sender: PeerId, ask: ReceivedAsk, tensors: Mapping[str, Tensor]) -> StageReply:
         """Runs a forward pass and answers its output; errors as `forward`."""
-        passed = await self.forward(sender, ask, tensors)
-        activation = await self._link.activation(passed.y, passed.ids)
-        return TensorAnswer(self._answer(ask, passed.version, passed.computed), activation)
+        passed, activation = await self.forward(sender, ask, tensors)
+        return TensorAnswer(self._answer(ask, passed.version, passed.compute_s, passed.queue_s), activation)
 
     async def answer_backward(
         self, slot: Slot, sender: PeerId, ask: ReceivedBackward, tensors: Mapping[str, Tensor]
@@ -153,7 +160,8 @@ class Passing:
             except PipelineError as error:
                 raise RefusedError("no-input" if gradient.x is None else "malformed", str(error)) from error
 
-        return await self._count(Rank.BACKWARD, slot, sender, ask, apply, owed=owed)
+        size_bytes = gradient.grad_y.nbytes + (0 if gradient.x is None else gradient.x.nbytes)
+        return await self._count(Rank.BACKWARD, slot, sender, ask, apply, size_bytes, owed=owed)
 
     async def answer_tail(
         self, slot: Slot, sender: PeerId, ask: ReceivedAsk, tensors: Mapping[str, Tensor]
@@ -165,7 +173,7 @@ class Passing:
         def apply(before_apply: Callable[[], None]) -> TailResult:
             return self._replica.tail(ask.micro_batch, hidden, labels, before_apply=before_apply)
 
-        return await self._count(Rank.TAIL, slot, sender, ask, apply)
+        return await self._count(Rank.TAIL, slot, sender, ask, apply, hidden.nbytes + labels.nbytes)
 
     async def answer_evaluate(self, sender: PeerId, ask: ReceivedAsk, tensors: Mapping[str, Tensor]) -> StageReply:
         """The output, or the tail's loss, of held-out data; errors as `forward`."""
@@ -176,9 +184,10 @@ class Passing:
             found = self._replica.evaluate(x) if labels is None else self._replica.evaluate_loss(x, labels)
             return [(found, self._replica.version)]
 
-        done = await self._runtime.compute(self._job(Rank.EVALUATE, sender, ask, None, evaluate))
+        size_bytes = x.nbytes + (0 if labels is None else labels.nbytes)
+        done = await self._runtime.compute(self._job(Rank.EVALUATE, sender, ask, None, evaluate, size_bytes))
         found, version = done.value
-        answer = self._answer(ask, version, done)
+        answer = self._answer(ask, version, done.compute_s, done.queue_s)
         if isinstance(found, LossSum):
             if found.loss_sum != found.loss_sum:
                 raise RefusedError("nonfinite", "the loss is not a number")
@@ -191,9 +200,17 @@ class Passing:
         await self._runtime.control(lambda: self._replica.forget(key))
 
     async def _count(
-        self, rank: Rank, slot: Slot, sender: PeerId, ask: ReceivedAsk, apply: _Apply, *, owed: bool = False
+        self,
+        rank: Rank,
+        slot: Slot,
+        sender: PeerId,
+        ask: ReceivedAsk,
+        apply: _Apply,
+        size_bytes: int,
+        *,
+        owed: bool = False,
     ) -> StageReply:
-        job = self._job(rank, sender, ask, None, lambda _: [self._counter.count(slot, apply)])
+        job = self._job(rank, sender, ask, None, lambda _: [self._counter.count(slot, apply)], size_bytes)
         job.begin_before_s = float("inf")  # The slot knows better: of all who wait for it.
         done = await self._runtime.compute(job, owed=owed)
         counted: Counted[BackwardResult | TailResult] = done.value
@@ -208,7 +225,7 @@ class Passing:
             grad_x: Tensor | None = result.grad_hidden
         else:
             grad_x = result.grad_x
-        answer = self._answer(ask, result.version, done).model_copy(update=update)
+        answer = self._answer(ask, result.version, done.compute_s, done.queue_s).model_copy(update=update)
         return TensorAnswer(answer, {} if grad_x is None else await self._gradient_behind(ask, grad_x))
 
     async def _gradient_behind(self, ask: ReceivedAsk, grad_x: Tensor) -> dict[str, Tensor]:
@@ -225,14 +242,14 @@ class Passing:
         outputs = self._replica.forward_many(items)
         return [refusal_of(y) if isinstance(y, PipelineError) else (y, version) for y in outputs]
 
-    def _answer(self, ask: ReceivedAsk, version: int, done: Computed) -> StageAnswer:
+    def _answer(self, ask: ReceivedAsk, version: int, compute_s: float, queue_s: float) -> StageAnswer:
         return StageAnswer(
             incarnation=self._replies.incarnation,
             version=version,
             num_rows=ask.num_rows,
             shared_through=self._shared.count,
-            compute_s=min(done.compute_s, 86_400.0),
-            queue_s=min(max(0.0, done.queue_s), 86_400.0),
+            compute_s=min(compute_s, 86_400.0),
+            queue_s=min(max(0.0, queue_s), 86_400.0),
         )
 
     def _job(
@@ -242,6 +259,7 @@ class Passing:
         ask: ReceivedAsk,
         item: object,
         compute: Callable[[Sequence[Any]], Sequence[Any]],
+        size_bytes: int,
     ) -> Job:
         return Job(
             rank,
@@ -249,7 +267,7 @@ class Passing:
             item,
             compute,
             num_rows=ask.num_rows,
-            size_bytes=self._link.decoded_bytes(ask),
+            size_bytes=size_bytes,
             begin_before_s=self._runtime.now_s + ask.answer_within_s - ask.waited_s,
         )
 

@@ -1,4 +1,7 @@
-"""`Room`: how much of the requests that are being received or answered a worker holds, of each driver and of all.
+"""`Room`: how much a worker holds on behalf of the requests that are under way, of each driver and of all.
+
+What a request will have it hold is told from its message: its tensors, as they come and as they are computed with, and
+what is made of them, for as long as it takes to answer it, whoever it waits for.
 
 A request is let in if its driver then holds no more than is still free, as in the queue (`trainer.worker.waiting`): one
 that floods gets half, two a third each, and there is always room for somebody else. What is refused is refused before

@@ -151,13 +151,13 @@ class StageService:
         )
 
     @contextmanager
-    def _admit(self, sender: PeerId, ask: ReceivedAsk, size_bytes: int) -> Iterator[None]:
-        """Room for a request's tensors, held until it is answered; until then it is under way."""
+    def _admit(self, sender: PeerId, ask: ReceivedAsk, _size_bytes: int) -> Iterator[None]:
+        """Room for a request's tensors and what is made of them, held until it is answered; so long it is under way."""
         with ExitStack() as held:
             try:
-                self._check_accepted(ask)
+                self._check_head(ask)
                 self._owner_of(sender, ask)
-                held.enter_context(self._room.held(sender, size_bytes))
+                held.enter_context(self._room.held(sender, self._link.held_bytes(ask, _num_made(ask))))
             except RefusedError as error:
                 self.refusals.count(sender, "a request", error)
                 raise
@@ -328,23 +328,24 @@ class StageService:
         Raises:
             RefusedError: it is not for this worker, not now, or not in order.
         """
+        self._check_head(ask)  # Again: its tensors may have been long in coming.
+        self._link.check_names(tensors, *others)
+        ask.date(self.pulse)
+
+    def _check_head(self, ask: ReceivedAsk) -> None:
+        """What can be told before the tensors are here."""
         if ask.stage != self._name:
             raise RefusedError(
                 "stage", f"expected a request for {self._name}, which is here, found one for {ask.stage}"
             )
-        self._check_accepted(ask)  # Again: its tensors may have been long in coming.
+        if self.accepts == "nothing" or (self.accepts == "begun" and not isinstance(ask, ReceivedBackward)):
+            raise RefusedError(
+                "stopping", f"this worker is {self.status} and takes {self.accepts}; ask another of {self._name}"
+            )
         num_tokens = ask.num_rows * ask.num_positions
         if num_tokens > self._config.max_request_tokens:
             raise RefusedError(
                 "malformed", f"expected at most {self._config.max_request_tokens} tokens a request, found {num_tokens}"
-            )
-        self._link.check_names(tensors, *others)
-        ask.date(self.pulse)
-
-    def _check_accepted(self, ask: ReceivedAsk) -> None:
-        if self.accepts == "nothing" or (self.accepts == "begun" and not isinstance(ask, ReceivedBackward)):
-            raise RefusedError(
-                "stopping", f"this worker is {self.status} and takes {self.accepts}; ask another of {self._name}"
             )
 
     async def _answered(self, sender: PeerId, what: str, answer: Coroutine[Any, Any, StageReply]) -> StageReply:
@@ -358,3 +359,8 @@ class StageService:
         except RefusedError as error:
             self.refusals.count(sender, what, error)
             raise
+
+
+def _num_made(ask: ReceivedAsk) -> int:
+    """Outputs and gradients a worker holds for a request at a time: of a chain, those of the stages behind it too."""
+    return 3 if isinstance(ask, ReceivedChain) and ask.route else 1

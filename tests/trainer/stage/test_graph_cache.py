@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.stage.graph_cache import CachedForward, GraphCache
+from trainer.stage.graph_cache import ENTRY_BYTES, CachedForward, GraphCache
 
 _PUT = st.tuples(st.just("put"), st.integers(0, 5), st.integers(0, 20), st.integers(0, 60))
 _OTHER = st.tuples(st.sampled_from(["take", "drop_graphs", "keep_versions", "get"]), st.integers(0, 5))
@@ -17,7 +17,7 @@ def _forward(num_values: int, graph_bytes: int, version: int = 0) -> CachedForwa
     return CachedForward(x, x + 1, 0, version, graph_bytes)
 
 
-@given(max_bytes=st.integers(0, 200), actions=st.lists(_PUT | _OTHER, max_size=30))
+@given(max_bytes=st.integers(0, 6 * ENTRY_BYTES), actions=st.lists(_PUT | _OTHER, max_size=30))
 def test_the_bound_holds_and_the_count_is_that_of_what_is_there(max_bytes: int, actions: list[tuple]) -> None:
     cache = GraphCache(max_bytes)
     for number, (action, key, *sizes) in enumerate(actions):
@@ -39,17 +39,17 @@ def test_the_bound_holds_and_the_count_is_that_of_what_is_there(max_bytes: int, 
 
 
 def test_the_oldest_go_whole_and_a_repetition_makes_new() -> None:
-    cache = GraphCache(100)
+    cache = GraphCache(2 * ENTRY_BYTES + 100)
     for key in "abac":
         cache.put(key, _forward(5, 20))
     assert [cache.get(key) is None for key in "abc"] == [False, True, False]
     cache.put("d", _forward(15, 0))
     assert [cache.get(key) is None for key in "acd"] == [True, False, False]
-    assert (len(cache), cache.size_bytes) == (2, 100)
+    assert (len(cache), cache.size_bytes) == (2, 2 * ENTRY_BYTES + 100)
 
 
 def test_who_floods_drives_out_its_own() -> None:
-    cache = GraphCache(100)
+    cache = GraphCache(3 * ENTRY_BYTES + 100)
     cache.put("0 meek", _forward(5, 20))
     for number in range(10):
         cache.put(f"{number} flooding", _forward(5, 5))
@@ -58,17 +58,24 @@ def test_who_floods_drives_out_its_own() -> None:
 
 
 def test_one_that_is_larger_than_all_there_may_be_is_not_kept_and_costs_no_other() -> None:
-    cache = GraphCache(100)
+    cache = GraphCache(ENTRY_BYTES + 100)
     cache.put("a", _forward(5, 20))
     cache.put("b", _forward(26, 0))
     assert cache.get("a").y is not None
-    assert (len(cache), cache.size_bytes) == (1, 40)
+    assert (len(cache), cache.size_bytes) == (1, ENTRY_BYTES + 40)
 
 
 def test_of_one_whose_graph_alone_is_too_large_the_input_stays() -> None:
-    cache = GraphCache(100)
+    cache = GraphCache(ENTRY_BYTES + 100)
     cache.put("a", _forward(5, 1000))
     assert cache.get("a").y is None
-    assert cache.size_bytes == 20
+    assert cache.size_bytes == ENTRY_BYTES + 20
     cache.clear()
     assert (len(cache), cache.size_bytes) == (0, 0)
+
+
+def test_forward_passes_of_next_to_nothing_are_bounded_too() -> None:
+    cache = GraphCache(10 * ENTRY_BYTES)
+    for number in range(1000):
+        cache.put(f"{number} tiny", _forward(1, 0))
+    assert len(cache) < 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -129,6 +130,30 @@ async def test_too_little_time_is_expired_before_anybody_is_asked() -> None:
     async with _chain() as (workers, driver):
         assert (await _refused(driver, workers, apply_within_s=0.0)).reason == "expired"
         assert _counts(workers) == [0, 0, 0]
+
+
+@on_event_loop
+async def test_a_chain_that_waits_for_the_next_worker_takes_room_and_keeps_no_output() -> None:
+    outputs: list[weakref.ref[Tensor]] = []
+    setups = [replace(SETUPS["head"], worker={"max_received_bytes": 8000}), *list(SETUPS.values())[1:]]
+    async with _chain(setups) as (workers, driver):
+        service = workers[0].worker.service
+        activation = service._link.activation
+
+        async def noted(y: Tensor, ids: Tensor | None) -> dict[str, Tensor]:
+            outputs.append(weakref.ref(y))
+            return {name: tensor.clone() for name, tensor in (await activation(y, ids)).items()}
+
+        service._link.activation = noted  # type: ignore[method-assign]
+        async with held(workers[2]) as release:
+            waiting = asyncio.create_task(driver.chain(workers, KEY, IDS, LABELS))
+            await until(lambda: workers[2].worker.runtime.figures.queued == 1)
+            assert service._room.size_bytes == 2 * 64 + 2 * 128 + 3 * 1024
+            assert (await _refused(driver, workers, micro_batch="e0.s0.r2")).reason == "busy"
+            assert [output() for output in outputs] == [None]
+            release()
+        assert (await waiting).body.applied == ("head", "body-1", "tail")
+        await until(lambda: service._room.size_bytes == 0)
 
 
 class _Known:

@@ -356,9 +356,23 @@ async def test_a_driver_that_floods_is_told_so_and_another_is_served(tail_input:
 
 
 @on_event_loop
+async def test_gradients_that_wait_at_the_head_take_the_queue_s_room(head_input: Tensors) -> None:
+    gradient = {"gradient": torch.randn(2, 8, small_config().dim)}
+    size_bytes = gradient["gradient"].nbytes + 8 * 16
+    setup = replace(HEAD, worker={"max_queue_bytes": 3 * size_bytes - 1})
+    async with running_worker(setup) as head, running_driver() as driver, held(head) as release:
+        first = asyncio.create_task(driver.backward(head, KEY, {**gradient, **head_input}))
+        await until(lambda: head.worker.runtime.figures.queued == 1)
+        assert head.worker.runtime.figures.queued_bytes == size_bytes
+        assert await _reason(driver.backward(head, "e0.s0.r2", {**gradient, **head_input})) == "busy"
+        release()
+        assert (await first).body.applied == ("head",)
+
+
+@on_event_loop
 async def test_what_is_being_received_is_bounded_of_each_and_of_all() -> None:
-    """Strangers announce 2 MiB a stream and send nothing of it."""
-    setup = WorkerSetup("tail", worker={"max_received_bytes": 7 << 20})
+    """Strangers announce 2 MiB a stream, which are 6 MiB once computed with, and send nothing of it."""
+    setup = WorkerSetup("tail", worker={"max_received_bytes": 21 << 20})
     hidden = TensorSpec(name="activation", dtype="float32", shape=(64, 512, 16))
     fields = {"micro_batch": KEY, "stage": "tail", "num_rows": 64, "num_positions": 512}
     ask = messages.TailAsk(**fields, answer_within_s=30.0, apply_within_s=30.0, tensors=(hidden,))  # type: ignore[arg-type]
@@ -367,11 +381,11 @@ async def test_what_is_being_received_is_bounded_of_each_and_of_all() -> None:
         first, second = [await stack.enter_async_context(running_driver()) for _ in range(2)]
         method, room = messages.TAIL + "/stream", tail.worker.service._room
         streams = [await stack.enter_async_context(_opened(first, tail, method, ask))]
-        await until(lambda: room.size_bytes == 2 << 20)
+        await until(lambda: room.size_bytes == 6 << 20)
         async with _opened(first, tail, method, ask) as refused:
             assert await _reason(refused.receive()) == "busy"
         streams.append(await stack.enter_async_context(_opened(second, tail, method, ask)))
-        await until(lambda: room.size_bytes == 4 << 20)
+        await until(lambda: room.size_bytes == 12 << 20)
         assert (await first.status(tail)).refused == {"busy": 1}
         await stack.pop_all().aclose()
 
