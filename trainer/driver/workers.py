@@ -10,7 +10,7 @@ from trainer.discovery.announcement import Announcement
 from trainer.pipeline.names import StageUid
 from trainer.rpc.messages import Peer
 
-__all__ = ["StageDirectory", "StageWorker", "workers_in"]
+__all__ = ["LastWord", "StageDirectory", "StageWorker", "workers_in"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,31 @@ class StageWorker:
         return f"{self.uid} ({self.key[:12]} at {self.peer.address})"
 
 
+@dataclass(frozen=True, slots=True)
+class LastWord:
+    """The newest announcement under a worker's key, whatever it says that it does."""
+
+    incarnation: str
+    """Of the process; empty: it holds no stage any more."""
+    address: str
+    heard_s: float
+    """When it was new here, by `time.monotonic`."""
+
+
 class StageDirectory(Protocol):
     """Who is there."""
 
+    @property
+    def silence_s(self) -> float:
+        """Seconds for which a worker that lives, and that others hear, never goes without a new announcement."""
+        ...
+
     def workers(self) -> Iterable[StageWorker]:
         """All workers that take micro-batches now, of all stages; returns at once."""
+        ...
+
+    def last_word(self, key: str) -> LastWord | None:
+        """What was last heard under a worker's key; None: nothing, or what was heard has run out."""
         ...
 
 

@@ -35,6 +35,8 @@ S = TypeVar("S")
 
 _REFRESH_S = 0.5
 _FIRST_PEERS_S = 15.0
+_HEARD_OUT_S = 3.0
+"""Behind the first of the others, where most of them train something else: lists of peers come piece by piece."""
 _CATCH_UP_S = 120.0
 _SETTLE_S = 600.0
 _FETCH_SLACK_S = 30.0
@@ -88,6 +90,7 @@ class Network(Generic[S]):
         self._config = config
         self._terms = terms
         self._identity = identity
+        self._stage = stage
         self._snapshots = Path(config.state_dir).expanduser() / "state" / config.run_id / config.node_id
         self._loop = LoopThread("genesis-network")
         self._endpoint = Endpoint(self._identity, config.run_id, config.rpc)
@@ -171,7 +174,8 @@ class Network(Generic[S]):
         self._loop.run(self._start(), 60.0)
         if self._config.discovery.initial_peers:
             self._wait_for_peers(_FIRST_PEERS_S)
-            self._loop.run(check_fit(self._endpoint, self._terms, self._book, self._config), 60.0)
+            if not (self._stage and self._book.announcements):  # Of a pipeline all are compared: swarm.strangers.
+                self._loop.run(check_fit(self._endpoint, self._terms, self._book, self._config), 60.0)
 
     def publish(self, shared: S, members: tuple[str, ...] = ()) -> None:
         """Hands out this state from now on, once it is written: in the background, unless a newer one comes before."""
@@ -375,11 +379,15 @@ class Network(Generic[S]):
     # -- who is there --------------------------------------------------------------------------------------------------
 
     def _wait_for_peers(self, timeout_s: float) -> None:
-        deadline_s = time.monotonic() + timeout_s
-        while not self._book.announcements and time.monotonic() < deadline_s and not self._stopping():
-            time.sleep(0.1)
+        self._wait_while(lambda: not self._book.announcements, timeout_s)
+        self._wait_while(lambda: not self._stage and self._book.most_are_strange, _HEARD_OUT_S)
         if not self._book.announcements and not self._stopping():
             logger.warning(
                 "none of %s answers yet; training begins alone, and joins the others when they are found",
                 ", ".join(self._config.discovery.initial_peers),
             )
+
+    def _wait_while(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while condition() and time.monotonic() < deadline_s and not self._stopping():
+            time.sleep(0.1)

@@ -55,6 +55,11 @@ class PeerBook:
                 others.setdefault(found.terms_digest, []).append(found)
         return max(others.values(), key=len, default=[])
 
+    @property
+    def most_are_strange(self) -> bool:
+        """Whether more of the fellows train something else than train alike."""
+        return len(self.strangers()) > len(self.alike())
+
     def peers(self) -> Mapping[str, Peer]:
         """See `trainer.collective.Directory`."""
         return self._peers

@@ -1,13 +1,15 @@
 """Whether a node fits the run it was pointed at, asked once before it trains; what differs is said in one line.
 
-Compared is with the largest group of others that train alike, and only where that is larger than the node's own: one
-misconfigured newcomer stops no node that fits. Terms have no secrets, so whoever asks is told them.
+Compared is with the largest group of others that train alike, and only where that is larger than the node's own and of
+the node's own nobody answers: one misconfigured newcomer stops no node that fits, nor does one with many keys. Terms
+have no secrets, so whoever asks is told them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 from trainer.collective import Terms
 from trainer.config import RunConfig
@@ -16,7 +18,7 @@ from trainer.errors import IncompatiblePeerError, RefusedError, RpcError
 from trainer.node.peer_book import PeerBook, peer_of
 from trainer.rpc import Endpoint, Peer, Reply, Request
 
-__all__ = ["TERMS", "check_fit", "register_terms"]
+__all__ = ["TERMS", "check_fit", "has_company", "register_terms"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +28,8 @@ _FOR_GOOD = frozenset({"protocol", "run"})
 """Reasons to refuse a node that waiting does not mend."""
 _MOST_ASKED = 5
 """Of strangers, until one answers: all of a group would say the same."""
+_MOST_ALIKE_ASKED = 16
+_ALIKE_TIMEOUT_S = 5.0
 
 
 def register_terms(endpoint: Endpoint, terms: Terms) -> None:
@@ -50,9 +54,39 @@ async def check_fit(endpoint: Endpoint, terms: Terms, book: PeerBook, config: Ru
         await asyncio.gather(*asked)
 
 
+async def has_company(endpoint: Endpoint, alike: Sequence[tuple[Peer, Terms]]) -> bool:
+    """Whether one of those that are said to train alike answers, and does; an announcement outlives its node.
+
+    Args:
+        endpoint: this node's own.
+        alike: where they are, and what their terms are to be.
+    """
+    asking = [asyncio.ensure_future(_answers(endpoint, peer, terms)) for peer, terms in alike[:_MOST_ALIKE_ASKED]]
+    try:
+        for answered in asyncio.as_completed(asking):
+            if await answered:
+                return True
+        return False
+    finally:
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+
+
+async def _answers(endpoint: Endpoint, peer: Peer, terms: Terms) -> bool:
+    try:
+        reply = await endpoint.call(peer, TERMS, terms, Terms, timeout_s=_ALIKE_TIMEOUT_S)
+    except RpcError:
+        return False
+    return reply.body == terms
+
+
 async def _compare(endpoint: Endpoint, terms: Terms, book: PeerBook, config: RunConfig) -> None:
     strangers = book.strangers()
-    if len(strangers) <= len(book.alike()):
+    if not book.most_are_strange:
+        return
+    if await has_company(endpoint, [(peer_of(said), terms) for said in book.alike()]):
+        logger.warning("%d nodes of run %s train something else than this one", len(strangers), config.run_id)
         return
     for stranger in strangers[:_MOST_ASKED]:
         try:

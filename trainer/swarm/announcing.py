@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from trainer.config import RunConfig
 from trainer.discovery import Announcement, open_discovery
-from trainer.driver.workers import StageWorker, workers_in
+from trainer.driver.workers import LastWord, StageWorker, workers_in
 from trainer.errors import TrainerError
 from trainer.node.progress import Progress
 from trainer.node.saying import announcement_of
@@ -18,14 +18,15 @@ from trainer.pipeline.names import StageUid, stage_names
 from trainer.pipeline.report import StageReport
 from trainer.rpc import Endpoint, Peer
 from trainer.swarm.shape import DRIVER, SwarmShape
-from trainer.swarm.strangers import SwarmTerms, refuse_strangers
+from trainer.swarm.strangers import SwarmTerms, check_fit
 
 __all__ = ["Presence"]
 
 logger = logging.getLogger(__name__)
 
 _REFRESH_S = 0.5
-_LOOK_S = 0.1
+_SILENT_INTERVALS = 2
+"""Whoever is there announces itself twice in each, so four times in a row nothing has come."""
 
 
 class Presence:
@@ -57,8 +58,10 @@ class Presence:
         self._heard = heard
         self._discovery = open_discovery(endpoint, config.discovery, stage_names(config.swarm.num_stages))
         self._refreshing: asyncio.Task[None] | None = None
+        self._words: dict[str, tuple[float, LastWord]] = {}
+        """By key: when the newest announcement says that it was said, and what matters of it."""
         self.announcements: tuple[Announcement, ...] = ()
-        """All others there are now."""
+        """All others there are now; see `hear`."""
 
     def register(self) -> None:
         """Tells whoever asks what this driver drives; before the endpoint starts."""
@@ -83,19 +86,38 @@ class Presence:
         Raises:
             IncompatiblePeerError: most of them have another run file.
         """
-        deadline_s = time.monotonic() + wait_s
-        looks = bool(self._config.discovery.initial_peers)
-        while looks and not self.announcements and time.monotonic() < deadline_s and not stop():
-            await asyncio.sleep(_LOOK_S)
-        await refuse_strangers(self._endpoint, self._terms, self.announcements, self._config.run_id)
+        wait_s = wait_s if self._config.discovery.initial_peers else 0.0
+        await check_fit(
+            self._endpoint, self._terms, lambda: self.announcements, self._config.run_id, wait_s=wait_s, stop=stop
+        )
+
+    def hear(self, announcements: tuple[Announcement, ...]) -> None:
+        """These are all others there are now."""
+        now_s = time.monotonic()
+        self._words = {said.peer_id: self._word(said, now_s) for said in announcements}
+        self.announcements = announcements
+
+    @property
+    def silence_s(self) -> float:
+        """See `trainer.driver.workers.StageDirectory`."""
+        return _SILENT_INTERVALS * self._config.discovery.announce_interval_s
+
+    def last_word(self, key: str) -> LastWord | None:
+        """See `trainer.driver.workers.StageDirectory`."""
+        found = self._words.get(key)
+        return None if found is None else found[1]
 
     def workers(self) -> tuple[StageWorker, ...]:
         """See `trainer.driver.workers.StageDirectory`."""
-        return workers_in(said for said in self.announcements if self._fits(said))
+        return workers_in(self.fitting())
+
+    def fitting(self) -> tuple[Announcement, ...]:
+        """Announcements of all workers of this run file, joining and leaving ones too."""
+        return tuple(said for said in self.announcements if self._fits(said))
 
     def stage_workers(self) -> list[tuple[StageReport, Peer]]:
-        """Every worker of this run file, joining and leaving ones too: what it says, and where it is."""
-        return [(said.stage, said.peer()) for said in self.announcements if said.stage is not None and self._fits(said)]
+        """What each of them says, and where it is."""
+        return [(said.stage, said.peer()) for said in self.fitting() if said.stage is not None]
 
     def stage_peers(self) -> list[tuple[str, Peer]]:
         """Their stages and addresses."""
@@ -129,6 +151,14 @@ class Presence:
             logger.warning("%s (%s) calls itself %s too and is not believed", found[key].address, key[:12], wanted)
         return found[self._keeper_key].peer()
 
+    def _word(self, said: Announcement, now_s: float) -> tuple[float, LastWord]:
+        """What is remembered of an announcement; as before where it is the same one still."""
+        known = self._words.get(said.peer_id)
+        if known is not None and known[0] == said.sent_at:
+            return known
+        incarnation = "" if said.stage is None else said.stage.incarnation
+        return said.sent_at, LastWord(incarnation, said.address, now_s)
+
     def _fits(self, said: Announcement) -> bool:
         """Whether a worker trains what this driver drives; told once of each that does not."""
         if said.stage is None or self._terms.fits(said):
@@ -151,7 +181,7 @@ class Presence:
         next_announcement_s = time.monotonic() + interval_s
         while True:
             try:
-                self.announcements = await self._discovery.peers()
+                self.hear(await self._discovery.peers())
                 self._heard(self.announcements)
                 if time.monotonic() >= next_announcement_s:
                     next_announcement_s = time.monotonic() + interval_s

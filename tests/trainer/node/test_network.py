@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -16,15 +17,18 @@ from tests.support.training_swarm import free_port, wait_until
 from trainer.collective import Terms
 from trainer.config import RunConfig
 from trainer.diloco import DiLoCoConfig, DiLoCoTrainer, SharedState
-from trainer.discovery import Announcement, DiscoveryConfig
+from trainer.discovery import Announcement, Discovery, DiscoveryConfig, open_discovery
 from trainer.engine.local import LocalCollective
 from trainer.errors import IncompatiblePeerError
 from trainer.model import ModelConfig, build_model
 from trainer.node.fitting import StateFit, state_layout
+from trainer.node.loop_thread import LoopThread
 from trainer.node.network import Network
 from trainer.node.progress import Progress
+from trainer.node.saying import announcement_of
 from trainer.node.shared_files import snapshot_meta, snapshot_tensors
-from trainer.rpc import Identity, RpcConfig
+from trainer.node.strangers import register_terms
+from trainer.rpc import Endpoint, Identity, RpcConfig
 from trainer.state import StateConfig, describe
 
 SHAPE = ModelConfig(vocab_size=1024, dim=8, num_layers=1, num_heads=2, num_kv_heads=1, ffn_dim=16, max_seq_len=16)
@@ -128,6 +132,54 @@ def test_states_that_do_not_fit_are_passed_over_and_the_one_that_does_is_taken(
     assert "expected the layout" in told[1]
     fetched = {path.name for path in (tmp_path / "newcomer" / "state" / "test" / "newcomer").iterdir()}
     assert fetched == {it.state_digest for it in listening.others if it.outer_step == 3}
+
+
+def test_a_newcomer_that_hears_of_a_stranger_first_hears_the_others_out(tmp_path: Path) -> None:
+    """The stranger is the one it was pointed at, and passes on who else is there."""
+    other = TERMS.model_copy(update={"synchronisation": {"seed": 2}})
+    loop = LoopThread("test-others")
+    loop.start()
+    others: list[tuple[Discovery, Endpoint]] = []
+
+    async def begin_one(terms: Terms, initial_peers: tuple[str, ...]) -> str:
+        endpoint = Endpoint(Identity.create(), "test", RpcConfig(host="127.0.0.1", public_address="127.0.0.1"))
+        register_terms(endpoint, terms)
+        config = DiscoveryConfig(initial_peers=initial_peers, announce_interval_s=0.2, poll_interval_s=0.1)
+        discovery = open_discovery(endpoint, config)
+        await endpoint.start()
+        await discovery.start()
+        progress, named = Progress(), RunConfig(node_id="other", run_id="test")
+        await discovery.announce(announcement_of(named, endpoint, terms, progress))
+        others.append((discovery, endpoint))
+        return endpoint.address
+
+    async def end_all() -> None:
+        for discovery, endpoint in others:
+            await discovery.close()
+            await endpoint.stop()
+
+    try:
+        stranger = loop.run(begin_one(other, ()), WAIT_S)
+        config = RunConfig(
+            node_id="newcomer",
+            run_id="test",
+            state_dir=str(tmp_path),
+            rpc=RpcConfig(host="127.0.0.1", public_address="127.0.0.1", stop_grace_s=0.1),
+            discovery=DiscoveryConfig(initial_peers=(stranger,), announce_interval_s=0.2, poll_interval_s=0.1),
+        )
+        network = Network(config, Identity.create(), TERMS, lambda: 1024, FIT, lambda: False)
+        starting = concurrent.futures.ThreadPoolExecutor(1).submit(network.start, Listening())
+        try:
+            wait_until(lambda: network.announcements, "the newcomer to hear of the stranger")
+            loop.run(begin_one(TERMS, (stranger,)), WAIT_S)
+            starting.result(WAIT_S)
+            assert len(network.alike()) == 1
+        finally:
+            concurrent.futures.wait([starting], WAIT_S)
+            network.stop()
+    finally:
+        loop.run(end_all(), WAIT_S)
+        loop.stop()
 
 
 def test_a_node_that_is_asked_to_stop_waits_for_no_state(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:

@@ -58,11 +58,13 @@ def said(shape: SwarmShape, name: str, key: str, stage: str = "", *, fits: bool 
 
 
 def test_who_trains_something_else_is_not_asked_nor_noted(presence: Presence, shape: SwarmShape) -> None:
-    presence.announcements = (
-        said(shape, "head", "a", "head"),
-        said(shape, "stranger", "b", "tail", fits=False),
-        said(shape, "driver-7", "c"),
-        said(shape, "driver-8", "d", fits=False),
+    presence.hear(
+        (
+            said(shape, "head", "a", "head"),
+            said(shape, "stranger", "b", "tail", fits=False),
+            said(shape, "driver-7", "c"),
+            said(shape, "driver-8", "d", fits=False),
+        )
     )
     assert [(stage, peer.peer_id) for stage, peer in presence.stage_peers()] == [("head", "a" * 64)]
     assert [report.uid for report, _ in presence.stage_workers()] == ["head.0.40"]
@@ -76,11 +78,30 @@ def test_the_keeper_is_the_first_of_its_name_as_long_as_it_is_there(
     first, second = said(shape, "driver-1", "b"), said(shape, "driver-1", "c")
     found = []
     for announcements in ((stranger,), (stranger, first), (second, first), (first, second), (second,), (first, second)):
-        presence.announcements = announcements
+        presence.hear(announcements)
         keeper = presence.keeper()
         found.append(keeper and keeper.peer_id[0])
     assert found == [None, "b", "b", "b", "c", "c"]
     assert sum("calls itself driver-1 too" in record.message for record in caplog.records) == 2
+
+
+def test_a_word_is_as_old_as_the_announcement_not_as_the_look(presence: Presence, shape: SwarmShape) -> None:
+    """That an announcement is still passed about proves nothing of who said it."""
+    key = "a" * 64
+    assert presence.last_word(key) is None
+    presence.hear((said(shape, "head", "a", "head").stamped(100.0, 60.0),))
+    first = presence.last_word(key)
+    assert first is not None
+    assert (first.incarnation, first.address) == ("1" * 16, "127.0.0.1:5")
+    presence.hear((said(shape, "head", "a", "head").stamped(100.0, 60.0),))
+    assert presence.last_word(key) is first
+    presence.hear((said(shape, "head", "a", "head").stamped(105.0, 60.0),))
+    renewed = presence.last_word(key)
+    assert renewed is not None
+    assert renewed.heard_s > first.heard_s
+    presence.hear(())
+    assert presence.last_word(key) is None
+    assert presence.silence_s == 20.0
 
 
 @on_event_loop
