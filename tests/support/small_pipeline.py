@@ -20,6 +20,7 @@ from tests.support.model_configs import random_tokens
 from tests.support.stage_worker import RunningWorker, WorkerSetup, running_worker
 from tests.support.toy_stage import ListedWork
 from trainer.driver import DriverConfig, LinkForm, PipelineDriver, StageWorker
+from trainer.driver.workers import LastWord
 from trainer.pipeline.micro_batch import MicroBatchId
 from trainer.pipeline.names import StageUid
 from trainer.pipeline.work import LeaseTerm, MicroBatch, boottime_s
@@ -55,9 +56,16 @@ class Directory:
 
     found: list[StageWorker] = field(default_factory=list)
 
+    silence_s: float = 3600.0
+
     def workers(self) -> tuple[StageWorker, ...]:
         """As a `StageDirectory`."""
         return tuple(self.found)
+
+    def last_word(self, key: str) -> LastWord | None:
+        """As a `StageDirectory`; not asked, all being at loopback addresses."""
+        del key
+        return None
 
 
 def announced(stage: str, number: int, peer: Peer, incarnation: str = "0" * 16) -> StageWorker:

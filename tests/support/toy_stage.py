@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tests.support.rpc_node import RUN_ID, fast_config
 from trainer.driver import StageWorker
+from trainer.driver.workers import LastWord
 from trainer.errors import PeerUnavailableError, RefusedError, RpcError
 from trainer.pipeline import messages
 from trainer.pipeline.micro_batch import MicroBatchId
@@ -339,9 +340,17 @@ class ToySwarm:
     workers_by_stage: dict[str, list[ToyStage]]
     announced: set[str] = field(default_factory=set)
 
+    silence_s: float = 3600.0
+    words: dict[str, LastWord] = field(default_factory=dict)
+    """What is heard of workers that a test hides behind something; by key."""
+
     def workers(self) -> tuple[StageWorker, ...]:
         """As a `StageDirectory`."""
         return tuple(toy.worker for toy in self.all if toy.worker is not None and toy.worker.uid in self.announced)
+
+    def last_word(self, key: str) -> LastWord | None:
+        """As a `StageDirectory`."""
+        return self.words.get(key)
 
     @property
     def all(self) -> list[ToyStage]:

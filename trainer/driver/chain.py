@@ -21,7 +21,6 @@ import time
 from trainer.driver.asking import Answered
 from trainer.driver.journey import Journey, JourneyEndedError
 from trainer.driver.pool import Placement
-from trainer.driver.presence import is_gone
 from trainer.driver.refusals import Verdict, verdict_of
 from trainer.driver.results import Outcome
 from trainer.driver.router import TAIL_UNITS, Desk
@@ -36,6 +35,8 @@ logger = logging.getLogger(__name__)
 _HOP = "hop"
 _CONTRADICTED = Verdict("contradicted", "counted", "ban")
 """The head says that a stage has counted it, and the stage that it has not."""
+_SHUT = Verdict("refused", "unclear", "ban")
+"""The driver itself finds that no connection to it is taken."""
 _NAMED = re.compile(r"\b(head|tail|body-[1-9][0-9]{0,3}) ([0-9a-f]{64})\b")
 _FIRST_PAUSE_S = 0.05
 _MAX_PAUSE_S = 2.0
@@ -194,9 +195,12 @@ class _Trip:
             if not is_repeated:
                 pool.blame(worker, verdict, asked_s)
             raise self._journey.lost(stage, "answer-gone")
-        if await is_gone(worker.peer.address, min(_QUESTION_S, self._left_s(stage))):
+        found = await self._desk.deaths.found(worker, min(_QUESTION_S, self._left_s(stage)))
+        if found == "gone":
             self._replace(stage, verdict, asked_s)
             return
+        if found == "refused":
+            pool.blame(worker, _SHUT, asked_s)  # It keeps what it has; nothing else is sent there.
         may_come = isinstance(error, PeerUnavailableError) or verdict.blame == "rest" or verdict.reason == _HOP
         if not may_come or self._left_s(stage) < self._desk.config.unclear_s / 2:
             await self._vacate(stage, verdict, asked_s)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainer.driver.asking import Answered, StageCaller
-from trainer.driver.presence import is_gone
+from trainer.driver.presence import Deaths
 from trainer.driver.refusals import verdict_of
 from trainer.driver.workers import StageWorker
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedError, RpcError
@@ -48,11 +48,13 @@ class Clearing:
 
     Args:
         caller: sends the questions.
+        deaths: knows whether a worker is gone for good.
         unclear_s: how long to go on.
     """
 
-    def __init__(self, caller: StageCaller, unclear_s: float) -> None:
+    def __init__(self, caller: StageCaller, deaths: Deaths, unclear_s: float) -> None:
         self._caller = caller
+        self._deaths = deaths
         self._unclear_s = unclear_s
 
     async def clear(self, worker: StageWorker, micro_batch: MicroBatch, ask: Asking) -> Cleared:
@@ -72,7 +74,7 @@ class Clearing:
                 error = failure
                 may_come = _may_come(error)
                 is_silent = isinstance(error, PeerUnavailableError | TimeoutError)
-            if is_silent and await is_gone(worker.peer.address, min(_QUESTION_S, left_s)):
+            if is_silent and await self._deaths.found(worker, min(_QUESTION_S, left_s)) == "gone":
                 return Cleared("gone")
             if not may_come or self._left_s(micro_batch, begun_s) < self._unclear_s / 2:
                 says = await self._is_counted(worker, micro_batch, begun_s)

@@ -16,6 +16,7 @@ from trainer.driver.hub import HubRouter
 from trainer.driver.journey import Journey
 from trainer.driver.links import LinkForm
 from trainer.driver.pool import StagePool
+from trainer.driver.presence import Deaths
 from trainer.driver.results import DriverStatus, Fate, MicroBatchResult, settlement_of
 from trainer.driver.router import Desk, Router
 from trainer.driver.steps import StepLoss, StepLosses
@@ -70,7 +71,8 @@ class PipelineDriver:
         self._on_result = on_result
         self._on_step = on_step
         self._pools = {stage: StagePool(stage, config) for stage in stages}
-        self._desk = Desk.of(self._pools, StageCaller(endpoint, stages, form, config), form, config, audit_seed)
+        caller, deaths = StageCaller(endpoint, stages, form, config), Deaths(directory)
+        self._desk = Desk.of(self._pools, caller, deaths, form, config, audit_seed)
         self._router: Router = HubRouter(self._desk) if config.routing == "hub" else ChainRouter(self._desk)
         self._steps = StepLosses(target_tokens)
         self._barrier = StepBarrier(endpoint, self._pools, config)

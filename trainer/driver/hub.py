@@ -16,7 +16,7 @@ from torch import Tensor
 from trainer.driver.asking import Answered
 from trainer.driver.journey import Journey, JourneyEndedError
 from trainer.driver.pool import Placement
-from trainer.driver.presence import is_gone
+from trainer.driver.presence import is_refused
 from trainer.driver.results import Outcome
 from trainer.driver.router import BACKWARD_UNITS, FORWARD_UNITS, TAIL_UNITS, Desk
 from trainer.driver.workers import StageWorker
@@ -154,4 +154,4 @@ class HubRouter:
         """Whether the connection broke while the worker is still there: worth another try at once."""
         if not isinstance(error, PeerUnavailableError) or time.monotonic() - asked_s > _QUICK_S:
             return False
-        return not await is_gone(worker.peer.address, _LISTENS_S)
+        return not await is_refused(worker.peer.address, _LISTENS_S)

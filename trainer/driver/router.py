@@ -16,6 +16,7 @@ from trainer.driver.config import DriverConfig
 from trainer.driver.journey import Journey
 from trainer.driver.links import LinkForm
 from trainer.driver.pool import Placement, StagePool
+from trainer.driver.presence import Deaths
 from trainer.driver.refusals import Verdict, verdict_of
 from trainer.driver.results import Outcome
 from trainer.driver.workers import StageWorker
@@ -48,6 +49,7 @@ class Desk:
     pools: Mapping[str, StagePool]
     """By stage, in order."""
     caller: StageCaller
+    deaths: Deaths
     clearing: Clearing
     auditor: Auditor
     form: LinkForm
@@ -60,6 +62,7 @@ class Desk:
         cls,
         pools: Mapping[str, StagePool],
         caller: StageCaller,
+        deaths: Deaths,
         form: LinkForm,
         config: DriverConfig,
         audit_seed: int | None = None,
@@ -67,7 +70,8 @@ class Desk:
         """One with nothing on it."""
         failures = Counter[str]()
         auditor = Auditor(pools, caller, form, config.audit_every, failures, audit_seed)
-        return cls(pools, caller, Clearing(caller, config.unclear_s), auditor, form, config, failures)
+        clearing = Clearing(caller, deaths, config.unclear_s)
+        return cls(pools, caller, deaths, clearing, auditor, form, config, failures)
 
     async def placed(self, journey: Journey, stage: str, units: float, avoid: set[str]) -> Placement:
         """A worker for a micro-batch; waits for one, and a while before it goes to the same ones again.
