@@ -23,7 +23,7 @@ class JoinConfig:
     max_rounds_behind: int = 5
     """A newcomer that is further behind when it has the state fetches a newer one (004)."""
     max_failed_rounds: int = 2
-    """Rounds in a row that failed at a worker, after which it takes up the others' state again (004)."""
+    """Rounds in a row that failed at a worker while the others went on, after which it takes up their state (004)."""
     idle_s: float = 20.0
     """A stage whose round has not moved for so long has nobody to wait for."""
     first_peers_s: float = 6.0

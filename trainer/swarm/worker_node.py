@@ -117,7 +117,6 @@ class WorkerNode:
             meter=self._meter,
             batches=config.swarm.stage.backward == "recompute",
             num_fragments=self._num_parts(),
-            lag_steps=config.diloco.overlap_steps if config.strategy == "diloco" else config.swarm.sparta.every_steps,
             max_lead=self._max_lead(),
             on_step=self._stepped,
             on_round=self._after_round,
@@ -398,7 +397,9 @@ class WorkerNode:
                 built.kept_axes,
                 rows,
             )
-        return DilocoKeeping(config, built.module, collective, lambda: collective.behind, collective.move_to, rows)
+        return DilocoKeeping(
+            config, built.module, collective, lambda: collective.behind, collective.move_to, rows, self._mates.frontier
+        )
 
     def _max_lead(self) -> int:
         """How many steps the others may be ahead: gradients of forward passes further off are refused anyway."""

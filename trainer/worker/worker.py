@@ -50,7 +50,6 @@ class StageWorker:
         meter: told what is sent.
         batches: whether forward requests are computed together, as suits `StageConfig.backward` ``recompute``.
         num_fragments: parts the strategy synchronises one by one (DiLoCo's fragments, SPARTA's slices).
-        lag_steps: not looked at any more: each round says how many steps it took (`OuterResult`).
         max_lead: versions to follow another worker over.
         clock: seconds; CLOCK_BOOTTIME but in tests.
         on_step: told of each step, in the compute thread.
@@ -73,7 +72,6 @@ class StageWorker:
         meter: LinkMeter | None = None,
         batches: bool = False,
         num_fragments: int = 1,
-        lag_steps: int = 0,
         max_lead: int = 50,
         clock: Callable[[], float] = boottime_s,
         on_step: Stepped | None = None,
