@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,12 +65,16 @@ class Run:
 
     @asynccontextmanager
     async def keeper(
-        self, config: LedgerConfig = CONFIG, *, max_tokens: int = 0
+        self,
+        config: LedgerConfig = CONFIG,
+        *,
+        max_tokens: int = 0,
+        announced: Callable[[], Collection[str]] | None = None,
     ) -> AsyncIterator[tuple[LedgerService, Endpoint]]:
         """Keeps the account, on a new port and with a new key each time."""
         ledger, journal = open_ledger(self.path, self.spec, self.shards, config, max_tokens=max_tokens)
         endpoint = Endpoint(Identity.create(), RUN_ID, fast_config())
-        service = LedgerService(endpoint, ledger, journal, config, self.workers)
+        service = LedgerService(endpoint, ledger, journal, config, self.workers, drivers=announced)
         service.register()
         await endpoint.start()
         await service.start()

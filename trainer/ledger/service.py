@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+import math
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,7 @@ from trainer.ledger.records import Opened, Record, WorkerSeen
 from trainer.ledger.units import LedgerSpec, Run
 from trainer.pipeline.micro_batch import MicroBatchId
 from trainer.pipeline.work import boottime_s
-from trainer.rpc import Endpoint, Reply, Request
+from trainer.rpc import Endpoint, PeerId, Reply, Request
 
 __all__ = ["LedgerService", "open_ledger"]
 
@@ -90,32 +91,51 @@ class LedgerService:
     """Answers drivers.
 
     Args:
-        endpoint: not started yet; who may ask is its affair (`rpc.allowed_peers`).
+        endpoint: not started yet.
         ledger: the account.
         journal: where it is kept; closed by `stop`.
         config: how long leases are.
         inquiry: asks all workers what they have counted.
+        drivers: who is given rows beside this node: the run's other drivers as known now. What a driver says of its
+            rows is believed; None: anybody is, which is for trusted networks only.
     """
 
     def __init__(
-        self, endpoint: Endpoint, ledger: Ledger, journal: Journal, config: LedgerConfig, inquiry: AppliedInquiry
+        self,
+        endpoint: Endpoint,
+        ledger: Ledger,
+        journal: Journal,
+        config: LedgerConfig,
+        inquiry: AppliedInquiry,
+        *,
+        drivers: Callable[[], Collection[PeerId]] | None = None,
     ) -> None:
         self._endpoint = endpoint
         self._ledger = ledger
         self._journal = journal
         self._config = config
         self._inquiry = inquiry
+        self._drivers = drivers
         self._digest = ledger.books.spec.digest()
         self._thread = ThreadPoolExecutor(1, "genesis-ledger")
         self._watch: asyncio.Task[None] | None = None
         self._stopped = False
         self._inquiries: dict[str, asyncio.Task[None]] = {}
-        self._told_finished: set[str] = set()
+        self._told_finished: set[PeerId] = set()
+        self._asked_s: dict[PeerId, float] = {}
         self._has_failed = asyncio.Event()
 
     def has_told(self, driver: str) -> bool:
         """Whether a driver knows that nothing is left, and so needs the account no more."""
         return driver in self._told_finished
+
+    def quiet_s(self, driver: str) -> float:
+        """Seconds since a driver asked for rows, or to keep those it has; infinity: it never has.
+
+        One that is at work asks every `lease_s` / 3 at least; one that only says it is a driver need not be waited for.
+        """
+        asked_s = self._asked_s.get(driver)
+        return math.inf if asked_s is None else boottime_s() - asked_s
 
     def register(self) -> None:
         """Makes its methods answerable."""
@@ -184,6 +204,11 @@ class LedgerService:
                 "expected a driver with this run's seed, seq_len, micro-batch, stages, sources, holdout and store, "
                 f"found one with others (digest {ask.data_digest}, here {self._digest})",
             )
+        if self._drivers is not None and request.sender not in (self._endpoint.peer_id, *self._drivers()):
+            raise RefusedError(
+                "not-a-driver", f"expected a driver that is announced, found {request.sender[:12]}; try again"
+            )
+        self._asked_s[request.sender] = boottime_s()
         grant = await self._answered(
             lambda: self._ledger.lease(request.sender, ask.token, ask.preferred, ask.num_units, boottime_s())
         )
@@ -194,6 +219,8 @@ class LedgerService:
     async def _renew(self, request: Request[RenewAsk]) -> Reply[RenewAnswer]:
         tokens = request.body.tokens
         live = await self._answered(lambda: self._ledger.renew(request.sender, tokens, boottime_s()))
+        if live:
+            self._asked_s[request.sender] = boottime_s()
         return Reply(RenewAnswer(live=live, lease_s=self._config.lease_s))
 
     async def _settle(self, request: Request[SettleAsk]) -> Reply[SettleAnswer]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from tests.support.event_loop import on_event_loop
 from tests.support.ledger_cast import done, lost
 from tests.support.ledger_run import CONFIG, SEQ_LEN, Run, all_of, ledger_run
 from tests.support.rpc_pair import running_endpoint
-from trainer.errors import LedgerError
+from trainer.errors import LedgerError, RefusedError
 from trainer.ledger import LedgerClient, LedgerConfig, LedgerService
 from trainer.ledger.messages import LEDGER_LEASE, LeaseAnswer, LeaseAsk
 from trainer.ledger.units import Run as Rows
@@ -59,6 +60,30 @@ async def test_two_drivers_do_what_the_run_is_to_train_on_together_and_both_hear
     assert sum(each.num_tokens for each in (*first, *second)) == account.trained_tokens
     assert 7 * 4 * SEQ_LEN <= account.trained_tokens < 8 * 4 * SEQ_LEN
     assert account.micro_batches.open == account.waiting
+
+
+@on_event_loop
+async def test_rows_are_given_to_drivers_that_are_announced_and_a_new_one_waits_until_it_is(run: Run) -> None:
+    announced: set[str] = set()
+    async with (
+        run.keeper(announced=lambda: announced) as (service, at),
+        run.driver(at.peer) as one,
+        running_endpoint() as stranger,
+    ):
+        ask = LeaseAsk(token="0" * 32, data_digest=run.spec.digest(), num_units=1)
+        with pytest.raises(RefusedError) as refused:
+            await stranger.call(at.peer, LEDGER_LEASE, ask, LeaseAnswer, timeout_s=30.0)
+        assert refused.value.reason == "not-a-driver"
+        own = await at.call(at.peer, LEDGER_LEASE, ask, LeaseAnswer, timeout_s=30.0)
+        assert own.body.runs
+        waiting = asyncio.create_task(one.next())
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        assert {*map(service.quiet_s, (*run.drivers, stranger.peer_id))} == {math.inf}
+        announced.update(run.drivers)
+        assert await waiting is not None
+        assert 0 <= service.quiet_s(run.drivers[0]) < 30
+        assert service.quiet_s(stranger.peer_id) == math.inf
 
 
 @on_event_loop
