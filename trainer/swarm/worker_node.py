@@ -322,7 +322,7 @@ class WorkerNode:
             departure.run()
         finally:
             self._network.announce()  # How much of what it has counted outlives it: once heard, nothing of it perishes.
-            time.sleep(min(_HEARD_S, 1.5 * self._config.discovery.poll_interval_s))
+            time.sleep(min(_HEARD_S, 1.0 + 1.5 * self._config.discovery.poll_interval_s))
 
     def _refuse(self) -> None:
         self._worker.service.accepts = "nothing"

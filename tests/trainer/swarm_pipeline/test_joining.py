@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import time
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -39,7 +40,7 @@ def stepped_with_tokens(worker: TrainingNode) -> int:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_joiner_becomes_current_and_the_one_before_hands_over(strategy: str, tmp_path: Path) -> None:
-    options = {"join": {"window": 0.5}, **STRATEGIES[strategy].get("swarm", {})}
+    options = {"join": {"window": 0.5}, "ledger": {"worker_gone_s": 2.0}, **STRATEGIES[strategy].get("swarm", {})}
     with PipelineSwarm(tmp_path, strategy=strategy, **{**STRATEGIES[strategy], "swarm": options}) as swarm:
         driver = swarm.begin_driver("driver-1")
         swarm.begin_workers("head", "body-1")
@@ -55,16 +56,19 @@ def test_a_joiner_becomes_current_and_the_one_before_hands_over(strategy: str, t
         swarm.wait(lambda: rounds_together(second) >= 3 and stepped_with_tokens(second) >= 5, "the joiner to take part")
 
         assert swarm.stop("tail") == [TERMINATED]
-        left_after = len(steps_of(driver))
+        left_s, left_after = time.monotonic(), len(steps_of(driver))
         alive = [driver, second, swarm["head"], swarm["body-1"]]
         swarm.wait_for_steps("driver-1", left_after + 10, alive=alive)
+        # Its last announcement runs out, then it counts as gone, and what it took with it as perished.
+        gone_s = left_s + swarm.config.discovery.announcement_lifetime_s + swarm.config.swarm.ledger.worker_gone_s + 3.0
+        swarm.wait(lambda: time.monotonic() > gone_s, "the one that left to count as gone", alive=alive)
         assert swarm.stop("driver-1") == [TERMINATED]
         assert swarm.stop("head", "body-1", "tail-second") == [TERMINATED] * 3
         losses = [step["loss"] for step in steps_of(driver)]
         account, _ = check_account(swarm)
         versions = {stage: file.header.version for stage, file in swarm.checkpoints().files.items()}
     assert not account.micro_batches.lost
-    assert not account.perished
+    assert not account.perished, account
     assert max(versions.values()) - min(versions.values()) <= 2
     # Neither who came nor who went took anything with it.
     assert mean(losses[left_after : left_after + 10]) < mean(losses[:5]) - 0.5
