@@ -62,8 +62,8 @@ class TensorAnswer(Generic[AnswerT]):
 TensorHandler = Callable[[PeerId, AskT, dict[str, Tensor]], Awaitable[TensorAnswer[AnswerT]]]
 """Who asks, what, with which tensors."""
 
-Admit = Callable[[PeerId, AskT, int], AbstractContextManager[None]]
-"""Who asks, what, with how many bytes of tensors: holds room for them, or refuses."""
+Admit = Callable[[PeerId, AskT], AbstractContextManager[None]]
+"""Who asks, what, with the tensors its message names: holds room for them, or refuses."""
 
 
 class _LateError(PeerUnavailableError):
@@ -109,12 +109,12 @@ class TensorService:
                 bounds how many there are); left when a stream's answer is sent, or a call's is about to be.
         """
 
-        def room(sender: PeerId, ask: AskT, specs: tuple[TensorSpec, ...]) -> AbstractContextManager[None]:
-            return nullcontext() if admit is None else admit(sender, ask, sum(spec.size_bytes for spec in specs))
+        def room(sender: PeerId, ask: AskT) -> AbstractContextManager[None]:
+            return nullcontext() if admit is None else admit(sender, ask)
 
         async def answer_call(request: Request[AskT]) -> Reply[Any]:
             specs = _checked(request.body, max_bytes)
-            with room(request.sender, request.body, specs):
+            with room(request.sender, request.body):
                 answer = await handler(request.sender, request.body, _unpacked(specs, request.payload))
                 payload = b"".join(map(bytes, chunks_of(answer.tensors)))
             if len(payload) > MAX_PAYLOAD_BYTES:
@@ -124,7 +124,7 @@ class TensorService:
         async def answer_stream(request: Request[AskT], stream: Stream) -> None:
             specs = _checked(request.body, max_bytes)
             left_s = timeout_s if within_s is None else min(timeout_s, within_s(request.body))
-            with room(request.sender, request.body, specs):
+            with room(request.sender, request.body):
                 try:
                     data = await _received(stream, specs, left_s, "the caller")
                 except _LateError as error:

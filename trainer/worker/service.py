@@ -151,7 +151,7 @@ class StageService:
         )
 
     @contextmanager
-    def _admit(self, sender: PeerId, ask: ReceivedAsk, _size_bytes: int) -> Iterator[None]:
+    def _admit(self, sender: PeerId, ask: ReceivedAsk) -> Iterator[None]:
         """Room for a request's tensors and what is made of them, held until it is answered; so long it is under way."""
         with ExitStack() as held:
             try:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.support.event_loop import on_event_loop
 from tests.support.rpc_node import RUN_ID, fast_config
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedError
-from trainer.pipeline.tensors import Parcel, TensorAnswer, TensorService, ask_tensors, size_bytes_of
+from trainer.pipeline.tensors import Admit, Parcel, TensorAnswer, TensorService, ask_tensors, size_bytes_of
 from trainer.rpc import Endpoint, Identity, PeerId, Reply, Request, Stream
 from trainer.state.descriptor import TensorSpec
 
@@ -53,9 +53,11 @@ class Mirror:
 
 
 @asynccontextmanager
-async def pair(mirror: Mirror, max_bytes: int = 64 * MIB) -> AsyncIterator[tuple[Endpoint, Endpoint]]:
+async def pair(
+    mirror: Mirror, max_bytes: int = 64 * MIB, admit: Admit[Ask] | None = None
+) -> AsyncIterator[tuple[Endpoint, Endpoint]]:
     caller, callee = (Endpoint(Identity.create(), RUN_ID, fast_config()) for _ in range(2))
-    TensorService(callee).register("test/mirror", Ask, mirror, max_bytes=max_bytes, timeout_s=20.0)
+    TensorService(callee).register("test/mirror", Ask, mirror, max_bytes=max_bytes, timeout_s=20.0, admit=admit)
     await callee.start()
     await caller.start()
     try:
@@ -127,6 +129,28 @@ async def test_more_than_is_allowed_is_refused_before_it_is_read() -> None:
             assert refused.value.reason == "size"
         assert mirror.asked == 0
         await mirrored(caller, callee, {"h": torch.zeros(4)}, 16)
+
+
+@on_event_loop
+async def test_calls_and_streams_are_let_in_by_what_their_message_names_and_held_until_they_are_answered() -> None:
+    mirror, held = Mirror(), list[tuple[str, int, int]]()
+
+    @contextmanager
+    def admit(sender: PeerId, ask: Ask) -> Iterator[None]:
+        asked, size_bytes = mirror.asked, sum(spec.size_bytes for spec in ask.tensors)
+        if size_bytes == 12:
+            raise RefusedError("busy", "no room for twelve bytes")
+        yield
+        held.append((sender, size_bytes, mirror.asked - asked))
+
+    async with pair(mirror, admit=admit) as (caller, callee):
+        for num_values in (4, MIB):
+            await mirrored(caller, callee, {"h": torch.zeros(num_values)}, 4 * num_values)
+        assert held == [(caller.peer_id, 16, 1), (caller.peer_id, 4 * MIB, 1)]
+        for answer_bytes in (12, 2 * MIB):
+            with pytest.raises(RefusedError, match="no room for twelve bytes"):
+                await mirrored(caller, callee, {"h": torch.zeros(3)}, answer_bytes)
+        assert mirror.asked == 2
 
 
 @on_event_loop
