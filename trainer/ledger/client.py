@@ -14,9 +14,12 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from torch import Tensor
+
 from loader.errors import LoaderError
 from trainer.errors import LedgerError, PeerUnavailableError, RefusedError, RpcError
 from trainer.ledger.config import LedgerConfig
+from trainer.ledger.daemon_call import in_daemon_thread
 from trainer.ledger.holdings import Bundle, HeldLease, Holdings
 from trainer.ledger.messages import (
     LEDGER_LEASE,
@@ -219,7 +222,6 @@ class LedgerClient:
         if answer.runs:
             self._holdings.add(self._token, self._named_in(answer.runs), asked_s + answer.lease_s)
             self._token = secrets.token_hex(16)
-            self._rows.want(each.shard for _, each in self._holdings.unread)
         self._to_read.set()
         self._to_give.set()
         return bool(answer.runs)
@@ -341,8 +343,14 @@ class LedgerClient:
             await self._to_read.wait()
 
     async def _read_one(self, lease: HeldLease, wanted: MicroBatchId) -> None:
+        coming = dict.fromkeys(each.shard for _, each in self._holdings.unread)
+
+        def read() -> tuple[Tensor, Tensor]:
+            self._rows.want(coming)  # Waits for its turn, as reading does: neither is for the event loop.
+            return self._rows.read(wanted)
+
         try:
-            inputs, labels = await asyncio.to_thread(self._rows.read, wanted)
+            inputs, labels = await in_daemon_thread(read, "ledger-rows")
         except LoaderError as error:
             logger.warning("%s cannot be read here, and is handed back: %s", wanted, error)
             self._holdings.hand_back_unread(lease, wanted)

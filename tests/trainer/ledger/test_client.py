@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +14,8 @@ import pytest
 from torch import Tensor
 
 from loader.errors import DataUnavailableError
+from loader.fetch.shards import OpenShard
+from loader.session import Session
 from tests.support.event_loop import on_event_loop
 from tests.support.ledger_cast import done, lost
 from tests.support.ledger_run import CONFIG, SEQ_LEN, Run, all_of, ledger_run
@@ -282,3 +286,34 @@ async def test_a_shard_that_cannot_be_read_is_handed_back(run: Run, monkeypatch:
         assert len(await all_of(client)) == 15
         await client.close()
         assert (await service.account()).reissued == 2
+
+
+def test_a_store_that_does_not_answer_holds_up_neither_leases_nor_the_end(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several shards one comes; with another in the midst of opening, the driver leases, closes and ends."""
+    released, opened, given_up = threading.Event(), list[int](), list[int]()
+    open_shard = Session.open_shard
+
+    def hangs_but_for_the_first(session: Session, shard: int) -> OpenShard:
+        opened.append(shard)
+        if shard != opened[0]:
+            released.wait(30.0)
+            given_up.append(shard)
+        return open_shard(session, shard)
+
+    monkeypatch.setattr(Session, "open_shard", hangs_but_for_the_first)
+
+    @on_event_loop
+    async def test() -> None:
+        async with run.keeper() as (service, endpoint), run.driver(endpoint.peer) as driver:
+            while (await service.account()).leases < 2 or len(set(opened)) < 2:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(driver.next(), 0.1)
+            assert driver.holdings.unread
+
+    try:
+        test()
+        assert not given_up
+    finally:
+        released.set()
