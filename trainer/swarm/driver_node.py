@@ -14,8 +14,10 @@ import asyncio
 import logging
 import math
 import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import TypeVar
 
 from loader.errors import LoaderError
 from loader.session import Session
@@ -38,6 +40,7 @@ from trainer.ledger import (
     preferred_shards,
     spec_of,
 )
+from trainer.ledger.daemon_call import in_daemon_thread
 from trainer.ledger.lanes import Lane
 from trainer.ledger.records import WorkerSeen
 from trainer.node.data import open_session
@@ -47,6 +50,7 @@ from trainer.node.training import ProgressLine
 from trainer.node.watching import Watch
 from trainer.pipeline.names import StageUid
 from trainer.rpc import Endpoint, load_or_create_identity
+from trainer.swarm.alone import only_process
 from trainer.swarm.announcing import Presence
 from trainer.swarm.building import codec_of
 from trainer.swarm.driver_view import DriverView
@@ -61,6 +65,8 @@ _SHOWN_S = 1.5
 _NOTE_WORKERS_S = 2.0
 _NOTE_SHARDS_S = 60.0
 
+T = TypeVar("T")
+
 
 def run_driver(config: RunConfig, stop: StopRequest, line: ProgressLine) -> None:
     """Drives a pipeline until the data are through, the run's ``max_steps`` are done, or it is asked to stop.
@@ -74,10 +80,11 @@ def run_driver(config: RunConfig, stop: StopRequest, line: ProgressLine) -> None
             "inner.micro_batch_size: expected rows of a micro-batch in the run file, since all drivers and the account "
             "must agree on them; found 0"
         )
-    shape = shape_of(config)
-    node = DriverNode(config, shape, open_session(config.data), stop, line)
-    with stop.on_signals():
-        asyncio.run(node.run())
+    with only_process(config):
+        shape = shape_of(config)
+        node = DriverNode(config, shape, open_session(config.data), stop, line)
+        with stop.on_signals():
+            asyncio.run(node.run())
 
 
 class DriverNode:
@@ -112,7 +119,10 @@ class DriverNode:
     async def run(self) -> None:
         """Drives until it is done."""
         async with AsyncExitStack() as stack:
-            lanes, spec = await asyncio.to_thread(self._account_of)
+            account_of = await self._unless_stopped(in_daemon_thread(self._account_of, "driver-store"))
+            if account_of is None:
+                return
+            lanes, spec = account_of
             if self._keeps_account:
                 self._open_account(lanes, spec)
             self._presence.register()
@@ -140,6 +150,7 @@ class DriverNode:
     async def _show_end(self) -> None:
         """Answers a little longer: whoever looks once a second is to see how it has ended."""
         await self.view.refresh()
+        self.view.look()
         if self._config.api.enabled and not self._stop():
             await asyncio.sleep(_SHOWN_S)
 
@@ -149,9 +160,14 @@ class DriverNode:
         Raises:
             TrainerError: the account cannot be kept or reached.
         """
-        tasks = [asyncio.create_task(self._work(driver), name="driver"), asyncio.create_task(self._look(), name="look")]
+        tasks = [
+            asyncio.create_task(self._work(driver), name="driver"),
+            asyncio.create_task(self._look(), name="look"),
+            asyncio.create_task(_repeated(_NOTE_WORKERS_S, self._note_workers), name="note-workers"),
+        ]
         if self._keeper is not None:
             tasks.append(asyncio.create_task(self._keeper.failed(), name="keeper"))
+            tasks.append(asyncio.create_task(_repeated(_NOTE_SHARDS_S, self._note_shards), name="note-shards"))
         try:
             ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in ended:
@@ -162,12 +178,18 @@ class DriverNode:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _work(self, driver: PipelineDriver) -> None:
-        """Drives; who keeps the account then stays until all other drivers have heard that nothing is left."""
+        """Drives; who keeps the account then stays until all other drivers have heard that nothing is left.
+
+        One that asks for nothing, as those do that only say that they are drivers, is not waited for longer than it
+        takes to hear of one that begins just now.
+        """
         await driver.run()
-        said = False
-        while self._keeper is not None and not self._stop():
-            others = [key for key in self._presence.other_drivers() if not self._keeper.has_told(key)]
-            if not others and not (await self._keeper.account()).leases:
+        said, done_s = False, time.monotonic()
+        while (keeper := self._keeper) is not None and not self._stop():
+            waited_s = time.monotonic() - done_s
+            untold = [key for key in self._presence.other_drivers() if not keeper.has_told(key)]
+            awaited = [key for key in untold if min(waited_s, keeper.quiet_s(key)) < self._patience_s]
+            if not awaited and not (await keeper.account()).leases:
                 return
             if not said:
                 logger.info("done here; keeping the account until the other drivers are done too")
@@ -175,6 +197,10 @@ class DriverNode:
             await asyncio.sleep(_LOOK_S)
 
     # -- what it is made of --------------------------------------------------------------------------------------------
+
+    @property
+    def _patience_s(self) -> float:
+        return 2 * self._config.discovery.announcement_lifetime_s
 
     @property
     def _keeps_account(self) -> bool:
@@ -206,7 +232,14 @@ class DriverNode:
             max_tokens=config.max_steps * target_tokens_of(config),
         )
         inquiry = WorkerInquiry(self._endpoint, self._presence.stage_peers)
-        self._keeper = LedgerService(self._endpoint, ledger, journal, config.swarm.ledger, inquiry)
+        self._keeper = LedgerService(
+            self._endpoint,
+            ledger,
+            journal,
+            config.swarm.ledger,
+            inquiry,
+            drivers=self._presence.other_drivers,
+        )
         self._keeper.register()
 
     def _client(self, lanes: tuple[Lane, ...], spec: LedgerSpec) -> LedgerClient:
@@ -271,18 +304,28 @@ class DriverNode:
         self._watch.peers(announcements)
 
     async def _look(self) -> None:
-        """Whether to stop; and, for the account, who is there and which shards there are."""
-        next_note_s, next_shards_s = 0.0, time.monotonic() + _NOTE_SHARDS_S
+        """Whether to stop, and a picture for those who watch; waits for nobody."""
         while True:
             if self._stop() and self._driver is not None:
                 self._driver.stop()
-            if time.monotonic() >= next_note_s:
-                next_note_s = time.monotonic() + _NOTE_WORKERS_S
-                await self._note_workers()
-            if time.monotonic() >= next_shards_s:
-                next_shards_s = time.monotonic() + _NOTE_SHARDS_S
-                await self._note_shards()
+            self.view.look()
             await asyncio.sleep(_LOOK_S)
+
+    async def _unless_stopped(self, coroutine: Coroutine[None, None, T]) -> T | None:
+        """What it gives; None: it is asked to stop before that.
+
+        Raises:
+            BaseException: what it raised.
+        """
+        task = asyncio.ensure_future(coroutine)
+        try:
+            while not task.done():
+                if self._stop():
+                    return None
+                await asyncio.wait([task], timeout=_LOOK_S)
+            return task.result()
+        finally:
+            task.cancel()
 
     async def _note_workers(self) -> None:
         try:
@@ -303,9 +346,20 @@ class DriverNode:
         """What the store has more than before is read from the next epoch on."""
         if self._keeper is None:
             return
-        data = self._config.data
+        data, session = self._config.data, self._session
+
+        def shards() -> list[Sequence[int]]:
+            return [lane.shards for lane in lanes_of(session.newest_catalog(), data.sources, data.holdout)]
+
         try:
-            catalog = await asyncio.to_thread(self._session.newest_catalog)
-            await self._keeper.grow([lane.shards for lane in lanes_of(catalog, data.sources, data.holdout)])
+            found = await in_daemon_thread(shards, "driver-store")
+            await self._keeper.grow(found)
         except (TrainerError, LoaderError) as error:
             logger.warning("the store's newest shards: %s", error)
+
+
+async def _repeated(every_s: float, act: Callable[[], Awaitable[None]]) -> None:
+    """Again and again; first in ``every_s`` seconds."""
+    while True:
+        await asyncio.sleep(every_s)
+        await act()

@@ -1,4 +1,8 @@
-"""What a driver lets be seen over HTTP (`trainer.observe.pipeline`); asked in the API's thread, kept by its loop."""
+"""What a driver lets be seen over HTTP (`trainer.observe.pipeline`).
+
+The driver's event loop takes a picture a few times a second (`DriverView.look`); the API's threads are shown the newest
+one, and never what the loop is changing meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from trainer.config import RunConfig
+from trainer.discovery import Announcement
 from trainer.driver.driver import PipelineDriver
-from trainer.driver.results import MicroBatchResult
+from trainer.driver.results import DriverStatus, MicroBatchResult
 from trainer.driver.steps import StepLoss
 from trainer.errors import RpcError
 from trainer.ledger import LEDGER_ACCOUNT, Account, LedgerService
@@ -38,6 +44,17 @@ _RATE_WINDOW_S = 30.0
 _ASK_TIMEOUT_S = 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Picture:
+    """The driver at a moment; nothing in it changes any more."""
+
+    workers: tuple[Announcement, ...] = ()
+    """Of all workers of this run file."""
+    status: DriverStatus | None = None
+    loss: float | None = None
+    tokens_per_s: float = 0.0
+
+
 class DriverView:
     """A `trainer.observe.pipeline.PipelineView`.
 
@@ -55,6 +72,7 @@ class DriverView:
         self._keeper: LedgerService | None = None
         self._endpoint: Endpoint | None = None
         self._account: tuple[Account, float] | None = None
+        self._picture = _Picture()
         self._loss: float | None = None
         self._ended: deque[tuple[float, int]] = deque(maxlen=4096)
         self._began_s = time.monotonic()
@@ -62,6 +80,7 @@ class DriverView:
     def begin(self, driver: PipelineDriver, keeper: LedgerService | None, endpoint: Endpoint) -> None:
         """From now on there is something to see."""
         self._driver, self._keeper, self._endpoint = driver, keeper, endpoint
+        self.look()
 
     def ended(self, result: MicroBatchResult) -> None:
         """A micro-batch is through."""
@@ -76,6 +95,11 @@ class DriverView:
     def trained_tokens(self) -> int:
         """Of the whole run, as the keeper last said; 0 while it has not."""
         return 0 if self._account is None else self._account[0].trained_tokens
+
+    def look(self) -> None:
+        """Takes a picture of how it is now; in the driver's loop."""
+        status = None if self._driver is None else self._driver.status()
+        self._picture = _Picture(self._presence.fitting(), status, self._loss, self._tokens_per_s())
 
     async def refresh(self) -> None:
         """Asks the keeper how the account stands."""
@@ -98,9 +122,9 @@ class DriverView:
 
     def figures(self) -> Iterator[tuple[str, str, float]]:
         """For the metrics: name, help and value."""
-        if self._driver is None:
+        status = self._picture.status
+        if status is None:
             return
-        status = self._driver.status()
         yield "driver_in_flight", "Micro-batches under way.", status.in_flight
         yield "driver_done", "Micro-batches counted in every stage.", status.done
         yield "driver_lost", "Micro-batches that may not be counted in every stage.", status.lost
@@ -138,50 +162,22 @@ class DriverView:
 
     def stages(self) -> SwarmStages:
         """See `trainer.observe.pipeline.PipelineView`."""
-        workers = self._workers()
-        stages = tuple(self._stage(name, workers.get(name, [])) for name in self._shape.plan.names)
+        picture = self._picture
+        workers = _workers_in(picture)
+        stages = tuple(self._stage(name, workers.get(name, []), picture) for name in self._shape.plan.names)
         return SwarmStages(
             node_id=self._config.node_id,
             time=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             step=min((stage.version or 0 for stage in stages), default=0),
-            loss=self._loss,
-            tokens_per_s=self._tokens_per_s(),
-            in_flight=self._driver.status().in_flight if self._driver is not None else 0,
+            loss=picture.loss,
+            tokens_per_s=picture.tokens_per_s,
+            in_flight=picture.status.in_flight if picture.status is not None else 0,
             stages=stages,
         )
 
-    def _workers(self) -> dict[str, list[WorkerStatus]]:
-        status = self._driver.status() if self._driver is not None else None
-        banned: dict[str, float] = {}
-        in_flight: dict[str, int] = {}
-        for stage in status.stages if status is not None else ():
-            banned |= stage.banned
-            in_flight |= {load.worker: load.in_flight for load in stage.workers}
-        workers: dict[str, list[WorkerStatus]] = {}
-        for said in self._presence.announcements:
-            report = said.stage
-            if report is None:
-                continue
-            workers.setdefault(StageUid.parse(report.uid).stage, []).append(
-                WorkerStatus(
-                    uid=report.uid,
-                    node_id=said.node_id,
-                    peer_id=said.peer_id,
-                    status=report.status,
-                    version=report.version,
-                    num_tokens=report.num_tokens,
-                    queued=report.queued,
-                    rows_per_s=round(report.rows_per_s, 3),
-                    busy=round(report.busy, 3),
-                    in_flight=in_flight.get(said.peer_id, 0),
-                    banned_for_s=round(banned.get(said.peer_id, 0.0), 1),
-                )
-            )
-        return workers
-
-    def _stage(self, name: str, workers: list[WorkerStatus]) -> StageStatus:
-        status = self._driver.status() if self._driver is not None else None
-        stalled = {stage.stage: stage.stalled_s for stage in status.stages} if status is not None else {}
+    def _stage(self, name: str, workers: list[WorkerStatus], picture: _Picture) -> StageStatus:
+        seen = picture.status.stages if picture.status is not None else ()
+        stalled = {stage.stage: stage.stalled_s for stage in seen}
         return StageStatus(
             stage=name,
             num_layers=len(self._shape.plan.ranges[self._shape.plan.index(name)]),
@@ -194,8 +190,37 @@ class DriverView:
 
     def _tokens_per_s(self) -> float:
         now_s = time.monotonic()
-        recent = [tokens for ended_s, tokens in list(self._ended) if ended_s > now_s - _RATE_WINDOW_S]
+        recent = [tokens for ended_s, tokens in self._ended if ended_s > now_s - _RATE_WINDOW_S]
         return round(sum(recent) / max(1e-9, min(_RATE_WINDOW_S, now_s - self._began_s)), 1)
+
+
+def _workers_in(picture: _Picture) -> dict[str, list[WorkerStatus]]:
+    banned: dict[str, float] = {}
+    in_flight: dict[str, int] = {}
+    for stage in picture.status.stages if picture.status is not None else ():
+        banned |= stage.banned
+        in_flight |= {load.worker: load.in_flight for load in stage.workers}
+    workers: dict[str, list[WorkerStatus]] = {}
+    for said in picture.workers:
+        report = said.stage
+        if report is None:
+            continue
+        workers.setdefault(StageUid.parse(report.uid).stage, []).append(
+            WorkerStatus(
+                uid=report.uid,
+                node_id=said.node_id,
+                peer_id=said.peer_id,
+                status=report.status,
+                version=report.version,
+                num_tokens=report.num_tokens,
+                queued=report.queued,
+                rows_per_s=round(report.rows_per_s, 3),
+                busy=round(report.busy, 3),
+                in_flight=in_flight.get(said.peer_id, 0),
+                banned_for_s=round(banned.get(said.peer_id, 0.0), 1),
+            )
+        )
+    return workers
 
 
 def _tally(tally: Tally) -> TallyStatus:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,8 +16,9 @@ from tests.support.event_loop import on_event_loop
 from tests.support.rpc_pair import running_endpoint
 from tests.support.text_store import text_store
 from trainer.config import RunConfig, from_mapping
-from trainer.discovery import Announcement
+from trainer.discovery import Announcement, DiscoveryConfig
 from trainer.errors import LedgerError
+from trainer.ledger.lanes import Lane
 from trainer.node.data import open_session
 from trainer.node.progress import Progress
 from trainer.node.stopping import StopRequest
@@ -160,3 +165,120 @@ def test_a_driver_ends_with_whatever_cannot_go_on(
             await asyncio.wait_for(node._drive(Endless()), 20)  # type: ignore[arg-type]
 
     test()
+
+
+class Stoppable:
+    """A driver with work until it is told to stop."""
+
+    def __init__(self) -> None:
+        self.stopped = asyncio.Event()
+
+    async def run(self) -> None:
+        await self.stopped.wait()
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+
+class Quiet:
+    """A keeper with nothing to do."""
+
+    async def failed(self) -> None:
+        await asyncio.Event().wait()
+
+
+class Counting(Quiet):
+    """A keeper of an account that is done, who has told nobody."""
+
+    def __init__(self, quiet_s: float) -> None:
+        self._quiet_s = quiet_s
+
+    def has_told(self, _driver: str) -> bool:
+        return False
+
+    def quiet_s(self, _driver: str) -> float:
+        return self._quiet_s
+
+    async def account(self) -> object:
+        return SimpleNamespace(leases=0)
+
+
+@pytest.mark.parametrize(("quiet_s", "waits"), [(math.inf, False), (0.1, True)])
+def test_a_keeper_does_not_wait_for_whoever_only_says_it_is_a_driver(
+    quiet_s: float, waits: bool, config: RunConfig, shape: SwarmShape, tmp_path: Path
+) -> None:
+    discovery = DiscoveryConfig(announce_interval_s=0.1, announcement_lifetime_s=1.0)
+    placed = replace(config, state_dir=str(tmp_path), discovery=discovery)
+    node = DriverNode(placed, shape, open_session(config.data), StopRequest(), None)  # type: ignore[arg-type]
+    node._presence.hear((said(shape, "driver-9", "d"),))
+
+    @on_event_loop
+    async def test() -> None:
+        driver, node._keeper = Stoppable(), Counting(quiet_s)  # type: ignore[assignment]
+        driver.stop()
+        working = asyncio.create_task(node._work(driver))  # type: ignore[arg-type]
+        await asyncio.wait([working], timeout=5.0)
+        assert working.done() != waits
+        working.cancel()
+
+    test()
+
+
+class HangingStore:
+    """Stands for `lanes_of`: it asks a store that does not answer."""
+
+    def __init__(self) -> None:
+        self.asked, self.released, self.given_up = threading.Event(), threading.Event(), threading.Event()
+
+    def __call__(self, *_args: object) -> tuple[Lane, ...]:
+        self.asked.set()
+        self.released.wait(30.0)
+        self.given_up.set()
+        return ()
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingStore]:
+    store = HangingStore()
+    monkeypatch.setattr("trainer.swarm.driver_node.lanes_of", store)
+    yield store
+    store.released.set()
+
+
+def test_a_keeper_that_is_asked_to_stop_waits_for_no_store(
+    config: RunConfig, shape: SwarmShape, tmp_path: Path, hanging: HangingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.swarm.driver_node._NOTE_SHARDS_S", 0.0)
+    stop = StopRequest()
+    node = DriverNode(replace(config, state_dir=str(tmp_path)), shape, open_session(config.data), stop, None)  # type: ignore[arg-type]
+
+    @on_event_loop
+    async def test() -> None:
+        driver = Stoppable()
+        node._driver, node._keeper = driver, Quiet()  # type: ignore[assignment]
+        driving = asyncio.create_task(node._drive(driver))  # type: ignore[arg-type]
+        while not hanging.asked.is_set() and not driving.done():
+            await asyncio.sleep(0.01)
+        stop.ask()
+        await driving
+
+    test()
+    assert not hanging.given_up.is_set()
+
+
+def test_a_driver_that_is_asked_to_stop_while_it_reads_what_there_is_does(
+    config: RunConfig, shape: SwarmShape, tmp_path: Path, hanging: HangingStore
+) -> None:
+    stop = StopRequest()
+    node = DriverNode(replace(config, state_dir=str(tmp_path)), shape, open_session(config.data), stop, None)  # type: ignore[arg-type]
+
+    @on_event_loop
+    async def test() -> None:
+        running = asyncio.create_task(node.run())
+        while not hanging.asked.is_set() and not running.done():
+            await asyncio.sleep(0.01)
+        stop.ask()
+        await running
+
+    test()
+    assert not hanging.given_up.is_set()
