@@ -106,7 +106,7 @@ class Clearing:
 def _is_gone_for_good(error: RpcError | TimeoutError) -> bool:
     """Whether an answer that was given once will not be given again, or not better."""
     return isinstance(error, MalformedAnswerError) or (
-        isinstance(error, RefusedError) and error.reason == "already-applied"
+        isinstance(error, RefusedError) and error.reason in ("already-applied", "counted-for-another")
     )
 
 

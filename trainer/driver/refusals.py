@@ -2,15 +2,18 @@
 
 | what happened                          | counted there? | the worker         | then                        |
 |----------------------------------------|----------------|--------------------|-----------------------------|
-| ``busy``, ``rate``                     | no             | rests for a moment | same or another, no attempt |
+| ``busy``, ``rate``, ``not-a-driver``   | no             | rests for a moment | same or another, no attempt |
 | ``stopping``                           | no             | rests longer       | another, no attempt         |
 | ``no-input``                           | no             | –                  | same, with the input        |
 | ``expired``, ``stale``, ``tainted``    | no             | five: banned       | another                     |
 | ``nonfinite``, ``stage``, wrong key, … | no             | banned for a while | another                     |
 | ``already-applied``                    | yes            | banned for a while | the answer is gone          |
+| ``counted-for-another``                | yes            | –                  | the answer is gone          |
 | ``malformed``                          | not clear      | banned for a while | another; twice: give up     |
 | ``internal``, ``timeout``, no answer   | not clear      | banned for a while | another, when it is clear   |
 | an answer that is none                 | not clear      | banned for long    | another, when it is clear   |
+
+``not-a-driver`` says a worker that has not heard of this driver yet.
 
 ``already-applied`` is honest of a repetition only; as the answer to the first request it is what a worker would say
 that wants to see nothing trained. `Bans` tells how those that do nothing but refuse are found out.
@@ -63,6 +66,8 @@ _VERDICTS = {
     "stale": Verdict("stale", "none", "doubt"),
     "tainted": Verdict("tainted", "none", "doubt"),
     "already-applied": Verdict("already-applied", "counted", "firm-ban"),
+    "counted-for-another": Verdict("counted-for-another", "counted", "none"),
+    "not-a-driver": Verdict("not-a-driver", "none", "rest", 0.0),
     "malformed": Verdict("malformed", "unclear", "ban", 3.0),
 }
 

@@ -1,7 +1,8 @@
-"""`StageMates`: a stage's other workers, as this one hears of them."""
+"""Who else there is, as a worker hears of them: its stage's other workers, the run's drivers, the other stages'."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
 from typing import Any
 
 from trainer.discovery import Announcement
@@ -9,10 +10,11 @@ from trainer.node.network import Network
 from trainer.node.peer_book import peer_of
 from trainer.pipeline.names import StageUid
 from trainer.pipeline.report import StageReport
-from trainer.rpc import Peer
+from trainer.rpc import Peer, PeerId
 from trainer.sparta import frontier_of
+from trainer.swarm.strangers import SwarmTerms
 
-__all__ = ["StageMates", "is_of_stage"]
+__all__ = ["RunMates", "StageMates", "is_of_stage"]
 
 
 def is_of_stage(stage: str, said: Announcement) -> bool:
@@ -53,3 +55,25 @@ class StageMates:
     def move_to(self, round_index: int) -> None:
         """See `trainer.sparta.OtherRounds`."""
         self._network.collective.move_to(round_index)
+
+
+class RunMates:
+    """Whom a worker does anything for: those that announce the same run file. Any thread may ask.
+
+    Args:
+        network: hears them.
+        terms: of the run.
+    """
+
+    def __init__(self, network: Network[Any], terms: SwarmTerms) -> None:
+        self._network = network
+        self._terms = terms
+
+    def drivers(self) -> Set[PeerId]:
+        """Keys of the drivers."""
+        return {said.peer_id for said in self._network.announcements if said.stage is None and self._terms.fits(said)}
+
+    def workers(self, stage: str) -> Mapping[PeerId, Peer]:
+        """A stage's workers, by key."""
+        heard = self._network.announcements
+        return {said.peer_id: peer_of(said) for said in heard if is_of_stage(stage, said) and self._terms.fits(said)}

@@ -41,7 +41,7 @@ from trainer.swarm.building import (
 from trainer.swarm.departure import Departure
 from trainer.swarm.joining import is_ahead
 from trainer.swarm.keeping import DilocoKeeping, Keeping, SpartaKeeping, state_choice, state_form
-from trainer.swarm.mates import StageMates, is_of_stage
+from trainer.swarm.mates import RunMates, StageMates, is_of_stage
 from trainer.swarm.shape import SwarmShape, target_tokens_of
 from trainer.swarm.strangers import SwarmTerms, refuse_strangers
 from trainer.swarm.worker_watch import WorkerWatch
@@ -103,7 +103,7 @@ class WorkerNode:
         self._mates = StageMates(self._network)
         self._keeping = self._kept_together()
         self._meter = LinkMeter(f"{built.name} of {config.node_id}", built.codec, config.swarm.subspace.max_error)
-        terms, heard = SwarmTerms(shape), self._network
+        others = RunMates(self._network, SwarmTerms(shape))
         self._worker = StageWorker(
             self._network.endpoint,
             shape.plan,
@@ -120,8 +120,9 @@ class WorkerNode:
             max_lead=self._max_lead(),
             on_step=self._stepped,
             on_round=self._after_round,
-            keepers=lambda: {said.peer_id for said in heard.announcements if said.stage is None and terms.fits(said)},
+            keepers=others.drivers,
         )
+        self._worker.service.workers = others.workers
         self._checkpoints = checkpoints_of(config, shape, built.name, identity.peer_id[:16])
         self._watch = WorkerWatch(config, self._network, self._worker, self._meter, stop.ask)
 
