@@ -53,7 +53,6 @@ class StagePool:
         self._workers: dict[str, StageWorker] = {}
         self._busy_in_a_row: dict[str, int] = {}
         self._changed = asyncio.Event()
-        self._waiting_for_anybody = 0
         self._stalled_since_s: float | None = None
         self._said_stalled_s = float("-inf")
         self._stalled_s = 0.0

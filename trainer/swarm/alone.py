@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from trainer.config import RunConfig
 from trainer.errors import TrainerUsageError
+from trainer.node.identity import identity_path
 
 __all__ = ["only_process"]
 
@@ -29,7 +29,7 @@ def only_process(config: RunConfig) -> Iterator[None]:
     Raises:
         TrainerUsageError: somebody does, or the folder cannot be written.
     """
-    file = Path(config.state_dir).expanduser() / "identity" / f"{config.node_id}.lock"
+    file = identity_path(config).with_suffix(".lock")
     lock = FileLock(file, timeout=0, thread_local=False)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

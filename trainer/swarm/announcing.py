@@ -95,6 +95,7 @@ class Presence:
         """These are all others there are now."""
         now_s = time.monotonic()
         self._words = {said.peer_id: self._word(said, now_s) for said in announcements}
+        self._misfits &= self._words.keys()  # Keys cost nothing, so what is known of them must not pile up.
         self.announcements = announcements
 
     @property

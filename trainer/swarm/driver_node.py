@@ -44,12 +44,13 @@ from trainer.ledger.daemon_call import in_daemon_thread
 from trainer.ledger.lanes import Lane
 from trainer.ledger.records import WorkerSeen
 from trainer.node.data import open_session
+from trainer.node.identity import identity_of
 from trainer.node.progress import Progress
 from trainer.node.stopping import StopRequest
 from trainer.node.training import ProgressLine
 from trainer.node.watching import Watch
 from trainer.pipeline.names import StageUid
-from trainer.rpc import Endpoint, load_or_create_identity
+from trainer.rpc import Endpoint
 from trainer.swarm.alone import only_process
 from trainer.swarm.announcing import Presence
 from trainer.swarm.building import codec_of
@@ -108,8 +109,7 @@ class DriverNode:
         self._line = line
         self._steps = 0
         self._step_began_s = time.perf_counter()
-        identity = load_or_create_identity(Path(config.state_dir).expanduser() / "identity" / f"{config.node_id}.pem")
-        self._endpoint = Endpoint(identity, config.run_id, config.rpc)
+        self._endpoint = Endpoint(identity_of(config), config.run_id, config.rpc)
         self._presence = Presence(config, self._endpoint, shape, self._progress, self._heard)
         self._keeper: LedgerService | None = None
         self._driver: PipelineDriver | None = None

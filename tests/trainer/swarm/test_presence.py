@@ -90,6 +90,16 @@ def test_the_keeper_is_the_first_of_its_name_as_long_as_it_is_there(
     assert sum("calls itself driver-1 too" in record.message for record in caplog.records) == 2
 
 
+def test_a_stranger_is_named_once_while_it_is_there_and_forgotten_with_it(
+    presence: Presence, shape: SwarmShape, caplog: pytest.LogCaptureFixture
+) -> None:
+    stranger = said(shape, "stranger", "b", "tail", fits=False)
+    for announcements, told in (((stranger,), 1), ((stranger,), 1), ((), 1), ((stranger,), 2)):
+        presence.hear(announcements)
+        assert not presence.workers()
+        assert sum("gets no work" in record.message for record in caplog.records) == told
+
+
 def test_a_word_is_as_old_as_the_announcement_not_as_the_look(presence: Presence, shape: SwarmShape) -> None:
     """That an announcement is still passed about proves nothing of who said it."""
     key = "a" * 64
