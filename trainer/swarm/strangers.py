@@ -26,7 +26,7 @@ from trainer.pipeline.names import StageUid
 from trainer.rpc import Endpoint
 from trainer.swarm.shape import DRIVER, SwarmShape
 
-__all__ = ["SwarmTerms", "check_fit", "refuse_strangers"]
+__all__ = ["SwarmTerms", "check_fit"]
 
 logger = logging.getLogger(__name__)
 
@@ -86,10 +86,10 @@ async def check_fit(
     deadline_s = time.monotonic() + _SETTLE_S
     while _most_are_strange(terms, others()) and time.monotonic() < deadline_s and not stop():
         await asyncio.sleep(_LOOK_S)
-    await refuse_strangers(endpoint, terms, others(), run_id)
+    await _refuse_strangers(endpoint, terms, others(), run_id)
 
 
-async def refuse_strangers(endpoint: Endpoint, terms: SwarmTerms, others: Iterable[Announcement], run_id: str) -> None:
+async def _refuse_strangers(endpoint: Endpoint, terms: SwarmTerms, others: Iterable[Announcement], run_id: str) -> None:
     """Compares this process with those that are known now.
 
     Args:

@@ -43,7 +43,7 @@ from trainer.swarm.joining import is_ahead
 from trainer.swarm.keeping import DilocoKeeping, Keeping, SpartaKeeping, state_choice, state_form
 from trainer.swarm.mates import RunMates, StageMates, is_of_stage
 from trainer.swarm.shape import SwarmShape, target_tokens_of
-from trainer.swarm.strangers import SwarmTerms, refuse_strangers
+from trainer.swarm.strangers import SwarmTerms, check_fit
 from trainer.swarm.worker_watch import WorkerWatch
 from trainer.worker import StageWorker
 from trainer.worker.service import Accepts, ServiceStatus
@@ -160,8 +160,10 @@ class WorkerNode:
     # -- coming --------------------------------------------------------------------------------------------------------
 
     def _refuse_strangers(self) -> None:
-        endpoint, others = self._network.endpoint, self._network.announcements
-        self._await(refuse_strangers(endpoint, SwarmTerms(self._shape), others, self._config.run_id))
+        endpoint, terms = self._network.endpoint, SwarmTerms(self._shape)
+        self._await(
+            check_fit(endpoint, terms, lambda: self._network.announcements, self._config.run_id, stop=self._stop)
+        )
 
     def _resume(self) -> None:
         """Goes on from this machine's newest checkpoint of the stage; the compute thread does not run yet."""

@@ -11,6 +11,7 @@ from trainer.config import RunConfig
 from trainer.errors import TrainerUsageError
 from trainer.node.stopping import StopRequest
 from trainer.stagewise import parse_time, roll_back, time_us
+from trainer.swarm.alone import only_process
 from trainer.swarm.building import build_stage_site
 from trainer.swarm.choosing import choose_stage
 from trainer.swarm.shape import SwarmShape, shape_of
@@ -40,7 +41,7 @@ def run_worker(config: RunConfig, stage: str, stop: StopRequest, *, at: str = ""
         raise TrainerUsageError(f"strategy: expected diloco or async_sparta in a swarm, found {config.strategy}")
     if config.threads:
         torch.set_num_threads(config.threads)
-    with stop.on_signals():
+    with only_process(config), stop.on_signals():
         shape = shape_of(config)
         name = choose_stage(config, shape, stop) if stage == _AUTO else stage
         shape.plan.index(name)
