@@ -25,6 +25,8 @@ __all__ = ["Runtime", "RuntimeFigures"]
 
 logger = logging.getLogger(__name__)
 
+_MOST_BROKEN = 10
+"""Computations in a row that end in an error nobody foresaw, after which the device is taken for lost."""
 _TICK_S = 0.5
 """How often `between` is called while there is nothing to compute."""
 _AVERAGED_S = 30.0
@@ -79,6 +81,7 @@ class Runtime:
         self._refusing = False
         self._woken = False
         self._computed = 0
+        self._num_broken = 0
         self._batch_rows = self._compute_s = self._rows = self._busy_s = 0.0
         self._averaged_s = 0.0
         self._decayed_s = clock()
@@ -228,6 +231,9 @@ class Runtime:
             logger.exception("computing for %s failed", jobs[0].owner[:12] or "this node")
             refusal = RefusedError("internal", f"the computation failed ({type(error).__name__}); the log says how")
             results = [refusal] * len(jobs)
+            self._num_broken += 1
+        else:
+            self._num_broken = 0
         took_s, rows = self._clock() - began_s, sum(job.num_rows for job in jobs)
         with self._changed:
             self._count(jobs, rows, took_s)
@@ -236,6 +242,11 @@ class Runtime:
                 job.future.set_exception(result)
             else:
                 job.future.set_result(Computed(result, began_s - job.added_s, took_s * job.num_rows / rows))
+        if self._num_broken >= _MOST_BROKEN:
+            raise TrainerError(
+                f"expected computations to succeed, found {self._num_broken} in a row broken off by errors that are none "
+                "of a request's; the log has them (a device that is lost?)"
+            )
 
     def _count(self, jobs: Sequence[Job], rows: int, took_s: float) -> None:
         if jobs[0].rank is Rank.CONTROL:

@@ -131,6 +131,24 @@ async def test_an_error_of_a_job_is_that_jobs_and_what_is_no_error_of_ours_is_in
 
 
 @on_event_loop
+async def test_a_device_that_is_lost_ends_the_runtime_and_says_so() -> None:
+    def break_down(_: object) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    with _running() as runtime:
+        refused = 0
+        while not runtime.failure.done():
+            assert refused < 100
+            with pytest.raises(RefusedError):
+                await runtime.compute(_of(break_down))
+            refused += 1
+            await asyncio.sleep(0.001)
+        assert refused >= 10
+        with pytest.raises(TrainerError, match="10 in a row"):
+            runtime.failure.result()
+
+
+@on_event_loop
 async def test_between_runs_in_the_compute_thread_behind_every_job_and_when_woken() -> None:
     threads: list[str] = []
     woken = threading.Event()
