@@ -69,7 +69,8 @@ class Network(Generic[S]):
         choose: which of the others' states is to be taken up.
         fellows: whose terms are to be this node's, of those in the run.
         stages: all of the run's, in order, where its model is cut.
-        stage: the one this node holds; where a DHT is partitioned by stage, it looks for that stage's workers only.
+        near: the stages whose workers this node has to know, its own and those beside it; where a DHT is partitioned by
+            stage, it looks for these only.
     """
 
     def __init__(
@@ -83,20 +84,20 @@ class Network(Generic[S]):
         choose: StateChoice = choose_state,
         fellows: Callable[[Announcement], bool] = holds_whole_model,
         stages: tuple[str, ...] = (),
-        stage: str = "",
+        near: tuple[str, ...] = (),
     ) -> None:
         self._form = form
         self._stopping = stopping
         self._config = config
         self._terms = terms
         self._identity = identity
-        self._stage = stage
+        self._is_of_pipeline = bool(near)
         self._snapshots = Path(config.state_dir).expanduser() / "state" / config.run_id / config.node_id
         self._loop = LoopThread("genesis-network")
         self._endpoint = Endpoint(self._identity, config.run_id, config.rpc)
         self._discovery = open_discovery(self._endpoint, config.discovery, stages)
-        if stage and config.discovery.partition_by_stage:
-            self._discovery.look_for([stage])
+        if near and config.discovery.partition_by_stage:
+            self._discovery.look_for(near)
         self._book = PeerBook(terms.digest(), choose, fellows)
         self._listener: Listener | None = None
         self._members: tuple[str, ...] = ()
@@ -174,7 +175,9 @@ class Network(Generic[S]):
         self._loop.run(self._start(), 60.0)
         if self._config.discovery.initial_peers:
             self._wait_for_peers(_FIRST_PEERS_S)
-            if not (self._stage and self._book.announcements):  # Of a pipeline all are compared: swarm.strangers.
+            if not (
+                self._is_of_pipeline and self._book.announcements
+            ):  # Of a pipeline all are compared: swarm.strangers.
                 self._loop.run(check_fit(self._endpoint, self._terms, self._book, self._config), 60.0)
 
     def publish(self, shared: S, members: tuple[str, ...] = ()) -> None:
@@ -380,7 +383,7 @@ class Network(Generic[S]):
 
     def _wait_for_peers(self, timeout_s: float) -> None:
         self._wait_while(lambda: not self._book.announcements, timeout_s)
-        self._wait_while(lambda: not self._stage and self._book.most_are_strange, _HEARD_OUT_S)
+        self._wait_while(lambda: not self._is_of_pipeline and self._book.most_are_strange, _HEARD_OUT_S)
         if not self._book.announcements and not self._stopping():
             logger.warning(
                 "none of %s answers yet; training begins alone, and joins the others when they are found",

@@ -62,6 +62,15 @@ class StagePlan:
         """How many there are."""
         return len(self.names)
 
+    def around(self, name: str) -> tuple[str, ...]:
+        """A stage and those next to it, head first.
+
+        Raises:
+            TrainerUsageError: the run has no such stage.
+        """
+        index = self.index(name)
+        return self.names[max(0, index - 1) : index + 2]
+
     def index(self, name: str) -> int:
         """The place of a stage.
 

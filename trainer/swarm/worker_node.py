@@ -98,7 +98,7 @@ class WorkerNode:
             choose=state_choice(config),
             fellows=partial(is_of_stage, built.name),
             stages=shape.plan.names,
-            stage=built.name,
+            near=shape.plan.around(built.name),
         )
         self._mates = StageMates(self._network)
         self._keeping = self._kept_together()

@@ -244,8 +244,8 @@ class Runtime:
                 job.future.set_result(Computed(result, began_s - job.added_s, took_s * job.num_rows / rows))
         if self._num_broken >= _MOST_BROKEN:
             raise TrainerError(
-                f"expected computations to succeed, found {self._num_broken} in a row broken off by errors that are none "
-                "of a request's; the log has them (a device that is lost?)"
+                f"expected computations to succeed, found {self._num_broken} in a row broken off by errors that are "
+                "no fault of a request; the log has them (a device that is lost?)"
             )
 
     def _count(self, jobs: Sequence[Job], rows: int, took_s: float) -> None:
