@@ -46,7 +46,7 @@ def test_killed_between_any_two_writes(point, small_input, undisturbed, tmp_path
     assert stray_objects(tmp_path / "store") == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_killed_thirty_times_in_one_populate(tmp_path):
     """Some 1,700 shards, so that there is always something left to be killed at."""

@@ -122,7 +122,7 @@ def _loss_after(config: ModelConfig, ids: Tensor, num_steps: int) -> float:
 @pytest.mark.parametrize(
     "olmo2",
     [
-        pytest.param(False, marks=pytest.mark.slow, id="pre-norm"),
+        pytest.param(False, marks=pytest.mark.long, id="pre-norm"),
         pytest.param(True, marks=pytest.mark.long, id="re-ordered"),
     ],
 )

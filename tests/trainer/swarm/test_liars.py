@@ -58,6 +58,7 @@ def test_one_of_five_under_the_trimmed_mean(cast: TrainingCast) -> None:
         check(cast, "trimmed_mean", attack, 5, 1, alone)
 
 
+@pytest.mark.long
 def test_under_the_mean_the_report_says_what_happened(cast: TrainingCast) -> None:
     mean = {"rule": "mean"}
     alone = clean(cast, "mean", 4)

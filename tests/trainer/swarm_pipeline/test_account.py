@@ -24,7 +24,7 @@ def swarm(tmp_path: Path) -> PipelineSwarm:
     return PipelineSwarm(tmp_path / "swarm", store.folder, swarm={"ledger": ledger})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_keeper_is_killed_and_starts_again(swarm: PipelineSwarm) -> None:
     with swarm:
         driver = swarm.begin_driver("driver-1")

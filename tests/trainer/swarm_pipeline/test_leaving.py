@@ -13,7 +13,7 @@ from tests.support.pipeline_account import check_account
 from tests.support.pipeline_swarm import STAGES, PipelineSwarm, steps_of
 from trainer.stagewise.naming import named_files
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
 TERMINATED = 128 + signal.SIGTERM
 FAILED = 1
@@ -24,7 +24,9 @@ def files_of(swarm: PipelineSwarm, stage: str) -> set[Path]:
     return {it.path for it in named_files(config.swarm.checkpoint.directory, config.run_id) if it.stage == stage}
 
 
-@pytest.mark.parametrize("routing", ["hub", "chain"])
+@pytest.mark.parametrize(
+    "routing", [pytest.param("hub", marks=pytest.mark.long), pytest.param("chain", marks=pytest.mark.slow)]
+)
 def test_nothing_is_lost_or_counted_twice_by_one_that_leaves_in_the_midst_of_work(routing: str, tmp_path: Path) -> None:
     options = {"driver": {"routing": routing, "max_in_flight": 8}, "ledger": {"worker_gone_s": 1.0}}
     with PipelineSwarm(tmp_path, swarm=options, discovery={"announcement_lifetime_s": 3.0}) as swarm:
@@ -46,6 +48,7 @@ def test_nothing_is_lost_or_counted_twice_by_one_that_leaves_in_the_midst_of_wor
         assert all("Traceback" not in node.output() for node in swarm.nodes.values())
 
 
+@pytest.mark.slow
 def test_one_that_is_not_current_saves_nothing_and_one_that_cannot_save_says_so(tmp_path: Path) -> None:
     with PipelineSwarm(tmp_path, swarm={"join": {"window": 0.001, "idle_s": 3600.0}}) as swarm:
         swarm.begin_driver("driver-1")
