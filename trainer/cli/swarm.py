@@ -109,6 +109,7 @@ def _swarm_of(
         num_workers=workers,
         num_drivers=drivers,
         num_seeds=seeds,
+        keeper=config.swarm.ledger.keeper,
         store=store,
         max_steps=max_steps,
         settings=settings,

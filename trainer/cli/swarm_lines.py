@@ -54,8 +54,8 @@ def account_text(account: SwarmAccount | None) -> str:
         text += " (does NOT add up)"
     if account.reissued:
         text += f"; {account.reissued:,} given again"
-    perished = sum(share.micro_batches for share in account.perished)
-    return text + (f"; {perished:,} perished with workers" if perished else "")
+    perished = max((share.micro_batches for share in account.perished), default=0)
+    return text + (f"; at most {perished:,} of them perished in a stage" if perished else "")
 
 
 def workers_table(stages: SwarmStages, account: SwarmAccount | None) -> list[str]:

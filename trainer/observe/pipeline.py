@@ -119,7 +119,7 @@ class SwarmStages(_Part):
 
     node_id: str
     time: str = Field(description="When this was so, UTC.")
-    step: int = Field(description="Steps of the run so far: the smallest version of all stages.")
+    step: int = Field(description="Steps of the run so far: trained tokens over those of a step.")
     loss: Annotated[float | None, AfterValidator(_finite_or_none)] = Field(
         description="Of the latest step's micro-batches, nats a token; null: none yet, or not finite."
     )

@@ -37,7 +37,8 @@ def only_process(config: RunConfig) -> Iterator[None]:
     except Timeout:
         raise TrainerUsageError(
             f"--node-id {config.node_id}: expected a name of its own, found that another process with the key in "
-            f"{file.parent} is running; give this one another --node-id, or another state_dir"
+            f"{file.parent} is running; give this one another --node-id or state_dir (a second swarm up: another "
+            "--folder)"
         ) from None
     except OSError as error:
         raise TrainerUsageError(f"state_dir: expected a folder that can be written, found {error}") from error

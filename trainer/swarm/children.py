@@ -44,6 +44,8 @@ class ChildSpec:
     """Of a worker."""
     api_url: str = ""
     """Where it answers over HTTP, if it does."""
+    ends_last: bool = False
+    """Of its role: the others need it to end in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +179,8 @@ class Child:
             return f"{name} ended ({said_of(code)}) and is not started again: {self.last_words()}"
         pause_s = min(self._policy.first_pause_s * 2 ** (self._num_failures - 1), self._policy.max_pause_s)
         self.status, self._due_s = "pausing", now_s + pause_s
-        return f"{name} ended ({said_of(code)}); started again in {pause_s:g} s; see {self.log_path}"
+        said = f"{name} ended ({said_of(code)}{f': {self.last_words(1)}' if code > 0 else ''})"
+        return f"{said}; started again in {pause_s:g} s; see {self.log_path}"
 
 
 def said_of(code: int) -> str:

@@ -34,7 +34,7 @@ from trainer.observe.pipeline import (
 from trainer.pipeline.names import StageUid
 from trainer.rpc import Endpoint
 from trainer.swarm.announcing import Presence
-from trainer.swarm.shape import SwarmShape
+from trainer.swarm.shape import SwarmShape, target_tokens_of
 
 __all__ = ["DriverView"]
 
@@ -168,7 +168,7 @@ class DriverView:
         return SwarmStages(
             node_id=self._config.node_id,
             time=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            step=min((stage.version or 0 for stage in stages), default=0),
+            step=self.trained_tokens // target_tokens_of(self._config),
             loss=picture.loss,
             tokens_per_s=picture.tokens_per_s,
             in_flight=picture.status.in_flight if picture.status is not None else 0,

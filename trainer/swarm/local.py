@@ -33,6 +33,8 @@ class LocalSwarm:
     num_drivers: int = 1
     num_seeds: int = 0
     """0: peer exchange."""
+    keeper: str = "driver-1"
+    """The driver that keeps the account: it ends behind the others, which settle with it."""
     store: str = ""
     """In the place of the run file's; empty: that."""
     max_steps: int | None = None
@@ -128,7 +130,13 @@ def _driver(swarm: LocalSwarm, name: str, ports: Ports, addresses: Sequence[str]
     command += ["--api", "--api-port", str(api_port), *_peers(addresses), *_settings(swarm)]
     command += ["--store", swarm.store] if swarm.store else []
     command += ["--max-steps", str(swarm.max_steps)] if swarm.max_steps is not None else []
-    return ChildSpec(name=name, role="driver", command=(*swarm.program, *command), api_url=f"http://{HOST}:{api_port}")
+    return ChildSpec(
+        name=name,
+        role="driver",
+        command=(*swarm.program, *command),
+        api_url=f"http://{HOST}:{api_port}",
+        ends_last=name == swarm.keeper,
+    )
 
 
 def _peers(addresses: Sequence[str]) -> list[str]:

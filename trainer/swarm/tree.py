@@ -108,7 +108,9 @@ class ProcessTree:
         """Ends all children, role by role; a `KeyboardInterrupt` meanwhile kills those that are left."""
         try:
             for role in _END_ORDER:
-                self._end(self.of(role))
+                children = self.of(role)
+                self._end([child for child in children if not child.spec.ends_last])
+                self._end([child for child in children if child.spec.ends_last])
         except BaseException:
             self._kill(self.children)
             raise

@@ -223,7 +223,7 @@ def test_a_driver_tells_its_stages_and_the_account(driver_url: str, capsys: pyte
     assert ask_account(driver_url) == an_account()
     assert run(["swarm", "status", "--api", driver_url]) == 0
     text = capsys.readouterr().out
-    assert "120 leased = 100 done + 3 lost + 17 open; 2 given again; 1 perished with workers" in text
+    assert "120 leased = 100 done + 3 lost + 17 open; 2 given again; at most 1 of them perished in a stage" in text
     assert "head.0.43" in text and "empty for 8 s" in text and "lost at body-1: 3 (unclear)" in text
     assert run(["swarm", "status", "--api", driver_url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["account"]["micro_batches"]["done"] == 100
