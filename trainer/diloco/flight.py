@@ -6,7 +6,6 @@ takes the result. A round that is given up is left to end by itself: its result 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Generic, TypeVar
 
 from trainer.diloco.saved import SavedFlight
 from trainer.engine.collective import Contribution, RoundResult
+from trainer.engine.daemon_call import start_daemon
 from trainer.errors import RoundFailedError
 
 __all__ = ["BackgroundCall", "Flight"]
@@ -39,16 +39,7 @@ class BackgroundCall(Generic[T]):
             function: what to call.
             name: of the thread.
         """
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(function())
-            except BaseException as error:  # noqa: BLE001 - carried to whoever waits for the result
-                future.set_exception(error)
-
-        threading.Thread(target=run, name=name, daemon=True).start()
-        return cls(future)
+        return cls(start_daemon(function, name))
 
     def done(self) -> bool:
         """Whether there is a result, or an error."""

@@ -17,9 +17,9 @@ from typing import TypeVar
 from torch import Tensor
 
 from loader.errors import LoaderError
+from trainer.engine.daemon_call import in_daemon_thread
 from trainer.errors import LedgerError, PeerUnavailableError, RefusedError, RpcError
 from trainer.ledger.config import LedgerConfig
-from trainer.ledger.daemon_call import in_daemon_thread
 from trainer.ledger.holdings import Bundle, HeldLease, Holdings
 from trainer.ledger.messages import (
     LEDGER_LEASE,

@@ -27,6 +27,7 @@ from trainer.driver.driver import PipelineDriver
 from trainer.driver.links import LinkForm
 from trainer.driver.results import MicroBatchResult
 from trainer.driver.steps import StepLoss
+from trainer.engine.daemon_call import in_daemon_thread
 from trainer.errors import TrainerError, TrainerUsageError
 from trainer.inner import StepResult, lr_at
 from trainer.ledger import (
@@ -40,7 +41,6 @@ from trainer.ledger import (
     preferred_shards,
     spec_of,
 )
-from trainer.ledger.daemon_call import in_daemon_thread
 from trainer.ledger.lanes import Lane
 from trainer.ledger.records import WorkerSeen
 from trainer.node.data import open_session

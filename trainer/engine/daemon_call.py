@@ -1,4 +1,4 @@
-"""A blocking call that holds up neither the event loop nor the end of the process.
+"""A blocking call in a daemon thread: it holds up neither its caller, nor an event loop, nor the end of the process.
 
 `asyncio.to_thread` is not that: its threads are joined when the loop ends, and a store that does not answer keeps one
 for up to twenty minutes. The trade-off: a thread is made for each call, 0.1 ms of a read of a millisecond or more.
@@ -12,9 +12,24 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-__all__ = ["in_daemon_thread"]
+__all__ = ["in_daemon_thread", "start_daemon"]
 
 T = TypeVar("T")
+
+
+def start_daemon(function: Callable[[], T], name: str) -> Future[T]:
+    """Begins a call that nobody has to wait for.
+
+    Args:
+        function: what to call.
+        name: of the thread.
+
+    Returns:
+        What it gives, or raises.
+    """
+    future: Future[T] = Future()
+    threading.Thread(target=_fill, args=(future, function), name=name, daemon=True).start()
+    return future
 
 
 async def in_daemon_thread(function: Callable[[], T], name: str) -> T:
@@ -27,9 +42,7 @@ async def in_daemon_thread(function: Callable[[], T], name: str) -> T:
     Raises:
         BaseException: what it raised.
     """
-    future: Future[T] = Future()
-    threading.Thread(target=_fill, args=(future, function), name=name, daemon=True).start()
-    return await asyncio.wrap_future(future)
+    return await asyncio.wrap_future(start_daemon(function, name))
 
 
 def _fill(future: Future[T], function: Callable[[], T]) -> None:
