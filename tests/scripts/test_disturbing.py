@@ -53,7 +53,7 @@ def carry_out(disturber: Disturber, seconds: float, look: list[tuple[Noted, ...]
     for number in range(int(seconds / TICK_S)):
         disturber.tick(number * TICK_S)
         if look is not None:
-            look.append(tuple(it for it in disturber.victims if it.stopped or not it.alive))  # type: ignore[attr-defined]
+            look.append(tuple(it for it in disturber.victims if it.stopped or not it.alive))
 
 
 @settings(deadline=None)

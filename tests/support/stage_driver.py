@@ -121,7 +121,7 @@ def _hop(worker: Worker) -> messages.Hop:
 @asynccontextmanager
 async def running_driver(*, needs_ids: bool = False) -> AsyncIterator[StageDriver]:
     """One in this process."""
-    endpoint = Endpoint(Identity.create(), RUN_ID, RpcConfig(**FAST))  # type: ignore[arg-type]
+    endpoint = Endpoint(Identity.create(), RUN_ID, RpcConfig(**FAST))
     await endpoint.start()
     try:
         yield StageDriver(endpoint, needs_ids=needs_ids)

@@ -100,7 +100,7 @@ def build_worker(endpoint: Endpoint, setup: WorkerSetup, **options: Any) -> Stag
         optimizer,
         setup.inner_config,
         stage_config,
-        kind=kind,  # type: ignore[arg-type]
+        kind=kind,
         num_stages=setup.num_stages,
     )
     return StageWorker(
@@ -142,7 +142,7 @@ async def running_worker(
     setup: WorkerSetup, *, identity: Identity | None = None, **options: Any
 ) -> AsyncIterator[RunningWorker]:
     """One in this process; by default under a key of its own."""
-    rpc = RpcConfig(**{**FAST, **setup.rpc})  # type: ignore[arg-type]
+    rpc = RpcConfig(**{**FAST, **setup.rpc})
     endpoint = Endpoint(identity or Identity.create(), RUN_ID, rpc)
     worker = build_worker(endpoint, setup, **options)
     worker.register()

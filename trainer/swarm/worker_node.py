@@ -103,7 +103,8 @@ class WorkerNode:
         self._mates = StageMates(self._network)
         self._keeping = self._kept_together()
         self._meter = LinkMeter(f"{built.name} of {config.node_id}", built.codec, config.swarm.subspace.max_error)
-        others = RunMates(self._network, SwarmTerms(shape))
+        self._terms = SwarmTerms(shape)
+        others = RunMates(self._network, self._terms)
         self._worker = StageWorker(
             self._network.endpoint,
             shape.plan,
@@ -160,10 +161,8 @@ class WorkerNode:
     # -- coming --------------------------------------------------------------------------------------------------------
 
     def _refuse_strangers(self) -> None:
-        endpoint, terms = self._network.endpoint, SwarmTerms(self._shape)
-        self._await(
-            check_fit(endpoint, terms, lambda: self._network.announcements, self._config.run_id, stop=self._stop)
-        )
+        network, run_id = self._network, self._config.run_id
+        self._await(check_fit(network.endpoint, self._terms, lambda: network.announcements, run_id, stop=self._stop))
 
     def _resume(self) -> None:
         """Goes on from this machine's newest checkpoint of the stage; the compute thread does not run yet."""
@@ -451,5 +450,6 @@ class WorkerNode:
         except concurrent.futures.TimeoutError:
             future.cancel()
             raise TrainerError(
-                f"expected the compute thread to answer within {timeout_s:.0f} s, found it busy"
+                f"expected the compute thread to answer within {timeout_s:.0f} s, found it busy; is a round or the "
+                "device hanging?"
             ) from None

@@ -53,7 +53,7 @@ def _settings(*initial_peers: str, identity_path: Path | None = None, listen: tu
 
 @asynccontextmanager
 async def _process(*initial_peers: str, **options: object) -> AsyncIterator[DhtProcess]:
-    process = DhtProcess(_settings(*initial_peers, **options))  # type: ignore[arg-type]
+    process = DhtProcess(_settings(*initial_peers, **options))
     process.start()
     try:
         await process.wait_ready(_START_S)
@@ -229,11 +229,11 @@ async def _keys_asked(discovery: DhtDiscovery, seconds: float) -> set[str]:
         asked.add(key)
         return await get(key, timeout_s)
 
-    discovery.process.get = noted  # type: ignore[method-assign, assignment]
+    discovery.process.get = noted
     try:
         await asyncio.sleep(seconds)
     finally:
-        discovery.process.get = get  # type: ignore[method-assign]
+        discovery.process.get = get
     return asked
 
 

@@ -128,7 +128,7 @@ async def test_a_head_that_claims_what_the_others_deny_is_found_out() -> None:
         async def claim(stage: ToyStage, key: str, _work: object) -> object:
             return garbled_claim(stage, key)
 
-        liar.faults[CHAIN].extend([claim] * 50)  # type: ignore[list-item]
+        liar.faults[CHAIN].extend([claim] * 50)
         await drive.driver.run()
         assert liar.worker is not None
         status = drive.driver.status()

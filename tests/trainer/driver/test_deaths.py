@@ -144,7 +144,7 @@ async def gated(routing: str, then: Callable[[ToyStage], Awaitable[None]]) -> As
         assert hidden.worker is not None
         async with gate_before(int(hidden.worker.peer.address.rpartition(":")[2])) as gate:
             hidden.worker = replace(hidden.worker, peer=Peer(hidden.worker.peer.peer_id, gate.address))
-            hidden.faults[BACKWARD if routing == "hub" else CHAIN].append(behind(gate, then))  # type: ignore[arg-type]
+            hidden.faults[BACKWARD if routing == "hub" else CHAIN].append(behind(gate, then))
             yield drive
 
 

@@ -201,7 +201,7 @@ async def test_what_stays_unclear_is_lost_and_says_where() -> None:
         async def hold_back(_request: object) -> None:
             await asyncio.sleep(60)
 
-        body._applied = hold_back  # type: ignore[assignment,method-assign]
+        body._applied = hold_back
         await drive.swarm.at("body-1").kill()
         await body.start()
         await drive.driver.run()

@@ -143,7 +143,7 @@ async def test_a_dead_drivers_lease_is_asked_after_and_what_no_worker_has_is_giv
             run.workers.applied.update(head=both, tail=both, **{"body-1": {str(everywhere)}})
             reach.clear()  # It reaches nobody any more.
             found = {each.id for each in await all_of(heir)}
-            assert boottime_s() >= begun[0].send_before_s  # type: ignore[union-attr]
+            assert boottime_s() >= begun[0].send_before_s
             assert {str(nowhere)} | both <= set(run.workers.asked)
             account = await service.account()
             assert nowhere in found

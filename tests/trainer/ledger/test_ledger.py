@@ -289,7 +289,7 @@ def test_nothing_is_counted_once_writing_has_failed(kept: ListedLedger) -> None:
     given = micro_batches(kept.ledger.lease("one", A, (), 1, 0.0).runs)
     before = kept.ledger.account()
 
-    class FullDisk(list):  # type: ignore[type-arg]
+    class FullDisk(list):
         def append(self, record: object) -> None:
             raise LedgerError("expected to write, found the disk full")
 

@@ -50,7 +50,7 @@ def state(outer_step: int = 3, rows: int = 1024, **changes: object) -> SharedSta
         momentum=vector,
         reference=vector,
     )
-    return replace(fits, **changes)  # type: ignore[arg-type]
+    return replace(fits, **changes)
 
 
 class Listening:

@@ -54,14 +54,16 @@ def gone(said: Announcement) -> Announcement:
     return said.model_copy(update={"peer_id": "f" * 64, "address": "127.0.0.1:9"})
 
 
-async def meet(endpoint: Endpoint, shape: SwarmShape, heard: Sequence[Sequence[Announcement]]) -> None:
-    """Hears these, one list after the other."""
+async def meet(endpoint: Endpoint, shape: SwarmShape, heard: Sequence[Sequence[Announcement]]) -> list[Announcement]:
+    """Hears these, one list after the other; returns whom it had heard of when it went on."""
     rest = list(heard)
 
     def others() -> Sequence[Announcement]:
         return rest.pop(0) if len(rest) > 1 else rest[0]
 
-    await asyncio.wait_for(check_fit(endpoint, SwarmTerms(shape), others, "r", wait_s=5.0), 30)
+    async with asyncio.timeout(30):
+        await check_fit(endpoint, SwarmTerms(shape), others, "r", wait_s=5.0)
+    return list(rest[0])
 
 
 @on_event_loop
@@ -69,7 +71,7 @@ async def test_a_stranger_is_heard_of_first_and_those_that_fit_behind_it(ours: S
     async with AsyncExitStack() as stack, running_endpoint() as own:
         stranger = await a_driver(stack, theirs, "stranger")
         resident = await a_driver(stack, ours, "resident")
-        await meet(own, ours, [[], [], *[[stranger]] * 5, [stranger, resident]])
+        assert await meet(own, ours, [[], [], *[[stranger]] * 5, [stranger, resident]]) == [stranger, resident]
 
 
 @on_event_loop
@@ -80,7 +82,7 @@ async def test_one_that_fits_is_company_enough_however_many_keys_a_stranger_has(
     async with AsyncExitStack() as stack, running_endpoint() as own:
         strangers = [await a_driver(stack, theirs, f"stranger-{number}") for number in range(4)]
         resident = await a_driver(stack, ours, "resident")
-        await meet(own, ours, [[*strangers, resident]])
+        assert resident in await meet(own, ours, [[*strangers, resident]])
 
 
 @on_event_loop

@@ -66,7 +66,7 @@ def test_other_threads_are_shown_a_picture(config: RunConfig, shape: SwarmShape)
     with ThreadPoolExecutor(1) as api:
         assert api.submit(lambda: list(view.figures())).result() == []
         assert api.submit(view.stages).result().in_flight == 0
-        view.begin(driver, None, endpoint)  # type: ignore[arg-type]
+        view.begin(driver, None, endpoint)
         driver.done = 5
         assert api.submit(num_done, view).result() == 3
         view.look()

@@ -37,7 +37,7 @@ _STAGES = ("head", "body-1", "tail")
 
 def _swarm(**changes: object) -> LocalSwarm:
     options: dict[str, object] = {"run": Path("/run.yaml"), "stages": _STAGES, "program": PROGRAM}
-    return LocalSwarm(**(options | changes))  # type: ignore[arg-type]
+    return LocalSwarm(**(options | changes))
 
 
 class Shown:

@@ -160,19 +160,19 @@ def test_a_driver_ends_with_whatever_cannot_go_on(
     part: str, broken: object, error: type[Exception], config: RunConfig, shape: SwarmShape, tmp_path: Path
 ) -> None:
     placed = replace(config, state_dir=str(tmp_path))
-    node = DriverNode(placed, shape, open_session(config.data), StopRequest(), None)  # type: ignore[arg-type]
+    node = DriverNode(placed, shape, open_session(config.data), StopRequest(), None)
 
     async def look() -> None:
         if part == "_look":
-            broken()  # type: ignore[operator]
+            broken()
         await asyncio.Event().wait()
 
     @on_event_loop
     async def test() -> None:
-        node._look = look  # type: ignore[method-assign]
-        node._keeper = broken if part == "_keeper" else None  # type: ignore[assignment]
+        node._look = look
+        node._keeper = broken if part == "_keeper" else None
         with pytest.raises(error):
-            await asyncio.wait_for(node._drive(Endless()), 20)  # type: ignore[arg-type]
+            await asyncio.wait_for(node._drive(Endless()), 20)
 
     test()
 
@@ -219,14 +219,14 @@ def test_a_keeper_does_not_wait_for_whoever_only_says_it_is_a_driver(
 ) -> None:
     discovery = DiscoveryConfig(announce_interval_s=0.1, announcement_lifetime_s=1.0)
     placed = replace(config, state_dir=str(tmp_path), discovery=discovery)
-    node = DriverNode(placed, shape, open_session(config.data), StopRequest(), None)  # type: ignore[arg-type]
+    node = DriverNode(placed, shape, open_session(config.data), StopRequest(), None)
     node._presence.hear((said(shape, "driver-9", "d"),))
 
     @on_event_loop
     async def test() -> None:
-        driver, node._keeper = Stoppable(), Counting(quiet_s)  # type: ignore[assignment]
+        driver, node._keeper = Stoppable(), Counting(quiet_s)
         driver.stop()
-        working = asyncio.create_task(node._work(driver))  # type: ignore[arg-type]
+        working = asyncio.create_task(node._work(driver))
         await asyncio.wait([working], timeout=5.0)
         assert working.done() != waits
         working.cancel()
@@ -260,13 +260,13 @@ def test_a_keeper_that_is_asked_to_stop_waits_for_no_store(
 ) -> None:
     monkeypatch.setattr("trainer.swarm.driver_node._NOTE_SHARDS_S", 0.0)
     stop = StopRequest()
-    node = DriverNode(replace(config, state_dir=str(tmp_path)), shape, open_session(config.data), stop, None)  # type: ignore[arg-type]
+    node = DriverNode(replace(config, state_dir=str(tmp_path)), shape, open_session(config.data), stop, None)
 
     @on_event_loop
     async def test() -> None:
         driver = Stoppable()
-        node._driver, node._keeper = driver, Quiet()  # type: ignore[assignment]
-        driving = asyncio.create_task(node._drive(driver))  # type: ignore[arg-type]
+        node._driver, node._keeper = driver, Quiet()
+        driving = asyncio.create_task(node._drive(driver))
         while not hanging.asked.is_set() and not driving.done():
             await asyncio.sleep(0.01)
         stop.ask()
@@ -280,7 +280,7 @@ def test_a_driver_that_is_asked_to_stop_while_it_reads_what_there_is_does(
     config: RunConfig, shape: SwarmShape, tmp_path: Path, hanging: HangingStore
 ) -> None:
     stop = StopRequest()
-    node = DriverNode(replace(config, state_dir=str(tmp_path)), shape, open_session(config.data), stop, None)  # type: ignore[arg-type]
+    node = DriverNode(replace(config, state_dir=str(tmp_path)), shape, open_session(config.data), stop, None)
 
     @on_event_loop
     async def test() -> None:

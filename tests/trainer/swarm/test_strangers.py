@@ -58,4 +58,4 @@ def test_who_does_not_fit_is_told_why_and_harms_no_round(tmp_path: Path) -> None
             assert not swarm[name].events("round_failed")
             rounds = swarm[name].events("round")[:seen]
             assert all(event.fields["completeness"] == 1 and not event.fields["dropped"] for event in rounds)
-            assert all(len(event.fields["members"]) == len(RESIDENTS) for event in rounds)  # type: ignore[arg-type]
+            assert all(len(event.fields["members"]) == len(RESIDENTS) for event in rounds)

@@ -31,7 +31,7 @@ def begun_at(worker: TrainingNode) -> int | None:
 
 
 def rounds_together(worker: TrainingNode) -> int:
-    return sum(len(event.fields["members"]) > 1 for event in worker.events("round"))  # type: ignore[arg-type]
+    return sum(len(event.fields["members"]) > 1 for event in worker.events("round"))
 
 
 def stepped_with_tokens(worker: TrainingNode) -> int:

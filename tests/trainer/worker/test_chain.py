@@ -84,11 +84,11 @@ async def test_counted_behind_and_not_here_is_said_and_a_second_head_finds_the_a
         def fail(*arguments: object, **options: object) -> object:
             raise RefusedError("expired", "a stop of some seconds")
 
-        workers[0].worker.replica.backward = fail  # type: ignore[method-assign,assignment]
+        workers[0].worker.replica.backward = fail
         error = await _refused(driver, workers)
         assert error.reason == "partly"
         assert _counts(workers) == [0, 1, 1]
-        workers[0].worker.replica.backward = backward  # type: ignore[method-assign]
+        workers[0].worker.replica.backward = backward
         reply = await driver.chain([other_head, *workers[1:]], KEY, IDS, LABELS)
         assert reply.body.applied == ("head", "body-1", "tail")
         assert _counts([other_head, *workers[1:]]) == [1, 1, 1]
@@ -116,12 +116,12 @@ async def test_a_later_worker_that_answers_nonsense_is_named() -> None:
         async def nonsense(value: Tensor) -> dict[str, Tensor]:
             return {"gradient": torch.full_like(value, float("nan"))}
 
-        link.gradient = nonsense  # type: ignore[method-assign]
+        link.gradient = nonsense
         error = await _refused(driver, workers)
         assert error.reason == "hop-malformed-answer"
         assert str(error).startswith(f"peer {workers[0].endpoint.peer_id[:12]}")
         assert f"body-1 {workers[1].endpoint.peer_id}: " in str(error)
-        link.gradient = gradient  # type: ignore[method-assign]
+        link.gradient = gradient
         assert _counts(workers) == [0, 1, 1]
 
 
@@ -144,7 +144,7 @@ async def test_a_chain_that_waits_for_the_next_worker_takes_room_and_keeps_no_ou
             outputs.append(weakref.ref(y))
             return {name: tensor.clone() for name, tensor in (await activation(y, ids)).items()}
 
-        service._link.activation = noted  # type: ignore[method-assign]
+        service._link.activation = noted
         async with held(workers[2]) as release:
             waiting = asyncio.create_task(driver.chain(workers, KEY, IDS, LABELS))
             await until(lambda: workers[2].worker.runtime.figures.queued == 1)

@@ -29,7 +29,7 @@ class Clock:
 
 
 def _cache(clock: Clock | None = None, **changes: object) -> ReplyCache[str]:
-    config = WorkerConfig(**{"reply_cache_bytes": 1000, **changes})  # type: ignore[arg-type]
+    config = WorkerConfig(**{"reply_cache_bytes": 1000, **changes})
     return ReplyCache(config, clock=clock or Clock())
 
 

@@ -95,7 +95,7 @@ async def test_what_is_no_request_of_the_tail_is_malformed_by_name() -> None:
 async def test_values_that_overflow_on_the_way_are_nonfinite_and_not_counted(tail_input: Tensors) -> None:
     async with running_worker(TAIL) as tail, running_driver() as driver:
         with torch.no_grad():
-            tail.worker.replica.module.readout.output.weight[3, 3] = float("inf")  # type: ignore[union-attr,index]
+            tail.worker.replica.module.readout.output.weight[3, 3] = float("inf")
         assert await _reason(driver.tail(tail, KEY, tail_input)) == "nonfinite"
         assert tail.worker.replica.accumulated.num_micro_batches == 0
         assert await driver.applied(tail, KEY) == ()
@@ -234,11 +234,11 @@ async def test_stopped_while_adding_up_it_drops_all_and_is_another_incarnation(t
             claim(slot)
             offset[0] += 100.0
 
-        tail.worker.replies.claim = claim_and_stop  # type: ignore[method-assign]
+        tail.worker.replies.claim = claim_and_stop
         assert await _reason(driver.tail(tail, KEY, tail_input)) == "tainted"
         assert tail.worker.replica.accumulated.num_tokens == 0
         assert await driver.applied(tail, KEY, "e0.s0.r2") == ()
-        tail.worker.replies.claim = claim  # type: ignore[method-assign]
+        tail.worker.replies.claim = claim
         after = await driver.tail(tail, KEY, tail_input)
         assert after.body.incarnation != before.body.incarnation
         assert after.body.applied_number == 1
@@ -251,7 +251,7 @@ async def test_an_answer_that_cannot_be_made_does_not_say_that_nothing_was_count
         async def overflow(gradient: Tensor) -> dict[str, Tensor]:
             raise RefusedError("nonfinite", "the gradient does not fit into the codec's values")
 
-        tail.worker._link.gradient = overflow  # type: ignore[method-assign]
+        tail.worker._link.gradient = overflow
         for _ in range(2):
             assert await _reason(driver.tail(tail, KEY, tail_input)) == "already-applied"
         assert await driver.applied(tail, KEY) == (KEY,)
@@ -285,7 +285,7 @@ async def test_only_who_may_has_micro_batches_refused_and_others_are_told_so(tai
 async def test_for_strangers_nothing_is_received_computed_or_counted(head_input: Tensors, tail_input: Tensors) -> None:
     hidden = TensorSpec(name="activation", dtype="float32", shape=(64, 512, 16))
     fields = {"micro_batch": KEY, "stage": "tail", "num_rows": 64, "num_positions": 512}
-    ask = messages.TailAsk(**fields, answer_within_s=30.0, apply_within_s=30.0, tensors=(hidden,))  # type: ignore[arg-type]
+    ask = messages.TailAsk(**fields, answer_within_s=30.0, apply_within_s=30.0, tensors=(hidden,))
     may: set[str] = set()
     async with AsyncExitStack() as stack:
         head, tail = [await stack.enter_async_context(running_worker(it, keepers=lambda: may)) for it in (HEAD, TAIL)]
@@ -375,7 +375,7 @@ async def test_what_is_being_received_is_bounded_of_each_and_of_all() -> None:
     setup = WorkerSetup("tail", worker={"max_received_bytes": 21 << 20})
     hidden = TensorSpec(name="activation", dtype="float32", shape=(64, 512, 16))
     fields = {"micro_batch": KEY, "stage": "tail", "num_rows": 64, "num_positions": 512}
-    ask = messages.TailAsk(**fields, answer_within_s=30.0, apply_within_s=30.0, tensors=(hidden,))  # type: ignore[arg-type]
+    ask = messages.TailAsk(**fields, answer_within_s=30.0, apply_within_s=30.0, tensors=(hidden,))
     async with AsyncExitStack() as stack:
         tail = await stack.enter_async_context(running_worker(setup))
         first, second = [await stack.enter_async_context(running_driver()) for _ in range(2)]
@@ -394,7 +394,7 @@ async def test_what_is_being_received_is_bounded_of_each_and_of_all() -> None:
 async def test_who_does_not_send_in_time_what_it_wants_answered_is_not_waited_for() -> None:
     hidden = TensorSpec(name="activation", dtype="float32", shape=(64, 512, 16))
     fields = {"micro_batch": KEY, "stage": "tail", "num_rows": 64, "num_positions": 512}
-    ask = messages.TailAsk(**fields, answer_within_s=0.2, apply_within_s=30.0, tensors=(hidden,))  # type: ignore[arg-type]
+    ask = messages.TailAsk(**fields, answer_within_s=0.2, apply_within_s=30.0, tensors=(hidden,))
     async with running_worker(TAIL) as tail, running_driver() as slow:
         async with _opened(slow, tail, messages.TAIL + "/stream", ask) as stream:
             assert await _reason(stream.receive()) == "expired"
@@ -423,7 +423,7 @@ async def test_what_is_let_in_is_said_apart_from_what_is_announced(head_input: T
 
 @on_event_loop
 async def test_what_nobody_let_in_is_refused_by_a_new_worker(head_input: Tensors) -> None:
-    endpoint = Endpoint(Identity.create(), RUN_ID, RpcConfig(**FAST))  # type: ignore[arg-type]
+    endpoint = Endpoint(Identity.create(), RUN_ID, RpcConfig(**FAST))
     worker = build_worker(endpoint, HEAD)
     worker.register()
     await endpoint.start()
@@ -455,7 +455,7 @@ async def test_a_call_is_under_way_until_it_is_answered(tail_input: Tensors) -> 
 async def test_a_stream_is_under_way_from_before_its_tensors_until_it_is_answered() -> None:
     hidden = TensorSpec(name="activation", dtype="float32", shape=(64, 512, 16))
     fields = {"micro_batch": KEY, "stage": "tail", "num_rows": 64, "num_positions": 512}
-    ask = messages.TailAsk(**fields, answer_within_s=30.0, apply_within_s=30.0, tensors=(hidden,))  # type: ignore[arg-type]
+    ask = messages.TailAsk(**fields, answer_within_s=30.0, apply_within_s=30.0, tensors=(hidden,))
     async with running_worker(TAIL) as tail, running_driver() as driver:
         service = tail.worker.service
         async with _opened(driver, tail, messages.TAIL + "/stream", ask) as stream:

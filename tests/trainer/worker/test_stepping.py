@@ -367,7 +367,7 @@ def test_a_checkpoint_of_a_former_incarnation_shares_nothing_of_this_one() -> No
 async def test_a_worker_that_does_not_answer_holds_up_nobody(tail_input: dict[str, Tensor]) -> None:
     async with AsyncExitStack() as stack:
         driver = await stack.enter_async_context(running_driver())
-        silent = Endpoint(Identity.create(), RUN_ID, RpcConfig(**FAST))  # type: ignore[arg-type]
+        silent = Endpoint(Identity.create(), RUN_ID, RpcConfig(**FAST))
         silent.register("stage/progress", ProgressReport, _never)
         await silent.start()
         stack.push_async_callback(silent.stop)
@@ -381,9 +381,9 @@ async def test_a_worker_that_does_not_answer_holds_up_nobody(tail_input: dict[st
         for step in range(4):
             await driver.tail(first, f"e0.s0.r{4 * step}", tail_input)
             # Who has not heard of half a step follows two intervals later only.
-            await until(lambda step=step: any(it.tokens(step) == 16 for it in progress._recent()))  # type: ignore[misc]
+            await until(lambda step=step: any(it.tokens(step) == 16 for it in progress._recent()))
             await driver.tail(first, f"e0.s0.r{4 * step + 2}", tail_input)
-            await until(lambda step=step: second.worker.replica.version == step + 1)  # type: ignore[misc]
+            await until(lambda step=step: second.worker.replica.version == step + 1)
 
 
 async def _never(_: Request[ProgressReport]) -> Reply[ProgressReport]:
