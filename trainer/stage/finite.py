@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-__all__ = ["all_finite", "norm_of"]
+__all__ = ["all_finite", "norm_of", "norms_of"]
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
@@ -24,3 +25,10 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
 def norm_of(tensors: Sequence[Tensor]) -> float:
     """The Euclidean norm over all values of tensors on one device; not finite where a value is not."""
     return float(get_total_norm(list(tensors)))
+
+
+def norms_of(*groups: Sequence[Tensor]) -> list[float]:
+    """`norm_of` each of several groups of tensors on one device, with one wait for it; 0 of an empty one."""
+    present = [get_total_norm(list(group)) for group in groups if group]
+    found = iter(torch.stack(present).tolist() if present else [])
+    return [next(found) if group else 0.0 for group in groups]

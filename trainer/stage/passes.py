@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainer.errors import NonFiniteActivationError, PipelineError, TrainerUsageError
 from trainer.inner import InnerConfig, autocast_for, compiled
-from trainer.stage.finite import all_finite, norm_of
+from trainer.stage.finite import all_finite, norms_of
 from trainer.stage.graph_size import GraphSizes
 from trainer.stage.results import LossSum, StageKind
 
@@ -34,6 +34,18 @@ class Gradients:
     """In the order of `StagePasses.parameters`; None: untouched."""
     of_input: Tensor | None
     """fp32; None for ids."""
+    norm: float
+    """Of those of parameters."""
+
+    def scaled(self, coefficient: float) -> Gradients:
+        """As if the losses had been multiplied by this."""
+        present = [each for each in self.of_parameters if each is not None]
+        multiplied = iter(torch._foreach_mul(present, coefficient) if present else ())
+        return Gradients(
+            tuple(None if each is None else next(multiplied) for each in self.of_parameters),
+            None if self.of_input is None else self.of_input * coefficient,
+            self.norm * coefficient,
+        )
 
 
 class _Tail(Protocol):
@@ -134,13 +146,17 @@ class StagePasses:
     def _back(self, y: Tensor, leaf: Tensor, grad_y: Tensor | None, key: str) -> Gradients:
         inputs = [*self.parameters, leaf] if leaf.requires_grad else self.parameters
         found = torch.autograd.grad(y, inputs, grad_y, allow_unused=True)
-        norm = norm_of([gradient for gradient in found if gradient is not None])
+        count = len(self.parameters)
+        of_parameters, of_input = found[:count], found[-1] if leaf.requires_grad else None
+        own_norm, input_norm = norms_of(
+            [each for each in of_parameters if each is not None], [] if of_input is None else [of_input]
+        )
+        norm = math.hypot(own_norm, input_norm)
         if not norm <= _MAX_NORM:
             raise NonFiniteActivationError(
                 f"expected gradients of {key} with a norm of at most {_MAX_NORM:g}, found {norm:g}; nothing was counted"
             )
-        of_input = found[-1] if leaf.requires_grad else None
-        return Gradients(tuple(found[: len(self.parameters)]), of_input)
+        return Gradients(tuple(of_parameters), of_input, own_norm)
 
 
 def _checked(y: Tensor, key: str) -> Tensor:

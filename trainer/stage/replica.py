@@ -9,10 +9,11 @@ replica that stood still on a bad gradient would hold up the others.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +25,19 @@ from trainer.model.loss import IGNORED_LABEL
 from trainer.stage.accumulator import GradientAccumulator
 from trainer.stage.config import StageConfig
 from trainer.stage.forwards import Forwards
-from trainer.stage.passes import StagePasses
+from trainer.stage.norm_bound import NormBound
+from trainer.stage.passes import Gradients, StagePasses
 from trainer.stage.results import Accumulated, BackwardResult, LossSum, StageKind, StepInfo, TailResult
 from trainer.stage.saved import SavedStage, read_saved, to_saved
 
 __all__ = ["BeforeApply", "StageReplica"]
 
+logger = logging.getLogger(__name__)
+
 _CLIP_EPS = 1e-6
 """What torch, and so `InnerLoop`, adds to a norm before it divides by it."""
+
+_OUTLIERS_SAID_S = 60.0
 
 BeforeApply = Callable[[], None]
 """Called when nothing but adding up is left to do; what it raises ends the call with nothing applied."""
@@ -73,6 +79,9 @@ class StageReplica:
         self._guard = NonFiniteGuard(inner.max_skipped_in_a_row)
         self._accumulator = GradientAccumulator(self._passes.parameters)
         self._forwards = Forwards(self._passes, config)
+        self._norm_bound = NormBound(config.outlier_factor)
+        self._outliers = 0
+        self._say_outliers_from_s = 0.0
         self._version = 0
 
     @property
@@ -89,6 +98,11 @@ class StageReplica:
     def skipped_steps(self) -> int:
         """Steps dropped because their gradient was not finite."""
         return self._guard.skipped
+
+    @property
+    def outliers(self) -> int:
+        """Micro-batches whose gradient was scaled down, since this process began."""
+        return self._outliers
 
     @property
     def cached_bytes(self) -> int:
@@ -131,6 +145,9 @@ class StageReplica:
     ) -> BackwardResult:
         """Counts a micro-batch's gradient. Whatever is raised, the accumulators are as they were.
 
+        One that is far larger than usual is scaled down first (`NormBound`), the input's with it: as if the losses that
+        it is of had weighed less, in this stage and those before.
+
         Args:
             key: as in `forward`.
             x: its input again; None: the one that this replica may still have.
@@ -154,11 +171,11 @@ class StageReplica:
         gradients = self._passes.gradients(graph.y, graph.leaf, grad_y, key=key)
         if before_apply is not None:
             before_apply()
-        self._accumulator.add(gradients.of_parameters, num_tokens)
-        return BackwardResult(gradients.of_input, self._version, graph.recomputed)
+        gradients, scale = self._add(key, gradients, num_tokens)
+        return BackwardResult(gradients.of_input, self._version, graph.recomputed, scale)
 
     def tail(self, key: str, hidden: Tensor, labels: Tensor, *, before_apply: BeforeApply | None = None) -> TailResult:
-        """Loss and gradient of a micro-batch, counted. Whatever is raised, the accumulators are as they were.
+        """Loss and gradient of a micro-batch, counted as by `backward`. Whatever is raised, nothing was.
 
         Args:
             key: the micro-batch's, for messages.
@@ -175,13 +192,12 @@ class StageReplica:
             self._accumulate_nothing(before_apply)
             return TailResult(0.0, 0, torch.zeros_like(leaf, requires_grad=False), self._version)
         loss_sum, gradients = self._passes.loss_gradients(leaf, labels, key=key)
-        of_input = gradients.of_input
-        if of_input is None:
+        if gradients.of_input is None:
             raise TrainerUsageError("expected a tail whose loss depends on its input, found one that ignores it")
         if before_apply is not None:
             before_apply()
-        self._accumulator.add(gradients.of_parameters, num_tokens, loss_sum)
-        return TailResult(loss_sum, num_tokens, of_input, self._version)
+        gradients, scale = self._add(key, gradients, num_tokens, loss_sum)
+        return TailResult(loss_sum, num_tokens, cast(Tensor, gradients.of_input), self._version, scale)
 
     def step(self, lr_step: int) -> StepInfo:
         """Applies what has been accumulated, or drops it where it is not finite.
@@ -275,6 +291,7 @@ class StageReplica:
                 version=self._version,
                 skipped_steps=self._guard.skipped,
                 skipped_in_a_row=self._guard.skipped_in_a_row,
+                norms=self._norm_bound.seen,
             )
         )
 
@@ -289,6 +306,7 @@ class StageReplica:
         self.optimizer.load_state_dict(dict(saved.optimizer))
         self._accumulator.restore([saved.sums.get(name) for name in self._names()], saved.accumulated)
         self._guard.skipped, self._guard.skipped_in_a_row = saved.skipped_steps, saved.skipped_in_a_row
+        self._norm_bound.restore(saved.norms)
         self._forwards.clear()
         self._version = saved.version
         self.weights_changed()
@@ -302,6 +320,27 @@ class StageReplica:
             raise StaleGradientError(
                 f"expected a forward pass of {key} at most {self._config.max_staleness} steps from version "
                 f"{self._version}, found version {forward_version}; run it forward again"
+            )
+
+    def _add(self, key: str, gradients: Gradients, num_tokens: int, loss_sum: float = 0.0) -> tuple[Gradients, float]:
+        """Counts a gradient by as much as it may weigh; returns what was counted, and how it was scaled."""
+        norm, scale = gradients.norm, self._norm_bound.coefficient(gradients.norm, num_tokens)
+        self._norm_bound.note(norm, num_tokens)
+        if scale < 1.0:
+            self._note_outlier(key, norm, norm * scale)
+            gradients = gradients.scaled(scale)
+        self._accumulator.add(gradients.of_parameters, num_tokens, loss_sum)
+        return gradients, scale
+
+    def _note_outlier(self, key: str, norm: float, counted_norm: float) -> None:
+        """Counts it, and says so once in a while: who sends such can send many."""
+        self._outliers += 1
+        now_s = time.monotonic()
+        if now_s >= self._say_outliers_from_s:
+            self._say_outliers_from_s = now_s + _OUTLIERS_SAID_S
+            logger.warning(
+                "the gradient of %s has a norm of %.3g where %.3g is usual, and counts as one of %.3g; %d such so far",
+                *(key, norm, counted_norm / self._config.outlier_factor, counted_norm, self._outliers),
             )
 
     def _accumulate_nothing(self, before_apply: BeforeApply | None) -> None:

@@ -43,6 +43,8 @@ class BackwardResult:
     """Of the weights it was computed at."""
     recomputed: bool
     """Its forward pass was run again: the graph had gone, or the weights had moved on."""
+    scale: float = 1.0
+    """What it was multiplied by: less than 1 where it was out of the ordinary."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,6 +59,8 @@ class TailResult:
     """fp32[rows, positions, dim], of `loss_sum`."""
     version: int
     """Of the weights it was computed at."""
+    scale: float = 1.0
+    """What the gradient was multiplied by: less than 1 where it was out of the ordinary."""
 
 
 @dataclass(frozen=True, slots=True)

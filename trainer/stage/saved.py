@@ -37,6 +37,8 @@ class SavedStage:
     version: int
     skipped_steps: int
     skipped_in_a_row: int
+    norms: tuple[tuple[float, int], ...] = ()
+    """Of the last micro-batches, with their tokens (`NormBound.seen`)."""
 
 
 def to_saved(saved: SavedStage) -> dict[str, Any]:
@@ -52,6 +54,7 @@ def to_saved(saved: SavedStage) -> dict[str, Any]:
         "stage_version": saved.version,
         "skipped_steps": saved.skipped_steps,
         "skipped_in_a_row": saved.skipped_in_a_row,
+        "norms": [list(each) for each in saved.norms],
     }
 
 
@@ -70,6 +73,7 @@ def read_saved(state: Mapping[str, Any], module: nn.Module, optimizer: Optimizer
         numbers = {name: _count(state[name], name) for name in ("num_tokens", "num_micro_batches")}
         counters = {name: _count(state[name], name) for name in ("stage_version", "skipped_steps", "skipped_in_a_row")}
         loss_sum = float(state["loss_sum"])
+        norms = tuple(_norm(*each) for each in state.get("norms", ()))
         restored = state_for(optimizer, state["optimizer"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointMismatchError(f"expected the state of a stage, found another: {error!r}") from error
@@ -88,6 +92,7 @@ def read_saved(state: Mapping[str, Any], module: nn.Module, optimizer: Optimizer
         version=counters["stage_version"],
         skipped_steps=counters["skipped_steps"],
         skipped_in_a_row=counters["skipped_in_a_row"],
+        norms=norms,
     )
 
 
@@ -95,6 +100,12 @@ def _count(value: object, name: str) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{name}: expected a whole number of 0 or more, found {value!r}")
     return value
+
+
+def _norm(norm: object, num_tokens: object) -> tuple[float, int]:
+    if not isinstance(norm, float) or not math.isfinite(norm) or norm < 0 or _count(num_tokens, "norms") < 1:
+        raise ValueError(f"norms: expected norms of 0 or more, each of a token or more, found {norm} of {num_tokens}")
+    return norm, _count(num_tokens, "norms")
 
 
 def _check_tensors(found: Mapping[str, Any], expected: Mapping[str, Tensor], what: str) -> None:

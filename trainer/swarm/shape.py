@@ -107,6 +107,7 @@ def _synchronisation(config: RunConfig) -> dict[str, JsonValue]:
         "swarm.target_tokens": target_tokens_of(config),
         "swarm.clip_factor": str(config.swarm.stage.clip_factor),  # JSON has no infinity.
         "swarm.tail_clip_factor": str(config.swarm.stage.tail_clip_factor),
+        "swarm.outlier_factor": str(config.swarm.stage.outlier_factor),
         "swarm.start_from": bool(config.swarm.start_from),
     }
     values |= {f"inner.{name}": value for name, value in to_mapping(config.inner).items() if name in _INNER}

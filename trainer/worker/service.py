@@ -308,6 +308,7 @@ class StageService:
                 version=self._replica.version,
                 num_tokens=self._replica.accumulated.num_tokens,
                 applied=self._replies.applied,
+                outliers=self._replica.outliers,
                 shared_through=self._shared.count,
                 queued=figures.queued,
                 queued_bytes=figures.queued_bytes,

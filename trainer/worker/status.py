@@ -38,6 +38,8 @@ class StatusAnswer(Message):
     """Accumulated towards the next step."""
     applied: Counted
     """Micro-batches counted in this incarnation."""
+    outliers: Counted = 0
+    """Micro-batches whose gradient was scaled down to what is usual."""
     shared_through: Counted
     queued: Counted
     queued_bytes: Counted

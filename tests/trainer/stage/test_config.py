@@ -22,6 +22,8 @@ def test_the_defaults_hold_together_and_clipping_can_be_off() -> None:
         ({"clip_factor": 0.0}, "clip_factor"),
         ({"clip_factor": math.nan}, "clip_factor"),
         ({"tail_clip_factor": -1.0}, "tail_clip_factor"),
+        ({"outlier_factor": 0.5}, "outlier_factor"),
+        ({"outlier_factor": math.nan}, "outlier_factor"),
         ({"backward": "both"}, "backward"),
         ({"max_cached_bytes": -1}, "max_cached_bytes"),
         ({"max_staleness": -1}, "max_staleness"),

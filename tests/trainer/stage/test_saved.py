@@ -103,6 +103,11 @@ def test_options_are_the_configurations_not_the_states() -> None:
         ("stage_version", True, "stage_version"),
         ("skipped_steps", "x", "skipped_steps"),
         ("loss_sum", float("nan"), "finite loss_sum"),
+        ("norms", [[float("inf"), 16]], "norms"),
+        ("norms", [[-1.0, 16]], "norms"),
+        ("norms", [[1.0, 0]], "norms"),
+        ("norms", [[1.0]], "the state of a stage"),
+        ("norms", 7, "the state of a stage"),
         ("optimizer", {"param_groups": []}, "the state of a stage|parameters by group"),
     ],
 )
@@ -115,12 +120,22 @@ def test_a_state_that_is_none_of_this_stage_changes_nothing(name: str, value: ob
     assert bits_of(stage) == before
 
 
-@pytest.mark.parametrize("missing", sorted(stage_replica(1, 3).state_dict()))
+@pytest.mark.parametrize("missing", sorted(stage_replica(1, 3).state_dict().keys() - {"norms"}))
 def test_a_state_without_one_of_its_parts_is_refused(missing: str) -> None:
     state = stage_replica(1, 3).state_dict()
     del state[missing]
     with pytest.raises(CheckpointMismatchError, match="expected"):
         stage_replica(1, 3).load_state_dict(state)
+
+
+def test_a_state_from_before_norms_were_kept_is_taken_up() -> None:
+    first, second = stage_replica(1, 3), stage_replica(1, 3, seed=1)
+    _act(first, "count", 1)
+    state = first.state_dict()
+    del state["norms"]
+    second.load_state_dict(state)
+    assert bits_of(second) == bits_of(first)
+    assert second.state_dict()["norms"] == []
 
 
 def test_the_state_of_another_stage_is_refused() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from tests.support.event_loop import on_event_loop
 from tests.support.model_configs import random_tokens, small_config
@@ -31,6 +32,8 @@ from trainer.pipeline import messages
 from trainer.pipeline.wire import part_of, wire_ids
 from trainer.pipeline.work import boottime_s
 from trainer.rpc import Endpoint, Identity, RpcConfig
+from trainer.stage import StageConfig
+from trainer.stage.norm_bound import WARM_UP
 from trainer.state.descriptor import TensorSpec
 from trainer.worker.replies import Slot
 
@@ -141,6 +144,26 @@ async def test_a_gradient_of_more_tokens_than_there_are_is_malformed_and_ends_no
             assert await _reason(liar.backward(head, KEY, given, num_tokens=num_tokens)) == "malformed"
         assert head.worker.replica.version == head.worker.replica.accumulated.num_tokens == 0
         assert (await liar.backward(head, KEY, given, num_tokens=16)).body.applied == ("head",)
+
+
+@on_event_loop
+async def test_a_huge_gradient_is_counted_as_a_moderate_one_and_told_of(head_input: Tensors) -> None:
+    gradient = torch.randn(2, 8, small_config().dim)
+    async with running_worker(replace(HEAD, target_tokens=10**6)) as head, running_driver() as driver:
+
+        async def count(number: int, factor: float) -> float:
+            given = {"gradient": gradient * factor, **head_input}
+            await driver.backward(head, f"e0.s0.r{2 * number}", given, num_tokens=16)
+            sums = head.worker.replica.state_dict()["sums"].values()
+            return float(get_total_norm(list(sums)))
+
+        for number in range(WARM_UP):
+            honest = await count(number, 1.0) / (number + 1)
+        assert (await driver.status(head)).outliers == 0
+        assert await count(WARM_UP, 1e8) == pytest.approx((WARM_UP + StageConfig().outlier_factor) * honest, rel=1e-3)
+        status = await driver.status(head)
+        assert (status.outliers, status.applied, status.num_tokens) == (1, WARM_UP + 1, 16 * (WARM_UP + 1))
+        assert not status.refused
 
 
 @on_event_loop
