@@ -1,7 +1,7 @@
 """The application: its commands, how it logs, and how errors become exit codes.
 
-Exit codes: 0 done, 1 something to mend (said in one line), 2 options that make no sense, 130 and 143 stopped by SIGINT
-and SIGTERM with everything saved.
+Exit codes: 0 done, 1 something to mend (said in one line), 2 options that make no sense, or in a swarm files with which
+a process cannot begin, 130 and 143 stopped by SIGINT and SIGTERM with everything saved.
 """
 
 from __future__ import annotations

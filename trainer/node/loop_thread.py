@@ -26,6 +26,11 @@ class LoopThread:
         """From now on `run` works."""
         self._thread.start()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether `start` was called, and `stop` not yet."""
+        return self._thread.is_alive()
+
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Runs a coroutine in the loop and waits for it.
 
@@ -47,7 +52,7 @@ class LoopThread:
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """Cancels what still runs and ends the thread."""
-        if not self._thread.is_alive():
+        if not self.is_running:
             self.loop.close()
             return
         self.loop.call_soon_threadsafe(self.loop.stop)

@@ -260,10 +260,11 @@ class Network(Generic[S]):
         return fetching.result()
 
     def stop(self) -> None:
-        """Leaves: announces nothing more, ends rounds and connections."""
+        """Leaves: announces nothing more, ends rounds and connections. Also for one that was never started."""
         self.collective.close()
         try:
-            self._loop.run(self._stop(), 20.0)
+            if self._loop.is_running:
+                self._loop.run(self._stop(), 20.0)
         except TrainerError as error:
             logger.warning("leaving: %s", error)
         self._loop.stop()

@@ -26,10 +26,14 @@ ChildStatus = Literal["running", "pausing", "done", "dead"]
 """``pausing``: it died and is started again soon; ``dead``: it died and is not."""
 
 USAGE_EXIT = 2
+"""Of options that make no sense, or files they name: they will make none the next time either."""
 _IN_ORDER = (0, *(sign for it in (signal.SIGINT, signal.SIGTERM) for sign in (128 + it, -it)))
 """How a process ends that was asked to."""
-"""Of options that make no sense: they will make none the next time either."""
 _TAIL_BYTES = 8192
+_LIFE = "--- "
+"""How the line begins that a log has at the start of each life."""
+_REASON = "trainer: "
+"""How the line begins in which a process of ours says why it ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +101,7 @@ class Child:
             OSError: it cannot be started, or its log not be written.
         """
         with self.log_path.open("ab") as log:
-            line = f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(self.spec.command)}\n"
+            line = f"{_LIFE}{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(self.spec.command)}\n"
             log.write(line.encode("utf-8", "backslashreplace"))
             log.flush()
             self._process = subprocess.Popen(
@@ -155,15 +159,22 @@ class Child:
         self.status, self.failed_to_end = "done", code not in _IN_ORDER
         return True
 
-    def last_words(self, num_lines: int = 3) -> str:
-        """The end of its log, in one line."""
+    def last_words(self) -> str:
+        """Why its last life ended, in one line: as it said itself, else the last that it said of anything."""
         try:
             with self.log_path.open("rb") as log:
                 log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
                 text = log.read().decode(errors="replace")
         except OSError as error:
             return f"its log cannot be read: {error.strerror or error}"
-        return " | ".join([line.strip() for line in text.splitlines() if line.strip()][-num_lines:])
+        lines: list[str] = []
+        for line in text.splitlines():
+            if line.startswith(_LIFE):
+                lines.clear()
+            elif line.strip():
+                lines.append(line.strip())
+        reasons = [line.removeprefix(_REASON) for line in lines if line.startswith(_REASON)]
+        return (reasons or lines or ["it said nothing"])[-1]
 
     def _ended(self, code: int, now_s: float) -> str:
         self.exit_code, self._process = code, None
@@ -174,12 +185,15 @@ class Child:
         if now_s - self._began_s >= self._policy.steady_s:
             self._num_failures = 0
         self._num_failures += 1
-        if not self._policy.enabled or code == USAGE_EXIT or self._num_failures >= self._policy.max_failures:
+        if code == USAGE_EXIT:  # Why, whoever ends all for that says.
             self.status = "dead"
-            return f"{name} ended ({said_of(code)}) and is not started again: {self.last_words()}"
+            return f"{name} cannot begin ({said_of(code)}); see {self.log_path}"
+        said = f"{name} ended ({said_of(code)}{f': {self.last_words()}' if code > 0 else ''})"
+        if not self._policy.enabled or self._num_failures >= self._policy.max_failures:
+            self.status = "dead"
+            return f"{said} and is not started again; see {self.log_path}"
         pause_s = min(self._policy.first_pause_s * 2 ** (self._num_failures - 1), self._policy.max_pause_s)
         self.status, self._due_s = "pausing", now_s + pause_s
-        said = f"{name} ended ({said_of(code)}{f': {self.last_words(1)}' if code > 0 else ''})"
         return f"{said}; started again in {pause_s:g} s; see {self.log_path}"
 
 

@@ -53,6 +53,7 @@ from trainer.pipeline.names import StageUid
 from trainer.rpc import Endpoint
 from trainer.swarm.alone import only_process
 from trainer.swarm.announcing import Presence
+from trainer.swarm.beginning import beginning
 from trainer.swarm.building import codec_of
 from trainer.swarm.driver_view import DriverView
 from trainer.swarm.shape import SwarmShape, shape_of, target_tokens_of
@@ -224,13 +225,14 @@ class DriverNode:
         config = self._config
         folder = Path(config.state_dir).expanduser() / "ledger" / config.run_id
         folder.mkdir(parents=True, exist_ok=True)
-        ledger, journal = open_ledger(
-            folder / "journal.jsonl",
-            spec,
-            [lane.shards for lane in lanes],
-            config.swarm.ledger,
-            max_tokens=config.max_steps * target_tokens_of(config),
-        )
+        with beginning():
+            ledger, journal = open_ledger(
+                folder / "journal.jsonl",
+                spec,
+                [lane.shards for lane in lanes],
+                config.swarm.ledger,
+                max_tokens=config.max_steps * target_tokens_of(config),
+            )
         inquiry = WorkerInquiry(self._endpoint, self._presence.stage_peers)
         self._keeper = LedgerService(
             self._endpoint,

@@ -18,7 +18,7 @@ _TRIES = 200
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """So many ports nobody listens on, all different.
 
-    Nothing keeps others from taking one before it is used; whoever then cannot listen says so and is started again.
+    Nothing keeps others from taking one before it is used; whoever then cannot listen says so and ends the swarm.
 
     Raises:
         TrainerError: there are too few.

@@ -74,7 +74,7 @@ def run_local(
             return Outcome(1, f"{tree.num_killed} processes had to be killed: what they did last may not be saved")
         failed = [child for child in tree.children if child.failed_to_end]
         if failed and not outcome.exit_code:
-            return Outcome(1, f"{failed[0].spec.name} ended with an error: {failed[0].last_words(1)}")
+            return Outcome(1, f"{failed[0].spec.name} ended with an error: {failed[0].last_words()}")
         return outcome
 
 

@@ -4,10 +4,10 @@
         tree.add(ChildSpec(name="head.1", role="worker", stage="head", command=(...)))
         while (outcome := tree.look()) is None: ...
 
-It is over when all drivers are done, or when it cannot go on: a child that dies again and again, or has options that
-make no sense. Leaving the ``with`` ends all children: drivers first, so that they settle what is under way while there
-are workers to answer, then workers, then seeds; asked by SIGTERM, killed after `grace_s`. A tree is killed with
-SIGKILL, its children end with it; their data are as safe as after any other power cut.
+It is over when all drivers are done, or when it cannot go on: a child that dies again and again, or one that cannot
+begin with what it was given (exit code 2). Leaving the ``with`` ends all children: drivers first, so that they settle
+what is under way while there are workers to answer, then workers, then seeds; asked by SIGTERM, killed after `grace_s`.
+A tree is killed with SIGKILL, its children end with it; their data are as safe as after any other power cut.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class ProcessTree:
         dead = [child for child in self.children if child.status == "dead"]
         for child in dead:
             if child.exit_code == USAGE_EXIT:
-                return Outcome(USAGE_EXIT, f"{child.spec.name}: {child.last_words(1)}")
+                return Outcome(USAGE_EXIT, f"{child.spec.name}: {child.last_words()}")
         drivers = self.of("driver")
         if drivers and all(driver.status in ("done", "dead") for driver in drivers):
             lost = [driver for driver in drivers if driver.status == "dead"]
@@ -159,7 +159,7 @@ class ProcessTree:
 
 def _died(child: Child) -> str:
     how = said_of(child.exit_code) if child.exit_code is not None else "not started"
-    return f"{child.spec.name} cannot be kept alive ({how}): {child.last_words(1)}; all of it is in {child.log_path}"
+    return f"{child.spec.name} cannot be kept alive ({how}): {child.last_words()}; all of it is in {child.log_path}"
 
 
 def _wait(children: Sequence[Child], timeout_s: float) -> bool:

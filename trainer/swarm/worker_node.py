@@ -33,6 +33,7 @@ from trainer.stage import StepInfo
 from trainer.stagewise import StageState
 from trainer.subspace import LinkMeter, basis_of
 from trainer.swarm.arrival import Arrival
+from trainer.swarm.beginning import beginning
 from trainer.swarm.building import (
     BuiltStage,
     checkpoints_of,
@@ -134,12 +135,13 @@ class WorkerNode:
             TrainerError: it cannot begin, or not go on.
         """
         self._set_status("joining")
-        self._resume()
-        self._worker.register()
         with self._watch, self._checkpoints:
-            self._checkpoints.open(time.time())  # A folder that cannot be written to is said before it matters.
-            self._network.start(self)
             try:
+                with beginning():
+                    self._resume()
+                    self._checkpoints.open(time.time())  # A folder that cannot be written to is said before it matters.
+                self._worker.register()
+                self._network.start(self)
                 self._refuse_strangers()
                 self._take_part()
             finally:

@@ -12,6 +12,7 @@ from trainer.errors import TrainerUsageError
 from trainer.node.stopping import StopRequest
 from trainer.stagewise import parse_time, roll_back, time_us
 from trainer.swarm.alone import only_process
+from trainer.swarm.beginning import beginning
 from trainer.swarm.building import build_stage_site
 from trainer.swarm.choosing import choose_stage
 from trainer.swarm.shape import SwarmShape, shape_of
@@ -34,6 +35,7 @@ def run_worker(config: RunConfig, stage: str, stop: StopRequest, *, at: str = ""
         at: a time, as `trainer.stagewise.parse_time` reads it: begin with the stage's checkpoint of then.
 
     Raises:
+        TrainerUsageError: it cannot begin with what it was given, and could not the next time either.
         TrainerError: it cannot begin, or not go on.
         LoaderError: the store's vocabulary cannot be read.
     """
@@ -45,10 +47,11 @@ def run_worker(config: RunConfig, stage: str, stop: StopRequest, *, at: str = ""
         shape = shape_of(config)
         name = choose_stage(config, shape, stop) if stage == _AUTO else stage
         shape.plan.index(name)
-        if at:
-            _roll_back(config, shape, name, at)
-        node = WorkerNode(config, shape, build_stage_site(config, shape, name), stop)
-        node.run()
+        with beginning():
+            if at:
+                _roll_back(config, shape, name, at)
+            built = build_stage_site(config, shape, name)
+        WorkerNode(config, shape, built, stop).run()
 
 
 def _roll_back(config: RunConfig, shape: SwarmShape, stage: str, at: str) -> None:

@@ -108,7 +108,7 @@ def test_one_that_dies_again_and_again_ends_the_tree_and_is_quoted(make: Callabl
         pids = watched.pids()
     wait_until_gone(pids)
     assert outcome.exit_code == 1
-    assert "head.1 cannot be kept alive (exit code 1): trainer: the disk is full" in outcome.reason
+    assert "head.1 cannot be kept alive (exit code 1): the disk is full; all of it is in" in outcome.reason
     assert bad.num_restarts == QUICK.max_failures - 1
     assert [text.partition("again in ")[2].partition(";")[0] for text in watched.told if "again in" in text] == [
         "0.05 s",
@@ -128,8 +128,22 @@ def test_options_that_make_no_sense_are_not_tried_again(make: Callable[..., Watc
     with watched.tree as tree:
         wrong = tree.add(small_child("head.1", "import sys; print('trainer: preset: expected one'); sys.exit(2)"))
         outcome = watched.until_over()
-    assert outcome == Outcome(2, "head.1: trainer: preset: expected one")
+    assert outcome == Outcome(2, "head.1: preset: expected one")
+    assert watched.told == [f"head.1 cannot begin (exit code 2); see {wrong.log_path}"]
     assert wrong.num_restarts == 0
+
+
+def test_the_reason_is_what_a_child_says_itself_in_its_last_life(make: Callable[..., Watched], tmp_path: Path) -> None:
+    log = tmp_path / "head.1.log"
+    log.write_text("--- an earlier life\ntrainer: another reason\n")
+    talks = "print('INFO up'); print('trainer: the disk is full'); print('WARNING a thread ended late'); exit({})"
+    watched = make(RestartPolicy(enabled=False))
+    with watched.tree as tree:
+        child = tree.add(small_child("head.1", talks.format(1)))
+        assert watched.until(lambda: child.status == "dead") is None
+        assert child.last_words() == "the disk is full"
+        log.write_text(log.read_text() + "--- a later life\n")
+        assert child.last_words() == "it said nothing"
 
 
 def test_without_restarts_the_others_go_on_until_the_drivers_are_done(make: Callable[..., Watched]) -> None:
