@@ -7,7 +7,7 @@ neither held nor waiting. So memory is bounded by what is open, a few thousand m
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
@@ -37,6 +37,7 @@ _MOST_WAYS = 256
 _MOST_UNANNOUNCED = 1024
 _MOST_GAPS = 4096
 """Runs of numbers kept of one worker; honest drivers' credits of it close up."""
+_MOST_DEPARTED = 4096
 _OTHER = "other"
 """The reason counted for whatever drivers come up with beyond so many pairs of stage and reason."""
 
@@ -62,6 +63,13 @@ class WorkerBook:
     shared_through: int = 0
     unshared: Intervals = field(default_factory=Intervals)
     """Numbers of the micro-batches that it acknowledged and is not known to have shared."""
+
+    def acknowledge(self, number: int) -> int:
+        """Takes note of a micro-batch that it has counted; by how many more it is not known to have shared."""
+        before = len(self.unshared)
+        if number > self.shared_through and self.unshared.num_runs < _MOST_GAPS:
+            self.unshared.add(number)
+        return len(self.unshared) - before
 
     def share(self, through: int) -> None:
         """Takes note of what outlives it."""
@@ -94,6 +102,8 @@ class Books:
         self.leases: dict[str, LeaseBook] = {}
         self.waiting: dict[MicroBatchId, None] = {}
         self.workers: dict[str, WorkerBook] = {}
+        self._departed: dict[str, WorkerBook] = {}
+        """Announced once and gone lately, the last at the end: drivers may only now say what these have counted."""
         self._holder: dict[MicroBatchId, str] = {}
         self._done, self._lost = _Sum(), _Sum()
         self._open_rows = 0
@@ -160,6 +170,11 @@ class Books:
         """Incarnations of those who were heard of by themselves, and are not gone."""
         return {incarnation for incarnation, worker in self.workers.items() if worker.announced}
 
+    def has_heard_of(self, credit: StageCredit) -> bool:
+        """Whether the worker that a driver names has announced itself for that stage, now or not long ago."""
+        worker = self.workers.get(credit.incarnation) or self._departed.get(credit.incarnation)
+        return worker is not None and worker.announced and worker.stage == credit.stage
+
     def spoken_for_tokens(self) -> int:
         """Tokens that were trained on, or that a driver has to train on."""
         layout = self.spec.layout
@@ -224,7 +239,9 @@ class Books:
                 for (stage, reason), count in sorted(self._lost_by.items())
             ),
             perished=tuple(
-                PerishedCount(stage=stage, micro_batches=count) for stage, count in sorted(self._perished_by.items())
+                PerishedCount(stage=stage, micro_batches=count)
+                for stage, count in sorted(self._perished_by.items())
+                if count
             ),
             lanes=tuple(map(_progress, self.spec.lanes, self.lanes)),
         )
@@ -240,16 +257,8 @@ class Books:
                 for token, lease in self.leases.items()
             ),
             waiting=runs_of(self.waiting, layout),
-            workers=tuple(
-                WorkerState(
-                    stage=worker.stage,
-                    incarnation=incarnation,
-                    announced=worker.announced,
-                    shared_through=worker.shared_through,
-                    unshared=tuple(worker.unshared),
-                )
-                for incarnation, worker in self.workers.items()
-            ),
+            workers=_states(self.workers),
+            departed=_states(self._departed),
             done=self._done,
             lost=self._lost,
             lost_by=tuple((stage, reason, count) for (stage, reason), count in sorted(self._lost_by.items())),
@@ -269,10 +278,7 @@ class Books:
         for micro_batch in _each(snapshot.waiting, self.spec):
             self.waiting[micro_batch] = None
             self._open_rows += layout.rows_of(micro_batch)
-        for worker in snapshot.workers:
-            self.workers[worker.incarnation] = WorkerBook(
-                worker.stage, worker.announced, worker.shared_through, Intervals(worker.unshared)
-            )
+        self.workers, self._departed = _workers(snapshot.workers), _workers(snapshot.departed)
         self._done, self._lost = _Sum(*snapshot.done), _Sum(*snapshot.lost)
         self._lost_by.update({(stage, reason): count for stage, reason, count in snapshot.lost_by})
         self._perished_by.update(dict(snapshot.perished_by))
@@ -330,8 +336,9 @@ class Books:
 
     def _take_note(self, record: Workers) -> None:
         for seen in record.seen:
-            worker = self.workers.setdefault(seen.incarnation, WorkerBook(seen.stage))
-            worker.announced = True
+            worker = self.workers.get(seen.incarnation) or self._back(seen.incarnation) or WorkerBook(seen.stage)
+            self.workers[seen.incarnation] = worker
+            worker.announced, worker.stage = True, seen.stage
             worker.share(seen.shared_through)
         for incarnation in record.gone:
             gone = self.workers.pop(incarnation, None)
@@ -339,8 +346,18 @@ class Books:
                 continue
             if len(gone.unshared):
                 self._perished_by[gone.stage] += len(gone.unshared)
+            self._departed[incarnation] = gone
+            if len(self._departed) > _MOST_DEPARTED:
+                del self._departed[next(iter(self._departed))]
             for lease in self.leases.values():
                 lease.bereaved = True
+
+    def _back(self, incarnation: str) -> WorkerBook | None:
+        """One that was silent for so long that it counted as gone, and what it had does not count as perished."""
+        worker = self._departed.pop(incarnation, None)
+        if worker is not None:
+            self._perished_by[worker.stage] -= len(worker.unshared)
+        return worker
 
     def _grow(self, record: Grown) -> None:
         _check_shards(record.shards, self.shards)
@@ -350,12 +367,15 @@ class Books:
     def _credit(self, credit: StageCredit) -> None:
         """What a worker has counted, as a driver says; what it has shared it says itself (`WorkerSeen`)."""
         worker = self.workers.get(credit.incarnation)
+        departed = self._departed.get(credit.incarnation) if worker is None else None
+        if departed is not None:
+            self._perished_by[departed.stage] += departed.acknowledge(credit.applied_number)
+            return
         if worker is None:
             if sum(not each.announced for each in self.workers.values()) >= _MOST_UNANNOUNCED:
                 return
             worker = self.workers[credit.incarnation] = WorkerBook(credit.stage)
-        if credit.applied_number > worker.shared_through and worker.unshared.num_runs < _MOST_GAPS:
-            worker.unshared.add(credit.applied_number)
+        worker.acknowledge(credit.applied_number)
 
     def _hold(self, micro_batch: MicroBatchId, token: str) -> None:
         self.leases[token].open.add(micro_batch)
@@ -395,6 +415,26 @@ class Books:
 def _each(runs: Iterable[Run], spec: LedgerSpec) -> Iterable[MicroBatchId]:
     for run in runs:
         yield from spec.layout.micro_batches(run)
+
+
+def _states(workers: Mapping[str, WorkerBook]) -> tuple[WorkerState, ...]:
+    return tuple(
+        WorkerState(
+            stage=worker.stage,
+            incarnation=incarnation,
+            announced=worker.announced,
+            shared_through=worker.shared_through,
+            unshared=tuple(worker.unshared),
+        )
+        for incarnation, worker in workers.items()
+    )
+
+
+def _workers(states: Iterable[WorkerState]) -> dict[str, WorkerBook]:
+    return {
+        state.incarnation: WorkerBook(state.stage, state.announced, state.shared_through, Intervals(state.unshared))
+        for state in states
+    }
 
 
 def _progress(spec: LaneSpec, lane: LaneBook) -> LaneProgress:

@@ -173,8 +173,9 @@ class LedgerClient:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _say_last(self) -> None:
-        while (bundle := self._holdings.bundle(single=self._single)) is not None:
-            if not await self._say(bundle):
+        while self._holdings.num_unsaid:
+            bundle = self._holdings.bundle(boottime_s(), single=self._single)
+            if bundle is None or not await self._say(bundle):
                 await asyncio.sleep(_RETRY_S / 4)
         self._holdings.lapse(math.inf)
         for token in self._holdings.forget_lapsed():
@@ -185,6 +186,8 @@ class LedgerClient:
         while True:
             waits_s = await self._renew_if_due()
             await self._say_all()
+            if self._holdings.num_unsaid:
+                waits_s = min(waits_s, _RETRY_S)
             has_enough = not self._wants_more() or await self._lease()
             if has_enough and not self._is_away:
                 await self._woken(waits_s)
@@ -269,7 +272,7 @@ class LedgerClient:
 
     async def _say_all(self) -> None:
         """Says what there is to say, until the keeper does not answer."""
-        while (bundle := self._holdings.bundle(single=self._single)) is not None:
+        while (bundle := self._holdings.bundle(boottime_s(), single=self._single)) is not None:
             if not await self._say(bundle):
                 return
         self._single = False
@@ -294,6 +297,8 @@ class LedgerClient:
         else:
             self._is_away = False
             self.stale += len(answer.stale)
+            # The keeper may hear of a worker a little later than this driver did.
+            bundle = self._holdings.not_taken_up(bundle, answer.unheard, boottime_s() + _RETRY_S)
         self._holdings.said(bundle)
         return True
 

@@ -43,6 +43,8 @@ class Bundle:
 class _Unsaid:
     settlements: dict[MicroBatchKey, Settlement] = field(default_factory=dict)
     handed_back: dict[MicroBatchKey, None] = field(default_factory=dict)
+    say_from_s: dict[MicroBatchKey, float] = field(default_factory=dict)
+    """When settlements are to be said again that the keeper did not take up."""
 
 
 class Holdings:
@@ -148,16 +150,19 @@ class Holdings:
         lease.term.send_before_s = 0.0
         return len(lease.begun)
 
-    def bundle(self, *, single: bool = False) -> Bundle | None:
-        """What to say next; None: nothing.
+    def bundle(self, now_s: float, *, single: bool = False) -> Bundle | None:
+        """What to say next; None: nothing now.
 
         Args:
+            now_s: the time.
             single: one micro-batch only, to find out which of several is refused.
         """
         for token, unsaid in self._unsaid.items():
             settlements: list[Settlement] = []
             size_bytes = 0
-            for settlement in unsaid.settlements.values():
+            for key, settlement in unsaid.settlements.items():
+                if unsaid.say_from_s.get(key, now_s) > now_s:
+                    continue
                 size_bytes += len(settlement.model_dump_json())
                 if settlements and (single or size_bytes > _BUNDLE_BYTES or len(settlements) >= _BUNDLE_COUNT):
                     break
@@ -165,14 +170,24 @@ class Holdings:
             back = list(unsaid.handed_back)[: 1 if single else _BUNDLE_COUNT]
             if single and settlements:
                 back = []
-            return Bundle(token, tuple(settlements), tuple(back))
+            if settlements or back:
+                return Bundle(token, tuple(settlements), tuple(back))
         return None
+
+    def not_taken_up(self, bundle: Bundle, keys: Iterable[MicroBatchKey], say_from_s: float) -> Bundle:
+        """Keeps some settlements of what was said, to be said again from then on; returns the rest."""
+        kept = {each.micro_batch for each in bundle.settlements}.intersection(keys)
+        if kept:
+            self._unsaid[bundle.token].say_from_s.update(dict.fromkeys(kept, say_from_s))
+        taken = tuple(each for each in bundle.settlements if each.micro_batch not in kept)
+        return Bundle(bundle.token, taken, bundle.handed_back)
 
     def said(self, bundle: Bundle) -> None:
         """Forgets what the keeper has acknowledged, and leases of which nothing is left."""
         unsaid = self._unsaid[bundle.token]
         for settlement in bundle.settlements:
             unsaid.settlements.pop(settlement.micro_batch, None)
+            unsaid.say_from_s.pop(settlement.micro_batch, None)
         for key in bundle.handed_back:
             unsaid.handed_back.pop(key, None)
         if not unsaid.settlements and not unsaid.handed_back:

@@ -45,6 +45,8 @@ class Receipt:
     """Were settled before; nothing was counted twice."""
     stale: tuple[MicroBatchId, ...] = ()
     """Not this lease's any more; what was said of them does not count."""
+    unheard: tuple[MicroBatchId, ...] = ()
+    """Done by workers that nobody else has heard of; open still."""
 
 
 class Ledger:
@@ -74,6 +76,8 @@ class Ledger:
         self._ends_s = dict.fromkeys(books.leases, now_s + config.lease_s)
         self._looked_into: set[str] = set()
         self._seen_s = dict.fromkeys(books.workers, now_s)
+        self._unheard_s: dict[tuple[str, MicroBatchId], float] = {}
+        """By lease and micro-batch: since when its driver says that workers have done it whom nobody has heard of."""
         self._rests_until_s = dict.fromkeys(books.waiting, now_s + config.reissue_after_s)
         self.failure: Exception | None = None
         """Why the account cannot be written any more; the process has to be started again."""
@@ -134,9 +138,23 @@ class Ledger:
         return tuple(live)
 
     def settle(
-        self, driver: str, token: str, settlements: Sequence[Settlement], handed_back: Sequence[MicroBatchId] = ()
+        self,
+        driver: str,
+        token: str,
+        settlements: Sequence[Settlement],
+        handed_back: Sequence[MicroBatchId] = (),
+        *,
+        checked_s: float | None = None,
     ) -> Receipt:
         """Takes a driver's word on micro-batches of its lease; again is as once.
+
+        Args:
+            driver: who says so.
+            token: of the lease.
+            settlements: what became of micro-batches.
+            handed_back: those not begun.
+            checked_s: the time, where only workers are believed to have done something that have announced themselves
+                for that stage; what names others stays open (see `unheard`). None: drivers are believed.
 
         Raises:
             RefusedError: the lease is another driver's, or a settlement makes no sense; nothing is counted.
@@ -149,8 +167,12 @@ class Ledger:
         back = dict.fromkeys(each for each in handed_back if each not in said)
         for each in back:
             self._check_micro_batch(each)
-        mine = {each for each in (*said, *back) if self._books.holder(each) == token}
-        others = [each for each in (*said, *back) if each not in mine]
+        held = [each for each in (*said, *back) if self._books.holder(each) == token]
+        others = [each for each in (*said, *back) if self._books.holder(each) != token]
+        unheard = () if checked_s is None else tuple(each for each in held if self._is_unheard(said.get(each)))
+        for each in unheard:
+            self._unheard_s.setdefault((token, each), checked_s or 0.0)
+        mine = set(held).difference(unheard)
         stale = tuple(each for each in others if not self._is_settled(each))
         if mine:
             self._change(
@@ -161,7 +183,7 @@ class Ledger:
                 )
             )
             self._forget_ended()
-        return Receipt(len(mine), len(others) - len(stale), stale)
+        return Receipt(len(mine), len(others) - len(stale), stale, unheard)
 
     def release(self, driver: str, token: str, now_s: float) -> None:
         """Ends a lease of a driver that says it sends nothing of it any more.
@@ -179,6 +201,23 @@ class Ledger:
         self._looked_into.update(over)
         return over
 
+    def unheard(self, now_s: float) -> dict[str, tuple[MicroBatchId, ...]]:
+        """Open micro-batches that workers have done, as drivers say, who had long enough to be heard of and were not.
+
+        Announcements may come later than what is said of a worker, but not later than a worker is missed.
+
+        Returns:
+            By lease.
+        """
+        patience_s = max(self._config.worker_gone_s, self._config.lease_s)
+        holder = self._books.holder
+        self._unheard_s = {which: since_s for which, since_s in self._unheard_s.items() if holder(which[1]) == which[0]}
+        found: dict[str, tuple[MicroBatchId, ...]] = {}
+        for (token, each), since_s in self._unheard_s.items():
+            if since_s + patience_s <= now_s:
+                found[token] = (*found.get(token, ()), each)
+        return found
+
     def is_complete(self, token: str, report: AppliedReport) -> bool:
         """Whether whoever may have counted something of a lease has said so."""
         lease = self._books.leases.get(token)
@@ -190,27 +229,32 @@ class Ledger:
         lease = self._books.leases.get(token)
         return lease is not None and not lease.bereaved
 
-    def resolve(self, token: str, report: AppliedReport, now_s: float) -> Resolved | None:
-        """Ends a lease by what workers say: counted in all stages is done, in some is lost, in none waits for a driver.
+    def resolve(
+        self, token: str, report: AppliedReport, now_s: float, some: Collection[MicroBatchId] | None = None
+    ) -> Resolved | None:
+        """Ends a lease, or some of it, by what workers say.
 
+        Counted in all stages is done, in some is lost, in none waits for a driver.
         Where not all could be asked, what is counted in none is lost as ``unclear``: who is silent may have it.
 
         Args:
             token: of the lease.
             report: what the workers say.
             now_s: the time; what is in no stage is given again `reissue_after_s` from then.
+            some: what of it to decide about (see `unheard`); None: all.
 
         Returns:
-            What was decided; None: the lease has ended by itself.
+            What was decided; None: that has ended by itself.
 
         Raises:
             LedgerError: the account cannot be written.
         """
         lease = self._books.leases.get(token)
-        if lease is None:
+        asked = sorted(lease.open if some is None else lease.open.intersection(some)) if lease is not None else []
+        if not asked:
             self._forget_ended()
             return None
-        record = self._resolution(token, lease, report)
+        record = self._resolution(token, asked, report, "driver-lost" if some is None else "unheard")
         self._change(record)
         self._forget_ended()
         again_s = now_s + self._config.reissue_after_s
@@ -256,16 +300,17 @@ class Ledger:
         self._books.know(shards)
         self._change(Grown(shards=tuple(counts)))
 
-    def _resolution(self, token: str, lease: LeaseBook, report: AppliedReport) -> Resolved:
+    def _resolution(self, token: str, asked: Sequence[MicroBatchId], report: AppliedReport, in_some: str) -> Resolved:
+        """What becomes of micro-batches; those that only some stages have are lost for the reason ``in_some``."""
         stages, layout = self._books.spec.stages, self._books.spec.layout
         complete = self.is_complete(token, report)
         done, returned, lost = [], [], dict[tuple[str, str], list[MicroBatchId]]()
-        for micro_batch in sorted(lease.open):
+        for micro_batch in asked:
             missing = [stage for stage in stages if str(micro_batch) not in report.applied.get(stage, ())]
             if not missing:
                 done.append(micro_batch)
             elif len(missing) < len(stages):
-                lost.setdefault((missing[0], "driver-lost"), []).append(micro_batch)
+                lost.setdefault((missing[0], in_some), []).append(micro_batch)
             elif complete:
                 returned.append(micro_batch)
             else:
@@ -335,6 +380,11 @@ class Ledger:
         if lease is not None and lease.driver != driver:
             raise RefusedError("not-yours", f"lease {token[:8]} is another driver's")
         return lease
+
+    def _is_unheard(self, settlement: Settlement | None) -> bool:
+        if settlement is None or settlement.outcome != "done":
+            return False
+        return not all(map(self._books.has_heard_of, settlement.credits))
 
     def _is_settled(self, micro_batch: MicroBatchId) -> bool:
         open_now = self._books.holder(micro_batch) is not None or micro_batch in self._books.waiting

@@ -100,6 +100,8 @@ class SettleAnswer(Message):
     """Were settled before."""
     stale: Annotated[tuple[MicroBatchKey, ...], Field(max_length=2 * MAX_SAID)] = ()
     """Not this lease's any more."""
+    unheard: Annotated[tuple[MicroBatchKey, ...], Field(max_length=MAX_SAID)] = ()
+    """Done, it is said, by workers that the keeper has not heard of, so they are open still: to be said again."""
 
 
 class AccountAsk(Message):

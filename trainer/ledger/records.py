@@ -152,6 +152,8 @@ class Snapshot(Message):
     leases: tuple[LeaseState, ...]
     waiting: Runs
     workers: tuple[WorkerState, ...]
+    departed: tuple[WorkerState, ...] = ()
+    """Of those announced that are gone, the last, in that order."""
     done: Span
     """Micro-batches, rows."""
     lost: Span

@@ -97,7 +97,8 @@ class LedgerService:
         config: how long leases are.
         inquiry: asks all workers what they have counted.
         drivers: who is given rows beside this node: the run's other drivers as known now. What a driver says of its
-            rows is believed; None: anybody is, which is for trusted networks only.
+            rows is believed, as long as it names workers that have announced themselves (`note_workers`). None:
+            anybody is given rows and believed, which is for trusted networks only.
     """
 
     def __init__(
@@ -228,11 +229,16 @@ class LedgerService:
         back = [MicroBatchId.parse(key) for key in ask.handed_back]
 
         def settle() -> SettleAnswer:
-            receipt = self._ledger.settle(sender, ask.token, ask.settlements, back)
+            checked_s = None if self._drivers is None else boottime_s()
+            receipt = self._ledger.settle(sender, ask.token, ask.settlements, back, checked_s=checked_s)
             if ask.release:
                 self._ledger.release(sender, ask.token, boottime_s())
-            stale = tuple(map(str, receipt.stale))
-            return SettleAnswer(accepted=receipt.accepted, repeated=receipt.repeated, stale=stale)
+            return SettleAnswer(
+                accepted=receipt.accepted,
+                repeated=receipt.repeated,
+                stale=tuple(map(str, receipt.stale)),
+                unheard=tuple(map(str, receipt.unheard)),
+            )
 
         return Reply(await self._answered(settle))
 
@@ -263,6 +269,9 @@ class LedgerService:
                 for token in await self._run(lambda: self._ledger.due(boottime_s())):
                     if token not in self._inquiries:
                         self._inquiries[token] = self._spawn(token, self._look_into(token))
+                for token, unheard in (await self._run(lambda: self._ledger.unheard(boottime_s()))).items():
+                    if token not in self._inquiries:
+                        self._inquiries[token] = self._spawn(token, self._look_into(token, unheard))
             except LedgerError as error:
                 logger.error("leases are not watched over: %s", error)
             await asyncio.sleep(min(1.0, self._config.lease_s / 10))
@@ -272,28 +281,35 @@ class LedgerService:
         task.add_done_callback(lambda _: self._inquiries.pop(token, None))
         return task
 
-    async def _look_into(self, token: str) -> None:
-        """Ends a lease that ran out, by what the workers say; where that fails, it is still due."""
+    async def _look_into(self, token: str, unheard: Collection[MicroBatchId] | None = None) -> None:
+        """Ends a lease that ran out, by what the workers say; where that fails, it is still due.
+
+        Args:
+            token: of the lease.
+            unheard: of one that lasts, what its driver says was done by workers that nobody has heard of.
+        """
+        why = "ran out" if unheard is None else "is said to be done by workers that nobody has heard of"
         try:
-            report = await self._report_on(token)
-            decided = await self._run(lambda: self._ledger.resolve(token, report, boottime_s()))
+            report = await self._report_on(token, unheard)
+            decided = await self._run(lambda: self._ledger.resolve(token, report, boottime_s(), unheard))
         except LedgerError as error:
-            logger.error("lease %s ran out, and stays open: %s", token[:8], error)
+            logger.error("lease %s %s, and stays open: %s", token[:8], why, error)
             return
         if decided is not None:
             logger.warning(
-                "lease %s ran out: rows %d done, %d lost, %d given again",
+                "lease %s %s: rows %d done, %d lost, %d given again",
                 token[:8],
+                why,
                 _num_rows(decided.done),
                 sum(_num_rows(each.runs) for each in decided.lost),
                 _num_rows(decided.returned),
             )
 
-    async def _report_on(self, token: str) -> AppliedReport:
-        """What the workers say of a lease, asked until all have answered or time is up."""
+    async def _report_on(self, token: str, some: Collection[MicroBatchId] | None) -> AppliedReport:
+        """What the workers say of a lease, or some of it, asked until all have answered or time is up."""
         deadline_s = boottime_s() + self._config.inquiry_s
         while True:
-            keys = await self._run(lambda: self._open_in(token))
+            keys = await self._run(lambda: self._open_in(token, some))
             report = await self._asked(keys)
             complete, hopeful = await self._run(partial(self._standing, token, report))
             left_s = deadline_s - boottime_s()
@@ -305,9 +321,10 @@ class LedgerService:
         """Whether a report is complete, and whether another may be."""
         return self._ledger.is_complete(token, report), self._ledger.may_become_complete(token)
 
-    def _open_in(self, token: str) -> tuple[str, ...]:
+    def _open_in(self, token: str, some: Collection[MicroBatchId] | None) -> tuple[str, ...]:
         lease = self._ledger.books.leases.get(token)
-        return () if lease is None else tuple(map(str, sorted(lease.open)))
+        wanted = set() if lease is None else lease.open if some is None else lease.open.intersection(some)
+        return tuple(map(str, sorted(wanted)))
 
     async def _asked(self, keys: tuple[str, ...]) -> AppliedReport:
         try:

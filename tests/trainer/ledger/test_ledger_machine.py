@@ -43,6 +43,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.lost: Counter[tuple[str, str]] = Counter()
         self.lost_ids: set[MicroBatchId] = set()
         self.given = 0
+        self.heard: set[str] = set()
         self.applied = 0
 
     @property
@@ -70,11 +71,20 @@ class LedgerMachine(RuleBasedStateMachine):
             self.given += len(given)
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), how=st.sampled_from(["done", "lost", "back", "again"]))
-    def settle(self, data: st.DataObject, how: str) -> None:
+    @rule(data=st.data(), how=st.sampled_from(["done", "lost", "back", "again"]), checked=st.booleans())
+    def settle(self, data: st.DataObject, how: str, checked: bool) -> None:
         token = data.draw(st.sampled_from(sorted(self.held)))
         some = data.draw(st.sets(st.sampled_from(sorted(self.held[token])), min_size=1))
         said, back = [], []
+        if checked and how in ("done", "again") and self.heard < set(STAGES):
+            unheard = tuple(sorted(some))
+            before = self.ledger.account()
+            receipt = self.ledger.settle(
+                self.driver_of[token], token, [done(each) for each in unheard], checked_s=self.now_s
+            )
+            assert (receipt.accepted, receipt.unheard) == (0, unheard)
+            assert self.ledger.account() == before
+            return
         for each in sorted(some):
             self.applied += 1
             if how == "lost":
@@ -87,8 +97,8 @@ class LedgerMachine(RuleBasedStateMachine):
                 said.append(done(each, self.applied))
                 self.done.add(each)
         driver = self.driver_of[token]
-        receipt = self.ledger.settle(driver, token, said, back)
-        assert (receipt.accepted, receipt.repeated, receipt.stale) == (len(some), 0, ())
+        receipt = self.ledger.settle(driver, token, said, back, checked_s=self.now_s if checked else None)
+        assert (receipt.accepted, receipt.repeated, receipt.stale, receipt.unheard) == (len(some), 0, (), ())
         self.held[token] -= some
         if not self.held[token]:
             del self.held[token]
@@ -154,6 +164,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def announce(self, alive: set[str]) -> None:
         seen = [WorkerSeen(stage=stage, incarnation=WORKER[stage]) for stage in sorted(alive)]
         self.ledger.note_workers(seen, self.now_s)
+        self.heard |= alive
 
     @rule()
     def the_keeper_dies_and_comes_back(self) -> None:
