@@ -19,6 +19,7 @@ TrainerError
 ├── LedgerError                the account of the data cannot be kept, or not be believed
 ├── IncompatiblePeerError      the others train another architecture, vocabulary or protocol
 ├── RoundFailedError           a round ended without a result; training goes on from where it was
+│   ├── RoundLeftError             this node is to stop, and did not wait for its end
 │   └── StateBehindError           the others hold another state: theirs has to be fetched first
 ├── StateTransferError         no donor gave the whole state
 └── DiscoveryError             peers cannot be looked up
@@ -43,6 +44,7 @@ __all__ = [
     "PipelineError",
     "RefusedError",
     "RoundFailedError",
+    "RoundLeftError",
     "RpcError",
     "StaleGradientError",
     "StateBehindError",
@@ -135,6 +137,10 @@ class IncompatiblePeerError(TrainerError):
 
 class RoundFailedError(TrainerError):
     """A round ended without a result; nothing was applied, and training goes on from where it was."""
+
+
+class RoundLeftError(RoundFailedError):
+    """This node is to stop and has left a round before its end, as it may: nothing has gone wrong."""
 
 
 class StateBehindError(RoundFailedError):

@@ -18,7 +18,7 @@ from trainer.collective.member import RoundMember, RoundSetting
 from trainer.collective.service import RoundService
 from trainer.collective.terms import Terms
 from trainer.engine.collective import Contribution, RoundResult
-from trainer.errors import RoundFailedError, StateBehindError
+from trainer.errors import RoundFailedError, RoundLeftError, StateBehindError
 from trainer.robust import RuleConfig
 from trainer.rpc import Endpoint
 
@@ -146,7 +146,7 @@ class PeerCollective:
                 if asked_at_s is None and self._stopping():
                     asked_at_s = time.monotonic()
                 if asked_at_s is not None and time.monotonic() > asked_at_s + _LEAVE_AFTER_S and not running.done():
-                    raise RoundFailedError("left the round, since this node is to stop")
+                    raise RoundLeftError("left the round, since this node is to stop")
             return running.result()
         finally:
             running.cancel()

@@ -36,7 +36,7 @@ from trainer.diloco.saved import SavedDiLoCo, SavedFlight
 from trainer.diloco.state import FragmentState, ReplicaState, SharedState
 from trainer.engine.collective import Collective, Contribution, RoundResult
 from trainer.engine.strategy import OuterResult, StateValue
-from trainer.errors import RoundFailedError, StateBehindError, TrainerUsageError
+from trainer.errors import RoundFailedError, RoundLeftError, StateBehindError, TrainerUsageError
 
 __all__ = ["DiLoCoTrainer"]
 
@@ -305,7 +305,9 @@ class DiLoCoTrainer:
             self._commit(contribution, result, keep)
         except RoundFailedError as error:
             behind = isinstance(error, StateBehindError)
-            return self._failed(contribution, str(error), waited_s=time.monotonic() - started_s, behind=behind)
+            level = logging.INFO if isinstance(error, RoundLeftError) else logging.WARNING
+            waited_s = time.monotonic() - started_s
+            return self._failed(contribution, str(error), waited_s=waited_s, behind=behind, level=level)
         return OuterResult(
             round_index=contribution.round_index,
             fragment=fragment,
@@ -317,12 +319,20 @@ class DiLoCoTrainer:
             contributed_steps_ago=self._steps_since_round if contribution.num_batches else None,
         )
 
-    def _failed(self, contribution: Contribution, error: str, *, waited_s: float, behind: bool = False) -> OuterResult:
+    def _failed(
+        self,
+        contribution: Contribution,
+        error: str,
+        *,
+        waited_s: float,
+        behind: bool = False,
+        level: int = logging.WARNING,
+    ) -> OuterResult:
         fate = "its work goes into the next"
         if behind:
             num_batches = max(progress.num_batches for progress in self._progress)
             fate = f"the work of {num_batches} batches is dropped when the others' state is taken up"
-        logger.warning("round %d failed, %s: %s", contribution.round_index, fate, error)
+        logger.log(level, "round %d failed, %s: %s", contribution.round_index, fate, error)
         return OuterResult(
             round_index=contribution.round_index,
             fragment=self._state.fragment,

@@ -9,6 +9,7 @@ __all__ = ["AddressBook"]
 
 @dataclass(slots=True)
 class _Entry:
+    since_s: float
     next_try_s: float = 0.0
     pause_s: float = 0.0
 
@@ -37,13 +38,18 @@ class AddressBook:
         """Whether it did not answer when last tried."""
         return address in self._failed
 
+    def silent_s(self, address: str, now: float) -> float:
+        """For how long it has not answered; 0 if it did when last tried, or was never tried."""
+        entry = self._failed.get(address)
+        return 0.0 if entry is None else now - entry.since_s
+
     def failed(self, address: str, now: float) -> float:
         """Notes that it did not answer; the pause until it may be tried again, in seconds."""
         entry = self._failed.get(address)
         if entry is None:
             if len(self._failed) >= self._max_addresses:
                 del self._failed[min(self._failed, key=lambda known: self._failed[known].next_try_s)]
-            entry = self._failed[address] = _Entry()
+            entry = self._failed[address] = _Entry(now)
         entry.pause_s = min(max(2 * entry.pause_s, self._first_pause_s), self._max_pause_s)
         entry.next_try_s = now + entry.pause_s
         return entry.pause_s

@@ -37,6 +37,9 @@ __all__ = ["DhtDiscovery", "listen_address"]
 
 logger = logging.getLogger(__name__)
 
+_FIRST_READY_S = 30.0
+"""How long the process may take to start before that is said: 3 s to import hivemind, more where others start too."""
+
 
 class DhtDiscovery:
     """Finds the nodes of a run through a DHT; implements `Discovery`.
@@ -117,7 +120,7 @@ class DhtDiscovery:
         """Does it every poll interval; tells once when it begins to fail and once when it works again."""
         failing = False
         with contextlib.suppress(DiscoveryError):
-            await self.process.wait_ready(self._config.request_timeout_s)
+            await self.process.wait_ready(_FIRST_READY_S, first_start_only=True)
         while True:
             try:
                 await what()

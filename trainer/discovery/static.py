@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 _FANOUT = 3
 """Known nodes asked per poll interval."""
 _MAX_UNDER_WAY = 16
+_REPORT_AFTER_S = 60.0
+"""So long an address that was given may be silent: a worker on a busy machine takes half of it to start."""
 
 
 class StaticDiscovery:
@@ -70,6 +72,8 @@ class StaticDiscovery:
         )
         self._book = AddressBook(first_pause_s=config.poll_interval_s, max_pause_s=config.max_retry_interval_s)
         self._chance = random.Random(endpoint.identity.peer_id)
+        self._reported: set[str] = set()
+        """Addresses that have been silent for so long that it was said."""
         self._stages: frozenset[str] | None = None
         self._under_way: dict[str, asyncio.Task[None]] = {}
         self._polling: asyncio.Task[None] | None = None
@@ -106,7 +110,7 @@ class StaticDiscovery:
         self._polling = None
 
     async def _answer(self, request: Request[ExchangeRequest]) -> Reply[ExchangeReply]:
-        own, has = unpack_request(request.body, request.payload)
+        own, has = unpack_request(request.body, bytes(request.payload))
         if own and self._table.offer(own, subkey=request.sender) is not None:
             logger.debug("%s… announced itself", request.sender[:16])
         body, payload = records_for(request.sender, has, self._all_known(), self._chance)
@@ -131,6 +135,9 @@ class StaticDiscovery:
         """Whom to ask now: listed addresses at which nobody known answers, and a few known nodes."""
         known = {peer.announcement.peer_id: peer.announcement.peer() for peer in self._table.known()}
         answering = {peer.address for peer_id, peer in known.items() if not self._book.has_failed(peer_id)}
+        for address in answering:  # Of the list, not asked under that name: what it was before is over.
+            self._book.answered(address)
+            self._reported.discard(address)
         listed = [
             (address, Peer(None, address))
             for address in self._addresses
@@ -146,14 +153,12 @@ class StaticDiscovery:
             reply = await self._endpoint.call(
                 peer, EXCHANGE_METHOD, body, ExchangeReply, payload=payload, timeout_s=self._config.request_timeout_s
             )
-            records = split_records(reply.body, reply.payload)
+            records = split_records(reply.body, bytes(reply.payload))
         except (RpcError, TrainerUsageError) as error:  # The latter: an announced address that cannot be dialled.
-            is_first = peer.peer_id is None and not self._book.has_failed(name)
-            pause_s = self._book.failed(name, time.monotonic())
-            level = logging.WARNING if is_first else logging.DEBUG
-            logger.log(level, "no exchange with %s, tried again in %.1f s and on: %s", peer.address, pause_s, error)
+            self._note_silence(name, peer, error)
             return
         self._book.answered(name)
+        self._reported.discard(name)
         if reply.sender == self._endpoint.identity.peer_id:
             self._addresses.remove(peer.address)  # This node's own address, in a list given to all.
             return
@@ -161,3 +166,23 @@ class StaticDiscovery:
             news = self._table.offer(record)
             if news is not None:
                 logger.debug("heard of %s at %s from %s", news.node_id, news.address, peer.address)
+
+    def _note_silence(self, name: str, peer: Peer, error: Exception) -> None:
+        """Remembers when to try again, and says what there is to say of it.
+
+        Those that begin together are not all there at once, nor do they end at once: only an address of the list that
+        stays silent is somebody's to mend.
+        """
+        now = time.monotonic()
+        is_first = not self._book.has_failed(name)
+        pause_s = self._book.failed(name, now)
+        silent_s = self._book.silent_s(name, now)
+        if peer.peer_id is not None:
+            logger.debug("no exchange with %s: %s", peer.address, error)
+        elif silent_s >= _REPORT_AFTER_S and name not in self._reported:
+            self._reported.add(name)
+            logger.warning("%s, given to begin with, has not answered for %.0f s: %s", peer.address, silent_s, error)
+        else:
+            was_there = any(known.announcement.address == peer.address for known in self._table.known())
+            level = logging.INFO if is_first and not was_there else logging.DEBUG
+            logger.log(level, "%s does not answer yet, asked again in %.1f s and on: %s", peer.address, pause_s, error)

@@ -34,7 +34,7 @@ from trainer.diloco.fragments import synchronised_parameters
 from trainer.diloco.progress import Progress
 from trainer.engine.collective import Collective, Contribution, RoundResult
 from trainer.engine.strategy import OuterResult, StateValue
-from trainer.errors import RoundFailedError, StateBehindError, TrainerUsageError
+from trainer.errors import RoundFailedError, RoundLeftError, StateBehindError, TrainerUsageError
 from trainer.sparta.averaging import Flight, Round, is_finite, merged
 from trainer.sparta.config import SpartaConfig
 from trainer.sparta.moments import check_optimizer, gather_moments, install_moments
@@ -353,7 +353,7 @@ class SpartaTrainer:
             now = attempt.values.gather(self._parameters)
             new = merged(now, attempt.contribution.vector, result)
         except RoundFailedError as error:
-            told = self._failed(str(error), attempt, waited_s=time.monotonic() - started_s)
+            told = self._failed(str(error), attempt, waited_s=time.monotonic() - started_s, level=_level_of(error))
             if isinstance(error, StateBehindError):
                 self._standing.missed(self._others.frontier())
                 self._move()
@@ -376,8 +376,10 @@ class SpartaTrainer:
             contributed_steps_ago=self._steps_since_round if attempt.contribution.num_batches else None,
         )
 
-    def _failed(self, error: str, attempt: Round | None = None, *, waited_s: float = 0.0) -> OuterResult:
-        logger.warning("round %d: no average, parameters stay as they are: %s", self.round_index, error)
+    def _failed(
+        self, error: str, attempt: Round | None = None, *, waited_s: float = 0.0, level: int = logging.WARNING
+    ) -> OuterResult:
+        logger.log(level, "round %d: no average, parameters stay as they are: %s", self.round_index, error)
         return OuterResult(
             round_index=self.round_index,
             fragment=self._values().index,
@@ -393,3 +395,10 @@ class SpartaTrainer:
         if not self.behind:
             self._begin_again = True
             self._others.move_to(self.round_index)
+
+
+def _level_of(error: RoundFailedError) -> int:
+    """A round that the others had without this node is no failure: nobody waits for anybody's steps, and it goes on
+    with theirs. Too many of them in a row, and it is said to have lost touch.
+    """
+    return logging.INFO if isinstance(error, StateBehindError | RoundLeftError) else logging.WARNING

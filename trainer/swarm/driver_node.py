@@ -66,6 +66,10 @@ _LOOK_S = 0.2
 _SHOWN_S = 1.5
 _NOTE_WORKERS_S = 2.0
 _NOTE_SHARDS_S = 60.0
+_HEARD_S = 1.0
+"""For others to take note of what they have been told, which they do twice a second."""
+_FIRST_KEEPER_S, _FIRST_WORKERS_S = 15.0, 30.0
+"""How long those may take to be there that were started together with the driver."""
 
 T = TypeVar("T")
 
@@ -135,6 +139,7 @@ class DriverNode:
             if self._keeper is not None:
                 await self._keeper.start()
                 stack.push_async_callback(self._keeper.stop)
+            await self._hear_of_keeper()
             work = self._client(lanes, spec)
             await work.start()
             stack.push_async_callback(work.close)
@@ -184,6 +189,7 @@ class DriverNode:
         One that asks for nothing, as those do that only say that they are drivers, is not waited for longer than it
         takes to hear of one that begins just now.
         """
+        await self._hear_of_workers()
         await driver.run()
         said, done_s = False, time.monotonic()
         while (keeper := self._keeper) is not None and not self._stop():
@@ -194,6 +200,35 @@ class DriverNode:
                 return
             if not said:
                 logger.info("done here; keeping the account until the other drivers are done too")
+                said = True
+            await asyncio.sleep(_LOOK_S)
+
+    async def _hear_of_keeper(self) -> None:
+        """Asks for nothing before there is somebody to ask."""
+
+        def missing() -> list[str]:
+            return [] if self._presence.keeper() is not None else [self._config.swarm.ledger.keeper]
+
+        await self._hear_of(missing, _FIRST_KEEPER_S, "the keeper of the account:")
+        if not self._keeps_account:  # It leases to those it has heard of.
+            await asyncio.sleep(_HEARD_S + self._config.discovery.poll_interval_s)
+
+    async def _hear_of_workers(self) -> None:
+        """Sends nothing before each stage has a worker; behind that time, a stage without any is a stall."""
+
+        def missing() -> list[str]:
+            there = {worker.stage for worker in self._presence.workers()}
+            return [name for name in self._shape.plan.names if name not in there]
+
+        if not self._config.max_steps or self._steps < self._config.max_steps:
+            await self._hear_of(missing, _FIRST_WORKERS_S, "workers of")
+
+    async def _hear_of(self, missing: Callable[[], Sequence[str]], timeout_s: float, what: str) -> None:
+        """Waits while somebody is missing, for a while: those that are started together are not there at once."""
+        deadline_s, said = time.monotonic() + timeout_s, False
+        while (names := missing()) and time.monotonic() < deadline_s and not self._stop():
+            if not said:
+                logger.info("waiting for %s %s", what, ", ".join(names))
                 said = True
             await asyncio.sleep(_LOOK_S)
 

@@ -12,7 +12,7 @@ from trainer.diloco import DiLoCoConfig, DiLoCoTrainer
 from trainer.engine.collective import Collective, Contribution, RoundReport, RoundResult
 from trainer.engine.local import LocalCollective
 from trainer.engine.strategy import OuterResult, OuterStrategy
-from trainer.errors import IncompatiblePeerError, RoundFailedError, StateBehindError, TrainerError
+from trainer.errors import IncompatiblePeerError, RoundFailedError, RoundLeftError, StateBehindError, TrainerError
 
 AVERAGING = DiLoCoConfig(inner_steps=4, outer_lr=1.0, outer_momentum=0.0)
 
@@ -147,18 +147,29 @@ def behind(contribution: Contribution) -> torch.Tensor:
     raise StateBehindError("they are at outer step 4")
 
 
+def left(contribution: Contribution) -> torch.Tensor:
+    raise RoundLeftError("this node is to stop")
+
+
 @pytest.mark.parametrize(
-    ("answer", "fate"),
+    ("answer", "level", "fate"),
     [
-        (failing, "its work goes into the next: nobody came"),
-        (behind, "the work of 12 batches is dropped when the others' state is taken up: they are at outer step 4"),
+        (failing, "WARNING", "its work goes into the next: nobody came"),
+        (
+            behind,
+            "WARNING",
+            "the work of 12 batches is dropped when the others' state is taken up: they are at outer step 4",
+        ),
+        (left, "INFO", "its work goes into the next: this node is to stop"),
     ],
 )
-def test_the_log_says_what_becomes_of_the_work(answer, fate: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_what_becomes_of_the_work(answer, level: str, fate: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     trainer = DiLoCoTrainer(Quadratic(0), AVERAGING, Scripted(answer))
     for _ in range(4):
         trainer.after_inner_step(num_batches=3)
-    assert [record.getMessage() for record in caplog.records] == [f"round 0 failed, {fate}"]
+    told = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert told == [(level, f"round 0 failed, {fate}")]
 
 
 def test_failed_rounds_of_a_group_lose_nothing() -> None:

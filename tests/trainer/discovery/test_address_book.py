@@ -23,6 +23,17 @@ def test_pauses_double_to_the_longest() -> None:
     assert book.failed("a:1", now) == 1
 
 
+def test_how_long_an_address_is_silent_counts_from_the_first_failure_in_a_row() -> None:
+    book = AddressBook(first_pause_s=1, max_pause_s=5)
+    assert book.silent_s("a:1", 10.0) == 0
+    for now in (10.0, 11.0, 13.0):
+        book.failed("a:1", now)
+    assert book.silent_s("a:1", 15.0) == 5
+    book.answered("a:1")
+    book.failed("a:1", 20.0)
+    assert book.silent_s("a:1", 21.0) == 1
+
+
 @given(st.lists(st.integers(0, 50), max_size=200))
 def test_it_never_remembers_more_than_it_may(addresses: list[int]) -> None:
     book = AddressBook(first_pause_s=1, max_pause_s=5, max_addresses=7)

@@ -165,6 +165,53 @@ def test_addresses_may_be_dead_for_a_while_and_include_the_own() -> None:
     asyncio.run(scenario())
 
 
+def told_of(address: str, caplog: pytest.LogCaptureFixture) -> list[str]:
+    said = [it for it in caplog.records if it.name == "trainer.discovery.static" and address in it.getMessage()]
+    return [it.levelname for it in said if it.levelname != "DEBUG"]
+
+
+def test_an_address_that_stays_silent_is_reported_once_and_one_that_is_late_is_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("trainer.discovery.static._REPORT_AFTER_S", 1.0)
+    caplog.set_level("DEBUG")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        late = f"127.0.0.1:{probe.getsockname()[1]}"
+    dead = "127.0.0.1:9"
+
+    def num_attempts() -> int:
+        return sum(f"{late} does not answer" in it.getMessage() for it in caplog.records)
+
+    async def scenario() -> None:
+        async with _node("b", late, dead) as b:
+            await _until(lambda: told_of(late, caplog), "the first attempt")
+            async with _node("a", port=int(late.rpartition(":")[2])):
+                await _until_known(b, "a")
+                await _until(lambda: "WARNING" in told_of(dead, caplog), "a report")
+                await asyncio.sleep(1.2)
+            before = num_attempts()
+            await _until(lambda: num_attempts() > before, "that it is gone")
+
+    asyncio.run(scenario())
+    assert told_of(late, caplog) == ["INFO"]
+    assert told_of(dead, caplog) == ["INFO", "WARNING"]
+
+
+def test_a_listed_node_that_ends_is_no_news(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+
+    async def scenario() -> str:
+        async with _node("a") as a, _node("b", a.endpoint.address) as b:
+            await _until_known(b, "a")
+            await a.discovery.close()
+            await a.endpoint.stop()
+            await _until(lambda: f"{a.endpoint.address} does not answer" in caplog.text, "an attempt in vain")
+            return a.endpoint.address
+
+    assert told_of(asyncio.run(scenario()), caplog) == []
+
+
 def test_a_node_that_is_gone_is_forgotten() -> None:
     async def scenario() -> None:
         async with _node("a") as a:

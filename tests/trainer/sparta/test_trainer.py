@@ -15,7 +15,7 @@ from tests.support.sparta_replicas import Frontier, Replica, Scripted, fail, ref
 from tests.support.toy_models import parameter_bits
 from trainer.engine.collective import Contribution
 from trainer.engine.strategy import OuterStrategy
-from trainer.errors import IncompatiblePeerError, TrainerUsageError
+from trainer.errors import IncompatiblePeerError, RoundLeftError, TrainerUsageError
 from trainer.sparta import SpartaConfig
 from trainer.worker.sharing import SharedThrough
 
@@ -255,6 +255,20 @@ def test_who_is_refused_goes_on_with_the_round_the_others_are_at() -> None:
     result = replica.turn()
     assert result is not None and result.committed and result.round_index == 1, "at once: the others are there already"
     assert replica.trainer.missed_rounds == 0 and replica.trainer.failed_in_a_row == 0
+
+
+def leave(contribution: Contribution) -> torch.Tensor:
+    raise RoundLeftError("this node is to stop")
+
+
+@pytest.mark.parametrize(("answer", "level"), [(refuse, "INFO"), (leave, "INFO"), (fail, "WARNING")])
+def test_only_a_round_that_failed_for_all_is_a_warning(
+    answer: Callable[[Contribution], torch.Tensor], level: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    replica = Replica(EACH_STEP, Scripted(answer))
+    replica.turn()
+    assert [record.levelname for record in caplog.records if "round 0: no average" in record.message] == [level]
 
 
 def test_rounds_made_by_others_are_skipped_up_to_five() -> None:

@@ -62,6 +62,10 @@ def said(shape: SwarmShape, name: str, key: str, stage: str = "", *, fits: bool 
     )
 
 
+def workers_of_all(shape: SwarmShape) -> list[Announcement]:
+    return [said(shape, stage, key, stage) for stage, key in zip(shape.plan.names, "abc", strict=True)]
+
+
 def test_who_trains_something_else_is_not_asked_nor_noted(presence: Presence, shape: SwarmShape) -> None:
     presence.hear(
         (
@@ -220,7 +224,7 @@ def test_a_keeper_does_not_wait_for_whoever_only_says_it_is_a_driver(
     discovery = DiscoveryConfig(announce_interval_s=0.1, announcement_lifetime_s=1.0)
     placed = replace(config, state_dir=str(tmp_path), discovery=discovery)
     node = DriverNode(placed, shape, open_session(config.data), StopRequest(), None)
-    node._presence.hear((said(shape, "driver-9", "d"),))
+    node._presence.hear((said(shape, "driver-9", "d"), *workers_of_all(shape)))
 
     @on_event_loop
     async def test() -> None:
@@ -230,6 +234,68 @@ def test_a_keeper_does_not_wait_for_whoever_only_says_it_is_a_driver(
         await asyncio.wait([working], timeout=5.0)
         assert working.done() != waits
         working.cancel()
+
+    test()
+
+
+class Noted(Stoppable):
+    """A driver that says when it was let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = asyncio.Event()
+
+    async def run(self) -> None:
+        self.begun.set()
+        await super().run()
+
+
+def test_a_driver_sends_nothing_before_each_stage_has_a_worker(
+    config: RunConfig, shape: SwarmShape, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    node = DriverNode(replace(config, state_dir=str(tmp_path)), shape, open_session(config.data), StopRequest(), None)
+    *some, last = workers_of_all(shape)
+
+    @on_event_loop
+    async def test() -> None:
+        driver = Noted()
+        working = asyncio.create_task(node._work(driver))
+        await asyncio.sleep(0.05)
+        node._presence.hear(tuple(some))
+        await asyncio.sleep(0.5)
+        assert not driver.begun.is_set()
+        node._presence.hear((*some, last))
+        await asyncio.wait_for(driver.begun.wait(), 20)
+        driver.stop()
+        await working
+
+    test()
+    assert [it.getMessage() for it in caplog.records if "waiting" in it.message] == [
+        "waiting for workers of head, body-1, tail"
+    ]
+
+
+@pytest.mark.parametrize(("wait_s", "max_steps"), [(0.0, 0), (30.0, 3)])
+def test_it_does_not_wait_for_ever_nor_when_all_is_done(
+    wait_s: float,
+    max_steps: int,
+    config: RunConfig,
+    shape: SwarmShape,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trainer.swarm.driver_node._FIRST_WORKERS_S", wait_s)
+    placed = replace(config, state_dir=str(tmp_path), max_steps=max_steps)
+    node = DriverNode(placed, shape, open_session(config.data), StopRequest(), None)
+    node._steps = max_steps
+
+    @on_event_loop
+    async def test() -> None:
+        driver = Noted()
+        driver.stop()
+        await asyncio.wait_for(node._work(driver), 20)
+        assert driver.begun.is_set()
 
     test()
 
