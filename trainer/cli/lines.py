@@ -103,7 +103,8 @@ class _Bar:
 
     def step(self, result: StepResult) -> None:
         if not self._bar.n and result.step:
-            self._bar.initial = self._bar.n = result.step
+            self._bar.initial = result.step
+        self._bar.n = result.step  # Other drivers of a pipeline do steps too.
         self._bar.set_postfix_str(_figures(result), refresh=False)
         self._bar.update(1)
 

@@ -146,7 +146,7 @@ class DriverNode:
             self._driver = self._pipeline(work)
             self.view.begin(self._driver, self._keeper, self._endpoint)
             await self.view.refresh()
-            self._steps = self.view.trained_tokens // target_tokens_of(self._config)  # As far as the run has come.
+            self._steps = self._steps_of_run()
             stack.enter_context(self._watch.with_pipeline(self.view))
             logger.info("%s drives %s at %s", self._config.node_id, self._config.run_id, self._endpoint.address)
             await self._drive(self._driver)
@@ -319,7 +319,9 @@ class DriverNode:
             )
 
     def _stepped(self, step: StepLoss) -> None:
+        """Numbered as the run's: those of other drivers, and of lives before, as far as the keeper has told of them."""
         now_s = time.perf_counter()
+        self._steps = max(self._steps, self._steps_of_run() - 1)  # This one may be among them already.
         result = StepResult(
             step=self._steps,
             loss=step.loss,
@@ -333,6 +335,9 @@ class DriverNode:
         self.view.stepped(step)
         self._watch.observer.step(result)
         self._line.step(result)
+
+    def _steps_of_run(self) -> int:
+        return self.view.trained_tokens // target_tokens_of(self._config)
 
     def _progress(self) -> Progress:
         return self._watch.progress()

@@ -10,6 +10,7 @@ import pytest
 from tests.support.pipeline_account import check_account
 from tests.support.pipeline_swarm import STAGES, PipelineSwarm, steps_of
 from tests.support.token_store import TokenStore
+from trainer.swarm.shape import target_tokens_of
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -41,6 +42,7 @@ def test_the_keeper_is_killed_and_starts_again(swarm: PipelineSwarm) -> None:
         assert swarm.stop(*STAGES) == [TERMINATED] * 3
         account, _ = check_account(swarm)
     assert told is not None
+    assert steps_of(driver)[before]["step"] >= told.trained_tokens // target_tokens_of(swarm.config) - 1
     assert told.micro_batches.adds_up
     assert told.tokens.adds_up
     assert account.micro_batches.done > told.micro_batches.done
