@@ -7,6 +7,7 @@ from .contents import RunShape as RunShape
 from .contents import StageHeader as StageHeader
 from .contents import StageState as StageState
 from .contents import read_stage as read_stage
+from .fingerprint import fingerprint as fingerprint
 from .initial import load_initial_state as load_initial_state
 from .naming import parse_time as parse_time
 from .naming import spell_time as spell_time

@@ -60,6 +60,11 @@ class HfFolder:
                 "take another checkpoint"
             )
 
+    @property
+    def files(self) -> list[Path]:
+        """Those with weights, by name."""
+        return [self._path / name for name in sorted(set(self._files.values()) or {_WEIGHTS})]
+
     def names(self, config: ModelConfig) -> dict[str, str]:
         """Our names of parameters and those of the tensors that hold them."""
         names = hf_names(config)

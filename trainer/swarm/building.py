@@ -45,6 +45,8 @@ class BuiltStage:
     """Puts weights that an average has rounded back into the subspace."""
     kept_axes: Mapping[str, int]
     """By name, the axis along which a matrix of a subspace may only be averaged whole."""
+    began_from: str = ""
+    """What its first weights are of (`trainer.stagewise.fingerprint`); empty: of none, or it has checkpoints."""
 
 
 def kind_of(shape: SwarmShape, stage: str) -> StageKind:
@@ -69,6 +71,8 @@ def codec_of(config: RunConfig, shape: SwarmShape, device: torch.device | str = 
 def build_stage_site(config: RunConfig, shape: SwarmShape, stage: str) -> BuiltStage:
     """Builds a stage with its first weights, or those of the checkpoint the run starts from.
 
+    Where there are checkpoints of the stage already, `saved_state` has what it goes on from: that model is not read.
+
     Raises:
         TrainerError: options that make no sense, or a checkpoint that does not fit.
     """
@@ -82,10 +86,12 @@ def build_stage_site(config: RunConfig, shape: SwarmShape, stage: str) -> BuiltS
         device=device,
         activation_checkpointing=config.inner.activation_checkpointing,
     )
-    if config.swarm.start_from:
+    began_from = ""
+    if config.swarm.start_from and not _has_checkpoints(config, stage):
         # With torch.distributed.checkpoint comes sympy: a third of what a worker needs to start.
-        from trainer.stagewise import load_initial_state
+        from trainer.stagewise import fingerprint, load_initial_state
 
+        began_from = fingerprint(config.swarm.start_from)
         module.load_state_dict(load_initial_state(config.swarm.start_from, plan, stage, seed=config.seed))
     optimizer = make_optimizer(module, config.inner)
     after_average, kept_axes = _constrained(module, optimizer, shape)
@@ -98,9 +104,8 @@ def build_stage_site(config: RunConfig, shape: SwarmShape, stage: str) -> BuiltS
         num_stages=plan.num_stages,
         after_update=after_average,
     )
-    return BuiltStage(
-        stage, device, module, optimizer, replica, codec_of(config, shape, device), after_average, kept_axes
-    )
+    codec = codec_of(config, shape, device)
+    return BuiltStage(stage, device, module, optimizer, replica, codec, after_average, kept_axes, began_from)
 
 
 def saved_state(config: RunConfig, shape: SwarmShape, stage: str) -> StageState | None:
@@ -110,7 +115,7 @@ def saved_state(config: RunConfig, shape: SwarmShape, stage: str) -> StageState 
         CheckpointError: there are some, and none can be used; the stage would begin anew among others that do not.
     """
     directory = config.swarm.checkpoint.directory
-    if not any(found.stage == stage for found in named_files(directory, config.run_id)):
+    if not _has_checkpoints(config, stage):
         return None
     found = newest_set(directory, config.run_id, time_us(time.time()), plan=shape.plan, stages=(stage,))
     if found.shape.vocabulary != shape.tokenizer_lineage:
@@ -120,6 +125,10 @@ def saved_state(config: RunConfig, shape: SwarmShape, stage: str) -> StageState 
             "trained from, or another run_id"
         )
     return found.files[stage].read().state
+
+
+def _has_checkpoints(config: RunConfig, stage: str) -> bool:
+    return any(found.stage == stage for found in named_files(config.swarm.checkpoint.directory, config.run_id))
 
 
 def _constrained(

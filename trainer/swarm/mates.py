@@ -73,6 +73,11 @@ class RunMates:
         """Keys of the drivers."""
         return {said.peer_id for said in self._network.announcements if said.stage is None and self._terms.fits(said)}
 
+    def reports(self) -> list[StageReport]:
+        """What each of the workers says of itself, whatever its stage."""
+        heard = self._network.announcements
+        return [said.stage for said in heard if said.stage is not None and self._terms.fits(said)]
+
     def workers(self, stage: str) -> Mapping[PeerId, Peer]:
         """A stage's workers, by key."""
         heard = self._network.announcements

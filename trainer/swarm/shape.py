@@ -108,7 +108,7 @@ def _synchronisation(config: RunConfig) -> dict[str, JsonValue]:
         "swarm.clip_factor": str(config.swarm.stage.clip_factor),  # JSON has no infinity.
         "swarm.tail_clip_factor": str(config.swarm.stage.tail_clip_factor),
         "swarm.outlier_factor": str(config.swarm.stage.outlier_factor),
-        "swarm.start_from": bool(config.swarm.start_from),
+        "swarm.start_from": bool(config.swarm.start_from),  # Which model, those that read it say (`first_weights`).
     }
     values |= {f"inner.{name}": value for name, value in to_mapping(config.inner).items() if name in _INNER}
     options = config.swarm.sparta if config.strategy == "async_sparta" else config.diloco

@@ -40,6 +40,7 @@ from trainer.swarm.building import (
     saved_state,
 )
 from trainer.swarm.departure import Departure
+from trainer.swarm.first_weights import check_first_weights
 from trainer.swarm.joining import is_ahead
 from trainer.swarm.keeping import DilocoKeeping, Keeping, SpartaKeeping, state_choice, state_form
 from trainer.swarm.mates import RunMates, StageMates, is_of_stage
@@ -105,7 +106,7 @@ class WorkerNode:
         self._keeping = self._kept_together()
         self._meter = LinkMeter(f"{built.name} of {config.node_id}", built.codec, config.swarm.subspace.max_error)
         self._terms = SwarmTerms(shape)
-        others = RunMates(self._network, self._terms)
+        self._others = RunMates(self._network, self._terms)
         self._worker = StageWorker(
             self._network.endpoint,
             shape.plan,
@@ -122,9 +123,9 @@ class WorkerNode:
             max_lead=self._max_lead(),
             on_step=self._stepped,
             on_round=self._after_round,
-            keepers=others.drivers,
+            keepers=self._others.drivers,
         )
-        self._worker.service.workers = others.workers
+        self._worker.service.workers = self._others.workers
         self._checkpoints = checkpoints_of(config, shape, built.name, identity.peer_id[:16])
         self._watch = WorkerWatch(config, self._network, self._worker, self._meter, stop.ask)
 
@@ -203,6 +204,8 @@ class WorkerNode:
         looks = bool(self._config.discovery.initial_peers)
         while looks and time.monotonic() < deadline_s and not self._stop() and not self._mates.serving():
             time.sleep(_LOOK_S)
+        if not self._built.replica.version:
+            check_first_weights(self._built.began_from, self._config.swarm.start_from, self._others.reports())
         self._uid = self._settled()
 
     def _is_over(self) -> bool:
@@ -383,6 +386,7 @@ class WorkerNode:
             queued=figures.queued,
             rows_per_s=figures.rows_per_s,
             busy=figures.busy,
+            began_from=self._built.began_from,
         )
 
     # -- inside --------------------------------------------------------------------------------------------------------
