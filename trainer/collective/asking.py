@@ -124,4 +124,4 @@ class Asking:
             timeout_s=self._config.round_timeout_s,
             stall_timeout_s=self._config.stall_timeout_s,
         )
-        return split_sums(reply.body, reply.payload)
+        return split_sums(reply.body, bytes(reply.payload))

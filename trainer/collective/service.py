@@ -236,7 +236,7 @@ class RoundService:
         )
 
     async def _on_moments(self, request: Request[MomentsOpen]) -> Reply[MomentsReply]:
-        sums = await self.consult(request.sender, request.body.agreement, request.payload)
+        sums = await self.consult(request.sender, request.body.agreement, bytes(request.payload))
         reply, payload = join_sums(sums)
         return Reply(reply, payload)
 

@@ -27,9 +27,9 @@ from torch import Tensor
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedError, RpcError
 from trainer.rpc import Endpoint, Peer, PeerId, Reply, Request, Stream
 from trainer.rpc.config import MAX_PAYLOAD_BYTES
-from trainer.rpc.messages import Message
+from trainer.rpc.messages import Message, Payload
 from trainer.state.descriptor import TensorSpec
-from trainer.state.tensor_bytes import chunks_of, specs_of, tensors_in
+from trainer.state.tensor_bytes import chunks_of, payload_of, specs_of, tensors_in
 
 __all__ = ["Admit", "Parcel", "TensorAnswer", "TensorHandler", "TensorService", "ask_tensors", "size_bytes_of"]
 
@@ -116,7 +116,7 @@ class TensorService:
             specs = _checked(request.body, max_bytes)
             with room(request.sender, request.body):
                 answer = await handler(request.sender, request.body, _unpacked(specs, request.payload))
-                payload = b"".join(map(bytes, chunks_of(answer.tensors)))
+                payload = payload_of(answer.tensors)
             if len(payload) > MAX_PAYLOAD_BYTES:
                 raise RefusedError("answer-size", f"the answer has {len(payload)} bytes of tensors; ask by stream")
             return Reply(_labelled(answer.body, answer.tensors), payload)
@@ -169,7 +169,7 @@ async def ask_tensors(
     """
     labelled = _labelled(ask, tensors)
     if max(answer_bytes, size_bytes_of(tensors)) <= MAX_PAYLOAD_BYTES:
-        payload = b"".join(map(bytes, chunks_of(tensors)))
+        payload = payload_of(tensors)
         reply = await endpoint.call(
             peer, method, labelled, answer, payload=payload, timeout_s=timeout_s, stall_timeout_s=stall_timeout_s
         )
@@ -230,7 +230,7 @@ def _checked(body: Parcel, max_bytes: int) -> tuple[TensorSpec, ...]:
     return body.tensors
 
 
-def _unpacked(specs: tuple[TensorSpec, ...], payload: bytes) -> dict[str, Tensor]:
+def _unpacked(specs: tuple[TensorSpec, ...], payload: Payload) -> dict[str, Tensor]:
     size_bytes = sum(spec.size_bytes for spec in specs)
     if len(payload) != size_bytes:
         raise RefusedError("malformed", f"expected {size_bytes} bytes of tensors, found {len(payload)}")

@@ -115,7 +115,7 @@ class Calling:
                     parsed = parse_body(reply, reply_model)
                 except RefusedError as error:
                     raise conversation.unbelievable(error) from None
-                return Reply(parsed, bytes(reply.payload), reply.head.sender)
+                return Reply(parsed, reply.payload, reply.head.sender)
         except TimeoutError:
             if not deadline.expired():
                 raise

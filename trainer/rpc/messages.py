@@ -1,7 +1,7 @@
 """What callers and handlers hold in their hands: peers, requests, replies, frames of a stream.
 
-The payload of a request or reply is bytes; that of a stream's frame is a read-only memoryview into the message as it
-was received, because there a copy of each MiB would be paid for.
+A payload that was received is a read-only memoryview into the message as it came, because a copy of each MiB would be
+paid for: it keeps the message, head and all, in memory for as long as it is held.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ from typing import Generic, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-__all__ = ["Frame", "Message", "Peer", "PeerId", "Reply", "Request", "peer_name"]
+__all__ = ["Frame", "Message", "Payload", "Peer", "PeerId", "Reply", "Request", "peer_name"]
 
 PeerId: TypeAlias = str
 """An ed25519 public key as 64 lower-case hexadecimal digits."""
+
+Payload: TypeAlias = bytes | memoryview
+"""What goes beside a body: either, as far as the sender is concerned."""
 
 BodyT_co = TypeVar("BodyT_co", bound=BaseModel, covariant=True)
 
@@ -43,7 +46,7 @@ class Request(Generic[BodyT_co]):
 
     sender: PeerId
     body: BodyT_co
-    payload: bytes = b""
+    payload: Payload = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class Reply(Generic[BodyT_co]):
     """An answer: what a handler returns, and what the caller gets."""
 
     body: BodyT_co
-    payload: bytes = b""
+    payload: Payload = b""
     sender: PeerId = ""
     """Who signed it; set for the caller, ignored in what a handler returns."""
 

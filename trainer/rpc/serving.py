@@ -184,7 +184,7 @@ class Serving:
 
     def _request(self, frame: SealedFrame, method: Method) -> Request[BaseModel]:
         verify_payload(frame)
-        return Request(frame.head.sender, parse_body(frame, method.body_model), bytes(frame.payload))
+        return Request(frame.head.sender, parse_body(frame, method.body_model), frame.payload)
 
     async def _answer(
         self, method: Method, handler: Awaitable[Reply[Any]], outgoing: Outgoing, failure: Failure

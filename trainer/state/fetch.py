@@ -192,7 +192,7 @@ async def _ask(
     reply = await endpoint.call(
         peer, method, body, Empty, timeout_s=_SMALL_REQUEST_TIMEOUT_S, stall_timeout_s=stall_timeout_s
     )
-    return reply.payload
+    return bytes(reply.payload)
 
 
 def _finish(part: PartFile, expectation: Expectation) -> Snapshot:

@@ -11,7 +11,7 @@ import torch
 from trainer.errors import TrainerUsageError
 from trainer.state.descriptor import CHUNK_BYTES, Dtype, TensorSpec
 
-__all__ = ["all_finite", "chunks_of", "specs_of", "tensors_in"]
+__all__ = ["all_finite", "chunks_of", "payload_of", "specs_of", "tensors_in"]
 
 _DTYPES: dict[torch.dtype, Dtype] = {
     torch.bool: "bool",
@@ -69,6 +69,12 @@ def chunks_of(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
         joint += data[whole:]
     if joint:
         yield memoryview(joint)
+
+
+def payload_of(tensors: Mapping[str, torch.Tensor]) -> bytes | memoryview:
+    """The bytes of all tensors, by name, in one piece; of a single one a view, valid as long as it is not changed."""
+    pieces = [_bytes_of(tensors[name]) for name in sorted(tensors)]
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -19,7 +19,7 @@ from trainer.errors import StateTransferError, TrainerUsageError
 from trainer.state.descriptor import CHUNK_BYTES, Expectation, parse_descriptor
 from trainer.state.layout import snapshots_in
 from trainer.state.snapshot import describe, load_snapshot, write_snapshot
-from trainer.state.tensor_bytes import all_finite, chunks_of
+from trainer.state.tensor_bytes import all_finite, chunks_of, payload_of
 
 Make = Callable[..., dict[str, torch.Tensor]]
 
@@ -66,6 +66,8 @@ def test_chunks_hold_exactly_the_bytes(num_bytes: int) -> None:
     chunks = [bytes(chunk) for chunk in chunks_of({"a": first, "b": second})]
     assert b"".join(chunks) == first.numpy().tobytes() + second.numpy().tobytes()
     assert all(len(chunk) == CHUNK_BYTES for chunk in chunks[:-1])
+    assert bytes(payload_of({"a": first, "b": second})) == b"".join(chunks)
+    assert bytes(payload_of({"b": second})) == second.numpy().tobytes()
 
 
 def test_equal_content_has_an_equal_digest_and_other_content_another(make_tensors: Make) -> None:
