@@ -1,6 +1,7 @@
-"""A stage call of 1, 4 and 16 MB, both ways: ours with TLS and without, and hivemind's RemoteExpert.
+"""A stage call of 1, 4 and 16 MB, both ways: ours with TLS and without, hivemind's RemoteExpert, and gRPC alone.
 
 Asked and answered is a tensor of that size; a MB/s counts one way, so that it is the size over the time there and back.
+gRPC alone sends the same bytes there and back and does nothing else: what speaks gRPC from Python cannot be faster.
 All contestants are started first and take turns, so that a busy machine is as busy for all. Two things are told of
 each: one call at a time, and four under way at once. Processor time is that of both sides with all their helpers, a MB;
 unlike the time it hardly depends on what else the machine does.
@@ -23,6 +24,7 @@ __all__ = ["SWARM_MEMBERS", "bench_call"]
 SWARM_MEMBERS: Path = ROOT / "scripts" / "baselines" / "swarm"
 ASKED = 5.0
 _OURS = {"ours, TLS": True, "ours, plain": False}
+_LIMITS = {"gRPC alone, TLS": True, "gRPC alone, plain": False}
 _HIVEMIND = "hivemind"
 _IN_FLIGHT = 4
 _START_S = 90.0
@@ -52,7 +54,7 @@ def bench_call(arguments: argparse.Namespace) -> dict[str, Any]:
         def started(kind: str) -> Crew:
             return stack.enter_context(crew(kind, 1, folder=SWARM_MEMBERS))
 
-        contestants = {**_ours(started), _HIVEMIND: _hivemind(started)}
+        contestants = {**_ours(started), **_limits(started), _HIVEMIND: _hivemind(started)}
         for mib in arguments.call_mb:
             for in_flight in (1, _IN_FLIGHT):
                 found = _measured(contestants, mib, in_flight, arguments)
@@ -70,6 +72,14 @@ def _ours(started: Callable[[str], Crew]) -> dict[str, _Contestant]:
         peer = server.all("serve", name=name, tls=tls, timeout_s=_START_S)[0]["peer"]
         client.all("connect", name=name, tls=tls, peer=peer, timeout_s=_START_S)
     return {name: _Contestant(server, client, {"name": name}) for name in _OURS}
+
+
+def _limits(started: Callable[[str], Crew]) -> dict[str, _Contestant]:
+    server, client = started("grpc"), started("grpc")
+    for name, tls in _LIMITS.items():
+        reached = server.all("serve", name=name, tls=tls, timeout_s=_START_S)[0]
+        client.all("connect", name=name, port=reached["port"], certificate=reached["certificate"], timeout_s=_START_S)
+    return {name: _Contestant(server, client, {"name": name}) for name in _LIMITS}
 
 
 def _hivemind(started: Callable[[str], Crew]) -> _Contestant:
@@ -106,15 +116,20 @@ def _measured(
 def as_text(report: dict[str, Any]) -> str:
     """The report for people."""
     lines = [f"stage calls, both ways, medians of {report['turns']} turns   ({' to '.join(report['load'])})"]
-    lines.append("cpu: ms of both sides a MB; ×: ours is so many times as fast as hivemind (in processor time)")
+    lines.append(
+        "cpu: ms of both sides a MB; ×: so many times as fast as hivemind (in processor time); of gRPC alone: share"
+    )
     for row in report["rows"]:
         lines.append(f"  {row['mib']} MiB, {row['in_flight']} at once {'MB/s':>9} {'best':>8} {'p50 ms':>8} {'cpu':>8}")
         other = row["contestants"][_HIVEMIND]
         for name, found in row["contestants"].items():
             figures = (found["mb_s"], found["best_mb_s"], found["p50_ms"], found["cpu_ms_mb"])
-            line = f"    {name:16} " + " ".join(f"{figure:>8.1f}" for figure in figures)
+            line = f"    {name:18} " + " ".join(f"{figure:>8.1f}" for figure in figures)
             if name != _HIVEMIND:
                 times, cpu_times = found["mb_s"] / other["mb_s"], other["cpu_ms_mb"] / found["cpu_ms_mb"]
-                line += f"   {times:.2f} × ({cpu_times:.2f})   asked {ASKED:g}"
+                line += f"   {times:.2f} × ({cpu_times:.2f})"
+            if name in _OURS:
+                limit = next(limit for limit, tls in _LIMITS.items() if tls == _OURS[name])
+                line += f"   asked {ASKED:g}   {found['mb_s'] / row['contestants'][limit]['mb_s']:.2f} of gRPC alone"
             lines.append(line)
     return "\n".join(lines)
