@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from trainer.observe.pipeline import StageStatus, SwarmAccount, SwarmStages
@@ -30,15 +30,19 @@ def swarm_line(*, as_json: bool) -> Display:
 
 
 def stage_table(sight: Sight, *, is_coloured: bool = False) -> list[str]:
-    """The stages, a line each under a heading, then loss, speed and account."""
+    """The stages, a line each under a heading, then loss, speed and account.
+
+    Processes are a column only where they are known: of a swarm on other machines none are.
+    """
     counts = {count.name: count for count in sight.processes}
     stages = {stage.stage: stage for stage in sight.stages.stages} if sight.stages is not None else {}
     names = list(dict.fromkeys([*stages, *counts]))
-    heading = f"{'stage':<10}{'processes':>11}{'serving':>9}{'version':>9}{'rows/s':>9}{'busy':>7}{'queued':>8}"
+    processes = f"{'processes':>11}" if counts else ""
+    heading = f"{'stage':<10}{processes}{'serving':>9}{'version':>9}{'rows/s':>9}{'busy':>7}{'queued':>8}"
     lines = [f"{_BOLD}{heading}{_RESET}" if is_coloured else heading]
     for name in names:
         stage = stages.get(name)
-        text = _shown(_row(name, counts.get(name), stage))
+        text = _shown(_row(name, counts, stage))
         is_empty = stage is not None and not stage.num_serving
         lines.append(f"{_RED}{text}{_RESET}" if is_coloured and is_empty else text)
     return [*lines, _progress_text(sight), account_text(sight.account)]
@@ -88,18 +92,17 @@ def _shown(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
-def _row(name: str, count: ProcessCount | None, stage: StageStatus | None) -> str:
-    processes = "" if count is None else f"{count.running}/{count.wanted}"
-    if stage is None:
-        text = f"{name:<10}{processes:>11}"
-    else:
+def _row(name: str, counts: Mapping[str, ProcessCount], stage: StageStatus | None) -> str:
+    count = counts.get(name)
+    text = f"{name:<10}"
+    if counts:
+        text += f"{'–' if count is None else f'{count.running}/{count.wanted}':>11}"
+    if stage is not None:
         busy = max((worker.busy for worker in stage.workers), default=0.0)
         queued = sum(worker.queued for worker in stage.workers)
         version = "–" if stage.version is None else str(stage.version)
         serving = f"{stage.num_serving}/{len(stage.workers)}"
-        text = (
-            f"{name:<10}{processes:>11}{serving:>9}{version:>9}{stage.rows_per_s:>9,.1f}{100 * busy:>6.0f}%{queued:>8,}"
-        )
+        text += f"{serving:>9}{version:>9}{stage.rows_per_s:>9,.1f}{100 * busy:>6.0f}%{queued:>8,}"
         if stage.empty_for_s > 0:
             text += f"  empty for {stage.empty_for_s:.0f} s"
     if count is not None and count.restarts:

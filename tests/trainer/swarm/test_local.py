@@ -223,6 +223,9 @@ def test_a_driver_tells_its_stages_and_the_account(driver_url: str, capsys: pyte
     assert ask_account(driver_url) == an_account()
     assert run(["swarm", "status", "--api", driver_url]) == 0
     text = capsys.readouterr().out
+    heading, first, *_ = text.splitlines()
+    assert heading.split() == ["stage", "serving", "version", "rows/s", "busy", "queued"], "whose processes, none knows"
+    assert first.split() == ["head", "1/2", "12", "30.0", "75%", "2"] and len(first) == len(heading)
     assert "120 leased = 100 done + 3 lost + 17 open; 2 given again; at most 1 of them perished in a stage" in text
     assert "head.0.43" in text and "empty for 8 s" in text and "lost at body-1: 3 (unclear)" in text
     assert run(["swarm", "status", "--api", driver_url, "--json"]) == 0
@@ -259,6 +262,7 @@ def _sight() -> Sight:
 def test_the_table_has_a_line_a_stage_and_says_which_is_empty() -> None:
     lines = stage_table(_sight())
     assert [line.split()[0] for line in lines] == ["stage", "head", "tail", "drivers", "step", "micro-batches:"]
+    assert lines[0].split()[1] == "processes"
     assert lines[1].split()[1:5] == ["2/2", "1/2", "12", "30.0"] and lines[1].endswith("restarts: 1")
     assert "empty for 8 s" in lines[2] and lines[2].endswith("restarts: 4")
     assert lines[4] == "step 12  loss 5.2500  1,234 tokens/s"
