@@ -3,7 +3,8 @@
 Strict where it helps: an unknown name is an error that suggests the nearest known one, a value of the wrong type says
 which field, what was expected and what was found. Lenient where YAML is odd: ``3e-4`` is text to it, and a number here;
 ``off`` is false to it, and a word here, which an option that is a switch reads as false all the same.
-Missing names take the dataclass's defaults.
+Missing names take the dataclass's defaults, and so does what ``--set name=`` (or ``name=null``) takes back from the
+file under it; in a file, a name without a value is a mistake.
 
 A field with ``metadata=SECRET`` can be read in, but never comes out again: neither in `to_mapping`, so that no file has
 it, nor in a message.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping
+from enum import Enum, auto
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, TypeVar, cast, get_type_hints
@@ -38,6 +40,14 @@ __all__ = [
 ConfigT = TypeVar("ConfigT")
 
 _BOOL: Final = "tag:yaml.org,2002:bool"
+
+
+class _Default(Enum):
+    """Stands for a value that was taken back."""
+
+    TAKEN = auto()
+
+
 SECRET: Final = MappingProxyType({"secret": True})
 """Metadata of a dataclass field whose value is nobody else's business."""
 
@@ -77,6 +87,7 @@ def from_mapping(kind: type[ConfigT], values: Mapping[str, Any], where: str = ""
     arguments = {
         name: _value(hints[name], value, f"{where}{name}", secret="secret" in fields[name].metadata)
         for name, value in values.items()
+        if value is not _Default.TAKEN
     }
     try:
         return kind(**arguments)
@@ -89,6 +100,8 @@ def _value(hint: Any, value: Any, where: str, *, secret: bool) -> Any:
         if not isinstance(value, Mapping | None):
             raise TrainerUsageError(f"{where}: expected a mapping of options, found {value!r}")
         return from_mapping(hint, value or {}, f"{where}.")
+    if isinstance(value, Mapping):
+        value = {name: item for name, item in value.items() if item is not _Default.TAKEN}
     found = type(value).__name__ if secret else repr(value)[:80]
     if isinstance(value, bool) and hint in (int, float):
         raise TrainerUsageError(f"{where}: expected a number, found {found}")
@@ -172,7 +185,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """``inner.lr=3e-4`` as a nested mapping.
+    """``inner.lr=3e-4`` as a nested mapping; without a value, or with ``null``, what takes the option's default.
 
     Raises:
         TrainerUsageError: it is not of that form.
@@ -181,9 +194,10 @@ def parse_override(text: str) -> dict[str, Any]:
     if not equals or not all(part.isidentifier() for part in path.split(".")):
         raise TrainerUsageError(f"--set: expected name.name=value, found {text!r}")
     try:
-        return nested(path, _load(value))
+        found = _load(value)
     except yaml.YAMLError as error:
         raise TrainerUsageError(f"--set {path}: expected a YAML value, found {_problem(error)}") from error
+    return nested(path, _Default.TAKEN if found is None else found)
 
 
 def _problem(error: yaml.YAMLError) -> str:

@@ -151,6 +151,30 @@ def test_overrides_that_are_none(text: str) -> None:
         parse_override(text)
 
 
+@pytest.mark.parametrize("nothing", ["", " ", "null", "~"])
+def test_an_override_without_a_value_takes_back_what_the_file_says(nothing: str) -> None:
+    file = {"count": 7, "kind": "blue", "part": {"rate": 2.0, "names": ["a"], "weights": {"a": 1.0, "b": 2.0}}}
+
+    def overridden(*texts: str) -> Whole:
+        values: dict[str, Any] = file
+        for text in texts:
+            values = merged(values, parse_override(text))
+        return from_mapping(Whole, values)
+
+    assert overridden(f"count={nothing}", f"part.names={nothing}") == Whole(
+        kind="blue", part=Part(rate=2.0, weights={"a": 1.0, "b": 2.0})
+    )
+    assert overridden(f"part.weights.a={nothing}").part.weights == {"b": 2.0}
+    assert overridden(f"part={nothing}").part == Part()
+    assert overridden(f"part={nothing}", "part.rate=3").part == Part(rate=3.0), "what comes later wins"
+    with pytest.raises(TrainerUsageError, match="cuont: there is no such option; did you mean count"):
+        overridden(f"cuont={nothing}")
+
+
+def test_an_empty_text_is_a_value() -> None:
+    assert parse_override('part.password=""') == {"part": {"password": ""}}
+
+
 def test_what_lies_above_wins_name_by_name() -> None:
     below = {"a": 1, "part": {"x": 1, "y": {"z": 1}}, "list": [1, 2]}
     above = {"part": {"y": {"z": 2}}, "list": [3]}
