@@ -38,9 +38,10 @@ class PerishedCount(Message):
     """Micro-batches whose gradient died with a worker, of those that are done or lost.
 
     Counted when a worker incarnation is gone: the micro-batches that it acknowledged to drivers and of which no message
-    has said that they were in a state that outlives it (`shared_through`). An upper bound: what it shared after its
-    last message is in it. Not in it: micro-batches that are done because workers said so after a driver died, and those
-    of which the driver did not learn the worker's number (chain routing, behind the first stage).
+    has said that they were in a state that outlives it (`shared_through`); taken back when a worker says that it goes
+    on with them (`WorkerSeen.resumed`). An upper bound: what it shared after its last message is in it. Not in it:
+    micro-batches that are done because workers said so after a driver died, and those of which the driver did not learn
+    the worker's number (chain routing, behind the first stage).
     """
 
     stage: str

@@ -25,6 +25,7 @@ from trainer.ledger.records import (
     Settled,
     Snapshot,
     Workers,
+    WorkerSeen,
     WorkerState,
 )
 from trainer.ledger.units import LaneSpec, LedgerSpec, Run, Unit, runs_of
@@ -172,8 +173,15 @@ class Books:
 
     def has_heard_of(self, credit: StageCredit) -> bool:
         """Whether the worker that a driver names has announced itself for that stage, now or not long ago."""
-        worker = self.workers.get(credit.incarnation) or self._departed.get(credit.incarnation)
+        worker = self._known(credit.incarnation)
         return worker is not None and worker.announced and worker.stage == credit.stage
+
+    def has_news(self, seen: WorkerSeen) -> bool:
+        """Whether what a worker says changes anything."""
+        worker, former = self.workers.get(seen.incarnation), self._known(seen.resumed)
+        if worker is None or not worker.announced or seen.shared_through > worker.shared_through:
+            return True
+        return former is not None and former.stage == seen.stage and seen.resumed_through > former.shared_through
 
     def spoken_for_tokens(self) -> int:
         """Tokens that were trained on, or that a driver has to train on."""
@@ -340,6 +348,7 @@ class Books:
             self.workers[seen.incarnation] = worker
             worker.announced, worker.stage = True, seen.stage
             worker.share(seen.shared_through)
+            self._take_back(seen)
         for incarnation in record.gone:
             gone = self.workers.pop(incarnation, None)
             if gone is None or not gone.announced:
@@ -351,6 +360,20 @@ class Books:
                 del self._departed[next(iter(self._departed))]
             for lease in self.leases.values():
                 lease.bereaved = True
+
+    def _known(self, incarnation: str | None) -> WorkerBook | None:
+        """One that is there, or was lately."""
+        return None if incarnation is None else self.workers.get(incarnation) or self._departed.get(incarnation)
+
+    def _take_back(self, seen: WorkerSeen) -> None:
+        """What a worker goes on with of one before it has not perished with that."""
+        former = self._known(seen.resumed)
+        if former is None or former.stage != seen.stage:
+            return
+        before = len(former.unshared)
+        former.share(seen.resumed_through)
+        if seen.resumed in self._departed:
+            self._perished_by[former.stage] -= before - len(former.unshared)
 
     def _back(self, incarnation: str) -> WorkerBook | None:
         """One that was silent for so long that it counted as gone, and what it had does not count as perished."""

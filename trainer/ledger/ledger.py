@@ -272,8 +272,7 @@ class Ledger:
         fresh = []
         for worker in seen:
             self._seen_s[worker.incarnation] = now_s
-            book = known.get(worker.incarnation)
-            if book is None or not book.announced or worker.shared_through > book.shared_through:
+            if self._books.has_news(worker):
                 fresh.append(worker)
         for incarnation in known:
             self._seen_s.setdefault(incarnation, now_s)

@@ -95,6 +95,10 @@ class WorkerSeen(Message):
     stage: StageName
     incarnation: Incarnation
     shared_through: Counted = 0
+    resumed: Incarnation | None = None
+    """One that was before, from whose state this one goes on."""
+    resumed_through: Counted = 0
+    """Of what that one had applied, the first so many are in it, and did not perish."""
 
 
 class Workers(Message):

@@ -42,5 +42,9 @@ class StageReport(Message):
     """What it gets done, forward and backward, while it has work; 0: not known yet."""
     busy: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the last while in which it computed: how much its stage needs help."""
+    resumed: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")] = ""
+    """The incarnation whose checkpoint this process goes on from, as long as it does."""
+    resumed_through: Counted = 0
+    """The first so many micro-batches that one counted are in it."""
     began_from: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")] = ""
     """What its first weights are of (`trainer.stagewise.fingerprint`), where it read a model to begin with."""

@@ -82,6 +82,10 @@ class StageState:
     """As in `RunShape`."""
     basis: str = ""
     """As in `RunShape`."""
+    incarnation: str = ""
+    """Of the worker that counted what is in it."""
+    applied: int = 0
+    """The first so many micro-batches that one counted are in it."""
 
     @classmethod
     def of_replica(
@@ -93,6 +97,8 @@ class StageState:
         num_tokens: int = 0,
         vocabulary: str = "",
         basis: str = "",
+        incarnation: str = "",
+        applied: int = 0,
     ) -> Self:
         """From `StageReplica.state_dict`: weights and optimizer apart from what is accumulated and counted."""
         return cls(
@@ -105,6 +111,8 @@ class StageState:
             num_tokens=num_tokens,
             vocabulary=vocabulary,
             basis=basis,
+            incarnation=incarnation,
+            applied=applied,
         )
 
     def for_replica(self) -> dict[str, Any]:
@@ -135,6 +143,8 @@ def document_of(run_id: str, plan: StagePlan, stage: str, saved_us: int, state: 
         "num_tokens": state.num_tokens,
         "vocabulary": state.vocabulary,
         "basis": state.basis,
+        "incarnation": state.incarnation,
+        "applied": state.applied,
         "parameters": state.parameters,
         "optimizer": state.optimizer,
         "strategy": state.strategy,
@@ -179,6 +189,8 @@ def read_stage(named: StageName) -> StageCheckpoint:
         num_tokens=header.num_tokens,
         vocabulary=shape.vocabulary,
         basis=shape.basis,
+        incarnation=str(document.get("incarnation", "")),  # Older files do not say.
+        applied=int(document.get("applied", 0)),
         **parts,
     )
     return StageCheckpoint(header, state)

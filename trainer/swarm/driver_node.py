@@ -377,6 +377,8 @@ class DriverNode:
                         stage=StageUid.parse(report.uid).stage,
                         incarnation=report.incarnation,
                         shared_through=report.shared_through,
+                        resumed=report.resumed or None,
+                        resumed_through=report.resumed_through,
                     )
                     for report, _ in self._presence.stage_workers()
                 )

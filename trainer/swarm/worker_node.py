@@ -84,6 +84,8 @@ class WorkerNode:
         """It has the stage's state: what it saves and shares is worth something."""
         self._is_back = False
         """It goes on from a checkpoint, and has not lost touch since."""
+        self._resumed: tuple[str, int] = ("", 0)
+        """The incarnation whose work it goes on with, and how much of it, until it takes up another state."""
         self._published_round = -1_000_000
         self._num_tokens = 0
         self._gossip: concurrent.futures.Future[None] | None = None
@@ -176,6 +178,7 @@ class WorkerNode:
         self._keeping.load_state_dict(state.strategy)
         self._num_tokens = state.num_tokens
         self._is_back = True
+        self._resumed = (state.incarnation, state.applied)
         logger.info("going on from version %d of %s", state.version, self._built.name)
 
     def _join(self) -> bool:
@@ -243,6 +246,7 @@ class WorkerNode:
     def _adopt(self, shared: Any) -> None:
         """In the compute thread: weights, schedule and version are the others' from now on."""
         self._keeping.adopt(shared)
+        self._resumed = ("", 0)
         versions = [report.version for report in self._mates.serving()]
         self._worker.stepper.start_over(median_low(versions) if versions else self._built.replica.version)
         self._network.publish(shared)
@@ -374,6 +378,7 @@ class WorkerNode:
 
     def _report(self) -> StageReport:
         figures, (round_index, position) = self._worker.runtime.figures, self._keeping.place()
+        resumed, resumed_through = self._resumed if self._worker.service.status == "serving" else ("", 0)
         return StageReport(
             uid=str(self._uid or self._settled()),
             incarnation=self._worker.replies.incarnation,
@@ -386,6 +391,8 @@ class WorkerNode:
             queued=figures.queued,
             rows_per_s=figures.rows_per_s,
             busy=figures.busy,
+            resumed=resumed,
+            resumed_through=resumed_through,
             began_from=self._built.began_from,
         )
 
@@ -429,6 +436,8 @@ class WorkerNode:
             num_tokens=self._num_tokens,
             vocabulary=self._shape.tokenizer_lineage,
             basis=basis,
+            incarnation=self._worker.replies.incarnation,
+            applied=self._worker.shared.in_weights,
         )
 
     def _set_status(self, status: ServiceStatus) -> None:

@@ -33,6 +33,11 @@ class SharedThrough:
         """The first so many would."""
         return max(self._saved, min(self._by_fragment))
 
+    @property
+    def in_weights(self) -> int:
+        """The first so many are in the weights now."""
+        return self._stepped[-1][1] if self._stepped else 0
+
     def stepped(self, version: int, applied: int) -> None:
         """A step was taken, after so many micro-batches."""
         self._stepped.append((version, applied))

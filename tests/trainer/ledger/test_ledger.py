@@ -23,7 +23,7 @@ from tests.support.ledger_cast import (
 from trainer.errors import LedgerError, RefusedError
 from trainer.ledger import LedgerConfig
 from trainer.ledger.books import Books
-from trainer.ledger.records import WorkerSeen
+from trainer.ledger.records import RECORD, WorkerSeen
 from trainer.ledger.units import runs_of
 from trainer.pipeline.micro_batch import MicroBatchId
 from trainer.pipeline.work import Settlement
@@ -202,6 +202,39 @@ def test_what_perished_with_a_worker_is_what_it_is_not_known_to_have_shared(kept
     found = {each.stage: each.micro_batches for each in kept.ledger.account().perished}
     assert found == {"body-1": 2}  # Numbers 4 and 5; the head had shared all of its own.
     assert set(kept.ledger.books.workers) == {WORKER["tail"]}
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+@pytest.mark.parametrize("compacted", [False, True])
+def test_what_a_worker_goes_on_with_of_one_before_has_not_perished(
+    kept: ListedLedger, is_gone: bool, compacted: bool
+) -> None:
+    kept.ledger.note_workers(ALIVE, 0.0)
+    given = micro_batches(kept.ledger.lease("one", A, (), 3, 0.0).runs)
+    kept.ledger.settle("one", A, [done(each, number) for number, each in enumerate(given[:5], 1)])
+    kept.restart(0.0)
+    if is_gone:
+        kept.ledger.note_workers([], 5.0)
+        assert {each.stage: each.micro_batches for each in kept.ledger.account().perished} == dict.fromkeys(STAGES, 5)
+    if compacted:
+        kept.records[:] = [RECORD.validate_json(kept.ledger.books.snapshot().model_dump_json())]
+        kept.restart(5.0)
+    head, body, tail = (
+        WorkerSeen(stage=stage, incarnation=f"{number:016x}", resumed=WORKER[stage], resumed_through=through)
+        for number, (stage, through) in enumerate({"head": 5, "body-1": 3, "tail": 5}.items())
+    )
+    not_its_stage = head.model_copy(update={"incarnation": "9" * 16, "resumed": WORKER["tail"]})
+    for now_s in (6.0, 11.0):
+        kept.ledger.note_workers([head, body, not_its_stage], now_s)
+    assert {each.stage: each.micro_batches for each in kept.ledger.account().perished} == {"body-1": 2, "tail": 5}
+    num_records = len(kept.records)
+    kept.ledger.note_workers([head, body, not_its_stage], 12.0)
+    assert len(kept.records) == num_records  # Said again, it is no news.
+    kept.ledger.note_workers([head, body, not_its_stage, tail], 12.0)
+    assert {each.stage: each.micro_batches for each in kept.ledger.account().perished} == {"body-1": 2}
+    before = kept.ledger.account()
+    kept.restart(12.0)
+    assert kept.ledger.account() == before
 
 
 def test_workers_that_a_driver_invents_hurt_nobody_and_do_not_pile_up(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from trainer.model import build_model, build_stage
 from trainer.pipeline.plan import StagePlan
 from trainer.stage import StageConfig, StageReplica
 from trainer.stagewise import StageCheckpoints, StageState, StagewiseConfig, newest_set, time_us, writer
+from trainer.stagewise.contents import document_of
 
 _PLAN = StagePlan.of(small_config(), 3)
 _LATER = time_us(1e9)
@@ -173,15 +175,29 @@ def test_a_replica_goes_on_where_it_was(tmp_path: Path) -> None:
         trained.tail(f"{number}", *data[number])
         trained.step(number)
     trained.tail("2", *data[2])  # Accumulated, and in no step yet.
-    state = StageState.of_replica(_PLAN.config, trained.state_dict(), strategy={"round": 3}, num_tokens=48)
+    who: dict[str, Any] = {"incarnation": "a" * 16, "applied": 2}
+    state = StageState.of_replica(_PLAN.config, trained.state_dict(), strategy={"round": 3}, num_tokens=48, **who)
     write_stage(tmp_path, _PLAN, "tail", 600.0, state)
 
     found = newest_set(tmp_path, "run", _LATER, plan=_PLAN, stages=("tail",)).files["tail"].read()
     resumed.load_state_dict(found.state.for_replica())
 
     assert (found.header.version, found.header.num_tokens, dict(found.state.strategy)) == (2, 48, {"round": 3})
+    assert (found.state.incarnation, found.state.applied) == ("a" * 16, 2)
     for each in (trained, resumed):
         each.tail("3", *data[3])
         assert each.step(2).num_tokens == 32
     pairs = zip(trained.module.parameters(), resumed.module.parameters(), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_a_file_from_before_it_said_who_counted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def as_before(*arguments: Any) -> dict[str, Any]:
+        document = document_of(*arguments)
+        del document["incarnation"], document["applied"]
+        return document
+
+    monkeypatch.setattr(writer, "document_of", as_before)
+    write_stage(tmp_path, _PLAN, "head", 600.0, _state(7))
+    found = newest_set(tmp_path, "run", _LATER, plan=_PLAN, stages=("head",)).files["head"].read().state
+    assert (found.version, found.incarnation, found.applied) == (7, "", 0)

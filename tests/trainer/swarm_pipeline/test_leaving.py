@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.one_process import records_of
 from tests.support.pipeline_account import check_account
 from tests.support.pipeline_swarm import STAGES, PipelineSwarm, steps_of
+from trainer.ledger.records import Workers
 from trainer.stagewise.naming import named_files
 
 pytestmark = pytest.mark.timeout(240)
@@ -46,6 +48,27 @@ def test_nothing_is_lost_or_counted_twice_by_one_that_leaves_in_the_midst_of_wor
         assert not account.perished
         assert len(files_of(swarm, "body-1")) >= 2
         assert all("Traceback" not in node.output() for node in swarm.nodes.values())
+
+
+@pytest.mark.long
+def test_what_all_saved_when_all_stopped_and_went_on_with_has_not_perished(tmp_path: Path) -> None:
+    options = {"ledger": {"worker_gone_s": 1.0}}
+    with PipelineSwarm(tmp_path, swarm=options, discovery={"announcement_lifetime_s": 3.0}) as swarm:
+        driver = swarm.begin_driver("driver-1")
+        swarm.begin_workers(*STAGES)
+        swarm.wait_for_steps("driver-1", 6)
+        for _ in range(2):
+            assert swarm.stop("driver-1") == [TERMINATED]  # It hears nothing of what the workers save.
+            assert swarm.stop(*STAGES) == [TERMINATED] * 3
+            for name in ("driver-1", *STAGES):
+                swarm[name].start()
+            swarm.wait_for_steps("driver-1", len(steps_of(driver)) + 10)
+        assert swarm.stop("driver-1") == [TERMINATED]
+        assert swarm.stop(*STAGES) == [TERMINATED] * 3
+        account, _ = check_account(swarm)
+        gone = {each for record in records_of(swarm.journal) if isinstance(record, Workers) for each in record.gone}
+        assert len(gone) >= 2 * len(STAGES)  # All that stopped before have been missed.
+        assert not account.perished, account
 
 
 @pytest.mark.slow

@@ -339,9 +339,9 @@ def test_a_checkpoint_shares_what_it_holds() -> None:
     for version, applied in ((1, 4), (2, 8), (3, 12)):
         shared.stepped(version, applied)
     shared.saved(2)
-    assert shared.count == 8
+    assert (shared.count, shared.in_weights) == (8, 12)
     shared.start_over()
-    assert shared.count == 0
+    assert (shared.count, shared.in_weights) == (0, 0)
 
 
 def test_a_checkpoint_of_a_former_incarnation_shares_nothing_of_this_one() -> None:
