@@ -28,6 +28,8 @@ _CLICK_ERROR: type[Exception] = next(
     base for base in typer.BadParameter.__mro__ if issubclass(base, Exception) and base.__name__ == "ClickException"
 )
 
+_INTERRUPTED = 130
+
 app = typer.Typer(
     name="trainer",
     help="Train a language model on a store's tokens, alone or with others (docs/training.md).",
@@ -54,8 +56,8 @@ def run(arguments: Sequence[str]) -> int:
         return _show(cast("typer.BadParameter", error))
     except train.StoppedBySignal as stopped:
         return stopped.exit_code
-    except KeyboardInterrupt:
-        return _fail("interrupted; nothing was saved since the last checkpoint", 130)
+    except (KeyboardInterrupt, typer.Abort):
+        return _interrupted()
     except (TrainerUsageError, LoaderUsageError) as error:
         return _fail(str(error), 2)
     except (TrainerError, LoaderError, GenesisError, ContractError) as error:
@@ -63,7 +65,13 @@ def run(arguments: Sequence[str]) -> int:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         return _fail(f"cannot go on: {where}{error.strerror or error}", 1)
+    if result == _INTERRUPTED:  # What typer since 0.16 makes of an interrupt; Abort before.
+        return _interrupted()
     return result if isinstance(result, int) else 0
+
+
+def _interrupted() -> int:
+    return _fail("interrupted; nothing was saved since the last checkpoint", _INTERRUPTED)
 
 
 def _show(error: typer.BadParameter) -> int:

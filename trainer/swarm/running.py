@@ -23,6 +23,7 @@ _TICK_S = 0.1
 _LOOK_S = 1.0
 """Between two questions to the drivers: what one said last is to be the end of it, or nearly."""
 _SEED_READY_S = 90.0
+_ASKED = Outcome(0, "asked to stop")
 
 
 class Display(Protocol):
@@ -66,10 +67,11 @@ def run_local(
     except Timeout:
         raise TrainerUsageError(f"{folder}: another swarm runs there; give this one another --folder") from None
     with lock:
-        tree = ProcessTree(folder, policy, tell=display.event)
+        tree = ProcessTree(folder, policy, tell=display.event, asked=stop)
         with tree:
             outcome = _start(tree, swarm, folder, display, stop) or _watch(tree, display, stop)
-            display.event(f"{outcome.reason}; ending all processes")
+            hint = "; Ctrl+C again kills them at once, with what they have not saved" if outcome is _ASKED else ""
+            display.event(f"{outcome.reason}; ending all processes{hint}")
         if tree.num_killed and not outcome.exit_code:
             return Outcome(1, f"{tree.num_killed} processes had to be killed: what they did last may not be saved")
         failed = [child for child in tree.children if child.failed_to_end]
@@ -104,7 +106,7 @@ def _ready_seed(tree: ProcessTree, log_path: Path, stop: Callable[[], bool]) -> 
     deadline_s = time.monotonic() + _SEED_READY_S
     while time.monotonic() < deadline_s:
         address = seed_address(log_path.read_text(encoding="utf-8", errors="replace"))
-        outcome = Outcome(0, "asked to stop") if stop() else tree.look()
+        outcome = _ASKED if stop() else tree.look()
         if outcome is not None or address is not None:
             return outcome or address or ""
         time.sleep(_TICK_S)
@@ -124,7 +126,7 @@ def _watch(tree: ProcessTree, display: Display, stop: Callable[[], bool]) -> Out
             display.show(latest)
             next_show_s = time.monotonic() + display.every_s
         time.sleep(_TICK_S)
-        outcome = Outcome(0, "asked to stop") if stop() else tree.look()
+        outcome = _ASKED if stop() else tree.look()
     display.show(replace(latest, processes=process_counts(tree.children), is_stale=False))
     return outcome
 

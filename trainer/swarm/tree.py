@@ -49,10 +49,17 @@ class ProcessTree:
         policy: what to do when one dies.
         tell: told what happens, a line at a time.
         grace_s: how long children of one role may take to end when asked to.
+        asked: whether somebody asked for the end; one who does when it is ending already is told so.
     """
 
     def __init__(
-        self, folder: Path, policy: RestartPolicy, *, tell: Callable[[str], None] = logger.info, grace_s: float = 60.0
+        self,
+        folder: Path,
+        policy: RestartPolicy,
+        *,
+        tell: Callable[[str], None] = logger.info,
+        grace_s: float = 60.0,
+        asked: Callable[[], bool] = lambda: False,
     ) -> None:
         self.children: list[Child] = []
         self.num_killed = 0
@@ -61,6 +68,8 @@ class ProcessTree:
         self._policy = policy
         self._tell = tell
         self._grace_s = grace_s
+        self._asked = asked
+        self._has_heard = False
         self._empty_since_s: dict[str, float] = {}
 
     def __enter__(self) -> Self:
@@ -106,24 +115,34 @@ class ProcessTree:
 
     def end(self) -> None:
         """Ends all children, role by role; a `KeyboardInterrupt` meanwhile kills those that are left."""
+        self._has_heard = self._asked()
         try:
             for role in _END_ORDER:
                 children = self.of(role)
                 self._end([child for child in children if not child.spec.ends_last])
                 self._end([child for child in children if child.spec.ends_last])
-        except BaseException:
-            self._kill(self.children)
+        except BaseException as error:
+            left = [child for child in self.children if not child.has_ended()]
+            if left:
+                why = "interrupted" if isinstance(error, KeyboardInterrupt) else "an error while ending"
+                self._tell(f"{why}: killing {_named(left)}; what they have not saved is lost, checkpoints stay whole")
+            self._kill(left)
             raise
 
     def _end(self, children: Sequence[Child]) -> None:
         for child in children:
             child.ask_to_end()
-        if not _wait(children, self._grace_s):
+        if not _wait(children, self._grace_s, self._listen):
             slow = [child for child in children if not child.has_ended()]
             self.num_killed += len(slow)
-            names = ", ".join(child.spec.name for child in slow)
-            self._tell(f"{names}: not ended {self._grace_s:g} s after SIGTERM; killed")
+            self._tell(f"{_named(slow)}: not ended {self._grace_s:g} s after SIGTERM; killed")
             self._kill(slow)
+
+    def _listen(self) -> None:
+        if not self._has_heard and self._asked():
+            self._has_heard = True
+            left = [child for child in self.children if not child.has_ended()]
+            self._tell(f"ending already, waiting for {_named(left)}; Ctrl+C again kills what is left")
 
     def _kill(self, children: Sequence[Child]) -> None:
         for child in children:
@@ -162,11 +181,16 @@ def _died(child: Child) -> str:
     return f"{child.spec.name} cannot be kept alive ({how}): {child.last_words()}; all of it is in {child.log_path}"
 
 
-def _wait(children: Sequence[Child], timeout_s: float) -> bool:
+def _named(children: Sequence[Child]) -> str:
+    return ", ".join(child.spec.name for child in children)
+
+
+def _wait(children: Sequence[Child], timeout_s: float, tick: Callable[[], None] = lambda: None) -> bool:
     """Until all have ended; False if that takes too long."""
     deadline_s = time.monotonic() + timeout_s
     while not all(child.has_ended() for child in children):
         if time.monotonic() > deadline_s:
             return False
+        tick()
         time.sleep(_TICK_S)
     return True

@@ -168,7 +168,7 @@ def test_one_folder_has_one_swarm(calls: Path, tmp_path: Path) -> None:
     finally:
         asked.set()
         first.join(60)
-    assert shown.events[-1] == "asked to stop; ending all processes"
+    assert shown.events[-1].startswith("asked to stop; ending all processes; Ctrl+C again kills them at once")
 
 
 _UP = """
@@ -208,6 +208,19 @@ def test_the_command_ends_whole_on_ctrl_c(calls: Path, tmp_path: Path) -> None:
     told = [json.loads(line) for line in calls.read_text().splitlines()]
     settings = [value for call in told for name, value in pairwise(call) if name == "--set"]
     assert f"state_dir={tmp_path / 'all' / 'state'}" in settings
+
+
+def test_an_interrupt_is_said_and_exit_code_130(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trainer.swarm.running.run_local", interrupted)
+    file = tmp_path / "run.yaml"
+    file.write_text("swarm: {num_stages: 2, vocab_rows: 2048}\nmodel: {preset: tiny}\n")
+    assert run(["swarm", "up", "--run", str(file), "--folder", str(tmp_path)]) == 130
+    assert capsys.readouterr().err == "trainer: interrupted; nothing was saved since the last checkpoint\n"
 
 
 def test_mistakes_are_one_line_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,9 +25,9 @@ QUICK = RestartPolicy(first_pause_s=0.05, max_pause_s=0.2, max_failures=3)
 class Watched:
     """A tree and what it told."""
 
-    def __init__(self, folder: Path, policy: RestartPolicy, grace_s: float) -> None:
+    def __init__(self, folder: Path, policy: RestartPolicy, grace_s: float, asked: Callable[[], bool]) -> None:
         self.told: list[str] = []
-        self.tree = ProcessTree(folder, policy, tell=self.told.append, grace_s=grace_s)
+        self.tree = ProcessTree(folder, policy, tell=self.told.append, grace_s=grace_s, asked=asked)
         self.folder = folder
 
     def until(self, holds: Callable[[], bool]) -> Outcome | None:
@@ -57,8 +57,10 @@ class Watched:
 def make(tmp_path: Path) -> Iterator[Callable[..., Watched]]:
     made: list[Watched] = []
 
-    def tree(policy: RestartPolicy = QUICK, grace_s: float = 30.0) -> Watched:
-        made.append(Watched(tmp_path, policy, grace_s))
+    def tree(
+        policy: RestartPolicy = QUICK, grace_s: float = 30.0, asked: Callable[[], bool] = lambda: False
+    ) -> Watched:
+        made.append(Watched(tmp_path, policy, grace_s, asked))
         return made[-1]
 
     yield tree
@@ -217,6 +219,19 @@ def test_a_second_ctrl_c_kills_what_is_left(make: Callable[..., Watched]) -> Non
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     wait_until_gone(pids)
+    assert watched.told == ["interrupted: killing head.1; what they have not saved is lost, checkpoints stay whole"]
+
+
+@pytest.mark.parametrize("was_asked_before", [True, False])
+def test_who_asks_for_the_end_while_it_is_ending_hears_what_is_waited_for(
+    was_asked_before: bool, make: Callable[..., Watched]
+) -> None:
+    answers = iter([was_asked_before, False])
+    watched = make(grace_s=0.3, asked=lambda: next(answers, True))
+    with watched.tree as tree:
+        watched.until_up(tree.add(small_child("head.1", STUBBORN)))
+    told = [text for text in watched.told if "Ctrl+C" in text]
+    assert told == ([] if was_asked_before else ["ending already, waiting for head.1; Ctrl+C again kills what is left"])
 
 
 def test_an_error_of_the_one_who_watches_ends_the_children_too(make: Callable[..., Watched]) -> None:
