@@ -60,7 +60,9 @@ def export_command(
     token: Annotated[str, typer.Option(envvar="GENESIS_TOKEN", help="Wallet that names it.")] = "",
     checkpoint_dir: Annotated[str, typer.Option(help="Folder of checkpoints, if it is not the usual one.")] = "",
     checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint file, in place of those.")] = None,
-    store: Annotated[str, typer.Option(help="Store of the tokenizer; else the one it was trained from.")] = "",
+    store: Annotated[
+        str, typer.Option(help="Store of the tokenizer; else the run file's, or what the node trained from.")
+    ] = "",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
 ) -> None:
     """Writes the model of a checkpoint, with its tokenizer, in another project's form."""
@@ -174,13 +176,20 @@ def _only_checkpoint(directory: str) -> Path:
 
 def _vocabulary(source: _Source, store: str) -> VocabularyFile:
     """The vocabulary the model was trained with: the store's newest, as far as the model has rows."""
+    from genesis.errors import GenesisError
+    from loader import LoaderError
     from manifests import FIRST_MERGE_ID, VocabularyFile
     from trainer.config import DataConfig, from_mapping
     from trainer.node.data import open_session
     from trainer.node.vocabulary import lineage_of
 
     options = {**source.data, **({"store": store, "mirrors": []} if store else {})}
-    newest = open_session(from_mapping(DataConfig, options, "data.")).newest_catalog().vocabulary()
+    try:
+        newest = open_session(from_mapping(DataConfig, options, "data.")).newest_catalog().vocabulary()
+    except (GenesisError, LoaderError) as error:
+        if store:
+            raise
+        raise ExportError(f"{error} (the tokenizer's store, as the run has it; --store names another)") from error
     if source.lineage and lineage_of(newest) != source.lineage:
         raise ExportError(
             f"expected the vocabulary the model was trained with ({source.lineage[:12]}), found another in the store "

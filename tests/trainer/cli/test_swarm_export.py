@@ -118,3 +118,14 @@ def test_a_store_of_another_vocabulary_is_refused(here: TrainerHere, run_file: P
     write_model(tmp_path / "swarm", _model(3), _PLAN, times, run_id="trial", vocabulary="0" * 64)
     said = here.other("export", "--run", run_file, tmp_path / "out", expect=1)
     assert "expected the vocabulary the model was trained with (000000000000), found another" in said
+
+
+def test_a_run_whose_store_is_not_there_says_how_to_name_another(
+    here: TrainerHere, run_file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "store").rename(tmp_path / "moved")
+    said = here.other("export", "--run", run_file, tmp_path / "hf", expect=1)
+    assert (
+        "found no such folder; check the path (the tokenizer's store, as the run has it; --store names another)" in said
+    )
+    assert "files, of head" in here.other("export", "--run", run_file, "--store", tmp_path / "moved", tmp_path / "hf")
