@@ -13,7 +13,7 @@ import typer
 from genesis import __version__
 from genesis.cli import export, inspect, keygen, learn, populate, serve, sources, status, verify
 from genesis.cli.plugins import add_plugins
-from genesis.errors import GenesisError, InterruptedRunError, UsageError
+from genesis.errors import GenesisError, InterruptedRunError, UnknownSourceError, UsageError
 from manifests import ContractError
 
 __all__ = ["app", "run"]
@@ -64,7 +64,7 @@ def run(arguments: Sequence[str]) -> int:
         return _show(cast("typer.BadParameter", error))
     except (typer.Abort, KeyboardInterrupt):
         return _fail("interrupted", 130)
-    except UsageError as error:
+    except (UsageError, UnknownSourceError) as error:
         return _fail(str(error), 2)
     except InterruptedRunError as error:
         return _fail(str(error), 130)

@@ -123,7 +123,8 @@ class ManifestKeeper:
                 found = self._from_store(store, seen)
             except (LoaderError, GenesisError, ContractError) as error:
                 refused.append(_as_loader_error(store, error))
-                logger.info("%s", refused[-1])
+                # Of a single mirror the caller says it.
+                logger.log(logging.INFO if len(self._mirrors.addresses) > 1 else logging.DEBUG, "%s", refused[-1])
                 continue
             self._memory.remember(found, self._is_believable)
             return found.manifest

@@ -30,7 +30,7 @@ def stage_ranges(num_layers: int, num_stages: int) -> tuple[range, ...]:
         TrainerUsageError: there are fewer layers than stages, or no stage.
     """
     if not 1 <= num_stages <= num_layers:
-        raise TrainerUsageError(f"expected 1 to {num_layers} stages for {num_layers} layers, found {num_stages}")
+        raise TrainerUsageError(f"expected at most a stage for each of {num_layers} layers, found {num_stages} stages")
     each, larger = divmod(num_layers, num_stages)
     starts = [stage * each + min(stage, larger) for stage in range(num_stages + 1)]
     return tuple(range(start, stop) for start, stop in pairwise(starts))

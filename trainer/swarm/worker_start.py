@@ -10,6 +10,7 @@ import torch
 from trainer.config import RunConfig
 from trainer.errors import TrainerUsageError
 from trainer.node.stopping import StopRequest
+from trainer.pipeline.names import stage_names
 from trainer.stagewise import parse_time, roll_back, time_us
 from trainer.swarm.alone import only_process
 from trainer.swarm.beginning import beginning
@@ -41,12 +42,14 @@ def run_worker(config: RunConfig, stage: str, stop: StopRequest, *, at: str = ""
     """
     if config.strategy not in ("diloco", "async_sparta"):
         raise TrainerUsageError(f"strategy: expected diloco or async_sparta in a swarm, found {config.strategy}")
+    names = stage_names(config.swarm.num_stages)
+    if stage not in (_AUTO, *names):  # Said before the store is asked.
+        raise TrainerUsageError(f"--stage: expected {_AUTO} or one of {', '.join(names)}, found {stage!r}")
     if config.threads:
         torch.set_num_threads(config.threads)
     with only_process(config), stop.on_signals():
         shape = shape_of(config)
         name = choose_stage(config, shape, stop) if stage == _AUTO else stage
-        shape.plan.index(name)
         with beginning():
             if at:
                 _roll_back(config, shape, name, at)

@@ -18,6 +18,7 @@ from tests.support.populating import genesis
         ("learn", "--all"),
         ("learn --all --input nowhere", "NAME=PATTERN"),
         ("populate --source all --input x", "--source all"),
+        ("populate --source fineweb-edo", "no source is named 'fineweb-edo'; known: c4"),
     ],
 )
 def test_wrong_usage_ends_with_two(line, said, capsys, tmp_path):

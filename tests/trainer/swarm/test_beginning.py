@@ -95,3 +95,11 @@ def test_swarm_up_ends_at_once_and_says_why(run_file: Path, tmp_path: Path) -> N
     assert "ending all processes" in events[-1]
     for log in folder.glob("*.log"):
         assert log.read_text().count("--- ") == 1
+
+
+def test_a_stage_that_the_run_does_not_have_is_said_before_the_store_is_asked(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["worker", "--stage", "foot", "--run", str(run_file), "--store", str(run_file.parent / "nowhere")]
+    assert run(arguments) == 2
+    assert "--stage: expected auto or one of head, tail, found 'foot'" in capsys.readouterr().err
