@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from trainer.discovery.addresses import check_node_address, check_seed_address
 from trainer.errors import TrainerUsageError
 
 __all__ = ["DiscoveryConfig"]
@@ -68,6 +69,8 @@ class DiscoveryConfig:
                 f"initial_peers: expected either host:port of nodes or /ip4/… of DHT seeds, found both in "
                 f"{', '.join(self.initial_peers)}"
             )
+        for address in self.initial_peers:
+            (check_seed_address if self.uses_dht else check_node_address)(address)
 
     @property
     def uses_dht(self) -> bool:

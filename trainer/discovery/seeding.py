@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.discovery.addresses import check_seed_address
 from trainer.discovery.dht import listen_address
 from trainer.discovery.dht_client import DhtProcess
 from trainer.discovery.dht_messages import DhtSettings
@@ -47,6 +48,8 @@ class SeedConfig:
             raise TrainerUsageError(f"port: expected 0 to 65535, found {self.port}")
         if self.public_host and self.port == 0:
             raise TrainerUsageError("public_host: expected a fixed port with it, found port 0")
+        for address in self.initial_peers:
+            check_seed_address(address)
 
 
 def seed(config: SeedConfig, on_ready: Callable[[tuple[str, ...]], None]) -> None:

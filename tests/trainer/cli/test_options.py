@@ -73,6 +73,35 @@ def test_mistakes_are_one_line_and_exit_code_2(
     assert not list(tmp_path.glob("checkpoints/*.pt"))
 
 
+@pytest.mark.parametrize("address", ["foo", "/ip4/127.0.0.1/tcp/24001"])
+@pytest.mark.parametrize(
+    "process",
+    [
+        ("--node-id", "a"),
+        ("--node-id", "driver-1", "--pipeline", "swarm", "--run", "RUN"),
+        ("worker", "--stage", "head", "--run", "RUN"),
+        ("seed",),
+        ("swarm", "up", "--run", "RUN"),
+    ],
+)
+def test_where_to_begin_is_checked_before_anything_is_opened(
+    process: tuple[str, ...], address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There is no such store, nor would there be anything to read or to join: none of it is looked at."""
+    file = tmp_path / "run.yaml"
+    begin = f"discovery: {{initial_peers: [{address}]}}\n" if "up" in process else ""
+    file.write_text(f"data: {{store: {tmp_path / 'none'}}}\nstate_dir: {tmp_path / 'state'}\n{begin}")
+    options = [] if begin else ["--initial-peers", address]
+    code = run([str(file) if part == "RUN" else part for part in process] + options)
+    output, errors = capsys.readouterr()
+    assert (code, output) == (2, "")
+    assert errors.startswith("trainer: ")
+    assert "initial_peers: expected " in errors
+    assert repr(address) in errors
+    assert errors.count("\n") == 1
+    assert [found.name for found in tmp_path.iterdir()] == ["run.yaml"]
+
+
 def test_what_typer_refuses_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--lr", "fast"]) == 2
     assert run(["--no-such-option"]) == 2
