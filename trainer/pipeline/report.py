@@ -12,7 +12,10 @@ from pydantic import Field
 
 from trainer.rpc.messages import Message
 
-__all__ = ["Counted", "Incarnation", "StageName", "StageReport"]
+__all__ = ["MAX_REASON", "Counted", "Incarnation", "StageName", "StageReport"]
+
+MAX_REASON = 80
+"""Characters of a reason in an announcement."""
 
 StageName: TypeAlias = Annotated[str, Field(pattern=r"^(head|tail|body-[1-9][0-9]{0,3})$")]
 Counted: TypeAlias = Annotated[int, Field(ge=0, lt=2**53)]
@@ -28,6 +31,8 @@ class StageReport(Message):
     status: Literal["joining", "serving", "leaving"]
     """Micro-batches are sent to workers that serve only."""
     version: Counted = 0
+    saved: Counted = 0
+    """The newest version of this worker's that is on its disk, or that it went on from; 0: none is."""
     round_index: Counted = 0
     """The stage's round that is next."""
     round_position: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -48,3 +53,7 @@ class StageReport(Message):
     """The first so many micro-batches that one counted are in it."""
     began_from: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")] = ""
     """What its first weights are of (`trainer.stagewise.fingerprint`), where it read a model to begin with."""
+    unsaved_s: Annotated[float, Field(ge=0, lt=1e11)] = 0.0
+    """Since its newest checkpoint is on the disk, or since it began; of one that makes none, 0."""
+    unsaved_because: Annotated[str, Field(max_length=MAX_REASON)] = ""
+    """Why the checkpoint that was due last is not there; empty: it is, or none was due."""

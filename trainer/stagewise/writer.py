@@ -58,12 +58,15 @@ class StageCheckpoints:
         self._buffers = HostBuffers()
         self._writing = BackgroundWrite(self._folder, "stage-checkpoint")
         self._slot: int | None = None
+        self._opened_us = 0
         self.saved = 0
         """Checkpoints written."""
         self.skipped = 0
         """Left out because the one before was still being written."""
         self.failed = 0
         """That could not be written."""
+        self.failure = ""
+        """Why the one that was due last is not on the disk, in a few words; empty: it is, or none was due."""
         self.last_saved_us = 0
         """Time of the newest that is on the disk; 0: none of this process's is."""
         self.last_version = 0
@@ -91,7 +94,13 @@ class StageCheckpoints:
             raise CheckpointError(
                 f"{self._folder}: expected a folder for checkpoints that can be written to, found: {error}"
             ) from error
-        self._slot = self._slot_of(now)
+        self._slot, self._opened_us = self._slot_of(now), time_us(now)
+
+    def unsaved_s(self, now: float) -> float:
+        """Seconds since the newest checkpoint was taken, or since `open` without any; 0: none are made, or not yet."""
+        since_us = max(self.last_saved_us, self._opened_us)
+        is_known = self._config.interval_s and self._slot is not None
+        return max(0.0, (time_us(now) - since_us) / 1e6) if is_known else 0.0
 
     def maybe_save(self, now: float, state_fn: Callable[[], StageState]) -> bool:
         """Saves if a multiple of the interval has passed since the last one; to be called at every optimizer step.
@@ -117,6 +126,7 @@ class StageCheckpoints:
         self._slot = slot
         if self.busy:
             self.skipped += 1
+            self.failure = "the one before is still being written"
             return False
         self._begin(now, state_fn())
         return True
@@ -135,7 +145,7 @@ class StageCheckpoints:
         self._begin(now, state)
         self.flush(max(0.0, deadline_s - time.monotonic()))
         if self.failed > failed:
-            raise CheckpointError(f"{self._folder}: the checkpoint could not be written; the log says why")
+            raise CheckpointError(f"{self._folder}: the checkpoint could not be written: {self.failure}")
 
     def flush(self, timeout_s: float = TIMEOUT_S) -> None:
         """Waits until the latest save has ended.
@@ -186,6 +196,7 @@ class StageCheckpoints:
             self._put(path, cast(dict[str, object], staged.tree))
         except (OSError, RuntimeError) as error:
             self.failed += 1
+            self.failure = _few_words(error)
             logger.error(
                 "%s: expected to write a checkpoint, found: %s; free some space or name another folder (those before "
                 "are whole)",
@@ -194,7 +205,7 @@ class StageCheckpoints:
             )
             return
         self.saved += 1
-        self.last_saved_us, self.last_version = saved_us, version
+        self.last_saved_us, self.last_version, self.failure = saved_us, version, ""
         try:
             self._drop_old()
         except OSError as error:
@@ -219,3 +230,9 @@ class StageCheckpoints:
         for found in named:
             if found.saved_us // interval_us not in kept:
                 found.path.unlink(missing_ok=True)
+
+
+def _few_words(error: OSError | RuntimeError) -> str:
+    """What went wrong, for a line that others see: without paths."""
+    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return said.partition("\n")[0].encode("utf-8", "replace").decode() or type(error).__name__

@@ -28,17 +28,14 @@ from trainer.node.network import Network
 from trainer.node.progress import Progress
 from trainer.node.stopping import StopRequest
 from trainer.pipeline.names import StageUid
-from trainer.pipeline.report import StageReport
+from trainer.pipeline.report import MAX_REASON, StageReport
 from trainer.stage import StepInfo
 from trainer.stagewise import StageState
 from trainer.subspace import LinkMeter, basis_of
+from trainer.swarm.abreast import Abreast
 from trainer.swarm.arrival import Arrival
 from trainer.swarm.beginning import beginning
-from trainer.swarm.building import (
-    BuiltStage,
-    checkpoints_of,
-    saved_state,
-)
+from trainer.swarm.building import BuiltStage, checkpoints_of, saved_state
 from trainer.swarm.departure import Departure
 from trainer.swarm.first_weights import check_first_weights
 from trainer.swarm.joining import is_ahead
@@ -57,6 +54,8 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 0.25
 _COMPUTE_S = 120.0
 _HEARD_S = 4.0
+_GRACE_LOOKS = 5
+"""Times `JoinConfig.first_peers_s` a stage's state is waited for before the stage counts as lost."""
 _HANDED_OUT_S = 10.0
 """How long the others may take to write a state, once they have heard that somebody is here to take it up."""
 _ACCEPTS: Final[dict[ServiceStatus, Accepts]] = {"joining": "nothing", "serving": "all", "leaving": "begun"}
@@ -84,6 +83,7 @@ class WorkerNode:
         """It has the stage's state: what it saves and shares is worth something."""
         self._is_back = False
         """It goes on from a checkpoint, and has not lost touch since."""
+        self._resumed_version = 0
         self._resumed: tuple[str, int] = ("", 0)
         """The incarnation whose work it goes on with, and how much of it, until it takes up another state."""
         self._published_round = -1_000_000
@@ -109,6 +109,14 @@ class WorkerNode:
         self._meter = LinkMeter(f"{built.name} of {config.node_id}", built.codec, config.swarm.subspace.max_error)
         self._terms = SwarmTerms(shape)
         self._others = RunMates(self._network, self._terms)
+        self._abreast = Abreast(
+            built.name,
+            shape.plan.names,
+            config.swarm.checkpoint,
+            _GRACE_LOOKS * config.swarm.join.first_peers_s,
+            version=lambda: built.replica.version,
+            reports=self._others.reports,
+        )
         self._worker = StageWorker(
             self._network.endpoint,
             shape.plan,
@@ -177,7 +185,8 @@ class WorkerNode:
         self._built.replica.load_state_dict(state.for_replica())
         self._keeping.load_state_dict(state.strategy)
         self._num_tokens = state.num_tokens
-        self._is_back = True
+        self._is_back, self._abreast.is_anew = True, False
+        self._resumed_version = state.version
         self._resumed = (state.incarnation, state.applied)
         logger.info("going on from version %d of %s", state.version, self._built.name)
 
@@ -188,6 +197,7 @@ class WorkerNode:
             config=self._config.swarm.join,
             others=self._mates.serving,
             take_up=self._take_up_state,
+            may_be_first=self._abreast.may_serve,
             round_index=lambda: self._keeping.place()[0],
             is_over=self._is_over,
             clock=time.monotonic,
@@ -247,6 +257,7 @@ class WorkerNode:
         """In the compute thread: weights, schedule and version are the others' from now on."""
         self._keeping.adopt(shared)
         self._resumed = ("", 0)
+        self._abreast.is_anew = False
         versions = [report.version for report in self._mates.serving()]
         self._worker.stepper.start_over(median_low(versions) if versions else self._built.replica.version)
         self._network.publish(shared)
@@ -256,7 +267,11 @@ class WorkerNode:
     def _serve(self) -> None:
         while not self._is_over():
             if self._has_lost_touch():
+                logger.warning("lost touch with the other workers of %s; taking up their state", self._built.name)
                 self._rejoin()
+            elif not self._abreast.may_serve():
+                self._rejoin()
+            self._abreast.compare()
             self._hand_out_state()
             time.sleep(_LOOK_S)
 
@@ -267,7 +282,6 @@ class WorkerNode:
         return members > 0 and self._network.is_on_its_own(members)
 
     def _rejoin(self) -> None:
-        logger.warning("lost touch with the other workers of %s; taking up their state", self._built.name)
         self._set_status("joining")
         self._is_back = self._is_current = False
         self._network.let_go()
@@ -384,6 +398,7 @@ class WorkerNode:
             incarnation=self._worker.replies.incarnation,
             status=self._worker.service.status,
             version=self._built.replica.version,
+            saved=max(self._resumed_version, self._checkpoints.last_version),
             round_index=round_index,
             round_position=position,
             shared_through=self._worker.shared.count,
@@ -394,6 +409,8 @@ class WorkerNode:
             resumed=resumed,
             resumed_through=resumed_through,
             began_from=self._built.began_from,
+            unsaved_s=self._checkpoints.unsaved_s(time.time()),
+            unsaved_because=self._checkpoints.failure[:MAX_REASON],
         )
 
     # -- inside --------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from trainer.discovery.announcement import (
     verify_announcement,
 )
 from trainer.errors import DiscoveryError
-from trainer.pipeline.report import StageReport
+from trainer.pipeline.report import MAX_REASON, StageReport
 from trainer.rpc.identity import Identity
 
 _NOW = 1_800_000_000.0
@@ -108,6 +108,8 @@ def test_the_longest_announcement_fits() -> None:
             queued=2**53 - 1,
             rows_per_s=1.2345678901234567e-300,
             busy=1.2345678901234567e-300,
+            unsaved_s=1.2345678901234567e-300,
+            unsaved_because="\U0010ffff" * MAX_REASON,
         ),
         filed_under="body9999.0",
     )

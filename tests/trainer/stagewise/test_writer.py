@@ -120,11 +120,14 @@ def test_a_disk_that_refuses_is_told_and_ends_nothing(
             patch.setattr(writer, "write_whole", full)
             assert checkpoints.maybe_save(601.0, lambda: _state(1))
             checkpoints.flush()
-            with pytest.raises(CheckpointError, match="the log says why"):
+            with pytest.raises(CheckpointError, match="could not be written: No space left on device"):
                 checkpoints.save(602.0, _state(1))
         assert (checkpoints.failed, checkpoints.saved) == (2, 0)
+        assert (checkpoints.failure, checkpoints.unsaved_s(660.0)) == ("No space left on device", 660.0)
         assert "No space left on device; free some space" in caplog.text
         assert checkpoints.maybe_save(1201.0, lambda: _state(2))
+        checkpoints.flush()
+        assert (checkpoints.failure, checkpoints.unsaved_s(1204.0)) == ("", 3.0)
     assert [name[:15] for name in _names(tmp_path)] == ["19700101T002001"]
 
 
