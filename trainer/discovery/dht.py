@@ -7,6 +7,9 @@ kept until they expire, so a DHT that is down for less than their lifetime is no
 In a run whose model is cut, workers may be filed by stage (`partition`), so that a worker's look-up brings its own
 stage and the drivers, not all.
 
+It also answers peer exchange: whoever knows the address of a node and no seed is told of all that node knows, and what
+he says of himself is filed for him, again and again as long as he says it. That is no more than he could file himself.
+
 What it does not protect from: a DHT node on the way may withhold records from a look-up. It cannot forge, alter or
 age them, and what it withholds is found by the next look-up that goes another way.
 """
@@ -22,16 +25,17 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 
 from trainer.discovery.announcement import Announcement
+from trainer.discovery.answering import ExchangeAnswers
 from trainer.discovery.config import DiscoveryConfig
 from trainer.discovery.dht_client import DhtProcess
 from trainer.discovery.dht_messages import DhtSettings
 from trainer.discovery.own_record import OwnRecord
 from trainer.discovery.partition import StagePartitions, dht_key
-from trainer.discovery.peer_table import PeerTable
+from trainer.discovery.peer_table import KnownPeer, PeerTable
 from trainer.discovery.protocol import is_asked_for
 from trainer.errors import DiscoveryError
 from trainer.pipeline.names import StageUid
-from trainer.rpc.identity import Identity
+from trainer.rpc.endpoint import Endpoint
 
 __all__ = ["DhtDiscovery", "listen_address"]
 
@@ -40,21 +44,21 @@ logger = logging.getLogger(__name__)
 _FIRST_READY_S = 30.0
 """How long the process may take to start before that is said: 3 s to import hivemind, more where others start too."""
 
+_MAX_TO_FILE = 64
+
 
 class DhtDiscovery:
     """Finds the nodes of a run through a DHT; implements `Discovery`.
 
     Args:
-        identity: this node's key.
-        run_id: whose nodes to find.
+        endpoint: this node's; the exchange method is registered on it by `start`.
         config: seeds, intervals, where to listen.
         partitions: how the run's stages are dealt over keys; the default: all under one.
     """
 
     def __init__(
         self,
-        identity: Identity,
-        run_id: str,
+        endpoint: Endpoint,
         config: DiscoveryConfig,
         partitions: StagePartitions = StagePartitions(),
     ) -> None:
@@ -67,16 +71,22 @@ class DhtDiscovery:
                 map_port=not _is_loopback(config.dht_host),
             )
         )
-        self._run_id = run_id
+        self._run_id = endpoint.run_id
         self._partitions = partitions
         self._stages: frozenset[str] | None = None
         self._config = config
         self._table = PeerTable(
-            run_id, identity.peer_id, max_peers=config.max_peers, max_clock_skew_s=config.max_clock_skew_s
+            endpoint.run_id,
+            endpoint.peer_id,
+            max_peers=config.max_peers,
+            max_clock_skew_s=config.max_clock_skew_s,
         )
         self._own = OwnRecord(
-            identity, repeat_after_s=config.announce_interval_s, lifetime_s=config.announcement_lifetime_s
+            endpoint.identity, repeat_after_s=config.announce_interval_s, lifetime_s=config.announcement_lifetime_s
         )
+        self._answers = ExchangeAnswers(endpoint, self._table, self._own, self._file_later)
+        self._to_file: dict[str, KnownPeer] = {}
+        """By peer id: the newest records of those that told this node of themselves, not filed yet."""
         self._stored = b""
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -89,8 +99,10 @@ class DhtDiscovery:
         """Starts the DHT process and the look-ups; does not wait for either."""
         if self._tasks:
             return
+        self._answers.register()
         self.process.start()
-        self._tasks = [asyncio.create_task(self._repeat(what)) for what in (self._store, self._look_up)]
+        what = (self._store, self._look_up, self._store_for_others)
+        self._tasks = [asyncio.create_task(self._repeat(each)) for each in what]
 
     async def announce(self, announcement: Announcement) -> None:
         """See `Discovery.announce`."""
@@ -137,15 +149,33 @@ class DhtDiscovery:
         current = self._own.current()
         if current is None or current[1] == self._stored:
             return
-        announcement, wire = current
+        await self._file(KnownPeer(*current))
+        self._stored = current[1]
+
+    def _file_later(self, told: KnownPeer) -> None:
+        """Somebody has told this node of himself; who knows seeds does not, so of these there are few."""
+        if told.announcement.peer_id in self._to_file or len(self._to_file) < _MAX_TO_FILE:
+            self._to_file[told.announcement.peer_id] = told
+
+    async def _store_for_others(self) -> None:
+        """Files what others have said of themselves; what nobody takes is old, or was filed by another node too."""
+        told, self._to_file = self._to_file, {}
+        filed = await asyncio.gather(*map(self._file, told.values()), return_exceptions=True)
+        for record, error in zip(told.values(), filed, strict=True):
+            if isinstance(error, DiscoveryError):
+                logger.debug("%s is not filed: %s", record.announcement.node_id, error)
+            elif error is not None:
+                raise error
+
+    async def _file(self, record: KnownPeer) -> None:
+        announcement = record.announcement
         await self.process.store(
             dht_key(self._run_id, announcement.filed_under),
             announcement.peer_id,
-            wire.decode(),
+            record.wire.decode(),
             announcement.expires_at,
             self._config.request_timeout_s,
         )
-        self._stored = wire
 
     async def _look_up(self) -> None:
         """Looks under all keys that are asked for, at once; what some bring is taken though others fail.

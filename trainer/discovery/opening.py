@@ -27,5 +27,5 @@ def open_discovery(endpoint: Endpoint, config: DiscoveryConfig, stages: tuple[st
     """
     if config.uses_dht:
         partitions = StagePartitions(stages, config.num_partitions) if config.partition_by_stage else StagePartitions()
-        return DhtDiscovery(endpoint.identity, endpoint.run_id, config, partitions)
+        return DhtDiscovery(endpoint, config, partitions)
     return StaticDiscovery(endpoint, config.initial_peers, config)

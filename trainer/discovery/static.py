@@ -20,22 +20,15 @@ from collections.abc import Collection, Sequence
 
 from trainer.discovery.address_book import AddressBook
 from trainer.discovery.announcement import Announcement
+from trainer.discovery.answering import ExchangeAnswers
 from trainer.discovery.config import DiscoveryConfig
-from trainer.discovery.exchange import (
-    EXCHANGE_METHOD,
-    ExchangeReply,
-    ExchangeRequest,
-    pack_request,
-    records_for,
-    split_records,
-    unpack_request,
-)
+from trainer.discovery.exchange import EXCHANGE_METHOD, ExchangeReply, pack_request, split_records
 from trainer.discovery.own_record import OwnRecord
-from trainer.discovery.peer_table import KnownPeer, PeerTable
+from trainer.discovery.peer_table import PeerTable
 from trainer.discovery.protocol import is_asked_for
 from trainer.errors import RpcError, TrainerUsageError
 from trainer.rpc.endpoint import Endpoint
-from trainer.rpc.messages import Peer, Reply, Request
+from trainer.rpc.messages import Peer
 
 __all__ = ["StaticDiscovery"]
 
@@ -70,6 +63,7 @@ class StaticDiscovery:
         self._own = OwnRecord(
             endpoint.identity, repeat_after_s=config.announce_interval_s, lifetime_s=config.announcement_lifetime_s
         )
+        self._answers = ExchangeAnswers(endpoint, self._table, self._own)
         self._book = AddressBook(first_pause_s=config.poll_interval_s, max_pause_s=config.max_retry_interval_s)
         self._chance = random.Random(endpoint.identity.peer_id)
         self._reported: set[str] = set()
@@ -86,7 +80,7 @@ class StaticDiscovery:
     async def start(self) -> None:
         """Begins to answer and to ask; before the endpoint starts, or after."""
         if self._polling is None:
-            self._endpoint.register(EXCHANGE_METHOD, ExchangeRequest, self._answer, any_recipient=True)
+            self._answers.register()
             self._polling = asyncio.create_task(self._poll_forever())
 
     async def announce(self, announcement: Announcement) -> None:
@@ -108,18 +102,6 @@ class StaticDiscovery:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._polling = None
-
-    async def _answer(self, request: Request[ExchangeRequest]) -> Reply[ExchangeReply]:
-        own, has = unpack_request(request.body, bytes(request.payload))
-        if own and self._table.offer(own, subkey=request.sender) is not None:
-            logger.debug("%s… announced itself", request.sender[:16])
-        body, payload = records_for(request.sender, has, self._all_known(), self._chance)
-        return Reply(body, payload)
-
-    def _all_known(self) -> list[KnownPeer]:
-        """All that can be told, this node first of all."""
-        current = self._own.current()
-        return [*([KnownPeer(*current)] if current is not None else []), *self._table.known()]
 
     async def _poll_forever(self) -> None:
         while True:

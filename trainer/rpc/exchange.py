@@ -140,7 +140,8 @@ def check_bound(frame: SealedFrame, terms: ExchangeTerms, sender: PeerId | None,
     if head.run_id != terms.run_id:
         raise RefusedError(Reason.RUN, f"expected a message for run {terms.run_id!r}, found one for {head.run_id!r}")
     if head.recipient != recipient:
-        raise RefusedError(Reason.RECIPIENT, f"expected a message for {recipient}, found one for {head.recipient}")
+        found = head.recipient or "whoever answers"
+        raise RefusedError(Reason.RECIPIENT, f"expected a message for {recipient}, found one for {found}")
     if sender is not None and head.sender != sender:
         raise RefusedError(Reason.SENDER, f"expected a message by {sender}, found one by {head.sender}")
     if head.certificate_sha256 != terms.certificate_sha256:

@@ -25,10 +25,14 @@ from trainer.discovery.dht import DhtDiscovery
 from trainer.discovery.dht_client import DhtProcess
 from trainer.discovery.dht_messages import DhtSettings
 from trainer.discovery.partition import StagePartitions
+from trainer.discovery.protocol import Discovery
+from trainer.discovery.static import StaticDiscovery
 from trainer.discovery.uids import settled_uid
 from trainer.errors import DiscoveryError
 from trainer.pipeline.names import StageUid, stage_names
 from trainer.pipeline.report import StageReport
+from trainer.rpc.config import RpcConfig
+from trainer.rpc.endpoint import Endpoint
 from trainer.rpc.identity import Identity
 
 _ROOT = Path(__file__).parents[3]
@@ -64,10 +68,14 @@ async def _process(*initial_peers: str, **options: object) -> AsyncIterator[DhtP
 
 @asynccontextmanager
 async def _discovery(
-    name: str, *seeds: str, uid: str = "", identity: Identity | None = None
+    name: str, *seeds: str, uid: str = "", identity: Identity | None = None, endpoint: Endpoint | None = None
 ) -> AsyncIterator[DhtDiscovery]:
-    """A node; with ``uid`` a worker of a run of four stages, all nodes of which are filed by stage."""
-    identity = identity or Identity.create()
+    """A node; with ``uid`` a worker of a run of four stages, all nodes of which are filed by stage.
+
+    With an ``endpoint``, started already, it can be asked too; else it is known by the DHT only.
+    """
+    said_at = endpoint
+    endpoint = endpoint or _endpoint(identity)
     config = DiscoveryConfig(
         initial_peers=seeds,
         dht_host="127.0.0.1",
@@ -76,26 +84,42 @@ async def _discovery(
         poll_interval_s=0.3,
         request_timeout_s=5.0,
     )
-    discovery = DhtDiscovery(identity, "run", config, StagePartitions(_STAGES) if uid else StagePartitions())
+    discovery = DhtDiscovery(endpoint, config, StagePartitions(_STAGES) if uid else StagePartitions())
     try:
         await discovery.start()
-        await discovery.announce(_said(identity, name, uid))
+        await discovery.announce(_said(endpoint.identity, name, uid, said_at))
         yield discovery
     finally:
         await discovery.close()
 
 
-def _said(identity: Identity, name: str, uid: str) -> Announcement:
+def _endpoint(identity: Identity | None = None) -> Endpoint:
+    return Endpoint(identity or Identity.create(), "run", RpcConfig(host="127.0.0.1", stop_grace_s=0.1))
+
+
+@asynccontextmanager
+async def _started() -> AsyncIterator[Endpoint]:
+    endpoint = _endpoint()
+    await endpoint.start()
+    try:
+        yield endpoint
+    finally:
+        await endpoint.stop()
+
+
+def _said(identity: Identity, name: str, uid: str, endpoint: Endpoint | None = None) -> Announcement:
+    certificate = endpoint.certificate if endpoint is not None else None
     return Announcement(
         peer_id=identity.peer_id,
         node_id=name,
         run_id="run",
-        address="127.0.0.1:4100",
+        address=endpoint.address if endpoint is not None else "127.0.0.1:4100",
+        certificate_pem=(certificate or b"").decode(),
         stage=StageReport(uid=uid, incarnation="0" * 16, status="serving") if uid not in ("", _DRIVER) else None,
     )
 
 
-async def _until_known(discovery: DhtDiscovery, *names: str) -> None:
+async def _until_known(discovery: Discovery, *names: str) -> None:
     deadline = time.monotonic() + _WITHIN_S
     while (found := {said.node_id for said in await discovery.peers()}) != set(names):
         assert time.monotonic() < deadline, f"expected {names} to be known, found {found}"
@@ -212,6 +236,34 @@ def test_workers_of_a_stage_are_found_without_the_others(tmp_path: Path) -> None
                         late.look_for(["body-2"])
                         await _until_known(late, "driver", "body")
                         await _until_known(driver, "body", "late")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_who_knows_a_node_and_no_seed_finds_all_and_is_found_by_all(tmp_path: Path) -> None:
+    """The newcomer knows the body's address; head and driver cannot be asked, and hear of him through the DHT."""
+
+    async def scenario() -> None:
+        async with _process(identity_path=tmp_path / "seed.id") as seed, _started() as asked, _started() as new:
+            [address] = (await seed.status(5.0)).addresses
+            async with (
+                _discovery("head", address, uid="head.0.42") as head,
+                _discovery("driver", address, uid=_DRIVER) as driver,
+                _discovery("body", address, uid="body2.0.55", endpoint=asked) as body,
+            ):
+                await _until_known(body, "head", "driver")
+                newcomer = StaticDiscovery(new, [asked.address], DiscoveryConfig(poll_interval_s=0.2))
+                try:
+                    await newcomer.start()
+                    await newcomer.announce(_said(new.identity, "new", "tail.0.7", new))
+                    await _until_known(newcomer, "head", "driver", "body")
+                    await _until_known(head, "driver", "body", "new")
+                    await _until_known(driver, "head", "body", "new")
+                    head.look_for(["head"])  # He is filed with those that hold no stage, and is a worker all the same.
+                    await _until_known(head, "driver")
+                finally:
+                    await newcomer.close()
 
     asyncio.run(scenario())
 

@@ -1,0 +1,63 @@
+"""The answering side of peer exchange, which every node has, however it finds the others itself.
+
+So the address of any node of a run is enough to begin with: also where the run meets through a DHT, whoever knows one
+node and no seed is told of those that one knows, and is known to it.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+
+from trainer.discovery.exchange import EXCHANGE_METHOD, ExchangeReply, ExchangeRequest, records_for, unpack_request
+from trainer.discovery.own_record import OwnRecord
+from trainer.discovery.peer_table import KnownPeer, PeerTable
+from trainer.rpc.endpoint import Endpoint
+from trainer.rpc.messages import Reply, Request
+
+__all__ = ["ExchangeAnswers"]
+
+logger = logging.getLogger(__name__)
+
+
+class ExchangeAnswers:
+    """Takes the records of those that ask, and tells them the others'.
+
+    Args:
+        endpoint: this node's.
+        table: whom it knows.
+        own: what it says of itself.
+        told: is given each newer record that its own node has brought.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        table: PeerTable,
+        own: OwnRecord,
+        told: Callable[[KnownPeer], None] = lambda _: None,
+    ) -> None:
+        self._endpoint = endpoint
+        self._table = table
+        self._own = own
+        self._told = told
+        self._chance = random.Random(endpoint.peer_id)
+
+    def register(self) -> None:
+        """Answers from now on; before the endpoint starts, or after."""
+        self._endpoint.register(EXCHANGE_METHOD, ExchangeRequest, self._answer, any_recipient=True)
+
+    async def _answer(self, request: Request[ExchangeRequest]) -> Reply[ExchangeReply]:
+        own, has = unpack_request(request.body, bytes(request.payload))
+        news = self._table.offer(own, subkey=request.sender) if own else None
+        if news is not None:
+            logger.debug("%s… announced itself", request.sender[:16])
+            self._told(KnownPeer(news, own))
+        body, payload = records_for(request.sender, has, self._all_known(), self._chance)
+        return Reply(body, payload)
+
+    def _all_known(self) -> list[KnownPeer]:
+        """All that can be told, this node first of all."""
+        current = self._own.current()
+        return [*([KnownPeer(*current)] if current is not None else []), *self._table.known()]
