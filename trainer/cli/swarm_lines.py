@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
-from trainer.observe.pipeline import StageStatus, SwarmAccount, SwarmStages
+from trainer.observe.pipeline import StageStatus, SwarmAccount, SwarmStages, WorkerStatus
 from trainer.swarm.running import Display
 from trainer.swarm.sight import ProcessCount, Sight
 
@@ -18,6 +18,7 @@ __all__ = ["account_text", "stage_table", "status_json", "swarm_line", "workers_
 
 _BOLD, _RED, _RESET = "\x1b[1m", "\x1b[31m", "\x1b[0m"
 _TERMINAL_EVERY_S, _LINE_EVERY_S = 1.0, 10.0
+_MOST_TROUBLES = 8
 
 
 def swarm_line(*, as_json: bool) -> Display:
@@ -45,7 +46,9 @@ def stage_table(sight: Sight, *, is_coloured: bool = False) -> list[str]:
         text = _shown(_row(name, counts, stage))
         is_empty = stage is not None and not stage.num_serving
         lines.append(f"{_RED}{text}{_RESET}" if is_coloured and is_empty else text)
-    return [*lines, _progress_text(sight), account_text(sight.account)]
+    troubles = _troubles(sight.stages) if counts else []  # Else a table of the workers has them.
+    troubles = [f"{_RED}{text}{_RESET}" if is_coloured else text for text in troubles]
+    return [*lines, *troubles, _progress_text(sight), account_text(sight.account)]
 
 
 def account_text(account: SwarmAccount | None) -> str:
@@ -70,7 +73,8 @@ def workers_table(stages: SwarmStages, account: SwarmAccount | None) -> list[str
             f"{worker.uid:<16}{worker.node_id[:19]:<20}{worker.status:<10}{worker.version:>9}{worker.rows_per_s:>9,.1f}"
             f"{100 * worker.busy:>6.0f}%{worker.queued:>8,}"
         )
-        lines.append(_shown(text) + (f"  not asked for {worker.banned_for_s:,.0f} s" if worker.banned_for_s else ""))
+        notes = [f"not asked for {worker.banned_for_s:,.0f} s"] if worker.banned_for_s else []
+        lines.append(_shown("  ".join([text, *notes, *_troubles_of(worker)])))
     if account is not None:
         lines += [_shown(f"lost at {it.stage}: {it.micro_batches:,} ({it.reason})") for it in account.lost]
         lines += [_shown(f"perished at {it.stage}: {it.micro_batches:,}") for it in account.perished]
@@ -108,6 +112,20 @@ def _row(name: str, counts: Mapping[str, ProcessCount], stage: StageStatus | Non
     if count is not None and count.restarts:
         text += f"  restarts: {count.restarts}"
     return text
+
+
+def _troubles(stages: SwarmStages | None) -> list[str]:
+    """What is wrong with workers, a line each; the first of many."""
+    workers = [worker for stage in stages.stages for worker in stage.workers] if stages is not None else []
+    found = [_shown(f"{worker.node_id}: {trouble}") for worker in workers for trouble in _troubles_of(worker)]
+    left = len(found) - _MOST_TROUBLES
+    return found if left <= 0 else [*found[:_MOST_TROUBLES], f"and {left} more of this kind: see swarm status"]
+
+
+def _troubles_of(worker: WorkerStatus) -> list[str]:
+    if not worker.unsaved_because:
+        return []
+    return [f"no checkpoint for {worker.unsaved_s:,.0f} s: {worker.unsaved_because}"]
 
 
 def _progress_text(sight: Sight) -> str:
@@ -168,7 +186,8 @@ class _PlainLines:
         wanted = sum(count.wanted for count in sight.processes)
         empty = [stage.stage for stage in sight.stages.stages if not stage.num_serving] if sight.stages else []
         text = f"{_progress_text(sight)}  {running}/{wanted} processes  {account_text(sight.account)}"
-        self._put(text + (f"  nobody serves {', '.join(empty)}" if empty else ""))
+        text += f"  nobody serves {', '.join(empty)}" if empty else ""
+        self._put("; ".join([text, *_troubles(sight.stages)]))
 
     def _put(self, text: str) -> None:
         self._stream.write(f"{text}\n")

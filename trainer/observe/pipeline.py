@@ -100,6 +100,8 @@ class WorkerStatus(_Part):
     busy: float = Field(description="Share of the last while in which it computed, 0 to 1.")
     in_flight: int = Field(0, description="Requests of this driver under way at it.")
     banned_for_s: float = Field(0.0, description="How long this driver will not ask it yet; 0: it does.")
+    unsaved_s: float = Field(0.0, description="Age of its newest checkpoint, or since it began; 0: it makes none.")
+    unsaved_because: str = Field("", description="Why the checkpoint that was due last is not there; empty: it is.")
 
 
 class StageStatus(_Part):

@@ -83,6 +83,8 @@ class Child:
         """Of its last life; negative: the signal that ended it."""
         self.failed_to_end = False
         """Asked to end, it did so with an error: it may not have saved what it had."""
+        self.was_killed = False
+        """By `kill`."""
         self._policy = policy
         self._process: subprocess.Popen[bytes] | None = None
         self._began_s = 0.0
@@ -146,6 +148,7 @@ class Child:
         if self.status == "pausing":
             self.status = "dead"
         if self._process is not None and self._process.poll() is None:
+            self.was_killed = True
             self._process.kill()
 
     def has_ended(self) -> bool:

@@ -218,6 +218,8 @@ def _workers_in(picture: _Picture) -> dict[str, list[WorkerStatus]]:
                 busy=round(report.busy, 3),
                 in_flight=in_flight.get(said.peer_id, 0),
                 banned_for_s=round(banned.get(said.peer_id, 0.0), 1),
+                unsaved_s=round(report.unsaved_s, 1),
+                unsaved_because=report.unsaved_because,
             )
         )
     return workers

@@ -72,12 +72,17 @@ def run_local(
             outcome = _start(tree, swarm, folder, display, stop) or _watch(tree, display, stop)
             hint = "; Ctrl+C again kills them at once, with what they have not saved" if outcome is _ASKED else ""
             display.event(f"{outcome.reason}; ending all processes{hint}")
-        if tree.num_killed and not outcome.exit_code:
-            return Outcome(1, f"{tree.num_killed} processes had to be killed: what they did last may not be saved")
-        failed = [child for child in tree.children if child.failed_to_end]
-        if failed and not outcome.exit_code:
-            return Outcome(1, f"{failed[0].spec.name} ended with an error: {failed[0].last_words()}")
-        return outcome
+        return outcome if outcome.exit_code else _ended(tree, outcome)
+
+
+def _ended(tree: ProcessTree, outcome: Outcome) -> Outcome:
+    """The outcome, unless children failed on the way out: then all of these, each with its own reason."""
+    failed = [child for child in tree.children if child.failed_to_end]
+    said = [f"{child.spec.name} ended with an error: {child.last_words()}" for child in failed if not child.was_killed]
+    killed = [child.spec.name for child in failed if child.was_killed]
+    if killed:
+        said.append(f"{', '.join(killed)} had to be killed: what was done there last may not be saved")
+    return Outcome(1, "; ".join(said)) if said else outcome
 
 
 def _start(

@@ -50,6 +50,7 @@ class Living:
 
 def tail_of(shape: SwarmShape, key: str, version: int, *, fits: bool) -> Announcement:
     report = StageReport(uid=str(StageUid("tail", 40)), incarnation="1" * 16, status="serving", version=version)
+    report = report.model_copy(update={"unsaved_s": 63.0, "unsaved_because": "no space left"})
     digest = shape.terms("tail").digest() if fits else "0" * 64
     return Announcement(peer_id=key, node_id="n", run_id="r", address="127.0.0.1:5", terms_digest=digest, stage=report)
 
@@ -75,3 +76,4 @@ def test_other_threads_are_shown_a_picture(config: RunConfig, shape: SwarmShape)
     tail = seen.stages[-1]
     assert (seen.in_flight, tail.num_serving, tail.version) == (4, 1, 7)
     assert [(worker.peer_id, worker.in_flight) for worker in tail.workers] == [(OWN, 2)]
+    assert (tail.workers[0].unsaved_s, tail.workers[0].unsaved_because) == (63.0, "no space left")

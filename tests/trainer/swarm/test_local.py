@@ -153,6 +153,21 @@ def test_a_whole_swarm_runs_until_its_drivers_are_done(calls: Path, tmp_path: Pa
     }
 
 
+def test_all_that_could_not_save_are_named_with_their_reasons(
+    calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRETENDED_SWARM_UNSAVED", "head,tail")
+
+    def are_up() -> bool:
+        return calls.exists() and len(calls.read_text().splitlines()) == 4
+
+    outcome = run_local(_swarm(), tmp_path, RestartPolicy(), Shown(), are_up)
+    assert outcome.exit_code == 1
+    assert outcome.reason == "; ".join(
+        f"{name} ended with an error: no room for {name}" for name in ("head.1", "tail.1")
+    )
+
+
 def test_one_folder_has_one_swarm(calls: Path, tmp_path: Path) -> None:
     asked = threading.Event()
     shown = Shown()
@@ -308,6 +323,20 @@ def test_elsewhere_it_is_one_line_or_one_object() -> None:
     event, sight = (json.loads(line) for line in objects.getvalue().splitlines())
     assert event == {"kind": "event", "text": "x"}
     assert sight["stages"]["step"] == 12 and sight["processes"][1]["restarts"] == 1
+
+
+def test_what_is_wrong_with_workers_is_shown_and_whose_it_is() -> None:
+    stages = some_stages()
+    worker = a_worker("head.0.42", node_id="head.1", unsaved_s=63.2, unsaved_because="No space left\x1b[2J")
+    troubled = stages.model_copy(update={"stages": (stages.stages[0].model_copy(update={"workers": (worker,) * 10}),)})
+    sight = Sight((ProcessCount("head", 1, 1, 0),), troubled)
+    said = "head.1: no checkpoint for 63 s: No space left?[2J"
+    assert stage_table(sight)[2:-2] == [said] * 8 + ["and 2 more of this kind: see swarm status"]
+    plain = io.StringIO()
+    _PlainLines(plain).show(sight)
+    assert f"; {said}; {said}" in plain.getvalue()
+    assert "no checkpoint for 63 s: No space left" in workers_table(troubled, None)[1]
+    assert "no checkpoint" not in "\n".join(stage_table(Sight(stages=troubled))), "the table of workers says it"
 
 
 def test_a_name_of_a_node_cannot_break_the_table() -> None:
