@@ -26,6 +26,9 @@ class StagewiseConfig:
     on all machines; 0: never."""
     keep: int = 6
     """How many intervals of a stage are kept, of all its workers; a stage's file has 12 bytes a parameter."""
+    begin_anew: bool = False
+    """A stage of which there is no checkpoint and no worker begins with first weights, though others have saved what
+    they have learned."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.interval_s) and (self.interval_s == 0 or self.interval_s >= 1)):

@@ -35,6 +35,8 @@ class Arrival:
     """The stage's other workers that serve."""
     take_up: Callable[[], bool]
     """Takes up the others' state; False: there was none to be had, or it did not fit."""
+    may_be_first: Callable[[], bool]
+    """Whether a worker that finds nobody serving its stage may; may raise what ends it."""
     round_index: Callable[[], int]
     """The round that is next here."""
     is_over: Callable[[], bool]
@@ -53,7 +55,10 @@ class Arrival:
         while not self.is_over():
             others = self.others()
             if not others:
-                return True
+                if self.may_be_first():
+                    return True
+                self.sleep(_LOOK_S)
+                continue
             frontier, position = _place_of(others)
             if not window.is_open(frontier, position, self.clock()):
                 self.sleep(_LOOK_S)

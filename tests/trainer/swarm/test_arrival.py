@@ -37,6 +37,8 @@ class Stage:
     fails: int = 0
     """Fetches that bring nothing."""
     ends_at_s: float = 1e9
+    first_from_s: float = 0.0
+    """From when on a worker that is alone may serve."""
     liars: tuple[float, ...] = ()
     """Others that always say that they are so far in the round."""
     now_s: float = 0.0
@@ -66,6 +68,7 @@ class Stage:
             config=JoinConfig(idle_s=1e6, **options),  # type: ignore[arg-type]
             others=self.others,
             take_up=self.take_up,
+            may_be_first=lambda: self.now_s >= self.first_from_s,
             round_index=lambda: self.own_round,
             is_over=is_over or (lambda: self.now_s > self.ends_at_s),
             clock=lambda: self.now_s,
@@ -77,6 +80,24 @@ def test_who_is_alone_serves_at_once() -> None:
     stage = Stage(num_others=0)
     assert stage.arrival().run()
     assert not stage.taken_at
+
+
+def test_who_is_alone_and_may_not_be_the_first_waits_until_it_may_or_others_come() -> None:
+    stage = Stage(num_others=0, first_from_s=20.0)
+    assert stage.arrival().run()
+    assert 20.0 <= stage.now_s < 21.0
+
+    stage = Stage(num_others=0, first_from_s=1e9)
+    waits = stage.sleep
+
+    def sleep(seconds: float) -> None:
+        waits(seconds)
+        stage.num_others = 3 if stage.now_s > 5.0 else 0
+
+    arrival = stage.arrival()
+    arrival.sleep = sleep
+    assert arrival.run()
+    assert len(stage.taken_at) == 1
 
 
 @given(st.floats(0, 30), st.floats(0.05, 1.0))
