@@ -14,3 +14,4 @@ from .seeding import seed as seed
 from .static import StaticDiscovery as StaticDiscovery
 from .uids import settled_uid as settled_uid
 from .uids import workers_of as workers_of
+from .unheard import Unheard as Unheard

@@ -120,6 +120,13 @@ class DhtDiscovery:
         """See `Discovery.peers`."""
         return tuple(found for found in self._table.announcements() if is_asked_for(found, self._stages))
 
+    def silence(self) -> str:
+        """See `Discovery.silence`."""
+        seeds = ", ".join(self._config.initial_peers)
+        if self.process.num_neighbours:
+            return f"the DHT of {seeds} knows nobody of run {self._run_id}"
+        return f"nobody answers at {seeds}"
+
     async def close(self) -> None:
         """Ends look-ups and process."""
         for task in self._tasks:

@@ -55,6 +55,8 @@ class DhtProcess:
 
     def __init__(self, settings: DhtSettings) -> None:
         self.num_restarts = 0
+        self.num_neighbours = 0
+        """Nodes in its routing table, by its last answer."""
         self._settings = settings
         self._process: Process | None = None
         self._pending: dict[int, asyncio.Future[DhtReply]] = {}
@@ -207,7 +209,7 @@ class DhtProcess:
             limit=MAX_LINE_BYTES,
         )
         self._process = process
-        self._num_silent = 0
+        self._num_silent = self.num_neighbours = 0
         logging_task = asyncio.create_task(self._forward_log(process))
         try:
             await self._converse(process, socket_folder)
@@ -243,6 +245,7 @@ class DhtProcess:
         except ValidationError as error:
             logger.error("the DHT process wrote what cannot be read: %s", error.errors(include_input=False)[0]["msg"])
             return
+        self.num_neighbours = reply.num_neighbours
         if reply.id == 0:
             self._ready.set()
             logger.info("the DHT process is ready at %s", ", ".join(reply.addresses) or "no address of its own")

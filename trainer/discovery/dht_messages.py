@@ -109,4 +109,4 @@ class DhtReply(Message):
     addresses: tuple[str, ...] = ()
     """Where the node is reached, each with its peer id: what others take as initial peers."""
     num_neighbours: int = 0
-    """Nodes in the routing table."""
+    """Nodes in the routing table; with every answer."""

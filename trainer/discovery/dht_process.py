@@ -89,7 +89,7 @@ class _Service:
             reply = DhtReply(id=request.id, error=f"no answer of the DHT within {request.timeout_s:g} s")
         except Exception as error:  # noqa: BLE001 - hivemind raises anything; the parent is told what
             reply = DhtReply(id=request.id, error=f"{type(error).__name__}: {error}"[:500])
-        self._replies.send(reply)
+        self._replies.send(reply.model_copy(update={"num_neighbours": self._node.num_neighbours()}))
 
     async def _reply(self, request: DhtRequest) -> DhtReply:
         match request:
@@ -100,11 +100,7 @@ class _Service:
                 records, skipped = await self._node.get(request.key)
                 return DhtReply(id=request.id, records=records, skipped=skipped)
             case StatusRequest():
-                return await _status(self._node, request.id)
-
-
-async def _status(node: AnnouncementNode, request_id: int) -> DhtReply:
-    return DhtReply(id=request_id, addresses=await node.addresses(), num_neighbours=node.num_neighbours())
+                return DhtReply(id=request.id, addresses=await self._node.addresses())
 
 
 async def _run(replies: _Replies) -> None:
@@ -129,7 +125,7 @@ async def _run(replies: _Replies) -> None:
 async def _serve(settings: DhtSettings, requests: StreamReader, replies: _Replies) -> None:
     node = await AnnouncementNode.start(settings)
     try:
-        replies.send(await _status(node, 0))
+        replies.send(DhtReply(id=0, addresses=await node.addresses()))
         await _Service(node, replies).serve(requests)
     finally:
         await node.stop(_STOP_TIMEOUT_S)

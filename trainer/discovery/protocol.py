@@ -49,6 +49,13 @@ class Discovery(Protocol):
         """
         ...
 
+    def silence(self) -> str:
+        """Why nobody may have been heard of, in words: who of those it was to begin at does not answer.
+
+        Empty where nobody is to be expected: none were named, or they are this node itself.
+        """
+        ...
+
     async def close(self) -> None:
         """Stops announcing and looking; ends what was started."""
         ...

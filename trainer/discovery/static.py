@@ -95,6 +95,11 @@ class StaticDiscovery:
         """See `Discovery.peers`."""
         return tuple(found for found in self._table.announcements() if is_asked_for(found, self._stages))
 
+    def silence(self) -> str:
+        """See `Discovery.silence`."""
+        silent = [address for address in self._addresses if self._book.has_failed(address)]
+        return f"nobody answers at {', '.join(silent)}" if silent else ""
+
     async def close(self) -> None:
         """Stops asking."""
         tasks = [*self._under_way.values(), *([self._polling] if self._polling is not None else [])]

@@ -85,6 +85,14 @@ class StagePool:
         """Whether it gets no work now."""
         return self._bans.is_banned(worker.key, self._clock())
 
+    def workers(self) -> tuple[StageWorker, ...]:
+        """All that are announced."""
+        return tuple(self._workers.values())
+
+    def waits(self) -> dict[str, tuple[float, int]]:
+        """See `Balancer.waits`."""
+        return self._balancer.waits()
+
     def usable(self) -> tuple[StageWorker, ...]:
         """Those that are not banned."""
         now = self._clock()
@@ -242,9 +250,8 @@ class StagePool:
         if now - self._said_stalled_s >= _SAY_STALLED_S:
             self._said_stalled_s = now
             banned = ", ".join(f"{self._workers[key].uid} ({left_s:.0f} s)" for key, left_s in self._banned_here(now))
-            logger.warning(
-                "stage %s has no worker to send to (banned: %s); everything waits for one", self.stage, banned or "none"
-            )
+            why = f" (banned: {banned})" if banned else ""
+            logger.warning("stage %s has no worker to send to%s; everything waits for one", self.stage, why)
 
     def _banned_here(self, now: float) -> list[tuple[str, float]]:
         return [(key, left_s) for key, left_s in self._bans.banned(now).items() if key in self._workers]

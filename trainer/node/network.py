@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 
 from trainer.collective import PeerCollective, Terms
 from trainer.config import RunConfig
-from trainer.discovery import Announcement, open_discovery
+from trainer.discovery import Announcement, Unheard, open_discovery
 from trainer.errors import IncompatiblePeerError, StateTransferError, TrainerError
 from trainer.node.loop_thread import LoopThread
 from trainer.node.peer_book import PeerBook, StateChoice, holds_whole_model, peer_of
@@ -35,6 +35,8 @@ S = TypeVar("S")
 
 _REFRESH_S = 0.5
 _FIRST_PEERS_S = 15.0
+_UNHEARD_S = 75.0
+"""A minute behind `_FIRST_PEERS_S`, when it is said for the first time."""
 _HEARD_OUT_S = 3.0
 """Behind the first of the others, where most of them train something else: lists of peers come piece by piece."""
 _CATCH_UP_S = 120.0
@@ -98,6 +100,7 @@ class Network(Generic[S]):
         self._discovery = open_discovery(self._endpoint, config.discovery, stages)
         if near and config.discovery.partition_by_stage:
             self._discovery.look_for(near)
+        self._unheard = Unheard(self._discovery, "other node of the run", _UNHEARD_S)
         self._book = PeerBook(terms.digest(), choose, fellows)
         self._listener: Listener | None = None
         self._members: tuple[str, ...] = ()
@@ -311,6 +314,7 @@ class Network(Generic[S]):
                 self._book.update(await self._discovery.peers())
                 if self._listener is not None:
                     self._listener.peers(self._book.announcements)
+                self._unheard.look(len(self._book.announcements))
                 if time.monotonic() >= next_announcement_s:
                     next_announcement_s = time.monotonic() + interval_s
                     await self._announce()

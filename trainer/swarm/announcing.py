@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from trainer.config import RunConfig
-from trainer.discovery import Announcement, open_discovery
+from trainer.discovery import Announcement, Unheard, open_discovery
 from trainer.driver.workers import LastWord, StageWorker, workers_in
 from trainer.errors import TrainerError
 from trainer.node.progress import Progress
@@ -25,6 +25,8 @@ __all__ = ["Presence"]
 logger = logging.getLogger(__name__)
 
 _REFRESH_S = 0.5
+_UNHEARD_S = 30.0
+"""How long nobody may be heard of before that is said: a worker on a busy machine takes half of it to start."""
 _SILENT_INTERVALS = 2
 """Whoever is there announces itself twice in each, so four times in a row nothing has come."""
 
@@ -57,6 +59,7 @@ class Presence:
         self._progress = progress
         self._heard = heard
         self._discovery = open_discovery(endpoint, config.discovery, stage_names(config.swarm.num_stages))
+        self._unheard = Unheard(self._discovery, "worker of any stage", _UNHEARD_S)
         self._refreshing: asyncio.Task[None] | None = None
         self._words: dict[str, tuple[float, LastWord]] = {}
         """By key: when the newest announcement says that it was said, and what matters of it."""
@@ -184,6 +187,7 @@ class Presence:
             try:
                 self.hear(await self._discovery.peers())
                 self._heard(self.announcements)
+                self._unheard.look(len(self.announcements))
                 if time.monotonic() >= next_announcement_s:
                     next_announcement_s = time.monotonic() + interval_s
                     await self._announce()

@@ -15,6 +15,7 @@ import pytest
 from tests.support.event_loop import on_event_loop
 from tests.support.rpc_pair import running_endpoint
 from tests.support.text_store import text_store
+from tests.support.training_swarm import free_port
 from trainer.config import RunConfig, from_mapping
 from trainer.discovery import Announcement, DiscoveryConfig
 from trainer.errors import LedgerError
@@ -296,6 +297,28 @@ def test_it_does_not_wait_for_ever_nor_when_all_is_done(
         driver.stop()
         await asyncio.wait_for(node._work(driver), 20)
         assert driver.begun.is_set()
+
+    test()
+
+
+def test_a_driver_whose_addresses_are_dead_says_which(
+    config: RunConfig, shape: SwarmShape, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("trainer.swarm.announcing._UNHEARD_S", 0.2)
+    dead = f"127.0.0.1:{free_port()}"
+    discovery = DiscoveryConfig(initial_peers=(dead,), poll_interval_s=0.1)
+
+    @on_event_loop
+    async def test() -> None:
+        async with running_endpoint(run_id=config.run_id) as endpoint:
+            lonely = Presence(replace(config, discovery=discovery), endpoint, shape, lambda: Progress(), lambda _: None)
+            await lonely.start()
+            try:
+                async with asyncio.timeout(30):
+                    while f"nobody answers at {dead}: no worker of any stage has been heard of" not in caplog.text:
+                        await asyncio.sleep(0.05)
+            finally:
+                await lonely.stop()
 
     test()
 
