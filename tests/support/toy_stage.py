@@ -130,6 +130,8 @@ class ToyStage:
     step_every: int = 0
     """Micro-batches of an optimizer step; 0: none is taken."""
     step_delay_s: float = 0.0
+    stopped: asyncio.Event | None = None
+    """Until it is set, everything is taken in and nothing done, as by a process that is stopped; None: not stopped."""
     alive: bool = False
     incarnation: str = ""
     worker: StageWorker | None = None
@@ -261,6 +263,7 @@ class ToyStage:
         return Reply(messages.AppliedAnswer(incarnation=self.incarnation, micro_batches=counted, counted_as=numbered))
 
     async def _status(self, _request: Request[StatusAsk]) -> Reply[StatusAnswer]:
+        await self._until_continued()
         return Reply(
             StatusAnswer(
                 stage=self.stage,
@@ -286,10 +289,15 @@ class ToyStage:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     async def _suffer(self, method: str, key: str, work: Callable[[], Awaitable[Reply_]]) -> Reply_:
+        await self._until_continued()
         self.asked.append((method, key))
         await asyncio.sleep(self.delay_s)
         faults = self.faults[method]
         return await (faults.popleft()(self, key, work) if faults else work())
+
+    async def _until_continued(self) -> None:
+        if self.stopped is not None:
+            await self.stopped.wait()
 
     def _count(self, key: str, make: Callable[[], Reply_]) -> Reply_:
         if key in self.counted:

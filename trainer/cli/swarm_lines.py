@@ -19,6 +19,10 @@ __all__ = ["account_text", "stage_table", "status_json", "swarm_line", "workers_
 _BOLD, _RED, _RESET = "\x1b[1m", "\x1b[31m", "\x1b[0m"
 _TERMINAL_EVERY_S, _LINE_EVERY_S = 1.0, 10.0
 _MOST_TROUBLES = 8
+_OLD_S = 25.0
+"""Whoever is there announces itself twice in 10 s, unless the run file says otherwise."""
+_UNKNOWN = f"{'–':>9}{'–':>7}{'–':>8}"
+"""In the place of `_load_text`."""
 
 
 def swarm_line(*, as_json: bool) -> Display:
@@ -69,10 +73,9 @@ def workers_table(stages: SwarmStages, account: SwarmAccount | None) -> list[str
     """Each worker, then what was lost and why."""
     lines = [f"{'worker':<16}{'node':<20}{'status':<10}{'version':>9}{'rows/s':>9}{'busy':>7}{'queued':>8}"]
     for worker in (worker for stage in stages.stages for worker in stage.workers):
-        text = (
-            f"{worker.uid:<16}{worker.node_id[:19]:<20}{worker.status:<10}{worker.version:>9}{worker.rows_per_s:>9,.1f}"
-            f"{100 * worker.busy:>6.0f}%{worker.queued:>8,}"
-        )
+        status = "silent" if worker.silent_s else worker.status
+        text = f"{worker.uid:<16}{worker.node_id[:19]:<20}{status:<10}{worker.version:>9}"
+        text += _UNKNOWN if worker.silent_s else _load_text(worker.rows_per_s, worker.busy, worker.queued)
         notes = [f"not asked for {worker.banned_for_s:,.0f} s"] if worker.banned_for_s else []
         lines.append(_shown("  ".join([text, *notes, *_troubles_of(worker)])))
     if account is not None:
@@ -102,16 +105,24 @@ def _row(name: str, counts: Mapping[str, ProcessCount], stage: StageStatus | Non
     if counts:
         text += f"{'–' if count is None else f'{count.running}/{count.wanted}':>11}"
     if stage is not None:
-        busy = max((worker.busy for worker in stage.workers), default=0.0)
-        queued = sum(worker.queued for worker in stage.workers)
+        heard = [worker for worker in stage.workers if not worker.silent_s]
         version = "–" if stage.version is None else str(stage.version)
         serving = f"{stage.num_serving}/{len(stage.workers)}"
-        text += f"{serving:>9}{version:>9}{stage.rows_per_s:>9,.1f}{100 * busy:>6.0f}%{queued:>8,}"
+        text += f"{serving:>9}{version:>9}"
+        if stage.workers and not heard:
+            text += _UNKNOWN
+        else:
+            busy = max((worker.busy for worker in heard), default=0.0)
+            text += _load_text(stage.rows_per_s, busy, sum(worker.queued for worker in heard))
         if stage.empty_for_s > 0:
             text += f"  empty for {stage.empty_for_s:.0f} s"
     if count is not None and count.restarts:
         text += f"  restarts: {count.restarts}"
     return text
+
+
+def _load_text(rows_per_s: float, busy: float, queued: int) -> str:
+    return f"{rows_per_s:>9,.1f}{100 * busy:>6.0f}%{queued:>8,}"
 
 
 def _troubles(stages: SwarmStages | None) -> list[str]:
@@ -123,9 +134,14 @@ def _troubles(stages: SwarmStages | None) -> list[str]:
 
 
 def _troubles_of(worker: WorkerStatus) -> list[str]:
-    if not worker.unsaved_because:
-        return []
-    return [f"no checkpoint for {worker.unsaved_s:,.0f} s: {worker.unsaved_because}"]
+    found = []
+    if worker.silent_s:
+        found.append(f"has not answered for {worker.silent_s:,.0f} s; {worker.in_flight} micro-batches wait for it")
+    if worker.age_s > _OLD_S:
+        found.append(f"last heard of {worker.age_s:,.0f} s ago")
+    if worker.unsaved_because:
+        found.append(f"no checkpoint for {worker.unsaved_s:,.0f} s: {worker.unsaved_because}")
+    return found
 
 
 def _progress_text(sight: Sight) -> str:

@@ -215,6 +215,14 @@ class Balancer:
         known = self._workers.get(worker)
         return 0.0 if known is None else known.s_per_unit * units
 
+    def waits(self) -> dict[str, tuple[float, int]]:
+        """Since when nothing has come from each that has micro-batches under way, and how many; by worker."""
+        return {
+            worker.name: (max(worker.answered_s, min(grant.granted_s for grant in worker.grants)), len(worker.grants))
+            for worker in self._workers.values()
+            if worker.grants
+        }
+
     def loads(self) -> tuple[WorkerLoad, ...]:
         """All of them, the next one first."""
         least_s = min((worker.runtime_s for worker in self._workers.values()), default=0.0)

@@ -19,6 +19,7 @@ from trainer.driver.pool import StagePool
 from trainer.driver.presence import Deaths
 from trainer.driver.results import DriverStatus, Fate, MicroBatchResult, settlement_of
 from trainer.driver.router import Desk, Router
+from trainer.driver.silence import Silences
 from trainer.driver.steps import StepLoss, StepLosses
 from trainer.driver.workers import StageDirectory
 from trainer.errors import TrainerUsageError
@@ -74,6 +75,7 @@ class PipelineDriver:
         caller, deaths = StageCaller(endpoint, stages, form, config), Deaths(directory)
         self._desk = Desk.of(self._pools, caller, deaths, form, config, audit_seed)
         self._router: Router = HubRouter(self._desk) if config.routing == "hub" else ChainRouter(self._desk)
+        self._silences = Silences(endpoint, self._pools)
         self._steps = StepLosses(target_tokens)
         self._barrier = StepBarrier(endpoint, self._pools, config)
         self._fates: Counter[Fate] = Counter()
@@ -97,14 +99,15 @@ class PipelineDriver:
         """
         watching = asyncio.create_task(self._watch(), name="driver-watch")
         stopping = asyncio.create_task(self._stopping.wait(), name="driver-stop")
+        listening = asyncio.create_task(self._silences.watch(), name="driver-silences")
         try:
             while (micro_batch := await self._next(watching, stopping)) is not None:
                 self._begin(micro_batch)
             await self._drained(stopping)
         finally:
-            for task in (watching, stopping, *self._tasks):
+            for task in (watching, stopping, listening, *self._tasks):
                 task.cancel()
-            await asyncio.gather(watching, stopping, *self._tasks, return_exceptions=True)
+            await asyncio.gather(watching, stopping, listening, *self._tasks, return_exceptions=True)
             await self._desk.auditor.close()
 
     def stop(self) -> None:
@@ -125,6 +128,7 @@ class PipelineDriver:
             stalls={stage: pool.stalled_s for stage, pool in self._pools.items()},
             stages=tuple(pool.status() for pool in self._pools.values()),
             audit=self._desk.auditor.status(),
+            silent=self._silences.silent(),
         )
 
     # -- inside --------------------------------------------------------------------------------------------------------

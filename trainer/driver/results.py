@@ -118,6 +118,8 @@ class DriverStatus:
     """Seconds in all that each stage had no worker to send to, while there was something to send."""
     stages: tuple[StageStatus, ...]
     audit: AuditStatus = AuditStatus()
+    silent: Mapping[str, float] = field(default_factory=dict)
+    """Workers that micro-batches wait for and that do not answer: for how many seconds, by key."""
 
 
 def settlement_of(micro_batch: str, outcome: Outcome) -> Settlement:

@@ -100,6 +100,10 @@ class WorkerStatus(_Part):
     busy: float = Field(description="Share of the last while in which it computed, 0 to 1.")
     in_flight: int = Field(0, description="Requests of this driver under way at it.")
     banned_for_s: float = Field(0.0, description="How long this driver will not ask it yet; 0: it does.")
+    age_s: float = Field(0.0, description="How long ago it last said how it stands: how old its own figures are.")
+    silent_s: float = Field(
+        0.0, description="How long it has answered nothing while micro-batches of this driver wait for it; 0: it does."
+    )
     unsaved_s: float = Field(0.0, description="Age of its newest checkpoint, or since it began; 0: it makes none.")
     unsaved_because: str = Field("", description="Why the checkpoint that was due last is not there; empty: it is.")
 
@@ -109,9 +113,9 @@ class StageStatus(_Part):
 
     stage: str = Field(description="head, body-1, …, tail.")
     num_layers: int
-    num_serving: int = Field(description="Workers that take micro-batches and are not banned here.")
+    num_serving: int = Field(description="Workers that take micro-batches, answer and are not banned here.")
     version: int | None = Field(description="The newest of its workers; null: there are none.")
-    rows_per_s: float = Field(description="Summed over its workers.")
+    rows_per_s: float = Field(description="Summed over its workers that answer.")
     empty_for_s: float = Field(description="How long there has been nobody to send to; 0: there is somebody.")
     workers: tuple[WorkerStatus, ...]
 

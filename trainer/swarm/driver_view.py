@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from trainer.config import RunConfig
@@ -50,6 +50,8 @@ class _Picture:
 
     workers: tuple[Announcement, ...] = ()
     """Of all workers of this run file."""
+    ages_s: Mapping[str, float] = field(default_factory=dict)
+    """Since each was heard of, by key."""
     status: DriverStatus | None = None
     loss: float | None = None
     tokens_per_s: float = 0.0
@@ -99,7 +101,10 @@ class DriverView:
     def look(self) -> None:
         """Takes a picture of how it is now; in the driver's loop."""
         status = None if self._driver is None else self._driver.status()
-        self._picture = _Picture(self._presence.fitting(), status, self._loss, self._tokens_per_s())
+        workers, now_s = self._presence.fitting(), time.monotonic()
+        words = {said.peer_id: self._presence.last_word(said.peer_id) for said in workers}
+        ages_s = {key: now_s - word.heard_s for key, word in words.items() if word is not None}
+        self._picture = _Picture(workers, ages_s, status, self._loss, self._tokens_per_s())
 
     async def refresh(self) -> None:
         """Asks the keeper how the account stands."""
@@ -181,9 +186,11 @@ class DriverView:
         return StageStatus(
             stage=name,
             num_layers=len(self._shape.plan.ranges[self._shape.plan.index(name)]),
-            num_serving=sum(worker.status == "serving" and not worker.banned_for_s for worker in workers),
+            num_serving=sum(
+                worker.status == "serving" and not worker.banned_for_s and not worker.silent_s for worker in workers
+            ),
             version=max((worker.version for worker in workers), default=None),
-            rows_per_s=round(sum(worker.rows_per_s for worker in workers), 3),
+            rows_per_s=round(sum(worker.rows_per_s for worker in workers if not worker.silent_s), 3),
             empty_for_s=round(stalled.get(name, 0.0), 1),
             workers=tuple(sorted(workers, key=lambda worker: worker.uid)),
         )
@@ -200,6 +207,7 @@ def _workers_in(picture: _Picture) -> dict[str, list[WorkerStatus]]:
     for stage in picture.status.stages if picture.status is not None else ():
         banned |= stage.banned
         in_flight |= {load.worker: load.in_flight for load in stage.workers}
+    silent = picture.status.silent if picture.status is not None else {}
     workers: dict[str, list[WorkerStatus]] = {}
     for said in picture.workers:
         report = said.stage
@@ -218,6 +226,8 @@ def _workers_in(picture: _Picture) -> dict[str, list[WorkerStatus]]:
                 busy=round(report.busy, 3),
                 in_flight=in_flight.get(said.peer_id, 0),
                 banned_for_s=round(banned.get(said.peer_id, 0.0), 1),
+                age_s=round(picture.ages_s.get(said.peer_id, 0.0), 1),
+                silent_s=round(silent.get(said.peer_id, 0.0), 1),
                 unsaved_s=round(report.unsaved_s, 1),
                 unsaved_because=report.unsaved_because,
             )

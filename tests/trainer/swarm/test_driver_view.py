@@ -39,13 +39,14 @@ class Living:
 
     def __init__(self) -> None:
         self.done = 3
+        self.silent: dict[str, float] = {}
         self._thread = threading.get_ident()
 
     def status(self) -> DriverStatus:
         assert threading.get_ident() == self._thread
         load = WorkerLoad(OWN, runtime_s=0.0, s_per_unit=1.0, proven=True, in_flight=2, num_done=3)
         tail = StageStatus("tail", (load,), {OWN: "tail.0.40"}, {}, stalled_s=0.0)
-        return DriverStatus(4, self.done, 0, 0, 0, 99, {}, {}, {}, (tail,))
+        return DriverStatus(4, self.done, 0, 0, 0, 99, {}, {}, {}, (tail,), silent=self.silent)
 
 
 def tail_of(shape: SwarmShape, key: str, version: int, *, fits: bool) -> Announcement:
@@ -76,4 +77,9 @@ def test_other_threads_are_shown_a_picture(config: RunConfig, shape: SwarmShape)
     tail = seen.stages[-1]
     assert (seen.in_flight, tail.num_serving, tail.version) == (4, 1, 7)
     assert [(worker.peer_id, worker.in_flight) for worker in tail.workers] == [(OWN, 2)]
+    assert tail.workers[0].age_s < 60
+    driver.silent = {OWN: 12.0}
+    view.look()
+    tail = view.stages().stages[-1]
+    assert (tail.workers[0].status, tail.workers[0].silent_s, tail.num_serving) == ("serving", 12.0, 0)
     assert (tail.workers[0].unsaved_s, tail.workers[0].unsaved_because) == (63.0, "no space left")

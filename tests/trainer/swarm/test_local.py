@@ -339,6 +339,22 @@ def test_what_is_wrong_with_workers_is_shown_and_whose_it_is() -> None:
     assert "no checkpoint" not in "\n".join(stage_table(Sight(stages=troubled))), "the table of workers says it"
 
 
+def test_a_worker_that_does_not_answer_is_not_shown_as_busy() -> None:
+    stages = some_stages()
+    worker = a_worker("tail.0.42", node_id="tail.1", silent_s=12.3, age_s=30.0, in_flight=3)
+    tail = stages.stages[1].model_copy(update={"workers": (worker,), "version": 12, "empty_for_s": 0.0})
+    sight = Sight((ProcessCount("tail", 1, 1, 0),), stages.model_copy(update={"stages": (tail,)}))
+    _, row, *troubles, _, _ = stage_table(sight)
+    assert row.split() == ["tail", "1/1", "0/1", "12", "–", "–", "–"]
+    assert troubles == [
+        "tail.1: has not answered for 12 s; 3 micro-batches wait for it",
+        "tail.1: last heard of 30 s ago",
+    ]
+    assert sight.stages is not None
+    assert workers_table(sight.stages, None)[1].split()[:7] == ["tail.0.42", "tail.1", "silent", "12", "–", "–", "–"]
+    assert stage_table(sight, is_coloured=True)[1].startswith("\x1b[31mtail")
+
+
 def test_a_name_of_a_node_cannot_break_the_table() -> None:
     stages = some_stages()
     strange = stages.stages[0].model_copy(update={"workers": (a_worker("head.0.42", node_id="a\nb\x1b[2J" * 20),)})
