@@ -105,8 +105,8 @@ async def _ask(endpoint: Endpoint, terms: Terms, address: str, config: RunConfig
         if error.reason in _FOR_GOOD:
             raise IncompatiblePeerError(str(error)) from error
         logger.info("%s", error)
-    except RpcError as error:
-        logger.info("%s", error)
+    except RpcError as error:  # Discovery asks there too, and says so.
+        logger.debug("%s", error)
 
 
 def _sentence(strangers: list[Announcement], run_id: str, error: RefusedError) -> str:

@@ -9,7 +9,11 @@ its next one: that closes the gap which the replay guard, kept in memory only, w
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
+import os
+import re
+import socket
 import ssl
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -29,6 +33,8 @@ CERTIFICATE_NAME: Final = "node.genesis.invalid"
 """The name in every node's certificate; `.invalid` resolves nowhere (RFC 2606)."""
 
 _LIFETIME = timedelta(days=3650)
+_REFUSED = os.strerror(errno.ECONNREFUSED).lower()
+_ERRNO = re.compile(r"\[Errno ([0-9]+)\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,22 +82,50 @@ async def fetch_certificate(host: str, port: int, timeout_s: float) -> bytes:
     """The certificate (PEM) that is shown at an address: no more than a claim until a signed reply confirms it.
 
     Raises:
-        PeerUnavailableError: nothing there speaks TLS, or not in time.
+        PeerUnavailableError: there is no such host, it cannot be reached, or nothing there speaks TLS, or not in time.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
+    deadline_s = asyncio.get_running_loop().time() + timeout_s
+    writer = await _connected(host, port, deadline_s, timeout_s)
     try:
-        async with asyncio.timeout(timeout_s):
-            _, writer = await asyncio.open_connection(host, port, ssl=context)
-    except ConnectionRefusedError:
-        raise PeerUnavailableError(f"{host}:{port} refuses connections: nothing listens there (any more)") from None
+        async with asyncio.timeout_at(deadline_s):
+            await writer.start_tls(context)
+        der = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
     except (OSError, TimeoutError, ssl.SSLError) as error:
         reason = str(error) or f"no answer in {timeout_s:g} s"
         raise PeerUnavailableError(f"{host}:{port} shows no TLS certificate ({reason})") from None
-    try:
-        der = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
     finally:
         writer.transport.abort()
     return ssl.DER_cert_to_PEM_cert(der).encode()
+
+
+async def _connected(host: str, port: int, deadline_s: float, timeout_s: float) -> asyncio.StreamWriter:
+    """A connection on which nothing has been said yet; ``timeout_s`` is for the message.
+
+    Raises:
+        PeerUnavailableError: there is none to be had.
+    """
+    try:
+        async with asyncio.timeout_at(deadline_s):
+            _, writer = await asyncio.open_connection(host, port)
+    except TimeoutError:
+        raise PeerUnavailableError(f"{host}:{port} cannot be reached: no answer in {timeout_s:g} s") from None
+    except (OSError, UnicodeError) as error:
+        reason = _why_unreachable(error)
+        if reason == _REFUSED:
+            raise PeerUnavailableError(f"{host}:{port} refuses connections: nothing listens there (any more)") from None
+        raise PeerUnavailableError(f"{host}:{port} cannot be reached: {reason}") from None
+    return writer
+
+
+def _why_unreachable(error: OSError | UnicodeError) -> str:
+    if isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN:
+        return "its name cannot be looked up now"
+    if isinstance(error, UnicodeError | socket.gaierror):  # The former: no name at all, such as one of 70 letters.
+        return "no such host"
+    # Of a host with several addresses asyncio makes one error, which has the others' texts only.
+    numbers = {error.errno} if error.errno is not None else {int(number) for number in _ERRNO.findall(str(error))}
+    return ", ".join(os.strerror(number).lower() for number in sorted(numbers)) or str(error)

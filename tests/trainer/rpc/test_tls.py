@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import re
 import secrets
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -87,6 +90,53 @@ async def test_a_certificate_is_fetched_once_and_pinned_when_a_signed_answer_nam
         assert fetched == 2
         await _ask(caller, callee.peer)
         assert fetched == 2
+
+
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        (
+            OSError(errno.EHOSTUNREACH, "Connect call failed ('192.0.2.9', 4100)"),
+            "cannot be reached: no route to host",
+        ),
+        (OSError(errno.ENETUNREACH, "Connect call failed"), "cannot be reached: network is unreachable"),
+        (
+            OSError("Multiple exceptions: [Errno 113] Connect call failed ('::1', 1), [Errno 111] Connect call failed"),
+            "cannot be reached: connection refused, no route to host",
+        ),
+        (
+            OSError("Multiple exceptions: [Errno 111] Connect call failed ('::1', 1), [Errno 111] Connect call failed"),
+            "refuses connections: nothing listens there (any more)",
+        ),
+        (socket.gaierror(socket.EAI_NONAME, "Name or service not known"), "cannot be reached: no such host"),
+        (
+            socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"),
+            "cannot be reached: its name cannot be looked up now",
+        ),
+    ],
+)
+def test_what_the_network_says_is_said_in_words(failure: OSError, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no machine that runs tests can be counted on to answer."""
+
+    async def failing(_host: str, _port: int) -> None:
+        raise failure
+
+    monkeypatch.setattr("trainer.rpc.certificates.asyncio.open_connection", failing)
+    with pytest.raises(PeerUnavailableError, match=f"^{re.escape(f'gpu-7:4100 {said}')}$"):
+        asyncio.run(fetch_certificate("gpu-7", 4100, 5.0))
+
+
+@on_event_loop
+async def test_where_no_certificate_is_to_be_had_it_is_said_why() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        for host, port, timeout_s, said in (
+            ("127.0.0.1", silent.getsockname()[1], 0.2, r"shows no TLS certificate \(no answer in 0\.2 s\)"),
+            ("127.0.0.1", free.getsockname()[1], 20.0, "refuses connections: nothing listens there"),
+            ("x" * 70, 4100, 20.0, "cannot be reached: no such host"),
+        ):
+            with pytest.raises(PeerUnavailableError, match=f"^{host}:{port} {said}"):
+                await fetch_certificate(host, port, timeout_s)
 
 
 @on_event_loop
