@@ -2,20 +2,23 @@
 
 Files are renamed into ``{run}/set-aside/{now}/{stage}/``, from where they can be moved back; nothing is deleted, then
 or later. Killed half-way, the same call again does the rest. The run's workers must be stopped: one that runs knows
-nothing of it, and goes on writing its own. Where stages are on several machines it is done on each, to the same time.
+nothing of it, and goes on writing its own; while this machine has one it is refused. Where stages are on several
+machines it is done on each, to the same time.
 """
 
 from __future__ import annotations
 
 import errno
 from collections.abc import Collection
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from genesis.store.durable import make_folders, sync_folder
 from trainer.errors import CheckpointError
 from trainer.pipeline.plan import StagePlan
-from trainer.stagewise.naming import named_files, run_folder, spell_time
+from trainer.stagewise.in_use import alone_with, locked_stages
+from trainer.stagewise.naming import StageName, named_files, run_folder, spell_time
 from trainer.stagewise.sets import StageSet, newest_set
 
 __all__ = ["SET_ASIDE", "RollBack", "roll_back"]
@@ -44,6 +47,7 @@ def roll_back(
     plan: StagePlan | None = None,
     stages: Collection[str] = (),
     dry_run: bool = False,
+    in_use: bool = False,
 ) -> RollBack:
     """Makes the newest set at or before a time the newest there is.
 
@@ -55,30 +59,33 @@ def roll_back(
         plan: as for `newest_set`.
         stages: as for `newest_set`; others' files stay where they are.
         dry_run: only say what would be done.
+        in_use: also while workers of this machine write there, as when one of them goes back alone.
 
     Raises:
-        CheckpointError: there is no such set, or files cannot be moved. Without a set nothing was moved.
+        CheckpointError: there is no such set, workers write there, or files cannot be moved. Only in the last case was
+            anything moved.
     """
     found = newest_set(directory, run_id, at_us, plan=plan, stages=stages)
-    newer = sorted(
-        (
-            named
-            for named in named_files(directory, run_id)
-            if named.saved_us > at_us and (not stages or named.stage in stages)
-        ),
-        key=lambda named: named.saved_us,
-        reverse=True,  # Killed in between, what is left still reaches up to one moment.
-    )
-    folder = run_folder(directory, run_id) / SET_ASIDE / spell_time(now_us)
-    moved = [named.path for named in newer]
-    if not dry_run:
-        try:
+    run = run_folder(directory, run_id)
+    folder = run / SET_ASIDE / spell_time(now_us)
+    if dry_run:
+        return RollBack(found, folder, tuple(named.path for named in _newer(directory, run_id, at_us, stages)))
+    try:
+        with nullcontext() if in_use else alone_with(run, stages or {*found.files, *locked_stages(run)}):
+            newer = _newer(directory, run_id, at_us, stages)
             moved = [named.path for named in newer if _move(named.path, folder / named.stage / named.path.name)]
-        except OSError as error:
-            raise CheckpointError(
-                f"expected to move newer checkpoints to {folder}, found: {error}; mend that and do it again"
-            ) from error
+    except OSError as error:
+        raise CheckpointError(
+            f"expected to move newer checkpoints to {folder}, found: {error}; mend that and do it again"
+        ) from error
     return RollBack(found, folder, tuple(moved))
+
+
+def _newer(directory: str | Path, run_id: str, at_us: int, stages: Collection[str]) -> list[StageName]:
+    """Newest first: killed in between, what is left still reaches up to one moment."""
+    named = named_files(directory, run_id)
+    newer = (each for each in named if each.saved_us > at_us and (not stages or each.stage in stages))
+    return sorted(newer, key=lambda each: each.saved_us, reverse=True)
 
 
 def _move(path: Path, target: Path) -> bool:

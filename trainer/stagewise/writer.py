@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self, cast
@@ -22,6 +23,7 @@ from trainer.errors import CheckpointError
 from trainer.pipeline.plan import StagePlan
 from trainer.stagewise.config import StagewiseConfig
 from trainer.stagewise.contents import StageState, document_of
+from trainer.stagewise.in_use import held_by_writer
 from trainer.stagewise.naming import file_name, named_files, stage_folder, time_us
 
 __all__ = ["StageCheckpoints"]
@@ -57,6 +59,7 @@ class StageCheckpoints:
         self._leftovers = f".{_ANY_TIME}{file_name(0, who)[len(_ANY_TIME) :]}.tmp"
         self._buffers = HostBuffers()
         self._writing = BackgroundWrite(self._folder, "stage-checkpoint")
+        self._in_use = ExitStack()
         self._slot: int | None = None
         self._opened_us = 0
         self.saved = 0
@@ -80,6 +83,8 @@ class StageCheckpoints:
     def open(self, now: float) -> None:
         """Makes the folder and removes what a killed process of the same name left unfinished.
 
+        Until it is closed nobody rolls the stage back; so this comes before whatever reads what to go on from.
+
         Args:
             now: seconds since 1970: from here on the multiples of the interval are counted.
 
@@ -87,6 +92,7 @@ class StageCheckpoints:
             CheckpointError: the folder cannot be written to.
         """
         try:
+            self._in_use.enter_context(held_by_writer(self._folder.parent, self._stage))
             make_folders(self._folder)
             for leftover in self._folder.glob(self._leftovers):
                 leftover.unlink(missing_ok=True)
@@ -165,6 +171,7 @@ class StageCheckpoints:
             self.flush(timeout_s)
         finally:
             self._writing.end()
+            self._in_use.close()
 
     def __enter__(self) -> Self:
         return self

@@ -149,8 +149,8 @@ class WorkerNode:
         with self._watch, self._checkpoints:
             try:
                 with beginning():
-                    self._resume()
                     self._checkpoints.open(time.time())  # A folder that cannot be written to is said before it matters.
+                    self._resume()
                 self._worker.register()
                 self._network.start(self)
                 self._refuse_strangers()

@@ -66,5 +66,6 @@ def _roll_back(config: RunConfig, shape: SwarmShape, stage: str, at: str) -> Non
         now_us,
         plan=shape.plan,
         stages=(stage,),
+        in_use=True,  # By others of this stage, if there are any: what they know, this one takes up later.
     )
     logger.info("%d newer checkpoints of %s are set aside in %s", len(done.moved), stage, done.folder)

@@ -14,7 +14,7 @@ from tests.support.stage_files import ACTOR_RUN, actor_value, save_as_actor
 
 Start = Callable[..., ForkServerProcess]
 
-_NUM_EVENTS = 9
+_NUM_EVENTS = 11
 """More than a save has: the last ones succeed."""
 
 
