@@ -22,7 +22,7 @@ def failure(*arguments, expect=1, **environment):
 
 
 def test_an_unknown_source_names_the_known(tmp_path):
-    line = failure("populate", "--source", "finewebedu", "--store", tmp_path / "store")
+    line = failure("populate", "--source", "finewebedu", "--store", tmp_path / "store", expect=2)
     assert "finewebedu" in line
     assert "fineweb-edu" in line
 
