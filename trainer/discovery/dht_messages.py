@@ -55,6 +55,8 @@ class DhtSettings(Message):
     """Whether to ask the router (UPnP) for a way in."""
     rejoin_interval_s: _Timeout = 5.0
     """Seconds between two looks whether the initial peers are still connected."""
+    refresh_interval_s: _Timeout = 30.0
+    """Seconds without news of a part of the routing table after which nodes are looked for there."""
 
 
 class StoreRequest(Message):

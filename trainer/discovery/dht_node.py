@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import random
 import signal
 import socket
 import tempfile
@@ -28,6 +29,7 @@ from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import P2P, PeerID
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.serializer import MSGPackSerializer
+from hivemind.utils.timed_storage import get_dht_time
 
 from trainer.discovery.announcement import AnnouncementRefusedError, verify_announcement
 from trainer.discovery.dht_messages import MAX_RECORDS, MAX_VALUE_BYTES, DhtSettings, Record
@@ -88,7 +90,7 @@ class AnnouncementValidator(RecordValidatorBase):  # type: ignore[misc]
 
 
 class AnnouncementNode:
-    """The node, its rejoining loop and its libp2p daemon.
+    """The node, its loops that look for others, and its libp2p daemon.
 
     Args:
         settings: how it is to be.
@@ -98,7 +100,7 @@ class AnnouncementNode:
     def __init__(self, settings: DhtSettings, node: DHTNode) -> None:
         self._settings = settings
         self._node = node
-        self._rejoining = asyncio.create_task(self._rejoin_forever())
+        self._tasks = [asyncio.create_task(each()) for each in (self._rejoin_forever, self._refresh_forever)]
 
     @classmethod
     async def start(cls, settings: DhtSettings) -> AnnouncementNode:
@@ -124,7 +126,7 @@ class AnnouncementNode:
                 no_listen=settings.client_mode,
                 nat_port_map=settings.map_port,
                 record_validator=AnnouncementValidator(),
-                refresh_timeout=30.0,
+                refresh_timeout=None,  # See `_refresh_forever`.
                 # Every look-up asks for the newest record, which a cache never has.
                 cache_locally=False,
                 cache_nearest=0,
@@ -165,8 +167,10 @@ class AnnouncementNode:
         Raises:
             TimeoutError: they did not end in time.
         """
-        self._rejoining.cancel()
+        for task in self._tasks:
+            task.cancel()
         async with asyncio.timeout(timeout_s):
+            await asyncio.wait(self._tasks, timeout=timeout_s / 2)
             await self._node.shutdown()
 
     async def _rejoin_forever(self) -> None:
@@ -174,8 +178,29 @@ class AnnouncementNode:
         while seeds:
             joined = [await self._rejoin(seed) for seed in seeds]
             if any(joined):
-                await self._node.find_nearest_nodes([self._node.node_id])
+                await self._look_for([self._node.node_id])
             await asyncio.sleep(self._settings.rejoin_interval_s)
+
+    async def _refresh_forever(self) -> None:
+        """Looks for nodes in those parts of the routing table of which nothing was heard for a while.
+
+        hivemind 1.1.12 would do so itself, but hands its search an id in the place of a list of ids: its task ends with
+        the first part that is stale, and that exception is told when the node is thrown away.
+        """
+        interval_s = self._settings.refresh_interval_s
+        while True:
+            await asyncio.sleep(interval_s)
+            stale_before = get_dht_time() - interval_s
+            stale = [it for it in self._node.protocol.routing_table.buckets if it.last_updated < stale_before]
+            await self._look_for([DHTID(random.randint(bucket.lower, bucket.upper - 1)) for bucket in stale])
+
+    async def _look_for(self, ids: list[DHTID]) -> None:
+        """Asks those that are known for nodes near these ids; whoever answers is in the routing table then."""
+        try:
+            if ids:
+                await self._node.find_nearest_nodes(ids)
+        except Exception as error:  # noqa: BLE001 - peers that are gone raise nothing here; whatever does is told
+            logger.warning("looking for nodes did not work: %s: %s", type(error).__name__, error)
 
     async def _rejoin(self, seed: Multiaddr) -> bool:
         """Joins a seed that is not in the routing table; whether it newly is."""

@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_CONCURRENT = 64
 _STOP_TIMEOUT_S = 5.0
+_GIVE_UP_S = 1.0
 _PARENT_CHECK_INTERVAL_S = 2.0
 
 
@@ -65,17 +66,26 @@ class _Service:
         self._running: set[asyncio.Task[None]] = set()
 
     async def serve(self, requests: StreamReader) -> None:
-        """Until standard input ends."""
-        while line := await requests.readline():
-            try:
-                request = request_adapter.validate_json(line)
-            except ValidationError as error:
-                logger.error("a request that cannot be read: %s", error.errors(include_input=False)[0]["msg"])
-                continue
-            await self._places.acquire()
-            task = asyncio.create_task(self._answer(request))
-            self._running.add(task)
-            task.add_done_callback(self._finished)
+        """Until standard input ends; what is under way then is given up before the node it needs."""
+        try:
+            while line := await requests.readline():
+                await self._begin(line)
+        finally:
+            for task in self._running:
+                task.cancel()
+            if self._running:
+                await asyncio.wait(self._running, timeout=_GIVE_UP_S)
+
+    async def _begin(self, line: bytes) -> None:
+        try:
+            request = request_adapter.validate_json(line)
+        except ValidationError as error:
+            logger.error("a request that cannot be read: %s", error.errors(include_input=False)[0]["msg"])
+            return
+        await self._places.acquire()
+        task = asyncio.create_task(self._answer(request))
+        self._running.add(task)
+        task.add_done_callback(self._finished)
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)

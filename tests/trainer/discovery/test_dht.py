@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import shutil
 import signal
@@ -44,7 +45,12 @@ _DRIVER = "-"
 """Instead of a worker's name."""
 
 
-def _settings(*initial_peers: str, identity_path: Path | None = None, listen: tuple[str, ...] = _LISTEN) -> DhtSettings:
+def _settings(
+    *initial_peers: str,
+    identity_path: Path | None = None,
+    listen: tuple[str, ...] = _LISTEN,
+    refresh_interval_s: float = 30.0,
+) -> DhtSettings:
     return DhtSettings(
         parent_pid=os.getpid(),
         initial_peers=initial_peers,
@@ -52,6 +58,7 @@ def _settings(*initial_peers: str, identity_path: Path | None = None, listen: tu
         identity_path=None if identity_path is None else str(identity_path),
         map_port=False,
         rejoin_interval_s=0.5,
+        refresh_interval_s=refresh_interval_s,
     )
 
 
@@ -266,6 +273,32 @@ def test_who_knows_a_node_and_no_seed_finds_all_and_is_found_by_all(tmp_path: Pa
                     await newcomer.close()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_without_a_seed_a_node_looks_on_says_so_and_ends_in_order(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The seed is away, comes, and goes again; what the node's process logs as an error comes out as one here."""
+
+    async def until_said(discovery: DhtDiscovery, said: str) -> None:
+        async with asyncio.timeout(_WITHIN_S):
+            while discovery.silence() != said:
+                await asyncio.sleep(0.1)
+
+    async def scenario() -> None:
+        async with _process(identity_path=tmp_path / "seed.id") as seed:
+            [address] = (await seed.status(5.0)).addresses
+        async with _process(address, refresh_interval_s=0.1) as node, _discovery("alone", address) as alone:
+            await asyncio.sleep(1.0)  # Several of its looks, with nobody to ask.
+            assert alone.silence() == f"nobody answers at {address}"
+            async with _process(identity_path=tmp_path / "seed.id", listen=(_bare(address),)):
+                await _until_joined(node)
+                await until_said(alone, f"the DHT of {address} knows nobody of run run")
+
+    with caplog.at_level(logging.WARNING, "trainer.discovery"):
+        asyncio.run(scenario())
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("trainer.")] == []
 
 
 def _bare(address: str) -> str:
