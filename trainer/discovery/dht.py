@@ -21,6 +21,7 @@ import contextlib
 import ipaddress
 import logging
 import os
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 
@@ -136,19 +137,26 @@ class DhtDiscovery:
         await self.process.close()
 
     async def _repeat(self, what: Callable[[], Awaitable[None]]) -> None:
-        """Does it every poll interval; tells once when it begins to fail and once when it works again."""
-        failing = False
+        """Does it every poll interval; tells once that it fails, when it has for a while, and once when it works again.
+
+        A node of the DHT that goes takes some look-ups with it; nothing is lost until announcements expire.
+        """
+        failing_since_s: float | None = None
+        told = False
         with contextlib.suppress(DiscoveryError):
             await self.process.wait_ready(_FIRST_READY_S, first_start_only=True)
         while True:
             try:
                 await what()
-                if failing:
+                if told:
                     logger.info("the DHT works again")
-                failing = False
+                failing_since_s, told = None, False
             except DiscoveryError as error:
-                logger.log(logging.DEBUG if failing else logging.WARNING, "%s; trying on", error)
-                failing = True
+                now_s = time.monotonic()
+                failing_since_s = now_s if failing_since_s is None else failing_since_s
+                is_news = not told and now_s - failing_since_s >= self._config.announcement_lifetime_s / 2
+                told = told or is_news
+                logger.log(logging.WARNING if is_news else logging.DEBUG, "%s; trying on", error)
             await asyncio.sleep(self._config.poll_interval_s)
 
     async def _store(self) -> None:
