@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,6 +43,7 @@ def up_command(
     json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output.")] = False,
 ) -> int:
     """Starts seeds, workers and drivers on this machine, shows how they stand, and ends all of them together."""
+    from trainer.cli.swarm_ending import ending_texts
     from trainer.cli.swarm_lines import swarm_line
     from trainer.node.stopping import StopRequest
     from trainer.swarm.children import RestartPolicy
@@ -55,17 +57,18 @@ def up_command(
     swarm = _swarm_of(config, run, workers, drivers, seeds, store, max_steps, (*settings, *_shares(config, workers)))
     stop = StopRequest()
     display = swarm_line(as_json=json)
+    began_at = time.time()
     with stop.on_signals():
         outcome = run_local(swarm, logs, RestartPolicy(enabled=restart), display, stop)
     if outcome.exit_code == 2:
         raise TrainerUsageError(outcome.reason)
+    named_store = store or any(setting.startswith("data.store=") for setting in settings)
+    for text in ending_texts(config, run, logs, began_at, config.data.store if named_store else ""):
+        display.event(text)
     if outcome.exit_code:
         raise TrainerError(outcome.reason)
     if stop.signal is not None:
         raise StoppedBySignal(stop.signal)
-    checkpoints = Path(config.swarm.checkpoint.directory).expanduser()
-    hint = f"python -m trainer export --run {run} --checkpoint-dir {checkpoints}"
-    display.event(f"for one model of the stages: {hint}{f' --store {store}' if store else ''} DIR")
     return 0
 
 

@@ -14,7 +14,7 @@ from trainer.observe.pipeline import StageStatus, SwarmAccount, SwarmStages, Wor
 from trainer.swarm.running import Display
 from trainer.swarm.sight import ProcessCount, Sight
 
-__all__ = ["account_text", "stage_table", "status_json", "swarm_line", "workers_table"]
+__all__ = ["account_text", "settled_text", "stage_table", "status_json", "swarm_line", "workers_table"]
 
 _BOLD, _RED, _RESET = "\x1b[1m", "\x1b[31m", "\x1b[0m"
 _TERMINAL_EVERY_S, _LINE_EVERY_S = 1.0, 10.0
@@ -67,6 +67,23 @@ def account_text(account: SwarmAccount | None) -> str:
         text += f"; {account.reissued:,} given again"
     perished = max((share.micro_batches for share in account.perished), default=0)
     return text + (f"; at most {perished:,} of them perished in a stage" if perished else "")
+
+
+def settled_text(account: SwarmAccount, num_steps: int) -> str:
+    """The account in the end: what is open then is held by nobody, but for leases of drivers that were killed.
+
+    Args:
+        account: as its keeper left it.
+        num_steps: of the run.
+    """
+    found = account.micro_batches
+    handed_back = min(account.waiting, found.open)
+    text = f"step {num_steps}; {found.leased:,} micro-batches leased = {found.done:,} done + {found.lost:,} lost"
+    if handed_back:
+        text += f" + {handed_back:,} handed back (the next start leases them again)"
+    if found.open > handed_back:
+        text += f" + {found.open - handed_back:,} of drivers that did not settle (the next start asks the workers)"
+    return text if found.adds_up and account.tokens.adds_up else f"{text} (does NOT add up)"
 
 
 def workers_table(stages: SwarmStages, account: SwarmAccount | None) -> list[str]:

@@ -16,7 +16,6 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import TypeVar
 
 from loader.errors import LoaderError
@@ -56,6 +55,7 @@ from trainer.swarm.announcing import Presence
 from trainer.swarm.beginning import beginning
 from trainer.swarm.building import codec_of
 from trainer.swarm.driver_view import DriverView
+from trainer.swarm.last_account import ledger_folder, write_last_account
 from trainer.swarm.shape import SwarmShape, shape_of, target_tokens_of
 
 __all__ = ["DriverNode", "run_driver"]
@@ -139,6 +139,7 @@ class DriverNode:
             if self._keeper is not None:
                 await self._keeper.start()
                 stack.push_async_callback(self._keeper.stop)
+                stack.push_async_callback(self._leave_account)
             await self._hear_of_keeper()
             work = self._client(lanes, spec)
             await work.start()
@@ -159,6 +160,17 @@ class DriverNode:
         self.view.look()
         if self._config.api.enabled and not self._stop():
             await asyncio.sleep(_SHOWN_S)
+
+    async def _leave_account(self) -> None:
+        """Of the keeper: everything is settled or handed back."""
+        try:
+            await self.view.refresh()
+        except TrainerError as error:
+            logger.warning("%s", error)
+            return
+        account = self.view.account()
+        if account is not None:
+            write_last_account(self._config, account)
 
     async def _drive(self, driver: PipelineDriver) -> None:
         """Until there is nothing left to do here, or one of what has to go on meanwhile fails.
@@ -258,7 +270,7 @@ class DriverNode:
 
     def _open_account(self, lanes: tuple[Lane, ...], spec: LedgerSpec) -> None:
         config = self._config
-        folder = Path(config.state_dir).expanduser() / "ledger" / config.run_id
+        folder = ledger_folder(config)
         folder.mkdir(parents=True, exist_ok=True)
         with beginning():
             ledger, journal = open_ledger(

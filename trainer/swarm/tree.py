@@ -29,6 +29,12 @@ logger = logging.getLogger(__name__)
 _TICK_S = 0.05
 _KILL_WAIT_S = 10.0
 _EMPTY_STAGE_S = 10.0
+_SAY_S = 10.0
+_DOES: dict[Role, str] = {
+    "driver": "settle what is under way",
+    "worker": "answer what is under way, save and hand over",
+    "seed": "end",
+}
 _END_ORDER: tuple[Role, ...] = ("driver", "worker", "seed")
 
 
@@ -70,6 +76,8 @@ class ProcessTree:
         self._grace_s = grace_s
         self._asked = asked
         self._has_heard = False
+        self._said_s = 0.0
+        """When it was said last whom the end waits for."""
         self._empty_since_s: dict[str, float] = {}
 
     def __enter__(self) -> Self:
@@ -132,13 +140,22 @@ class ProcessTree:
     def _end(self, children: Sequence[Child]) -> None:
         for child in children:
             child.ask_to_end()
-        if not _wait(children, self._grace_s, self._listen):
+        began_s = self._said_s = time.monotonic()
+        if not _wait(children, self._grace_s, lambda: self._listen(children, began_s)):
             slow = [child for child in children if not child.has_ended()]
             self.num_killed += len(slow)
             self._tell(f"{_named(slow)}: not ended {self._grace_s:g} s after SIGTERM; killed")
             self._kill(slow)
 
-    def _listen(self) -> None:
+    def _listen(self, children: Sequence[Child], began_s: float) -> None:
+        """While children of a role end: says now and then whom it waits for, and at once to whoever asks once more."""
+        now_s = time.monotonic()
+        if now_s - self._said_s >= _SAY_S:
+            self._said_s = now_s
+            slow = [child for child in children if not child.has_ended()]
+            if slow:
+                what, left_s = _DOES[slow[0].spec.role], max(0.0, began_s + self._grace_s - now_s)
+                self._tell(f"waiting for {_named(slow)} to {what}; killed in {left_s:.0f} s otherwise")
         if not self._has_heard and self._asked():
             self._has_heard = True
             left = [child for child in self.children if not child.has_ended()]

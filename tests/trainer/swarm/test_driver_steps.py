@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ from trainer.inner import StepResult, lr_at
 from trainer.node.data import open_session
 from trainer.node.stopping import StopRequest
 from trainer.swarm.driver_node import DriverNode
+from trainer.swarm.last_account import read_last_account
 from trainer.swarm.shape import shape_of, target_tokens_of
 
 
@@ -63,3 +66,40 @@ def test_steps_and_their_rate_go_on_where_the_account_is(config: RunConfig) -> N
     trained(55)
     assert step() == 54, "another driver's are among them"
     assert [result.lr for result in line.results] == [lr_at(result.step, config.inner) for result in line.results]
+
+
+def test_what_a_keeper_leaves_is_the_account_behind_its_own_settling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has leased and there is nobody to send to: in the end nothing is held, all is handed back."""
+    monkeypatch.setattr("trainer.swarm.driver_node._FIRST_WORKERS_S", 0.0)
+    content = {
+        "node_id": "driver-1",
+        "data": {"store": str(text_store())},
+        "model": {"preset": "tiny"},
+        "inner": {"micro_batch_size": 2, "seq_len": 32},
+        "swarm": {"num_stages": 3, "driver": {"drain_s": 0.2}},
+        "rpc": {"host": "127.0.0.1", "public_address": "127.0.0.1"},
+        "api": {"enabled": False},
+        "state_dir": str(tmp_path),
+    }
+    config, stop, began_at = from_mapping(RunConfig, content), StopRequest(), time.time() - 1
+    node = DriverNode(config, shape_of(config), open_session(config.data), stop, Remembered())
+
+    def ask_once_it_has_leased() -> None:
+        deadline_s = time.monotonic() + 30
+        while time.monotonic() < deadline_s:
+            account = node.view.account()
+            if account is not None and account.micro_batches.leased:
+                break
+            time.sleep(0.05)
+        stop.ask()
+
+    asking = threading.Thread(target=ask_once_it_has_leased)
+    asking.start()
+    asyncio.run(node.run())
+    asking.join()
+    account = read_last_account(config, began_at)
+    assert account is not None
+    assert account.leases == 0
+    assert account.waiting == account.micro_batches.open == account.micro_batches.leased > 0

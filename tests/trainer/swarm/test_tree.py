@@ -222,6 +222,17 @@ def test_a_second_ctrl_c_kills_what_is_left(make: Callable[..., Watched]) -> Non
     assert watched.told == ["interrupted: killing head.1; what they have not saved is lost, checkpoints stay whole"]
 
 
+def test_while_it_is_ending_it_says_now_and_then_what_is_waited_for(
+    make: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.swarm.tree._SAY_S", 0.2)
+    watched = make(grace_s=0.5)
+    with watched.tree as tree:
+        watched.until_up(tree.add(small_child("head.1", STUBBORN)), tree.add(small_child("tail.1", OBEYS)))
+    assert watched.told[0].startswith("waiting for head.1 to answer what is under way, save and hand over; killed in ")
+    assert watched.told[-1] == "head.1: not ended 0.5 s after SIGTERM; killed"
+
+
 @pytest.mark.parametrize("was_asked_before", [True, False])
 def test_who_asks_for_the_end_while_it_is_ending_hears_what_is_waited_for(
     was_asked_before: bool, make: Callable[..., Watched]
