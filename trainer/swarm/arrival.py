@@ -43,6 +43,7 @@ class Arrival:
     """Whether to give up: the worker is asked to stop. May raise what ends it."""
     clock: Callable[[], float]
     sleep: Callable[[float], None]
+    _told_s: float = -_TOLD_EVERY_S
 
     def run(self) -> bool:
         """Waits until this worker may serve.
@@ -51,7 +52,7 @@ class Arrival:
             Whether it may: it is current, or alone in its stage. False: it is asked to stop.
         """
         window = JoinWindow(self.config)
-        told_s = -_TOLD_EVERY_S
+        self._told_s = -_TOLD_EVERY_S
         while not self.is_over():
             others = self.others()
             if not others:
@@ -61,19 +62,30 @@ class Arrival:
                 continue
             frontier, position = _place_of(others)
             if not window.is_open(frontier, position, self.clock()):
+                self._tell("their state is taken up when", frontier, position)
                 self.sleep(_LOOK_S)
                 continue
-            if self.take_up() and not self._is_left_behind():
+            took_up = self.take_up()
+            if took_up and not self._is_left_behind():
                 return True
-            if self.clock() - told_s >= _TOLD_EVERY_S:
-                told_s = self.clock()
-                logger.info(
-                    "not current yet: the others are in round %d, this worker in round %d; asking on",
-                    frontier,
-                    self.round_index(),
-                )
+            what = "what was taken up is too old by now" if took_up else "none hands out a state yet"
+            self._tell(f"{what}; they are asked again in {_RETRY_S:g} s, then when", frontier, position)
             self.sleep(_RETRY_S)
         return False
+
+    def _tell(self, what: str, frontier: int, position: float) -> None:
+        """What is waited for, and what ends the waiting at the latest; now and then."""
+        if self.clock() - self._told_s < _TOLD_EVERY_S:
+            return
+        self._told_s = self.clock()
+        logger.info(
+            "waiting for the stage's state: %s the next round of the others begins (round %d is %.0f %% through), or "
+            "when it has not moved for %g s",
+            what,
+            frontier,
+            100 * position,
+            self.config.idle_s,
+        )
 
     def _is_left_behind(self) -> bool:
         frontier = frontier_of([report.round_index for report in self.others()])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -144,3 +145,17 @@ def test_a_worker_that_is_to_stop_or_cannot_go_on_does_not_serve() -> None:
 
     with pytest.raises(TrainerError, match="compute thread"):
         Stage().arrival(broken).run()
+
+
+def test_what_is_waited_for_and_what_ends_it_is_said_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "trainer.swarm.arrival"):
+        assert Stage(now_s=5.0, fails=1).arrival().run()
+        assert Stage(now_s=60.2, fails=100, ends_at_s=200.0).arrival().run() is False
+    first, second, *later = [record.message for record in caplog.records]
+    end = "the next round of the others begins (round {}), or when it has not moved for 1e+06 s"
+    begin = "waiting for the stage's state: "
+    assert first == f"{begin}their state is taken up when {end.format('100 is 50 % through')}"
+    assert second == f"{begin}none hands out a state yet; they are asked again in 2 s, then when " + end.format(
+        "106 is 2 % through"
+    )
+    assert len(later) == 2, "once a minute"
