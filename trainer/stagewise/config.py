@@ -25,7 +25,8 @@ class StagewiseConfig:
     """A stage is written at the first optimizer step behind each multiple of this of the wall clock, the same multiples
     on all machines; 0: never."""
     keep: int = 6
-    """How many intervals of a stage are kept, of all its workers; a stage's file has 12 bytes a parameter."""
+    """How many files of each worker are kept, none older than the newest so many intervals of its stage; a stage's file
+    has 12 bytes a parameter."""
     begin_anew: bool = False
     """A stage of which there is no checkpoint and no worker begins with first weights, though others have saved what
     they have learned."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self, cast
@@ -24,7 +25,7 @@ from trainer.pipeline.plan import StagePlan
 from trainer.stagewise.config import StagewiseConfig
 from trainer.stagewise.contents import StageState, document_of
 from trainer.stagewise.in_use import held_by_writer
-from trainer.stagewise.naming import file_name, named_files, stage_folder, time_us
+from trainer.stagewise.naming import StageName, file_name, named_files, stage_folder, time_us
 
 __all__ = ["StageCheckpoints"]
 
@@ -74,6 +75,9 @@ class StageCheckpoints:
         """Time of the newest that is on the disk; 0: none of this process's is."""
         self.last_version = 0
         """Optimizer steps of that one: what outlives this worker."""
+        self.last_mark: Hashable = None
+        """What tells the newest state that need not be saved from others: of the newest on the disk, or as set."""
+        self._last_path: Path | None = None
 
     @property
     def busy(self) -> bool:
@@ -108,12 +112,13 @@ class StageCheckpoints:
         is_known = self._config.interval_s and self._slot is not None
         return max(0.0, (time_us(now) - since_us) / 1e6) if is_known else 0.0
 
-    def maybe_save(self, now: float, state_fn: Callable[[], StageState]) -> bool:
+    def maybe_save(self, now: float, state_fn: Callable[[], StageState], mark: Hashable = None) -> bool:
         """Saves if a multiple of the interval has passed since the last one; to be called at every optimizer step.
 
         Args:
             now: the wall clock, seconds since 1970. A clock that is set back saves at once, and goes on from there.
             state_fn: the state as it is now; called only if it is saved, and may change when this returns.
+            mark: differs from that of any other state; for `save_changes`.
 
         Returns:
             Whether a save has begun; if the one before is still being written, none does.
@@ -134,10 +139,37 @@ class StageCheckpoints:
             self.skipped += 1
             self.failure = "the one before is still being written"
             return False
-        self._begin(now, state_fn())
+        self._begin(now, state_fn(), mark)
         return True
 
-    def save(self, now: float, state: StageState, *, timeout_s: float = TIMEOUT_S) -> None:
+    def save_changes(
+        self, now: float, state_fn: Callable[[], StageState], mark: Hashable, *, replaces_last: bool = False
+    ) -> bool:
+        """Saves as `save` does, unless what is on the disk is this state.
+
+        Args:
+            now: as for `save`.
+            state_fn: the state as it is now; called only if it is saved.
+            mark: differs from that of any other state.
+            replaces_last: the newest of this process's is not wanted any more, once this one is on the disk.
+
+        Returns:
+            Whether it was saved.
+
+        Raises:
+            CheckpointError: it could not be written, or not in time.
+        """
+        self.flush()
+        if mark is not None and mark == self.last_mark:
+            return False
+        replaced = self._last_path if replaces_last else None
+        self.save(now, state_fn(), mark=mark)
+        if replaced is not None and replaced != self._last_path:
+            with suppress(OSError):  # Then it goes when it is old.
+                replaced.unlink()
+        return True
+
+    def save(self, now: float, state: StageState, *, mark: Hashable = None, timeout_s: float = TIMEOUT_S) -> None:
         """Saves whatever the time is, and waits until it is on the disk; for the way out.
 
         Raises:
@@ -148,7 +180,7 @@ class StageCheckpoints:
         deadline_s = time.monotonic() + timeout_s
         self.flush(timeout_s)
         failed = self.failed
-        self._begin(now, state)
+        self._begin(now, state, mark)
         self.flush(max(0.0, deadline_s - time.monotonic()))
         if self.failed > failed:
             raise CheckpointError(f"{self._folder}: the checkpoint could not be written: {self.failure}")
@@ -189,14 +221,14 @@ class StageCheckpoints:
     def _slot_of(self, now: float) -> int:
         return time_us(now) // time_us(self._config.interval_s) if self._config.interval_s else 0
 
-    def _begin(self, now: float, state: StageState) -> None:
+    def _begin(self, now: float, state: StageState, mark: Hashable) -> None:
         saved_us = time_us(now)
         document = document_of(self._run_id, self._plan, self._stage, saved_us, state)
         staged = self._buffers.stage(document)
         version = state.version
-        self._writing.begin(lambda: self._write(staged, saved_us, version))
+        self._writing.begin(lambda: self._write(staged, saved_us, version, mark))
 
-    def _write(self, staged: Staged, saved_us: int, version: int) -> None:
+    def _write(self, staged: Staged, saved_us: int, version: int, mark: Hashable) -> None:
         path = self._folder / file_name(saved_us, self._who)
         try:
             staged.wait()
@@ -213,6 +245,7 @@ class StageCheckpoints:
             return
         self.saved += 1
         self.last_saved_us, self.last_version, self.failure = saved_us, version, ""
+        self.last_mark, self._last_path = mark, path
         try:
             self._drop_old()
         except OSError as error:
@@ -229,14 +262,28 @@ class StageCheckpoints:
         sync_folder(self._folder)
 
     def _drop_old(self) -> None:
-        """Leaves the files of the newest intervals, of whatever worker: one that has left cannot drop its own."""
-        named = [found for found in named_files(self._config.directory, self._run_id) if found.stage == self._stage]
-        interval_us = max(1, time_us(self._config.interval_s))
-        slots = sorted({found.saved_us // interval_us for found in named}, reverse=True)
-        kept = set(slots[: self._config.keep])
-        for found in named:
-            if found.saved_us // interval_us not in kept:
-                found.path.unlink(missing_ok=True)
+        """Of whatever worker: one that has left cannot drop its own."""
+        named = (found for found in named_files(self._config.directory, self._run_id) if found.stage == self._stage)
+        files = (found for found in named if not found.path.is_dir())
+        for found in _too_many(files, self._config.keep, max(1, time_us(self._config.interval_s))):
+            found.path.unlink(missing_ok=True)
+
+
+def _too_many(named: Iterable[StageName], keep: int, interval_us: int) -> list[StageName]:
+    """All but each worker's newest ``keep``, of the stage's newest ``keep`` intervals.
+
+    By workers, since one that is started again and again writes several within an interval; by intervals too, or those
+    of workers that have left would stay for ever.
+    """
+    newest_first = sorted(named, key=lambda found: found.saved_us, reverse=True)
+    intervals = sorted({found.saved_us // interval_us for found in newest_first}, reverse=True)[:keep]
+    ranks: Counter[str] = Counter()
+    dropped = []
+    for found in newest_first:
+        ranks[found.who] += 1
+        if ranks[found.who] > keep or found.saved_us // interval_us not in intervals:
+            dropped.append(found)
+    return dropped
 
 
 def _few_words(error: OSError | RuntimeError) -> str:

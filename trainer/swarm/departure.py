@@ -3,8 +3,9 @@
     no new micro-batches → what is under way is answered → nothing is counted any more → step and save → a last round
 
 Once nothing is counted any more, drivers send to others; so whatever is acknowledged is in the state that is saved, and
-in the round where one can be had. Saving comes before sharing: it is what the worker can do alone. All of it has one
-deadline, half of which is for answers. As in `trainer.swarm.arrival`, threads and network are given as functions.
+in the round where one can be had. Saving comes before sharing: it is what the worker can do alone. A round that changed
+the state is saved behind it, and that file replaces the one from before. All of it has one deadline, half of which is
+for answers. As in `trainer.swarm.arrival`, threads and network are given as functions.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ class Departure:
     refuse: Callable[[], None]
     """From then on nothing is counted."""
     save: Callable[[float], None]
-    """Steps with what was counted, and saves; at most so many seconds. May raise what ends the worker."""
+    """Steps with what was counted, and saves what is not on disk yet; at most so many seconds. May raise what ends the
+    worker."""
     share: Callable[[float], None]
-    """Shares it with the others in a round, if they have one; at most so many seconds."""
+    """Shares it with the others in a round, if they have one, and saves what that changed; at most so many seconds."""
     clock: Callable[[], float]
     sleep: Callable[[float], None]
 

@@ -86,6 +86,9 @@ class WorkerNode:
         self._resumed_version = 0
         self._resumed: tuple[str, int] = ("", 0)
         """The incarnation whose work it goes on with, and how much of it, until it takes up another state."""
+        self._num_changes = 0
+        """Of the state by something else than a step."""
+        self._has_saved_before_round = False
         self._published_round = -1_000_000
         self._num_tokens = 0
         self._gossip: concurrent.futures.Future[None] | None = None
@@ -151,6 +154,7 @@ class WorkerNode:
                 with beginning():
                     self._checkpoints.open(time.time())  # A folder that cannot be written to is said before it matters.
                     self._resume()
+                    self._checkpoints.last_mark = self._mark()  # What it begins with can be had again.
                 self._worker.register()
                 self._network.start(self)
                 self._refuse_strangers()
@@ -258,6 +262,7 @@ class WorkerNode:
         self._keeping.adopt(shared)
         self._resumed = ("", 0)
         self._abreast.is_anew = False
+        self._num_changes += 1
         versions = [report.version for report in self._mates.serving()]
         self._worker.stepper.start_over(median_low(versions) if versions else self._built.replica.version)
         self._network.publish(shared)
@@ -308,11 +313,13 @@ class WorkerNode:
         """In the compute thread, behind each step."""
         self._watch.stepped(info)
         self._num_tokens += info.num_tokens
-        self._checkpoints.maybe_save(time.time(), self._state)
+        if self._worker.service.status != "leaving":  # It saves what it knows in the end.
+            self._checkpoints.maybe_save(time.time(), self._state, self._mark())
         self._worker.shared.saved(self._checkpoints.last_version)
 
     def _after_round(self, outcome: OuterResult) -> None:
         self._watch.round(outcome)
+        self._num_changes += outcome.committed
         if self._keeping.has_lost_touch(outcome):
             self._lost_touch = True
         elif outcome.committed and self._config.strategy == "diloco":
@@ -357,7 +364,7 @@ class WorkerNode:
         """In the compute thread, which counts nothing any more."""
         self._worker.stepper.joining = True  # Nor does it follow the others' steps behind that.
         self._worker.stepper.flush()
-        self._save()
+        self._has_saved_before_round = self._save()
 
     def _share(self) -> None:
         """In the compute thread."""
@@ -366,11 +373,16 @@ class WorkerNode:
             return
         self._worker.stepper.note(outcome)
         if outcome.committed:
-            self._save()
+            self._save(replaces_last=self._has_saved_before_round)
 
-    def _save(self) -> None:
-        self._checkpoints.save(time.time(), self._state())
+    def _save(self, *, replaces_last: bool = False) -> bool:
+        has_saved = self._checkpoints.save_changes(time.time(), self._state, self._mark(), replaces_last=replaces_last)
         self._worker.shared.saved(self._checkpoints.last_version)
+        return has_saved
+
+    def _mark(self) -> tuple[object, ...]:
+        """Differs from state to state."""
+        return (self._built.replica.version, self._num_changes, *self._keeping.place())
 
     # -- what it says --------------------------------------------------------------------------------------------------
 

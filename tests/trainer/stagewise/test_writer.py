@@ -108,6 +108,64 @@ def test_so_many_intervals_of_a_stage_are_kept_whoever_wrote_them(tmp_path: Path
     assert len(_names(tmp_path, "tail")) == 1
 
 
+def test_one_worker_has_no_more_files_than_are_kept_however_often_it_is_started_again(tmp_path: Path) -> None:
+    for second in range(5):
+        write_stage(tmp_path, _PLAN, "head", 600.0 + second, _state(second), who="a", keep=2)
+    write_stage(tmp_path, _PLAN, "head", 605.0, _state(5), who="b", keep=2)
+    assert [name[13:15] + name[-4] for name in _names(tmp_path)] == ["03a", "04a", "05b"]
+
+
+def test_a_folder_named_like_a_checkpoint_is_left_alone_and_old_ones_go_all_the_same(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "head" / "19700101T000000.000000Z-a.pt"
+    folder.mkdir(parents=True)
+    for second in range(3):
+        write_stage(tmp_path, _PLAN, "head", 600.0 + second, _state(second), who="a", keep=2)
+    assert [name[13:15] for name in _names(tmp_path)] == ["00", "01", "02"]
+
+
+def test_what_is_on_the_disk_is_not_saved_again(tmp_path: Path) -> None:
+    with _checkpoints(tmp_path) as checkpoints:
+        checkpoints.open(0.0)
+        checkpoints.last_mark = "first"
+        assert not checkpoints.save_changes(1.0, lambda: _state(0), "first")
+        assert checkpoints.maybe_save(601.0, lambda: _state(1), "second")
+        assert not checkpoints.save_changes(602.0, lambda: _state(1), "second")
+        assert checkpoints.save_changes(603.0, lambda: _state(2), "third")
+        assert not checkpoints.save_changes(604.0, lambda: _state(2), "third")
+    assert [name[:15] for name in _names(tmp_path)] == ["19700101T001001", "19700101T001003"]
+
+
+def test_what_could_not_be_written_is_saved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with _checkpoints(tmp_path) as checkpoints:
+        checkpoints.open(0.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(writer, "write_whole", full)
+            assert checkpoints.maybe_save(601.0, lambda: _state(1), "first")
+            checkpoints.flush()
+        assert checkpoints.save_changes(602.0, lambda: _state(1), "first")
+
+
+def test_one_that_replaces_the_last_does_so_once_it_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with _checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(601.0, _state(1))
+        checkpoints.save(602.0, _state(2))
+        with monkeypatch.context() as patch:
+            patch.setattr(writer, "write_whole", full)
+            with pytest.raises(CheckpointError, match="No space left"):
+                checkpoints.save_changes(603.0, lambda: _state(3), "third", replaces_last=True)
+        assert [name[13:15] for name in _names(tmp_path)] == ["01", "02"]
+        assert checkpoints.save_changes(604.0, lambda: _state(3), "third", replaces_last=True)
+    assert [name[13:15] for name in _names(tmp_path)] == ["01", "04"]
+
+
 def test_a_disk_that_refuses_is_told_and_ends_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
