@@ -17,6 +17,7 @@ from trainer.checkpoint import read_checkpoint
 from trainer.errors import CheckpointMismatchError, CorruptCheckpointError, TrainerUsageError
 from trainer.model import ModelConfig
 from trainer.pipeline.plan import StagePlan
+from trainer.stagewise.damage import what_is_wrong
 from trainer.stagewise.naming import StageName
 
 __all__ = ["RunShape", "StageCheckpoint", "StageHeader", "StageState", "document_of", "peek", "read_stage"]
@@ -159,12 +160,15 @@ def peek(named: StageName) -> StageHeader:
         CorruptCheckpointError: it cannot be opened, or is not what its name says.
         CheckpointMismatchError: it is of a release to come.
     """
+    wrong = what_is_wrong(named.path)
+    if wrong:
+        raise CorruptCheckpointError(f"{named.path}: damaged: not a whole checkpoint, but {wrong}")
     try:
         document = torch.load(named.path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
-        # Damage shows as any of a dozen errors, by where it sits.
+        # Damage shows as any of a dozen errors, by where it sits; what they say is of torch's inside.
         raise CorruptCheckpointError(
-            f"{named.path}: expected a whole checkpoint, found {type(error).__name__}"
+            f"{named.path}: damaged: not a whole checkpoint, but an archive whose contents cannot be read"
         ) from error
     return _header(named, document)
 
@@ -176,6 +180,9 @@ def read_stage(named: StageName) -> StageCheckpoint:
         CorruptCheckpointError: it is damaged, or not what its name says.
         CheckpointMismatchError: it is of a release to come.
     """
+    wrong = what_is_wrong(named.path)
+    if wrong:
+        raise CorruptCheckpointError(f"{named.path}: damaged: not a whole checkpoint, but {wrong}")
     document = read_checkpoint(named.path)
     header = _header(named, document)
     try:

@@ -15,7 +15,17 @@ from typing import Final
 
 from trainer.errors import TrainerUsageError
 
-__all__ = ["StageName", "file_name", "named_files", "parse_time", "run_folder", "spell_time", "stage_folder", "time_us"]
+__all__ = [
+    "StageName",
+    "file_name",
+    "misnamed_files",
+    "named_files",
+    "parse_time",
+    "run_folder",
+    "spell_time",
+    "stage_folder",
+    "time_us",
+]
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _SECOND_US: Final = 1_000_000
@@ -117,6 +127,14 @@ def named_files(directory: str | Path, run_id: str) -> Iterator[StageName]:
             named = _named(path, part.name)
             if named is not None:
                 yield named
+
+
+def misnamed_files(directory: str | Path, run_id: str) -> Iterator[tuple[str, Path]]:
+    """What lies among a run's checkpoints under a name that only resembles theirs, with the stage it lies under."""
+    folder = run_folder(directory, run_id)
+    for path in sorted(folder.glob("*/*.pt")):
+        if _STAGE.fullmatch(path.parent.name) and not path.name.startswith(".") and not _named(path, path.parent.name):
+            yield path.parent.name, path
 
 
 def _named(path: Path, stage: str) -> StageName | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from trainer.errors import CheckpointError
 from trainer.pipeline.plan import StagePlan
 from trainer.stagewise.contents import RunShape, StageCheckpoint, StageHeader, peek, read_stage
-from trainer.stagewise.naming import StageName, named_files, run_folder, spell_time
+from trainer.stagewise.naming import StageName, misnamed_files, named_files, run_folder, spell_time
 
 __all__ = ["StageFile", "StageSet", "choose", "newest_set"]
 
@@ -82,6 +82,9 @@ def newest_set(
         CheckpointError: a stage has no file up to then; the message names it.
     """
     named = (found for found in named_files(directory, run_id) if not stages or found.stage in stages)
+    for stage, path in misnamed_files(directory, run_id):
+        if not stages or stage in stages:
+            logger.warning("%s: expected a checkpoint's name, TIME-WORKER.pt, found another; going on without it", path)
     files = list(_openable(named))
     whole: set[Path] = set()
     while True:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import logging
 import os
 import pickle
+import zipfile
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -149,7 +151,32 @@ def test_a_file_cut_short_is_passed_over(written: Path, share: float, caplog: py
     newest = max((written / "run" / "tail").iterdir())
     newest.write_bytes(newest.read_bytes()[: int(newest.stat().st_size * share)])
     assert _versions(written, 1300) == [2, 2, 1]
-    assert "expected a whole checkpoint" in caplog.text
+    wrong = f"one cut short, of {newest.stat().st_size:,} bytes" if share else "an empty file"
+    assert f"{newest}: damaged: not a whole checkpoint, but {wrong}; going on" in caplog.text
+
+
+def test_what_is_no_file_of_a_checkpoint_s_is_told_in_words(written: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = written / "run" / "tail"
+    names = [folder / file_name(time_us(5000 + number), "worker") for number in range(5)]
+    names[0].mkdir()
+    names[1].symlink_to("/dev/zero")
+    names[2].symlink_to("/nowhere")
+    names[3].write_bytes(b"garbage" * 1000)
+    with zipfile.ZipFile(names[4], "w") as archive:
+        archive.writestr("some", "thing")
+    (folder / "tail-of-yesterday.pt").mkdir()
+    assert _versions(written, 1e9) == [2, 3, 2]
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 6
+    expected = [
+        "a folder",
+        "a device or pipe",
+        "a link that leads nowhere",
+        "a file of another kind",
+        "an archive whose contents cannot be read",
+    ]
+    for path, wrong in zip(names, expected, strict=True):
+        assert f"{path}: damaged: not a whole checkpoint, but {wrong}; going on without it" in caplog.text
+    assert "tail-of-yesterday.pt: expected a checkpoint's name, TIME-WORKER.pt, found another" in caplog.text
 
 
 def test_a_flipped_bit_of_a_weight_is_seen(written: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -240,5 +267,5 @@ def _write_wrong(folder: Path, model: Any, other: StagePlan) -> None:
 def test_a_file_that_is_gone_when_it_is_read_is_told(written: Path) -> None:
     found = newest_set(written, "run", _LATER)
     found.files["tail"].named.path.unlink()
-    with pytest.raises(CorruptCheckpointError, match="expected a whole checkpoint"):
+    with pytest.raises(CorruptCheckpointError, match="damaged: not a whole checkpoint, but no file any more"):
         assemble(found)
