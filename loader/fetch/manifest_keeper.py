@@ -256,4 +256,8 @@ def _unsigned(manifest: BelievedManifest) -> bytes:
 def _warn_once(url: str) -> None:
     if url not in _warned:
         _warned.add(url)
-        logger.warning("%s: no public key is pinned, so nothing vouches for this store; see --public-key", url)
+        logger.warning(
+            "%s: no public key is pinned, so nothing vouches for this store; pin one with --public-key, or as "
+            "data.public_key of a trainer's run file",
+            url,
+        )

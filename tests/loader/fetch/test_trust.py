@@ -109,6 +109,7 @@ class TestSignature:
         for _ in range(3):
             open_session(store.url)
         assert caplog.text.count("nothing vouches for this store") == 1
+        assert "data.public_key" in caplog.text, "a run file has no --public-key"
 
 
 class TestHistory:
