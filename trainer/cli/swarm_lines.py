@@ -153,7 +153,7 @@ def _troubles(stages: SwarmStages | None) -> list[str]:
 def _troubles_of(worker: WorkerStatus) -> list[str]:
     found = []
     if worker.silent_s:
-        found.append(f"has not answered for {worker.silent_s:,.0f} s; {worker.in_flight} micro-batches wait for it")
+        found.append(f"has not answered for {worker.silent_s:,.0f} s; micro-batches wait for it ({worker.in_flight})")
     if worker.age_s > _OLD_S:
         found.append(f"last heard of {worker.age_s:,.0f} s ago")
     if worker.unsaved_because:

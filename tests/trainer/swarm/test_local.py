@@ -347,7 +347,7 @@ def test_a_worker_that_does_not_answer_is_not_shown_as_busy() -> None:
     _, row, *troubles, _, _ = stage_table(sight)
     assert row.split() == ["tail", "1/1", "0/1", "12", "–", "–", "–"]
     assert troubles == [
-        "tail.1: has not answered for 12 s; 3 micro-batches wait for it",
+        "tail.1: has not answered for 12 s; micro-batches wait for it (3)",
         "tail.1: last heard of 30 s ago",
     ]
     assert sight.stages is not None
