@@ -43,11 +43,14 @@ def test_call() -> None:
     rows = reported("call", "--call-mb", "1", "--call-turns", "1", "--call-turn-mb", "8", timeout_s=110)["rows"]
     assert [row["in_flight"] for row in rows] == [1, 4]
     for row in rows:
-        assert {name: each["mb_s"] > 0 for name, each in row["contestants"].items()} == {
-            "ours, TLS": True,
-            "ours, plain": True,
-            "hivemind": True,
-        }
+        assert list(row["contestants"]) == [
+            "ours, TLS",
+            "ours, plain",
+            "gRPC alone, TLS",
+            "gRPC alone, plain",
+            "hivemind",
+        ]
+        assert all(each["mb_s"] > 0 for each in row["contestants"].values())
 
 
 @pytest.mark.long
