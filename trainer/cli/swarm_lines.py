@@ -70,7 +70,7 @@ def account_text(account: SwarmAccount | None) -> str:
 
 
 def settled_text(account: SwarmAccount, num_steps: int) -> str:
-    """The account in the end: what is open then is held by nobody, but for leases of drivers that were killed.
+    """The account in the end: what is open then no driver had begun, or it stays leased since it may be counted.
 
     Args:
         account: as its keeper left it.
@@ -82,7 +82,7 @@ def settled_text(account: SwarmAccount, num_steps: int) -> str:
     if handed_back:
         text += f" + {handed_back:,} handed back (the next start leases them again)"
     if found.open > handed_back:
-        text += f" + {found.open - handed_back:,} of drivers that did not settle (the next start asks the workers)"
+        text += f" + {found.open - handed_back:,} begun and not settled (the next start asks the workers)"
     return text if found.adds_up and account.tokens.adds_up else f"{text} (does NOT add up)"
 
 

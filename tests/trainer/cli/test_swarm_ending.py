@@ -34,14 +34,14 @@ def _run_config(folder: Path) -> RunConfig:
     return from_mapping(RunConfig, content)
 
 
-def test_what_is_open_in_the_end_is_handed_back_or_of_those_that_were_killed() -> None:
+def test_what_is_open_in_the_end_is_handed_back_or_may_be_counted() -> None:
     tally = TallyStatus(leased=112, done=88, lost=0, open=24)
     settled = an_account(micro_batches=tally, waiting=24)
     assert settled_text(settled, 11) == (
         "step 11; 112 micro-batches leased = 88 done + 0 lost + 24 handed back (the next start leases them again)"
     )
-    killed = settled_text(settled.model_copy(update={"waiting": 20}), 11)
-    assert killed.endswith(" + 4 of drivers that did not settle (the next start asks the workers)")
+    unclear = settled_text(settled.model_copy(update={"waiting": 20}), 11)
+    assert unclear.endswith(" + 4 begun and not settled (the next start asks the workers)")
     done = an_account(micro_batches=TallyStatus(leased=3, done=3, lost=0, open=0), waiting=0)
     assert settled_text(done, 1) == "step 1; 3 micro-batches leased = 3 done + 0 lost"
 
