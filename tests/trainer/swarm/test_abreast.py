@@ -153,7 +153,7 @@ def test_versions_that_are_far_apart_are_told_once_when_all_serve(
         assert f"(head at version {head}, body-1 at version {body}, tail at version {tail})" in caplog.text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_a_stage_without_checkpoint_among_those_that_have_some_does_not_begin(tmp_path: Path) -> None:
     with PipelineSwarm(tmp_path, swarm={"join": {"first_peers_s": 0.8}}) as swarm:
