@@ -28,19 +28,19 @@ from trainer.node.network import Network
 from trainer.node.progress import Progress
 from trainer.node.stopping import StopRequest
 from trainer.pipeline.names import StageUid
-from trainer.pipeline.report import MAX_REASON, StageReport
+from trainer.pipeline.report import StageReport
 from trainer.stage import StepInfo
-from trainer.stagewise import StageState
-from trainer.subspace import LinkMeter, basis_of
+from trainer.subspace import LinkMeter
 from trainer.swarm.abreast import Abreast
 from trainer.swarm.arrival import Arrival
 from trainer.swarm.beginning import beginning
-from trainer.swarm.building import BuiltStage, checkpoints_of, saved_state
+from trainer.swarm.building import BuiltStage
 from trainer.swarm.departure import Departure
 from trainer.swarm.first_weights import check_first_weights
 from trainer.swarm.joining import is_ahead
 from trainer.swarm.keeping import DilocoKeeping, Keeping, SpartaKeeping, state_choice, state_form
 from trainer.swarm.mates import RunMates, StageMates, is_of_stage
+from trainer.swarm.saving import WorkerSaving
 from trainer.swarm.shape import SwarmShape, target_tokens_of
 from trainer.swarm.strangers import SwarmTerms, check_fit
 from trainer.swarm.worker_watch import WorkerWatch
@@ -83,21 +83,13 @@ class WorkerNode:
         """It has the stage's state: what it saves and shares is worth something."""
         self._is_back = False
         """It goes on from a checkpoint, and has not lost touch since."""
-        self._resumed_version = 0
-        self._resumed: tuple[str, int] = ("", 0)
-        """The incarnation whose work it goes on with, and how much of it, until it takes up another state."""
-        self._num_changes = 0
-        """Of the state by something else than a step."""
-        self._has_saved_before_round = False
         self._published_round = -1_000_000
-        self._num_tokens = 0
         self._gossip: concurrent.futures.Future[None] | None = None
         self._members = 0
-        identity = identity_of(config)
         rows = shape.model.vocab_size
         self._network: Network[Any] = Network(
             config,
-            identity,
+            identity_of(config),
             shape.terms(built.name),
             lambda: rows,
             state_form(config, built.module, rows),
@@ -139,7 +131,8 @@ class WorkerNode:
             keepers=self._others.drivers,
         )
         self._worker.service.workers = self._others.workers
-        self._checkpoints = checkpoints_of(config, shape, built.name, identity.peer_id[:16])
+        who = self._network.peer_id[:16]
+        self._saving = WorkerSaving(config, shape, built, self._keeping, self._worker, who)
         self._watch = WorkerWatch(config, self._network, self._worker, self._meter, stop.ask)
 
     def run(self) -> None:
@@ -149,12 +142,11 @@ class WorkerNode:
             TrainerError: it cannot begin, or not go on.
         """
         self._set_status("joining")
-        with self._watch, self._checkpoints:
+        with self._watch, self._saving:
             try:
                 with beginning():
-                    self._checkpoints.open(time.time())  # A folder that cannot be written to is said before it matters.
-                    self._resume()
-                    self._checkpoints.last_mark = self._mark()  # What it begins with can be had again.
+                    self._is_back = self._saving.resume()
+                    self._abreast.is_anew = not self._is_back
                 self._worker.register()
                 self._network.start(self)
                 self._refuse_strangers()
@@ -180,19 +172,6 @@ class WorkerNode:
     def _refuse_strangers(self) -> None:
         network, run_id = self._network, self._config.run_id
         self._await(check_fit(network.endpoint, self._terms, lambda: network.announcements, run_id, stop=self._stop))
-
-    def _resume(self) -> None:
-        """Goes on from this machine's newest checkpoint of the stage; the compute thread does not run yet."""
-        state = saved_state(self._config, self._shape, self._built.name)
-        if state is None:
-            return
-        self._built.replica.load_state_dict(state.for_replica())
-        self._keeping.load_state_dict(state.strategy)
-        self._num_tokens = state.num_tokens
-        self._is_back, self._abreast.is_anew = True, False
-        self._resumed_version = state.version
-        self._resumed = (state.incarnation, state.applied)
-        logger.info("going on from version %d of %s", state.version, self._built.name)
 
     def _join(self) -> bool:
         """Takes up the others' state when their round begins, and serves from then on; False: it is asked to stop."""
@@ -260,9 +239,8 @@ class WorkerNode:
     def _adopt(self, shared: Any) -> None:
         """In the compute thread: weights, schedule and version are the others' from now on."""
         self._keeping.adopt(shared)
-        self._resumed = ("", 0)
+        self._saving.adopted()
         self._abreast.is_anew = False
-        self._num_changes += 1
         versions = [report.version for report in self._mates.serving()]
         self._worker.stepper.start_over(median_low(versions) if versions else self._built.replica.version)
         self._network.publish(shared)
@@ -312,14 +290,12 @@ class WorkerNode:
     def _stepped(self, info: StepInfo) -> None:
         """In the compute thread, behind each step."""
         self._watch.stepped(info)
-        self._num_tokens += info.num_tokens
-        if self._worker.service.status != "leaving":  # It saves what it knows in the end.
-            self._checkpoints.maybe_save(time.time(), self._state, self._mark())
-        self._worker.shared.saved(self._checkpoints.last_version)
+        self._saving.stepped(info)
 
     def _after_round(self, outcome: OuterResult) -> None:
         self._watch.round(outcome)
-        self._num_changes += outcome.committed
+        if outcome.committed:
+            self._saving.shared()
         if self._keeping.has_lost_touch(outcome):
             self._lost_touch = True
         elif outcome.committed and self._config.strategy == "diloco":
@@ -364,7 +340,7 @@ class WorkerNode:
         """In the compute thread, which counts nothing any more."""
         self._worker.stepper.joining = True  # Nor does it follow the others' steps behind that.
         self._worker.stepper.flush()
-        self._has_saved_before_round = self._save()
+        self._saving.save_before_last_round()
 
     def _share(self) -> None:
         """In the compute thread."""
@@ -373,16 +349,7 @@ class WorkerNode:
             return
         self._worker.stepper.note(outcome)
         if outcome.committed:
-            self._save(replaces_last=self._has_saved_before_round)
-
-    def _save(self, *, replaces_last: bool = False) -> bool:
-        has_saved = self._checkpoints.save_changes(time.time(), self._state, self._mark(), replaces_last=replaces_last)
-        self._worker.shared.saved(self._checkpoints.last_version)
-        return has_saved
-
-    def _mark(self) -> tuple[object, ...]:
-        """Differs from state to state."""
-        return (self._built.replica.version, self._num_changes, *self._keeping.place())
+            self._saving.save_behind_last_round()
 
     # -- what it says --------------------------------------------------------------------------------------------------
 
@@ -404,13 +371,13 @@ class WorkerNode:
 
     def _report(self) -> StageReport:
         figures, (round_index, position) = self._worker.runtime.figures, self._keeping.place()
-        resumed, resumed_through = self._resumed if self._worker.service.status == "serving" else ("", 0)
+        resumed, resumed_through = self._saving.resumed if self._worker.service.status == "serving" else ("", 0)
         return StageReport(
             uid=str(self._uid or self._settled()),
             incarnation=self._worker.replies.incarnation,
             status=self._worker.service.status,
             version=self._built.replica.version,
-            saved=max(self._resumed_version, self._checkpoints.last_version),
+            saved=self._saving.version,
             round_index=round_index,
             round_position=position,
             shared_through=self._worker.shared.count,
@@ -421,8 +388,8 @@ class WorkerNode:
             resumed=resumed,
             resumed_through=resumed_through,
             began_from=self._built.began_from,
-            unsaved_s=self._checkpoints.unsaved_s(time.time()),
-            unsaved_because=self._checkpoints.failure[:MAX_REASON],
+            unsaved_s=self._saving.unsaved_s,
+            unsaved_because=self._saving.failure,
         )
 
     # -- inside --------------------------------------------------------------------------------------------------------
@@ -453,21 +420,6 @@ class WorkerNode:
     def _num_parts(self) -> int:
         config = self._config
         return config.swarm.sparta.num_slices if config.strategy == "async_sparta" else config.diloco.num_fragments
-
-    def _state(self) -> StageState:
-        """In the compute thread."""
-        model = self._shape.model
-        basis = basis_of(model.dim, model.subspace_rank, model.subspace_seed).digest() if model.subspace_rank else ""
-        return StageState.of_replica(
-            model,
-            self._built.replica.state_dict(),
-            strategy=self._keeping.state_dict(),
-            num_tokens=self._num_tokens,
-            vocabulary=self._shape.tokenizer_lineage,
-            basis=basis,
-            incarnation=self._worker.replies.incarnation,
-            applied=self._worker.shared.in_weights,
-        )
 
     def _set_status(self, status: ServiceStatus) -> None:
         self._worker.service.status = status
