@@ -128,6 +128,7 @@ def test_a_mistake_of_a_real_command_line(tmp_path: Path) -> None:
     assert done.stdout == ""
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_seen_enough_ends_the_run_quietly(tmp_path: Path) -> None:
     trainer = TrainerCommand(text_store(), tmp_path)
     line = trainer.line("--node-id", "a", "--max-steps", "1000", "--json")

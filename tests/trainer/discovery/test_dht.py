@@ -203,7 +203,7 @@ def test_either_of_two_seeds_may_be_down(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_workers_of_a_stage_are_found_without_the_others(tmp_path: Path) -> None:
     """Two seeds, one of them down from the start, the other killed and started again later."""
 
@@ -477,6 +477,7 @@ def test_both_killed_at_once_leave_no_daemon() -> None:
         shutil.rmtree(folder)
 
 
+@pytest.mark.slow
 def test_it_does_not_start_where_a_port_is_taken_and_says_so() -> None:
     """The Go daemon would share the port, and answer every other connection."""
 

@@ -117,7 +117,7 @@ def test_stages_of_one_folder_say_the_same(tmp_path: Path) -> None:
     assert torch.equal(built[0].module.state_dict()["embedding.weight"][: FIRST_MERGE_ID + 1], expected)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_a_worker_with_another_model_ends_and_says_so_and_the_first_stays(tmp_path: Path) -> None:
     one, another = _model(tmp_path / "one", 5), _model(tmp_path / "another", 6)

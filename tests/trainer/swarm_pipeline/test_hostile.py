@@ -118,6 +118,7 @@ async def test_liars_are_named_and_banned_and_the_rest_train_on() -> None:
     assert sorted(line.split()[0] for line in said) == sorted(it.worker.uid for it in liars)
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_liars_in_a_chain_are_named_by_those_before_them_and_nobody_is_banned_for_long_by_hearsay() -> None:
     with logged(logging.WARNING) as said:

@@ -10,7 +10,7 @@ from tests.support.pipeline_swarm import STAGES, PipelineSwarm, steps_of
 from tests.support.text_store import text_store
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_max_steps_are_the_runs_and_every_driver_ends(tmp_path: Path) -> None:
     with PipelineSwarm(tmp_path, text_store()) as swarm:
         drivers = [swarm.begin_driver(name, "--max-steps", "12") for name in ("driver-1", "driver-2")]
