@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
+import pytest
 import torch
 
 from tests.support.event_loop import on_event_loop
