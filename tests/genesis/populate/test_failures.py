@@ -62,6 +62,7 @@ def test_input_that_changed(small_input, undisturbed, tmp_path):
     assert snapshot(tmp_path / "store") == undisturbed
 
 
+@pytest.mark.slow
 def test_a_truncated_file_stops_with_its_name_and_keeps_what_was_committed(tmp_path):
     texts = documents(seed=11, count=400)
     write_json_lines(tmp_path / "0.jsonl", texts[:200])
@@ -182,6 +183,7 @@ def test_a_closed_standard_error_does_not_hinder(small_input, undisturbed, tmp_p
     assert snapshot(tmp_path / "store") == undisturbed
 
 
+@pytest.mark.slow
 def test_a_full_standard_output_is_one_line(tmp_path, small_input):
     store = tmp_path / "store"
     genesis(*populate_arguments(store, small_input), "--max-shards", "1")
@@ -211,6 +213,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", folder], check=True, timeout=10)
 
 
+@pytest.mark.slow
 def test_a_full_disk(small_disk, small_input, undisturbed):
     folder, enlarge = small_disk
     arguments = populate_arguments(folder / "store", small_input)

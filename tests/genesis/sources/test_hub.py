@@ -310,6 +310,7 @@ print(json.dumps(digests))
 """
 
 
+@pytest.mark.slow
 def test_the_datasets_library_streams_the_same_documents(tmp_path: Path, serve: Serve):
     write_repository(tmp_path / "repository")
     hub = serve(tmp_path / "repository")

@@ -210,6 +210,7 @@ def test_an_invitation_to_this_round_is_heard_and_one_to_another_is_not(stranger
     assert not node.collective.requested()
 
 
+@pytest.mark.slow
 def test_a_member_that_joins_and_says_no_more_is_left_out(stranger, node):
     async def join_and_vanish() -> None:
         with pytest.raises((RefusedError, TimeoutError)):

@@ -90,6 +90,7 @@ async def test_rows_are_given_to_drivers_that_are_announced_and_a_new_one_waits_
         assert service.quiet_s(stranger.peer_id) == math.inf
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_keeper_whose_journal_cannot_be_written_says_so_to_whoever_waits(
     run: Run, monkeypatch: pytest.MonkeyPatch

@@ -103,7 +103,7 @@ def by_sparta(data: list[Tensor], num_steps: int, config: SpartaConfig) -> tuple
     return learned, held_out(replicas[0].model.transformer)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_replicas_learn_nearly_as_well_as_with_every_gradient_averaged() -> None:
     num_steps = 200
     data = [language(num_steps * ROWS, seed=rank) for rank in range(NUM_REPLICAS)]

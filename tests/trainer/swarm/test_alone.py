@@ -39,6 +39,7 @@ def config_in(folder: Path, node_id: str = "driver-1") -> RunConfig:
     return from_mapping(RunConfig, content)
 
 
+@pytest.mark.slow
 def test_the_second_of_a_name_is_refused_until_the_first_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _HOLDER, str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:

@@ -79,7 +79,7 @@ def test_an_account_that_is_damaged(run_file: Path, capsys: pytest.CaptureFixtur
     assert f"expected line 1 of {journal} to fit the digests before it" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_swarm_up_ends_at_once_and_says_why(run_file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "all"
     (folder / "checkpoints").mkdir(parents=True)

@@ -218,6 +218,7 @@ class Counting(Quiet):
         return SimpleNamespace(leases=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("quiet_s", "waits"), [(math.inf, False), (0.1, True)])
 def test_a_keeper_does_not_wait_for_whoever_only_says_it_is_a_driver(
     quiet_s: float, waits: bool, config: RunConfig, shape: SwarmShape, tmp_path: Path

@@ -94,6 +94,7 @@ def banned(driver: PipelineDriver) -> dict[str, float]:
     return {key: left_s for stage in driver.status().stages for key, left_s in stage.banned.items()}
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_liars_are_named_and_banned_and_the_rest_train_on() -> None:
     lies = [

@@ -10,7 +10,7 @@ from tests.support.one_process import records_of
 from tests.support.pipeline_account import account_at_rest, recount_of
 from tests.support.pipeline_swarm import STAGES, PipelineSwarm, steps_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
 
 def test_it_is_banned_for_an_hour_by_name_and_the_rest_train_on(tmp_path: Path) -> None:
