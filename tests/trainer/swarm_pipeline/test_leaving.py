@@ -77,7 +77,9 @@ def test_what_all_saved_when_all_stopped_and_went_on_with_has_not_perished(tmp_p
 
 @pytest.mark.long
 def test_one_that_is_not_current_saves_nothing_and_one_that_cannot_save_says_so(tmp_path: Path) -> None:
-    with PipelineSwarm(tmp_path, swarm={"join": {"window": 0.001, "idle_s": 3600.0}}) as swarm:
+    with PipelineSwarm(
+        tmp_path, swarm={"join": {"window": 0.001, "idle_s": 3600.0}, "checkpoint": {"interval_s": 0}}
+    ) as swarm:
         swarm.begin_driver("driver-1")
         swarm.begin_workers(*STAGES)
         swarm.wait_for_steps("driver-1", 5)
