@@ -47,6 +47,8 @@ class Request(Generic[BodyT_co]):
     sender: PeerId
     body: BodyT_co
     payload: Payload = b""
+    remote_address: str = ""
+    """The host it came from, as `address_group` names it; identities are free, so limits count this too."""
 
 
 @dataclass(frozen=True, slots=True)

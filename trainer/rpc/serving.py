@@ -29,6 +29,7 @@ from trainer.rpc.limits import ByteBudget, ServingLimits
 from trainer.rpc.messages import Reply, Request, peer_name
 from trainer.rpc.outgoing import Outgoing
 from trainer.rpc.reasons import Reason, status_for
+from trainer.rpc.remote_address import group_of_grpc_peer
 from trainer.rpc.replay import ReplayGuard
 from trainer.rpc.stream import Stream
 from trainer.rpc.wire import ServerContext, ServerWire
@@ -119,7 +120,8 @@ class Serving:
         failure = Failure()
         writer = FrameWriter(wire, failure)
         try:
-            with self._limits.waiting.taken(_host_of(context.peer())):
+            remote_address = group_of_grpc_peer(context.peer())
+            with self._limits.waiting.taken(remote_address):
                 # From the start: a request of 1 MiB may take longer over a slow link than its caller bears silence.
                 writer.start_heartbeats(self._config.heartbeat_s)
                 frame = await self._first_frame(wire)
@@ -127,7 +129,7 @@ class Serving:
             slots = self._limits.calls if method.stream_handler is None else self._limits.streams
             with slots.taken(frame.head.sender):
                 wire.who = peer_name(frame.head.sender, context.peer())
-                request = self._request(frame, method)
+                request = self._request(frame, method, remote_address)
                 exchange = Exchange(terms, "callee", self._identity, expected=STREAM_FRAMES, num_received=1)
                 outgoing = Outgoing(exchange, writer, failure)
                 if method.call_handler is not None:
@@ -182,9 +184,9 @@ class Serving:
         self._guard.remember(head.sender, bytes.fromhex(head.nonce), head.sent_at)
         return method, terms
 
-    def _request(self, frame: SealedFrame, method: Method) -> Request[BaseModel]:
+    def _request(self, frame: SealedFrame, method: Method, remote_address: str) -> Request[BaseModel]:
         verify_payload(frame)
-        return Request(frame.head.sender, parse_body(frame, method.body_model), frame.payload)
+        return Request(frame.head.sender, parse_body(frame, method.body_model), frame.payload, remote_address)
 
     async def _answer(
         self, method: Method, handler: Awaitable[Reply[Any]], outgoing: Outgoing, failure: Failure
@@ -229,8 +231,3 @@ class Serving:
             raise RefusedError(
                 Reason.INTERNAL, f"the handler of {method.name!r} failed; the log of {self._identity.peer_id} says how"
             ) from error
-
-
-def _host_of(grpc_peer: str) -> str:
-    """``ipv4:127.0.0.1:5000`` → ``ipv4:127.0.0.1``."""
-    return grpc_peer.rpartition(":")[0]
