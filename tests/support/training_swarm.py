@@ -140,6 +140,10 @@ class TrainingNode:
         """All it has printed."""
         return self._output_path.read_text(encoding="utf-8", errors="replace")
 
+    def has_output(self) -> bool:
+        """Whether it was ever started."""
+        return self._output_path.exists()
+
     def has_ended(self) -> bool:
         """Whether it has ended, of itself or not."""
         return self._running.poll() is not None

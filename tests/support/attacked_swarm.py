@@ -1,0 +1,144 @@
+"""A swarm of 3 stages × 2 workers and 2 drivers that is attacked for a while, and how it fared.
+
+    with PipelineSwarm(tmp_path, **OPTIONS) as swarm:
+        result = attacked(swarm, "sybils", seconds=60.0)
+
+The undisturbed time before the attack and the attack are alike but for the attack: both bring a newcomer, whose start
+takes a good part of this machine's cores.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scripts.swarm_bench.losses import curve_of
+from tests.support.attacks import Target
+from tests.support.churning_swarm import begin_churning
+from tests.support.pipeline_swarm import PipelineSwarm
+from tests.support.training_swarm import TrainingNode
+
+__all__ = ["DRIVERS", "OPTIONS", "Attacked", "attacked"]
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+DRIVERS = ("driver-1", "driver-2")
+OPTIONS: dict[str, Any] = {
+    "inner": {"seq_len": 64, "micro_batch_size": 4, "lr": 1e-3},
+    "swarm": {
+        "stage": {"target_tokens": 2048, "clip_factor": 1.0, "tail_clip_factor": 5.0},
+        "driver": {"unclear_s": 20.0},
+        "ledger": {"lease_s": 30.0},
+        "sparta": {"every_steps": 10},
+    },
+}
+_NEWCOMER_WAIT_S = 60.0
+_SETTLE_S = 5.0
+_ENDS_WITHIN_S = 30.0
+_ANSWERS = re.compile(r"node ([0-9a-f]{64}) answers at (\S+)")
+
+
+@dataclass(frozen=True)
+class Attacked:
+    """How a swarm fared."""
+
+    tokens_per_s: float
+    """Trained by both drivers together while the attack lasted."""
+    undisturbed_tokens_per_s: float
+    """The same for as long, right before it."""
+    newcomer_s: float
+    """From a newcomer's listening until both drivers know it, under attack; infinite: it did not get in."""
+    undisturbed_newcomer_s: float
+    newcomer_served: bool
+    """Whether it held its stage's state, and served, before the attack was over."""
+    ended: tuple[str, ...]
+    """Processes that ended, which none should."""
+    said: str
+    """What the attack printed."""
+
+    @property
+    def progress(self) -> float:
+        """Share of the undisturbed speed."""
+        return self.tokens_per_s / self.undisturbed_tokens_per_s
+
+
+def attacked(swarm: PipelineSwarm, name: str, *, seconds: float, source_host: str = "127.0.0.66") -> Attacked:
+    """Starts the swarm, lets it work undisturbed, attacks it, and measures both.
+
+    Args:
+        swarm: entered, nothing begun.
+        name: a module of `tests.support.attacks`.
+        seconds: of each of the two periods.
+        source_host: where the attack comes from, as far as it can choose.
+    """
+    begin_churning(swarm, DRIVERS)
+    for driver in DRIVERS:
+        swarm.wait_for_steps(driver, 2)
+    undisturbed, first_newcomer_s = _speed(swarm, seconds, "body-1.3")
+    target_path = swarm.folder / "target.json"
+    _target(swarm, seconds + 2 * _SETTLE_S, source_host).save(target_path)
+    command = [sys.executable, "-m", "tests.support.attacks", name, str(target_path)]
+    with (swarm.folder / "attack.out").open("wb") as output:
+        attacker = subprocess.Popen(command, cwd=_ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+    try:
+        time.sleep(_SETTLE_S)
+        speed, newcomer_s = _speed(swarm, seconds, "body-1.4")
+        served = " serves version " in swarm["body-1.4"].output()
+        ended = tuple(name for name, node in swarm.nodes.items() if node.has_ended())
+        attacker.wait(_ENDS_WITHIN_S)
+    finally:
+        attacker.send_signal(signal.SIGKILL)
+        attacker.wait()
+    said = (swarm.folder / "attack.out").read_text(encoding="utf-8", errors="replace")
+    assert attacker.returncode == 0, said[-2000:]
+    return Attacked(speed, undisturbed, newcomer_s, first_newcomer_s, served, ended, said)
+
+
+def _speed(swarm: PipelineSwarm, seconds: float, newcomer: str) -> tuple[float, float]:
+    """Tokens a second while a newcomer comes, and the seconds until the drivers know that one."""
+    begun_s, begun_tokens = time.monotonic(), _num_tokens(swarm)
+    node = swarm.begin_worker(newcomer, "body-1")
+    took_s = _known_after_s(swarm, node)
+    time.sleep(max(begun_s + seconds - time.monotonic(), 0.0))
+    return (_num_tokens(swarm) - begun_tokens) / (time.monotonic() - begun_s), took_s
+
+
+def _known_after_s(swarm: PipelineSwarm, node: TrainingNode) -> float:
+    """Seconds from a newcomer's listening until both drivers know it; infinite: they never do."""
+    listens_s = float("inf")
+    unaware = set(DRIVERS)
+    give_up_s = time.monotonic() + _NEWCOMER_WAIT_S
+    while time.monotonic() < give_up_s:
+        found = _ANSWERS.search(node.output() if node.has_output() else "")
+        if found is not None:
+            listens_s = min(listens_s, time.monotonic())
+            unaware -= {driver for driver in unaware if found[1] in _workers_known_to(swarm, driver)}
+            if not unaware:
+                return time.monotonic() - listens_s
+        time.sleep(0.1)
+    return float("inf")
+
+
+def _workers_known_to(swarm: PipelineSwarm, driver: str) -> set[str]:
+    stages = swarm.stages(driver)
+    return set() if stages is None else {worker.peer_id for stage in stages.stages for worker in stage.workers}
+
+
+def _num_tokens(swarm: PipelineSwarm) -> int:
+    return curve_of(event for name in DRIVERS for event in swarm[name].events("step")).num_tokens
+
+
+def _target(swarm: PipelineSwarm, seconds: float, source_host: str) -> Target:
+    addresses, peer_ids, apis = {}, {}, {}
+    for name, node in swarm.nodes.items():
+        peer_ids[name], addresses[name] = _ANSWERS.findall(node.output())[-1]
+        found = re.findall(r"API at (http://127\.0\.0\.1:\d+)/", node.output())
+        if found:
+            apis[name] = found[-1]
+    return Target(str(swarm.run_file), addresses, peer_ids, apis, seconds, source_host=source_host)

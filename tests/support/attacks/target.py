@@ -1,0 +1,44 @@
+"""What an attack is told."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
+
+from trainer.rpc import Peer
+
+__all__ = ["Target"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A swarm on this machine, as anybody knows it who has its run file and the address of one node."""
+
+    run_file: str
+    """Path of the run file that all processes of the swarm share."""
+    addresses: dict[str, str]
+    """``host:port`` of each node's RPC endpoint by its name: ``head.1`` …, ``driver-1``, ``driver-2``."""
+    peer_ids: dict[str, str]
+    """Each node's key by its name."""
+    apis: dict[str, str]
+    """``http://127.0.0.1:port`` of each node that has an HTTP API, by its name."""
+    seconds: float
+    """How long to attack."""
+    seed: int = 0
+    source_host: str = "127.0.0.66"
+    """The address to attack from, as far as an attack can choose; 127.0.0.1 is the honest nodes' own."""
+
+    def peer(self, name: str) -> Peer:
+        """How to call a node."""
+        return Peer(self.peer_ids[name], self.addresses[name])
+
+    def save(self, path: Path) -> None:
+        """Writes it for another process."""
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Reads what `save` wrote."""
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
