@@ -30,9 +30,9 @@ def torchtitan_logits(state: Mapping[str, Tensor], arguments: Mapping[str, objec
     for layer in range(int(str(arguments["n_layers"]))):
         at = f"layers.{layer}."
         x = norm(hidden, f"{at}attention_norm.weight")
-        query = rotated(x @ state[f"{at}attention.wq.weight"].T, heads)
-        key = rotated(x @ state[f"{at}attention.wk.weight"].T, kv_heads)
-        value = (x @ state[f"{at}attention.wv.weight"].T).view(*ids.shape, kv_heads, head_dim)
+        query = rotated(x @ state[f"{at}attention.qkv_linear.wq.weight"].T, heads)
+        key = rotated(x @ state[f"{at}attention.qkv_linear.wk.weight"].T, kv_heads)
+        value = (x @ state[f"{at}attention.qkv_linear.wv.weight"].T).view(*ids.shape, kv_heads, head_dim)
         key, value = (each.repeat_interleave(heads // kv_heads, dim=2) for each in (key, value))
         query, key, value = (each.transpose(1, 2) for each in (query, key, value))
         scores = query @ key.transpose(2, 3) / head_dim**0.5
@@ -42,4 +42,4 @@ def torchtitan_logits(state: Mapping[str, Tensor], arguments: Mapping[str, objec
         x = norm(hidden, f"{at}ffn_norm.weight")
         gate, up = x @ state[f"{at}feed_forward.w1.weight"].T, x @ state[f"{at}feed_forward.w3.weight"].T
         hidden = hidden + (functional.silu(gate) * up) @ state[f"{at}feed_forward.w2.weight"].T
-    return norm(hidden, "norm.weight") @ state["output.weight"].T
+    return norm(hidden, "norm.weight") @ state["lm_head.weight"].T

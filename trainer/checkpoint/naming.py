@@ -15,7 +15,16 @@ from typing import Final
 
 from trainer.errors import TrainerUsageError
 
-__all__ = ["checkpoint_path", "kept_path", "kept_paths", "lock_path", "temporary_path", "twin_path", "wallet_id"]
+__all__ = [
+    "checkpoint_path",
+    "kept_path",
+    "kept_paths",
+    "lock_path",
+    "set_aside_later",
+    "temporary_path",
+    "twin_path",
+    "wallet_id",
+]
 
 _WALLET_DIGITS: Final = 16
 _INSTANCE: Final = re.compile(r"[A-Za-z0-9-]{1,64}")
@@ -65,15 +74,33 @@ def kept_path(newest: Path, step: int) -> Path:
 
 
 def kept_paths(newest: Path) -> list[Path]:
-    """All that are kept, the one written last first.
+    """All that are kept, the one of the highest step first.
 
-    By the time of writing, not by the step: of a run begun anew under the same wallet the new ones count.
+    Steps order them, not file times, which a copy or a restored backup changes. A run that went back sets the steps
+    that it gave up aside when it saves (`set_aside_later`).
     """
-    pattern = re.compile(re.escape(newest.stem) + r"\.step-(\d+)\.pt")
+    return [path for _, path in sorted(_steps_kept(newest), reverse=True)]
+
+
+def set_aside_later(newest: Path, step: int) -> list[Path]:
+    """Renames the kept checkpoints of later steps than this one: the run went back, and they are of what it gave up.
+
+    Returns:
+        Their new names, ``replaced-…``.
+    """
+    renamed = []
+    for kept_step, path in _steps_kept(newest):
+        if kept_step > step:
+            renamed.append(path.replace(path.with_name(f"replaced-{path.name}")))
+    return renamed
+
+
+def _steps_kept(newest: Path) -> list[tuple[int, Path]]:
+    pattern = re.compile(re.escape(newest.stem) + r"\.step-([0-9]{1,18})\.pt")
     if not newest.parent.is_dir():
         return []
-    found = [(_written_ns(path), path.name, path) for path in newest.parent.iterdir() if pattern.fullmatch(path.name)]
-    return [path for *_, path in sorted(found, reverse=True)]
+    named = [(pattern.fullmatch(path.name), path) for path in newest.parent.iterdir()]
+    return [(int(match[1]), path) for match, path in named if match is not None]
 
 
 def temporary_path(newest: Path) -> Path:
@@ -89,10 +116,3 @@ def twin_path(newest: Path) -> Path:
 def lock_path(newest: Path) -> Path:
     """The file that whoever writes these checkpoints holds locked."""
     return newest.with_suffix(".lock")
-
-
-def _written_ns(path: Path) -> int:
-    try:
-        return path.stat().st_mtime_ns
-    except FileNotFoundError:  # Whoever writes them has just dropped it.
-        return 0

@@ -17,7 +17,7 @@ from typing_extensions import Buffer
 
 from genesis.store.durable import sync_folder
 from trainer.checkpoint.digest import tree_digest
-from trainer.checkpoint.naming import kept_path, kept_paths, temporary_path, twin_path
+from trainer.checkpoint.naming import kept_path, kept_paths, set_aside_later, temporary_path, twin_path
 
 __all__ = ["DIGEST", "FORMAT", "FORMAT_KEY", "write_checkpoint", "write_whole"]
 
@@ -53,7 +53,14 @@ def write_checkpoint(newest: Path, contents: dict[str, object], step: int, keep:
         temporary.replace(newest)
     finally:
         temporary.unlink(missing_ok=True)
+    set_aside = set_aside_later(newest, step)
     sync_folder(newest.parent)
+    if set_aside:
+        logger.warning(
+            "the run went back to step %d: checkpoints of later steps are set aside as %s",
+            step,
+            ", ".join(path.name for path in set_aside),
+        )
     for path in kept_paths(newest)[keep:]:
         path.unlink()
 

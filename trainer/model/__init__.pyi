@@ -10,6 +10,7 @@ from .export import export_hf as export_hf
 from .growth import VOCAB_STEP as VOCAB_STEP
 from .growth import grow_rows as grow_rows
 from .growth import grow_vocabulary as grow_vocabulary
+from .growth import limit_ids as limit_ids
 from .growth import rows_for as rows_for
 from .init import init_weights as init_weights
 from .memory import available_memory_bytes as available_memory_bytes

@@ -29,7 +29,7 @@ from trainer.model.config import ModelConfig
 from trainer.model.stages import Transformer
 from trainer.subspace.plain import plain_config, plain_state
 
-__all__ = ["export_hf", "hf_config", "hf_names"]
+__all__ = ["export_hf", "hf_config", "hf_names", "read_vocabulary", "without_padding"]
 
 ExportType = Literal["float32", "bfloat16", "float16"]
 
@@ -69,7 +69,7 @@ def export_hf(
     """
     state = plain_state(model.state_dict() if isinstance(model, Transformer) else model, config)
     config = plain_config(config)
-    vocabulary = _read_vocabulary(tokenizer_json_path)
+    vocabulary = read_vocabulary(tokenizer_json_path)
     documents = _documents(config, vocabulary, dtype)
     weights = _weights(state, config, vocabulary.next_merge_id, getattr(torch, dtype))
     try:
@@ -141,7 +141,12 @@ def _is_olmo2(config: ModelConfig) -> bool:
     return config.qk_norm
 
 
-def _read_vocabulary(path: Path) -> VocabularyFile:
+def read_vocabulary(path: Path) -> VocabularyFile:
+    """Reads a store's tokenizer.json.
+
+    Raises:
+        ExportError: it cannot be read, or is none.
+    """
     try:
         return VocabularyFile.from_json(path.read_bytes())
     except (OSError, ContractError) as error:
@@ -179,7 +184,7 @@ def _weights(state: Mapping[str, Tensor], config: ModelConfig, num_ids: int, dty
         tensor = state[ours].detach()
         expected = shapes[ours]
         if ours in (_EMBEDDING, _OUTPUT):
-            tensor, expected = _trim(ours, tensor, num_ids), (num_ids, config.dim)
+            tensor, expected = without_padding(ours, tensor, num_ids), (num_ids, config.dim)
         if tuple(tensor.shape) != expected:
             raise ExportError(f"{ours}: expected the shape {expected}, found {tuple(tensor.shape)}")
         tensor = tensor.to(device="cpu", dtype=dtype).contiguous()
@@ -189,7 +194,19 @@ def _weights(state: Mapping[str, Tensor], config: ModelConfig, num_ids: int, dty
     return weights
 
 
-def _trim(name: str, tensor: Tensor, num_ids: int) -> Tensor:
+def without_padding(name: str, tensor: Tensor, num_ids: int) -> Tensor:
+    """Embedding or output without the rows that only pad the vocabulary; any other parameter as it is.
+
+    Args:
+        name: the parameter's.
+        tensor: [rows, dim] where it has a row for each id.
+        num_ids: ids of the tokenizer.
+
+    Raises:
+        ExportError: there are fewer rows than ids.
+    """
+    if name not in (_EMBEDDING, _OUTPUT):
+        return tensor
     if tensor.shape[0] < num_ids:
         raise ExportError(
             f"{name}: expected a row for each of the tokenizer's {num_ids} ids, found {tensor.shape[0]}; give the "

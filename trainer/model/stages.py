@@ -27,6 +27,8 @@ class Readout(nn.Module):
         super().__init__()
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.num_ids = config.vocab_size
+        """Ids of the vocabulary: losses are over the first so many rows, the rest is padding (`limit_ids`)."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores [..., vocabulary] of every next token."""
@@ -35,7 +37,7 @@ class Readout(nn.Module):
 
     def loss_sum(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The sum of the losses (fp32 scalar) and the number of tokens counted (int64 scalar); -100 does not count."""
-        total = sum_of_losses(self.norm(hidden), self.output.weight, labels)
+        total = sum_of_losses(self.norm(hidden), self.output.weight, labels, self.num_ids)
         return total, (labels != IGNORED_LABEL).sum()
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:

@@ -22,7 +22,7 @@ from trainer.engine.ddp import EveryStepStrategy, ddp_model
 from trainer.engine.strategy import OuterStrategy
 from trainer.errors import CheckpointMismatchError
 from trainer.inner import Batch, InnerLoop, make_optimizer, rng_state, set_rng_state
-from trainer.model import ModelConfig, Transformer, build_model, grow_rows, grow_vocabulary
+from trainer.model import ModelConfig, Transformer, build_model, grow_rows, grow_vocabulary, limit_ids
 from trainer.node.fitting import state_layout
 from trainer.node.vocabulary import within_vocabulary
 
@@ -38,6 +38,7 @@ class Replica:
         collective: whom outer steps are made with.
         device: where the model lives.
         batches: what it trains on; ids that the model has no row for are left out.
+        num_ids: ids of the newest vocabulary known; losses leave the rows behind them out.
         on_loss: told the loss of every batch.
     """
 
@@ -48,19 +49,23 @@ class Replica:
         collective: Collective,
         device: torch.device,
         batches: Iterator[Batch],
+        num_ids: int,
         on_loss: Callable[[float], object],
     ) -> None:
         self.config = config
         self.device = device
         self._collective = collective
         self._batches = within_vocabulary(batches, lambda: self.vocab_rows)
+        self._num_ids = num_ids
         self._on_loss = on_loss
         self.model = self._build(model_config)
         self._assemble()
 
     def _build(self, model_config: ModelConfig) -> Transformer:
         checkpointing = self.config.inner.activation_checkpointing
-        return build_model(model_config, self.config.seed, device=self.device, activation_checkpointing=checkpointing)
+        model = build_model(model_config, self.config.seed, device=self.device, activation_checkpointing=checkpointing)
+        limit_ids(model, self._num_ids)
+        return model
 
     def _assemble(self) -> None:
         config = self.config
@@ -100,8 +105,10 @@ class Replica:
         self.diloco.adopt(shared)
         self.inner.set_step(shared.num_inner_steps)
 
-    def grow(self, rows: int) -> None:
-        """Gives the vocabulary more rows, everywhere at once; the old ones stay bit for bit."""
+    def grow(self, rows: int, num_ids: int) -> None:
+        """Gives the vocabulary more ids, and rows, everywhere at once; the old ones stay bit for bit."""
+        self._num_ids = num_ids
+        limit_ids(self.model, min(num_ids, rows))
         if rows <= self.vocab_rows:
             return
         self.strategy.drain()
@@ -113,6 +120,7 @@ class Replica:
                     moments[key] = grow_rows(value, rows)
         if self.diloco is not None:
             self.diloco.grow(self.model, rows)
+        limit_ids(self.model, num_ids)
 
     def contents(self, loader: Mapping[str, Any], current_loss: float) -> CheckpointContents:
         """All of it, for a checkpoint; tensors are the living ones."""

@@ -62,6 +62,11 @@ class StoreWatch:
         """The newest one seen."""
         return self._seen.vocabulary
 
+    @property
+    def num_ids(self) -> int:
+        """Ids of the newest vocabulary seen."""
+        return self.vocabulary.next_merge_id
+
     def rows(self) -> int:
         """Rows a model needs for the newest vocabulary seen."""
         return rows_for(self.vocabulary.next_merge_id)

@@ -20,6 +20,7 @@ from trainer.config import RunConfig
 from trainer.engine.strategy import OuterResult
 from trainer.errors import CheckpointError, PeerUnavailableError
 from trainer.inner import Batch, StepResult
+from trainer.model import rows_for
 from trainer.node.cluster import Ranks
 from trainer.node.replica import Replica
 from trainer.node.stopping import StopRequest
@@ -176,11 +177,11 @@ class Node:
 
     def _take_what_is_new(self) -> None:
         """Rows for the ids that all members know of, and the store's new shards, to be read from the next epoch on."""
-        known = self.ranks.least(self.store.rows())
-        rows = self.network.collective.agreed_vocabulary_rows if self.network is not None else known
-        if rows > self.replica.vocab_rows:
-            before = self.replica.vocab_rows
-            self.replica.grow(rows)
+        num_ids = self.ranks.least(self.store.num_ids)
+        rows = rows_for(num_ids) if self.network is None else self.network.collective.agreed_vocabulary_rows
+        before = self.replica.vocab_rows
+        self.replica.grow(rows, num_ids)
+        if rows > before:
             logger.info("vocabulary: %d rows, before %d", rows, before)
             self.watch.observer.event("vocabulary", rows=rows, before=before)
         if self._store_has_grown:

@@ -29,9 +29,13 @@ LossReason: TypeAlias = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,47}$")
 """Why a micro-batch is lost, one word for counters: ``unclear``, ``refused``, ``attempts``, ``driver-lost``, …"""
 
 
+_BOOT_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+"""macOS has no CLOCK_BOOTTIME; its CLOCK_MONOTONIC goes on while the machine sleeps."""
+
+
 def boottime_s() -> float:
     """Seconds on CLOCK_BOOTTIME: goes on while the process is stopped and the machine sleeps."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
+    return time.clock_gettime(_BOOT_CLOCK)
 
 
 @dataclass(slots=True, eq=False)

@@ -26,9 +26,8 @@ from trainer.stagewise.torchtitan import MODEL_NAME, rotated_heads, to_halves, t
 
 __all__ = ["load_initial_state"]
 
-_RENAMED = {"attention.wq": "attention.qkv_linear.wq", "attention.wk": "attention.qkv_linear.wk"}
-_RENAMED |= {"attention.wv": "attention.qkv_linear.wv", "output.weight": "lm_head.weight"}
-"""torchtitan's names since 0.5."""
+_BEFORE = {"attention.qkv_linear.": "attention.", "lm_head.weight": "output.weight"}
+"""torchtitan's names before 0.3, by those of today."""
 
 logger = logging.getLogger(__name__)
 
@@ -98,11 +97,11 @@ def _of_torchtitan(folder: Path, plan: StagePlan, stage: str) -> dict[str, Tenso
 
 
 def _place(name: str, there: Mapping[str, object]) -> str | None:
-    """What a tensor is called in a checkpoint of any release: at its top or under ``model``, before 0.5 or since."""
-    renamed = name
-    for old, new in _RENAMED.items():
-        renamed = renamed.replace(old, new)
-    candidates = [f"{prefix}{each}" for prefix in ("", "model.") for each in (name, renamed)]
+    """What a tensor is called in a checkpoint of any release: at its top or under ``model``, before 0.3 or since."""
+    before = name
+    for today, former in _BEFORE.items():
+        before = before.replace(today, former)
+    candidates = [f"{prefix}{each}" for prefix in ("", "model.") for each in (name, before)]
     return next((each for each in candidates if each in there), None)
 
 

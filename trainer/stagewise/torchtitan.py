@@ -2,8 +2,9 @@
 
 torchtitan rotates neighbouring values of a head as one complex number; here, as in Hugging Face, a head's first half is
 rotated with its second. So rows of ``wq`` and ``wk`` are interleaved head by head, which changes their order and no
-bit. Names are those of torchtitan before 0.5 (``attention.wq``, ``output``), which later releases' own converters read;
-reading takes either. OLMo-2 (``qk_norm``, ``reorder_norm``) has no model there: such a one goes through Hugging Face.
+bit. Names are those of torchtitan 0.3 (``attention.qkv_linear.wq``, ``lm_head``), whose fused projection reads and
+writes them too; reading also takes those of releases before (``attention.wq``, ``output``). OLMo-2 (``qk_norm``,
+``reorder_norm``) has no model there: such a one goes through Hugging Face.
 
 The folder is torch.distributed.checkpoint's, written by one process without a process group, and has beside it:
 
@@ -30,16 +31,16 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from genesis.errors import GenesisError
 from genesis.tokenizer.export import hf_tokenizer_config, hf_tokenizer_json
 from manifests import VocabularyFile
-from manifests.errors import ContractError
 from trainer.errors import ExportError
 from trainer.model import ModelConfig
-from trainer.model.export import ExportType
+from trainer.model.export import ExportType, read_vocabulary, without_padding
 from trainer.stagewise.dcp import without_process_group
 from trainer.stagewise.parts import EMBEDDING, OUTPUT, differences, model_shapes
 from trainer.subspace.plain import plain_config, plain_state
 
 __all__ = [
     "MODEL_NAME",
+    "RELEASE",
     "export_torchtitan",
     "from_halves",
     "rotated_heads",
@@ -49,11 +50,13 @@ __all__ = [
 ]
 
 MODEL_NAME: Final = "genesis_model.json"
+RELEASE: Final = "0.3"
+"""The release of torchtitan whose names and arguments are written."""
 
 _NAMES: Final = {
-    "attention.q_proj": "attention.wq",
-    "attention.k_proj": "attention.wk",
-    "attention.v_proj": "attention.wv",
+    "attention.q_proj": "attention.qkv_linear.wq",
+    "attention.k_proj": "attention.qkv_linear.wk",
+    "attention.v_proj": "attention.qkv_linear.wv",
     "attention.o_proj": "attention.wo",
     "feed_forward.gate_proj": "feed_forward.w1",
     "feed_forward.down_proj": "feed_forward.w2",
@@ -80,7 +83,7 @@ def torchtitan_names(config: ModelConfig) -> dict[str, str]:
     for number in range(config.num_layers):
         for ours, theirs in _NAMES.items():
             names[f"layers.{number}.{ours}.weight"] = f"layers.{number}.{theirs}.weight"
-    return names | {"readout.norm.weight": "norm.weight", OUTPUT: "output.weight"}
+    return names | {"readout.norm.weight": "norm.weight", OUTPUT: "lm_head.weight"}
 
 
 def torchtitan_arguments(config: ModelConfig, num_rows: int) -> dict[str, object]:
@@ -133,8 +136,8 @@ def export_torchtitan(
 ) -> list[Path]:
     """Writes a folder that torchtitan starts from (``checkpoint.initial_load_path``).
 
-    All rows of embedding and output are in it, those that only pad the vocabulary to a full step too: 1,024 divides
-    their number, as tensor parallelism likes, and what is read back is bit for bit what was written.
+    Embedding and output have the tokenizer's ids. The rows that only pad the vocabulary are left out, so nothing can be
+    generated that cannot be decoded.
 
     Args:
         state: the whole model's.
@@ -152,12 +155,15 @@ def export_torchtitan(
             the folder cannot be written.
     """
     state, config = plain_state(state, config), plain_config(config)
-    weights = _weights(state, config, getattr(torch, dtype))
+    vocabulary = read_vocabulary(tokenizer_json_path)
+    num_ids = vocabulary.next_merge_id
+    weights = _weights(state, config, num_ids, getattr(torch, dtype))
     about = {
-        "genesis": config.to_dict() | {"vocab_size": len(weights["tok_embeddings.weight"])},
-        "torchtitan": torchtitan_arguments(config, len(weights["tok_embeddings.weight"])),
+        "genesis": config.to_dict() | {"vocab_size": num_ids},
+        "torchtitan": torchtitan_arguments(config, num_ids),
+        "torchtitan_release": RELEASE,
     }
-    assets = _assets(tokenizer_json_path)
+    assets = _assets(vocabulary)
     try:
         with _new_folder(out_dir) as folder:
             with without_process_group():
@@ -171,7 +177,7 @@ def export_torchtitan(
     return sorted(path for path in out_dir.rglob("*") if path.is_file())
 
 
-def _weights(state: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:
+def _weights(state: Mapping[str, Tensor], config: ModelConfig, num_ids: int, dtype: torch.dtype) -> dict[str, Tensor]:
     names = torchtitan_names(config)
     shapes = model_shapes(config)
     if EMBEDDING in state:
@@ -183,7 +189,7 @@ def _weights(state: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtyp
     weights = {}
     for ours, theirs in names.items():
         num_heads = rotated_heads(ours, config)
-        tensor = state[ours].detach().to(device="cpu", dtype=dtype)
+        tensor = without_padding(ours, state[ours].detach(), num_ids).to(device="cpu", dtype=dtype)
         tensor = from_halves(tensor, num_heads) if num_heads else tensor.contiguous()
         if not torch.isfinite(tensor).all():
             raise ExportError(f"{ours}: expected finite weights in {dtype}, found NaN or infinity; take an older state")
@@ -191,15 +197,14 @@ def _weights(state: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtyp
     return weights
 
 
-def _assets(tokenizer_json_path: Path) -> dict[str, bytes]:
+def _assets(vocabulary: VocabularyFile) -> dict[str, bytes]:
     try:
-        vocabulary = VocabularyFile.from_json(tokenizer_json_path.read_bytes())
         return {
             "tokenizer.json": hf_tokenizer_json(vocabulary),
             "tokenizer_config.json": hf_tokenizer_config(vocabulary),
         }
-    except (OSError, ContractError, GenesisError) as error:
-        raise ExportError(f"expected the store's tokenizer.json at {tokenizer_json_path}: {error}") from error
+    except GenesisError as error:
+        raise ExportError(f"the tokenizer cannot be exported: {error}") from error
 
 
 @contextmanager

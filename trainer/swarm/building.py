@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from trainer.config import RunConfig
 from trainer.errors import CheckpointError
 from trainer.inner import choose_device, make_optimizer
-from trainer.model import Stage, build_stage
+from trainer.model import Stage, build_stage, limit_ids
 from trainer.stage import StageKind, StageReplica
 from trainer.stagewise import StageCheckpoints, StageState, newest_set, time_us
 from trainer.stagewise.naming import named_files, run_folder
@@ -93,6 +93,7 @@ def build_stage_site(config: RunConfig, shape: SwarmShape, stage: str) -> BuiltS
 
         began_from = fingerprint(config.swarm.start_from)
         module.load_state_dict(load_initial_state(config.swarm.start_from, plan, stage, seed=config.seed))
+    limit_ids(module, shape.num_ids)
     optimizer = make_optimizer(module, config.inner)
     after_average, kept_axes = _constrained(module, optimizer, shape)
     replica = StageReplica(

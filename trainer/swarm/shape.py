@@ -50,6 +50,8 @@ class SwarmShape:
     tokenizer_lineage: str
     """Empty where the run file gives the rows of the vocabulary."""
     synchronisation: dict[str, JsonValue]
+    num_ids: int
+    """Ids of the vocabulary; losses leave the rows behind them out. All rows where the run file gives their number."""
 
     @property
     def model(self) -> ModelConfig:
@@ -81,10 +83,11 @@ def shape_of(config: RunConfig) -> SwarmShape:
             "model.preset: expected a preset in the run file, since no single machine's memory decides for a swarm; "
             "found auto"
         )
-    rows, lineage = swarm.vocab_rows, ""
+    rows, num_ids, lineage = swarm.vocab_rows, swarm.vocab_rows, ""
     if not rows:
         vocabulary = open_session(config.data).catalog.vocabulary()
-        rows, lineage = rows_for(vocabulary.next_merge_id), lineage_of(vocabulary)
+        num_ids, lineage = vocabulary.next_merge_id, lineage_of(vocabulary)
+        rows = rows_for(num_ids)
     whole = preset(config.model.preset, rows)
     plan = StagePlan.of(whole, swarm.num_stages, swarm.layers, swarm.cut)
     plan = StagePlan(swarm.subspace.applied_to(whole, len(plan.ranges[-1])), plan.names, plan.ranges)
@@ -93,7 +96,7 @@ def shape_of(config: RunConfig) -> SwarmShape:
             f"inner.seq_len: expected at most the {whole.max_seq_len} tokens this architecture is made for, found "
             f"{config.inner.seq_len}"
         )
-    return SwarmShape(plan, lineage, _synchronisation(config))
+    return SwarmShape(plan, lineage, _synchronisation(config), num_ids)
 
 
 def _synchronisation(config: RunConfig) -> dict[str, JsonValue]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import random
+import shutil
 import tempfile
 from collections import OrderedDict
 from pathlib import Path
@@ -170,7 +173,7 @@ def test_so_many_are_kept_as_asked_the_newest_under_its_own_name(tmp_path: Path)
     assert not [path for path in tmp_path.iterdir() if path.suffix == ".tmp"]
 
 
-def test_a_run_begun_anew_keeps_its_own_and_not_the_old_ones_of_higher_step(tmp_path: Path) -> None:
+def test_a_run_that_went_back_sets_later_steps_aside(tmp_path: Path) -> None:
     for steps in ((5000, 5010), (10, 20)):
         with Checkpointer(tmp_path, WALLET, keep=2) as checkpointer:
             for step in steps:
@@ -179,7 +182,28 @@ def test_a_run_begun_anew_keeps_its_own_and_not_the_old_ones_of_higher_step(tmp_
     found = load_newest(tmp_path, WALLET)
     assert found is not None
     assert check(found) == 20
-    assert len(list(tmp_path.glob("*step-*"))) == 2
+    kept = [f"dynamic_node_ab12.step-{step:012d}.pt" for step in (10, 20)]
+    replaced = [f"replaced-dynamic_node_ab12.step-{step:012d}.pt" for step in (5000, 5010)]
+    assert sorted(path.name for path in tmp_path.glob("*step-*")) == kept + replaced
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_copied_folder_falls_back_by_step_whatever_the_times_of_its_files(tmp_path: Path, seed: int) -> None:
+    with Checkpointer(tmp_path / "here", WALLET, keep=4) as checkpointer:
+        for step in (9, 10, 99, 100):
+            checkpointer.save(contents(step), wait=True)
+    shutil.copytree(tmp_path / "here", tmp_path / "there")
+    files = sorted((tmp_path / "there").glob("*.pt"))
+    random.Random(seed).shuffle(files)
+    for age, path in enumerate(files):
+        os.utime(path, (1e9 - age, 1e9 - age))
+    for expected in (100, 99, 10, 9):
+        found = load_newest(tmp_path / "there", WALLET)
+        assert found is not None
+        assert check(found) == expected
+        for damaged in files:
+            if damaged.name in ("dynamic_node_ab12.pt", f"dynamic_node_ab12.step-{expected:012d}.pt"):
+                damaged.write_bytes(b"damaged")
 
 
 def test_no_file_is_no_checkpoint(tmp_path: Path) -> None:

@@ -118,3 +118,25 @@ def test_a_label_without_a_row_is_an_error():
 
     with pytest.raises(RuntimeError, match="out of bounds"):
         sum_of_losses(hidden, weight, labels)
+
+
+@pytest.mark.parametrize("num_ids", [1, 300, 399, 400])
+def test_rows_that_only_pad_the_vocabulary_are_left_out(num_ids: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(50, 16, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(400, 16, generator=generator, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(0, num_ids, (50,), generator=generator)
+    labels[::7] = IGNORED_LABEL
+    total = sum_of_losses(hidden, weight, labels, num_ids)
+    expected = functional.cross_entropy(hidden @ weight[:num_ids].T, labels, reduction="sum", ignore_index=-100)
+    torch.testing.assert_close(total, expected)
+    found = torch.autograd.grad(total, (hidden, weight))
+    for mine, theirs in zip(found, torch.autograd.grad(expected, (hidden, weight)), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert not found[1][num_ids:].any()
+
+
+def test_a_label_of_a_row_that_is_no_id_is_not_learned() -> None:
+    hidden, weight = torch.ones(2, 4, requires_grad=True), torch.eye(6, 4)
+    total = sum_of_losses(hidden, weight, torch.tensor([1, 5]), 5)
+    torch.testing.assert_close(total, sum_of_losses(hidden, weight, torch.tensor([1, IGNORED_LABEL]), 5))

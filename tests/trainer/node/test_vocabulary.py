@@ -142,12 +142,18 @@ def test_a_model_of_fewer_rows_trains_on_a_store_that_is_ahead(tmp_path: Path) -
     config = from_mapping(RunConfig, values)
     dataset = open_dataset(config)
     replica = Replica(
-        config, preset("tiny", 1024), LocalCollective(), torch.device("cpu"), endless(dataset), dataset.report_loss
+        config,
+        preset("tiny", 1024),
+        LocalCollective(),
+        torch.device("cpu"),
+        endless(dataset),
+        1024,
+        dataset.report_loss,
     )
     fewer = [replica.inner.step() for _ in range(3)]
     assert not any(result.skipped for result in fewer)
     assert all(0 < result.num_tokens < 256 for result in fewer)
-    replica.grow(2048)
+    replica.grow(2048, 2048)
     assert replica.inner.step().num_tokens == 256
     dataset.close()
 

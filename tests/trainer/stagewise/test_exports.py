@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from tests.support.model_configs import small_config
 from tests.support.stage_files import random_model, write_model
 from tests.support.torchtitan_llama import torchtitan_logits
+from tests.support.torchtitan_model import REQUIREMENTS
 from tests.trainer.stagewise.conftest import NUM_IDS
 from trainer.errors import ExportError
 from trainer.model import ModelConfig, Transformer, build_model, export_hf
@@ -75,13 +79,42 @@ def test_torchtitan_s_rotation_gives_the_same_logits(kind: str, tokenizer_json: 
     state = _loaded(tmp_path / "titan")
     arguments = json.loads((tmp_path / "titan" / "genesis_model.json").read_text())["torchtitan"]
     with torch.no_grad():
-        theirs, ours = torchtitan_logits(state, arguments, _ids(300)), model(_ids(300))
+        theirs, ours = torchtitan_logits(state, arguments, _ids()), model(_ids())[..., :NUM_IDS]
     torch.testing.assert_close(theirs, ours, rtol=0, atol=2e-5)
     assert ours.std() > 0.5
-    without = dict(state) | {"layers.0.attention.wq.weight": model.state_dict()["layers.0.attention.q_proj.weight"]}
+    without = dict(state) | {
+        "layers.0.attention.qkv_linear.wq.weight": model.state_dict()["layers.0.attention.q_proj.weight"]
+    }
     with torch.no_grad():  # The order of rows is what makes it so.
-        assert (torchtitan_logits(without, arguments, _ids(300)) - ours).abs().max() > 0.01
+        assert (torchtitan_logits(without, arguments, _ids()) - ours).abs().max() > 0.01
     assert {path.name for path in files} >= {".metadata", "genesis_model.json", "tokenizer.json"}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_torchtitan_itself_gives_the_same_logits(tokenizer_json: Path, tmp_path: Path, torchtitan_path: Path) -> None:
+    model = random_model(_LLAMA)
+    export_torchtitan(model.state_dict(), _LLAMA, tokenizer_json, tmp_path / "titan")
+    torch.save(_ids(), tmp_path / "ids.pt")
+    command = [sys.executable, "-m", "tests.support.torchtitan_model", tmp_path / "titan", tmp_path / "ids.pt"]
+    subprocess.run(
+        [*map(str, command), str(tmp_path / "logits.pt")],
+        env={**os.environ, "PYTHONPATH": f"{Path(__file__).parents[3]}{os.pathsep}{torchtitan_path}"},
+        check=True,
+        timeout=300,
+    )
+    with torch.no_grad():
+        ours = model(_ids())[..., :NUM_IDS]
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), ours, rtol=0, atol=2e-5)
+
+
+@pytest.fixture(scope="session")
+def torchtitan_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """torchtitan as released, in a folder of its own: its requirements would bring another torch."""
+    folder = tmp_path_factory.mktemp("torchtitan")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *REQUIREMENTS]
+    subprocess.run(command, check=True, timeout=500)
+    return folder
 
 
 def _loaded(folder: Path) -> dict[str, Tensor]:
@@ -109,24 +142,26 @@ def test_names_types_and_arguments(tokenizer_json: Path, tmp_path: Path) -> None
     state = _loaded(tmp_path / "titan")
     layer = {name.removeprefix("layers.3.") for name in state if name.startswith("layers.3.")}
     assert layer == {
-        *(f"attention.{name}.weight" for name in ("wq", "wk", "wv", "wo")),
+        *(f"attention.{name}.weight" for name in ("qkv_linear.wq", "qkv_linear.wk", "qkv_linear.wv", "wo")),
         *(f"feed_forward.{name}.weight" for name in ("w1", "w2", "w3")),
         *("attention_norm.weight", "ffn_norm.weight"),
     }
     assert {name for name in state if "layers" not in name} == {
         "tok_embeddings.weight",
         "norm.weight",
-        "output.weight",
+        "lm_head.weight",
     }
     assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16}
     down = model.state_dict()["layers.2.feed_forward.down_proj.weight"].bfloat16()
     assert torch.equal(state["layers.2.feed_forward.w2.weight"], down)
     about = json.loads((tmp_path / "titan" / "genesis_model.json").read_text())
     assert about["torchtitan"] == {
-        **{"dim": 16, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 24, "vocab_size": 300},
+        **{"dim": 16, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 24, "vocab_size": NUM_IDS},
         **{"norm_eps": 1e-3, "rope_theta": 1000.0, "rope_scaling": "none", "max_seq_len": 32},
     }
-    assert ModelConfig.from_dict(about["genesis"]) == _LLAMA
+    assert ModelConfig.from_dict(about["genesis"]) == replace(_LLAMA, vocab_size=NUM_IDS)
+    assert about["torchtitan_release"] == "0.3"
+    assert state["lm_head.weight"].shape == (NUM_IDS, 16), "rows that only pad the vocabulary are left out"
 
 
 def test_what_torchtitan_has_not_is_refused(tokenizer_json: Path, tmp_path: Path) -> None:
