@@ -286,7 +286,8 @@ async def _end(process: Process) -> None:
         async with asyncio.timeout(_STOP_TIMEOUT_S):
             await process.wait()
     except TimeoutError:
-        logger.warning("the DHT process (%d) does not end by itself: killed", process.pid)
+        # Usual on a busy machine, and no loss: it has nothing to save, and others notice that it is gone.
+        logger.info("killed the DHT process (%d), which took more than %g s to end", process.pid, _STOP_TIMEOUT_S)
         _kill_group(process)
         await process.wait()
 
