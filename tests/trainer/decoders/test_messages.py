@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from manifests import canonical_json
 from tests.support.event_loop import on_event_loop
+from tests.support.example_store import EXAMPLE_KEY
 from tests.support.extremes import EXAMPLES, changed, damaged, outcome
 from trainer.collective.checking import check_agreement, check_plan, may_follow
 from trainer.collective.consulting import split_sums
@@ -43,7 +44,7 @@ from trainer.worker.status import StatusAnswer
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
-KEY = Identity.create()
+KEY = Identity.of(EXAMPLE_KEY)
 KEYS = [letter * 64 for letter in "abc"]
 NOW = 1_800_000_000.0
 
