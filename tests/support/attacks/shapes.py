@@ -12,6 +12,7 @@ import math
 import random
 import secrets
 import sys
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,10 @@ from trainer.rpc.stream import Stream
 from trainer.swarm.shape import SwarmShape, shape_of
 from trainer.worker.status import STATUS
 
-__all__ = ["attack"]
+__all__ = ["NOT_ONLY_JSON", "Liar", "attack"]
+
+NOT_ONLY_JSON = SimpleNamespace(dumps=lambda value, **how: json.dumps(value, **{**how, "allow_nan": True}))
+"""In the place of `json` where frames are sealed: what a liar signs is its own affair, NaN and infinities too."""
 
 _STAGE = "body-1"
 _LIARS, _AT_ONCE = 12, 3
@@ -60,13 +64,16 @@ class _Anything(BaseModel):
     model_config = ConfigDict(extra="allow")
 
 
-class _Liar:
+class Liar:
+    """One worker; told in ``said`` what it lies about."""
+
     def __init__(self, seed: int, said: Counter[str]) -> None:
         self.incarnation = secrets.token_hex(8)
         self._random = random.Random(seed)
         self._said = said
 
     def register(self, endpoint: Endpoint) -> None:
+        """Makes a worker's methods answerable."""
         for method in _METHODS:
             endpoint.register(method, _Anything, self._answer)
             endpoint.register_stream(f"{method}/stream", _Anything, self._answer_stream)
@@ -120,29 +127,29 @@ class _Liar:
 
 async def attack(target: Target) -> None:
     """Lies under one key after another."""
-    # What it signs is its own affair: NaN and infinities too.
-    vars(envelope)["json"] = SimpleNamespace(dumps=lambda value, **how: json.dumps(value, **{**how, "allow_nan": True}))
+    vars(envelope)["json"] = NOT_ONLY_JSON
+    begun_s = time.monotonic()
     config = _config(target)
     shape, said, turns = shape_of(config), Counter[str](), asyncio.Semaphore(_AT_ONCE)
-    life_s = target.seconds * _AT_ONCE / _LIARS
+    waves = _LIARS // _AT_ONCE
 
     async def live(number: int) -> None:
         async with turns:
-            await _live(config, shape, _Liar(target.seed + number, said), number, life_s)
+            ends_s = begun_s + target.seconds * (number // _AT_ONCE + 1) / waves
+            await _live(config, shape, Liar(target.seed + number, said), number, ends_s)
 
     await asyncio.gather(*(live(number) for number in range(_LIARS)))
     sys.stdout.write(json.dumps(said) + "\n")
 
 
-async def _live(config: RunConfig, shape: SwarmShape, liar: _Liar, number: int, life_s: float) -> None:
+async def _live(config: RunConfig, shape: SwarmShape, liar: Liar, number: int, ends_s: float) -> None:
     endpoint = Endpoint(Identity.create(), config.run_id, config.rpc)
     liar.register(endpoint)
     await endpoint.start()
     discovery = open_discovery(endpoint, config.discovery, stage_names(config.swarm.num_stages))
     await discovery.start()
-    ends_s = asyncio.get_running_loop().time() + life_s
     try:
-        while (left_s := ends_s - asyncio.get_running_loop().time()) > 0:
+        while (left_s := ends_s - time.monotonic()) > 0:
             await discovery.announce(
                 Announcement(
                     peer_id=endpoint.peer_id,
@@ -170,4 +177,5 @@ def _config(target: Target) -> RunConfig:
     settings["node_id"] = "liar"
     settings["discovery"] = {**settings.get("discovery", {}), "initial_peers": sorted(target.addresses.values())}
     config = from_mapping(RunConfig, settings)
-    return replace(config, rpc=replace(config.rpc, host=target.source_host, port=0, public_address=""))
+    rpc = replace(config.rpc, host=target.source_host, port=0, public_address="", stop_grace_s=0.1)
+    return replace(config, rpc=rpc)
