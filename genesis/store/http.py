@@ -3,8 +3,10 @@
 Connections are kept alive and shared by all threads of a process; 429 (with its ``Retry-After``), 5xx, time-outs and
 cut connections are retried until the call's deadline, a cut body from where it ended (`genesis.store.resuming`). What
 comes is held against its ``Content-Length`` and a largest size, and is not decompressed, so a server cannot fill the
-memory; nor can it hold a call beyond its deadline (`genesis.store.http_transport`). The trade-off: HTTP has no listing;
-a manifest names everything there is.
+memory; nor can it hold a call beyond its deadline (`genesis.store.http_transport`). A redirect is followed within its
+origin or to https, five times at most: a server that was asked by https sends nobody on to plain http, and one that was
+asked by http makes nobody ask other hosts of its network. The trade-off: HTTP has no listing; a manifest names
+everything there is.
 """
 
 from __future__ import annotations
@@ -158,6 +160,7 @@ class HttpStore:
                 if response.next_request is None:
                     yield response
                     return
+                _check_redirect(request.url, response.next_request.url, self._name(key))
                 request = response.next_request
             finally:
                 response.close()
@@ -218,6 +221,19 @@ class HttpStore:
     def _name(self, key: str) -> str:
         """The object's address, without credentials."""
         return f"{self.url}/{key}"
+
+
+def _check_redirect(source: httpx.URL, target: httpx.URL, name: str) -> None:
+    """Raises StoreError where a redirect leads neither to https nor to the same scheme, host and port."""
+    if target.scheme != "https" and _origin(target) != _origin(source):
+        raise StoreError(
+            f"cannot read {name}: expected a redirect to https or within {source.scheme}://{source.netloc.decode()}, "
+            f"found one to {_without_user(str(target))[:200]}; give the store's final address"
+        )
+
+
+def _origin(url: httpx.URL) -> tuple[str, str, int | None]:
+    return url.scheme, url.host, url.port  # httpx leaves a scheme's own port out.
 
 
 def _without_user(url: str) -> str:

@@ -50,6 +50,11 @@ def _nothing(_: messages.StageAnswer) -> dict[str, Any]:
     return {}
 
 
+def _impossible(*shape: int) -> TensorSpec:
+    """What no receiver would take for a description of a tensor."""
+    return TensorSpec.model_construct(name="activation", dtype="float32", shape=shape)
+
+
 @dataclass(frozen=True)
 class Lie:
     """What is changed in an answer."""
@@ -81,6 +86,10 @@ LIES: dict[str, Lie] = {
     "another type": Lie(_ANY, tensors=lambda t: {"": t.to(torch.float64)}),
     "more tensors": Lie(_ANY, tensors=lambda t: {"": t, ".more": t}),
     "a terabyte announced": Lie(_ANY, announces=(TensorSpec(name="activation", dtype="float32", shape=(1 << 38,)),)),
+    "an empty tensor of a vast shape": Lie(_ANY, announces=(_impossible(0, 2**47, 2**47),)),
+    "a dimension beyond 63 bits": Lie(_ANY, announces=(_impossible(2**63),)),
+    "a negative dimension": Lie(_ANY, announces=(_impossible(-1),)),
+    "a number beyond 53 bits": Lie(_ANY, body=lambda _: {"version": 2**62}),
     "no tensors": Lie(_ANY, tensors=lambda _: {}),
     "other rows": Lie(_ANY, body=lambda body: {"num_rows": body.num_rows + 1}),
     "counted in a forward pass": Lie(_FORWARD, body=lambda _: {"applied": ("body-1",), "applied_number": 1}),

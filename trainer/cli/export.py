@@ -148,15 +148,16 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _newest(directory: str, token: str, node_id: str) -> dict[str, Any]:
     """The newest checkpoint of a wallet, that of the first rank if it trained under torchrun."""
-    from trainer.checkpoint import load_newest, wallet_id
+    from trainer.checkpoint import former_wallet_id, load_newest, wallet_id
 
     if not token and not node_id:
         return _read(_only_checkpoint(directory))
     wallet = wallet_id(token, node_id)
-    for instance in ("", "rank-0"):
-        found = load_newest(directory, wallet, instance)
-        if found is not None:
-            return found
+    for name in (wallet, *([former_wallet_id(token)] if token else [])):
+        for instance in ("", "rank-0"):
+            found = load_newest(directory, name, instance)
+            if found is not None:
+                return found
     raise CheckpointError(
         f"expected a checkpoint of this node (dynamic_node_{wallet}.pt) in {directory}, found none; check --node-id, "
         "--token and --checkpoint-dir"

@@ -16,8 +16,9 @@ import torch
 
 from trainer.codec import Codec
 from trainer.collective.messages import Agreement
-from trainer.errors import CodecError, RoundFailedError
+from trainer.errors import CodecError, MalformedAnswerError, RoundFailedError
 from trainer.robust import Decision, Moments, RuleConfig, finite_rows, moments, reduce_part
+from trainer.rpc.boundary import peer_boundary
 
 __all__ = ["Arithmetic", "Payload", "ReducedPart"]
 
@@ -56,6 +57,11 @@ class Arithmetic:
     reference: torch.Tensor
     unsaid: torch.Tensor | None = None
     """What encoding leaves out of ``vector``, for the next round; begins as all of it. None: nothing is left out."""
+
+    def encoded_bytes(self, part: int) -> int:
+        """What a contribution to a part, or its result, has to take."""
+        start, stop = self.agreement.part_bounds(part)
+        return self.codec.encoded_bytes(stop - start)
 
     def encode_own(self, part: int) -> Payload:
         """This node's contribution to a part; of fp32 a view, of which nothing is copied."""
@@ -125,8 +131,9 @@ class Arithmetic:
         decoded = _Decoded({}, {})
         for sender in sorted(payloads):
             try:
-                row = self.codec.decode(payloads[sender], stop - start)
-            except CodecError as error:
+                with peer_boundary(f"member {sender[:8]}"):
+                    row = self.codec.decode(payloads[sender], stop - start)
+            except (CodecError, MalformedAnswerError) as error:
                 decoded.dropped[sender] = f"malformed: {error}"[:300]
                 continue
             if finite_rows([row])[0]:

@@ -104,6 +104,8 @@ class Asking:
                 pieces = await self._moments_at(
                     member.peer_id, member.address, member.certificate, agreement, task, sums
                 )
+                if not pieces:
+                    raise CodecError("expected the sums of one reducer or more, found none")
                 return [Moments.from_bytes(piece, len(agreement.members)) for piece in pieces]
             except (RpcError, CodecError, ValueError) as error:
                 logger.info("round %d: no sums from %s: %s", agreement.round_index, member.peer_id[:8], error)

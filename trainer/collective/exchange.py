@@ -18,6 +18,7 @@ from trainer.collective.reduction import Reduction
 from trainer.collective.results import HeldResults, TaskResult
 from trainer.errors import CodecError, PeerUnavailableError, RpcError
 from trainer.rpc import Endpoint, Peer, Stream
+from trainer.rpc.boundary import peer_boundary
 
 __all__ = ["EXCHANGE", "Exchange", "PassOutcome"]
 
@@ -126,4 +127,5 @@ class Exchange:
             frame = await stream.receive()
             if frame is None:
                 raise CodecError(f"task {task.key}: the results ended before all parts had come")
-            await asyncio.to_thread(result.add, frame.index, frame.payload)
+            with peer_boundary(f"reducer {task.reducer[:8]}"):
+                await asyncio.to_thread(result.add, frame.index, frame.payload)

@@ -40,7 +40,7 @@ from trainer.collective.results import HeldResults
 from trainer.collective.service import RoundService
 from trainer.collective.terms import Terms
 from trainer.engine.collective import Contribution, RoundReport, RoundResult
-from trainer.errors import PeerUnavailableError, RefusedError, RoundFailedError, RpcError, StateBehindError
+from trainer.errors import RefusedError, RoundFailedError, RpcError, StateBehindError
 from trainer.robust import Decision as RuleDecision
 from trainer.robust import Moments, RuleConfig, contribution_weight, decide, effective_rule, needs_moments
 from trainer.rpc import Endpoint, Peer
@@ -143,7 +143,7 @@ class RoundMember:
                         tried.clear()
                         break
                     tried.add(coordinator)
-                except PeerUnavailableError as error:
+                except RpcError as error:
                     logger.info("round %d: %s", self._contribution.round_index, error)
                     tried.add(coordinator)
                 else:

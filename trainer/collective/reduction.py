@@ -151,6 +151,10 @@ class Reduction:
                 if part not in self.parts or sender in self._arrived.get(part, {}):
                     reason = f"sent part {part}, which was not expected of it"
                     break
+                expected_bytes = self._arithmetic.encoded_bytes(part)
+                if len(frame.payload) != expected_bytes:  # Before it is kept: a frame holds 1 MiB.
+                    reason = f"sent part {part} in {len(frame.payload)} bytes, not in {expected_bytes}"
+                    break
                 await self._put(sender, part, frame.payload)
         except Exception as error:  # noqa: BLE001 - whatever ends a peer's stream ends that peer's contribution
             reason = str(error)[:200] or type(error).__name__

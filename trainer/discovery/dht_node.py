@@ -75,7 +75,7 @@ class AnnouncementValidator(RecordValidatorBase):  # type: ignore[misc]
         if DHTID.generate(dht_key(announcement.run_id, announcement.filed_under)).to_bytes() != record.key:
             return False
         # Otherwise an old record could be filed again with a later time, and stand before the new one.
-        if abs(record.expiration_time - announcement.expires_at) > 1e-3:
+        if not abs(record.expiration_time - announcement.expires_at) <= 1e-3:  # NaN is no such time either.
             return False
         return self._admit((record.key, record.subkey), record.expiration_time)
 

@@ -6,6 +6,7 @@ announcement counts as newer by the time its own node wrote into it; nobody else
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from trainer.discovery.announcement import Announcement, AnnouncementRefusedError, verify_announcement
 
 __all__ = ["KnownPeer", "PeerTable"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,11 @@ class PeerTable:
             )
         except AnnouncementRefusedError as error:
             self.refused[error.reason] += 1
+            return None
+        except Exception:
+            # One record that nobody foresaw must not keep the others of its look-up out.
+            logger.warning("a record cannot be handled", exc_info=True)
+            self.refused["malformed"] += 1
             return None
         if announcement.peer_id == self._own_peer_id:
             return None

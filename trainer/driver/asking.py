@@ -46,6 +46,7 @@ from trainer.pipeline.tensors import ask_tensors
 from trainer.pipeline.wire import ACTIVATION, GRADIENT, LABELS, wire_ids
 from trainer.pipeline.work import MicroBatch, StageCredit, boottime_s
 from trainer.rpc import Endpoint
+from trainer.rpc.boundary import peer_boundary
 from trainer.state.descriptor import TensorSpec
 
 __all__ = ["Acknowledged", "Answered", "StageCaller", "credit_of"]
@@ -196,9 +197,10 @@ class StageCaller:
         async with _ended_at(worker, APPLIED, timeout_s + _GRACE_S):
             reply = await self._endpoint.call(worker.peer, APPLIED, ask, AppliedAnswer, timeout_s=timeout_s)
         said = reply.body
-        is_counted = micro_batch.key in said.micro_batches
-        counted_as = said.counted_as or CountedAs(incarnation=said.incarnation, applied_number=0)
-        credit = StageCredit(stage=worker.stage, **counted_as.model_dump()) if is_counted else None
+        with peer_boundary(str(worker)):
+            is_counted = micro_batch.key in said.micro_batches
+            counted_as = said.counted_as or CountedAs(incarnation=said.incarnation, applied_number=0)
+            credit = StageCredit(stage=worker.stage, **counted_as.model_dump()) if is_counted else None
         return Acknowledged(said.incarnation, credit)
 
     # -- inside --------------------------------------------------------------------------------------------------------
@@ -255,7 +257,8 @@ class StageCaller:
         body = answer.body
         if body.num_rows != ask.num_rows:
             raise MalformedAnswerError(f"{worker}: expected an answer of {ask.num_rows} rows, found {body.num_rows}")
-        check_parcel(answer.tensors, specs, str(worker))
+        with peer_boundary(str(worker)):
+            check_parcel(answer.tensors, specs, str(worker))
         hop = HopTime(
             worker.stage, method, worker.uid, worker.key, round_trip_s, body.compute_s, body.queue_s, body.version
         )

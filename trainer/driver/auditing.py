@@ -37,6 +37,7 @@ from trainer.driver.workers import StageWorker
 from trainer.errors import CodecError, NonFiniteActivationError, RpcError
 from trainer.pipeline.wire import ACTIVATION, part_of
 from trainer.pipeline.work import MicroBatch
+from trainer.rpc.boundary import peer_boundary
 
 __all__ = ["MIN_COSINE", "MIN_NATS", "Auditor"]
 
@@ -141,9 +142,9 @@ class Auditor:
         """Compares an answer with another worker's, and where they differ with a third one's."""
         others = [other for other in self._workers(worker.stage) if other.key != worker.key]
         self._note_unopposed(worker, is_alone=not others)
-        found = {worker: await self._value(answered, micro_batch)}
+        found = {worker: await self._value(worker, answered, micro_batch)}
         for other in others[:2]:
-            found[other] = await self._value(await self._evaluated(other, micro_batch, given), micro_batch)
+            found[other] = await self._value(other, await self._evaluated(other, micro_batch, given), micro_batch)
             alike = [self._note(other, known, found) for known in found if known is not other]
             self._compared += 1
             if all(alike):
@@ -194,12 +195,13 @@ class Auditor:
     async def _evaluated(self, worker: StageWorker, micro_batch: MicroBatch, given: Mapping[str, Tensor]) -> Answered:
         return await self._caller.evaluate(worker, micro_batch, given, is_tail=worker.stage == list(self._pools)[-1])
 
-    async def _value(self, answered: Answered, micro_batch: MicroBatch) -> Tensor | float:
+    async def _value(self, worker: StageWorker, answered: Answered, micro_batch: MicroBatch) -> Tensor | float:
         """What is compared: the tail's loss of a label, else the activation."""
         if answered.body.loss_sum is not None:
             return answered.body.loss_sum / max(1, answered.body.num_tokens)
         tensors = part_of(ACTIVATION, answered.tensors)
-        return await asyncio.to_thread(self._form.codec.decode, tensors, micro_batch.input_ids)
+        with peer_boundary(str(worker)):
+            return await asyncio.to_thread(self._form.codec.decode, tensors, micro_batch.input_ids)
 
 
 def _alike(one: Tensor | float, other: Tensor | float) -> bool:

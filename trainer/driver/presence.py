@@ -78,7 +78,7 @@ async def is_refused(address: str, timeout_s: float) -> bool:
             _, writer = await asyncio.open_connection(host, port)
     except ConnectionRefusedError:
         return True
-    except (OSError, TimeoutError):
+    except (OSError, TimeoutError, UnicodeError):  # The last of a host that can be no name.
         return False
     writer.transport.abort()  # The end of a connection that was never used is nobody's concern.
     return False

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from loader.errors import LoaderError
 from trainer.engine.daemon_call import in_daemon_thread
-from trainer.errors import LedgerError, PeerUnavailableError, RefusedError, RpcError
+from trainer.errors import LedgerError, MalformedAnswerError, PeerUnavailableError, RefusedError, RpcError
 from trainer.ledger.config import LedgerConfig
 from trainer.ledger.holdings import Bundle, HeldLease, Holdings
 from trainer.ledger.messages import (
@@ -221,13 +221,18 @@ class LedgerClient:
         answer = await self._ask(LEDGER_LEASE, ask, LeaseAnswer)
         if answer is None:
             return False
+        try:
+            named = self._named_in(answer.runs)
+        except MalformedAnswerError as error:
+            self._away(error)
+            return False
         self._finished = answer.finished
-        if answer.runs:
-            self._holdings.add(self._token, self._named_in(answer.runs), asked_s + answer.lease_s)
+        if named:
+            self._holdings.add(self._token, named, asked_s + answer.lease_s)
             self._token = secrets.token_hex(16)
         self._to_read.set()
         self._to_give.set()
-        return bool(answer.runs)
+        return bool(named)
 
     def _give_up_lapsed(self) -> None:
         now_s = boottime_s()
@@ -236,10 +241,21 @@ class LedgerClient:
         self._holdings.forget_lapsed(now_s - 2 * self._config.lease_s)
 
     def _named_in(self, runs: Sequence[Run]) -> list[MicroBatchId]:
-        """The micro-batches of a lease; those it can have, whatever the keeper says."""
+        """The micro-batches of a lease.
+
+        Raises:
+            MalformedAnswerError: they are not what a lease of this run can have.
+        """
         layout = self._spec.layout
         if any(run.row % layout.micro_batch_rows or run.row + run.num_rows > layout.num_windows for run in runs):
-            raise LedgerError("expected a lease of rows of this run's shards, found others; mind who keeps the account")
+            raise MalformedAnswerError(
+                "expected a lease of rows of this run's shards, found others; mind who keeps the account"
+            )
+        num_rows, most = sum(run.num_rows for run in runs), self._config.lease_units * layout.unit_rows
+        if num_rows > most:
+            raise MalformedAnswerError(
+                f"expected a lease of at most {most} rows, found {num_rows}; mind who keeps the account"
+            )
         return [each for run in runs for each in layout.micro_batches(run)]
 
     async def _renew_if_due(self) -> float:

@@ -10,14 +10,15 @@ import concurrent.futures
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from trainer.collective import PeerCollective, Terms
 from trainer.config import RunConfig
 from trainer.discovery import Announcement, Unheard, open_discovery
-from trainer.errors import IncompatiblePeerError, StateTransferError, TrainerError
+from trainer.errors import IncompatiblePeerError, MalformedAnswerError, StateTransferError, TrainerError
 from trainer.node.loop_thread import LoopThread
 from trainer.node.peer_book import PeerBook, StateChoice, holds_whole_model, peer_of
 from trainer.node.progress import Progress
@@ -25,6 +26,7 @@ from trainer.node.saying import announcement_of
 from trainer.node.state_form import StateForm
 from trainer.node.strangers import check_fit, register_terms
 from trainer.rpc import Endpoint, Identity
+from trainer.rpc.boundary import peer_boundary
 from trainer.state import StateDonor, choose_state, fetch_descriptor, fetch_state, write_snapshot
 
 __all__ = ["Network"]
@@ -363,11 +365,8 @@ class Network(Generic[S]):
         logger.info("fetching state %s from %d nodes", digest[:12], len(donors))
         stall_timeout_s = self._config.state.stall_timeout_s
         descriptor = await fetch_descriptor(self._endpoint, donors, digest, stall_timeout_s=stall_timeout_s)
-        try:
+        with self._passing_over(digest):
             expectation = self._form.expectation(descriptor)
-        except IncompatiblePeerError:
-            self._book.pass_over(digest)
-            raise
         snapshot = await fetch_state(
             self._endpoint,
             donors,
@@ -378,11 +377,22 @@ class Network(Generic[S]):
             config=self._config.state,
         )
         self._fetched_digest = digest
-        try:
+        with self._passing_over(digest):
             return self._form.unpack(snapshot.meta, snapshot.tensors)
-        except IncompatiblePeerError:
+
+    @contextmanager
+    def _passing_over(self, digest: str) -> Iterator[None]:
+        """Encloses what is made of a state of others: one that cannot be taken up is not fetched again.
+
+        Raises:
+            IncompatiblePeerError: it cannot.
+        """
+        try:
+            with peer_boundary(f"whoever holds the state {digest[:12]}"):
+                yield
+        except (IncompatiblePeerError, MalformedAnswerError) as error:
             self._book.pass_over(digest)
-            raise
+            raise IncompatiblePeerError(str(error)) from error
 
     # -- who is there --------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from trainer.checkpoint import CheckpointContents, Checkpointer, wallet_id
+from trainer.checkpoint import CheckpointContents, Checkpointer, take_over_former_names, wallet_id
 from trainer.config import RunConfig
 from trainer.engine.collective import Collective
 from trainer.engine.local import LocalCollective
@@ -127,6 +127,8 @@ def _survey(config: RunConfig, ranks: Ranks, stack: ExitStack) -> _Site:
     device = choose_device(config.device)
     store = StoreWatch.open(open_session(config.data), config.data.refresh_s)
     wallet = wallet_id(config.checkpoint.token, config.node_id)
+    if config.checkpoint.token:
+        take_over_former_names(config.checkpoint.directory, config.checkpoint.token, ranks.instance)
     checkpointer = stack.enter_context(
         Checkpointer(config.checkpoint.directory, wallet, config.checkpoint.keep, instance=ranks.instance)
     )

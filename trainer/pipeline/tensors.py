@@ -26,6 +26,7 @@ from torch import Tensor
 
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedError, RpcError
 from trainer.rpc import Endpoint, Peer, PeerId, Reply, Request, Stream
+from trainer.rpc.boundary import peer_boundary
 from trainer.rpc.config import MAX_PAYLOAD_BYTES
 from trainer.rpc.messages import Message, Payload
 from trainer.state.descriptor import TensorSpec
@@ -173,10 +174,11 @@ async def ask_tensors(
         reply = await endpoint.call(
             peer, method, labelled, answer, payload=payload, timeout_s=timeout_s, stall_timeout_s=stall_timeout_s
         )
-        try:
-            return TensorAnswer(reply.body, _unpacked(_checked(reply.body, answer_bytes), reply.payload))
-        except RefusedError as error:
-            raise MalformedAnswerError(f"{peer.address}: {error}") from error
+        with peer_boundary(peer.address):
+            try:
+                return TensorAnswer(reply.body, _unpacked(_checked(reply.body, answer_bytes), reply.payload))
+            except RefusedError as error:
+                raise MalformedAnswerError(f"{peer.address}: {error}") from error
     return await _ask_by_stream(
         endpoint, peer, method, labelled, tensors, answer, answer_bytes, timeout_s, stall_timeout_s
     )
@@ -202,13 +204,15 @@ async def _ask_by_stream(
         frame = await _in_time(stream, deadline_s, peer.address)
         if frame is None:
             raise MalformedAnswerError(f"{peer.address} ended the stream without an answer")
-        try:
-            body = answer.model_validate_json(bytes(frame))
-            specs = _checked(body, answer_bytes)
-        except (ValidationError, RefusedError) as error:
-            raise MalformedAnswerError(f"{peer.address} gave an answer that is none: {str(error)[:200]}") from error
+        with peer_boundary(peer.address):
+            try:
+                body = answer.model_validate_json(bytes(frame))
+                specs = _checked(body, answer_bytes)
+            except (ValidationError, RefusedError) as error:
+                raise MalformedAnswerError(f"{peer.address} gave an answer that is none: {str(error)[:200]}") from error
         data = await _received(stream, specs, deadline_s - time.monotonic(), peer.address, MalformedAnswerError)
-    return TensorAnswer(body, tensors_in(data, specs))
+    with peer_boundary(peer.address):
+        return TensorAnswer(body, tensors_in(data, specs))
 
 
 def _labelled(body: AskT, tensors: Mapping[str, Tensor]) -> AskT:

@@ -1,7 +1,8 @@
 """The asking side: opens calls and streams at peers, and believes nothing that comes back before it is verified.
 
 A peer whose answer fails a check is as good as one that did not answer: the caller gets PeerUnavailableError, and the
-reason is counted with the refusals. RefusedError is what the *peer* refused.
+reason is counted with the refusals. An answer that the peer has signed, and that is none to the question, is a
+MalformedAnswerError. RefusedError is what the *peer* refused.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import TypeVar
 from pydantic import BaseModel
 from typing_extensions import Buffer
 
-from trainer.errors import PeerUnavailableError, RefusedError
+from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedError
 from trainer.rpc.bodies import dump_body, parse_body
+from trainer.rpc.boundary import peer_boundary
 from trainer.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig
 from trainer.rpc.counters import Counters
 from trainer.rpc.envelope import SealedFrame
@@ -68,7 +70,15 @@ class _Conversation:
     def unbelievable(self, error: RefusedError) -> PeerUnavailableError:
         """Counts an answer that failed a check."""
         self.counters.count_refusal(error.reason)
-        return PeerUnavailableError(f"{self.wire.who} gave an answer that fails a check ({error.reason}): {error}")
+        return PeerUnavailableError(self._complaint(error))
+
+    def malformed(self, error: RefusedError) -> MalformedAnswerError:
+        """Counts an answer that its peer has signed, and that is none."""
+        self.counters.count_refusal(error.reason)
+        return MalformedAnswerError(self._complaint(error))
+
+    def _complaint(self, error: RefusedError) -> str:
+        return f"{self.wire.who} gave an answer that fails a check ({error.reason}): {error}"
 
 
 class Calling:
@@ -111,10 +121,11 @@ class Calling:
             async with deadline, self._begun(peer, method, timeout_s, CALL_FRAMES) as conversation:
                 await conversation.outgoing.send("request", body=dump_body(body), payload=payload)
                 reply = await self._reply(conversation, silence_s)
-                try:
-                    parsed = parse_body(reply, reply_model)
-                except RefusedError as error:
-                    raise conversation.unbelievable(error) from None
+                with peer_boundary(conversation.wire.who):
+                    try:
+                        parsed = parse_body(reply, reply_model)
+                    except RefusedError as error:
+                        raise conversation.malformed(error) from None
                 return Reply(parsed, reply.payload, reply.head.sender)
         except TimeoutError:
             if not deadline.expired():
@@ -186,7 +197,8 @@ class Calling:
         wire = conversation.wire
         reply: SealedFrame | None = None
         while (raw := await read_within(wire, silence_s)) is not None:
-            frame = conversation.open(raw)
+            with peer_boundary(wire.who):
+                frame = conversation.open(raw)
             reply = frame or reply
         if reply is None:
             raise PeerUnavailableError(f"{wire.who}: expected a reply, found the end of the exchange")

@@ -209,6 +209,7 @@ class Endpoint:
 
         Raises:
             PeerUnavailableError: no connection, no answer in time, silence, or an answer that fails a check.
+            MalformedAnswerError: an answer of the peer's own that is none.
             RefusedError: the peer refused; ``reason`` says why.
             TrainerUsageError: the request cannot be sent.
         """

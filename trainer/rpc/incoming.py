@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from trainer.errors import PeerUnavailableError, RpcError
+from trainer.rpc.boundary import peer_boundary
 from trainer.rpc.config import MAX_PAYLOAD_BYTES
 from trainer.rpc.envelope import SealedFrame
 from trainer.rpc.failure import Failure
@@ -123,7 +124,8 @@ class Incoming:
                 await self._room()
                 reading = self._start_reading()
                 await asyncio.sleep(0)  # So that it is under way while this frame is verified.
-                frame = self._open_frame(raw)
+                with peer_boundary(self._wire.who):
+                    frame = self._open_frame(raw)
                 if frame is not None:
                     self._take(frame, len(raw))
         finally:

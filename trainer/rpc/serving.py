@@ -16,8 +16,9 @@ from typing import Any, TypeAlias
 import grpc
 from pydantic import BaseModel
 
-from trainer.errors import PeerUnavailableError, RefusedError, TrainerUsageError
+from trainer.errors import PeerUnavailableError, RefusedError, RpcError, TrainerUsageError
 from trainer.rpc.bodies import dump_body, parse_body
+from trainer.rpc.boundary import peer_boundary
 from trainer.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig
 from trainer.rpc.counters import Counters
 from trainer.rpc.envelope import SealedFrame, parse_head, verify_head, verify_payload
@@ -112,6 +113,11 @@ class Serving:
         except PeerUnavailableError as error:
             logger.debug("a caller went away: %s", error)
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the caller fell silent")
+        except RpcError as error:
+            logger.debug("refused a call from %s: %s", context.peer(), error)
+            self._counters.count_refusal(Reason.INTERNAL)
+            code, text, metadata = status_for(RefusedError(Reason.INTERNAL, "the request cannot be handled"))
+            await context.abort(code, text, metadata)
 
     async def _serve(self, context: ServerContext) -> None:
         if self.stopping:
@@ -151,7 +157,8 @@ class Serving:
                     raw = await wire.read()
                     if raw is None:
                         raise RefusedError(Reason.NO_REQUEST, "expected a request, found none")
-                    frame = parse_head(raw)
+                    with peer_boundary(wire.who):
+                        frame = parse_head(raw)
                 return frame
         except TimeoutError:
             raise RefusedError(
@@ -185,8 +192,10 @@ class Serving:
         return method, terms
 
     def _request(self, frame: SealedFrame, method: Method, remote_address: str) -> Request[BaseModel]:
-        verify_payload(frame)
-        return Request(frame.head.sender, parse_body(frame, method.body_model), frame.payload, remote_address)
+        with peer_boundary(frame.head.sender):
+            verify_payload(frame)
+            body = parse_body(frame, method.body_model)
+        return Request(frame.head.sender, body, frame.payload, remote_address)
 
     async def _answer(
         self, method: Method, handler: Awaitable[Reply[Any]], outgoing: Outgoing, failure: Failure

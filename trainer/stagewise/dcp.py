@@ -8,6 +8,7 @@ one by itself: a stage's start costs its own share of the bytes.
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,11 +25,13 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from trainer.errors import CheckpointError, CorruptCheckpointError
+from trainer.state.descriptor import MAX_EXTENT
 
 __all__ = ["METADATA_NAME", "DcpFolder", "without_process_group"]
 
 METADATA_NAME: Final = ".metadata"
 _MAX_METADATA_BYTES: Final = 256 << 20
+_MAX_DIMENSIONS: Final = 16
 
 _LAYOUTS: Final = {"torch.strided": torch.strided, "strided": torch.strided}
 
@@ -131,10 +134,11 @@ class DcpFolder:
         missing = [name for name in wanted if name not in self._tensors]
         if missing:
             raise CheckpointError(f"{self._path}: expected the tensors {', '.join(missing[:3])}, found none")
-        state: dict[str, Tensor] = {
-            name: torch.empty(self._tensors[name].size, dtype=self._tensors[name].properties.dtype) for name in wanted
-        }
         try:
+            state: dict[str, Tensor] = {
+                name: torch.empty(self._tensors[name].size, dtype=self._tensors[name].properties.dtype)
+                for name in wanted
+            }
             with without_process_group():
                 load(state, storage_reader=_Reader(self._path, self._description), no_dist=True)
         except (Exception, CheckpointException) as error:
@@ -159,6 +163,36 @@ def _described(path: Path) -> Metadata:
         ) from error
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
         raise CorruptCheckpointError(f"{source}: expected a description of tensors, found {type(found).__name__}")
+    entries = found.state_dict_metadata
+    if not isinstance(entries, dict) or not all(isinstance(name, str) for name in entries):
+        raise CorruptCheckpointError(f"{source}: expected descriptions by the tensors' names, found others")
+    for name, entry in entries.items():
+        if isinstance(entry, TensorStorageMetadata) and not _is_possible(entry):
+            raise CorruptCheckpointError(f"{source}: expected {name[:60]!r} of a type and shape, found neither")
+    if not all(isinstance(info, _StorageInfo) and _is_beside(info) for info in found.storage_data.values()):
+        raise CorruptCheckpointError(f"{source}: expected tensors in files beside it, found them elsewhere")
     if found.storage_meta is None:
         found.storage_meta = StorageMeta()
     return found
+
+
+def _is_possible(entry: TensorStorageMetadata) -> bool:
+    """Whether there can be such a tensor; a pickle sets attributes to whatever it likes, and to none."""
+    shape = getattr(entry, "size", None)
+    properties = getattr(entry, "properties", None)
+    if not isinstance(shape, tuple) or len(shape) > _MAX_DIMENSIONS or not all(type(each) is int for each in shape):
+        return False
+    extent = math.prod(filter(None, shape))
+    return (
+        min(shape, default=0) >= 0
+        and extent < MAX_EXTENT
+        and isinstance(getattr(properties, "dtype", None), torch.dtype)
+    )
+
+
+def _is_beside(info: _StorageInfo) -> bool:
+    """Whether it names a file of the folder, and bytes that a file can have."""
+    name, offset, length = (getattr(info, field, None) for field in ("relative_path", "offset", "length"))
+    if type(offset) is not int or type(length) is not int or offset < 0 or not 0 <= length < MAX_EXTENT:
+        return False
+    return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and "\0" not in name

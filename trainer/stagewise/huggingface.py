@@ -45,12 +45,11 @@ class HfFolder:
             CheckpointMismatchError: it is not; the message names the fields.
         """
         classes = self._config.get("architectures") or ["none"]
-        if classes[0] not in _CLASSES:
-            raise CheckpointMismatchError(
-                f"{self._path}: expected one of {', '.join(_CLASSES)}, found {str(classes[0])[:60]}"
-            )
+        named = str(classes[0] if isinstance(classes, list) else classes)
+        if named not in _CLASSES:
+            raise CheckpointMismatchError(f"{self._path}: expected one of {', '.join(_CLASSES)}, found {named[:60]}")
         expected = _fields(config)
-        found = self._stated(_CLASSES[classes[0]], expected)
+        found = self._stated(_CLASSES[named], expected)
         wrong = [
             f"{name} {found[name]!r} (here {expected[name]!r})" for name in expected if found[name] != expected[name]
         ]
@@ -164,7 +163,7 @@ def _fields(config: ModelConfig) -> dict[str, object]:
 def _object(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{path}: expected JSON, found: {str(error)[:120]}") from error
     if not isinstance(found, dict):
         raise CorruptCheckpointError(f"{path}: expected an object, found {type(found).__name__}")

@@ -120,7 +120,7 @@ def _require_stated(folder: Path, config: ModelConfig) -> None:
         return
     try:
         stated = ModelConfig.from_dict(json.loads(path.read_bytes())["genesis"])
-    except (OSError, ValueError, KeyError, TypeError, TrainerUsageError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, TrainerUsageError) as error:
         raise CorruptCheckpointError(f"{path}: expected an architecture, found: {str(error)[:120]}") from error
     ours, theirs = config.to_dict(), stated.to_dict()
     wrong = [

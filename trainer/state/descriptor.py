@@ -16,9 +16,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Final, Literal, TypeAlias
+from typing import Annotated, Final, Literal, Self, TypeAlias
 
-from pydantic import Field, JsonValue, ValidationError
+from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from manifests.spelling import canonical_json, sha256_hex
 from trainer.errors import StateTransferError, TrainerUsageError
@@ -28,6 +28,7 @@ __all__ = [
     "CHUNK_BYTES",
     "DIGEST_BYTES",
     "MAX_DESCRIPTOR_BYTES",
+    "MAX_EXTENT",
     "PAGE_CHUNKS",
     "Descriptor",
     "Expectation",
@@ -56,6 +57,8 @@ _ITEM_BYTES = {
     "float64": 8,
 }
 _MAX_SIZE_BYTES = 1 << 50
+MAX_EXTENT: Final = 1 << 48
+"""Above the product of a tensor's dimensions, those of 0 left out: torch counts strides of empty tensors as well."""
 
 Meta: TypeAlias = Mapping[str, JsonValue]
 DigestField = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -67,7 +70,13 @@ class TensorSpec(Message):
 
     name: Annotated[str, Field(min_length=1, max_length=512)]
     dtype: Dtype
-    shape: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**48)], ...], Field(max_length=16)]
+    shape: Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_EXTENT)], ...], Field(max_length=16)]
+
+    @model_validator(mode="after")
+    def _has_a_possible_shape(self) -> Self:
+        if math.prod(filter(None, self.shape)) >= MAX_EXTENT:
+            raise ValueError(f"expected dimensions whose product, those of 0 left out, is below {MAX_EXTENT}")
+        return self
 
     @property
     def num_values(self) -> int:

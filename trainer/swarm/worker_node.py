@@ -22,7 +22,7 @@ from typing import Any, Final, TypeVar
 from trainer.config import RunConfig
 from trainer.discovery import Announcement, settled_uid
 from trainer.engine.strategy import OuterResult
-from trainer.errors import IncompatiblePeerError, TrainerError
+from trainer.errors import IncompatiblePeerError, RefusedError, TrainerError
 from trainer.node.identity import identity_of
 from trainer.node.network import Network
 from trainer.node.progress import Progress
@@ -229,7 +229,9 @@ class WorkerNode:
             return self._network.holds_common_state
         try:
             self._compute(lambda: self._adopt(shared))
-        except IncompatiblePeerError as error:
+        except (IncompatiblePeerError, RefusedError) as error:
+            if isinstance(error, RefusedError) and error.reason != "internal":
+                raise
             logger.warning("a state the others hand out does not fit, and is passed over: %s", error)
             self._network.pass_over_fetched()
             return False

@@ -22,6 +22,7 @@ from trainer.pipeline.plan import StagePlan
 from trainer.pipeline.tensors import TensorAnswer, ask_tensors
 from trainer.pipeline.wire import IDS, LABELS
 from trainer.rpc import Endpoint, Peer, PeerId
+from trainer.rpc.boundary import peer_boundary
 from trainer.worker.applying import StageReply
 from trainer.worker.asks import ReceivedChain
 from trainer.worker.link import StageLink
@@ -151,10 +152,12 @@ class Chain:
         return answer
 
     async def _gradient_in(self, ask: ReceivedChain, behind: StageReply) -> Tensor:
+        hop = ask.route[0]
         try:
-            return await self._link.gradient_of(ask, behind.tensors)
-        except RefusedError as error:
-            raise _refusal(ask.route[0], MalformedAnswerError(f"its gradient: {error}")) from error
+            with peer_boundary(f"{hop.stage} {hop.peer_id}"):
+                return await self._link.gradient_of(ask, behind.tensors)
+        except (RefusedError, MalformedAnswerError) as error:
+            raise _refusal(hop, MalformedAnswerError(f"its gradient: {error}")) from error
 
     def _check(self, answer: StageReply, num_tokens: int) -> None:
         """What is passed on is vouched for: a lie of the tail's must not be taken for the head's.

@@ -14,11 +14,12 @@ from email.utils import format_datetime
 from pathlib import Path
 from typing import Self
 
+import httpx
 import pytest
 
 from genesis.errors import ObjectNotFoundError, StoreAccessError, StoreError, StoreUnavailableError
 from genesis.store import CachePolicy, FolderStore
-from genesis.store.http import HttpStore
+from genesis.store.http import HttpStore, _check_redirect
 from genesis.store.policy import RetryPolicy
 from manifests import InvalidDocumentError
 from tests.genesis.store.conftest import QUICK
@@ -168,6 +169,38 @@ def test_redirects_are_followed_but_not_for_ever(web, http_store):
         assert store.get("moved").body == BODY
         with pytest.raises(StoreError, match="more than 5 redirects"):
             store.get("loop")
+
+
+@pytest.mark.parametrize("location", ["http://127.0.0.1:1/x", "http://localhost:{port}/x", "http://169.254.169.254/x"])
+def test_a_redirect_to_another_origin_without_tls_is_not_followed(location, web, http_store):
+    def redirect(request: Request) -> Reply:
+        return Reply(302, headers=(("Location", location.format(port=web.port)),))
+
+    with FaultProxy(web.port, answer=redirect) as proxy:
+        store = http_store(proxy.port)
+        for use in (store.get, store.head):
+            with pytest.raises(StoreError, match="expected a redirect to https or within"):
+                use("shard_0.pt")
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "is_followed"),
+    [
+        ("https://a/x", "https://b/y", True),
+        ("http://a/x", "https://b/y", True),
+        ("http://a/x", "http://a:80/y", True),
+        ("https://a:443/x", "https://a/y", True),
+        ("https://a/x", "http://a/x", False),
+        ("http://a/x", "http://a:8080/x", False),
+        ("http://a/x", "http://b/x", False),
+    ],
+)
+def test_where_a_redirect_may_lead(source, target, is_followed):
+    if is_followed:
+        _check_redirect(httpx.URL(source), httpx.URL(target), "k")
+    else:
+        with pytest.raises(StoreError, match="expected a redirect"):
+            _check_redirect(httpx.URL(source), httpx.URL(target), "k")
 
 
 @pytest.mark.parametrize(

@@ -245,18 +245,57 @@ async def test_a_driver_with_other_data_is_refused(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"row": 16, "num_rows": 4}, {"row": 2, "num_rows": 4}, {"row": 0, "num_rows": 10**9}]
+    "wrong",
+    [
+        [{"row": 16, "num_rows": 4}],
+        [{"row": 2, "num_rows": 4}],
+        [{"row": 0, "num_rows": 10**9}],
+        [{"row": 0, "num_rows": 16}] * 500,
+    ],
 )
 @on_event_loop
-async def test_rows_that_no_shard_has_are_not_taken_from_any_keeper(run: Run, wrong: dict[str, int]) -> None:
-    async def answer(request: Request[LeaseAsk]) -> Reply[LeaseAnswer]:
-        return Reply(LeaseAnswer(runs=(Rows(epoch=0, shard=1, **wrong),), lease_s=30.0))
+async def test_rows_that_no_lease_has_are_taken_from_no_keeper_and_end_no_driver(
+    run: Run, wrong: list[dict[str, int]]
+) -> None:
+    asked = 0
 
-    async with running_endpoint() as liar:
+    async def answer(request: Request[LeaseAsk]) -> Reply[LeaseAnswer]:
+        nonlocal asked
+        asked += 1
+        return Reply(LeaseAnswer(runs=tuple(Rows(epoch=0, shard=1, **each) for each in wrong), lease_s=30.0))
+
+    async with running_endpoint() as liar, run.keeper() as (service, endpoint):
         liar.register(LEDGER_LEASE, LeaseAsk, answer)
-        async with run.driver(liar.peer, replace(CONFIG, close_s=0.1)) as driver:
-            with pytest.raises(LedgerError, match="mind who keeps the account"):
-                await driver.next()
+        keepers = [liar.peer]
+        async with run.driver(keepers) as driver:
+            while asked < 2:
+                await asyncio.sleep(0.01)
+            assert not driver.holdings.leases
+            keepers.append(endpoint.peer)
+            assert len(await all_of(driver)) == 15
+        assert (await service.account()).micro_batches.done == 15
+
+
+@pytest.mark.parametrize("wrong", [{"epoch": 10**9 - 1, "shard": 1}, {"epoch": 0, "shard": 10**10 - 1}])
+@on_event_loop
+async def test_rows_that_cannot_be_read_end_no_driver(
+    run: Run, wrong: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.ledger.client._UNREADABLE_S", 0.01)
+
+    async def answer(request: Request[LeaseAsk]) -> Reply[LeaseAnswer]:
+        return Reply(LeaseAnswer(runs=(Rows(row=0, num_rows=4, **wrong),), lease_s=1e300))
+
+    async with running_endpoint() as liar, run.keeper() as (_service, endpoint):
+        liar.register(LEDGER_LEASE, LeaseAsk, answer)
+        keepers = [liar.peer]
+        async with run.driver(keepers, replace(CONFIG, close_s=0.1)) as driver:
+            while not driver.holdings.leases:
+                await asyncio.sleep(0.01)
+            while driver.holdings.unread:
+                await asyncio.sleep(0.01)
+            keepers.append(endpoint.peer)
+            assert len([await driver.next() for _ in range(3)]) == 3
 
 
 @on_event_loop

@@ -134,6 +134,24 @@ def test_states_that_do_not_fit_are_passed_over_and_the_one_that_does_is_taken(
     assert fetched == {it.state_digest for it in listening.others if it.outer_step == 3}
 
 
+@pytest.mark.parametrize("step", ["expectation", "unpack"])
+def test_a_state_that_nobody_foresaw_is_passed_over_and_ends_no_node(
+    begin: Begin, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    holder, held = begin("a")
+    holder.publish(state())
+    assert held.news.wait(WAIT_S)
+    newcomer, _ = begin("b")
+
+    def unforeseen(*_: object) -> None:
+        raise RuntimeError("no such storage")
+
+    monkeypatch.setattr(StateFit, step, unforeseen)
+    assert newcomer.catch_up(wait_s=3.0) is None
+    said = [record.getMessage() for record in caplog.records if "does not fit this node" in record.getMessage()]
+    assert len(said) == 1 and "no such storage" in said[0]
+
+
 def test_a_newcomer_that_hears_of_a_stranger_first_hears_the_others_out(tmp_path: Path) -> None:
     """The stranger is the one it was pointed at, and passes on who else is there."""
     other = TERMS.model_copy(update={"synchronisation": {"seed": 2}})

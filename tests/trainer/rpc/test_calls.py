@@ -11,7 +11,7 @@ import pytest
 from tests.support.event_loop import on_event_loop
 from tests.support.rpc_node import Answer, Question
 from tests.support.rpc_pair import endpoint_pair, running_endpoint
-from trainer.errors import PeerUnavailableError, RefusedError, TrainerUsageError
+from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedError, TrainerUsageError
 from trainer.rpc import Endpoint, Identity, Message, Peer, Reply, Request
 
 _ECHO = "test/echo"
@@ -175,7 +175,7 @@ async def test_a_handlers_refusal_travels_and_its_failure_says_nothing_of_its_in
 @on_event_loop
 async def test_an_answer_of_the_wrong_form_is_none() -> None:
     async with endpoint_pair() as (caller, callee):
-        with pytest.raises(PeerUnavailableError, match=r"fails a check \(body\)"):
+        with pytest.raises(MalformedAnswerError, match=r"fails a check \(body\)"):
             await caller.call(callee.peer, _ECHO, Question(), _Other, timeout_s=10)
         assert caller.counters.refused == {"body": 1}
 

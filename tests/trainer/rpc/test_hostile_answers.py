@@ -12,7 +12,7 @@ from tests.support.event_loop import on_event_loop
 from tests.support.hostile_callee import HostileCallee, Script, hostile_callee
 from tests.support.rpc_node import Answer, Question
 from tests.support.rpc_pair import running_endpoint
-from trainer.errors import PeerUnavailableError, RefusedError
+from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedError
 from trainer.rpc import Identity, Peer
 from trainer.rpc.envelope import HEARTBEAT, Head
 
@@ -48,8 +48,6 @@ _OTHER = Identity.create()
         ("kind", lambda callee, head: [callee.answer(head, kind="end")]),
         ("kind", lambda callee, head: [callee.answer(head), callee.answer(head, sequence=1)]),
         ("digest", lambda callee, head: [callee.answer(head, payload=b"aa")[:-1] + b"b"]),
-        ("body", lambda callee, head: [callee.answer(head, body={"text": 1})]),
-        ("body", lambda callee, head: [callee.answer(head, body=None)]),
         ("size", lambda callee, head: [callee.answer(head)[:-1]]),
         ("magic", lambda _callee, _head: [b"noise" * 100]),
         ("head", lambda callee, head: [callee.answer(head, extra=1)]),
@@ -63,6 +61,18 @@ async def test_an_answer_that_fails_a_check_is_none(
         with pytest.raises(PeerUnavailableError, match=rf"fails a check \({reason}\)"):
             await caller.call(callee.peer, "test/echo", Question(), Answer, timeout_s=20)
         assert caller.counters.refused == {reason: 1}
+
+
+@pytest.mark.parametrize("body", [None, {"text": 1}, {"text": "a", "more": [[[{}]]]}, {"text": 2**62}])
+@on_event_loop
+async def test_a_signed_answer_that_is_none_to_the_question_is_the_peers_doing(body: dict[str, object] | None) -> None:
+    def make(callee: HostileCallee, head: Head) -> list[bytes]:
+        return [callee.answer(head, body=body)]
+
+    async with running_endpoint() as caller, hostile_callee(_answering(make)) as callee:
+        with pytest.raises(MalformedAnswerError, match=r"fails a check \(body\)"):
+            await caller.call(callee.peer, "test/echo", Question(), Answer, timeout_s=20)
+        assert caller.counters.refused == {"body": 1}
 
 
 @on_event_loop

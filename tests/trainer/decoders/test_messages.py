@@ -1,0 +1,341 @@
+"""Whatever a peer says, its decoder takes it or raises the error it promises: nothing else ends a task, or a process.
+
+Messages are valid ones with extreme numbers put anywhere, drawn alike in every run. What becomes of who sent them is
+tested beside each service.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+
+from manifests import canonical_json
+from tests.support.event_loop import on_event_loop
+from tests.support.example_store import EXAMPLE_KEY
+from tests.support.extremes import EXAMPLES, changed, damaged, outcome
+from trainer.collective.checking import check_agreement, check_plan, may_follow
+from trainer.collective.consulting import split_sums
+from trainer.collective.messages import Agreement, Commit, Decision, JoinRequest, MomentsReply, Plan, Vote
+from trainer.collective.planning import first_plan
+from trainer.discovery.announcement import Announcement, sign_announcement, verify_announcement
+from trainer.discovery.exchange import ExchangeReply, ExchangeRequest, split_records, unpack_request
+from trainer.discovery.peer_table import PeerTable
+from trainer.driver.presence import is_refused
+from trainer.driver.workers import workers_in
+from trainer.errors import DiscoveryError, RefusedError, TrainerUsageError
+from trainer.ledger.account import Account
+from trainer.ledger.messages import LeaseAnswer, LeaseAsk, RenewAnswer, SettleAnswer, SettleAsk
+from trainer.pipeline.messages import AppliedAnswer, ChainAsk, ForwardAsk, ProgressReport, StageAnswer
+from trainer.pipeline.report import StageReport
+from trainer.robust import cap_weights, contribution_weight
+from trainer.rpc import Identity
+from trainer.rpc.bodies import parse_body
+from trainer.rpc.certificates import certificate_digest
+from trainer.rpc.envelope import parse_head, seal
+from trainer.rpc.strict_json import parse_strict_json
+from trainer.state.descriptor import TensorSpec
+from trainer.worker.status import StatusAnswer
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+KEY = Identity.of(EXAMPLE_KEY)
+KEYS = [letter * 64 for letter in "abc"]
+NOW = 1_800_000_000.0
+
+REPORT: dict[str, Any] = {"uid": "body1.0.55", "incarnation": "a" * 16, "status": "serving"}
+SPEC = {"name": "activation", "dtype": "float32", "shape": [2, 8, 16]}
+PLAN = {
+    "agreement": "0" * 64,
+    "pass_index": 0,
+    "members": KEYS,
+    "tasks": [{"key": "0.0", "reducer": KEYS[0], "first_part": 0, "last_part": 4}],
+}
+AGREEMENT = {
+    "round_index": 3,
+    "attempt": 0,
+    "coordinator": KEYS[0],
+    "state_digest": "0" * 64,
+    "num_values": 4096,
+    "part_values": 1024,
+    "vocabulary_rows": 512,
+    "members": [{"peer_id": key, "address": "127.0.0.1:9", "certificate": None, "weight": 1.0} for key in KEYS],
+}
+ASK = {
+    "micro_batch": "e7.s1.r4",
+    "stage": "body-1",
+    "num_rows": 2,
+    "num_positions": 8,
+    "answer_within_s": 5.0,
+    "tensors": [SPEC],
+}
+CREDIT = {"stage": "head", "incarnation": "a" * 16, "applied_number": 1, "shared_through": 0}
+RUN = {"epoch": 0, "shard": 1, "row": 0, "num_rows": 4}
+TALLY = {"leased": 1, "done": 1, "lost": 0, "open": 0}
+DIGESTS = [{"key": "0.0", "digest": "0" * 64, "num_included": 1}]
+COMMIT = {
+    "plan": PLAN,
+    "members": KEYS,
+    "digests": DIGESTS,
+    "dropped": [{"peer_id": KEYS[0], "reason": "late"}],
+    "completeness": 1.0,
+    "findings": [],
+}
+MESSAGES: list[tuple[type[BaseModel], dict[str, Any]]] = [
+    (
+        StageAnswer,
+        {"incarnation": "a" * 16, "version": 3, "num_rows": 2, "tensors": [SPEC], "loss_sum": 1.5, "compute_s": 0.1},
+    ),
+    (AppliedAnswer, {"incarnation": "a" * 16, "micro_batches": ["e7.s1.r4"], "counted_as": None}),
+    (ForwardAsk, ASK),
+    (ChainAsk, {**ASK, "apply_within_s": 5.0, "route": [{"stage": "tail", "peer_id": KEYS[0], "address": "h:9"}]}),
+    (ProgressReport, {"incarnation": "a" * 16, "version": 3, "num_tokens": 4, "joining": False}),
+    (StageReport, REPORT),
+    (LeaseAsk, {"token": "0" * 32, "data_digest": "0" * 16, "preferred": [1], "num_units": 1}),
+    (LeaseAnswer, {"runs": [RUN], "lease_s": 30.0, "finished": False}),
+    (RenewAnswer, {"live": ["0" * 32], "lease_s": 30.0}),
+    (
+        SettleAsk,
+        {
+            "token": "0" * 32,
+            "settlements": [{"micro_batch": "e7.s1.r4", "outcome": "done", "credits": [CREDIT], "num_tokens": 8}],
+            "handed_back": ["e7.s1.r8"],
+        },
+    ),
+    (SettleAnswer, {"accepted": 1, "repeated": 0, "stale": ["e7.s1.r4"], "unheard": []}),
+    (
+        Account,
+        {
+            "micro_batches": TALLY,
+            "tokens": TALLY,
+            "trained_tokens": 1,
+            "waiting": 0,
+            "reissued": 0,
+            "leases": 0,
+            "lost": [],
+            "perished": [],
+            "lanes": [],
+        },
+    ),
+    (Agreement, AGREEMENT),
+    (Plan, PLAN),
+    (Vote, {"plan": PLAN, "term": 0, "digests": DIGESTS, "failed": [], "dropped": []}),
+    (Commit, COMMIT),
+    (Decision, {"kind": "commit", "commit": COMMIT}),
+    (ExchangeReply, {"sizes": [10, 20]}),
+    (ExchangeRequest, {"own_bytes": 10}),
+    (MomentsReply, {"sizes_bytes": [10]}),
+    (TensorSpec, SPEC),
+    (
+        JoinRequest,
+        {
+            "round_index": 3,
+            "terms": {"architecture": {"dim": 8}, "tokenizer_lineage": "", "synchronisation": {}},
+            "state_digest": "0" * 64,
+            "num_values": 4096,
+            "num_batches": 4,
+            "age_s": 1.0,
+            "vocabulary_rows": 512,
+            "address": "127.0.0.1:9",
+            "certificate": None,
+            "tried": [],
+        },
+    ),
+    (
+        StatusAnswer,
+        {
+            **dict.fromkeys(("version", "num_tokens", "applied", "shared_through", "queued", "queued_bytes"), 1),
+            **dict.fromkeys(("computed", "cached_bytes", "reply_bytes"), 1),
+            **dict.fromkeys(("batch_rows", "compute_s", "rows_per_s", "busy"), 0.5),
+            "stage": "tail",
+            "status": "serving",
+            "incarnation": "a" * 16,
+            "refused": {"busy": 1},
+        },
+    ),
+]
+
+
+HEAD: dict[str, Any] = {
+    "kind": "reply",
+    "origin": "callee",
+    "method": "stage/forward",
+    "run_id": "run",
+    "recipient": "",
+    "nonce": "0" * 32,
+    "sequence": 0,
+    "index": 0,
+    "sent_at": NOW,
+    "certificate_sha256": "",
+    "body": {"a": [1, {"b": 2.5}]},
+}
+
+
+ANNOUNCEMENT: dict[str, Any] = {
+    "peer_id": KEY.peer_id,
+    "node_id": "n",
+    "run_id": "r",
+    "address": "127.0.0.1:9",
+    "certificate_pem": "",
+    "protocol": 1,
+    "terms_digest": "",
+    "outer_step": 0,
+    "state_digest": "",
+    "last_round_members": [],
+    "inner_step": 0,
+    "loss": None,
+    "tokens_per_s": 0.0,
+    "shards": [1],
+    "stage": {**REPORT},
+    "sent_at": NOW,
+    "expires_at": NOW + 60,
+}
+
+
+@pytest.mark.parametrize(("model", "document"), MESSAGES, ids=[model.__name__ for model, _ in MESSAGES])
+@EXAMPLES
+@given(data=st.data())
+def test_bodies(model: type[BaseModel], document: dict[str, Any], data: st.DataObject) -> None:
+    assert model.model_validate_json(json.dumps(document))
+    try:
+        raw = seal(KEY, {**HEAD, "body": data.draw(changed(document))})
+    except TrainerUsageError:  # Half a surrogate pair, which this sender cannot spell.
+        return
+    frame = outcome(RefusedError, parse_head, raw)
+    found = None if frame is None else outcome(RefusedError, parse_body, frame, model)
+    assert found is None or model.model_validate_json(found.model_dump_json()) == found
+
+
+@EXAMPLES
+@given(data=st.data())
+def test_heads(data: st.DataObject) -> None:
+    fields = {**data.draw(changed(HEAD)), "sender": KEY.peer_id, "payload_blake3": "0" * 64}
+    head = json.dumps(fields).encode()
+    head = data.draw(st.just(head) | damaged(head))
+    sizes = data.draw(st.just((len(head), 0)) | st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)))
+    outcome(RefusedError, parse_head, b"\x89GnR" + struct.pack("<III", 2, *sizes) + bytes(64) + head)
+
+
+@pytest.mark.parametrize(
+    "literal",
+    ["1e999", "-1e999", "NaN", "Infinity", "9" * 5000, "9" * 20, "[" * 9000, '{"a":' * 9000, '"\\ud800"', "\x00"],
+)
+@pytest.mark.parametrize("form", ['{"a": _}', "_", '{"a": [_]}', '{"body": {"a": _}}'])
+def test_odd_json(literal: str, form: str) -> None:
+    text = form.replace("_", literal).encode()
+    with pytest.raises((ValueError, RecursionError)):
+        parse_strict_json(text)
+    for model, _ in MESSAGES:
+        with pytest.raises(ValidationError):
+            model.model_validate_json(text)
+    with pytest.raises(DiscoveryError):
+        verify_announcement(text, now=NOW, max_clock_skew_s=10.0)
+
+
+def _announced(document: Any) -> bytes:
+    signature = KEY.sign(b"genesis announcement 1\n" + canonical_json(document)).hex()
+    return canonical_json({"announcement": document, "signature": signature})
+
+
+@EXAMPLES
+@given(data=st.data())
+def test_announcements(data: st.DataObject) -> None:
+    true = sign_announcement(Announcement.model_validate_json(json.dumps(ANNOUNCEMENT)), KEY)
+    document = json.loads(true)["announcement"]
+    assert _announced(document) == true
+    assert verify_announcement(true, now=NOW, max_clock_skew_s=10.0)
+    try:
+        wire = data.draw(changed(document).map(_announced) | damaged(true))
+    except UnicodeEncodeError:
+        return
+    said = outcome(DiscoveryError, lambda: verify_announcement(wire, now=NOW, max_clock_skew_s=10.0))
+    table = PeerTable("r", "0" * 64, max_peers=4, max_clock_skew_s=10.0, clock=lambda: NOW)
+    assert (table.offer(wire) is not None) == (said is not None and said.run_id == "r")
+    assert len(workers_in(table.announcements())) <= 1
+
+
+@EXAMPLES
+@given(st.from_regex(r"\A(head|tail|body[1-9][0-9]{0,3})\.0\.[1-9][0-9]{0,5}\Z"))
+def test_whoever_may_announce_a_stage_has_a_name_that_can_be_read(uid: str) -> None:
+    said = Announcement.model_validate_json(json.dumps({**ANNOUNCEMENT, "stage": {**REPORT, "uid": uid}}))
+    assert workers_in([said])[0].uid == uid
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 70, "-", ".", "1.2.3.4.5", "[::ffff]", "localhost."])
+@on_event_loop
+async def test_an_address_that_can_be_announced_can_be_tried(host: str) -> None:
+    """A name that no host can have is an error of the codec, not of the network."""
+    said = Announcement.model_validate_json(json.dumps({**ANNOUNCEMENT, "address": f"{host}:1"}))
+    assert await is_refused(said.address, 2.0) in (True, False)
+
+
+@EXAMPLES
+@given(st.binary(max_size=100), st.integers(0, 200), st.lists(st.integers(1, 16384), max_size=4))
+def test_peer_exchange(payload: bytes, own_bytes: int, sizes: list[int]) -> None:
+    outcome(RefusedError, unpack_request, ExchangeRequest(own_bytes=own_bytes), payload)
+    outcome(RefusedError, split_records, ExchangeReply(sizes=tuple(sizes)), payload)
+
+
+@EXAMPLES
+@given(data=st.data())
+def test_agreements(data: st.DataObject) -> None:
+    agreement = _model(Agreement, data.draw(changed(AGREEMENT)))
+    if agreement is not None:
+        outcome(
+            RefusedError,
+            lambda: check_agreement(
+                agreement,
+                own_id=KEYS[1],
+                round_index=3,
+                state_digest="0" * 64,
+                num_values=4096,
+                own_weight=1.0,
+                vocabulary_rows=512,
+                values_per_part=1024,
+                max_weight_ratio=4.0,
+            ),
+        )
+
+
+@EXAMPLES
+@given(data=st.data())
+def test_plans(data: st.DataObject) -> None:
+    agreement = Agreement.model_validate_json(json.dumps(AGREEMENT))
+    first = first_plan(agreement)
+    plan = _model(Plan, data.draw(changed(first.model_dump(mode="json"))))
+    if plan is not None:
+        outcome(RefusedError, lambda: check_plan(plan, agreement, max_passes=4))
+        may_follow(plan, first)
+
+
+@EXAMPLES
+@given(st.lists(st.tuples(st.integers(0, 2**48), st.floats(0, 1.7e308)), min_size=1, max_size=4))
+def test_weights_of_those_who_join(claims: list[tuple[int, float]]) -> None:
+    weights = cap_weights([contribution_weight(batches, age_s) for batches, age_s in claims])
+    assert all(0 <= weight < float("inf") for weight in weights)
+
+
+@EXAMPLES
+@given(st.lists(st.integers(0, 2**48), max_size=3), st.binary(max_size=20))
+def test_sizes_of_sums(sizes: list[int], payload: bytes) -> None:
+    pieces = outcome(ValueError, split_sums, MomentsReply(sizes_bytes=tuple(sizes)), payload)
+    assert pieces is None or b"".join(pieces) == payload
+
+
+@EXAMPLES
+@given(st.binary(max_size=60), st.booleans())
+def test_certificates(data: bytes, wrapped: bool) -> None:
+    pem = b"-----BEGIN CERTIFICATE-----\n" + data + b"\n-----END CERTIFICATE-----\n" if wrapped else data
+    outcome(ValueError, certificate_digest, pem)
+
+
+def _model(model: type[ModelT], document: Any) -> ModelT | None:
+    found: ModelT | None = outcome(
+        (ValidationError, ValueError), lambda: model.model_validate_json(json.dumps(document))
+    )
+    return found
