@@ -30,9 +30,9 @@ class DriverConfig:
     """Send nothing of the next optimizer step before all of this one is counted: step for step as in one process."""
     request_timeout_s: float = 60.0
     """Seconds one request to one stage may take; a chain may take so long for each of its stages."""
-    unclear_s: float = 30.0
+    unclear_s: float = 120.0
     """Seconds in which a worker that may have counted a micro-batch is asked again; after that it is given up as lost.
-    More than the workers take to come back from being stopped for a while."""
+    More than the workers take to come back from being stopped for a while. Others go on meanwhile."""
     ban_s: float = 30.0
     """Seconds a worker that could not be reached gets no work; doubled with each failure in a row."""
     max_ban_s: float = 3600.0

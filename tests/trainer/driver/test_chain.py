@@ -94,6 +94,18 @@ async def test_a_chain_with_one_worker_a_stage_is_tried_again_by_the_same_worker
 
 
 @on_event_loop
+async def test_two_that_each_have_the_place_the_other_one_needs_go_on() -> None:
+    """The first loses its body, the second its head: what is left of both routes is one worker a stage."""
+    config = replace(CHAINED, max_in_flight=2, max_in_flight_per_worker=1, ban_s=60.0, max_ban_s=60.0)
+    async with driving({"head": 2, "body-1": 2, "tail": 2}, 2, config) as drive:
+        drive.swarm.at("body-1", 0).faults[CHAIN].append(die)
+        drive.swarm.at("head", 1).faults[CHAIN].append(die)
+        async with asyncio.timeout(20):
+            await drive.driver.run()
+        assert drive.work.fates() == ["done"] * 2
+
+
+@on_event_loop
 async def test_a_worker_behind_the_first_is_killed_and_comes_back() -> None:
     async with driving(ONE_EACH, 4, CHAINED) as drive:
         body = drive.swarm.at("body-1")
