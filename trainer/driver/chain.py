@@ -230,7 +230,7 @@ class _Trip:
         may_come = isinstance(error, PeerUnavailableError) or verdict.blame == "rest" or verdict.reason == _HOP
         if not may_come or not self._is_patient():
             await self._vacate(stage, verdict, asked_s)
-        elif verdict.blame == "rest":
+        elif found == "unknown":  # If it is silent, nothing else is sent there; what it has may yet be answered.
             pool.blame(worker, verdict, asked_s)
         await self._pause()
 

@@ -106,6 +106,25 @@ async def test_two_that_each_have_the_place_the_other_one_needs_go_on() -> None:
 
 
 @on_event_loop
+async def test_a_worker_that_hangs_gets_nothing_else_until_it_answers_what_it_has() -> None:
+    config = replace(CHAINED, request_timeout_s=0.5, unclear_s=60.0, ban_s=60.0, max_ban_s=60.0)
+    async with driving({"head": 1, "body-1": 1, "tail": 2}, 30, config) as drive:
+        tail = drive.swarm.at("tail")
+        assert tail.worker is not None
+        tail.stopped = asyncio.Event()
+        running = asyncio.create_task(drive.driver.run())
+        async with asyncio.timeout(30):
+            await until(lambda: drive.driver.status().done >= 20)
+            status = drive.driver.status()
+            assert tail.worker.key in status.stages[-1].banned
+            assert status.in_flight <= 2 * config.max_in_flight
+            tail.stopped.set()
+            await running
+        assert drive.work.fates() == ["done"] * 30
+        assert not drive.driver.status().stages[-1].banned
+
+
+@on_event_loop
 async def test_a_worker_behind_the_first_is_killed_and_comes_back() -> None:
     async with driving(ONE_EACH, 4, CHAINED) as drive:
         body = drive.swarm.at("body-1")
