@@ -21,7 +21,8 @@ class DriverConfig:
     """How a driver takes micro-batches through the stages."""
 
     max_in_flight: int = 8
-    """Micro-batches under way at once; twice the number of stages keeps one-worker stages busy."""
+    """Micro-batches under way at once; twice the number of stages keeps one-worker stages busy. Twice as many more may
+    wait for workers that may have counted them and do not answer."""
     max_in_flight_per_worker: int = 4
     """Of them, at one worker: what its queue hides of the way there, and what is lost with it."""
     routing: Routing = "hub"
