@@ -40,14 +40,20 @@ class Disturbance:
     """Which of the workers that may be it: 0 the first, just below 1 the last."""
 
 
-def schedule(seed: int, duration_s: float, every_s: float = 5.0) -> tuple[Disturbance, ...]:
-    """One disturbance every ``every_s``, each kind as often as the others but for the remainder, lasting 2 to 4 s."""
+def schedule(seed: int, duration_s: float, every_s: float = 5.0, longest_s: float = 4.0) -> tuple[Disturbance, ...]:
+    """One disturbance every ``every_s``, each kind as often as the others but for the remainder.
+
+    They last from 2 s to ``longest_s``; a killed worker is started again after 4 s at most.
+    """
     rng = random.Random(seed)
     count = int(duration_s / every_s)
     kinds = [KINDS[number % len(KINDS)] for number in range(count)]
     rng.shuffle(kinds)
     return tuple(
-        Disturbance(every_s * number, kind, rng.uniform(2.0, 4.0), rng.random()) for number, kind in enumerate(kinds)
+        Disturbance(
+            every_s * number, kind, rng.uniform(2.0, 4.0 if kind == "kill" else max(2.0, longest_s)), rng.random()
+        )
+        for number, kind in enumerate(kinds)
     )
 
 

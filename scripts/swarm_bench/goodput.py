@@ -6,6 +6,8 @@ What counts are the tokens that the account says are done. A phase begins when a
 time that a restarted worker's start costs is in the disturbed phases (on two cores, most of what is lost).
 
     python scripts/bench_swarm.py goodput --goodput-s 180
+
+Of each phase it also tells how many micro-batches were lost in it, and for how long at most the account did not move.
 """
 
 from __future__ import annotations
@@ -33,13 +35,14 @@ from trainer.swarm.local import LocalSwarm, Ports, swarm_specs
 from trainer.swarm.ports import free_ports
 from trainer.swarm.tree import ProcessTree
 
-__all__ = ["ASKED", "bench_goodput"]
+__all__ = ["ASKED", "Progress", "bench_goodput"]
 
 ASKED = 0.8
 _STAGES = 3
 _WORKERS = 2
 _DRIVERS = 2
 _TICK_S = 0.02
+_LOOK_S = 1.0
 _BEGIN_S = 300.0
 _OPTIONS: dict[str, Any] = {
     "run_id": "goodput",
@@ -94,6 +97,24 @@ class _Worker:
         self.child.start()
 
 
+@dataclass(slots=True)
+class Progress:
+    """For how long at most a count did not grow, as far as it was looked at."""
+
+    count: int
+    grown_s: float
+    """When it was seen to have grown last."""
+    looked_s: float = 0.0
+    longest_s: float = 0.0
+
+    def look(self, count: int, now_s: float) -> None:
+        """The count is so high now."""
+        self.looked_s = now_s
+        self.longest_s = max(self.longest_s, now_s - self.grown_s)
+        if count > self.count:
+            self.count, self.grown_s = count, now_s
+
+
 def bench_goodput(arguments: argparse.Namespace) -> dict[str, Any]:
     """Phases of ``goodput_s`` seconds, quiet and disturbed in turn, by the schedule of ``goodput_seed``."""
     store = make_store(arguments)
@@ -102,6 +123,8 @@ def bench_goodput(arguments: argparse.Namespace) -> dict[str, Any]:
         run = folder / "run.yaml"
         own = {"state_dir": str(folder / "home"), "data": {**_OPTIONS["data"], "store": str(store)}}
         own["swarm"] = {**_OPTIONS["swarm"], "checkpoint": {"interval_s": 3600.0, "directory": str(folder / "stages")}}
+        own["swarm"]["driver"] = {**_OPTIONS["swarm"]["driver"], "routing": arguments.goodput_routing}
+        own["strategy"], own["diloco"] = arguments.goodput_strategy, {"inner_steps": 20}
         run.write_text(yaml.safe_dump({**_OPTIONS, **own}), encoding="utf-8")
         swarm = LocalSwarm(run=run, stages=stage_names(_STAGES), num_workers=_WORKERS, num_drivers=_DRIVERS)
         tree = ProcessTree(folder, RestartPolicy(enabled=False), tell=lambda _: None, grace_s=20.0)
@@ -120,21 +143,29 @@ def _measured(tree: ProcessTree, arguments: argparse.Namespace) -> dict[str, Any
     for number in range(2 * arguments.goodput_turns + 1):
         _until(lambda: all(worker.is_at_work() for worker in workers), "all workers to be at work")
         _until(lambda: _account(keeper).micro_batches.done > 0, "the first micro-batches to be done")
-        plan = schedule(arguments.goodput_seed + number, arguments.goodput_s) if number % 2 else ()
+        seed, longest_s = arguments.goodput_seed + number, arguments.goodput_longest_s
+        plan = schedule(seed, arguments.goodput_s, longest_s=longest_s) if number % 2 else ()
         disturber = Disturber(plan, workers)
         before, begun_s = _account(keeper), time.monotonic()
+        progress = Progress(before.micro_batches.done, begun_s)
         try:
             while (passed_s := time.monotonic() - begun_s) < arguments.goodput_s:
                 disturber.tick(passed_s)
+                if time.monotonic() - progress.looked_s >= _LOOK_S:
+                    progress.look(_account(keeper).micro_batches.done, time.monotonic())
                 time.sleep(_TICK_S)
         finally:
             disturber.end()
-        tokens = _account(keeper).trained_tokens - before.trained_tokens
+        after = _account(keeper)
+        tokens = after.trained_tokens - before.trained_tokens
         phases.append(
             {
                 "disturbed": bool(plan),
                 "disturbances": len(disturber.done),
                 "put_off": disturber.num_put_off,
+                "lost": after.micro_batches.lost - before.micro_batches.lost,
+                "of": after.micro_batches.leased - before.micro_batches.leased,
+                "longest_standstill_s": progress.longest_s,
                 "tokens_per_s": tokens / (time.monotonic() - begun_s),
             }
         )
@@ -181,7 +212,10 @@ def _as_text(report: dict[str, Any]) -> str:
     lines = [f"workers killed, stopped, slowed ten times: tokens/s by phases of {report['seconds']:g} s"]
     for phase in report["phases"]:
         kind = f"disturbed {phase['disturbances']} times" if phase["disturbed"] else "quiet"
-        lines.append(f"  {kind:20} {phase['tokens_per_s']:>10,.0f}")
+        lines.append(
+            f"  {kind:20} {phase['tokens_per_s']:>10,.0f}   {phase['lost']} of {phase['of']} lost, "
+            f"stood still for {phase['longest_standstill_s']:.0f} s at most"
+        )
     counted = report["micro_batches"]
     lines.append(f"  ratio {report['ratio']:.2f}   asked {ASKED:g}")
     lines.append(

@@ -1,6 +1,6 @@
 """A pipeline whose workers are killed, stopped and slowed by a seeded schedule, and what is true of it afterwards.
 
-disturber = disturb(swarm, schedule(seed, 30.0))      # returns when all of it has happened and everybody is back
+disturber, progress = disturb(swarm, workers, schedule(seed, 30.0), "driver-1")  # returns when everybody is back
 counted = counted_at_workers(swarm, keys)             # who has counted what, asked of the workers themselves
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from scripts.swarm_bench.disturbing import Disturbance, Disturber, is_at_work
+from scripts.swarm_bench.goodput import Progress
 from tests.support.event_loop import on_event_loop
 from tests.support.pipeline_swarm import STAGES, PipelineSwarm
 from tests.support.training_swarm import WAIT_S, TrainingNode, wait_until
@@ -22,6 +23,7 @@ from trainer.rpc import Endpoint, Identity, Peer, RpcConfig
 __all__ = ["CountedAt", "Worker", "begin_churning", "counted_at_workers", "disturb"]
 
 _TICK_S = 0.02
+_LOOK_S = 1.0
 _ASKED_AT_ONCE = 1024
 
 
@@ -77,27 +79,33 @@ def begin_churning(swarm: PipelineSwarm, drivers: Sequence[str], replicas: int =
     return workers
 
 
-def disturb(swarm: PipelineSwarm, workers: Sequence[Worker], plan: Sequence[Disturbance]) -> Disturber:
+def disturb(
+    swarm: PipelineSwarm, workers: Sequence[Worker], plan: Sequence[Disturbance], keeper: str
+) -> tuple[Disturber, Progress]:
     """Carries a schedule out; fails at once when a process ends that was not killed.
 
     Returns:
-        What was done; all workers are at work again.
+        What was done, all workers being at work again; and how the account's micro-batches got done meanwhile.
     """
     disturber = Disturber(plan, workers)
     begun_s = time.monotonic()
+    progress = Progress(0, begun_s)
     limit_s = 4 * WAIT_S + (plan[-1].at_s if plan else 0.0)
     try:
         while not disturber.is_over:
             now_s = time.monotonic() - begun_s
             assert now_s < limit_s, f"expected a schedule to end within {limit_s:.0f} s\n{disturber.done}"
             disturber.tick(now_s)
+            account = swarm.account(keeper) if time.monotonic() - progress.looked_s >= _LOOK_S else None
+            if account is not None:
+                progress.look(account.micro_batches.done, time.monotonic())
             ended = [name for name, node in swarm.nodes.items() if name not in disturber.dead and node.has_ended()]
             assert not ended, f"{', '.join(ended)} ended by themselves"
             time.sleep(_TICK_S)
     finally:
         disturber.end()
     wait_until(lambda: all(worker.is_at_work() for worker in workers), "all workers to be at work again", 4 * WAIT_S)
-    return disturber
+    return disturber, progress
 
 
 def counted_at_workers(swarm: PipelineSwarm, workers: Iterable[Worker], keys: Sequence[str]) -> list[CountedAt]:

@@ -230,7 +230,9 @@ class ToyStage:
     async def _ask_next(self, ask: messages.ChainAsk, tensors: dict[str, Tensor]) -> Reply_:
         hop, *rest = ask.route
         peer = Peer(hop.peer_id, hop.address, hop.certificate_pem.encode() or None)
-        onward = ask.model_copy(update={"stage": hop.stage, "route": tuple(rest), "tensors": ()})
+        within_s = ask.apply_within_s * 0.8
+        times = {"apply_within_s": within_s, "answer_within_s": min(within_s, ask.answer_within_s)}
+        onward = ask.model_copy(update={"stage": hop.stage, "route": tuple(rest), "tensors": (), **times})
         sent = {"activation": self._output(tensors), "labels": tensors["labels"]}
         assert self._endpoint is not None
         try:
@@ -242,7 +244,7 @@ class ToyStage:
                 sent,
                 messages.StageAnswer,
                 answer_bytes=MAX_BYTES,
-                timeout_s=ask.apply_within_s * 0.8,
+                timeout_s=within_s,
             )
         except RefusedError as error:
             if error.reason.startswith("hop"):

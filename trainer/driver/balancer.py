@@ -12,6 +12,8 @@ them. At the bottom alone a fast one would wait for as long as the slowest takes
 prove itself, one newcomer at a time (until it has taken ``patience`` times as long as a usual one; it may go on, but
 keeps the next no longer), at most one in ``probe_every`` micro-batches, and at most a quarter of those under way at
 newcomers. With the first answer it is known, its estimate is what it took, and its place is where the others are.
+Where no known worker may be taken instead, it gets another one every ``held_up_s``: its first may be held up in another
+stage, and would hold up all others too.
 Workers that were banned prove themselves anew in the same way, with the estimate they had.
 
 Pure: times are arguments, seconds of any one clock. Each choice looks at all workers of the stage, 0.1 ms of 1,000.
@@ -40,6 +42,8 @@ class BalancerConfig:
     """Micro-batches granted from one newcomer's first to the next's."""
     patience: float = 3.0
     """How many times as long as a usual worker a newcomer may take before the next one is tried beside it."""
+    held_up_s: float = 2.0
+    """From one micro-batch to the next at a newcomer that has answered none, in a stage without known workers."""
 
 
 @dataclass(slots=True)
@@ -156,8 +160,10 @@ class Balancer:
         allowed = [worker for worker in self._workers.values() if not barred(worker.name)]
         free = [worker for worker in allowed if worker.rests_until_s <= now]
         proven = [worker for worker in free if worker.proven and len(worker.grants) < self._limit]
+        if not any(worker.proven for worker in allowed):
+            return self._granted_to_newcomer(free, units, now)
         trial = [worker for worker in free if not worker.proven and not worker.grants]
-        if trial and (self._may_probe(now) or not any(worker.proven for worker in allowed)):
+        if trial and self._may_probe(now):
             return self._grant(min(trial, key=lambda worker: worker.number), units, now)
         if not proven:
             return None
@@ -210,6 +216,15 @@ class Balancer:
         if worker is not None:
             worker.runtime_s -= grant.charged_s
 
+    def resume(self, grant: Grant, now: float) -> None:
+        """Takes a released place again, however many its worker has: that is where the micro-batch has been before."""
+        worker = self._workers.get(grant.worker)
+        if worker is None or grant.open:
+            return
+        grant.open, grant.granted_s, grant.charged_s = True, now, grant.units * worker.s_per_unit
+        worker.runtime_s += grant.charged_s
+        worker.grants.append(grant)
+
     def estimate_s(self, worker: str, units: float) -> float:
         """How long it would take for so much work, by what is known; 0 for one that is not there."""
         known = self._workers.get(worker)
@@ -237,6 +252,18 @@ class Balancer:
     @property
     def _limit(self) -> int:
         return self._config.max_in_flight_per_worker
+
+    def _granted_to_newcomer(self, free: list[_Worker], units: float, now: float) -> Grant | None:
+        """To the one with the fewest micro-batches; of several, to the one that came first."""
+        before_s = now - self._config.held_up_s
+        room = [
+            worker
+            for worker in free
+            if len(worker.grants) < self._limit and all(grant.granted_s <= before_s for grant in worker.grants)
+        ]
+        if not room:
+            return None
+        return self._grant(min(room, key=lambda worker: (len(worker.grants), worker.number)), units, now)
 
     def _grant(self, worker: _Worker, units: float, now: float) -> Grant:
         if worker.rests_until_s > float("-inf"):  # What it missed while it rested is not made up for all at once.

@@ -6,7 +6,12 @@ a worker, what was under way when it was banned counts once: eight requests lost
 
 A worker that answers requests to count with refusals only is banned the same way after `DOUBTS` of them. That ban is
 firm: forward passes, which it may run well or seem to, do not end it; only having counted something clears a worker's
-name. A restarted worker (another incarnation) is free of a ban for not answering, once until it has counted something,
+name.
+
+A ban for silence is half-open (a circuit breaker): where a stage has nobody else, its worker is asked how it is doing,
+and the ban ends once it answers (`may_be_asked`, `answers`), first after 1 s, then 2 s, up to 15 s of it.
+
+A restarted worker (another incarnation) is free of a ban for not answering, once until it has counted something,
 since anybody may call itself restarted; firm bans and those for nonsense it keeps: the key, which is what it is known
 by, is still the same.
 """
@@ -19,6 +24,8 @@ __all__ = ["DOUBTS", "Bans"]
 
 DOUBTS = 5
 """Refusals in a row, each of which an honest worker may have a reason for; a stopped worker has some at once."""
+_ASK_AFTER_S = 1.0
+_MAX_ASK_AFTER_S = 15.0
 
 
 @dataclass(slots=True)
@@ -30,6 +37,8 @@ class _Record:
     malformed_until_s: float = float("-inf")
     doubts: int = 0
     """Refusals to count since it last counted."""
+    is_silent: bool = False
+    """Nothing was heard of it when it was banned last."""
     is_firm: bool = False
     """Only counting ends its ban."""
     is_forgiven: bool = False
@@ -51,12 +60,20 @@ class Bans:
         self._malformed_ban_s = malformed_ban_s
         self._records: dict[str, _Record] = {}
 
-    def failed(self, worker: str, *, asked_s: float, now: float) -> float:
-        """A request to it that was sent at ``asked_s`` has failed; returns until when it is banned."""
+    def failed(self, worker: str, *, asked_s: float, now: float, is_silent: bool = False) -> float:
+        """A request to it that was sent at ``asked_s`` has failed; returns until when it is banned.
+
+        Args:
+            worker: whose.
+            asked_s: when the request was sent.
+            now: the time.
+            is_silent: nothing was heard of it.
+        """
         record = self._records.setdefault(worker, _Record())
         if asked_s < record.since_s or now < record.until_s:
             return record.until_s  # It was sent before the ban that its fellows caused.
         record.failures += 1
+        record.is_silent = is_silent
         record.since_s = now
         record.until_s = now + min(self._max_ban_s, self._ban_s * 2.0 ** min(record.failures - 1, 64))
         return record.until_s
@@ -87,6 +104,19 @@ class Bans:
         record = self._records.get(worker)
         if record is not None and not record.is_firm:
             record.failures, record.until_s = 0, float("-inf")
+
+    def may_be_asked(self, worker: str, now: float) -> bool:
+        """Whether it is banned for silence, and for long enough to find out whether it still is silent."""
+        record = self._records.get(worker)
+        if record is None or not record.is_silent or record.is_firm or not self.is_banned(worker, now):
+            return False
+        after_s = min(_MAX_ASK_AFTER_S, _ASK_AFTER_S * 2.0 ** min(record.failures - 1, 64))
+        return now >= max(record.since_s + after_s, record.malformed_until_s)
+
+    def answers(self, worker: str, now: float) -> None:
+        """It was asked how it is doing, and has answered."""
+        if self.may_be_asked(worker, now):
+            self._records[worker].until_s = float("-inf")
 
     def counted(self, worker: str) -> None:
         """It counted a micro-batch, and is beyond doubt."""

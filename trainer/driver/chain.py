@@ -17,8 +17,10 @@ import asyncio
 import logging
 import re
 import time
+from collections.abc import Iterable
 
 from trainer.driver.asking import Answered
+from trainer.driver.clearing import patience_s
 from trainer.driver.journey import Journey, JourneyEndedError
 from trainer.driver.pool import Placement
 from trainer.driver.refusals import Verdict, verdict_of
@@ -87,10 +89,7 @@ class _Trip:
         desk, journey = self._desk, self._journey
         given = desk.form.input_of(journey.micro_batch, None)
         while True:
-            for stage in desk.pools:
-                if stage not in self._route:
-                    self._route[stage] = await desk.placed(journey, stage, self._units, self._avoid[stage])
-            self._route = {stage: self._route[stage] for stage in desk.pools}
+            await self._complete()
             desk.may_send(journey)
             asked_s = time.monotonic()
             journey.is_unclear = True
@@ -104,10 +103,35 @@ class _Trip:
 
     def release(self) -> None:
         """Gives up the places that are still held."""
-        for stage, placement in self._route.items():
-            self._desk.pools[stage].released(placement)
+        self._release(self._route)
 
     # -- inside --------------------------------------------------------------------------------------------------------
+
+    async def _complete(self) -> None:
+        """Finds a worker for each stage that has none.
+
+        Places are waited for in the order of the stages: while one is, those behind it are given up for so long. Two
+        micro-batches, each with the place that the other one waits for, would wait until their leases end.
+
+        Raises:
+            JourneyEndedError: its lease is over.
+        """
+        stages = list(self._desk.pools)
+        missing = [stage for stage in stages if stage not in self._route]
+        if not missing:
+            return
+        self._journey.set_aside(False)
+        self._release(stages[stages.index(missing[0]) :])
+        for stage in missing:
+            self._route[stage] = await self._desk.placed(self._journey, stage, self._units, self._avoid[stage])
+        self._route = {stage: self._route[stage] for stage in stages}
+        for stage, placement in self._route.items():
+            self._desk.pools[stage].resumed(placement)
+
+    def _release(self, stages: Iterable[str]) -> None:
+        for stage in stages:
+            if stage in self._route:
+                self._desk.pools[stage].released(self._route[stage])
 
     def _workers(self) -> list[StageWorker]:
         placements = [self._route[stage] for stage in self._desk.pools]
@@ -199,12 +223,14 @@ class _Trip:
         if found == "gone":
             self._replace(stage, verdict, asked_s)
             return
+        self._release(other for other in self._route if other != stage)  # The worker of that one is waited for.
+        self._journey.set_aside(True)
         if found == "refused":
             pool.blame(worker, _SHUT, asked_s)  # It keeps what it has; nothing else is sent there.
         may_come = isinstance(error, PeerUnavailableError) or verdict.blame == "rest" or verdict.reason == _HOP
-        if not may_come or self._left_s(stage) < self._desk.config.unclear_s / 2:
+        if not may_come or not self._is_patient():
             await self._vacate(stage, verdict, asked_s)
-        elif verdict.blame == "rest":
+        elif found == "unknown":  # If it is silent, nothing else is sent there; what it has may yet be answered.
             pool.blame(worker, verdict, asked_s)
         await self._pause()
 
@@ -246,6 +272,12 @@ class _Trip:
         self._avoid[stage].add(placement.worker.key)
         self._desk.pools[stage].failed(placement, verdict, asked_s)
         self._journey.attempt_failed(stage, verdict)
+
+    def _is_patient(self) -> bool:
+        """Whether the same route is only tried again."""
+        since_s = time.monotonic() if self._unclear_since_s is None else self._unclear_since_s
+        limit_s = patience_s(self._desk.config.unclear_s)
+        return time.monotonic() - since_s < limit_s <= self._journey.left_s()
 
     def _left_s(self, stage: str) -> float:
         """Seconds in which it can still become clear what a stage has done.

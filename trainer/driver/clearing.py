@@ -2,7 +2,7 @@
 
 The same request is sent again: a worker answers a repetition as it answered the first time, and counts nothing twice.
 A process that took its place in the meantime counts it itself, what the other had counted having died with it. Where
-the repetition is refused, or half of the time is over, the worker is asked whether it has counted the micro-batch, and
+the repetition is refused, or after `patience_s`, the worker is asked whether it has counted the micro-batch, and
 told not to count it any more: whoever answers that under the worker's key is the only process that could.
 
     counted, with the answer ── as if nothing had happened
@@ -26,13 +26,14 @@ from trainer.driver.workers import StageWorker
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedError, RpcError
 from trainer.pipeline.work import MicroBatch, boottime_s
 
-__all__ = ["Cleared", "Clearing"]
+__all__ = ["Cleared", "Clearing", "patience_s"]
 
 Asking = Callable[[StageWorker], Awaitable[Answered]]
 
 _FIRST_PAUSE_S = 0.05
 _MAX_PAUSE_S = 2.0
 _QUESTION_S = 5.0
+_PATIENCE_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,11 @@ class Cleared:
 
     fate: Literal["answered", "answer-gone", "not-counted", "gone", "unclear"]
     answered: Answered | None = None
+
+
+def patience_s(unclear_s: float) -> float:
+    """Seconds for which a request is only sent again, before the worker is told not to count it any more."""
+    return min(_PATIENCE_S, unclear_s / 2)
 
 
 class Clearing:
@@ -76,7 +82,7 @@ class Clearing:
                 is_silent = isinstance(error, PeerUnavailableError | TimeoutError)
             if is_silent and await self._deaths.found(worker, min(_QUESTION_S, left_s)) == "gone":
                 return Cleared("gone")
-            if not may_come or self._left_s(micro_batch, begun_s) < self._unclear_s / 2:
+            if not may_come or not self._is_patient(micro_batch, begun_s):
                 says = await self._is_counted(worker, micro_batch, begun_s)
                 if says is False or (says is True and _is_gone_for_good(error)):
                     return Cleared("answer-gone" if says else "not-counted")
@@ -97,6 +103,10 @@ class Clearing:
         except RpcError:
             return None
         return said.credit is not None
+
+    def _is_patient(self, micro_batch: MicroBatch, begun_s: float) -> bool:
+        limit_s = patience_s(self._unclear_s)
+        return time.monotonic() - begun_s < limit_s <= micro_batch.send_before_s - boottime_s()
 
     def _left_s(self, micro_batch: MicroBatch, begun_s: float) -> float:
         left_s = self._unclear_s - (time.monotonic() - begun_s)

@@ -21,7 +21,8 @@ class DriverConfig:
     """How a driver takes micro-batches through the stages."""
 
     max_in_flight: int = 8
-    """Micro-batches under way at once; twice the number of stages keeps one-worker stages busy."""
+    """Micro-batches under way at once; twice the number of stages keeps one-worker stages busy. Twice as many more may
+    wait for workers that may have counted them and do not answer."""
     max_in_flight_per_worker: int = 4
     """Of them, at one worker: what its queue hides of the way there, and what is lost with it."""
     routing: Routing = "hub"
@@ -30,9 +31,9 @@ class DriverConfig:
     """Send nothing of the next optimizer step before all of this one is counted: step for step as in one process."""
     request_timeout_s: float = 60.0
     """Seconds one request to one stage may take; a chain may take so long for each of its stages."""
-    unclear_s: float = 30.0
+    unclear_s: float = 120.0
     """Seconds in which a worker that may have counted a micro-batch is asked again; after that it is given up as lost.
-    More than the workers take to come back from being stopped for a while."""
+    More than the workers take to come back from being stopped for a while. Others go on meanwhile."""
     ban_s: float = 30.0
     """Seconds a worker that could not be reached gets no work; doubled with each failure in a row."""
     max_ban_s: float = 3600.0

@@ -30,6 +30,9 @@ __all__ = ["PipelineDriver"]
 
 logger = logging.getLogger(__name__)
 
+_MOST_ASIDE = 2
+"""Times `DriverConfig.max_in_flight`: micro-batches set aside beside those under way."""
+
 T = TypeVar("T")
 
 
@@ -82,7 +85,7 @@ class PipelineDriver:
         self._lost_by: Counter[str] = Counter()
         self._tokens = 0
         self._failed: list[BaseException] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], Journey] = {}
         self._room = asyncio.Event()
         self._stopping = asyncio.Event()
 
@@ -173,23 +176,25 @@ class PipelineDriver:
             await asyncio.gather(task, return_exceptions=True)
 
     def _has_room(self) -> bool:
-        if len(self._tasks) >= self._config.max_in_flight:
+        most = self._config.max_in_flight
+        num_aside = sum(journey.is_set_aside for journey in self._tasks.values())
+        if len(self._tasks) - min(num_aside, _MOST_ASIDE * most) >= most:
             return False
         return not self._config.synchronous or self._barrier.begun_tokens < self._target_tokens
 
     def _begin(self, micro_batch: MicroBatch) -> None:
         self._barrier.begun_tokens += micro_batch.num_tokens
-        task = asyncio.create_task(self._take(micro_batch), name=f"micro-batch {micro_batch.key}")
-        self._tasks.add(task)
+        journey = Journey(micro_batch, self._config.max_attempts, self._room.set)
+        task = asyncio.create_task(self._take(journey), name=f"micro-batch {micro_batch.key}")
+        self._tasks[task] = journey
         task.add_done_callback(self._ended)
 
-    async def _take(self, micro_batch: MicroBatch) -> None:
-        journey = Journey(micro_batch, self._config.max_attempts)
+    async def _take(self, journey: Journey) -> None:
         try:
             outcome = await self._router.take(journey)
         except asyncio.CancelledError:
             outcome = journey.stopped("stopping").outcome
-        self._settle(micro_batch, journey.result(outcome))
+        self._settle(journey.micro_batch, journey.result(outcome))
 
     def _settle(self, micro_batch: MicroBatch, result: MicroBatchResult) -> None:
         outcome = result.outcome
@@ -212,7 +217,7 @@ class PipelineDriver:
             self._on_step(step)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+        del self._tasks[task]
         self._room.set()
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failed.append(error)

@@ -8,7 +8,7 @@ needs to be sent the gradient only, or at another one, which gets the stage's in
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -61,9 +61,9 @@ class HubRouter:
                 visit, answered = await self._forward(journey, stage, activation)
                 visits.append(visit)
                 activation = part_of(ACTIVATION, answered.tensors)
-            gradient, num_tokens = await self._tail(journey, tail, activation)
+            gradient, num_tokens = await self._tail(journey, tail, activation, visits)
             while visits:
-                gradient = await self._backward(journey, visits[-1], gradient, num_tokens)
+                gradient = await self._backward(journey, visits, gradient, num_tokens)
                 visits.pop()
             return journey.done()
         except JourneyEndedError as end:
@@ -106,7 +106,7 @@ class HubRouter:
             return _Visit(stage, placement, given, answered.body.version), answered
 
     async def _tail(
-        self, journey: Journey, tail: str, activation: Mapping[str, Tensor] | None
+        self, journey: Journey, tail: str, activation: Mapping[str, Tensor] | None, visits: Sequence[_Visit]
     ) -> tuple[dict[str, Tensor], int]:
         desk, micro_batch = self._desk, journey.micro_batch
         given = desk.form.input_of(micro_batch, activation)
@@ -115,14 +115,16 @@ class HubRouter:
         async def ask(worker: StageWorker) -> Answered:
             return await desk.caller.tail(worker, micro_batch, given)
 
-        answered, worker = await desk.count(journey, None, tail, units, units, ask)
+        held = [visit.placement for visit in visits]
+        answered, worker = await desk.count(journey, None, tail, units, units, ask, held)
         desk.auditor.passed(worker, micro_batch, given, answered)
         journey.counted(tail, answered.body)
         return part_of(GRADIENT, answered.tensors), answered.body.num_tokens
 
     async def _backward(
-        self, journey: Journey, visit: _Visit, gradient: Mapping[str, Tensor], num_tokens: int
+        self, journey: Journey, visits: Sequence[_Visit], gradient: Mapping[str, Tensor], num_tokens: int
     ) -> dict[str, Tensor]:
+        *before, visit = visits
         desk, micro_batch, stage = self._desk, journey.micro_batch, visit.stage
         num_rows = micro_batch.input_ids.shape[0]
 
@@ -145,7 +147,8 @@ class HubRouter:
             desk.pools[stage].released(visit.placement)
             first = None
         units, grant_units = num_rows * BACKWARD_UNITS, num_rows * (FORWARD_UNITS + BACKWARD_UNITS)
-        answered, _ = await desk.count(journey, first, stage, units, grant_units, ask)
+        held = [each.placement for each in before]
+        answered, _ = await desk.count(journey, first, stage, units, grant_units, ask, held)
         journey.counted(stage, answered.body)
         return part_of(GRADIENT, answered.tensors)
 

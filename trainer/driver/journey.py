@@ -7,6 +7,7 @@ kept here: which stages have said that they counted it, and whether one may have
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from trainer.driver.asking import Answered, credit_of
 from trainer.driver.refusals import Verdict
@@ -38,13 +39,19 @@ class Journey:
     Args:
         micro_batch: whose.
         max_attempts: failures in one stage after which it ends.
+        on_set_aside: called when it begins to wait for a worker that does not answer.
     """
 
-    def __init__(self, micro_batch: MicroBatch, max_attempts: int) -> None:
+    def __init__(
+        self, micro_batch: MicroBatch, max_attempts: int, on_set_aside: Callable[[], None] = lambda: None
+    ) -> None:
         self.micro_batch = micro_batch
         self.num_retries = 0
         self.is_unclear = False
         """Whether a worker was asked to count it that has not answered yet."""
+        self.is_set_aside = False
+        """Whether it waits for a worker that does not answer; others may go on in its place meanwhile."""
+        self._on_set_aside = on_set_aside
         self._max_attempts = max_attempts
         self._attempts: dict[str, float] = {}
         self._num_failed: dict[str, int] = {}
@@ -57,6 +64,12 @@ class Journey:
     def left_s(self) -> float:
         """Seconds in which it may still be sent."""
         return self.micro_batch.send_before_s - boottime_s()
+
+    def set_aside(self, is_set_aside: bool) -> None:
+        """It begins to wait for a worker that does not answer, or goes on."""
+        self.is_set_aside = is_set_aside
+        if is_set_aside:
+            self._on_set_aside()
 
     def passed(self, answered: Answered) -> None:
         """A request of it was answered."""

@@ -26,6 +26,8 @@ _REST_S = 0.1
 _MAX_REST_S = 2.0
 _LEAVE_S = 3.0
 _SAY_STALLED_S = 30.0
+_SILENT = frozenset({"unavailable", "failed", "refused", "hop"})
+"""Reasons of verdicts on workers of which nothing was heard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ class StagePool:
         self._balancer = Balancer(BalancerConfig(max_in_flight_per_worker=config.max_in_flight_per_worker))
         self._bans = Bans(ban_s=config.ban_s, max_ban_s=config.max_ban_s, malformed_ban_s=config.malformed_ban_s)
         self._workers: dict[str, StageWorker] = {}
+        self._blamed: dict[str, str] = {}
+        """Incarnation of each that is banned, by key: one that restarts is not announced as serving for a while."""
         self._busy_in_a_row: dict[str, int] = {}
         self._changed = asyncio.Event()
         self._stalled_since_s: float | None = None
@@ -69,13 +73,16 @@ class StagePool:
         for key, worker in found.items():
             known = self._workers.get(key)
             if known is not None and known.incarnation != worker.incarnation:
-                self._bans.restarted(key)
                 self._balancer.distrust(key)
+            if self._blamed.get(key, worker.incarnation) != worker.incarnation:
+                self._bans.restarted(key)
+                del self._blamed[key]
             self._balancer.add(key)
         if found != self._workers:
             self._workers = found
             self._wake()
         self._bans.tidy(now, set(found))
+        self._blamed = {key: it for key, it in self._blamed.items() if self._bans.is_banned(key, now)}
 
     def current(self, worker: StageWorker) -> StageWorker:
         """The same worker as it is announced now; as it was where it is no longer announced."""
@@ -97,6 +104,22 @@ class StagePool:
         """Those that are not banned."""
         now = self._clock()
         return tuple(worker for key, worker in self._workers.items() if not self._bans.is_banned(key, now))
+
+    def to_be_asked(self) -> tuple[StageWorker, ...]:
+        """Where all of the stage are banned: those that are so for silence only, and may answer by now."""
+        if not self.is_stalled:
+            return ()
+        now = self._clock()
+        return tuple(worker for key, worker in self._workers.items() if self._bans.may_be_asked(key, now))
+
+    def answers(self, worker: StageWorker) -> None:
+        """It was asked how it is doing, and has answered."""
+        now = self._clock()
+        was_banned = self._bans.is_banned(worker.key, now)
+        self._bans.answers(worker.key, now)
+        if was_banned and not self._bans.is_banned(worker.key, now):
+            logger.info("%s answers again, and its stage has nobody else: it gets work", worker)
+            self._wake()
 
     @property
     def is_stalled(self) -> bool:
@@ -165,6 +188,10 @@ class StagePool:
             self._balancer.released(placement.grant)
             self._wake()
 
+    def resumed(self, placement: Placement) -> None:
+        """It was released while another stage was waited for, and its worker goes on with it now."""
+        self._balancer.resume(placement.grant, self._clock())
+
     def failed(self, placement: Placement, verdict: Verdict, asked_s: float) -> None:
         """A request of it failed, and it is not asked again."""
         self.blame(placement.worker, verdict, asked_s)
@@ -193,10 +220,12 @@ class StagePool:
         elif verdict.blame in ("doubt", "ban", "firm-ban"):
             was_banned = self._bans.is_banned(key, now)
             if verdict.blame == "ban":
-                until_s = self._bans.failed(key, asked_s=asked_s, now=now)
+                until_s = self._bans.failed(key, asked_s=asked_s, now=now, is_silent=verdict.reason in _SILENT)
             else:
                 doubts = DOUBTS if verdict.blame == "firm-ban" else 1
                 until_s = self._bans.doubted(key, asked_s=asked_s, now=now, doubts=doubts)
+            if until_s > now:
+                self._blamed[key] = worker.incarnation
             if not was_banned and until_s > now:
                 logger.warning("%s: no work for %.0f s (%s)", worker, until_s - now, verdict.reason)
         elif verdict.blame == "long-ban":

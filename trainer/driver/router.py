@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -87,7 +88,14 @@ class Desk:
         return placement
 
     async def count(
-        self, journey: Journey, placement: Placement | None, stage: str, units: float, grant_units: float, ask: Asking
+        self,
+        journey: Journey,
+        placement: Placement | None,
+        stage: str,
+        units: float,
+        grant_units: float,
+        ask: Asking,
+        held: Sequence[Placement] = (),
     ) -> tuple[Answered, StageWorker]:
         """Has a stage count a micro-batch, once.
 
@@ -98,6 +106,7 @@ class Desk:
             units: work of the request.
             grant_units: work of a place at another worker.
             ask: sends it to a worker.
+            held: its places in other stages.
 
         Returns:
             The answer, and whose it is.
@@ -109,7 +118,7 @@ class Desk:
         while True:
             placement = placement or await self.placed(journey, stage, grant_units, avoid)
             try:
-                answered = await self._counted_at(journey, placement, units, ask, num_busy < _BUSY_TIMES)
+                answered = await self._counted_at(journey, placement, units, ask, num_busy < _BUSY_TIMES, held)
             except BaseException:
                 self.pools[stage].released(placement)
                 raise
@@ -142,7 +151,13 @@ class Desk:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     async def _counted_at(
-        self, journey: Journey, placement: Placement, units: float, ask: Asking, may_repeat: bool
+        self,
+        journey: Journey,
+        placement: Placement,
+        units: float,
+        ask: Asking,
+        may_repeat: bool,
+        held: Sequence[Placement],
     ) -> Answered | None:
         """One request to count, and what became of it; None: nothing is counted, and it may be tried again.
 
@@ -161,14 +176,20 @@ class Desk:
                 journey.is_unclear = False
                 pool.blame(worker, verdict, asked_s)
                 return None
-            return await self._cleared(journey, Placement(worker, placement.grant), verdict, ask, asked_s)
+            return await self._cleared(journey, Placement(worker, placement.grant), verdict, ask, asked_s, held)
         pool.measured(placement, units, asked_s)
         pool.counted(placement)
         journey.is_unclear = False
         return answered
 
     async def _cleared(
-        self, journey: Journey, placement: Placement, verdict: Verdict, ask: Asking, asked_s: float
+        self,
+        journey: Journey,
+        placement: Placement,
+        verdict: Verdict,
+        ask: Asking,
+        asked_s: float,
+        held: Sequence[Placement],
     ) -> Answered | None:
         """What has become of a request to count that has failed; None: it is not counted there, and may go elsewhere.
 
@@ -178,7 +199,8 @@ class Desk:
         stage, pool = placement.worker.stage, self.pools[placement.worker.stage]
         if verdict.effect == "unclear":
             pool.blame(placement.worker, verdict, asked_s)
-            cleared = await self.clearing.clear(placement.worker, journey.micro_batch, ask)
+            with self._set_aside(journey, held):
+                cleared = await self.clearing.clear(placement.worker, journey.micro_batch, ask)
             if cleared.answered is not None:
                 journey.num_retries += 1
                 journey.is_unclear = False
@@ -195,6 +217,20 @@ class Desk:
             raise journey.lost(stage, "answer-gone")
         journey.attempt_failed(stage, verdict)
         return None
+
+    @contextmanager
+    def _set_aside(self, journey: Journey, held: Sequence[Placement]) -> Iterator[None]:
+        """While one worker is waited for, neither the driver nor the workers of other stages keep a place for it."""
+        released = [placement for placement in held if placement.grant.open]
+        for placement in released:
+            self.pools[placement.worker.stage].released(placement)
+        journey.set_aside(True)
+        try:
+            yield
+        finally:
+            journey.set_aside(False)
+            for placement in released:
+                self.pools[placement.worker.stage].resumed(placement)
 
     async def _pause(self, journey: Journey, times: int) -> None:
         await asyncio.sleep(min(_MAX_PAUSE_S, _PAUSE_S * 2.0 ** min(times, 16), max(0.0, journey.left_s())))

@@ -3,8 +3,11 @@
 A worker that is stopped, or cut off, fails only when a request's time is over, a minute by default, and where it is the
 only one of its stage everything waits until then. So whoever has had no answer for `_ASK_AFTER_S` is asked how it is
 doing, which takes a live worker some milliseconds however much it has to compute: one that is merely slow is not named,
-nor, in a chain, those before the one that hangs. Nothing is decided by this; it costs a message of some bytes for every
-5 s that a worker takes for a micro-batch.
+nor, in a chain, those before the one that hangs. It costs a message of some bytes for every 5 s that a worker takes for
+a micro-batch.
+
+One thing is decided by it: where all of a stage are banned, those banned for silence are asked too, and whoever answers
+gets work again at once instead of when its ban is over.
 """
 
 from __future__ import annotations
@@ -80,12 +83,15 @@ class Silences:
             for key, (since_s, _) in waits.items()
             if now - max(since_s, self._heard_s.get(key, since_s)) >= min(_ASK_AFTER_S, self._say_after_s / 2)
         ]
-        asked = list(dict.fromkeys([*quiet, *self._silent]))
+        banned = [worker.key for pool in self._pools.values() for worker in pool.to_be_asked()]
+        asked = list(dict.fromkeys([*quiet, *self._silent, *banned]))
         answers = await asyncio.gather(*(self._answers(there[key][1]) for key in asked))
         for key, answered in zip(asked, answers, strict=True):
-            worker = there[key][1]
+            pool, worker = there[key]
             if answered:
                 self._heard_from(worker)
+                if key in banned:
+                    pool.answers(worker)
             elif key in waits and key not in self._silent:
                 self._nothing_from(worker, *waits[key])
 

@@ -177,6 +177,37 @@ def test_no_more_than_the_cap_at_one_worker_and_none_where_nobody_may() -> None:
     assert balancer.acquire(1.0, 5.0) is not None
 
 
+def test_a_newcomer_alone_gets_more_when_its_first_is_held_up_elsewhere() -> None:
+    balancer = Balancer(BalancerConfig(max_in_flight_per_worker=3, held_up_s=2.0))
+    balancer.add("a")
+    times = [now for now in range(12) if balancer.acquire(1.0, now) is not None]
+    assert times == [0, 2, 4]
+    beside = Balancer(BalancerConfig(max_in_flight_per_worker=3, held_up_s=2.0))
+    known(beside, "b", 1.0)
+    beside.add("a")
+    taken = [grant.worker for now in range(6) if (grant := beside.acquire(1.0, 10.0 * now)) is not None]
+    assert taken == ["b"] * 3, "there is one that is known, if full"
+
+
+def test_a_place_that_was_released_is_taken_again_however_full_its_worker_is() -> None:
+    balancer = Balancer(BalancerConfig(max_in_flight_per_worker=1))
+    known(balancer, "a", 2.0)
+    before_s = balancer.loads()[0].runtime_s
+    first = granted(balancer, "a")
+    balancer.released(first)
+    second = granted(balancer, "a")
+    balancer.resume(first, 3.0)
+    balancer.resume(second, 3.0)  # It is open, and stays as it is.
+    assert balancer.waits() == {"a": (pytest.approx(0.0), 2)}
+    balancer.done(first)
+    balancer.done(second)
+    assert balancer.loads()[0].in_flight == 0
+    assert balancer.loads()[0].runtime_s == before_s
+    balancer.remove("a")
+    balancer.resume(first, 4.0)
+    assert not first.open
+
+
 def test_a_worker_that_left_and_came_back_is_a_newcomer() -> None:
     balancer = Balancer(BalancerConfig())
     balancer.add("a")

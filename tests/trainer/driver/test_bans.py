@@ -92,6 +92,34 @@ def test_who_only_refuses_to_count_is_banned_and_forward_passes_or_restarts_do_n
     assert not book.doubted("a", asked_s=now, now=now) > now
 
 
+def test_one_banned_for_silence_may_be_asked_soon_and_is_free_once_it_answers() -> None:
+    book, now, waits = bans(), 0.0, []
+    for _ in range(6):
+        until_s = book.failed("a", asked_s=now, now=now, is_silent=True)
+        wait_s = next(wait_s for wait_s in range(100) if book.may_be_asked("a", now + wait_s))
+        waits.append(wait_s)
+        book.answers("a", now + wait_s - 0.01)
+        assert book.is_banned("a", now + wait_s), "asked too soon"
+        now = until_s
+    assert waits == [1, 2, 4, 8, 15, 15]
+    book.failed("a", asked_s=now, now=now, is_silent=True)
+    book.answers("a", now + 15)
+    assert not book.is_banned("a", now + 15)
+    assert not book.may_be_asked("a", now + 15)
+
+
+def test_answering_ends_no_ban_for_refusals_or_nonsense() -> None:
+    book = bans()
+    book.failed("a", asked_s=0.0, now=0.0)
+    book.doubted("b", asked_s=0.0, now=0.0, doubts=5)
+    book.failed("c", asked_s=0.0, now=0.0, is_silent=True)
+    book.malformed("c", now=1.0)
+    for worker in "abc":
+        assert not book.may_be_asked(worker, 20.0)
+        book.answers(worker, 20.0)
+        assert book.is_banned(worker, 20.0)
+
+
 def test_those_who_left_are_forgotten_when_their_ban_is_over() -> None:
     book = bans()
     book.failed("a", asked_s=0.0, now=0.0)

@@ -94,6 +94,37 @@ async def test_a_chain_with_one_worker_a_stage_is_tried_again_by_the_same_worker
 
 
 @on_event_loop
+async def test_two_that_each_have_the_place_the_other_one_needs_go_on() -> None:
+    """The first loses its body, the second its head: what is left of both routes is one worker a stage."""
+    config = replace(CHAINED, max_in_flight=2, max_in_flight_per_worker=1, ban_s=60.0, max_ban_s=60.0)
+    async with driving({"head": 2, "body-1": 2, "tail": 2}, 2, config) as drive:
+        drive.swarm.at("body-1", 0).faults[CHAIN].append(die)
+        drive.swarm.at("head", 1).faults[CHAIN].append(die)
+        async with asyncio.timeout(20):
+            await drive.driver.run()
+        assert drive.work.fates() == ["done"] * 2
+
+
+@on_event_loop
+async def test_a_worker_that_hangs_gets_nothing_else_until_it_answers_what_it_has() -> None:
+    config = replace(CHAINED, request_timeout_s=0.5, unclear_s=60.0, ban_s=60.0, max_ban_s=60.0)
+    async with driving({"head": 1, "body-1": 1, "tail": 2}, 30, config) as drive:
+        tail = drive.swarm.at("tail")
+        assert tail.worker is not None
+        tail.stopped = asyncio.Event()
+        running = asyncio.create_task(drive.driver.run())
+        async with asyncio.timeout(30):
+            await until(lambda: drive.driver.status().done >= 20)
+            status = drive.driver.status()
+            assert tail.worker.key in status.stages[-1].banned
+            assert status.in_flight <= 2 * config.max_in_flight
+            tail.stopped.set()
+            await running
+        assert drive.work.fates() == ["done"] * 30
+        assert not drive.driver.status().stages[-1].banned
+
+
+@on_event_loop
 async def test_a_worker_behind_the_first_is_killed_and_comes_back() -> None:
     async with driving(ONE_EACH, 4, CHAINED) as drive:
         body = drive.swarm.at("body-1")

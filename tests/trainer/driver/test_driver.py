@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.event_loop import on_event_loop
-from tests.support.toy_drive import FAST, ONE_EACH, STAGES, driving, until
+from tests.support.toy_drive import FAST, ONE_EACH, STAGES, TWO_EACH, driving, until
 from tests.support.toy_stage import POSITIONS, ROWS, lose_answer, loss_of, refuse, say_nothing
 from trainer.driver import DriverConfig, StepLoss
 from trainer.errors import TrainerUsageError
@@ -39,6 +39,30 @@ def test_an_empty_stage_stalls_everything_and_is_named(routing: str, caplog: pyt
     said = "stage body-1 has no worker to send to; everything waits for one"
     assert said in [record.message for record in caplog.records]
     assert not [record.message for record in caplog.records if "stage head has no worker" in record.message]
+
+
+@pytest.mark.parametrize("routing", ["hub", "chain"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_others_go_on_while_some_wait_for_a_worker_that_is_stopped(stage: str, routing: str) -> None:
+    """It holds as many as may be under way, and is asked again for long: nothing of it is lost."""
+
+    @on_event_loop
+    async def test() -> None:
+        config = replace(FAST, routing=routing, request_timeout_s=1.0, unclear_s=60.0)
+        async with driving(TWO_EACH, 40, config) as drive:
+            stopped = drive.swarm.at(stage)
+            for toy in drive.swarm.all:
+                toy.delay_s = 0.005
+            running = asyncio.create_task(drive.driver.run())
+            await until(lambda: drive.driver.status().done >= 8)
+            stopped.stopped = asyncio.Event()
+            async with asyncio.timeout(20):
+                await until(lambda: len(drive.work.given) == 40 and drive.driver.status().in_flight <= 8)
+            stopped.stopped.set()
+            await running
+            assert drive.work.fates() == ["done"] * 40
+
+    test()
 
 
 @on_event_loop

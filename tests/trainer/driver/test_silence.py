@@ -16,7 +16,10 @@ from tests.support.rpc_pair import running_endpoint
 from tests.support.toy_drive import FAST, ONE_EACH, driving, until
 from tests.support.toy_stage import ToySwarm, toy_swarm
 from trainer.driver.pool import StagePool
+from trainer.driver.refusals import Verdict
 from trainer.driver.silence import Silences
+from trainer.driver.workers import StageWorker
+from trainer.rpc import Peer
 
 _KEEPS_WAITING = replace(FAST, request_timeout_s=30.0, max_in_flight=1)
 
@@ -104,6 +107,55 @@ async def test_whoever_has_nothing_under_way_is_not_asked() -> None:
             clock.now_s += 10
             await silences.look()
         assert silences.silent() == {}
+
+
+UNAVAILABLE = Verdict("unavailable", "unclear", "ban")
+REFUSES = Verdict("nonfinite", "none", "ban")
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "is_free"),
+    [((UNAVAILABLE, UNAVAILABLE), True), ((REFUSES, REFUSES), False), ((UNAVAILABLE, None), False)],
+)
+def test_one_banned_for_silence_gets_work_again_if_its_stage_has_nobody_else(
+    verdicts: tuple[Verdict | None, ...], is_free: bool
+) -> None:
+    @on_event_loop
+    async def test() -> None:
+        async with toy_swarm({"tail": 2}) as swarm, running_endpoint() as endpoint:
+            clock, there = Clock(), swarm.workers()
+            pool = StagePool("tail", replace(FAST, ban_s=600.0, max_ban_s=600.0), clock)
+            pool.update(there)
+            for worker, verdict in zip(there, verdicts, strict=True):
+                if verdict is not None:
+                    pool.blame(worker, verdict, clock())
+            await swarm.at("tail", 1).kill()
+            silences = Silences(endpoint, {"tail": pool}, clock)
+            clock.now_s += 0.5
+            await silences.look()
+            assert pool.is_banned(there[0]), "it was banned just now"
+            clock.now_s += 1.0
+            await silences.look()
+            assert pool.is_banned(there[0]) is not is_free
+            assert pool.is_banned(there[1]) is (verdicts[1] is not None), "it does not answer"
+
+    test()
+
+
+def test_a_worker_that_restarts_is_free_of_its_ban_though_it_was_not_announced_for_a_while() -> None:
+    clock = Clock()
+    pool = StagePool("tail", replace(FAST, ban_s=600.0, max_ban_s=600.0), clock)
+    first = StageWorker("tail", "tail.0.32", Peer("a" * 64, "127.0.0.1:9"), "first")
+    pool.update([first])
+    pool.blame(first, UNAVAILABLE, clock())
+    pool.update([first])
+    assert pool.is_banned(first)
+    pool.update([])  # It is joining.
+    pool.update([first])
+    assert pool.is_banned(first), "the same process, or an announcement of it that is late"
+    pool.update([])
+    pool.update([replace(first, incarnation="second")])
+    assert not pool.is_banned(first)
 
 
 @pytest.mark.parametrize("routing", ["hub", "chain"])

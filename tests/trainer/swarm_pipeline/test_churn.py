@@ -1,8 +1,9 @@
 """3 stages × 2 workers, 2 drivers: every 5 s a worker is killed, stopped or slowed ten times, and the rest train on.
 
 What is asserted holds on any machine, however slow or busy: what the account says agrees with the journal and with the
-workers, nobody ends that was not killed, and at equal tokens the losses are those of a run that nobody disturbed. How
-much gets done is measured by ``scripts/bench_swarm.py goodput``.
+workers, nobody ends that was not killed, micro-batches go on getting done, next to none are lost, and at equal tokens
+the losses are those of a run that nobody disturbed. How much gets done is measured by ``scripts/bench_swarm.py
+goodput``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from scripts.swarm_bench.losses import LossCurve, curve_of
 from tests.support.churning_swarm import Worker, begin_churning, counted_at_workers, disturb
 from tests.support.one_process import records_of
 from tests.support.pipeline_account import Recount, account_at_rest, recount_of
-from tests.support.pipeline_swarm import PipelineSwarm
+from tests.support.pipeline_swarm import PipelineSwarm, merged
 from trainer.ledger import Account
 from trainer.ledger.records import Record, Settled
 from trainer.pipeline.work import Settlement
@@ -24,11 +25,14 @@ from trainer.pipeline.work import Settlement
 DRIVERS = ("driver-1", "driver-2")
 SEED = 5
 TOLERANCE = 0.03
+MOST_LOST = 0.005
+LONGEST_STANDSTILL_S = 45.0
+"""Seconds, on a busy machine; a request to a worker that is stopped takes 6 s to fail, and some follow each other."""
 OPTIONS = {
     "inner": {"seq_len": 64, "micro_batch_size": 4, "lr": 1e-3},
     "swarm": {
         "stage": {"target_tokens": 2048, "clip_factor": 1.0, "tail_clip_factor": 5.0},
-        "driver": {"unclear_s": 20.0},
+        "driver": {"unclear_s": 60.0, "ban_s": 30.0, "max_ban_s": 3600.0},
         "ledger": {"lease_s": 30.0, "compact_bytes": 1 << 30},
         "sparta": {"every_steps": 10},
     },
@@ -37,8 +41,10 @@ OPTIONS = {
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_for_half_a_minute(tmp_path: Path) -> None:
-    with PipelineSwarm(tmp_path / "swarm", **OPTIONS) as swarm:
+@pytest.mark.parametrize(("strategy", "routing"), [("async_sparta", "hub"), ("diloco", "chain")])
+def test_for_half_a_minute(strategy: str, routing: str, tmp_path: Path) -> None:
+    options = merged(OPTIONS, {"strategy": strategy, "swarm": {"driver": {"routing": routing}}})
+    with PipelineSwarm(tmp_path / "swarm", **options) as swarm:
         curve, account = churn(swarm, 30.0)
     assert account.micro_batches.done > 0
     losses = curve.parts(curve.num_tokens, 4)
@@ -49,8 +55,7 @@ def test_for_half_a_minute(tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 def test_for_three_minutes_and_the_losses_of_an_undisturbed_run(tmp_path: Path) -> None:
     with PipelineSwarm(tmp_path / "disturbed", **OPTIONS) as swarm:
-        disturbed, account = churn(swarm, 180.0)
-    assert account.micro_batches.lost <= 0.02 * account.micro_batches.leased
+        disturbed, _ = churn(swarm, 180.0)
     with PipelineSwarm(tmp_path / "undisturbed", **OPTIONS) as swarm:
         begin_churning(swarm, DRIVERS)
         swarm.wait(lambda: losses_of(swarm).num_tokens >= disturbed.num_tokens, "as many tokens", 900.0)
@@ -61,17 +66,22 @@ def test_for_three_minutes_and_the_losses_of_an_undisturbed_run(tmp_path: Path) 
 
 
 def churn(swarm: PipelineSwarm, duration_s: float) -> tuple[LossCurve, Account]:
-    """Disturbs a swarm, lets it end in order, and checks its account."""
+    """Disturbs a swarm, lets it end in order, and checks its account.
+
+    Each stage has a worker at work all the time, so something gets done all the time.
+    """
     workers = begin_churning(swarm, DRIVERS)
     plan = schedule(SEED, duration_s)
-    disturber = disturb(swarm, workers, plan)
+    disturber, progress = disturb(swarm, workers, plan, DRIVERS[0])
     assert len(disturber.done) == len(plan)
+    assert progress.longest_s <= LONGEST_STANDSTILL_S, disturber.done
     told = [swarm.account(name) for name in DRIVERS]
     assert all(it is not None and it.micro_batches.adds_up and it.tokens.adds_up for it in told)
     for name in reversed(DRIVERS):  # The keeper last, so that the other can settle.
         assert swarm.stop(name) == [143]
     records = records_of(swarm.journal)
     account = check_account(swarm, workers, records)
+    assert account.micro_batches.lost <= max(2, MOST_LOST * account.micro_batches.leased), account.lost
     assert swarm.stop(*(worker.name for worker in workers)) == [143] * len(workers)
     assert all("Traceback" not in node.output() for node in swarm.nodes.values())
     return losses_of(swarm), account
