@@ -284,6 +284,7 @@ def make_agreement(round_index: int, attempt: int, joins: dict[str, JoinRequest]
                 address=joins[peer_id].address,
                 certificate=joins[peer_id].certificate,
                 weight=float(weight),
+                progress=joins[peer_id].progress,
             )
             for peer_id, weight in zip(peer_ids, weights, strict=True)
         ),
