@@ -276,6 +276,8 @@ class InviteReply(_Message):
     """The round this node trains towards; -1: none."""
     coordinator: PeerIdField | None = None
     """Who coordinates the round already, and comes before whoever asks."""
+    catching_up: bool = False
+    """It is fetching the state that the others hold, and will come once it has it."""
 
 
 class StatusRequest(_Message):

@@ -76,6 +76,7 @@ class Node:
             TrainerError: the port is taken, or the others train something else.
         """
         if self.network is not None:
+            self.network.collective.catch_up()
             self.network.start(self.watch)
         self.watch.set_shards(self.dataset.shards)
         if self.network is not None and self.replica.diloco is not None:
@@ -234,8 +235,8 @@ class Node:
         num_steps, num_batches = diloco.unshared
         if num_batches:
             logger.info(
-                "not shared with the others: %d steps (%d batches) since outer step %d; only the checkpoint has them, and "
-                "they go into this node's next round when it is started again",
+                "not shared with the others: %d steps (%d batches) since outer step %d; only the checkpoint has them, "
+                "and they go into this node's next round when it is started again",
                 num_steps,
                 num_batches,
                 diloco.outer_step,
