@@ -23,6 +23,7 @@ def check_agreement(
     state_digest: str,
     num_values: int,
     own_weight: float,
+    own_progress: float,
     vocabulary_rows: int,
     values_per_part: int,
     max_weight_ratio: float,
@@ -36,6 +37,7 @@ def check_agreement(
         state_digest: of its state.
         num_values: of its vector.
         own_weight: what its own contribution weighs before weights are capped.
+        own_progress: share of the round's intended work that is in its contribution.
         vocabulary_rows: the most rows it could have.
         values_per_part: as many as fit a message.
         max_weight_ratio: of the run.
@@ -58,6 +60,8 @@ def check_agreement(
         raise _refused(round_index, "a member weighs more than it may")
     if weights[peer_ids.index(own_id)] < min(own_weight, max(weights)) * (1 - _ROUNDING):
         raise _refused(round_index, "this node weighs less than its batches")
+    if agreement.members[peer_ids.index(own_id)].progress != own_progress:
+        raise _refused(round_index, "it says another progress of this node than this node did")
 
 
 def check_plan(plan: Plan, agreement: Agreement, *, max_passes: int) -> None:

@@ -1,7 +1,8 @@
 """The coordinator's first half: who is here for a round, and what all of them agree to.
 
 A gathering opens with the first node that asks. It ends when everybody who is expected has come; those who are late are
-asked to come with what they have, those who do not answer are not waited for. Of those who came, the ones that hold the
+asked to come with what they have, those who are fetching the state are waited for (`latecomers`), those who do not
+answer are not. Of those who came, the ones that hold the
 same state as most make up the round; the others are told to fetch it. Then all must acknowledge the agreement: who does
 not is left out of the next attempt.
 """
@@ -12,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -47,6 +48,10 @@ class GatheringRules:
     """A peer that answers no invitation for so long is not waited for."""
     precedes: Callable[[str, int], bool]
     """Whether a peer comes before this node among a round's coordinators."""
+    may_wait: Callable[[str, int], bool]
+    """Whether a round waits for a peer that is fetching the state."""
+    in_vain: Callable[[int, Collection[str]], None]
+    """Told whom it waited for in vain."""
 
 
 class Gathering:
@@ -60,6 +65,8 @@ class Gathering:
         self._joins: dict[str, JoinRequest] = {}
         self._silent: set[str] = set()
         self._ahead: set[str] = set()
+        self._awaited: set[str] = set()
+        """Those who said that they were fetching the state, and were waited for."""
         self._unheard_s: dict[str, float] = {}
         self._acknowledged: set[str] = set()
         self._refused: dict[str, RefusedError] = {}
@@ -155,6 +162,7 @@ class Gathering:
             inviting.cancel()
             with suppress(asyncio.CancelledError):
                 await inviting
+        self._rules.in_vain(self.round_index, self._awaited - self._joins.keys())
         if 2 * len(self._ahead) > len(self._rules.expected(self.round_index)):
             await self._fail("late", "most of the others have gone on to a later round; fetch the state first")
         if not self.over:
@@ -192,7 +200,10 @@ class Gathering:
                 gone = time.monotonic() > first_s + self._rules.bear_silence_s
             else:
                 self._unheard_s.pop(peer_id, None)
-                gone = not reply.coming
+                awaited = reply.catching_up and self._rules.may_wait(peer_id, self.round_index)
+                if awaited:
+                    self._awaited.add(peer_id)
+                gone = not reply.coming and not awaited
             if gone:
                 self._silent.add(peer_id)
             else:
@@ -284,6 +295,7 @@ def make_agreement(round_index: int, attempt: int, joins: dict[str, JoinRequest]
                 address=joins[peer_id].address,
                 certificate=joins[peer_id].certificate,
                 weight=float(weight),
+                progress=joins[peer_id].progress,
             )
             for peer_id, weight in zip(peer_ids, weights, strict=True)
         ),

@@ -42,7 +42,15 @@ from trainer.collective.terms import Terms
 from trainer.engine.collective import Contribution, RoundReport, RoundResult
 from trainer.errors import RefusedError, RoundFailedError, RpcError, StateBehindError
 from trainer.robust import Decision as RuleDecision
-from trainer.robust import Moments, RuleConfig, contribution_weight, decide, effective_rule, needs_moments
+from trainer.robust import (
+    Moments,
+    RuleConfig,
+    common_progress,
+    contribution_weight,
+    decide,
+    effective_rule,
+    needs_moments,
+)
 from trainer.rpc import Endpoint, Peer
 
 __all__ = ["RoundMember", "RoundSetting"]
@@ -122,7 +130,8 @@ class RoundMember:
             received_bytes=counters.received_bytes - received_bytes,
             seconds=time.monotonic() - began_s,
         )
-        return RoundResult(vector=values, report=report, residual=self._unsaid)
+        progress = common_progress([member.progress for member in agreement.members], weights_of(agreement))
+        return RoundResult(vector=values, report=report, residual=self._unsaid, progress=progress)
 
     # -- coming together -----------------------------------------------------------------------------------------------
 
@@ -206,6 +215,7 @@ class RoundMember:
             num_values=contribution.vector.numel(),
             num_batches=contribution.num_batches,
             age_s=max(0.0, contribution.age_s),
+            progress=contribution.progress,
             vocabulary_rows=self._vocabulary_rows,
             address=endpoint.address,
             certificate=endpoint.certificate.decode() if endpoint.certificate else None,
@@ -221,6 +231,7 @@ class RoundMember:
             state_digest=contribution.state_digest,
             num_values=contribution.vector.numel(),
             own_weight=contribution_weight(contribution.num_batches, max(0.0, contribution.age_s)),
+            own_progress=contribution.progress,
             vocabulary_rows=self._vocabulary_rows,
             values_per_part=self._setting.codec.values_per_part(self._config.part_bytes),
             max_weight_ratio=self._config.max_weight_ratio,

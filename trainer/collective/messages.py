@@ -57,6 +57,7 @@ MAX_MEMBERS = 48
 PeerIdField = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Ge(0), Le(1 << 48)]
+Share = Annotated[float, Ge(0), Le(1)]
 ShortText = Annotated[str, Field(pattern=r"^[ -~]{0,120}$")]
 """A reason, for people: ASCII, so that its length is its size (`short`)."""
 Certificate = Annotated[str, MaxLen(800)]
@@ -102,6 +103,8 @@ class JoinRequest(_Message):
     num_values: Count
     num_batches: Count
     age_s: Annotated[float, Ge(0)]
+    progress: Share = 1.0
+    """Of the work that the round was meant to have."""
     vocabulary_rows: Count
     address: Address
     certificate: Certificate | None
@@ -116,6 +119,8 @@ class Member(_Message):
     address: Address
     certificate: Certificate | None
     weight: Annotated[float, Ge(0)]
+    progress: Share = 1.0
+    """As it claims in its `JoinRequest`."""
 
 
 class Agreement(_Message):
@@ -271,6 +276,8 @@ class InviteReply(_Message):
     """The round this node trains towards; -1: none."""
     coordinator: PeerIdField | None = None
     """Who coordinates the round already, and comes before whoever asks."""
+    catching_up: bool = False
+    """It is fetching the state that the others hold, and will come once it has it."""
 
 
 class StatusRequest(_Message):

@@ -108,6 +108,10 @@ class PeerCollective:
         """The node has taken a state and trains towards this round; -1 while it has none."""
         self._loop.call_soon_threadsafe(self._service.move_to, next_round)
 
+    def catch_up(self) -> None:
+        """The node is fetching the others' state, until it says by `move_to` which round it trains towards."""
+        self._loop.call_soon_threadsafe(self._service.catch_up)
+
     def close(self) -> None:
         """Lets go of whoever waits for this node."""
         if self._loop.is_running():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -20,6 +20,7 @@ from trainer.collective.directory import Directory
 from trainer.collective.exchange import EXCHANGE
 from trainer.collective.findings import findings_of
 from trainer.collective.gathering import Gathering, GatheringRules
+from trainer.collective.latecomers import Latecomers
 from trainer.collective.messages import (
     Acknowledge,
     AcknowledgeReply,
@@ -79,6 +80,8 @@ class RoundService:
     ) -> None:
         self.next_round = -1
         """The round this node trains towards; -1 while it has no state to take part with."""
+        self.catching_up = False
+        """Whether it is fetching the others' state, to take part with that."""
         self._endpoint = endpoint
         self._own_id = endpoint.peer_id
         self._run_id = run_id
@@ -92,6 +95,11 @@ class RoundService:
         self._rounds: OrderedDict[str, _KnownRound] = OrderedDict()
         self._reductions: dict[tuple[str, str], Reduction] = {}
         self._reductions_changed = asyncio.Condition()
+        self._latecomers = Latecomers()
+
+    def catch_up(self) -> None:
+        """This node is fetching the others' state, and comes to their round with that (`move_to`)."""
+        self.catching_up = True
 
     def register(self) -> None:
         """Tells the endpoint what is answered here."""
@@ -110,6 +118,7 @@ class RoundService:
     def move_to(self, next_round: int) -> None:
         """The round this node trains towards from now on."""
         self.next_round = next_round
+        self.catching_up = self.catching_up and next_round < 0
         self._invited_at_s = None
 
     # -- as coordinator ------------------------------------------------------------------------------------------------
@@ -204,6 +213,8 @@ class RoundService:
         known = self._rounds.get(agreement.fingerprint())
         if known is not None and known.outcome is None:
             known.outcome = outcome
+        if outcome.commit is not None:
+            self._latecomers.began(outcome.commit.members)
 
     async def offer(self, plan_digest: str, reductions: Sequence[Reduction]) -> None:
         """From now on contributions to these are taken; those of passes before stay while somebody reads from them."""
@@ -253,6 +264,8 @@ class RoundService:
     async def _on_invite(self, request: Request[Invite]) -> Reply[InviteReply]:
         round_index, next_round = request.body.round_index, self.next_round
         is_known = request.sender == self._own_id or request.sender in self._directory.peers()
+        if is_known and self.catching_up:
+            return Reply(InviteReply(coming=False, next_round=-1, catching_up=True))
         if not is_known or next_round < 0 or round_index not in (next_round, next_round + 1):
             return Reply(InviteReply(coming=False, next_round=next_round))
         gathering = self._gatherings.get(round_index)
@@ -338,12 +351,22 @@ class RoundService:
                 expected=lambda _: set(self._directory.peers()),
                 invite=self._invite,
                 precedes=self._precedes,
+                may_wait=self._may_wait,
+                in_vain=self._waited_in_vain,
                 bear_silence_s=config.stall_timeout_s / 2,
             ),
         )
         while len(self._gatherings) > _KEPT:
             self._gatherings.popitem(last=False)[1].close()
         return self._gatherings[round_index]
+
+    def _may_wait(self, peer_id: str, round_index: int) -> bool:
+        peer = self._directory.peers().get(peer_id)
+        return peer is not None and self._latecomers.may_wait(peer, round_index)
+
+    def _waited_in_vain(self, round_index: int, peer_ids: Collection[str]) -> None:
+        peers = self._directory.peers()
+        self._latecomers.in_vain(round_index, [peers[peer_id] for peer_id in peer_ids if peer_id in peers])
 
     async def _invite(self, peer_id: str, round_index: int, after_s: float) -> InviteReply | None:
         invite = Invite(round_index=round_index, after_s=after_s)

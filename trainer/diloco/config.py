@@ -55,6 +55,10 @@ class DiLoCoConfig:
         if not (math.isfinite(self.round_timeout_s) and self.round_timeout_s > 0):
             raise TrainerUsageError(f"diloco.round_timeout_s: expected more than 0 s, found {self.round_timeout_s}")
 
+    def planned_steps(self, round_index: int) -> int:
+        """Inner steps since the round before of the same fragment, or the beginning, that a round is meant to have."""
+        return sum(self.steps_before(fragment) for fragment in range(min(round_index + 1, self.num_fragments)))
+
     def steps_before(self, fragment: int) -> int:
         """Inner steps from the synchronisation before to that of ``fragment``; over all fragments: inner_steps."""
         before = fragment * self.inner_steps // self.num_fragments

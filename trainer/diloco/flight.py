@@ -83,4 +83,6 @@ class Flight:
     def saved(self) -> SavedFlight:
         """What a checkpoint needs, to begin this round again."""
         contribution = self.contribution
-        return SavedFlight(contribution.vector, contribution.num_batches, contribution.age_s, self.steps_left)
+        return SavedFlight(
+            contribution.vector, contribution.num_batches, contribution.age_s, self.steps_left, contribution.progress
+        )

@@ -31,12 +31,14 @@ class SavedFlight:
         num_batches: batches in it.
         age_s: their age when it was made.
         steps_left: inner steps until its result is merged.
+        progress: share of the round's intended work that is in it.
     """
 
     vector: Tensor
     num_batches: int
     age_s: float
     steps_left: int
+    progress: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,8 +48,8 @@ class SavedDiLoCo:
     layout_digest: str
     state: ReplicaState
     steps_since_round: int
-    progress: tuple[tuple[int, float], ...]
-    """Batches and Unix time of the oldest, by fragment."""
+    progress: tuple[tuple[int, float, int], ...]
+    """Batches, Unix time of the oldest and inner steps, by fragment."""
     flight: SavedFlight | None
 
     def to_dict(self) -> dict[str, StateValue]:
@@ -60,8 +62,9 @@ class SavedDiLoCo:
                 "residual": fragment.residual,
                 "num_batches": num_batches,
                 "since_s": since_s,
+                "num_steps": num_steps,
             }
-            for fragment, (num_batches, since_s) in zip(self.state.fragments, self.progress, strict=True)
+            for fragment, (num_batches, since_s, num_steps) in zip(self.state.fragments, self.progress, strict=True)
         ]
         flight: StateValue = None
         if self.flight is not None:
@@ -70,6 +73,7 @@ class SavedDiLoCo:
                 "num_batches": self.flight.num_batches,
                 "age_s": self.flight.age_s,
                 "steps_left": self.flight.steps_left,
+                "progress": self.flight.progress,
             }
         return {
             "version": _VERSION,
@@ -114,12 +118,18 @@ class SavedDiLoCo:
             fragments=tuple(_fragment(entry, layout) for entry, layout in zip(fragments, plan.layouts, strict=True)),
         )
         flight = saved.get("flight")
+        steps_since_round = _take(saved, "inner_step", _integer)
         return cls(
             layout_digest=layout_digest,
             state=state,
-            steps_since_round=_take(saved, "inner_step", _integer),
+            steps_since_round=steps_since_round,
             progress=tuple(
-                (_take(entry, "num_batches", _integer), _take(entry, "since_s", _number)) for entry in fragments
+                (
+                    _take(entry, "num_batches", _integer),
+                    _take(entry, "since_s", _number),
+                    _integer(entry.get("num_steps", steps_since_round)),  # Older checkpoints do not say.
+                )
+                for entry in fragments
             ),
             flight=None if flight is None else _flight(_mapping(flight), plan.layouts[state.fragment]),
         )
@@ -137,6 +147,7 @@ def _flight(entry: Mapping[str, StateValue], layout: FlatLayout) -> SavedFlight:
         _take(entry, "num_batches", _integer),
         _take(entry, "age_s", _number),
         _take(entry, "steps_left", _integer),
+        min(1.0, max(0.0, _number(entry.get("progress", 1.0)))),
     )
 
 

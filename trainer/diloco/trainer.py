@@ -5,6 +5,8 @@ members agree on one aggregate. *Commit*: outer step on a copy of the anchor, ne
 parameters set. If the collective fails, nothing was changed: training goes on from the drifted parameters, and since
 the next pseudo-gradient is again measured from the old anchor, it contains the work of the failed round. Only a node
 that missed a round, and so has to :meth:`~DiLoCoTrainer.adopt` the others' state, loses what it did since the last one.
+A round that others ask for early has the work of so many inner steps as were done; its outer step weighs no more than
+that (``outer.py``).
 
 After a commit all members have bit-identical anchors, momenta and references; without overlap also bit-identical
 parameters. Host memory: 12 bytes a parameter for good, 12 to 16 more during a round.
@@ -93,6 +95,11 @@ class DiLoCoTrainer:
         """Inner steps since the last round was tried."""
         return self._steps_since_round
 
+    @property
+    def unshared(self) -> tuple[int, int]:
+        """Inner steps since the last committed round, and batches of them; of the fragment that has most."""
+        return max((it.num_steps, it.num_batches) for it in self._progress)
+
     def state_digest(self) -> str:
         """:meth:`SharedState.digest` of what is shared now; computed in the background after each commit."""
         return self._digest.result(self._config.round_timeout_s)
@@ -140,6 +147,8 @@ class DiLoCoTrainer:
 
     def share(self) -> OuterResult | None:
         """Try a round now, whatever is due, and wait for it: for a node that leaves, and has work the others have not.
+
+        The round comes early, and its outer step weighs as little as the work in it.
 
         Returns:
             The round that ended last; None: there was nothing to share.
@@ -207,7 +216,7 @@ class DiLoCoTrainer:
             layout_digest=self._layout_digest,
             state=self._state,
             steps_since_round=self._steps_since_round,
-            progress=tuple((progress.num_batches, progress.since_s) for progress in self._progress),
+            progress=tuple((it.num_batches, it.since_s, it.num_steps) for it in self._progress),
             flight=flight,
         ).to_dict()
 
@@ -223,7 +232,7 @@ class DiLoCoTrainer:
         self._flight, self._saved_flight = None, saved.flight
         self._install(saved.state)
         self._steps_since_round = saved.steps_since_round
-        self._progress = [Progress(num_batches, since_s) for num_batches, since_s in saved.progress]
+        self._progress = [Progress(*progress) for progress in saved.progress]
 
     def _install(self, state: ReplicaState) -> None:
         """Put a state in place of the old one; all or nothing."""
@@ -257,16 +266,18 @@ class DiLoCoTrainer:
             vector.zero_()
             layout.scatter(anchor, self._parameters)
             self._progress[fragment] = Progress()
-        progress = self._progress[fragment]
-        return self._contribution(vector, progress.num_batches, progress.age_s())
+        done = self._progress[fragment]
+        progress = done.share_of(self._config.planned_steps(self._state.round_index))
+        return self._contribution(vector, done.num_batches, done.age_s(), progress)
 
-    def _contribution(self, vector: Tensor, num_batches: int, age_s: float) -> Contribution:
+    def _contribution(self, vector: Tensor, num_batches: int, age_s: float, progress: float) -> Contribution:
         current = self._state.fragments[self._state.fragment]
         return Contribution(
             round_index=self._state.round_index,
             vector=vector,
             num_batches=num_batches,
             age_s=age_s,
+            progress=progress,
             reference=current.reference,
             state_digest=self.state_digest(),
             residual=current.residual,
@@ -280,7 +291,8 @@ class DiLoCoTrainer:
         """Begin again the round that was in flight when the state was saved."""
         saved, self._saved_flight = self._saved_flight, None
         if saved is not None:
-            self._launch(self._contribution(saved.vector, saved.num_batches, saved.age_s), saved.steps_left)
+            contribution = self._contribution(saved.vector, saved.num_batches, saved.age_s, saved.progress)
+            self._launch(contribution, saved.steps_left)
 
     def _advance(self, flight: Flight) -> OuterResult | None:
         """One inner step later: merge when it is time, or when others wait for the next round already."""
@@ -353,7 +365,8 @@ class DiLoCoTrainer:
                 f"found {list(result.vector.shape)}, not all finite or not as many"
             )
         anchor, momentum = current.anchor.clone(), current.momentum.clone()
-        self._optimizer.step(anchor, momentum, result.vector)
+        progress = contribution.progress if result.progress is None else result.progress
+        self._optimizer.step(anchor, momentum, result.vector, progress)
         if not _is_finite(anchor):
             raise RoundFailedError(
                 "the round's result is so large that the outer step overflows; check diloco.outer_lr"
@@ -361,11 +374,13 @@ class DiLoCoTrainer:
         parameters = anchor
         if keep:
             parameters = layout.gather(self._parameters).mul_(keep).add_(anchor, alpha=1.0 - keep)
-        num_inner_steps = self._config.steps_before(fragment)
+        num_inner_steps = round(progress * self._config.steps_before(fragment))
         new = FragmentState(anchor, momentum, result.vector, result.residual)
         self._install(self._state.committed(new, num_inner_steps))
         layout.scatter(parameters, self._parameters)
-        self._progress[fragment].settle(contribution.num_batches)
+        self._progress[fragment].settle(contribution.num_batches, self._steps_since_round)
+        if progress < 1.0:
+            logger.info("round %d: asked for with %.0f %% of its work", contribution.round_index, 100 * progress)
 
 
 def _is_finite(vector: Tensor) -> bool:

@@ -31,6 +31,8 @@ class Contribution:
     """Batches that went into ``vector``. 0: nothing to contribute (``vector`` is zeros); wants the result only."""
     age_s: float
     """Seconds since the oldest batch of those was trained on."""
+    progress: float = 1.0
+    """Share of the round's intended work that is in ``vector``, 0 to 1; less where it was asked for early."""
     reference: Tensor
     """[P] the last accepted result for the same positions (zeros before the first); equal at all members."""
     state_digest: str
@@ -77,6 +79,8 @@ class RoundResult:
     report: RoundReport
     residual: Tensor | None = None
     """[P] what encoding the contribution left unsaid, for the next contribution; None: lossless or not fed back."""
+    progress: float | None = None
+    """Share of the round's intended work that is in ``vector``, the same at all members; None: the node's own."""
 
 
 @runtime_checkable

@@ -33,6 +33,7 @@ from trainer.robust import (
     Moments,
     RuleConfig,
     cap_weights,
+    common_progress,
     contribution_weight,
     decide,
     moments,
@@ -43,7 +44,7 @@ __all__ = ["TorchCollective", "rank_slices"]
 
 logger = logging.getLogger(__name__)
 
-_HEAD = struct.Struct("<QQQd?32s")
+_HEAD = struct.Struct("<QQQdd?32s")
 _OK, _FAILED = b"\x01", b"\x00"
 
 
@@ -55,6 +56,7 @@ class _Head:
     num_values: int
     num_batches: int
     age_s: float
+    progress: float
     usable: bool
     terms: bytes
 
@@ -113,6 +115,7 @@ class TorchCollective:
         return RoundResult(
             vector=vector,
             residual=own.residual,
+            progress=common_progress([head.progress for head in heads], weights),
             report=self._report(contribution, places, weights, decision, time.monotonic() - started_s),
         )
 
@@ -156,6 +159,7 @@ class TorchCollective:
             contribution.vector.numel(),
             contribution.num_batches,
             contribution.age_s,
+            contribution.progress,
             usable,
             hashlib.sha256(terms.encode()).digest(),
         )

@@ -203,11 +203,15 @@ class Network(Generic[S]):
     def catch_up(self, *, wait_s: float = _CATCH_UP_S, stop: Callable[[], bool] = lambda: False) -> S | None:
         """The state most others hold, fetched from them; None where this node holds it already.
 
+        The others' next round waits for this node, a bounded while, until it says which round it trains towards
+        (`PeerCollective.move_to`).
+
         Args:
             wait_s: how long to look for a state to fetch, and to try when it changes meanwhile. With 0 only what is
                 known now counts.
             stop: asked now and then; True gives up.
         """
+        self.collective.catch_up()
         self.settle()
         deadline_s = time.monotonic() + wait_s
         while not stop():

@@ -77,6 +77,7 @@ class Node:
             TrainerError: the port is taken, or the others train something else.
         """
         if self.network is not None:
+            self.network.collective.catch_up()
             self.network.start(self.watch)
         self.watch.set_shards(self.dataset.shards)
         if self.network is not None and self.replica.diloco is not None:
@@ -104,6 +105,7 @@ class Node:
             return
         self.save(wait=True)
         logger.info("stopped at step %d; all of it is in %s", self.replica.inner.step_index, self.checkpointer.path)
+        self._tell_unshared()
 
     def save(self, *, wait: bool = False) -> None:
         """Saves everything; a disk that does not take it is reported, and training goes on.
@@ -225,6 +227,21 @@ class Node:
             self.network.settle()
         digest = diloco.state_digest() if self.network is None else self.network.state_digest
         self.watch.tracker.set_state(diloco.outer_step, digest, inner_step=diloco.inner_step)
+
+    def _tell_unshared(self) -> None:
+        """What of the node's work only its checkpoint has."""
+        diloco = self.replica.diloco
+        if diloco is None or (self.network is None and not self.ranks.in_cluster):
+            return
+        num_steps, num_batches = diloco.unshared
+        if num_batches:
+            logger.info(
+                "not shared with the others: %d steps (%d batches) since outer step %d; only the checkpoint has them, "
+                "and they go into this node's next round when it is started again",
+                num_steps,
+                num_batches,
+                diloco.outer_step,
+            )
 
     def _saved(self, outcome: CheckpointOutcome, began_s: float) -> None:
         seconds = time.perf_counter() - began_s

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from trainer.robust.config import RuleConfig, RuleName, ValidationMode
 from trainer.robust.deciding import Decision, EffectiveRule, decide, effective_rule, needs_moments, trim_count
+from trainer.robust.progress import common_progress
 from trainer.robust.reducing import reduce_part
 from trainer.robust.second_moments import MAX_MEMBERS, Moments, finite_rows, moments
 from trainer.robust.validation import Finding, validate, validate_gradient
@@ -34,6 +35,7 @@ __all__ = [
     "RuleName",
     "ValidationMode",
     "cap_weights",
+    "common_progress",
     "contribution_weight",
     "decide",
     "effective_rule",

@@ -363,7 +363,7 @@ class SpartaTrainer:
         attempt.values.scatter(new, self._parameters)
         if self._after_average is not None:
             self._after_average(self._model)
-        self._progress[attempt.values.index].settle(attempt.num_batches)
+        self._progress[attempt.values.index].settle(attempt.num_batches, self._steps_since_round)
         self._standing.committed()
         return OuterResult(
             round_index=attempt.contribution.round_index,

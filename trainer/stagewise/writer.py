@@ -11,7 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self, cast
@@ -77,7 +77,6 @@ class StageCheckpoints:
         """Optimizer steps of that one: what outlives this worker."""
         self.last_mark: Hashable = None
         """What tells the newest state that need not be saved from others: of the newest on the disk, or as set."""
-        self._last_path: Path | None = None
 
     @property
     def busy(self) -> bool:
@@ -142,16 +141,13 @@ class StageCheckpoints:
         self._begin(now, state_fn(), mark)
         return True
 
-    def save_changes(
-        self, now: float, state_fn: Callable[[], StageState], mark: Hashable, *, replaces_last: bool = False
-    ) -> bool:
+    def save_changes(self, now: float, state_fn: Callable[[], StageState], mark: Hashable) -> bool:
         """Saves as `save` does, unless what is on the disk is this state.
 
         Args:
             now: as for `save`.
             state_fn: the state as it is now; called only if it is saved.
             mark: differs from that of any other state.
-            replaces_last: the newest of this process's is not wanted any more, once this one is on the disk.
 
         Returns:
             Whether it was saved.
@@ -162,11 +158,7 @@ class StageCheckpoints:
         self.flush()
         if mark is not None and mark == self.last_mark:
             return False
-        replaced = self._last_path if replaces_last else None
         self.save(now, state_fn(), mark=mark)
-        if replaced is not None and replaced != self._last_path:
-            with suppress(OSError):  # Then it goes when it is old.
-                replaced.unlink()
         return True
 
     def save(self, now: float, state: StageState, *, mark: Hashable = None, timeout_s: float = TIMEOUT_S) -> None:
@@ -245,7 +237,7 @@ class StageCheckpoints:
             return
         self.saved += 1
         self.last_saved_us, self.last_version, self.failure = saved_us, version, ""
-        self.last_mark, self._last_path = mark, path
+        self.last_mark = mark
         try:
             self._drop_old()
         except OSError as error:

@@ -3,9 +3,11 @@
     no new micro-batches → what is under way is answered → nothing is counted any more → step and save → a last round
 
 Once nothing is counted any more, drivers send to others; so whatever is acknowledged is in the state that is saved, and
-in the round where one can be had. Saving comes before sharing: it is what the worker can do alone. A round that changed
-the state is saved behind it, and that file replaces the one from before. All of it has one deadline, half of which is
-for answers. As in `trainer.swarm.arrival`, threads and network are given as functions.
+in the round where one can be had. Saving comes before sharing: it is what the worker can do alone. The last round is
+for those that stay: it comes before its time, so its outer step weighs as little as the work in it
+(`trainer.diloco.outer`), and what is saved is the state from before it, which has all of this worker's steps. All of it
+has one deadline, half of which is for answers. As in `trainer.swarm.arrival`, threads and network are given as
+functions.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class Departure:
     """Steps with what was counted, and saves what is not on disk yet; at most so many seconds. May raise what ends the
     worker."""
     share: Callable[[float], None]
-    """Shares it with the others in a round, if they have one, and saves what that changed; at most so many seconds."""
+    """Shares it with the others in a round, if there are any; at most so many seconds."""
     clock: Callable[[], float]
     sleep: Callable[[float], None]
 

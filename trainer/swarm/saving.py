@@ -61,7 +61,6 @@ class WorkerSaving:
         self._num_tokens = 0
         self._num_changes = 0
         """Of the state by something else than a step."""
-        self._has_saved_before_round = False
 
     def __enter__(self) -> Self:
         return self
@@ -119,26 +118,14 @@ class WorkerSaving:
             self._checkpoints.maybe_save(time.time(), self._state, self._mark())
         self._worker.shared.saved(self._checkpoints.last_version)
 
-    def save_before_last_round(self) -> None:
+    def save_changes(self) -> None:
         """Saves what is new, on the way out.
 
         Raises:
             CheckpointError: it could not be written.
         """
-        self._has_saved_before_round = self._save()
-
-    def save_behind_last_round(self) -> None:
-        """Saves what that round made of it, in the place of what was saved before.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
-        self._save(replaces_last=self._has_saved_before_round)
-
-    def _save(self, *, replaces_last: bool = False) -> bool:
-        has_saved = self._checkpoints.save_changes(time.time(), self._state, self._mark(), replaces_last=replaces_last)
+        self._checkpoints.save_changes(time.time(), self._state, self._mark())
         self._worker.shared.saved(self._checkpoints.last_version)
-        return has_saved
 
     def _mark(self) -> tuple[object, ...]:
         """Differs from state to state."""

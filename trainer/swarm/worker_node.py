@@ -189,6 +189,7 @@ class WorkerNode:
         if not arrival.run():
             return False
         self._lost_touch, self._is_current = False, True
+        self._network.collective.move_to(self._keeping.place()[0])  # From now on the others wait for it in a round.
         self._set_status("serving")
         logger.info(
             "%s serves version %d at %s", self._uid, self._built.replica.version, self._network.endpoint.address
@@ -269,6 +270,7 @@ class WorkerNode:
     def _rejoin(self) -> None:
         self._set_status("joining")
         self._is_back = self._is_current = False
+        self._network.collective.move_to(-1)  # Nobody waits in a round for one that has no state to bring to it.
         self._network.let_go()
         self._join()
 
@@ -342,16 +344,15 @@ class WorkerNode:
         """In the compute thread, which counts nothing any more."""
         self._worker.stepper.joining = True  # Nor does it follow the others' steps behind that.
         self._worker.stepper.flush()
-        self._saving.save_before_last_round()
+        self._saving.save_changes()
 
     def _share(self) -> None:
-        """In the compute thread."""
-        outcome = self._keeping.share() if self._mates.serving() else self._keeping.drain()
-        if outcome is None:
+        """In the compute thread. What it makes of the state is for those that stay: saved is what was before."""
+        if self._mates.serving():
+            self._worker.stepper.note(self._keeping.share())
             return
-        self._worker.stepper.note(outcome)
-        if outcome.committed:
-            self._saving.save_behind_last_round()
+        self._worker.stepper.note(self._keeping.drain())
+        self._network.collective.move_to(-1)  # Others that leave too do not wait for this one.
 
     # -- what it says --------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ def check(agreement: Agreement, **changes) -> None:
         "state_digest": "0" * 64,
         "num_values": 100_000,
         "own_weight": 1.0,
+        "own_progress": 1.0,
         "vocabulary_rows": 1024,
         "values_per_part": MOST_VALUES,
         "max_weight_ratio": 3.0,
@@ -117,3 +118,8 @@ def test_every_plan_that_is_made_passes_and_follows(num_members, num_values, dat
         if num_lost >= len(left):
             assert may_follow(following, plan)
         plan = following
+
+
+def test_nobody_says_another_progress_of_a_node_than_it_did():
+    with pytest.raises(RefusedError, match="progress"):
+        check(agreement_of(4, 100_000), own_progress=0.25)

@@ -210,6 +210,22 @@ def test_an_invitation_to_this_round_is_heard_and_one_to_another_is_not(stranger
     assert not node.collective.requested()
 
 
+def test_one_that_fetches_the_state_says_so_until_it_has_it(stranger, node):
+    node.directory.known = {stranger.endpoint.peer_id: stranger.endpoint.peer}
+    invite = Invite(round_index=9, after_s=0.0)
+    node.collective.move_to(-1)
+    away = stranger.call(node.endpoint.peer, "round/invite", invite, InviteReply)
+    node.collective.catch_up()
+    fetching = stranger.call(node.endpoint.peer, "round/invite", invite, InviteReply)
+    node.collective.move_to(9)
+    back = stranger.call(node.endpoint.peer, "round/invite", invite, InviteReply)
+    assert [(reply.coming, reply.catching_up) for reply in (away, fetching, back)] == [
+        (False, False),
+        (False, True),
+        (True, False),
+    ]
+
+
 @pytest.mark.slow
 def test_a_member_that_joins_and_says_no_more_is_left_out(stranger, node):
     async def join_and_vanish() -> None:

@@ -68,3 +68,36 @@ def _numpy_step(anchor: Tensor, velocity: Tensor, delta: Tensor) -> tuple[Tensor
     lr, mu, d = np.float32(0.7), np.float32(0.9), delta.numpy()
     v = velocity.numpy() * mu + d
     return torch.from_numpy(anchor.numpy() - lr * (mu * v + d)), torch.from_numpy(v)
+
+
+@given(
+    progress=st.floats(0.0, 1.0),
+    momentum=st.floats(0.0, 0.95),
+    seed=st.integers(0, 2**31),
+    num_full=st.integers(0, 5),
+)
+@settings(deadline=None)
+def test_a_step_of_part_of_a_rounds_work_moves_the_anchor_by_no_more_than_that_part(
+    progress: float, momentum: float, seed: int, num_full: int
+) -> None:
+    """Inner steps that go straight on, so that a share of them makes the same share of the pseudo-gradient."""
+    delta = torch.randn(41, generator=torch.Generator().manual_seed(seed))
+    optimizer = OuterOptimizer(0.7, momentum)
+    anchor, velocity = torch.zeros(41), torch.zeros(41)
+    for _ in range(num_full):
+        optimizer.step(anchor, velocity, delta)
+    early, after_early = anchor.clone(), velocity.clone()
+    optimizer.step(early, after_early, progress * delta, progress)
+    full, after_full = anchor.clone(), velocity.clone()
+    optimizer.step(full, after_full, delta)
+    moved, most = (early - anchor).abs(), progress * (full - anchor).abs()
+    assert bool((moved <= most * (1 + 1e-5) + 1e-6).all())
+    gained, most_gained = (after_early - velocity).abs(), (after_full - velocity).abs()
+    assert bool((gained <= progress * most_gained + 1e-5).all()), "the velocity is neither spent nor filled beforehand"
+
+
+def test_a_round_without_work_moves_nothing_and_spends_no_velocity() -> None:
+    anchor, velocity = torch.randn(9), torch.randn(9)
+    before, kept = anchor.clone(), velocity.clone()
+    OuterOptimizer().step(anchor, velocity, torch.zeros(9), 0.0)
+    assert torch.equal(anchor, before) and torch.equal(velocity, kept)

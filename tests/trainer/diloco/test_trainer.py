@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.support.replica_group import MeetingCollective, ReplicaGroup, run_replicas
 from tests.support.toy_models import Quadratic, Regression, parameter_bits
@@ -234,6 +234,71 @@ def test_peers_that_wait_bring_the_round_forward() -> None:
     collective.peers_wait = False
     assert [trainer.after_inner_step() for _ in range(99)] == [None] * 99
     assert trainer.after_inner_step() is not None, "the next one is a whole inner loop later"
+
+
+@pytest.mark.parametrize("num_steps", [1, 5, 19])
+def test_a_round_asked_for_early_moves_the_anchor_by_no_more_than_its_share_of_a_full_one(num_steps: int) -> None:
+    def moved_by_seventh_round(steps_of_last: int) -> Tensor:
+        collective, model = Scripted(), Quadratic(0)
+        trainer = DiLoCoTrainer(model, DiLoCoConfig(inner_steps=20), collective)
+        for step in range(6 * 20 + steps_of_last):
+            before = trainer.shared_state().anchor
+            drift(model, -0.01)
+            collective.peers_wait = step == 6 * 20 + steps_of_last - 1
+            result = trainer.after_inner_step()
+        assert result is not None and result.round_index == 6
+        assert collective.contributions[-1].progress == pytest.approx(steps_of_last / 20)
+        return before - trainer.shared_state().anchor
+
+    full, early = moved_by_seventh_round(20), moved_by_seventh_round(num_steps)
+    assert bool((early > 0).all())
+    assert bool((early <= num_steps / 20 * full + 1e-5).all())
+
+
+@pytest.mark.parametrize("asked_every", [1, 3, 7])
+def test_rounds_that_are_always_asked_for_early_cost_the_model_nothing(asked_every: int) -> None:
+    def loss_after_rounds(every: int) -> float:
+        collective, model = Scripted(), Regression(0)
+        trainer = DiLoCoTrainer(model, DiLoCoConfig(inner_steps=20), collective)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
+        for step in range(400):
+            optimizer.zero_grad()
+            model(step).backward()
+            optimizer.step()
+            collective.peers_wait = step % every == every - 1
+            trainer.after_inner_step()
+        return model.loss_on(torch.randn(512, 4, generator=torch.Generator().manual_seed(1))).item()
+
+    assert loss_after_rounds(asked_every) <= 1.1 * loss_after_rounds(20)
+
+
+def test_all_members_apply_the_progress_that_they_agreed_on() -> None:
+    class Agreed(Scripted):
+        def reduce(self, contribution: Contribution) -> RoundResult:
+            return replace(super().reduce(contribution), progress=0.25)
+
+    digests = set()
+    for num_steps in (2, 9):  # Of their own they would have another each.
+        collective, model = Agreed(lambda contribution: torch.ones_like(contribution.vector)), Quadratic(0)
+        trainer = DiLoCoTrainer(model, DiLoCoConfig(inner_steps=20), collective)
+        for _ in range(num_steps):
+            trainer.after_inner_step()
+        collective.peers_wait = True
+        trainer.answer_others()
+        digests.add(trainer.state_digest())
+        assert trainer.shared_state().num_inner_steps == 5
+    assert len(digests) == 1
+
+
+def test_a_node_knows_what_of_its_work_the_others_do_not_have() -> None:
+    collective = Scripted()
+    trainer = DiLoCoTrainer(Quadratic(0), replace(AVERAGING, inner_steps=4), collective)
+    for step in range(7):
+        trainer.after_inner_step(num_batches=0 if step == 5 else 2)
+    assert trainer.unshared == (3, 4)
+    collective.answer = failing
+    trainer.after_inner_step(num_batches=2)
+    assert trainer.unshared == (4, 6)
 
 
 def test_others_that_wait_are_answered_between_steps() -> None:

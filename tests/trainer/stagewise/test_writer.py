@@ -148,24 +148,6 @@ def test_what_could_not_be_written_is_saved_again(tmp_path: Path, monkeypatch: p
         assert checkpoints.save_changes(602.0, lambda: _state(1), "first")
 
 
-def test_one_that_replaces_the_last_does_so_once_it_is_on_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with _checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(601.0, _state(1))
-        checkpoints.save(602.0, _state(2))
-        with monkeypatch.context() as patch:
-            patch.setattr(writer, "write_whole", full)
-            with pytest.raises(CheckpointError, match="No space left"):
-                checkpoints.save_changes(603.0, lambda: _state(3), "third", replaces_last=True)
-        assert [name[13:15] for name in _names(tmp_path)] == ["01", "02"]
-        assert checkpoints.save_changes(604.0, lambda: _state(3), "third", replaces_last=True)
-    assert [name[13:15] for name in _names(tmp_path)] == ["01", "04"]
-
-
 def test_a_disk_that_refuses_is_told_and_ends_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

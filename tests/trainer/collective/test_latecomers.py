@@ -1,0 +1,135 @@
+"""Which peers that are fetching the run's state a round waits for, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+
+from trainer.collective.gathering import Gathering, GatheringRules
+from trainer.collective.latecomers import Latecomers
+from trainer.collective.messages import Agreement, InviteReply, JoinRequest
+from trainer.collective.terms import Terms
+from trainer.rpc import Peer
+
+OWN, OTHER, LATE = "0" * 64, "1" * 64, "2" * 64
+
+
+def peer(number: int, host: str = "203.0.113.7") -> Peer:
+    return Peer(f"{number:064x}", f"{host}:{4000 + number}")
+
+
+def rounds_waited(latecomers: Latecomers, who: Peer, last_round: int) -> list[int]:
+    """Rounds in which it says that it comes, and does not."""
+    waited = []
+    for round_index in range(last_round + 1):
+        if latecomers.may_wait(who, round_index):
+            latecomers.in_vain(round_index, [who])
+            waited.append(round_index)
+    return waited
+
+
+def test_one_that_never_comes_is_waited_for_ever_more_rarely() -> None:
+    assert rounds_waited(Latecomers(), peer(1), 100) == [0, 2, 5, 10, 19, 36, 69]
+
+
+def test_new_identities_of_one_host_share_its_patience_and_members_have_their_own() -> None:
+    latecomers = Latecomers()
+    latecomers.began([peer(7).peer_id])
+    waited = 0
+    for round_index in range(100):
+        who = peer(1000 + round_index)
+        waited += latecomers.may_wait(who, round_index)
+        latecomers.in_vain(round_index, [who] if latecomers.may_wait(who, round_index) else [])
+    assert waited == 7
+    assert latecomers.may_wait(peer(7), 99), "behind the same address, but known to come"
+    assert latecomers.may_wait(peer(8, "198.51.100.9"), 99)
+
+
+def test_one_that_has_come_after_all_is_waited_for_again() -> None:
+    latecomers = Latecomers()
+    latecomers.began([peer(3).peer_id])
+    assert rounds_waited(latecomers, peer(3), 3) == [0, 2]
+    latecomers.began([peer(3).peer_id])
+    assert latecomers.may_wait(peer(3), 4)
+
+
+def join_request() -> JoinRequest:
+    return JoinRequest(
+        round_index=4,
+        terms=Terms(architecture={}, tokenizer_lineage="", synchronisation={}),
+        state_digest="a" * 64,
+        num_values=5_000,
+        num_batches=6,
+        age_s=1.0,
+        vocabulary_rows=1024,
+        address="127.0.0.1:9",
+        certificate=None,
+        tried=(),
+    )
+
+
+class Meeting:
+    """A gathering for which three nodes are expected, one of which is fetching the state first.
+
+    Args:
+        fetched_after: invitations, after which it comes.
+        may_wait: whether it is waited for.
+    """
+
+    def __init__(self, fetched_after: int, may_wait: bool, gather_timeout_s: float = 30.0) -> None:
+        self.in_vain: list[str] = []
+        self._fetched_after = fetched_after
+        self._invited = 0
+        self._coming: set[asyncio.Task[Agreement]] = set()
+        self._gathering = Gathering(
+            4,
+            GatheringRules(
+                own_id=OWN,
+                min_members=1,
+                invite_after_s=0.0,
+                gather_timeout_s=gather_timeout_s,
+                acknowledge_timeout_s=0.1,
+                max_weight_ratio=3.0,
+                values_per_part=1 << 18,
+                expected=lambda _: {OTHER, LATE},
+                invite=self._invite,
+                precedes=lambda _peer, _round: False,
+                bear_silence_s=1.0,
+                may_wait=lambda _peer, _round: may_wait,
+                in_vain=lambda _round, peer_ids: self.in_vain.extend(peer_ids),
+            ),
+        )
+
+    async def members(self) -> tuple[str, ...]:
+        """Of the first agreement."""
+        others = asyncio.create_task(self._gathering.join(OTHER, join_request()))
+        agreement = await self._gathering.join(OWN, join_request())
+        self._gathering.close()
+        await asyncio.gather(others, *self._coming)
+        return agreement.peer_ids
+
+    async def _invite(self, peer_id: str, _round_index: int, _after_s: float) -> InviteReply:
+        if peer_id != LATE:
+            return InviteReply(coming=True, next_round=4)
+        self._invited += 1
+        if self._invited <= self._fetched_after:
+            return InviteReply(coming=False, next_round=-1, catching_up=True)
+        self._coming.add(asyncio.create_task(self._gathering.join(LATE, join_request())))
+        return InviteReply(coming=True, next_round=4)
+
+
+def test_a_round_waits_for_one_that_is_fetching_the_state_and_then_comes() -> None:
+    meeting = Meeting(fetched_after=2, may_wait=True)
+    assert asyncio.run(meeting.members()) == (OWN, OTHER, LATE)
+    assert not meeting.in_vain
+
+
+def test_a_round_begins_without_one_that_never_comes_and_that_is_remembered() -> None:
+    meeting = Meeting(fetched_after=1000, may_wait=True, gather_timeout_s=1.0)
+    assert asyncio.run(meeting.members()) == (OWN, OTHER)
+    assert meeting.in_vain == [LATE]
+
+
+def test_a_round_does_not_wait_for_one_whose_host_has_spent_its_patience() -> None:
+    meeting = Meeting(fetched_after=1000, may_wait=False)
+    assert asyncio.run(meeting.members()) == (OWN, OTHER)
+    assert not meeting.in_vain

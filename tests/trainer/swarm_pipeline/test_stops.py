@@ -1,0 +1,58 @@
+"""A swarm under DiLoCo that is stopped at any moment: what it saves is as good a model as the checkpoint before."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.pipeline_swarm import STAGES, PipelineSwarm, steps_of
+from tests.support.stage_models import held_out_loss, held_out_rows
+
+TERMINATED = 128 + signal.SIGTERM
+INNER_STEPS = 20
+WORKERS = [(stage, f"{stage}-{number}") for stage in STAGES for number in (1, 2)]
+DRIVERS = ("driver-1", "driver-2")
+OPTIONS = {
+    "strategy": "diloco",
+    "diloco": {"inner_steps": INNER_STEPS},
+    "data": {"holdout": 1},
+    "swarm": {"checkpoint": {"interval_s": 3.0, "keep": 50}},
+}
+
+
+def begin(swarm: PipelineSwarm) -> None:
+    if swarm.nodes:
+        for node in swarm.nodes.values():
+            node.start()
+        return
+    for name in DRIVERS:
+        swarm.begin_driver(name)
+    for stage, name in WORKERS:
+        swarm.begin_worker(name, stage)
+
+
+def num_steps(swarm: PipelineSwarm) -> int:
+    return max((step["step"] for name in DRIVERS for step in steps_of(swarm[name])), default=0)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_stop_at_any_moment_saves_a_model_as_good_as_the_last_regular_checkpoint(tmp_path: Path) -> None:
+    chance = random.Random(11)
+    with PipelineSwarm(tmp_path, **OPTIONS) as swarm:
+        rows = held_out_rows(swarm, 512)
+        for _ in range(10):
+            begin(swarm)
+            before = num_steps(swarm)
+            after = before + chance.randint(INNER_STEPS, 3 * INNER_STEPS)
+            swarm.wait(lambda least=after: num_steps(swarm) >= least, f"step {after}")
+            stopped_s = time.time()
+            assert swarm.stop() == [TERMINATED] * len(swarm.nodes)
+            regular, stopped = held_out_loss(swarm, rows, stopped_s), held_out_loss(swarm, rows)
+            assert stopped <= 1.01 * regular, f"{stopped:.3f} after {regular:.3f}, at step {num_steps(swarm)}"
+        said = "".join(swarm[name].output() for _, name in WORKERS)
+        assert "is dropped when the others' state is taken up" not in said, "of those that were alive all the time"
