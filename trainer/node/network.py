@@ -24,7 +24,7 @@ from trainer.node.peer_book import PeerBook, StateChoice, holds_whole_model, pee
 from trainer.node.progress import Progress
 from trainer.node.saying import announcement_of
 from trainer.node.state_form import StateForm
-from trainer.node.strangers import check_fit, register_terms
+from trainer.node.strangers import FitCheck, ask_addresses, register_terms
 from trainer.rpc import Endpoint, Identity
 from trainer.rpc.boundary import peer_boundary
 from trainer.state import StateDonor, choose_state, fetch_descriptor, fetch_state, write_snapshot
@@ -39,8 +39,6 @@ _REFRESH_S = 0.5
 _FIRST_PEERS_S = 15.0
 _UNHEARD_S = 75.0
 """A minute behind `_FIRST_PEERS_S`, when it is said for the first time."""
-_HEARD_OUT_S = 3.0
-"""Behind the first of the others, where most of them train something else: lists of peers come piece by piece."""
 _CATCH_UP_S = 120.0
 _SETTLE_S = 600.0
 _FETCH_SLACK_S = 30.0
@@ -111,6 +109,8 @@ class Network(Generic[S]):
         """The newest state that is not being written yet; an older one gives way, or a slow disk would pile them up."""
         self._publishing: concurrent.futures.Future[None] | None = None
         self._refreshing: asyncio.Task[None] | None = None
+        self._fit = FitCheck(self._endpoint, terms, lambda: self._book.acquaintances(terms), config.run_id)
+        self._comparing: concurrent.futures.Future[None] | None = None
         self._donor = StateDonor(self._endpoint, self._snapshots, config.state)
         self.collective = PeerCollective(
             self._endpoint,
@@ -180,10 +180,20 @@ class Network(Generic[S]):
         self._loop.run(self._start(), 60.0)
         if self._config.discovery.initial_peers:
             self._wait_for_peers(_FIRST_PEERS_S)
-            if not (
-                self._is_of_pipeline and self._book.announcements
-            ):  # Of a pipeline all are compared: swarm.strangers.
-                self._loop.run(check_fit(self._endpoint, self._terms, self._book, self._config), 60.0)
+            if not self._book.announcements:
+                self._loop.run(ask_addresses(self._endpoint, self._terms, self._config), 60.0)
+            elif not self._is_of_pipeline:  # Of a pipeline all are compared: swarm.strangers.
+                self._loop.run(self._fit.begin(self._stopping), 60.0)
+                self._comparing = self._loop.spawn(self._fit.go_on())
+
+    def check_fit(self) -> None:
+        """Says whether those that were asked meanwhile train something else.
+
+        Raises:
+            IncompatiblePeerError: they do.
+        """
+        if self._comparing is not None and self._comparing.done():
+            self._comparing.result()
 
     def publish(self, shared: S, members: tuple[str, ...] = ()) -> None:
         """Hands out this state from now on, once it is written: in the background, unless a newer one comes before."""
@@ -291,6 +301,8 @@ class Network(Generic[S]):
     async def _stop(self) -> None:
         if self._refreshing is not None:
             self._refreshing.cancel()
+        if self._comparing is not None:
+            self._comparing.cancel()
         await self._discovery.close()
         self._donor.close()
         await self._endpoint.stop()
@@ -402,7 +414,6 @@ class Network(Generic[S]):
 
     def _wait_for_peers(self, timeout_s: float) -> None:
         self._wait_while(lambda: not self._book.announcements, timeout_s)
-        self._wait_while(lambda: not self._is_of_pipeline and self._book.most_are_strange, _HEARD_OUT_S)
         if not self._book.announcements and not self._stopping():
             logger.warning(
                 "none of %s answers yet; training begins alone, and joins the others when they are found",

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
+from trainer.collective import Terms
 from trainer.discovery import Announcement
+from trainer.node.strangers import Acquaintance
 from trainer.rpc import Peer
 from trainer.state import choose_state
 
@@ -47,18 +49,17 @@ class PeerBook:
         """Of those that train by this node's terms."""
         return [found for found in self.announcements if found.terms_digest == self._terms_digest]
 
-    def strangers(self) -> list[Announcement]:
-        """Of the fellows that train something else: the most that train the same."""
-        others: dict[str, list[Announcement]] = {}
-        for found in self.announcements:
-            if found.terms_digest != self._terms_digest and self._fellows(found):
-                others.setdefault(found.terms_digest, []).append(found)
-        return max(others.values(), key=len, default=[])
+    def acquaintances(self, terms: Terms) -> list[Acquaintance]:
+        """The fellows, for a comparison.
 
-    @property
-    def most_are_strange(self) -> bool:
-        """Whether more of the fellows train something else than train alike."""
-        return len(self.strangers()) > len(self.alike())
+        Args:
+            terms: this node's.
+        """
+        return [
+            Acquaintance(peer_of(found), found.node_id, found.terms_digest, terms, fits)
+            for found in self.announcements
+            if (fits := found.terms_digest == self._terms_digest) or self._fellows(found)
+        ]
 
     def peers(self) -> Mapping[str, Peer]:
         """See `trainer.collective.Directory`."""

@@ -89,12 +89,14 @@ class Node:
         """Trains until asked to stop, or for ``max_steps``; saves and leaves.
 
         Raises:
-            TrainerError: it cannot go on; the last checkpoint is whole.
+            TrainerError: it cannot go on, such as among others that train something else; the last checkpoint is whole.
             LoaderError: there are no more data to be had.
         """
         try:
             while not self._is_done():
                 self._step()
+                if self.network is not None:
+                    self.network.check_fit()
             if self._may_drain():  # Else the round under way is saved as such, and begun again.
                 self._after_round(self.replica.strategy.drain())
         except PeerUnavailableError as error:

@@ -54,6 +54,7 @@ class Presence:
         self._endpoint = endpoint
         self._own_terms = shape.terms(DRIVER)
         self._terms = SwarmTerms(shape)
+        self._fit = self._terms.fit_check(endpoint, lambda: self.announcements, config.run_id)
         self._misfits: set[str] = set()
         self._keeper_key = ""
         self._progress = progress
@@ -87,12 +88,19 @@ class Presence:
         """Compares this driver with those it hears of within a while; returns at once where there is nobody to hear of.
 
         Raises:
-            IncompatiblePeerError: most of them have another run file.
+            IncompatiblePeerError: those that answer have another run file.
         """
         wait_s = wait_s if self._config.discovery.initial_peers else 0.0
-        await check_fit(
-            self._endpoint, self._terms, lambda: self.announcements, self._config.run_id, wait_s=wait_s, stop=stop
-        )
+        await check_fit(self._fit, lambda: self.announcements, wait_s=wait_s, stop=stop)
+
+    async def misfits(self) -> None:
+        """Goes on with that comparison until somebody has answered, and then waits for ever.
+
+        Raises:
+            IncompatiblePeerError: those that answer have another run file.
+        """
+        await self._fit.go_on()
+        await asyncio.Event().wait()
 
     def hear(self, announcements: tuple[Announcement, ...]) -> None:
         """These are all others there are now."""

@@ -182,6 +182,7 @@ class DriverNode:
             asyncio.create_task(self._work(driver), name="driver"),
             asyncio.create_task(self._look(), name="look"),
             asyncio.create_task(_repeated(_NOTE_WORKERS_S, self._note_workers), name="note-workers"),
+            asyncio.create_task(self._presence.misfits(), name="misfits"),
         ]
         if self._keeper is not None:
             tasks.append(asyncio.create_task(self._keeper.failed(), name="keeper"))

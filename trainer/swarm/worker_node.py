@@ -85,6 +85,7 @@ class WorkerNode:
         """It goes on from a checkpoint, and has not lost touch since."""
         self._published_round = -1_000_000
         self._gossip: concurrent.futures.Future[None] | None = None
+        self._comparing: concurrent.futures.Future[None] | None = None
         self._members = 0
         rows = shape.model.vocab_size
         self._network: Network[Any] = Network(
@@ -152,6 +153,8 @@ class WorkerNode:
                 self._refuse_strangers()
                 self._take_part()
             finally:
+                if self._comparing is not None:
+                    self._comparing.cancel()
                 self._network.stop()
         logger.info("%s stopped at version %d", self._uid, self._built.replica.version)
 
@@ -170,8 +173,12 @@ class WorkerNode:
     # -- coming --------------------------------------------------------------------------------------------------------
 
     def _refuse_strangers(self) -> None:
-        network, run_id = self._network, self._config.run_id
-        self._await(check_fit(network.endpoint, self._terms, lambda: network.announcements, run_id, stop=self._stop))
+        check = self._terms.fit_check(self._network.endpoint, self._heard, self._config.run_id)
+        self._await(check_fit(check, self._heard, stop=self._stop))
+        self._comparing = asyncio.run_coroutine_threadsafe(check.go_on(), self._network.loop)
+
+    def _heard(self) -> tuple[Announcement, ...]:
+        return self._network.announcements
 
     def _join(self) -> bool:
         """Takes up the others' state when their round begins, and serves from then on; False: it is asked to stop."""
@@ -209,10 +216,11 @@ class WorkerNode:
         """Whether the worker is asked to stop.
 
         Raises:
-            TrainerError: its compute thread cannot go on.
+            TrainerError: its compute thread cannot go on, or the others train something else.
         """
-        if self._gossip is not None and self._gossip.done():
-            self._gossip.result()
+        for going_on in (self._gossip, self._comparing):
+            if going_on is not None and going_on.done():
+                going_on.result()
         return self._stop()
 
     def _take_up_state(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.robust import common_progress
@@ -22,6 +22,7 @@ def test_who_brings_nothing_has_no_part_in_it() -> None:
     assert common_progress([], []) == 0.0
 
 
+@settings(deadline=None)
 @given(st.lists(SHARES, min_size=2, max_size=9), st.floats(0.1, 1e6), st.data())
 def test_a_minority_that_claims_to_have_done_all_does_not_lift_it_over_the_others(
     honest: list[float], weight: float, data: st.DataObject

@@ -11,11 +11,12 @@ import pytest
 from tests.support.event_loop import on_event_loop
 from tests.support.rpc_pair import running_endpoint
 from tests.support.text_store import text_store
+from trainer.collective import Terms
 from trainer.config import RunConfig, from_mapping
 from trainer.discovery import Announcement
-from trainer.errors import IncompatiblePeerError
-from trainer.node.strangers import register_terms
-from trainer.rpc import Endpoint
+from trainer.errors import IncompatiblePeerError, RefusedError
+from trainer.node.strangers import TERMS, register_terms
+from trainer.rpc import Endpoint, Reply, Request
 from trainer.swarm.shape import DRIVER, SwarmShape, shape_of
 from trainer.swarm.strangers import SwarmTerms, check_fit
 
@@ -62,7 +63,7 @@ async def meet(endpoint: Endpoint, shape: SwarmShape, heard: Sequence[Sequence[A
         return rest.pop(0) if len(rest) > 1 else rest[0]
 
     async with asyncio.timeout(30):
-        await check_fit(endpoint, SwarmTerms(shape), others, "r", wait_s=5.0)
+        await check_fit(SwarmTerms(shape).fit_check(endpoint, others, "r"), others, wait_s=5.0)
     return list(rest[0])
 
 
@@ -78,7 +79,7 @@ async def test_a_stranger_is_heard_of_first_and_those_that_fit_behind_it(ours: S
 async def test_one_that_fits_is_company_enough_however_many_keys_a_stranger_has(
     ours: SwarmShape, theirs: SwarmShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.swarm.strangers._SETTLE_S", 0.2)
+    monkeypatch.setattr("trainer.node.strangers._SETTLE_S", 0.2)
     async with AsyncExitStack() as stack, running_endpoint() as own:
         strangers = [await a_driver(stack, theirs, f"stranger-{number}") for number in range(4)]
         resident = await a_driver(stack, ours, "resident")
@@ -89,9 +90,83 @@ async def test_one_that_fits_is_company_enough_however_many_keys_a_stranger_has(
 async def test_an_announcement_that_outlives_its_process_is_no_company(
     ours: SwarmShape, theirs: SwarmShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.swarm.strangers._SETTLE_S", 0.2)
+    monkeypatch.setattr("trainer.node.strangers._SETTLE_S", 0.2)
     async with AsyncExitStack() as stack, running_endpoint() as own:
         strangers = [await a_driver(stack, theirs, f"stranger-{number}") for number in range(2)]
         former = gone(await a_driver(stack, ours, "former"))
         with pytest.raises(IncompatiblePeerError, match="seed 77"):
             await meet(own, ours, [[*strangers, former]])
+
+
+@on_event_loop
+@pytest.mark.parametrize("like", ["the newcomer", "the others"])
+async def test_the_dead_count_for_nothing_and_those_alive_are_asked_whenever_they_are_heard_of(
+    like: str, ours: SwarmShape, theirs: SwarmShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a misfit that hears first of dead ones alone, and of the run itself while it works."""
+    for name in ("_SETTLE_S", "_STANDS_S", "_AGAIN_S"):
+        monkeypatch.setattr(f"trainer.node.strangers.{name}", 0.05)
+    async with AsyncExitStack() as stack, running_endpoint() as own:
+        residents = [await a_driver(stack, theirs, f"resident-{number}") for number in range(2)]
+        of = ours if like == "the newcomer" else theirs
+        dead = gone(await a_driver(stack, of, "dead"))
+        more = [dead.model_copy(update={"peer_id": f"{number:064x}"}) for number in range(40)]
+        heard = [dead, *more]
+        check = SwarmTerms(ours).fit_check(own, lambda: heard, "r")
+        async with asyncio.timeout(30):
+            await check.begin()
+            assert check.is_open
+            going_on = asyncio.create_task(check.go_on())
+            await asyncio.sleep(0.2)
+            assert not going_on.done()
+            heard += residents
+            with pytest.raises(IncompatiblePeerError, match="seed 77"):
+                await going_on
+
+
+@on_event_loop
+async def test_the_answer_of_one_that_fits_ends_the_question(
+    ours: SwarmShape, theirs: SwarmShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_SETTLE_S", "_STANDS_S", "_AGAIN_S"):
+        monkeypatch.setattr(f"trainer.node.strangers.{name}", 0.05)
+    async with AsyncExitStack() as stack, running_endpoint() as own:
+        resident = await a_driver(stack, ours, "resident")
+        heard = [gone(resident)]
+        check = SwarmTerms(ours).fit_check(own, lambda: heard, "r")
+        async with asyncio.timeout(30):
+            await check.begin()
+            assert check.is_open
+            heard += [resident, *[await a_driver(stack, theirs, f"stranger-{number}") for number in range(3)]]
+            await check.go_on()
+        assert not check.is_open
+
+
+@on_event_loop
+async def test_the_first_of_a_run_is_not_judged_by_who_comes_later(ours: SwarmShape, theirs: SwarmShape) -> None:
+    async with AsyncExitStack() as stack, running_endpoint() as own:
+        heard: list[Announcement] = []
+        check = SwarmTerms(ours).fit_check(own, lambda: heard, "r")
+        await check.begin()
+        heard += [await a_driver(stack, theirs, f"newcomer-{number}") for number in range(2)]
+        async with asyncio.timeout(30):
+            await check.go_on()
+
+
+@on_event_loop
+async def test_a_refusal_that_says_nothing_of_terms_is_no_difference(ours: SwarmShape, theirs: SwarmShape) -> None:
+    """Such as that a limit is reached."""
+    async with AsyncExitStack() as stack, running_endpoint() as own:
+        busy = await stack.enter_async_context(running_endpoint())
+
+        async def answer(_request: Request[Terms]) -> Reply[Terms]:
+            raise RefusedError("busy", "come again later")
+
+        busy.register(TERMS, Terms, answer)
+        said = gone(await a_driver(stack, theirs, "busy")).model_copy(
+            update={"peer_id": busy.peer_id, "address": busy.address}
+        )
+        check = SwarmTerms(ours).fit_check(own, lambda: [said], "r")
+        async with asyncio.timeout(30):
+            await check.begin()
+        assert check.is_open

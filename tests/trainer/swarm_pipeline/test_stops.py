@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.pipeline_swarm import STAGES, PipelineSwarm, steps_of
 from tests.support.stage_models import held_out_loss, held_out_rows
+from trainer.stagewise.naming import named_files
 
 TERMINATED = 128 + signal.SIGTERM
 INNER_STEPS = 20
@@ -39,8 +40,13 @@ def num_steps(swarm: PipelineSwarm) -> int:
     return max((step["step"] for name in DRIVERS for step in steps_of(swarm[name])), default=0)
 
 
+def saved_stages(swarm: PipelineSwarm) -> set[str]:
+    config = swarm.config
+    return {found.stage for found in named_files(config.swarm.checkpoint.directory, config.run_id)}
+
+
 @pytest.mark.long
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 def test_a_stop_at_any_moment_saves_a_model_as_good_as_the_last_regular_checkpoint(tmp_path: Path) -> None:
     chance = random.Random(11)
     with PipelineSwarm(tmp_path, **OPTIONS) as swarm:
@@ -48,8 +54,9 @@ def test_a_stop_at_any_moment_saves_a_model_as_good_as_the_last_regular_checkpoi
         for _ in range(10):
             begin(swarm)
             before = num_steps(swarm)
-            after = before + chance.randint(INNER_STEPS, 3 * INNER_STEPS)
-            swarm.wait(lambda least=after: num_steps(swarm) >= least, f"step {after}")
+            after = before + chance.randint(8, 2 * INNER_STEPS)
+            swarm.wait(lambda least=after: num_steps(swarm) >= least, f"step {after}", timeout_s=300.0)
+            swarm.wait(lambda: len(saved_stages(swarm)) == len(STAGES), "a checkpoint of each stage")
             stopped_s = time.time()
             assert swarm.stop() == [TERMINATED] * len(swarm.nodes)
             regular, stopped = held_out_loss(swarm, rows, stopped_s), held_out_loss(swarm, rows)
