@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +18,6 @@ from trainer.rpc.remote_address import grpc_peer_of_socket
 __all__ = ["AcceptedSockets"]
 
 _DESCRIPTORS: Final = "/proc/self/fd"
-_SOCKET_PREFIX: Final = "socket:["
 
 
 class AcceptedSockets:
@@ -29,7 +29,7 @@ class AcceptedSockets:
 
     def __init__(self, port: int) -> None:
         self._port = port
-        self._peer_of: dict[str, str | None] = {}
+        self._peer_of: dict[int, str | None] = {}
         self._descriptor_of: dict[str, int] = {}
 
     @staticmethod
@@ -39,18 +39,21 @@ class AcceptedSockets:
 
     def scan(self) -> frozenset[str]:
         """The other ends of all connections, by the names that gRPC gives to peers."""
-        seen: dict[str, str | None] = {}
+        seen: dict[int, str | None] = {}
         self._descriptor_of = {}
+        known = self._peer_of
         for name in os.listdir(_DESCRIPTORS):  # noqa: PTH208 Path objects would take five times as long.
-            link = _link(name)
-            if not link.startswith(_SOCKET_PREFIX):
-                continue
+            descriptor = int(name)
             try:
-                peer = seen[link] = self._peer_of[link] if link in self._peer_of else self._look(int(name))
+                status = os.fstat(descriptor)
+                if not stat.S_ISSOCK(status.st_mode):
+                    continue
+                inode = status.st_ino
+                peer = seen[inode] = known[inode] if inode in known else self._look(descriptor)
             except OSError:
                 continue  # Not connected, closed meanwhile, or no descriptor is left to look with.
             if peer is not None:
-                self._descriptor_of[peer] = int(name)
+                self._descriptor_of[peer] = descriptor
         # An inode's number comes again once its socket is closed; what is not there now is forgotten.
         self._peer_of = seen
         return frozenset(self._descriptor_of)
@@ -83,10 +86,3 @@ class AcceptedSockets:
     def _is_ours(self, pinned: socket.socket) -> bool:
         name: object = pinned.getsockname()
         return isinstance(name, tuple) and len(name) >= 2 and name[1] == self._port
-
-
-def _link(name: str) -> str:
-    try:
-        return os.readlink(f"{_DESCRIPTORS}/{name}")  # noqa: PTH115 As above.
-    except OSError:
-        return ""
