@@ -25,7 +25,7 @@ class ServeLimits:
     """Bounds on connections."""
 
     max_connections: int = 512
-    """Served at once; on further ones a request is answered 503 with Retry-After."""
+    """Served at once; a further one gets the place of one that waits for its client, or is answered 503."""
     max_refusals: int = 64
     """Connections beyond `max_connections` that are still read, to be told 503; any further one is cut at once."""
     idle_timeout_s: float = 30.0
