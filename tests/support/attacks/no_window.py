@@ -11,13 +11,13 @@ from pathlib import Path
 from tests.support.attacks.target import Target
 from tests.support.raw_http2 import no_window_connection
 from trainer.config import read_yaml
+from trainer.discovery.exchange import EXCHANGE_METHOD
 from trainer.rpc import Identity
 
 __all__ = ["attack"]
 
 _CONNECTIONS_PER_NODE = 9
 _CALLS_PER_CONNECTION = 32
-_METHOD = "announce/exchange"
 
 
 async def attack(target: Target) -> None:
@@ -40,7 +40,7 @@ async def _hold(target: Target, name: str, run_id: str, counts: dict[str, int]) 
                 counts["connections"] += 1
                 identity = Identity.create()
                 for _ in range(_CALLS_PER_CONNECTION):
-                    connection.call(_METHOD, {"own_bytes": 0}, identity=identity)
+                    connection.call(EXCHANGE_METHOD, {"own_bytes": 0}, identity=identity)
                     counts["calls"] += 1
                 while not connection.is_closed:
                     await asyncio.sleep(0.2)
@@ -48,5 +48,5 @@ async def _hold(target: Target, name: str, run_id: str, counts: dict[str, int]) 
                     while connection.num_ended:
                         connection.num_ended -= 1
                         counts["refused"] += 1
-                        connection.call(_METHOD, {"own_bytes": 0}, identity=identity)
+                        connection.call(EXCHANGE_METHOD, {"own_bytes": 0}, identity=identity)
         await asyncio.sleep(0.2)
