@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
+from grpc import aio
 from pydantic import BaseModel
 
 from trainer.errors import PeerUnavailableError, RefusedError, TrainerUsageError
@@ -122,10 +123,10 @@ class Serving:
             self._counters.count_refusal(error.reason)
             logger.debug("refused a call from %s: %s", context.peer(), error)
             code, text, metadata = status_for(error)
-            await context.abort(code, text, metadata)
+            await _abort(context, code, text, metadata)
         except PeerUnavailableError as error:
             logger.debug("a caller went away: %s", error)
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the caller fell silent")
+            await _abort(context, grpc.StatusCode.UNAVAILABLE, "the caller fell silent", ())
 
     async def guard(self, port: int) -> None:
         """Ends connections and calls that take up what others need, for as long as the server listens at ``port``."""
@@ -283,6 +284,19 @@ class Serving:
             raise RefusedError(
                 Reason.INTERNAL, f"the handler of {method.name!r} failed; the log of {self._identity.peer_id} says how"
             ) from error
+
+
+async def _abort(
+    context: ServerContext, code: grpc.StatusCode, text: str, metadata: tuple[tuple[str, str], ...]
+) -> None:
+    """Ends a call by a status, if its caller is still there."""
+    try:
+        await context.abort(code, text, metadata)
+    except aio.AbortError:
+        raise
+    except aio.BaseError:
+        # Its connection ended, and gRPC is about to cancel it. It logs a traceback for whatever else is raised here.
+        raise asyncio.CancelledError from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""An endpoint with its usual limits under the attacks of `tests.support.attacks`, beside newcomers of the same address.
+"""An endpoint with its usual limits, but fewer connections, under the attacks of `tests.support.attacks`, beside newcomers of the same address.
 
 The whole swarm under each of them is in tests/trainer/attacks.
 """
@@ -19,16 +19,17 @@ from trainer.discovery.exchange import EXCHANGE_METHOD, ExchangeRequest
 from trainer.errors import RpcError
 from trainer.rpc import Endpoint, Reply, Request
 
-_NODE_DEFAULTS = {"tls": True, "heartbeat_s": 1.0, "stall_timeout_s": 10.0}
-_SECONDS = 12.0
+_OPTIONS = {"tls": True, "heartbeat_s": 1.0, "stall_timeout_s": 10.0, "max_connections": 256}
+_SECONDS = 16.0
 _IN_WITHIN_S = 10.0
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", ["no_window", "idle_connections"])
 @on_event_loop
 async def test_newcomers_and_proven_peers_get_in(name: str, tmp_path: Path) -> None:
-    async with running_endpoint(**_NODE_DEFAULTS) as victim, running_endpoint(**_NODE_DEFAULTS) as proven:
+    async with running_endpoint(**_OPTIONS) as victim, running_endpoint(**_OPTIONS) as proven:
         victim.register(EXCHANGE_METHOD, ExchangeRequest, _answer, any_recipient=True)
         await victim.call(proven.peer, "test/echo", Question(), Answer, timeout_s=20)
         (tmp_path / "run.yaml").write_text(f"run_id: {RUN_ID}\n", encoding="utf-8")
@@ -48,7 +49,7 @@ async def test_newcomers_and_proven_peers_get_in(name: str, tmp_path: Path) -> N
         waits_s, refused = [], 0
         while not ended.done():
             begun_s = loop.time()
-            async with running_endpoint(**_NODE_DEFAULTS) as newcomer:
+            async with running_endpoint(**_OPTIONS) as newcomer:
                 await _gets_in(newcomer, victim)
             waits_s.append(loop.time() - begun_s)
             for _ in range(5):
@@ -73,5 +74,6 @@ async def _is_answered(caller: Endpoint, victim: Endpoint) -> bool:
 
 
 async def _gets_in(newcomer: Endpoint, victim: Endpoint) -> None:
-    while not await _is_answered(newcomer, victim):
-        await asyncio.sleep(0.2)
+    async with asyncio.timeout(30.0):
+        while not await _is_answered(newcomer, victim):
+            await asyncio.sleep(0.2)
