@@ -2,31 +2,68 @@
 
 uvicorn ends a connection that is idle between two answers, and no other: one on which no whole request head ever comes,
 or whose client does not read, is kept for as long as the client likes (and counts against ``limit_concurrency``, whose
-503 has no Retry-After). Here each connection has a deadline while it waits for its client; one sweep a second ends
-those that are past it. A connection that waits for the server (a disk) has none.
+503 has no Retry-After). Here each connection has a deadline while it waits for its client; a sweep ends those that are
+past it (`expire_connections`). A connection that waits for the server (a disk) has none.
+
+Where all are taken, a newcomer gets the place of the one that has waited for its client for longest, of the host that
+has most: one that never sent a whole request head at any time, others after `_KEEP_S`. Who opens many connections and
+sends half of a request on each keeps nobody out. The API of a training node has the same (`trainer.observe.server`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
+from collections.abc import Iterable
+from typing import Protocol
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from genesis.serve.exchange import CONNECTION
 from genesis.serve.limits import ServeLimits
-from genesis.serve.metrics import ServeMetrics
 
-__all__ = ["BoundedConnection", "bounded_connections"]
+__all__ = ["BoundedConnection", "ConnectionMetrics", "Uncounted", "bounded_connections", "expire_connections"]
+
+_KEEP_S = 5.0
+"""How long a connection that has had an answer, or has one to take, may wait for its client before a newcomer gets its
+place."""
+
+
+class ConnectionMetrics(Protocol):
+    """What is told of connections."""
+
+    def connection_opened(self) -> None:
+        """One was accepted, if only to be refused."""
+
+    def connection_closed(self) -> None:
+        """One has ended."""
+
+    def connection_cut(self, reason: str) -> None:
+        """The server ended one: ``idle``, ``stalled``, ``overload``, ``changed`` or ``stopping``."""
+
+
+class Uncounted:
+    """For servers that count no connections."""
+
+    def connection_opened(self) -> None:
+        """See `ConnectionMetrics`."""
+
+    def connection_closed(self) -> None:
+        """See `ConnectionMetrics`."""
+
+    def connection_cut(self, reason: str) -> None:
+        """See `ConnectionMetrics`."""
 
 
 class BoundedConnection(H11Protocol):
     """One client's connection; made by uvicorn, from the class that `bounded_connections` returns."""
 
     limits: ServeLimits
-    metrics: ServeMetrics
+    metrics: ConnectionMetrics
 
-    _deadline: float | None = None
+    _waiting_since: float | None = None
+    """Since when it waits for its client; None: the client waits for the server."""
     _reason = "idle"
     _is_over_limit = False
 
@@ -34,6 +71,11 @@ class BoundedConnection(H11Protocol):
     def is_over_limit(self) -> bool:
         """Whether it is one too many, to be answered 503."""
         return self._is_over_limit
+
+    @property
+    def host(self) -> str:
+        """The client's."""
+        return self.client[0] if self.client else ""
 
     @property
     def is_gone(self) -> bool:
@@ -48,9 +90,11 @@ class BoundedConnection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accepts, or refuses, a connection."""
         super().connection_made(transport)
-        self.metrics.connections.inc()
+        self.metrics.connection_opened()
         self.app_state = {**self.app_state, CONNECTION: self}
         beyond = len(self.connections) - self.limits.max_connections
+        if beyond > 0:
+            beyond = self._make_room()
         self._is_over_limit = beyond > 0
         if beyond > self.limits.max_refusals:
             self.abort("overload")
@@ -59,16 +103,16 @@ class BoundedConnection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Whoever ended it."""
-        self.metrics.connections.dec()
+        self.metrics.connection_closed()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """A part of a request: its head has to be whole within the idle time-out of its first byte."""
-        if self._deadline is None and not self._is_answering:
+        if self._waiting_since is None and not self._is_answering:
             self._wait_for_request()
         super().data_received(data)
         if self._is_answering and self._reason == "idle":
-            self._deadline = None
+            self._waiting_since = None
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """A client that has closed its sending half still gets the answer it waits for; uvicorn would cut it short."""
@@ -78,20 +122,21 @@ class BoundedConnection(H11Protocol):
 
     def pause_writing(self) -> None:
         """The client has not taken what was sent; now it has to."""
-        self._deadline, self._reason = time.monotonic() + self.limits.stall_timeout_s, "stalled"
+        self._waiting_since, self._reason = time.monotonic(), "stalled"
         super().pause_writing()
 
     def resume_writing(self) -> None:
         """It has."""
-        self._deadline, self._reason = None, "idle"
+        self._waiting_since, self._reason = None, "idle"
         super().resume_writing()
 
     def expire(self, now: float) -> None:
         """Ends the connection if its client has had its time; ``now`` is monotonic."""
-        if self._deadline is None and self.transport.is_closing():
+        if self._waiting_since is None and self.transport.is_closing():
             # Closing waits until the rest has been read, which has to happen too.
-            self._deadline, self._reason = now + self.limits.stall_timeout_s, "stalled"
-        if self._deadline is not None and now >= self._deadline:
+            self._waiting_since, self._reason = now, "stalled"
+        patience_s = self.limits.idle_timeout_s if self._reason == "idle" else self.limits.stall_timeout_s
+        if self._waiting_since is not None and now >= self._waiting_since + patience_s:
             self.abort(self._reason)
 
     @property
@@ -99,16 +144,34 @@ class BoundedConnection(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _wait_for_request(self) -> None:
-        self._deadline, self._reason = time.monotonic() + self.limits.idle_timeout_s, "idle"
+        self._waiting_since, self._reason = time.monotonic(), "idle"
+
+    def _make_room(self) -> int:
+        """Ends the one that has waited for its client for longest; how many there are too many now."""
+        there = [it for it in self.connections if isinstance(it, BoundedConnection) and not it.is_gone]
+        num_of = Counter(it.host for it in there)
+        now = time.monotonic()
+        waiting = [
+            (num_of[it.host], now - it._waiting_since, id(it), it)
+            for it in there
+            if it._waiting_since is not None
+            and it is not self
+            and (it.cycle is None or now - it._waiting_since >= _KEEP_S)
+        ]
+        beyond = len(there) - self.limits.max_connections
+        if beyond > 0 and waiting:
+            max(waiting)[-1].abort("overload")
+            beyond -= 1
+        return beyond
 
     def abort(self, reason: str) -> None:
         """Ends it at once; ``reason`` is what it is counted under."""
         if self.transport is not None:
-            self.metrics.cut.labels(reason).inc()
+            self.metrics.connection_cut(reason)
             self.transport.abort()
 
 
-def bounded_connections(server_limits: ServeLimits, server_metrics: ServeMetrics) -> type[BoundedConnection]:
+def bounded_connections(server_limits: ServeLimits, server_metrics: ConnectionMetrics) -> type[BoundedConnection]:
     """The class of a server's connections."""
 
     class ServerConnection(BoundedConnection):
@@ -116,3 +179,11 @@ def bounded_connections(server_limits: ServeLimits, server_metrics: ServeMetrics
         metrics = server_metrics
 
     return ServerConnection
+
+
+def expire_connections(connections: Iterable[object]) -> None:
+    """Ends those whose clients have had their time; to be called about twice a second."""
+    now = time.monotonic()
+    for connection in list(connections):
+        if isinstance(connection, BoundedConnection):
+            connection.expire(now)

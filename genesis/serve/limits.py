@@ -7,10 +7,10 @@ within the stall time-out, 4 kB/s, which the slowest home line does and a client
 from __future__ import annotations
 
 import logging
-import resource
 from dataclasses import dataclass, replace
 
 from genesis.errors import UsageError
+from genesis.open_files import raise_open_files
 
 __all__ = ["ServeLimits", "fit_descriptors"]
 
@@ -25,7 +25,7 @@ class ServeLimits:
     """Bounds on connections."""
 
     max_connections: int = 512
-    """Served at once; on further ones a request is answered 503 with Retry-After."""
+    """Served at once; a further one gets the place of one that waits for its client, or is answered 503."""
     max_refusals: int = 64
     """Connections beyond `max_connections` that are still read, to be told 503; any further one is cut at once."""
     idle_timeout_s: float = 30.0
@@ -51,11 +51,7 @@ def fit_descriptors(limits: ServeLimits) -> ServeLimits:
     A connection takes two descriptors, its socket and the object it is sent.
     """
     needed = 2 * limits.max_connections + limits.max_refusals + _SPARE_DESCRIPTORS
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return limits
-    granted = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (granted, hard))
+    granted = raise_open_files(needed)
     if granted >= needed:
         return limits
     fitting = max(1, (granted - limits.max_refusals - _SPARE_DESCRIPTORS) // 2)

@@ -53,8 +53,8 @@ class ServeMetrics:
             registry=self._registry,
         )
         self.in_flight = Gauge("genesis_serve_requests_in_flight", "Requests being answered.", registry=self._registry)
-        self.connections = Gauge("genesis_serve_connections", "Open connections.", registry=self._registry)
-        self.cut = Counter(
+        self._connections = Gauge("genesis_serve_connections", "Open connections.", registry=self._registry)
+        self._cut = Counter(
             "genesis_serve_cut_connections",
             "Connections the server ended: idle (no request came), stalled (nothing was read), overload, changed "
             "(the object was written into while it was sent), stopping.",
@@ -69,6 +69,18 @@ class ServeMetrics:
         self._requests.labels(method if method in _METHODS else "other", str(status), kind).inc()
         self._seconds.labels(kind).observe(seconds)
         self._sent.labels(kind).inc(sent_bytes)
+
+    def connection_opened(self) -> None:
+        """See `genesis.serve.connections.ConnectionMetrics`."""
+        self._connections.inc()
+
+    def connection_closed(self) -> None:
+        """See `genesis.serve.connections.ConnectionMetrics`."""
+        self._connections.dec()
+
+    def connection_cut(self, reason: str) -> None:
+        """See `genesis.serve.connections.ConnectionMetrics`."""
+        self._cut.labels(reason).inc()
 
     def page(self) -> bytes:
         """All of it in Prometheus' text form. Reads manifest.json."""

@@ -19,7 +19,7 @@ import uvicorn
 
 from genesis.errors import StoreAccessError
 from genesis.serve.app import StoreApp
-from genesis.serve.connections import BoundedConnection, bounded_connections
+from genesis.serve.connections import BoundedConnection, bounded_connections, expire_connections
 from genesis.serve.limits import ServeLimits, fit_descriptors
 from genesis.serve.metrics import ServeMetrics
 
@@ -83,11 +83,10 @@ class StoreServer:
     async def _sweep(self, server: _Server) -> None:
         while True:
             await asyncio.sleep(_SWEEP_EVERY_S)
-            now = time.monotonic()
-            for connection in list(server.server_state.connections):
-                if isinstance(connection, BoundedConnection):
-                    connection.expire(now)
-                    if now >= self._cut_at:
+            expire_connections(server.server_state.connections)
+            if time.monotonic() >= self._cut_at:
+                for connection in list(server.server_state.connections):
+                    if isinstance(connection, BoundedConnection):
                         connection.abort("stopping")
 
 

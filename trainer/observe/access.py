@@ -3,13 +3,15 @@
 A browser on this machine runs pages of strangers, and those can send requests to 127.0.0.1. Reading is prevented by
 answering nothing with CORS headers, and by refusing host names that are not this machine's, since a page can point a
 name of its own here (DNS rebinding). A shutdown is asked for by POST, which a page can send without reading the answer:
-browsers mark it with ``Origin`` or ``Sec-Fetch-Site``, and marked requests from elsewhere are refused.
+browsers mark it with ``Origin`` or ``Sec-Fetch-Site``, and marked requests from elsewhere are refused. Other users of
+this machine are kept out by a token, or else by whose the connection is.
 """
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
+import os
 import socket
 from collections.abc import Collection
 
@@ -58,7 +60,9 @@ class HostGuard:
         return name in self._allowed or _is_address(name)
 
 
-def shutdown_refusal(headers: Headers, client_host: str | None, scheme: str, token: str) -> str | None:
+def shutdown_refusal(
+    headers: Headers, client_host: str | None, scheme: str, token: str, client_user: int | None
+) -> str | None:
     """Why a request may not stop this node; None if it may.
 
     Args:
@@ -66,6 +70,7 @@ def shutdown_refusal(headers: Headers, client_host: str | None, scheme: str, tok
         client_host: where it comes from.
         scheme: http or https, as it was asked.
         token: what ``X-Genesis-Token`` must be; empty if none is asked for.
+        client_user: user id of the process that asks; None if it cannot be told. Counts where there is no token.
     """
     if client_host is None or not _is_loopback(client_host):
         return "expected a request from this machine"
@@ -78,6 +83,10 @@ def shutdown_refusal(headers: Headers, client_host: str | None, scheme: str, tok
         return None if hmac.compare_digest(given, token.encode()) else "expected the token in X-Genesis-Token"
     if any(name in headers for name in _FORWARDED):
         return "expected a request that no proxy forwarded; set a token to allow that"
+    if client_user is None:
+        return "expected a process of this node's user, found no way to tell whose it is; set a token to allow that"
+    if client_user not in (os.getuid(), 0):
+        return "expected a process of this node's user; set a token to allow others"
     return None
 
 

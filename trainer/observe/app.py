@@ -13,11 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel
 
 from trainer.observe.access import HostGuard, shutdown_refusal
 from trainer.observe.config import ApiConfig
 from trainer.observe.metrics import METRICS_MEDIA_TYPE, TrainingMetrics
+from trainer.observe.peer_user import user_of_peer
 from trainer.observe.pipeline import PipelineView, add_pipeline_pages
 from trainer.observe.status import Health, TrainingStatus, VerifyStatus
 from trainer.observe.tracker import TrainingTracker
@@ -32,7 +34,8 @@ class ShutdownHook:
     callback: Callable[[], None]
     """Asks the node to stop as SIGTERM does, and returns at once; called in the API's thread."""
     token: str = ""
-    """What the header X-Genesis-Token must be; empty asks for none, and then no proxy may forward the request."""
+    """What the header X-Genesis-Token must be; empty asks for none, and then a process of this node's user has to ask,
+    with no proxy in between."""
 
 
 class Stopping(BaseModel):
@@ -95,13 +98,19 @@ def _add_pages(app: FastAPI, tracker: TrainingTracker, metrics: TrainingMetrics)
 def _add_shutdown(app: FastAPI, hook: ShutdownHook) -> None:
     @app.post(
         "/api/shutdown",
-        summary="Stops the node as Ctrl+C does; only from this machine, with the header X-Genesis-Token if one is set.",
+        summary="Stops the node as Ctrl+C does; from this machine, by its user, or with X-Genesis-Token if one is set.",
         status_code=202,
         responses={403: {"description": "Not from this machine, not by this user, or by another site's page."}},
     )
     async def stop(request: Request) -> Stopping:
         client_host = request.client.host if request.client else None
-        refusal = shutdown_refusal(request.headers, client_host, request.url.scheme, hook.token)
+        server: tuple[str, int | None] | None = request.scope.get("server")
+        client_user = None
+        if request.client and server and server[1] is not None and not hook.token:
+            # Reads a table of all connections of this machine: not on the loop that answers everybody else.
+            ends = (request.client.host, request.client.port), (server[0], server[1])
+            client_user = await run_in_threadpool(user_of_peer, *ends)
+        refusal = shutdown_refusal(request.headers, client_host, request.url.scheme, hook.token, client_user)
         if refusal:
             raise HTTPException(403, refusal)
         hook.callback()

@@ -2,7 +2,8 @@
 
 The port is taken by `ApiServer.start`, in the caller's thread, so that a port in use is one clear error and the chosen
 port is known before anything is announced. `stop` takes no new connection, gives answers under way a second to end, and
-cuts the rest. Signals stay the process's own.
+cuts the rest. Signals stay the process's own. Connections are bounded as those of ``genesis serve`` are
+(`genesis.serve.connections`): in number, and in the time their clients may take.
 """
 
 from __future__ import annotations
@@ -16,8 +17,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Self
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from genesis.serve import ServeLimits
+from genesis.serve.connections import Uncounted, bounded_connections, expire_connections
+from genesis.serve.exchange import CONNECTION
 from trainer.errors import TrainerUsageError
 from trainer.observe.config import ApiConfig
 
@@ -25,10 +30,9 @@ __all__ = ["ApiServer"]
 
 logger = logging.getLogger(__name__)
 
-_GRACE_S = 1
 _START_WITHIN_S = 10.0
 _STOP_WITHIN_S = 3.0
-_MAX_CONNECTIONS = 64
+_LIMITS = ServeLimits(max_connections=64, max_refusals=16, idle_timeout_s=5.0, stall_timeout_s=10.0, grace_s=1.0)
 _REASONS = {
     errno.EADDRINUSE: "something else listens there; give another --api-port (0: any free one) or --no-api",
     errno.EACCES: "not permitted; ports below 1024 need root: give a higher --api-port, 0 (any free one) or --no-api",
@@ -97,17 +101,38 @@ class ApiServer:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, without its signal handlers."""
+    """uvicorn's, without its signal handlers, which ends connections whose clients take too long."""
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called ten times a second."""
+        if counter % 5 == 0:
+            expire_connections(self.server_state.connections)
+        return await super().on_tick(counter)
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         return nullcontext()
 
 
+def _refusing_when_full(app: ASGIApp) -> ASGIApp:
+    """Answers 503 on connections that are too many."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        connection = scope.get("state", {}).get(CONNECTION)
+        if connection is not None and connection.is_over_limit:
+            headers = {"retry-after": "1", "connection": "close", "cache-control": "no-store"}
+            refusal = JSONResponse({"detail": "too many connections; try again"}, status_code=503, headers=headers)
+            await refusal(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+    return answer
+
+
 def _uvicorn_config(app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
-        app,
+        _refusing_when_full(app),
         loop="asyncio",
-        http="h11",
+        http=bounded_connections(_LIMITS, Uncounted()),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -115,8 +140,8 @@ def _uvicorn_config(app: ASGIApp) -> uvicorn.Config:
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        limit_concurrency=_MAX_CONNECTIONS,
-        timeout_graceful_shutdown=_GRACE_S,
+        timeout_keep_alive=round(_LIMITS.idle_timeout_s),
+        timeout_graceful_shutdown=round(_LIMITS.grace_s),
     )
 
 
@@ -133,7 +158,7 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(_MAX_CONNECTIONS)
+        listener.listen(_LIMITS.max_connections)
     except OSError as error:
         listener.close()
         reason = _REASONS.get(error.errno or 0, error.strerror or str(error))

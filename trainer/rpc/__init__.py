@@ -7,7 +7,8 @@
 
 Guarantees: no handler runs, and no answer is returned, before sender, recipient, run, clock, replay, signature and
 digest were checked; a peer that is stopped or dead is noticed after `stall_timeout_s` of silence however long its
-handler may take; what a peer can make this node hold is bounded per peer and in all. The trade-off: each frame is
+handler may take; what peers can make this node hold is bounded for each, for each address and in all, and what one of
+them takes and leaves lying goes to the next that comes. The trade-off: each frame is
 signed (50 µs) and verified (140 µs) by itself, so that any one of them can be shown to others as what a peer said;
 at 1 MiB a frame that is some 7 % of its way over loopback.
 """

@@ -20,7 +20,7 @@ from typing_extensions import Buffer
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedError
 from trainer.rpc.bodies import dump_body, parse_body
 from trainer.rpc.boundary import peer_boundary
-from trainer.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig
+from trainer.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig, split_address
 from trainer.rpc.counters import Counters
 from trainer.rpc.envelope import SealedFrame
 from trainer.rpc.exchange import CALL_FRAMES, STREAM_FRAMES, Exchange, ExchangeTerms
@@ -31,6 +31,8 @@ from trainer.rpc.limits import ByteBudget
 from trainer.rpc.links import Link, Links
 from trainer.rpc.messages import Peer, Reply, peer_name
 from trainer.rpc.outgoing import Outgoing
+from trainer.rpc.remote_address import address_group
+from trainer.rpc.standing import Share, Standing
 from trainer.rpc.stream import Stream
 from trainer.rpc.wire import ClientWire, read_within
 from trainer.rpc.writer import FrameWriter
@@ -56,6 +58,7 @@ class _Conversation:
     outgoing: Outgoing
     counters: Counters
     links: Links
+    standing: Standing
 
     def open(self, raw: bytes) -> SealedFrame | None:
         """Checks what came back; the first frame that passes also vouches for the peer's certificate."""
@@ -65,6 +68,7 @@ class _Conversation:
             raise self.unbelievable(error) from None
         if frame is not None and frame.head.sequence == 0:
             self.links.confirm(self.peer, self.link, frame.head.sender)
+            self.standing.prove(frame.head.sender, address_group(split_address(self.peer.address)[0]))
         return frame
 
     def unbelievable(self, error: RefusedError) -> PeerUnavailableError:
@@ -91,12 +95,14 @@ class Calling:
         config: RpcConfig,
         counters: Counters,
         budget: ByteBudget,
+        standing: Standing,
     ) -> None:
         self._identity = identity
         self._run_id = run_id
         self._config = config
         self._counters = counters
         self._budget = budget
+        self._standing = standing
         self._links = Links(config)
 
     async def close(self) -> None:
@@ -144,7 +150,7 @@ class Calling:
         async with self._begun(peer, method, timeout_s, STREAM_FRAMES) as conversation:
             writer, outgoing = conversation.writer, conversation.outgoing
             await outgoing.send("open", body=dump_body(body))
-            ahead = ReadAhead(peer.peer_id or peer.address, self._config.max_queued_frames, self._budget)
+            ahead = ReadAhead(Share(peer.peer_id or peer.address, True), self._config.max_queued_frames, self._budget)
             incoming = Incoming(conversation.wire, conversation.open, silence_s, ahead, conversation.failure)
             writer.start_heartbeats(self._config.heartbeat_s)
             incoming.start()
@@ -182,7 +188,9 @@ class Calling:
         exchange = Exchange(terms, "caller", self._identity, expected=expected)
         outgoing = Outgoing(exchange, writer, failure)
         try:
-            yield _Conversation(peer, link, wire, exchange, failure, writer, outgoing, self._counters, self._links)
+            yield _Conversation(
+                peer, link, wire, exchange, failure, writer, outgoing, self._counters, self._links, self._standing
+            )
         except PeerUnavailableError:
             self._links.failed(peer, link)
             raise

@@ -2,8 +2,12 @@
 
 What peers can make a node hold follows from them: ``max_calls`` requests of one frame each, three frames of each of
 ``max_streams`` streams (one that waits, one being verified, one being read) and ``max_queued_bytes`` beyond, some
-0.9 GiB if many hostile peers use up every limit at once (one alone: 150 MiB), and ``max_remembered`` nonces of some
-100 bytes (600 if each is of another sender).
+0.9 GiB if many hostile peers use up every limit at once (one identity alone: 150 MiB; one host: 0.4 GiB), and
+``max_remembered`` nonces of some 100 bytes (600 if each is of another sender).
+
+Identities cost nothing, so peers that have not proven useful (`trainer.rpc.standing`) share by IP address, and /64 in
+IPv6: half of ``max_calls`` and ``max_streams``, a quarter of ``max_connections`` and ``max_remembered``, and as many
+queued bytes as one peer. All of them together leave a quarter of everything to the proven ones.
 """
 
 from __future__ import annotations
@@ -70,21 +74,23 @@ class RpcConfig:
     max_clock_skew_s: float = 120.0
     """Seconds by which the clocks of two nodes may differ; requests are remembered this long against replay."""
     max_call_s: float = 3600.0
-    """Seconds after which a handler is cancelled, whatever deadline its caller gave."""
+    """Seconds after which a handler is cancelled, whatever deadline its caller gave; a reader of a stream may take as
+    long."""
     stop_grace_s: float = 1.0
     """Seconds handlers may take to finish when the endpoint stops."""
     max_calls: int = 256
-    """Calls served at once."""
+    """Calls served at once. One whose caller takes nothing for `stall_timeout_s` is ended, with its connection."""
     max_calls_per_peer: int = 32
     """Of them, for one peer."""
     max_streams: int = 128
-    """Streams served at once."""
+    """Streams served at once. One whose caller takes nothing is ended when its place is needed."""
     max_streams_per_peer: int = 16
     """Of them, for one peer."""
     max_connections: int = 1024
-    """Connections from others."""
+    """Connections from others; on Linux the longest idle ones are closed beyond three quarters of them, and beyond a
+    quarter (at least 16) of one address. Elsewhere idle ones are closed after a minute."""
     max_waiting_per_host: int = 128
-    """Calls of one IP address whose sender is not established yet."""
+    """Calls of one IP address whose sender is not established yet; the oldest gives way to a further one."""
     max_queued_frames: int = 4
     """Frames of a stream received ahead of its reader."""
     max_queued_bytes: int = 256 << 20

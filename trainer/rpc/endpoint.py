@@ -24,7 +24,9 @@ from grpc import aio
 from pydantic import BaseModel
 from typing_extensions import Buffer
 
+from genesis.open_files import raise_open_files
 from trainer.errors import TrainerUsageError
+from trainer.rpc.accepted_sockets import AcceptedSockets
 from trainer.rpc.calling import Calling
 from trainer.rpc.certificates import certificate_digest, make_certificate
 from trainer.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig, has_port
@@ -34,7 +36,9 @@ from trainer.rpc.limits import ByteBudget
 from trainer.rpc.links import METHOD_PATH, channel_options
 from trainer.rpc.messages import Peer, PeerId, Reply, Request
 from trainer.rpc.serving import CallHandler, Method, Serving, StreamHandler
+from trainer.rpc.standing import Standing
 from trainer.rpc.stream import Stream
+from trainer.rpc.writer import end_task
 
 __all__ = ["Endpoint"]
 
@@ -42,6 +46,10 @@ logger = logging.getLogger(__name__)
 
 _IDLE_MS = 600_000
 """Connections without calls are closed after this; their owners reconnect when they call."""
+_UNGUARDED_IDLE_MS = 60_000
+"""The same where the platform does not let the guard see connections (`trainer.rpc.connections`)."""
+_SPARE_DESCRIPTORS = 512
+"""For everything in this process but connections from others: connections to others, files, pipes, libraries."""
 _STOP_S = 5.0
 """How long cancelled handlers may take to clean up."""
 
@@ -66,9 +74,11 @@ class Endpoint:
         self._config = config
         self.counters = Counters()
         budget = ByteBudget(config.max_queued_bytes, config.max_queued_bytes_per_peer)
-        self._serving = Serving(identity, run_id, config, self.counters, budget)
-        self._calling = Calling(identity, run_id, config, self.counters, budget)
+        standing = Standing()
+        self._serving = Serving(identity, run_id, config, self.counters, budget, standing)
+        self._calling = Calling(identity, run_id, config, self.counters, budget, standing)
         self._server: aio.Server | None = None
+        self._guard: asyncio.Task[None] | None = None
         self._port = 0
         self._certificate: bytes | None = None
 
@@ -154,6 +164,7 @@ class Endpoint:
         Raises:
             TrainerUsageError: the address cannot be listened on.
         """
+        max_connections = self._fitting_connections()
         options = [
             *channel_options(self._config),
             ("grpc.so_reuseport", 0),
@@ -161,8 +172,8 @@ class Endpoint:
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 100),
             ("grpc.http2.max_ping_strikes", 0),
             ("grpc.server_handshake_timeout_ms", int(self._config.request_timeout_s * 1000)),
-            ("grpc.max_connection_idle_ms", _IDLE_MS),
-            ("grpc.max_allowed_incoming_connections", self._config.max_connections),
+            ("grpc.max_connection_idle_ms", _IDLE_MS if AcceptedSockets.are_visible() else _UNGUARDED_IDLE_MS),
+            ("grpc.max_allowed_incoming_connections", max_connections),
         ]
         server = aio.server(options=options)
         handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._serving.exchange)
@@ -171,11 +182,14 @@ class Endpoint:
         self._port = self._listen(server)
         await server.start()
         self._server = server
+        self._guard = asyncio.create_task(self._serving.guard(self._port), name="genesis-rpc-guard")
         logger.info("node %s answers at %s", self.peer_id, self.address)
 
     async def stop(self) -> None:
         """Refuses what is new, gives what runs `stop_grace_s`, then ends everything. May be called again."""
         self._serving.stopping = True
+        guard, self._guard = self._guard, None
+        await end_task(guard)
         server, self._server = self._server, None
         if server is not None:
             try:
@@ -232,6 +246,20 @@ class Endpoint:
         handler. Arguments and errors as `call`; errors come from the stream's methods or the end of the block.
         """
         return self._calling.open_stream(peer, method, body, timeout_s=timeout_s, stall_timeout_s=stall_timeout_s)
+
+    def _fitting_connections(self) -> int:
+        """As many as configured, or as the process may hold open."""
+        wanted = self._config.max_connections
+        granted = raise_open_files(wanted + _SPARE_DESCRIPTORS)
+        fitting = max(1, min(wanted, max(granted - _SPARE_DESCRIPTORS, granted // 2)))
+        if fitting < wanted:
+            logger.warning(
+                "expected to hold %d files open, found a limit of %d: at most %d connections; raise it by 'ulimit -n'",
+                wanted + _SPARE_DESCRIPTORS,
+                granted,
+                fitting,
+            )
+        return fitting
 
     def _listen(self, server: aio.Server) -> int:
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host

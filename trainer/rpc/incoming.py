@@ -15,6 +15,7 @@ from trainer.rpc.envelope import SealedFrame
 from trainer.rpc.failure import Failure
 from trainer.rpc.limits import ByteBudget
 from trainer.rpc.messages import Frame
+from trainer.rpc.standing import Share
 from trainer.rpc.wire import Wire, read_within
 from trainer.rpc.writer import end_task
 
@@ -28,8 +29,8 @@ OpenFrame: TypeAlias = Callable[[bytes], SealedFrame | None]
 class ReadAhead:
     """How much of a stream may wait for its reader."""
 
-    key: str
-    """Whose bytes they are."""
+    share: Share
+    """What their bytes count for."""
     max_frames: int
     budget: ByteBudget
 
@@ -79,7 +80,7 @@ class Incoming:
         while True:
             if self._waiting:
                 frame, size_bytes = self._waiting.popleft()
-                self._ahead.budget.give(self._ahead.key, size_bytes)
+                self._ahead.budget.give(self._ahead.share, size_bytes)
                 self._taken.set()
                 return frame
             if self._ended:
@@ -106,7 +107,7 @@ class Incoming:
         self._fail(PeerUnavailableError(f"{self._wire.who}: this side closed the stream"))
         while self._waiting:
             _, size_bytes = self._waiting.popleft()
-            self._ahead.budget.give(self._ahead.key, size_bytes)
+            self._ahead.budget.give(self._ahead.share, size_bytes)
 
     async def _read_all(self) -> None:
         try:
@@ -138,7 +139,7 @@ class Incoming:
         """Waits while the queue is full; an empty one may always take a frame, so that no stream waits for another."""
         ahead = self._ahead
         while self._waiting and not (
-            len(self._waiting) < ahead.max_frames and ahead.budget.has_room(ahead.key, MAX_PAYLOAD_BYTES)
+            len(self._waiting) < ahead.max_frames and ahead.budget.has_room(ahead.share, MAX_PAYLOAD_BYTES)
         ):
             self._taken.clear()
             await self._taken.wait()
@@ -148,7 +149,7 @@ class Incoming:
             self._ended = True
         else:
             self._waiting.append((Frame(frame.head.index, frame.payload), size_bytes))
-            self._ahead.budget.take(self._ahead.key, size_bytes)
+            self._ahead.budget.take(self._ahead.share, size_bytes)
         self._arrived.set()
 
     def _fail(self, error: RpcError) -> None:

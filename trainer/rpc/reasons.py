@@ -72,6 +72,8 @@ class Reason(StrEnum):
     """The payload is not the one that was signed."""
     BODY = "body"
     """The body is not what the method takes."""
+    STALLED = "stalled"
+    """The caller took no answer, or the node needed the place of a call that stood still."""
     TIMEOUT = "timeout"
     """The handler took longer than this node lets any."""
     INTERNAL = "internal"
@@ -87,6 +89,7 @@ _STATUS = {
     Reason.SIGNATURE: grpc.StatusCode.UNAUTHENTICATED,
     Reason.REPLAYED: grpc.StatusCode.ALREADY_EXISTS,
     Reason.METHOD: grpc.StatusCode.UNIMPLEMENTED,
+    Reason.STALLED: grpc.StatusCode.DEADLINE_EXCEEDED,
     Reason.TIMEOUT: grpc.StatusCode.DEADLINE_EXCEEDED,
     Reason.INTERNAL: grpc.StatusCode.INTERNAL,
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 
-__all__ = ["address_group", "group_of_grpc_peer", "is_private_host"]
+__all__ = ["address_group", "group_of_grpc_peer", "grpc_peer_of_socket", "is_private_host"]
 
 _IPV6_PREFIX_BITS = 64
 _LOCAL_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback")
@@ -37,6 +37,21 @@ def group_of_grpc_peer(grpc_peer: str) -> str:
     if scheme not in ("ipv4", "ipv6"):
         return grpc_peer
     return address_group(rest.replace("%5B", "[").replace("%5D", "]").rpartition(":")[0])
+
+
+def grpc_peer_of_socket(peer_name: object) -> str | None:
+    """GRPC's name of a peer for what ``socket.getpeername`` returned; None if that is no IP address and port."""
+    if not (isinstance(peer_name, tuple) and len(peer_name) >= 2):
+        return None
+    try:
+        address = ipaddress.ip_address(str(peer_name[0]).partition("%")[0])
+    except ValueError:
+        return None
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is None:
+            return f"ipv6:%5B{peer_name[0]}%5D:{peer_name[1]}"
+        address = address.ipv4_mapped
+    return f"ipv4:{address}:{peer_name[1]}"
 
 
 def is_private_host(host: str) -> bool:

@@ -3,6 +3,9 @@
 The order is: free slot of the caller's IP address, a first frame in time, its sizes and head, addressing and clock,
 signature, replay, free slot of the sender, digest of the payload, body, handler. Whatever fails is refused with its
 reason and counted; nothing a caller sends ends in more than one log line.
+
+A call whose caller takes nothing for ``stall_timeout_s`` is ended, a stream (whose reader may take its time) when its
+slot is needed. As gRPC cannot break off a write, its connection goes with it.
 """
 
 from __future__ import annotations
@@ -10,28 +13,32 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
+from grpc import aio
 from pydantic import BaseModel
 
 from trainer.errors import PeerUnavailableError, RefusedError, RpcError, TrainerUsageError
 from trainer.rpc.bodies import dump_body, parse_body
 from trainer.rpc.boundary import peer_boundary
 from trainer.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig
+from trainer.rpc.connections import Connection, Connections
 from trainer.rpc.counters import Counters
 from trainer.rpc.envelope import SealedFrame, parse_head, verify_head, verify_payload
 from trainer.rpc.exchange import STREAM_FRAMES, Exchange, ExchangeTerms, check_bound
 from trainer.rpc.failure import Failure
 from trainer.rpc.identity import Identity
 from trainer.rpc.incoming import Incoming, ReadAhead
-from trainer.rpc.limits import ByteBudget, ServingLimits
+from trainer.rpc.limits import ByteBudget, Claim, ServingLimits
 from trainer.rpc.messages import Reply, Request, peer_name
 from trainer.rpc.outgoing import Outgoing
 from trainer.rpc.reasons import Reason, status_for
-from trainer.rpc.remote_address import group_of_grpc_peer
 from trainer.rpc.replay import ReplayGuard
+from trainer.rpc.standing import Share, Standing
 from trainer.rpc.stream import Stream
 from trainer.rpc.wire import ServerContext, ServerWire
 from trainer.rpc.writer import FrameWriter
@@ -39,6 +46,10 @@ from trainer.rpc.writer import FrameWriter
 __all__ = ["CallHandler", "Method", "Serving", "StreamHandler"]
 
 logger = logging.getLogger(__name__)
+
+_KEEP_STALLED_S = 0.25
+"""How long a write may take before a newcomer may get its call's place; most take some milliseconds. Not more, because
+one who takes up slots in quick succession would always have younger ones."""
 
 CallHandler: TypeAlias = Callable[[Request[Any]], Awaitable[Reply[Any]]]
 StreamHandler: TypeAlias = Callable[[Request[Any], Stream], Awaitable[None]]
@@ -65,6 +76,7 @@ class Serving:
         config: limits and times.
         counters: of the endpoint.
         budget: bytes of streams read ahead, shared with the calling side.
+        standing: which peers are proven, shared with the calling side.
     """
 
     def __init__(
@@ -74,12 +86,15 @@ class Serving:
         config: RpcConfig,
         counters: Counters,
         budget: ByteBudget,
+        standing: Standing,
     ) -> None:
         self._identity = identity
         self._run_id = run_id
         self._config = config
         self._counters = counters
         self._budget = budget
+        self._standing = standing
+        self._connections = Connections(config.max_connections, standing)
         self._methods: dict[str, Method] = {}
         self._allowed = frozenset(config.allowed_peers)
         self._limits = ServingLimits(config)
@@ -109,44 +124,85 @@ class Serving:
             self._counters.count_refusal(error.reason)
             logger.debug("refused a call from %s: %s", context.peer(), error)
             code, text, metadata = status_for(error)
-            await context.abort(code, text, metadata)
+            await _abort(context, code, text, metadata)
         except PeerUnavailableError as error:
             logger.debug("a caller went away: %s", error)
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the caller fell silent")
+            await _abort(context, grpc.StatusCode.UNAVAILABLE, "the caller fell silent", ())
         except RpcError as error:
             logger.debug("refused a call from %s: %s", context.peer(), error)
             self._counters.count_refusal(Reason.INTERNAL)
             code, text, metadata = status_for(RefusedError(Reason.INTERNAL, "the request cannot be handled"))
-            await context.abort(code, text, metadata)
+            await _abort(context, code, text, metadata)
+
+    async def guard(self, port: int) -> None:
+        """Ends connections and calls that take up what others need, for as long as the server listens at ``port``."""
+        await self._connections.guard(port, self._end_stalled_calls)
+
+    def _end_stalled_calls(self) -> None:
+        for slot in self._limits.calls.stalled(asyncio.get_running_loop().time() - self._config.stall_timeout_s):
+            slot.shed()
 
     async def _serve(self, context: ServerContext) -> None:
         if self.stopping:
             raise RefusedError(Reason.STOPPING, "this node is going down")
-        wire = ServerWire(context, context.peer(), self._counters)
-        failure = Failure()
-        writer = FrameWriter(wire, failure)
+        with self._connections.in_use(context.peer()) as connection:
+            wire = ServerWire(context, context.peer(), self._counters)
+            writer = FrameWriter(wire, failure := Failure())
+            served = _Served(connection, wire, writer, failure)
+            patience = asyncio.timeout(None)
+            try:
+                async with patience:
+                    await self._in_slots(served, _Shedding(patience, served, self._connections, self._standing))
+            except TimeoutError:
+                if not patience.expired():
+                    raise
+                raise RefusedError(
+                    Reason.STALLED, "expected each frame taken, found this call standing still while others wait"
+                ) from None
+
+    async def _in_slots(self, served: _Served, shedding: _Shedding) -> None:
+        """Takes the slots one after the other; none is given back before what was begun for it has ended."""
+        connection, wire, writer = served.connection, served.wire, served.writer
+        begun_at = asyncio.get_running_loop().time()
+        share = self._connections.share(connection)
+        slot = self._limits.waiting.take(Claim(share, wire.who, lambda: begun_at, shedding.shed))
         try:
-            remote_address = group_of_grpc_peer(context.peer())
-            with self._limits.waiting.taken(remote_address):
-                # From the start: a request of 1 MiB may take longer over a slow link than its caller bears silence.
-                writer.start_heartbeats(self._config.heartbeat_s)
-                frame = await self._first_frame(wire)
-                method, terms = self._admit(frame)
+            # From the start: a request of 1 MiB may take longer over a slow link than its caller bears silence.
+            writer.start_heartbeats(self._config.heartbeat_s)
+            frame = await self._first_frame(wire)
+            method, terms, share = self._admit(frame, connection)
+            sender = shedding.peer_id = frame.head.sender
             slots = self._limits.calls if method.stream_handler is None else self._limits.streams
-            with slots.taken(frame.head.sender):
-                wire.who = peer_name(frame.head.sender, context.peer())
-                request = self._request(frame, method, remote_address)
-                exchange = Exchange(terms, "callee", self._identity, expected=STREAM_FRAMES, num_received=1)
-                outgoing = Outgoing(exchange, writer, failure)
-                if method.call_handler is not None:
-                    await self._answer(method, method.call_handler(request), outgoing, failure)
-                elif method.stream_handler is not None:
-                    ahead = ReadAhead(request.sender, self._config.max_queued_frames, self._budget)
-                    incoming = Incoming(wire, exchange.open, self._config.stall_timeout_s, ahead, failure)
-                    handler = method.stream_handler(request, Stream(incoming, outgoing))
-                    await self._converse(method, handler, incoming, outgoing, failure)
+            claim = Claim(share, sender, lambda: writer.stalled_since, shedding.shed, _KEEP_STALLED_S)
+            waited, slot = slot, slots.take(claim)
+            waited.give()
+            wire.who = peer_name(sender, connection.grpc_peer)
+            await self._handle(served, method, terms, frame, share)
+            self._connections.ended_well(connection, sender)
         finally:
-            await writer.close(self._config.max_call_s)
+            try:
+                cut = partial(self._connections.cut, connection, "it takes nothing")
+                await writer.close(self._config.stall_timeout_s, cut)
+            finally:
+                slot.give()
+
+    async def _handle(
+        self, served: _Served, method: Method, terms: ExchangeTerms, frame: SealedFrame, share: Share
+    ) -> None:
+        with peer_boundary(frame.head.sender):
+            verify_payload(frame)
+            body = parse_body(frame, method.body_model)
+        request = Request(frame.head.sender, body, frame.payload, served.connection.address)
+        exchange = Exchange(terms, "callee", self._identity, expected=STREAM_FRAMES, num_received=1)
+        failure = served.failure
+        outgoing = Outgoing(exchange, served.writer, failure)
+        if method.call_handler is not None:
+            await self._answer(method, method.call_handler(request), outgoing, failure)
+        elif method.stream_handler is not None:
+            ahead = ReadAhead(share, self._config.max_queued_frames, self._budget)
+            incoming = Incoming(served.wire, exchange.open, self._config.stall_timeout_s, ahead, failure)
+            handler = method.stream_handler(request, Stream(incoming, outgoing))
+            await self._converse(method, handler, incoming, outgoing, failure)
 
     async def _first_frame(self, wire: ServerWire) -> SealedFrame:
         """The request, sizes and head checked; heartbeats before it are let pass."""
@@ -165,7 +221,7 @@ class Serving:
                 Reason.NO_REQUEST, f"expected a request within {self._config.request_timeout_s:g} s, found none"
             ) from None
 
-    def _admit(self, frame: SealedFrame) -> tuple[Method, ExchangeTerms]:
+    def _admit(self, frame: SealedFrame, connection: Connection) -> tuple[Method, ExchangeTerms, Share]:
         """Everything that can be checked without the payload: addressing, clock, signature, replay."""
         head = frame.head
         if head.kind not in ("request", "open") or head.origin != "caller" or head.sequence != 0:
@@ -188,14 +244,10 @@ class Serving:
             raise RefusedError(Reason.METHOD, f"expected a method of this node, found {head.kind} {head.method!r}")
         self._guard.check_clock(head.sent_at)
         verify_head(frame)
-        self._guard.remember(head.sender, bytes.fromhex(head.nonce), head.sent_at)
-        return method, terms
-
-    def _request(self, frame: SealedFrame, method: Method, remote_address: str) -> Request[BaseModel]:
-        with peer_boundary(frame.head.sender):
-            verify_payload(frame)
-            body = parse_body(frame, method.body_model)
-        return Request(frame.head.sender, body, frame.payload, remote_address)
+        share = self._standing.share(head.sender, connection.address)
+        self._guard.remember(head.sender, bytes.fromhex(head.nonce), head.sent_at, share)
+        self._connections.identified(connection, head.sender)
+        return method, terms, share
 
     async def _answer(
         self, method: Method, handler: Awaitable[Reply[Any]], outgoing: Outgoing, failure: Failure
@@ -240,3 +292,49 @@ class Serving:
             raise RefusedError(
                 Reason.INTERNAL, f"the handler of {method.name!r} failed; the log of {self._identity.peer_id} says how"
             ) from error
+
+
+async def _abort(
+    context: ServerContext, code: grpc.StatusCode, text: str, metadata: tuple[tuple[str, str], ...]
+) -> None:
+    """Ends a call by a status, if its caller is still there."""
+    try:
+        await context.abort(code, text, metadata)
+    except aio.AbortError:
+        raise
+    except aio.BaseError:
+        # Its connection ended, and gRPC is about to cancel it. It logs a traceback for whatever else is raised here.
+        raise asyncio.CancelledError from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """The parts of one exchange in progress."""
+
+    connection: Connection
+    wire: ServerWire
+    writer: FrameWriter
+    failure: Failure
+
+
+class _Shedding:
+    """How one exchange is ended when its slot is needed, or when it has stalled for too long."""
+
+    def __init__(
+        self, patience: asyncio.Timeout, served: _Served, connections: Connections, standing: Standing
+    ) -> None:
+        self._patience = patience
+        self._served = served
+        self._connections = connections
+        self._standing = standing
+        self.peer_id = ""
+        """Whose it is; empty: not known yet."""
+
+    def shed(self) -> None:
+        """Ends the exchange, and its connection if the other side takes nothing; returns at once."""
+        if self.peer_id:
+            self._standing.disprove(self.peer_id)
+        if self._served.writer.stalled_since is not None:
+            self._connections.cut(self._served.connection, "it takes nothing")
+        with suppress(RuntimeError):  # It has ended meanwhile, and is on its way out.
+            self._patience.reschedule(asyncio.get_running_loop().time())

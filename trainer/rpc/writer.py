@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from trainer.errors import RpcError
@@ -11,6 +12,9 @@ from trainer.rpc.failure import Failure
 from trainer.rpc.wire import Wire
 
 __all__ = ["FrameWriter", "end_task"]
+
+_CUT_WITHIN_S = 1.0
+"""GRPC notices that a connection has ended as soon as its threads get to run."""
 
 
 class FrameWriter:
@@ -22,6 +26,11 @@ class FrameWriter:
         self._write: asyncio.Task[None] | None = None
         self._begun_at = 0.0
         self._beat: asyncio.Task[None] | None = None
+
+    @property
+    def stalled_since(self) -> float | None:
+        """Since when a write has been on its way (the event loop's clock); None: nothing is."""
+        return None if self._write is None or self._write.done() else self._begun_at
 
     def start_heartbeats(self, heartbeat_s: float) -> None:
         """From now on nothing is ever silent for longer than ``heartbeat_s``, unless the other side takes nothing."""
@@ -43,16 +52,23 @@ class FrameWriter:
         self._begun_at = asyncio.get_running_loop().time()
         self._write = asyncio.create_task(self._write_out(raw), name="genesis-rpc-write")
 
-    async def close(self, patience_s: float) -> None:
+    async def close(self, patience_s: float, cut: Callable[[], object] | None = None) -> None:
         """Stops the heartbeats, and lets a write that is in flight come to its end.
 
         It must not be broken off: gRPC's server cannot send the status of a call while one is in flight, and would
         leave the call open. It ends when the other side reads, cancels the call, or is found dead by gRPC's pings.
+
+        Args:
+            patience_s: how long it may take.
+            cut: ends the connection of a side that has taken nothing for so long; the write ends with it.
         """
         try:
             await end_task(self._beat)
             if self._write is not None and not self._write.done():
                 await asyncio.wait({self._write}, timeout=patience_s)
+            if self._write is not None and not self._write.done() and cut is not None:
+                cut()
+                await asyncio.wait({self._write}, timeout=_CUT_WITHIN_S)
         finally:
             if self._write is not None:  # Who is cancelled while it waits here has no call any more to keep in order.
                 self._write.cancel()

@@ -47,10 +47,12 @@ def test_a_hundred_slow_clients_keep_nobody_waiting(folder, contents):
 
 def test_one_too_many_is_told_so(folder, contents):
     with genesis_serve(folder, "--max-connections", "3") as server, contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(server.connect()) for _ in range(4)]
-        for client in clients[:3]:
-            client.ask(b"/manifest.json")
-            assert client.answer()[0] == 200
+        clients = []
+        for _ in range(3):
+            clients.append(stack.enter_context(server.connect()))
+            clients[-1].ask(b"/manifest.json")
+            assert clients[-1].answer()[0] == 200
+        clients.append(stack.enter_context(server.connect()))
         clients[3].ask(b"/manifest.json")
         status, headers, _ = clients[3].answer()
         assert (status, headers["retry-after"], headers["connection"]) == (503, "2", "close")
@@ -63,10 +65,18 @@ def test_one_too_many_is_told_so(folder, contents):
         assert server.metric("genesis_serve_requests_total", method="GET", status="503", kind="none") == 1
         clients[0].socket.close()
         _until(lambda: server.get("/manifest.json").status_code == 200)
-        # Far too many are not even listened to.
-        for _ in range(1 + 64):
-            stack.enter_context(server.connect())
-        assert stack.enter_context(server.connect()).is_closed()
+        # One that says nothing gives way to the next one.
+        mute = [stack.enter_context(server.connect()) for _ in range(5)]
+        assert all(client.is_closed() for client in mute[:4])
+
+
+def test_half_requests_keep_nobody_out(folder, contents):
+    with genesis_serve(folder, "--max-connections", "10") as server, contextlib.ExitStack() as stack:
+        for _ in range(30):
+            stack.enter_context(server.connect()).send(b"GET /manifest.json HTTP/1.1\r\nHost: loc")
+        for _ in range(3):
+            assert server.get("/manifest.json").content == contents["manifest.json"]
+        server.wait_for_metric("genesis_serve_cut_connections_total", 21, reason="overload")
 
 
 def test_a_client_that_says_nothing(impatient):

@@ -1,11 +1,14 @@
 """Starting and stopping the interface's thread."""
 
+import asyncio
+import contextlib
 import socket
 import threading
 
 import httpx
 import pytest
 
+from genesis.serve import ServeLimits
 from trainer.errors import TrainerUsageError
 from trainer.observe import ApiConfig, ApiServer, create_app
 
@@ -97,6 +100,64 @@ def test_an_answer_that_hangs_is_cut(node):
         client.settimeout(30)
         assert b"200" not in client.recv(100)
     assert not [thread for thread in threading.enumerate() if thread.name == "training-api"]
+
+
+def test_half_requests_keep_nobody_out(node):
+    """More than the server takes, from one host: a newcomer gets the place of the one that has waited for longest."""
+    with server_of(node) as server, contextlib.ExitStack() as stack:
+        for _ in range(90):
+            half = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            half.sendall(b"GET /healthz HTTP/1.1\r\nHost: loc")
+        for _ in range(3):
+            assert httpx.get(f"{server.url}/healthz", trust_env=False, timeout=30).status_code == 200
+
+
+def test_a_head_that_comes_drop_by_drop_is_cut(node, monkeypatch):
+    monkeypatch.setattr("trainer.observe.server._LIMITS", ServeLimits(idle_timeout_s=0.5, stall_timeout_s=0.5))
+    with server_of(node) as server, socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(b"GET /healthz HTTP/1.1\r\n")
+        client.settimeout(0.1)
+        for _ in range(300):
+            try:
+                client.sendall(b"X: y\r\n")
+                if not client.recv(100):
+                    break
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                break
+        else:
+            pytest.fail("it was never cut")
+
+
+def test_one_connection_too_many_is_told_so(node, monkeypatch):
+    monkeypatch.setattr("trainer.observe.server._LIMITS", ServeLimits(max_connections=2))
+    release = threading.Event()
+
+    async def slow(scope, receive, send):
+        await asyncio.get_running_loop().run_in_executor(None, release.wait, 30)
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    with ApiServer(slow, ApiConfig(port=0)) as server, contextlib.ExitStack() as stack:
+        busy = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(2)]
+        for client in busy:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        answer = _first_refusal(server.url)
+        assert answer.headers["retry-after"] == "1"
+        release.set()
+        for client in busy:
+            client.settimeout(30)
+            assert client.recv(100).startswith(b"HTTP/1.1 204")
+
+
+def _first_refusal(url):
+    """An idle newcomer gives way until both requests are being answered."""
+    for _ in range(300):
+        answer = httpx.get(url, trust_env=False, timeout=30)
+        if answer.status_code == 503:
+            return answer
+    pytest.fail("never told")
 
 
 def test_the_process_s_signals_stay_its_own(node):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from trainer.errors import RefusedError
 from trainer.rpc.replay import ReplayGuard
+from trainer.rpc.standing import Share
 
 _WINDOW_S = 100.0
 _START = 1_000_000.0
@@ -27,10 +28,12 @@ def _guard(clock: Callable[[], float], *, total: int = 1000, per_peer: int = 100
     return ReplayGuard(window_s=_WINDOW_S, max_entries=total, max_entries_per_peer=per_peer, now=clock)
 
 
-def _take(guard: ReplayGuard, sender: str, nonce: int, sent_at: float) -> str:
+def _take(guard: ReplayGuard, sender: str, nonce: int, sent_at: float, address: str = "") -> str:
+    """``address``: of a sender that is not proven."""
     try:
         guard.check_clock(sent_at)
-        guard.remember(sender, nonce.to_bytes(16, "big"), sent_at)
+        share = Share(address, False) if address else Share(sender, True)
+        guard.remember(sender, nonce.to_bytes(16, "big"), sent_at, share)
     except RefusedError as error:
         return error.reason
     return "taken"
@@ -75,6 +78,30 @@ def test_the_total_is_bounded_over_many_senders() -> None:
     taken = [_take(guard, str(sender), 0, _START) for sender in range(1000)]
     assert taken.count("taken") == len(guard) == 50
     assert set(taken[50:]) == {"rate"}
+
+
+def test_one_address_cannot_use_up_what_is_remembered_for_all() -> None:
+    """However many senders it pretends to be and whatever clock; and it gets on again within seconds all the time."""
+    clock = _Clock()
+    guard = _guard(clock, total=4000)
+    taken = 0
+    for second in range(600):
+        clock.now += 1.0
+        flood = [_take(guard, f"{second}.{it}", it, clock.now + 90, "198.51.100.7") for it in range(30)]
+        taken += flood.count("taken")
+        assert set(flood) <= {"taken", "rate"}
+        assert flood.count("taken") >= 3
+        assert len(guard) <= 1000
+    assert taken < 30 * 600 / 4
+    assert _take(guard, "of another host", 0, clock.now, "192.0.2.1") == "taken"
+    assert _take(guard, "proven", 0, clock.now) == "taken"
+
+
+def test_many_addresses_leave_a_quarter_to_proven_senders() -> None:
+    guard = _guard(_Clock(), total=400)
+    taken = [_take(guard, f"{it}", 0, _START, f"192.0.2.{it}") for it in range(400)]
+    assert taken == ["taken"] * 300 + ["rate"] * 100
+    assert [_take(guard, "proven", nonce, _START) for nonce in range(101)] == ["taken"] * 100 + ["rate"]
 
 
 def test_a_clock_set_back_reopens_nothing() -> None:
