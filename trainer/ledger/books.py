@@ -50,7 +50,11 @@ class LeaseBook:
     driver: str
     open: set[MicroBatchId] = field(default_factory=set)
     bereaved: bool = False
-    """A worker has vanished since it was given: what that one had applied cannot be asked any more."""
+    """A worker of the last stage has vanished since it was given: what that one had applied cannot be asked any more.
+
+    Of other stages that does not matter: they apply what the last stage has applied before, so that where nobody there
+    has, nobody has.
+    """
 
 
 @dataclass(slots=True)
@@ -389,8 +393,9 @@ class Books:
             self._departed[incarnation] = gone
             if len(self._departed) > _MOST_DEPARTED:
                 del self._departed[next(iter(self._departed))]
-            for lease in self.leases.values():
-                lease.bereaved = True
+            if gone.stage == self.spec.stages[-1]:  # It counts before all others: what no tail has, nobody has.
+                for lease in self.leases.values():
+                    lease.bereaved = True
 
     def _known(self, incarnation: str | None) -> WorkerBook | None:
         """One that is there, or was lately."""

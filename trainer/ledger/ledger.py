@@ -201,6 +201,12 @@ class Ledger:
         if self._lease_of(driver, token) is not None:
             self._ends_s[token] = min(self._ends_s[token], now_s)
 
+    def release_all(self, driver: str, now_s: float) -> None:
+        """Ends all leases of a driver whose process is known to be gone, as a keeper's own of its life before."""
+        for token, lease in self._books.leases.items():
+            if lease.driver == driver:
+                self._ends_s[token] = min(self._ends_s[token], now_s)
+
     def due(self, now_s: float) -> tuple[str, ...]:
         """Leases that have run out long enough to be looked into; from now on they cannot be renewed."""
         margin_s = self._config.lease_margin_s

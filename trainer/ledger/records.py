@@ -133,7 +133,7 @@ class LeaseState(Message):
     token: str
     driver: str
     bereaved: bool
-    """A worker has vanished since it was given."""
+    """A worker of the last stage has vanished since it was given."""
     open: Runs
 
 

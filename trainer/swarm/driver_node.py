@@ -50,6 +50,7 @@ from trainer.node.training import ProgressLine
 from trainer.node.watching import Watch
 from trainer.pipeline.names import StageUid
 from trainer.pipeline.report import StageReport
+from trainer.pipeline.work import boottime_s
 from trainer.rpc import Endpoint
 from trainer.swarm.account_opening import AccountOpening
 from trainer.swarm.alone import only_process
@@ -298,6 +299,7 @@ class DriverNode:
                 config.swarm.ledger,
                 max_tokens=config.max_steps * target_tokens_of(config),
             )
+        ledger.release_all(self._endpoint.peer_id, boottime_s())
         self._opening = AccountOpening(config, folder / "journal.jsonl", ledger, self._shape.plan.names)
         try:
             self._opening.check_checkpoints()

@@ -236,14 +236,30 @@ def test_a_dead_drivers_micro_batches_are_what_the_workers_say(kept: ListedLedge
     assert kept.ledger.account().micro_batches.done == 1
 
 
-def test_what_a_worker_that_vanished_meanwhile_may_have_counted_is_not_given_again(kept: ListedLedger) -> None:
+def test_a_keeper_that_is_back_waits_for_the_leases_of_others_and_not_for_its_own(kept: ListedLedger) -> None:
+    kept.ledger.lease("one", A, (), 1, 0.0)
+    kept.ledger.lease("two", B, (), 1, 0.0)
+    kept.restart(20.0)
+    kept.ledger.release_all("one", 20.0)
+    assert kept.ledger.due(22.0) == (A,)
+    assert set(kept.ledger.due(32.0)) == {A, B}
+
+
+@pytest.mark.parametrize("vanished", STAGES)
+def test_what_a_tail_that_vanished_meanwhile_may_have_counted_is_not_given_again(
+    vanished: str, kept: ListedLedger
+) -> None:
+    """A worker of another stage counts what a tail has counted before, and no tail that is there has."""
     kept.ledger.note_workers(ALIVE, 0.0)
     kept.ledger.lease("one", A, (), 1, 0.0)
+    left = [each for each in ALIVE if each.stage != vanished]
     for now_s in (0.0, 4.0, 8.0):
-        kept.ledger.note_workers(ALIVE[1:], now_s)
+        kept.ledger.note_workers(left, now_s)
     kept.restart(8.0)
-    kept.ledger.resolve(A, report(), 30.0)
-    assert [(each.reason, each.micro_batches) for each in kept.ledger.account().lost] == [("unclear", 2)]
+    kept.ledger.resolve(A, report(answered=[each.incarnation for each in left]), 30.0)
+    account = kept.ledger.account()
+    lost = [(each.reason, each.micro_batches) for each in account.lost]
+    assert (lost, account.waiting) == (([("unclear", 2)], 0) if vanished == "tail" else ([], 2))
 
 
 def test_what_perished_with_a_worker_is_what_it_is_not_known_to_have_shared(kept: ListedLedger) -> None:
