@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from genesis.errors import GenesisError, ObjectNotFoundError
-from genesis.store import ReadableStore
+from genesis.store import ReadableStore, folder_of
 from loader.errors import (
     DataUnavailableError,
     LoaderError,
@@ -78,8 +78,9 @@ class ManifestKeeper:
             DataUnavailableError: no mirror can be reached, and none was ever seen.
             UntrustedManifestError: no mirror gives one that may be believed.
         """
-        if self._public_key is None:
-            _warn_once(self._mirrors.addresses[0])
+        remote = next((url for url in self._mirrors.addresses if folder_of(url) is None), None)
+        if self._public_key is None and remote is not None:  # Who can write to a folder of this machine owns it anyway.
+            _warn_once(remote)
         seen = self._recall()
         if seen is not None and 0 <= time.time() - seen.checked_at < self._max_age_s:
             return seen.manifest

@@ -18,7 +18,7 @@ import typer
 from genesis.errors import GenesisError
 from loader import LoaderError, LoaderUsageError
 from manifests import ContractError
-from trainer.cli import export, plot, rollback, seed, swarm, train, worker
+from trainer.cli import export, identity, plot, rollback, seed, swarm, train, worker
 from trainer.errors import TrainerError, TrainerUsageError
 
 __all__ = ["app", "run"]
@@ -41,6 +41,7 @@ app = typer.Typer(
 app.callback()(train.train_command)
 app.command("worker")(worker.worker_command)
 app.command("seed")(seed.seed_command)
+app.command("identity")(identity.identity_command)
 app.command("export")(export.export_command)
 app.command("rollback")(rollback.rollback_command)
 app.command("plot")(plot.plot_command)

@@ -56,6 +56,9 @@ def export_command(
     at: Annotated[
         str, typer.Option("--at", metavar="TIME", help="With --run: as of when (ISO 8601, UTC; or now).")
     ] = "",
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="With --run: any option of the file, as its workers had it.")
+    ] = None,
     node_id: Annotated[str, typer.Option(help="Whose checkpoint; needless where there is only one.")] = "",
     token: Annotated[str, typer.Option(envvar="GENESIS_TOKEN", help="Wallet that names it.")] = "",
     checkpoint_dir: Annotated[str, typer.Option(help="Folder of checkpoints, if it is not the usual one.")] = "",
@@ -72,10 +75,12 @@ def export_command(
         raise TrainerUsageError(f"--dtype: expected one of {', '.join(_DTYPES)}, found {dtype!r}")
     if run is None and at:
         raise TrainerUsageError("--at: expected --run with it, since only a swarm's stages are kept by time")
+    if run is None and set_:
+        raise TrainerUsageError("--set: expected --run with it, since it changes what a run file says")
     if run is not None and (checkpoint is not None or node_id):
         raise TrainerUsageError("--run: expected neither --checkpoint nor --node-id with it, found one of them")
     if run is not None:
-        source = _of_swarm(run, at or "now", checkpoint_dir)
+        source = _of_swarm(run, set_ or [], at or "now", checkpoint_dir)
     else:
         source = _of_node(checkpoint, checkpoint_dir or _CHECKPOINTS, token, node_id)
     num_files = _write(source, to, store, out_dir, cast("ExportType", dtype))
@@ -110,11 +115,11 @@ def _of_node(checkpoint: Path | None, directory: str, token: str, node_id: str) 
     )
 
 
-def _of_swarm(run: Path, at: str, directory: str) -> _Source:
-    from trainer.config import RunConfig, from_mapping, read_yaml, to_mapping
+def _of_swarm(run: Path, overrides: list[str], at: str, directory: str) -> _Source:
+    from trainer.config import RunConfig, from_mapping, read_run, to_mapping
     from trainer.stagewise import assemble, newest_set, parse_time, spell_time, time_us
 
-    config = from_mapping(RunConfig, read_yaml(run))
+    config = from_mapping(RunConfig, read_run(run, overrides))
     at_us = parse_time(at, time_us(time.time()))
     found = newest_set(directory or config.swarm.checkpoint.directory, config.run_id, at_us)
     whole = assemble(found)

@@ -47,14 +47,19 @@ def up_command(
     from trainer.cli.swarm_lines import swarm_line
     from trainer.node.stopping import StopRequest
     from trainer.swarm.children import RestartPolicy
+    from trainer.swarm.keeper import keeper_among
+    from trainer.swarm.local import driver_names
     from trainer.swarm.running import run_local
     from trainer.swarm.shape import shape_of
 
     settings = [*(set_ or []), *_places(folder)]
     config = config_of(run, settings, {"node_id": "swarm-up", **({"store": store} if store else {})})
     shape_of(config)  # What no process could mend by starting again, such as a missing store, is said at once.
+    keeper, key = keeper_among(config, driver_names(drivers))
+    settings.append(f"swarm.ledger.keeper={key}")
     logs = (folder or Path(config.state_dir).expanduser() / "swarm" / config.run_id).absolute()
-    swarm = _swarm_of(config, run, workers, drivers, seeds, store, max_steps, (*settings, *_shares(config, workers)))
+    shared = (*settings, *_shares(config, workers))
+    swarm = _swarm_of(config, run, keeper, workers, drivers, seeds, store, max_steps, shared)
     stop = StopRequest()
     display = swarm_line(as_json=json)
     began_at = time.time()
@@ -96,6 +101,7 @@ def status_command(
 def _swarm_of(
     config: RunConfig,
     run: Path,
+    keeper: str,
     workers: int,
     drivers: int,
     seeds: int,
@@ -112,7 +118,7 @@ def _swarm_of(
         num_workers=workers,
         num_drivers=drivers,
         num_seeds=seeds,
-        keeper=config.swarm.ledger.keeper,
+        keeper=keeper,
         store=store,
         max_steps=max_steps,
         settings=settings,

@@ -21,6 +21,8 @@ _TERMINAL_EVERY_S, _LINE_EVERY_S = 1.0, 10.0
 _MOST_TROUBLES = 8
 _OLD_S = 25.0
 """Whoever is there announces itself twice in 10 s, unless the run file says otherwise."""
+_AWAY_S = 5.0
+"""A keeper that starts again is away for as long as its process takes to begin."""
 _UNKNOWN = f"{'–':>9}{'–':>7}{'–':>8}"
 """In the place of `_load_text`."""
 
@@ -52,7 +54,7 @@ def stage_table(sight: Sight, *, is_coloured: bool = False) -> list[str]:
         lines.append(f"{_RED}{text}{_RESET}" if is_coloured and is_empty else text)
     troubles = _troubles(sight.stages) if counts else []  # Else a table of the workers has them.
     troubles = [f"{_RED}{text}{_RESET}" if is_coloured else text for text in troubles]
-    return [*lines, *troubles, _progress_text(sight), account_text(sight.account)]
+    return [*lines, *troubles, *_keeper_troubles(sight.stages), _progress_text(sight), account_text(sight.account)]
 
 
 def account_text(account: SwarmAccount | None) -> str:
@@ -161,6 +163,14 @@ def _troubles_of(worker: WorkerStatus) -> list[str]:
     return found
 
 
+def _keeper_troubles(stages: SwarmStages | None) -> list[str]:
+    if stages is None or stages.keeper_away_s < _AWAY_S:
+        return []
+    goes_on = f"goes on with {stages.held:,} micro-batches" if stages.held else "has none left and waits for it"
+    away = f"the keeper of the account, {stages.keeper[:64]}, has not answered for {stages.keeper_away_s:,.0f} s"
+    return [_shown(f"{away}; {stages.node_id} {goes_on}")]
+
+
 def _progress_text(sight: Sight) -> str:
     if sight.stages is None:
         return "no driver answers yet"
@@ -220,7 +230,7 @@ class _PlainLines:
         empty = [stage.stage for stage in sight.stages.stages if not stage.num_serving] if sight.stages else []
         text = f"{_progress_text(sight)}  {running}/{wanted} processes  {account_text(sight.account)}"
         text += f"  nobody serves {', '.join(empty)}" if empty else ""
-        self._put("; ".join([text, *_troubles(sight.stages)]))
+        self._put("; ".join([text, *_troubles(sight.stages), *_keeper_troubles(sight.stages)]))
 
     def _put(self, text: str) -> None:
         self._stream.write(f"{text}\n")

@@ -140,11 +140,9 @@ def config_of(file: Path | None, overrides: list[str], given: dict[str, Any]) ->
     Raises:
         TrainerUsageError: something in it makes no sense.
     """
-    from trainer.config import RunConfig, from_mapping, merged, nested, parse_override, read_yaml
+    from trainer.config import RunConfig, from_mapping, merged, nested, read_run
 
-    values: dict[str, Any] = read_yaml(file) if file is not None else {}
-    for override in overrides:
-        values = merged(values, parse_override(override))
+    values = read_run(file, overrides)
     for name, value in given.items():
         values = merged(values, nested(_PATHS[name], value))
     config = from_mapping(RunConfig, values)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum, auto
 from pathlib import Path
 from types import MappingProxyType
@@ -32,6 +32,7 @@ __all__ = [
     "merged",
     "nested",
     "parse_override",
+    "read_run",
     "read_yaml",
     "to_mapping",
     "to_yaml",
@@ -198,6 +199,22 @@ def parse_override(text: str) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise TrainerUsageError(f"--set {path}: expected a YAML value, found {_problem(error)}") from error
     return nested(path, _Default.TAKEN if found is None else found)
+
+
+def read_run(file: Path | None, overrides: Iterable[str]) -> dict[str, Any]:
+    """A run file's mapping under what ``--set`` says.
+
+    Args:
+        file: YAML; None: there is none.
+        overrides: ``name.name=value`` each, the last one over those before.
+
+    Raises:
+        TrainerUsageError: the file cannot be read or is no mapping, or an override is not of that form.
+    """
+    values = read_yaml(file) if file is not None else {}
+    for override in overrides:
+        values = merged(values, parse_override(override))
+    return values
 
 
 def _problem(error: yaml.YAMLError) -> str:

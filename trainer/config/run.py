@@ -20,11 +20,14 @@ from trainer.inner import InnerConfig
 from trainer.observe import ApiConfig
 from trainer.robust import RuleConfig
 from trainer.rpc import RpcConfig
+from trainer.rpc.config import has_port, split_address
+from trainer.rpc.remote_address import is_private_host
 from trainer.state import StateConfig
 from trainer.swarm.config import Pipeline, SwarmConfig
 
 __all__ = ["CheckpointConfig", "DataConfig", "Engine", "LogConfig", "ModelChoice", "RunConfig", "Strategy"]
 
+_EVERY_INTERFACE = ("0.0.0.0", "::", "")
 _NAME = re.compile(r"[A-Za-z0-9_@:+=-][A-Za-z0-9_.@:+=-]{0,127}")
 """Of nodes and runs: folders and files are named by them."""
 
@@ -177,3 +180,21 @@ class RunConfig:
                 "engine torch: expected no initial_peers and no port, since torchrun says who belongs together, found "
                 "one; leave it out, or take engine p2p"
             )
+
+    @property
+    def is_private(self) -> bool:
+        """Whether no stranger can come, as far as this node was told; names stand for keys then.
+
+        `discovery.allow_private` says so. So do the addresses this node was given, where all of them are loopback,
+        private or link-local: those of its initial peers, and the one it is reached at or listens on.
+        """
+        own = self.rpc.public_address
+        hosts = [_host_of(address) for address in self.discovery.initial_peers]
+        hosts += [split_address(own)[0] if has_port(own) else own] if own else []
+        hosts += [self.rpc.host] if not own and self.rpc.host not in _EVERY_INTERFACE else []
+        return self.discovery.allow_private or (bool(hosts) and all(map(is_private_host, hosts)))
+
+
+def _host_of(initial_peer: str) -> str:
+    """The host of ``host:port`` or ``/ip4/HOST/tcp/…``."""
+    return initial_peer.split("/")[2] if initial_peer.startswith("/") else split_address(initial_peer)[0]

@@ -40,6 +40,9 @@ class DiscoveryConfig:
     """Port the DHT node listens on; 0 takes a free one."""
     dht_client_mode: bool = False
     """Only ask the DHT, serve nothing: for nodes nobody can reach."""
+    allow_private: bool = False
+    """Private, loopback and link-local addresses may be announced and dialled, and names stand for keys: for a cluster
+    or a test where no stranger can come."""
 
     partition_by_stage: bool = False
     """Workers of a pipeline are filed in the DHT by stage, so that looking for some does not bring all. The same at all

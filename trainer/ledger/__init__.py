@@ -11,7 +11,7 @@ Guarantees: leased = done + lost + open at every moment, in micro-batches and in
 lease at most, and the micro-batches of an epoch are every window of every shard once; what a driver was told is on disk
 before it is told (killed at any byte, the keeper comes back with it); settling twice counts once. The trade-off: one
 keeper a run, an fsync (1 to 5 ms) for each lease and each bundle of settlements. Drivers go on with what they hold
-while it is away, until their lease ends (60 s).
+while it is away, for a minute by their own speed (`LedgerConfig.hold_s`).
 """
 
 from __future__ import annotations

@@ -50,7 +50,11 @@ class LeaseBook:
     driver: str
     open: set[MicroBatchId] = field(default_factory=set)
     bereaved: bool = False
-    """A worker has vanished since it was given: what that one had applied cannot be asked any more."""
+    """A worker of the last stage has vanished since it was given: what that one had applied cannot be asked any more.
+
+    Of other stages that does not matter: they apply what the last stage has applied before, so that where nobody there
+    has, nobody has.
+    """
 
 
 @dataclass(slots=True)
@@ -111,6 +115,8 @@ class Books:
         self._lost_by: Counter[tuple[str, str]] = Counter()
         self._perished_by: Counter[str] = Counter()
         self._trained_tokens = self._reissued = 0
+        self._noted: tuple[int, int] | None = None
+        """The stages' version when it was noted last, and the tokens that were settled then."""
 
     @classmethod
     def of(cls, records: Iterable[Record], spec: LedgerSpec, shards: Sequence[Sequence[int]]) -> Self:
@@ -163,6 +169,11 @@ class Books:
         lane = self.lane_of(micro_batch.shard)
         return lane is not None and lane.is_leased(self._unit_of(micro_batch))
 
+    @property
+    def num_open(self) -> int:
+        """Micro-batches that drivers have."""
+        return len(self._holder)
+
     def num_held_by(self, driver: str) -> int:
         """Micro-batches a driver has."""
         return sum(len(lease.open) for lease in self.leases.values() if lease.driver == driver)
@@ -182,6 +193,26 @@ class Books:
         if worker is None or not worker.announced or seen.shared_through > worker.shared_through:
             return True
         return former is not None and former.stage == seen.stage and seen.resumed_through > former.shared_through
+
+    @property
+    def noted_version(self) -> int | None:
+        """The stages' version when it was noted last; None: it never was."""
+        return None if self._noted is None else self._noted[0]
+
+    def highest_version(self, target_tokens: int) -> int | None:
+        """The version that stages can have if this account tells of all that they were trained on.
+
+        Args:
+            target_tokens: of an optimizer step.
+
+        Returns:
+            It; None: that is not known, since nothing was ever noted of them.
+        """
+        leased = (self._done.rows + self._lost.rows + self._open_rows) * self.spec.layout.seq_len
+        if self._noted is None:
+            return None if leased else 0
+        version, settled = self._noted
+        return version + -(-(leased - settled) // target_tokens)
 
     def spoken_for_tokens(self) -> int:
         """Tokens that were trained on, or that a driver has to train on."""
@@ -273,6 +304,7 @@ class Books:
             perished_by=tuple(sorted(self._perished_by.items())),
             trained_tokens=self._trained_tokens,
             reissued=self._reissued,
+            noted=self._noted,
         )
 
     def _restore(self, snapshot: Snapshot) -> None:
@@ -291,6 +323,7 @@ class Books:
         self._lost_by.update({(stage, reason): count for stage, reason, count in snapshot.lost_by})
         self._perished_by.update(dict(snapshot.perished_by))
         self._trained_tokens, self._reissued = snapshot.trained_tokens, snapshot.reissued
+        self._noted = snapshot.noted
 
     def _grant(self, record: Granted) -> None:
         self.leases.setdefault(record.token, LeaseBook(record.driver))
@@ -343,6 +376,8 @@ class Books:
         self._forget_if_empty(record.token)
 
     def _take_note(self, record: Workers) -> None:
+        if record.version is not None:
+            self._noted = record.version, (self._done.rows + self._lost.rows) * self.spec.layout.seq_len
         for seen in record.seen:
             worker = self.workers.get(seen.incarnation) or self._back(seen.incarnation) or WorkerBook(seen.stage)
             self.workers[seen.incarnation] = worker
@@ -358,8 +393,9 @@ class Books:
             self._departed[incarnation] = gone
             if len(self._departed) > _MOST_DEPARTED:
                 del self._departed[next(iter(self._departed))]
-            for lease in self.leases.values():
-                lease.bereaved = True
+            if gone.stage == self.spec.stages[-1]:  # It counts before all others: what no tail has, nobody has.
+                for lease in self.leases.values():
+                    lease.bereaved = True
 
     def _known(self, incarnation: str | None) -> WorkerBook | None:
         """One that is there, or was lately."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from loader.errors import LoaderError
 from trainer.engine.daemon_call import in_daemon_thread
 from trainer.errors import LedgerError, MalformedAnswerError, PeerUnavailableError, RefusedError, RpcError
-from trainer.ledger.config import LedgerConfig
+from trainer.ledger.config import MAX_LEASE_UNITS, LedgerConfig
 from trainer.ledger.holdings import Bundle, HeldLease, Holdings
 from trainer.ledger.messages import (
     LEDGER_LEASE,
@@ -34,6 +34,7 @@ from trainer.ledger.messages import (
     SettleAnswer,
     SettleAsk,
 )
+from trainer.ledger.pace import Pace
 from trainer.ledger.rows import MicroBatches
 from trainer.ledger.units import LedgerSpec, Run
 from trainer.pipeline.micro_batch import MicroBatchId
@@ -49,6 +50,7 @@ _GATHER_S = 0.05
 _RETRY_S = 1.0
 """Between two attempts to reach a keeper that is away, and two questions for rows where there are none now."""
 _UNREADABLE_S = 5.0
+_SAY_AWAY_S = 60.0
 AnswerT = TypeVar("AnswerT", bound=Message)
 
 
@@ -81,9 +83,11 @@ class LedgerClient:
         self._preferred = tuple(preferred)
         self._holdings = Holdings()
         self._token = secrets.token_hex(16)
-        self._renewed_s = 0.0
+        self._renewed_s = self._lease_from_s = 0.0
         self._single = False
-        self._finished = self._closing = self._is_away = False
+        self._pace = Pace()
+        self._finished = self._closing = False
+        self._away_since_s = self._said_away_s = math.inf
         self._failure: BaseException | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._to_say, self._to_read, self._to_give = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -96,6 +100,11 @@ class LedgerClient:
     def holdings(self) -> Holdings:
         """What this driver holds, to look at."""
         return self._holdings
+
+    @property
+    def keeper_away_s(self) -> float:
+        """Seconds for which the keeper has not answered; 0: it does."""
+        return max(0.0, boottime_s() - self._away_since_s)
 
     async def start(self) -> None:
         """Begins to lease and to read."""
@@ -117,6 +126,7 @@ class LedgerClient:
                 raise LedgerError(f"no more micro-batches: {self._failure}") from self._failure
             micro_batch = self._holdings.begin(boottime_s())
             if micro_batch is not None:
+                self._pace.begun(boottime_s())
                 self._to_read.set()
                 self._to_say.set()
                 return micro_batch
@@ -128,6 +138,7 @@ class LedgerClient:
 
     def settle(self, settlement: Settlement) -> None:
         """Says what became of one; it is kept until the keeper has acknowledged it."""
+        self._pace.ended(boottime_s())
         if not self._holdings.settle(settlement):
             self.stale += 1
             logger.info("%s is not held any more; what became of it is not said", settlement.micro_batch)
@@ -188,8 +199,9 @@ class LedgerClient:
             await self._say_all()
             if self._holdings.num_unsaid:
                 waits_s = min(waits_s, _RETRY_S)
-            has_enough = not self._wants_more() or await self._lease()
-            if has_enough and not self._is_away:
+            if self._units_wanted():
+                waits_s = min(waits_s, await self._lease_if_due())
+            if self._away_since_s == math.inf:
                 await self._woken(waits_s)
             else:
                 await asyncio.sleep(_RETRY_S)
@@ -204,11 +216,24 @@ class LedgerClient:
             pass
         self._to_say.clear()
 
-    def _wants_more(self) -> bool:
-        per_unit = self._spec.layout.micro_batches_per_unit
-        return self._holdings.num_ahead <= per_unit * self._config.lease_units // 2
+    def _units_wanted(self) -> int:
+        """How many to ask for, so that what is held lasts for `LedgerConfig.hold_s` at this driver's speed."""
+        per_unit, ahead = self._spec.layout.micro_batches_per_unit, self._holdings.num_ahead
+        least = per_unit * self._config.lease_units
+        wanted = math.ceil(self._pace.per_s(boottime_s()) * self._config.hold_s)
+        wanted = max(least, min(wanted, self._config.max_open - self._holdings.num_begun))
+        if ahead > wanted - (least + 1) // 2:
+            return 0
+        return min(MAX_LEASE_UNITS, max(self._config.lease_units, -(-(wanted - ahead) // per_unit)))
 
-    async def _lease(self) -> bool:
+    async def _lease_if_due(self) -> float:
+        """Asks for rows, unless there were none a moment ago; seconds until the next time."""
+        now_s = boottime_s()
+        if now_s >= self._lease_from_s:
+            self._lease_from_s = now_s if await self._lease(self._units_wanted()) else now_s + _RETRY_S
+        return max(0.0, self._lease_from_s - now_s)
+
+    async def _lease(self, num_units: int) -> bool:
         """Asks for rows; whether there were any."""
         asked_s = boottime_s()
         preferred = tuple(dict.fromkeys((*self._holdings.shards(), *self._preferred)))[:MAX_PREFERRED]
@@ -216,7 +241,7 @@ class LedgerClient:
             token=self._token,
             data_digest=self._spec.digest(),
             preferred=preferred,
-            num_units=self._config.lease_units,
+            num_units=num_units,
         )
         answer = await self._ask(LEDGER_LEASE, ask, LeaseAnswer)
         if answer is None:
@@ -260,7 +285,7 @@ class LedgerClient:
 
     async def _renew_if_due(self) -> float:
         """Renews all leases in time; seconds until the next time."""
-        every_s = self._config.lease_s / 3
+        every_s = self._config.renew_s
         self._give_up_lapsed()
         tokens = tuple(self._holdings.leases)
         asked_s = boottime_s()
@@ -311,7 +336,7 @@ class LedgerClient:
             self._away(error)
             return False
         else:
-            self._is_away = False
+            self._away_since_s = math.inf
             self.stale += len(answer.stale)
             # The keeper may hear of a worker a little later than this driver did.
             bundle = self._holdings.not_taken_up(bundle, answer.unheard, boottime_s() + _RETRY_S)
@@ -336,7 +361,7 @@ class LedgerClient:
         except RpcError as error:
             self._away(error)
             return None
-        self._is_away = False
+        self._away_since_s = math.inf
         return found
 
     async def _called(self, method: str, ask: Message, answer: type[AnswerT]) -> AnswerT:
@@ -350,10 +375,20 @@ class LedgerClient:
         return reply.body
 
     def _away(self, error: RpcError) -> None:
-        """Says once that the keeper is away."""
-        if not self._is_away:
+        """Says that the keeper is away, and again every minute."""
+        now_s = boottime_s()
+        if self._away_since_s == math.inf:
+            self._away_since_s = self._said_away_s = now_s
             logger.warning("the account's keeper does not answer; going on with what is held: %s", error)
-        self._is_away = True
+        elif now_s - self._said_away_s >= _SAY_AWAY_S:
+            self._said_away_s = now_s
+            logger.warning(
+                "waiting for the account's keeper, %s, for %.0f s; %d micro-batches are held and not begun: %s",
+                self._config.keeper,
+                now_s - self._away_since_s,
+                self._holdings.num_ahead,
+                error,
+            )
 
     async def _read(self) -> None:
         """Keeps some micro-batches read."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 from trainer.errors import TrainerUsageError
@@ -10,6 +11,7 @@ from trainer.errors import TrainerUsageError
 __all__ = ["MAX_LEASE_UNITS", "LedgerConfig"]
 
 MAX_LEASE_UNITS = 256
+_KEY = re.compile(r"[0-9a-f]{64}")
 _POSITIVE_SECONDS = ("lease_s", "call_timeout_s", "close_s", "worker_gone_s")
 
 
@@ -22,13 +24,16 @@ class LedgerConfig:
     """
 
     keeper: str = "driver-1"
-    """Node id, or key (64 hexadecimal digits), of the driver that keeps the account."""
+    """Key (64 hexadecimal digits) of the driver that keeps the account; its node id only where no stranger can come
+    (`RunConfig.is_private`)."""
+    begin_anew: bool = False
+    """The keeper begins, or goes on, though workers have trained what its journal does not tell of."""
     unit_rows: int = 0
     """Rows of a unit, the least that is leased anew: a multiple of the micro-batch's; 0: 8 micro-batches."""
     lease_units: int = 2
-    """Units a driver asks for at once, of which it holds the second while it goes through the first."""
-    lease_s: float = 60.0
-    """Seconds a lease lasts unless it is renewed, and thus how long drivers go on while the keeper is away."""
+    """Units a driver asks for at once at least. It holds what `hold_s` take at its own measured speed."""
+    lease_s: float = 90.0
+    """Seconds a lease lasts unless it is renewed, which drivers do six times as often."""
     lease_margin_s: float = 10.0
     """Seconds after its end before it is looked into; more than clocks of two machines can part in `lease_s`."""
     inquiry_s: float = 30.0
@@ -39,7 +44,7 @@ class LedgerConfig:
     worker_gone_s: float = 30.0
     """Seconds without an announcement after which a worker is gone, and what only it had with it."""
     max_open: int = 1024
-    """Micro-batches one driver may hold."""
+    """Micro-batches one driver may hold; near the end of the data, or of ``max_steps``, fewer."""
     epochs: int = 0
     """Passes over the data after which there is no more; 0: endless."""
     ahead: int = 4
@@ -73,6 +78,24 @@ class LedgerConfig:
                 raise TrainerUsageError(f"swarm.ledger.{name}: expected {least} to {most}, found {count}")
         if not self.keeper:
             raise TrainerUsageError("swarm.ledger.keeper: expected the node id or key of a driver, found none")
+
+    @property
+    def keeper_is_key(self) -> bool:
+        """Whether the keeper is named by its key, which nobody else can claim."""
+        return _KEY.fullmatch(self.keeper) is not None
+
+    @property
+    def renew_s(self) -> float:
+        """Seconds between two renewals of a lease."""
+        return self.lease_s / 6
+
+    @property
+    def hold_s(self) -> float:
+        """Seconds of work a driver holds, and so how long it goes on while the keeper is away.
+
+        That is less than is left of a lease that was about to be renewed.
+        """
+        return self.lease_s * 2 / 3
 
     def rows_of_unit(self, micro_batch_rows: int) -> int:
         """Rows of a unit for micro-batches of so many.

@@ -68,6 +68,11 @@ class Holdings:
         return len(self.unread) + len(self.ready)
 
     @property
+    def num_begun(self) -> int:
+        """Micro-batches that the routing has."""
+        return len(self._lease_of)
+
+    @property
     def num_unsaid(self) -> int:
         """Settlements and returns that the keeper has not acknowledged."""
         return sum(len(each.settlements) + len(each.handed_back) for each in self._unsaid.values())

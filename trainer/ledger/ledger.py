@@ -79,6 +79,8 @@ class Ledger:
         self._unheard_s: dict[tuple[str, MicroBatchId], float] = {}
         """By lease and micro-batch: since when its driver says that workers have done it whom nobody has heard of."""
         self._rests_until_s = dict.fromkeys(books.waiting, now_s + config.reissue_after_s)
+        self.leases_nothing = False
+        """Set until it is known that this is the account of what the workers were trained on."""
         self.failure: Exception | None = None
         """Why the account cannot be written any more; the process has to be started again."""
 
@@ -111,15 +113,20 @@ class Ledger:
             return Grant(runs_of(known.open, self._books.spec.layout))
         if known is not None:
             raise RefusedError("lease-over", f"lease {token[:8]} has run out; draw another token")
-        if self._books.num_held_by(driver) >= self._config.max_open:
-            raise RefusedError(
-                "enough", f"expected a driver that holds fewer than {self._config.max_open} micro-batches"
-            )
         if self._left_tokens() <= 0:
             return Grant((), finished=not self._books.leases)
+        num_units = min(num_units, self._units_for(driver))
+        if not num_units:
+            raise RefusedError(
+                "enough",
+                f"expected a driver that holds fewer than {self._config.max_open} micro-batches and less than its "
+                f"share of what is left, found {self._books.num_held_by(driver)}",
+            )
         runs = self._returned_runs(preferred, num_units, now_s) or self._new_runs(preferred, num_units)
         if not runs:
             return Grant((), finished=not self._books.leases and not self._books.waiting)
+        if self.leases_nothing:
+            return Grant(())
         given, surplus = self._cut(runs)
         self._change(Granted(token=token, driver=driver, runs=runs))
         self._ends_s[token] = now_s + self._config.lease_s
@@ -194,6 +201,12 @@ class Ledger:
         if self._lease_of(driver, token) is not None:
             self._ends_s[token] = min(self._ends_s[token], now_s)
 
+    def release_all(self, driver: str, now_s: float) -> None:
+        """Ends all leases of a driver whose process is known to be gone, as a keeper's own of its life before."""
+        for token, lease in self._books.leases.items():
+            if lease.driver == driver:
+                self._ends_s[token] = min(self._ends_s[token], now_s)
+
     def due(self, now_s: float) -> tuple[str, ...]:
         """Leases that have run out long enough to be looked into; from now on they cannot be renewed."""
         margin_s = self._config.lease_margin_s
@@ -262,8 +275,13 @@ class Ledger:
             self._rests_until_s.update(dict.fromkeys(self._books.spec.layout.micro_batches(run), again_s))
         return record
 
-    def note_workers(self, seen: Iterable[WorkerSeen], now_s: float) -> None:
+    def note_workers(self, seen: Iterable[WorkerSeen], now_s: float, version: int | None = None) -> None:
         """Takes note of all workers that are announced now; those that are not, for long enough, are gone.
+
+        Args:
+            seen: they.
+            now_s: the time.
+            version: the stages'; None: not all of them are heard of.
 
         Raises:
             LedgerError: the account cannot be written.
@@ -277,8 +295,10 @@ class Ledger:
         for incarnation in known:
             self._seen_s.setdefault(incarnation, now_s)
         gone = tuple(each for each in known if self._seen_s[each] + self._config.worker_gone_s <= now_s)
-        if fresh or gone:
-            self._change(Workers(seen=tuple(fresh), gone=gone))
+        if version == self._books.noted_version or self.leases_nothing:
+            version = None
+        if fresh or gone or version is not None:
+            self._change(Workers(seen=tuple(fresh), gone=gone, version=version))
         self._seen_s = {each: when_s for each, when_s in self._seen_s.items() if each in known}
 
     def grow(self, shards: Sequence[Sequence[int]]) -> None:
@@ -323,6 +343,33 @@ class Ledger:
             ),
             returned=runs_of(returned, layout),
         )
+
+    def _units_for(self, driver: str) -> int:
+        """How many more a driver may have: `max_open`, and while an end is in sight its share of half of what is left.
+
+        So drivers come to their ends together, however fast each is, and hold what they need ahead until then.
+        """
+        layout, held = self._books.spec.layout, self._books.num_held_by(driver)
+        room = -(-(self._config.max_open - held) // layout.micro_batches_per_unit)
+        drivers = {driver, *(lease.driver for lease in self._books.leases.values())}
+        left = self._left_micro_batches()
+        if left == math.inf:
+            return max(0, room)
+        share = (left + self._books.num_open) / (2 * len(drivers))
+        least = self._config.lease_units * layout.micro_batches_per_unit
+        return max(0, min(room, math.ceil((max(2 * least, share) - held) / layout.micro_batches_per_unit)))
+
+    def _left_micro_batches(self) -> float:
+        """Those that may still be given to drivers; infinity: there is no end."""
+        layout, epochs = self._books.spec.layout, self._config.epochs
+        by_tokens = self._left_tokens() / (layout.micro_batch_rows * layout.seq_len)
+        if not epochs:
+            return by_tokens
+        units = 0
+        for lane in self._books.lanes:
+            leased, in_all = lane.units_of_epoch
+            units += in_all - leased + (epochs - 1 - lane.epoch) * lane.next_num_shards * layout.units_per_shard
+        return min(by_tokens, units * layout.micro_batches_per_unit + len(self._books.waiting))
 
     def _left_tokens(self) -> float:
         """How many may still be given to drivers; what is lost is made up for."""

@@ -102,11 +102,13 @@ class WorkerSeen(Message):
 
 
 class Workers(Message):
-    """Workers came, went, or shared what they had."""
+    """Workers came, went, stepped, or shared what they had."""
 
     kind: Literal["workers"] = "workers"
     seen: tuple[WorkerSeen, ...] = ()
     gone: tuple[Incarnation, ...] = ()
+    version: Counted | None = None
+    """The stages' now; None: as before."""
 
 
 class LaneState(Message):
@@ -131,7 +133,7 @@ class LeaseState(Message):
     token: str
     driver: str
     bereaved: bool
-    """A worker has vanished since it was given."""
+    """A worker of the last stage has vanished since it was given."""
     open: Runs
 
 
@@ -166,6 +168,8 @@ class Snapshot(Message):
     perished_by: tuple[tuple[str, Counted], ...]
     trained_tokens: Counted
     reissued: Counted
+    noted: Span | None = None
+    """The stages' version when it was noted last, and the tokens that were done or lost then."""
 
 
 Record: TypeAlias = Annotated[

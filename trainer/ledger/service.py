@@ -177,17 +177,21 @@ class LedgerService:
         await self._has_failed.wait()
         raise LedgerError(f"the account cannot be kept: {self._ledger.failure}") from self._ledger.failure
 
-    async def note_workers(self, workers: Iterable[WorkerSeen]) -> None:
+    async def note_workers(self, workers: Iterable[WorkerSeen], version: int | None = None) -> None:
         """Takes note of all workers that are announced now; to be told every few seconds.
 
         Who is not among them for `worker_gone_s` is gone: what only that worker had counts as perished, and leases that
         were live meanwhile are believed less.
 
+        Args:
+            workers: they.
+            version: the stages'; None: not all of them are heard of.
+
         Raises:
             LedgerError: the account cannot be written.
         """
         seen = tuple(workers)
-        await self._run(lambda: self._ledger.note_workers(seen, boottime_s()))
+        await self._run(lambda: self._ledger.note_workers(seen, boottime_s(), version))
 
     async def grow(self, shards: Sequence[Sequence[int]]) -> None:
         """Takes note of a store that has more shards.

@@ -131,6 +131,9 @@ class SwarmStages(_Part):
     )
     tokens_per_s: float = Field(description="What this driver got done in the last while.")
     in_flight: int = Field(description="Micro-batches of this driver under way.")
+    keeper: str = Field("", description="Who keeps the account of the data: a key, or a name.")
+    keeper_away_s: float = Field(0.0, description="How long the keeper has not answered this driver; 0: it does.")
+    held: int = Field(0, description="Micro-batches leased to this driver that it has not begun.")
     stages: tuple[StageStatus, ...]
 
 

@@ -17,6 +17,7 @@ from trainer.node.strangers import register_terms
 from trainer.pipeline.names import StageUid, stage_names
 from trainer.pipeline.report import StageReport
 from trainer.rpc import Endpoint, Peer
+from trainer.swarm.keeper import KeeperSearch, keeps_account
 from trainer.swarm.shape import DRIVER, SwarmShape
 from trainer.swarm.strangers import SwarmTerms, check_fit
 
@@ -56,7 +57,7 @@ class Presence:
         self._terms = SwarmTerms(shape)
         self._fit = self._terms.fit_check(endpoint, lambda: self.announcements, config.run_id)
         self._misfits: set[str] = set()
-        self._keeper_key = ""
+        self._keeper_search = KeeperSearch(config)
         self._progress = progress
         self._heard = heard
         self._discovery = open_discovery(endpoint, config.discovery, stage_names(config.swarm.num_stages))
@@ -140,28 +141,13 @@ class Presence:
         return [said.peer_id for said in self.announcements if said.stage is None and self._terms.fits(said)]
 
     def keeper(self) -> Peer | None:
-        """Who keeps the account, if it is there: of a name that several claim, whoever was heard of first.
-
-        A key instead of a name cannot be claimed by others.
-        """
-        wanted = self._config.swarm.ledger.keeper
-        if wanted in (self._config.node_id, self._endpoint.peer_id):
+        """Who keeps the account, if it is there; see `KeeperSearch`."""
+        if keeps_account(self._config, self._endpoint.peer_id):
             return self._endpoint.peer
-        found = {
-            said.peer_id: said
-            for said in self.announcements
-            if said.stage is None and wanted in (said.node_id, said.peer_id) and self._terms.fits(said)
-        }
-        if not found:
-            return None
-        if self._keeper_key not in found:
-            if self._keeper_key:
-                logger.warning("the account is kept under another key from now on; name the keeper by its key")
-            self._keeper_key = next(iter(found))
-        for key in found.keys() - {self._keeper_key} - self._misfits:
-            self._misfits.add(key)
-            logger.warning("%s (%s) calls itself %s too and is not believed", found[key].address, key[:12], wanted)
-        return found[self._keeper_key].peer()
+        found = self._keeper_search.find(
+            said for said in self.announcements if said.stage is None and self._terms.fits(said)
+        )
+        return None if found is None else found.peer()
 
     def _word(self, said: Announcement, now_s: float) -> tuple[float, LastWord]:
         """What is remembered of an announcement; as before where it is the same one still."""

@@ -49,12 +49,16 @@ from trainer.node.stopping import StopRequest
 from trainer.node.training import ProgressLine
 from trainer.node.watching import Watch
 from trainer.pipeline.names import StageUid
+from trainer.pipeline.report import StageReport
+from trainer.pipeline.work import boottime_s
 from trainer.rpc import Endpoint
+from trainer.swarm.account_opening import AccountOpening
 from trainer.swarm.alone import only_process
 from trainer.swarm.announcing import Presence
 from trainer.swarm.beginning import beginning
 from trainer.swarm.building import codec_of
 from trainer.swarm.driver_view import DriverView
+from trainer.swarm.keeper import check_keeper, keeper_option, keeps_account
 from trainer.swarm.last_account import ledger_folder, write_last_account
 from trainer.swarm.shape import SwarmShape, shape_of, target_tokens_of
 
@@ -87,6 +91,7 @@ def run_driver(config: RunConfig, stop: StopRequest, line: ProgressLine) -> None
             "must agree on them; found 0"
         )
     with only_process(config):
+        check_keeper(config)
         shape = shape_of(config)
         node = DriverNode(config, shape, open_session(config.data), stop, line)
         with stop.on_signals():
@@ -117,6 +122,7 @@ class DriverNode:
         self._endpoint = Endpoint(identity_of(config), config.run_id, config.rpc)
         self._presence = Presence(config, self._endpoint, shape, self._progress, self._heard)
         self._keeper: LedgerService | None = None
+        self._opening: AccountOpening | None = None
         self._driver: PipelineDriver | None = None
         self.view = DriverView(config, shape, self._presence)
         self._watch = Watch(config, None, stop.ask, self.view.figures)
@@ -128,7 +134,7 @@ class DriverNode:
             if account_of is None:
                 return
             lanes, spec = account_of
-            if self._keeps_account:
+            if keeps_account(self._config, self._endpoint.peer_id):
                 self._open_account(lanes, spec)
             self._presence.register()
             await self._endpoint.start()
@@ -145,7 +151,7 @@ class DriverNode:
             await work.start()
             stack.push_async_callback(work.close)
             self._driver = self._pipeline(work)
-            self.view.begin(self._driver, self._keeper, self._endpoint)
+            self.view.begin(self._driver, self._keeper, self._endpoint, work)
             await self.view.refresh()
             self._steps = self._steps_of_run()
             stack.enter_context(self._watch.with_pipeline(self.view))
@@ -187,6 +193,8 @@ class DriverNode:
         if self._keeper is not None:
             tasks.append(asyncio.create_task(self._keeper.failed(), name="keeper"))
             tasks.append(asyncio.create_task(_repeated(_NOTE_SHARDS_S, self._note_shards), name="note-shards"))
+        if self._opening is not None:
+            tasks.append(asyncio.create_task(self._open_leasing(self._opening), name="open-leasing"))
         try:
             ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in ended:
@@ -223,8 +231,22 @@ class DriverNode:
             return [] if self._presence.keeper() is not None else [self._config.swarm.ledger.keeper]
 
         await self._hear_of(missing, _FIRST_KEEPER_S, "the keeper of the account:")
-        if not self._keeps_account:  # It leases to those it has heard of.
+        if self._keeper is None:  # It leases to those it has heard of.
             await asyncio.sleep(_HEARD_S + self._config.discovery.poll_interval_s)
+
+    async def _open_leasing(self, opening: AccountOpening) -> None:
+        """Leases to nobody before the workers of all stages have said what they were trained on.
+
+        Raises:
+            TrainerUsageError: this is not the account of that.
+        """
+        while not opening.is_over(self._reports()):
+            await asyncio.sleep(_LOOK_S)
+        await self._note_workers()
+        await asyncio.Event().wait()  # `_drive` ends with the first task that ends.
+
+    def _reports(self) -> list[StageReport]:
+        return [report for report, _ in self._presence.stage_workers()]
 
     async def _hear_of_workers(self) -> None:
         """Sends nothing before each stage has a worker; behind that time, a stage without any is a stall."""
@@ -251,10 +273,6 @@ class DriverNode:
     def _patience_s(self) -> float:
         return 2 * self._config.discovery.announcement_lifetime_s
 
-    @property
-    def _keeps_account(self) -> bool:
-        return self._config.swarm.ledger.keeper in (self._config.node_id, self._endpoint.peer_id)
-
     def _account_of(self) -> tuple[tuple[Lane, ...], LedgerSpec]:
         config, catalog = self._config, self._session.catalog
         lanes = lanes_of(catalog, config.data.sources, config.data.holdout)
@@ -273,6 +291,7 @@ class DriverNode:
         config = self._config
         folder = ledger_folder(config)
         folder.mkdir(parents=True, exist_ok=True)
+        logger.info("the account is kept here; in the run file of all: %s", keeper_option(self._endpoint.peer_id))
         with beginning():
             ledger, journal = open_ledger(
                 folder / "journal.jsonl",
@@ -281,6 +300,13 @@ class DriverNode:
                 config.swarm.ledger,
                 max_tokens=config.max_steps * target_tokens_of(config),
             )
+        ledger.release_all(self._endpoint.peer_id, boottime_s())
+        self._opening = AccountOpening(config, folder / "journal.jsonl", ledger, self._shape.plan.names)
+        try:
+            self._opening.check_checkpoints()
+        except TrainerUsageError:
+            journal.close()
+            raise
         inquiry = WorkerInquiry(self._endpoint, self._presence.stage_peers)
         self._keeper = LedgerService(
             self._endpoint,
@@ -386,14 +412,17 @@ class DriverNode:
         try:
             if self._keeper is not None:
                 await self._keeper.note_workers(
-                    WorkerSeen(
-                        stage=StageUid.parse(report.uid).stage,
-                        incarnation=report.incarnation,
-                        shared_through=report.shared_through,
-                        resumed=report.resumed or None,
-                        resumed_through=report.resumed_through,
-                    )
-                    for report, _ in self._presence.stage_workers()
+                    (
+                        WorkerSeen(
+                            stage=StageUid.parse(report.uid).stage,
+                            incarnation=report.incarnation,
+                            shared_through=report.shared_through,
+                            resumed=report.resumed or None,
+                            resumed_through=report.resumed_through,
+                        )
+                        for report, _ in self._presence.stage_workers()
+                    ),
+                    self._opening.version(self._reports()) if self._opening is not None else None,
                 )
             await self.view.refresh()
         except TrainerError as error:

@@ -19,7 +19,7 @@ from trainer.driver.driver import PipelineDriver
 from trainer.driver.results import DriverStatus, MicroBatchResult
 from trainer.driver.steps import StepLoss
 from trainer.errors import RpcError
-from trainer.ledger import LEDGER_ACCOUNT, Account, LedgerService
+from trainer.ledger import LEDGER_ACCOUNT, Account, LedgerClient, LedgerService
 from trainer.ledger.account import Tally
 from trainer.ledger.messages import AccountAsk
 from trainer.observe.pipeline import (
@@ -55,6 +55,9 @@ class _Picture:
     status: DriverStatus | None = None
     loss: float | None = None
     tokens_per_s: float = 0.0
+    keeper_away_s: float = 0.0
+    held: int = 0
+    """Micro-batches that are leased and not begun."""
 
 
 class DriverView:
@@ -71,6 +74,7 @@ class DriverView:
         self._shape = shape
         self._presence = presence
         self._driver: PipelineDriver | None = None
+        self._work: LedgerClient | None = None
         self._keeper: LedgerService | None = None
         self._endpoint: Endpoint | None = None
         self._account: tuple[Account, float] | None = None
@@ -79,9 +83,15 @@ class DriverView:
         self._ended: deque[tuple[float, int]] = deque(maxlen=4096)
         self._began_s = time.monotonic()
 
-    def begin(self, driver: PipelineDriver, keeper: LedgerService | None, endpoint: Endpoint) -> None:
+    def begin(
+        self,
+        driver: PipelineDriver,
+        keeper: LedgerService | None,
+        endpoint: Endpoint,
+        work: LedgerClient | None = None,
+    ) -> None:
         """From now on there is something to see."""
-        self._driver, self._keeper, self._endpoint = driver, keeper, endpoint
+        self._driver, self._keeper, self._endpoint, self._work = driver, keeper, endpoint, work
         self.look()
 
     def ended(self, result: MicroBatchResult) -> None:
@@ -104,7 +114,8 @@ class DriverView:
         workers, now_s = self._presence.fitting(), time.monotonic()
         words = {said.peer_id: self._presence.last_word(said.peer_id) for said in workers}
         ages_s = {key: now_s - word.heard_s for key, word in words.items() if word is not None}
-        self._picture = _Picture(workers, ages_s, status, self._loss, self._tokens_per_s())
+        away_s, held = (0.0, 0) if self._work is None else (self._work.keeper_away_s, self._work.holdings.num_ahead)
+        self._picture = _Picture(workers, ages_s, status, self._loss, self._tokens_per_s(), away_s, held)
 
     async def refresh(self) -> None:
         """Asks the keeper how the account stands."""
@@ -177,6 +188,9 @@ class DriverView:
             loss=picture.loss,
             tokens_per_s=picture.tokens_per_s,
             in_flight=picture.status.in_flight if picture.status is not None else 0,
+            keeper=self._config.swarm.ledger.keeper,
+            keeper_away_s=round(picture.keeper_away_s, 1),
+            held=picture.held,
             stages=stages,
         )
 

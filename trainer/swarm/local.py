@@ -13,7 +13,7 @@ from pathlib import Path
 
 from trainer.swarm.children import ChildSpec
 
-__all__ = ["HOST", "LocalSwarm", "Ports", "seed_address", "seed_spec", "swarm_specs"]
+__all__ = ["HOST", "LocalSwarm", "Ports", "driver_names", "seed_address", "seed_spec", "swarm_specs"]
 
 HOST = "127.0.0.1"
 _PROGRAM = (sys.executable, "-m", "trainer")
@@ -64,13 +64,18 @@ class Ports:
     def dealt(cls, swarm: LocalSwarm, ports: Sequence[int]) -> Ports:
         """Gives each its own of `LocalSwarm.num_ports` ports."""
         free = iter(ports)
-        drivers = [f"driver-{number}" for number in range(1, swarm.num_drivers + 1)]
+        drivers = driver_names(swarm.num_drivers)
         return cls(
             seeds=tuple(next(free) for _ in range(swarm.num_seeds)),
             workers={name: next(free) for _, name in _workers(swarm)},
             drivers={name: next(free) for name in drivers},
             apis={name: next(free) for name in drivers},
         )
+
+
+def driver_names(count: int) -> list[str]:
+    """Node ids of so many drivers."""
+    return [f"driver-{number}" for number in range(1, count + 1)]
 
 
 def seed_spec(swarm: LocalSwarm, ports: Ports, folder: Path, known: Sequence[str]) -> ChildSpec:

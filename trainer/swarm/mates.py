@@ -12,6 +12,7 @@ from trainer.pipeline.names import StageUid
 from trainer.pipeline.report import StageReport
 from trainer.rpc import Peer, PeerId
 from trainer.sparta import frontier_of
+from trainer.swarm.keeper import KeeperSearch
 from trainer.swarm.strangers import SwarmTerms
 
 __all__ = ["RunMates", "StageMates", "is_of_stage"]
@@ -63,15 +64,22 @@ class RunMates:
     Args:
         network: hears them.
         terms: of the run.
+        keeper: finds who keeps the account.
     """
 
-    def __init__(self, network: Network[Any], terms: SwarmTerms) -> None:
+    def __init__(self, network: Network[Any], terms: SwarmTerms, keeper: KeeperSearch) -> None:
         self._network = network
         self._terms = terms
+        self._keeper = keeper
 
     def drivers(self) -> Set[PeerId]:
         """Keys of the drivers."""
-        return {said.peer_id for said in self._network.announcements if said.stage is None and self._terms.fits(said)}
+        return {said.peer_id for said in self._drivers()}
+
+    def keeper(self) -> PeerId | None:
+        """Key of the keeper of the account; None: it is not announced."""
+        found = self._keeper.find(self._drivers())
+        return None if found is None else found.peer_id
 
     def reports(self) -> list[StageReport]:
         """What each of the workers says of itself, whatever its stage."""
@@ -82,3 +90,6 @@ class RunMates:
         """A stage's workers, by key."""
         heard = self._network.announcements
         return {said.peer_id: peer_of(said) for said in heard if is_of_stage(stage, said) and self._terms.fits(said)}
+
+    def _drivers(self) -> list[Announcement]:
+        return [said for said in self._network.announcements if said.stage is None and self._terms.fits(said)]

@@ -38,6 +38,7 @@ from trainer.swarm.building import BuiltStage
 from trainer.swarm.departure import Departure
 from trainer.swarm.first_weights import check_first_weights
 from trainer.swarm.joining import is_ahead
+from trainer.swarm.keeper import KeeperSearch
 from trainer.swarm.keeping import DilocoKeeping, Keeping, SpartaKeeping, state_choice, state_form
 from trainer.swarm.mates import RunMates, StageMates, is_of_stage
 from trainer.swarm.saving import WorkerSaving
@@ -104,7 +105,7 @@ class WorkerNode:
         self._keeping = self._kept_together()
         self._meter = LinkMeter(f"{built.name} of {config.node_id}", built.codec, config.swarm.subspace.max_error)
         self._terms = SwarmTerms(shape)
-        self._others = RunMates(self._network, self._terms)
+        self._others = RunMates(self._network, self._terms, KeeperSearch(config))
         self._abreast = Abreast(
             built.name,
             shape.plan.names,
@@ -130,6 +131,7 @@ class WorkerNode:
             on_step=self._stepped,
             on_round=self._after_round,
             keepers=self._others.drivers,
+            keeper=self._others.keeper,
         )
         self._worker.service.workers = self._others.workers
         who = self._network.peer_id[:16]

@@ -16,6 +16,7 @@ from trainer.swarm.alone import only_process
 from trainer.swarm.beginning import beginning
 from trainer.swarm.building import build_stage_site
 from trainer.swarm.choosing import choose_stage
+from trainer.swarm.keeper import check_keeper
 from trainer.swarm.shape import SwarmShape, shape_of
 from trainer.swarm.worker_node import WorkerNode
 
@@ -47,6 +48,7 @@ def run_worker(config: RunConfig, stage: str, stop: StopRequest, *, at: str = ""
         raise TrainerUsageError(f"--stage: expected {_AUTO} or one of {', '.join(names)}, found {stage!r}")
     if config.threads:
         torch.set_num_threads(config.threads)
+    check_keeper(config)
     with only_process(config), stop.on_signals():
         shape = shape_of(config)
         name = choose_stage(config, shape, stop) if stage == _AUTO else stage

@@ -108,7 +108,8 @@ class ReplyCache(Generic[ReplyT]):
         self._counted: OrderedDict[str, _Counted[ReplyT]] = OrderedDict()
         self._replies: OrderedDict[str, None] = OrderedDict()
         self._not_stepped: set[str] = set()
-        self._refused: OrderedDict[str, float] = OrderedDict()
+        self._refused: OrderedDict[tuple[str, str], float] = OrderedDict()
+        """By name and driver; an empty one stands for all."""
         self._reply_bytes = 0
         self._incarnation = secrets.token_hex(8)
         self._applied = 0
@@ -160,7 +161,7 @@ class ReplyCache(Generic[ReplyT]):
                 raise RefusedError("already-applied", f"{key} is counted; its answer is not kept any more")
             if slot is not None:
                 raise RefusedError("busy", f"{key} is being counted as {slot.kind} of {slot.owner[:12]}; try again")
-            self._check_not_refused(key)
+            self._check_not_refused(key, owner)
             slot = self._open[key] = Slot(kind, key, sys.intern(owner), [apply_before_s])
             return slot
 
@@ -274,13 +275,14 @@ class ReplyCache(Generic[ReplyT]):
             return len(dropped)
 
     def counted_among(
-        self, keys: Iterable[str], *, refuse_from_now: bool = False
+        self, keys: Iterable[str], *, refuse_from_now: bool = False, refused_of: str = ""
     ) -> tuple[str, set[str], list[Future[None]]]:
         """Which of these are counted.
 
         Args:
             keys: names.
             refuse_from_now: the others are refused for `WorkerConfig.refuse_s`, those that are under way included.
+            refused_of: the driver whose requests are; empty: everybody's.
 
         Returns:
             The incarnation, those counted, and what to wait for before asking again: of those that are just being
@@ -295,9 +297,9 @@ class ReplyCache(Generic[ReplyT]):
                 elif slot is not None and slot.phase is _Phase.CLAIMED:
                     undecided.append(slot.decided)
                 elif refuse_from_now:
-                    if slot is not None:
+                    if slot is not None and refused_of in ("", slot.owner):
                         self._close(slot)
-                    self._refuse(key)
+                    self._refuse(key, refused_of)
             return self._incarnation, counted, undecided
 
     def receipt_of(self, key: str) -> Receipt | None:
@@ -314,21 +316,19 @@ class ReplyCache(Generic[ReplyT]):
             self._close(slot)
             raise RefusedError("expired", f"{slot.key} is {late_s:.1f} s too late; nothing was counted")
 
-    def _check_not_refused(self, key: str) -> None:
-        until_s = self._refused.get(key)
-        if until_s is None:
-            return
-        left_s = until_s - self._clock()
-        if left_s > 0:
-            raise RefusedError(
-                "busy", f"{key} was given to somebody else and is not counted here; try again in {left_s:.1f} s"
-            )
-        del self._refused[key]
+    def _check_not_refused(self, key: str, owner: str) -> None:
+        for refused in {(key, ""), (key, owner)}:
+            left_s = self._refused.get(refused, 0.0) - self._clock()
+            if left_s > 0:
+                raise RefusedError(
+                    "busy", f"{key} was given to somebody else and is not counted here; try again in {left_s:.1f} s"
+                )
+            self._refused.pop(refused, None)
 
-    def _refuse(self, key: str) -> None:
+    def _refuse(self, key: str, owner: str) -> None:
         now_s = self._clock()
-        self._refused[key] = now_s + self._config.refuse_s
-        self._refused.move_to_end(key)
+        self._refused[key, owner] = now_s + self._config.refuse_s
+        self._refused.move_to_end((key, owner))
         while self._refused:
             oldest, until_s = next(iter(self._refused.items()))
             if until_s > now_s and len(self._refused) <= self._config.reply_cache_ids:

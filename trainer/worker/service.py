@@ -76,6 +76,8 @@ class StageService:
         keepers: the run's drivers, the keeper of its account among them, as known now: who may have micro-batches
             computed and counted, or refused from now on. Names of micro-batches can be guessed; None: anybody may,
             which is for trusted networks only.
+        keeper: who keeps the account, as known now: who has micro-batches refused whosever they are; each other driver
+            only as its own. None: each driver may.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class StageService:
         config: WorkerConfig,
         batches: bool = False,
         keepers: Callable[[], Collection[PeerId]] | None = None,
+        keeper: Callable[[], PeerId | None] | None = None,
     ) -> None:
         self.status: ServiceStatus = "joining"
         """What is announced; what is let in is decided by `accepts` alone."""
@@ -111,6 +114,7 @@ class StageService:
         self._shared = shared
         self._config = config
         self._keepers = keepers
+        self._keeper = keeper
         self._num_under_way = 0
         self._room = Room(config.max_received_bytes)
         max_batch_size = config.max_batch_size if batches else 1
@@ -277,10 +281,15 @@ class StageService:
         if refuse and self._keepers is not None and request.sender not in self._keepers():
             # Not answered without refusing: whoever asks would take what is not counted for what will not be.
             raise RefusedError("not-a-driver", f"expected a driver that this worker knows, found {request.sender[:12]}")
-        incarnation, counted, undecided = self._replies.counted_among(keys, refuse_from_now=refuse)
+        refused_of = "" if self._keeper is None or request.sender == self._keeper() else request.sender
+        incarnation, counted, undecided = self._replies.counted_among(
+            keys, refuse_from_now=refuse, refused_of=refused_of
+        )
         if undecided:
             await asyncio.wait([asyncio.wrap_future(future) for future in undecided], timeout=_DECIDED_WITHIN_S)
-            incarnation, counted, undecided = self._replies.counted_among(keys, refuse_from_now=refuse)
+            incarnation, counted, undecided = self._replies.counted_among(
+                keys, refuse_from_now=refuse, refused_of=refused_of
+            )
             if undecided:
                 raise RefusedError("busy", f"{len(undecided)} micro-batches are just being counted; ask again")
         mine = tuple(key for key in keys if key in counted)

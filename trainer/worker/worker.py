@@ -54,7 +54,8 @@ class StageWorker:
         clock: seconds; CLOCK_BOOTTIME but in tests.
         on_step: told of each step, in the compute thread.
         on_round: told of each round that has ended, there.
-        keepers: who may have micro-batches refused; see `StageService`.
+        keepers: whose micro-batches are computed and counted; see `StageService`.
+        keeper: who may have any of them refused; see `StageService`.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class StageWorker:
         on_step: Stepped | None = None,
         on_round: Synchronised | None = None,
         keepers: Callable[[], Collection[PeerId]] | None = None,
+        keeper: Callable[[], PeerId | None] | None = None,
     ) -> None:
         self.replica = replica
         self.shared = SharedThrough(num_fragments)
@@ -110,6 +112,7 @@ class StageWorker:
             config=config,
             batches=batches,
             keepers=keepers,
+            keeper=keeper,
         )
 
     def register(self) -> None:

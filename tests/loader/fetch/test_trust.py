@@ -103,11 +103,15 @@ class TestSignature:
         with pytest.raises(LoaderUsageError, match="public-key"):
             open_session(store.url, public_key=tmp_path / "bad.pub")
 
-    def test_without_one_the_loader_says_so_once(
+    def test_without_one_the_loader_says_so_once_and_of_a_folder_of_this_machine_not_at_all(
         self, store: TokenStore, open_session: OpenSession, caplog: pytest.LogCaptureFixture
     ) -> None:
-        for _ in range(3):
-            open_session(store.url)
+        for url in (store.url, store.folder.as_uri()):
+            open_session(url)
+        assert "nothing vouches" not in caplog.text
+        with genesis_serve(store.folder) as server:
+            for _ in range(3):
+                open_session(server.url)
         assert caplog.text.count("nothing vouches for this store") == 1
         assert "data.public_key" in caplog.text, "a run file has no --public-key"
 

@@ -79,6 +79,17 @@ def test_torchtitan_s_form_is_the_newest_by_default_and_a_run_can_begin_with_it(
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+def test_settings_of_its_workers_are_settings_of_an_export_and_of_a_rollback(
+    here: TrainerHere, run_file: Path, tmp_path: Path
+) -> None:
+    moved = (tmp_path / "swarm").rename(tmp_path / "moved")
+    settings = ("--set", f"swarm.checkpoint.directory={moved}")
+    assert "step 20" in here.other("export", "--run", run_file, *settings, tmp_path / "out")
+    said = here.other("rollback", "--run", run_file, *settings, "--at", "1970-01-01T00:25", "--dry-run")
+    assert "3 newer files would be set aside" in said
+    assert "--set: expected --run" in here.other("export", *settings, tmp_path / "none", expect=2)
+
+
 def test_rolled_back_the_newest_is_the_older(here: TrainerHere, run_file: Path, tmp_path: Path) -> None:
     line = ("rollback", "--run", run_file, "--at", "1970-01-01T00:25")
     assert "3 newer files would be set aside" in here.other(*line, "--dry-run")

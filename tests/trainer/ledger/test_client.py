@@ -181,6 +181,50 @@ async def test_a_driver_goes_on_while_the_keeper_is_away_and_says_all_when_it_is
 
 
 @on_event_loop
+async def test_a_driver_holds_ahead_what_it_gets_done_in_two_thirds_of_a_lease(run: Run) -> None:
+    """A driver that is done with 20 in less than 10 s gets 2 in a second: those of 20 s of a lease of 30 s are 40."""
+    config = replace(CONFIG, epochs=100)
+    async with run.keeper(config) as (service, endpoint), run.driver(endpoint.peer, config) as driver:
+        await driver.next()
+        assert (await service.account()).micro_batches.open <= 3 * 2
+        for number in range(1, 20):
+            each = await driver.next()
+            assert each is not None
+            driver.settle(done(each.id, number))
+        async with asyncio.timeout(20):
+            while driver.holdings.num_ahead < 36:
+                await asyncio.sleep(0.02)
+        assert (await service.account()).micro_batches.open <= 40 + 4
+        few = replace(config, max_open=8)
+        async with run.driver(endpoint.peer, few) as other:
+            for number in range(100, 120):
+                each = await other.next()
+                assert each is not None
+                other.settle(done(each.id, number))
+            await asyncio.sleep(0.3)
+            assert other.holdings.num_ahead <= 8 + 2
+
+
+@on_event_loop
+async def test_a_driver_that_waits_for_its_keeper_says_so_again_and_tells_how_long(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("trainer.ledger.client._RETRY_S", 0.02)
+    monkeypatch.setattr("trainer.ledger.client._SAY_AWAY_S", 0.1)
+    reach: list[Peer] = []
+    async with run.driver(reach) as driver:
+        async with asyncio.timeout(20):
+            while caplog.text.count("waiting for the account's keeper, driver-1") < 2:
+                await asyncio.sleep(0.02)
+        assert caplog.text.count("the account's keeper does not answer") == 1
+        assert driver.keeper_away_s > 0.1
+        async with run.keeper() as (_, endpoint):
+            reach.append(endpoint.peer)
+            assert await driver.next() is not None
+            assert driver.keeper_away_s == 0.0
+
+
+@on_event_loop
 async def test_a_lease_that_has_run_out_is_given_up_and_what_was_begun_of_it_may_still_be_settled(run: Run) -> None:
     config = LedgerConfig(unit_rows=8, lease_s=0.3, lease_margin_s=20.0, epochs=1, close_s=0.2)
     reach: list[Peer] = []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -138,6 +140,63 @@ def test_asking_again_with_the_same_token_is_not_asking_for_more(kept: ListedLed
         kept.ledger.lease("two", A, (), 1, 17.0)
 
 
+@pytest.mark.parametrize(("asked", "given"), [(1, 2), (3, 6), (200, 10)])
+def test_a_driver_gets_what_it_asks_for_ahead_and_never_more_than_it_may_hold(asked: int, given: int) -> None:
+    kept = ListedLedger(LedgerConfig(max_open=10))
+    assert len(micro_batches(kept.ledger.lease("one", A, (), asked, 0.0).runs)) == given
+    assert len(micro_batches(kept.ledger.lease("two", B, (), asked, 0.0).runs)) == given
+
+
+@pytest.mark.parametrize("end", [{"epochs": 4}, {"epochs": 0, "max_tokens": 64 * 40}])
+def test_near_the_end_drivers_share_what_is_left_however_much_each_asks_for(end: dict[str, int]) -> None:
+    """64 micro-batches or 72: one driver alone gets half of them ahead, and then the second still gets enough."""
+    config = replace(CONFIG, lease_units=1, epochs=end["epochs"])
+    kept = ListedLedger(config, max_tokens=end.get("max_tokens", 0))
+    one, two = (all_ahead(kept, driver) for driver in ("one", "two"))
+    assert 30 <= one <= 38
+    assert 14 <= two <= 20
+
+
+def all_ahead(kept: ListedLedger, driver: str) -> int:
+    """How many a driver gets that settles nothing."""
+    found = 0
+    with pytest.raises(RefusedError, match="its share"):
+        while True:
+            grant = kept.ledger.lease(driver, hashlib.md5(f"{driver} {found}".encode()).hexdigest(), (), 200, 0.0)
+            found += len(micro_batches(grant.runs))
+    return found
+
+
+def test_while_it_is_not_known_whose_account_it_is_nothing_new_is_leased(kept: ListedLedger) -> None:
+    kept.ledger.leases_nothing = True
+    grant = kept.ledger.lease("one", A, (), 1, 0.0)
+    assert (grant.runs, grant.finished) == ((), False)
+    assert kept.ledger.account().micro_batches.leased == 0
+    kept.ledger.leases_nothing = False
+    assert kept.ledger.lease("one", A, (), 1, 0.0).runs
+
+
+def test_the_versions_that_stages_can_have_follow_from_what_was_noted_and_leased_since(kept: ListedLedger) -> None:
+    """A step of 80 tokens is two micro-batches of 4 rows of 10."""
+    assert kept.ledger.books.highest_version(80) == 0
+    given = micro_batches(kept.ledger.lease("one", A, (), 2, 0.0).runs)
+    assert kept.ledger.books.highest_version(80) is None, "leased by a release that noted nothing"
+    kept.ledger.note_workers(ALIVE, 0.0, 7)
+    assert kept.ledger.books.highest_version(80) == 7 + 2
+    kept.ledger.settle("one", A, [done(each) for each in given[:2]])
+    kept.ledger.note_workers(ALIVE, 1.0, 8)
+    assert kept.ledger.books.highest_version(80) == 8 + 1
+    before = len(kept.records)
+    kept.ledger.note_workers(ALIVE, 2.0, 8)
+    kept.ledger.note_workers(ALIVE, 3.0)
+    assert len(kept.records) == before
+    kept.restart(4.0)
+    assert kept.ledger.books.highest_version(80) == 8 + 1
+    kept.records[:] = [kept.ledger.books.snapshot()]
+    kept.restart(5.0)
+    assert (kept.ledger.books.highest_version(80), kept.ledger.books.noted_version) == (9, 8)
+
+
 def test_a_driver_can_hold_only_so_much() -> None:
     kept = ListedLedger(LedgerConfig(max_open=2))
     kept.ledger.lease("one", A, (), 1, 0.0)
@@ -177,14 +236,30 @@ def test_a_dead_drivers_micro_batches_are_what_the_workers_say(kept: ListedLedge
     assert kept.ledger.account().micro_batches.done == 1
 
 
-def test_what_a_worker_that_vanished_meanwhile_may_have_counted_is_not_given_again(kept: ListedLedger) -> None:
+def test_a_keeper_that_is_back_waits_for_the_leases_of_others_and_not_for_its_own(kept: ListedLedger) -> None:
+    kept.ledger.lease("one", A, (), 1, 0.0)
+    kept.ledger.lease("two", B, (), 1, 0.0)
+    kept.restart(20.0)
+    kept.ledger.release_all("one", 20.0)
+    assert kept.ledger.due(22.0) == (A,)
+    assert set(kept.ledger.due(32.0)) == {A, B}
+
+
+@pytest.mark.parametrize("vanished", STAGES)
+def test_what_a_tail_that_vanished_meanwhile_may_have_counted_is_not_given_again(
+    vanished: str, kept: ListedLedger
+) -> None:
+    """A worker of another stage counts what a tail has counted before, and no tail that is there has."""
     kept.ledger.note_workers(ALIVE, 0.0)
     kept.ledger.lease("one", A, (), 1, 0.0)
+    left = [each for each in ALIVE if each.stage != vanished]
     for now_s in (0.0, 4.0, 8.0):
-        kept.ledger.note_workers(ALIVE[1:], now_s)
+        kept.ledger.note_workers(left, now_s)
     kept.restart(8.0)
-    kept.ledger.resolve(A, report(), 30.0)
-    assert [(each.reason, each.micro_batches) for each in kept.ledger.account().lost] == [("unclear", 2)]
+    kept.ledger.resolve(A, report(answered=[each.incarnation for each in left]), 30.0)
+    account = kept.ledger.account()
+    lost = [(each.reason, each.micro_batches) for each in account.lost]
+    assert (lost, account.waiting) == (([("unclear", 2)], 0) if vanished == "tail" else ([], 2))
 
 
 def test_what_perished_with_a_worker_is_what_it_is_not_known_to_have_shared(kept: ListedLedger) -> None:
@@ -337,9 +412,13 @@ def test_nothing_is_counted_once_writing_has_failed(kept: ListedLedger) -> None:
 def test_what_is_settled_takes_no_memory() -> None:
     kept = ListedLedger(LedgerConfig(epochs=8), shards=(tuple(range(50)),))
     sizes = set()
-    for n in range(8 * 50 * 3 // 25):
+    settled = 0
+    for n in range(8 * 50 * 3):
         given = micro_batches(kept.ledger.lease("one", f"{n:032x}", (), 25, 0.0).runs)
-        kept.ledger.settle("one", f"{n:032x}", [done(each, n * 50 + k) for k, each in enumerate(given, 1)])
+        if not given:
+            break
+        kept.ledger.settle("one", f"{n:032x}", [done(each, settled + k) for k, each in enumerate(given, 1)])
+        settled += len(given)
         sizes.add(len(kept.ledger.books.snapshot().model_dump_json()))
     assert kept.ledger.account().micro_batches.done == 8 * 50 * 6
     assert max(sizes) < 2000

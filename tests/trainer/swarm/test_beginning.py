@@ -23,6 +23,7 @@ strategy: async_sparta
 model: {preset: tiny}
 inner: {seq_len: 32, micro_batch_size: 2}
 threads: 1
+rpc: {host: 127.0.0.1}
 swarm: {num_stages: 2}
 """
 

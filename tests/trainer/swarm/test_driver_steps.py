@@ -16,6 +16,7 @@ from trainer.driver.steps import StepLoss
 from trainer.inner import StepResult, lr_at
 from trainer.node.data import open_session
 from trainer.node.stopping import StopRequest
+from trainer.pipeline.report import StageReport
 from trainer.swarm.driver_node import DriverNode
 from trainer.swarm.last_account import read_last_account
 from trainer.swarm.shape import shape_of, target_tokens_of
@@ -71,7 +72,11 @@ def test_steps_and_their_rate_go_on_where_the_account_is(config: RunConfig) -> N
 def test_what_a_keeper_leaves_is_the_account_behind_its_own_settling(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has leased and there is nobody to send to: in the end nothing is held, all is handed back."""
+    """It has leased and the workers it heard of are gone: in the end nothing is held, all is handed back."""
+    heard_of = [
+        StageReport(uid=f"{stage}.0.40", incarnation="1" * 16, status="serving") for stage in ("head", "body1", "tail")
+    ]
+    monkeypatch.setattr("trainer.swarm.driver_node.DriverNode._reports", lambda _: heard_of)
     monkeypatch.setattr("trainer.swarm.driver_node._FIRST_WORKERS_S", 0.0)
     content = {
         "node_id": "driver-1",

@@ -28,6 +28,7 @@ from trainer.pipeline.report import StageReport
 from trainer.rpc import Endpoint, Identity
 from trainer.swarm.announcing import Presence
 from trainer.swarm.driver_node import DriverNode
+from trainer.swarm.keeper import keeps_account
 from trainer.swarm.shape import DRIVER, SwarmShape, shape_of
 
 
@@ -93,6 +94,29 @@ def test_the_keeper_is_the_first_of_its_name_as_long_as_it_is_there(
         found.append(keeper and keeper.peer_id[0])
     assert found == [None, "b", "b", "b", "c", "c"]
     assert sum("calls itself driver-1 too" in record.message for record in caplog.records) == 2
+
+
+def test_a_keepers_key_is_waited_for_however_long_it_is_away_and_no_name_stands_for_it(
+    config: RunConfig, shape: SwarmShape
+) -> None:
+    ledger = replace(config.swarm.ledger, keeper="b" * 64)
+    known = replace(config, swarm=replace(config.swarm, ledger=ledger))
+    presence = Presence(known, Endpoint(Identity.create(), "r", config.rpc), shape, lambda: Progress(), lambda _: None)
+    keeper = said(shape, "another-name", "b")
+    strangers = (said(shape, "driver-1", "a"), said(shape, "b" * 64, "c"))
+    found = []
+    for announcements in (strangers, (*strangers, keeper), strangers, (keeper,)):
+        presence.hear(announcements)
+        peer = presence.keeper()
+        found.append(peer and peer.peer_id[0])
+    assert found == [None, "b", None, "b"]
+
+
+def test_a_driver_named_like_the_keepers_key_is_not_the_keeper(config: RunConfig) -> None:
+    ledger = replace(config.swarm.ledger, keeper="b" * 64)
+    impostor = replace(config, node_id="b" * 64, swarm=replace(config.swarm, ledger=ledger))
+    assert not keeps_account(impostor, "c" * 64)
+    assert keeps_account(impostor, "b" * 64)
 
 
 def test_a_stranger_is_named_once_while_it_is_there_and_forgotten_with_it(

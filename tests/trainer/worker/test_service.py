@@ -305,6 +305,26 @@ async def test_only_who_may_has_micro_batches_refused_and_others_are_told_so(tai
 
 
 @on_event_loop
+async def test_a_driver_that_is_not_the_keeper_has_only_its_own_refused(tail_input: Tensors) -> None:
+    may: set[str] = set()
+    keeper: list[str] = []
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        tail = await enter(running_worker(TAIL, keepers=lambda: may, keeper=lambda: keeper[0] if keeper else None))
+        driver, impostor = await enter(running_driver()), await enter(running_driver())
+        may |= {driver.endpoint.peer_id, impostor.endpoint.peer_id}
+        for _ in range(2):
+            assert await impostor.applied(tail, KEY, refuse_from_now=True) == ()
+        assert await _reason(impostor.tail(tail, KEY, tail_input)) == "busy"
+        assert (await driver.tail(tail, KEY, tail_input)).body.applied_number == 1
+        assert await driver.applied(tail, "e0.s0.r2", refuse_from_now=True) == ()
+        assert await _reason(driver.tail(tail, "e0.s0.r2", tail_input)) == "busy"
+        keeper.append(impostor.endpoint.peer_id)
+        assert await impostor.applied(tail, "e0.s0.r4", refuse_from_now=True) == ()
+        assert await _reason(driver.tail(tail, "e0.s0.r4", tail_input)) == "busy"
+
+
+@on_event_loop
 async def test_for_strangers_nothing_is_received_computed_or_counted(head_input: Tensors, tail_input: Tensors) -> None:
     hidden = TensorSpec(name="activation", dtype="float32", shape=(64, 512, 16))
     fields = {"micro_batch": KEY, "stage": "tail", "num_rows": 64, "num_positions": 512}
