@@ -23,7 +23,7 @@ class DiscoveryConfig:
     announce_interval_s: float = 10.0
     """Seconds between two announcements of this node."""
     announcement_lifetime_s: float = 60.0
-    """Seconds until an announcement that is not repeated expires; 1 to 3,600."""
+    """Seconds until an announcement that is not repeated expires, of this node and here of any other; 1 to 3,600."""
     poll_interval_s: float = 2.0
     """Seconds between two look-ups (DHT) or two rounds of exchange (static)."""
     request_timeout_s: float = 10.0
@@ -31,7 +31,10 @@ class DiscoveryConfig:
     max_retry_interval_s: float = 30.0
     """Longest pause, in seconds, before an address that does not answer is tried again."""
     max_peers: int = 1024
-    """Most peers remembered; further ones are refused, known ones keep their place."""
+    """Most peers remembered. When there are more, hosts with many of them that are of no use lose some."""
+    allow_private: bool = False
+    """Connect to loopback, private and link-local addresses that others announce. Without it only to those of a kind
+    that an initial peer or this node's own address is of."""
     max_clock_skew_s: float = 120.0
     """How far, in seconds, the clock of a peer may be ahead of ours."""
     dht_host: str = "0.0.0.0"

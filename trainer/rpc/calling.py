@@ -19,7 +19,9 @@ from typing_extensions import Buffer
 from trainer.errors import PeerUnavailableError, RefusedError
 from trainer.rpc.bodies import dump_body, parse_body
 from trainer.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig
+from trainer.rpc.contacts import Contacts
 from trainer.rpc.counters import Counters
+from trainer.rpc.dialing import Dialing
 from trainer.rpc.envelope import SealedFrame
 from trainer.rpc.exchange import CALL_FRAMES, STREAM_FRAMES, Exchange, ExchangeTerms
 from trainer.rpc.failure import Failure
@@ -54,6 +56,7 @@ class _Conversation:
     outgoing: Outgoing
     counters: Counters
     links: Links
+    contacts: Contacts
 
     def open(self, raw: bytes) -> SealedFrame | None:
         """Checks what came back; the first frame that passes also vouches for the peer's certificate."""
@@ -63,6 +66,7 @@ class _Conversation:
             raise self.unbelievable(error) from None
         if frame is not None and frame.head.sequence == 0:
             self.links.confirm(self.peer, self.link, frame.head.sender)
+            self.contacts.answered(frame.head.sender, self.peer.address, frame.head.method)
         return frame
 
     def unbelievable(self, error: RefusedError) -> PeerUnavailableError:
@@ -81,13 +85,16 @@ class Calling:
         config: RpcConfig,
         counters: Counters,
         budget: ByteBudget,
+        dialing: Dialing,
+        contacts: Contacts,
     ) -> None:
         self._identity = identity
         self._run_id = run_id
         self._config = config
         self._counters = counters
         self._budget = budget
-        self._links = Links(config)
+        self._contacts = contacts
+        self._links = Links(config, dialing)
 
     async def close(self) -> None:
         """Ends all exchanges and connections."""
@@ -171,7 +178,9 @@ class Calling:
         exchange = Exchange(terms, "caller", self._identity, expected=expected)
         outgoing = Outgoing(exchange, writer, failure)
         try:
-            yield _Conversation(peer, link, wire, exchange, failure, writer, outgoing, self._counters, self._links)
+            yield _Conversation(
+                peer, link, wire, exchange, failure, writer, outgoing, self._counters, self._links, self._contacts
+            )
         except PeerUnavailableError:
             self._links.failed(peer, link)
             raise

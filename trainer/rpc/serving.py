@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from trainer.errors import PeerUnavailableError, RefusedError, TrainerUsageError
 from trainer.rpc.bodies import dump_body, parse_body
 from trainer.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig
+from trainer.rpc.contacts import Contacts
 from trainer.rpc.counters import Counters
 from trainer.rpc.envelope import SealedFrame, parse_head, verify_head, verify_payload
 from trainer.rpc.exchange import STREAM_FRAMES, Exchange, ExchangeTerms, check_bound
@@ -64,6 +65,7 @@ class Serving:
         config: limits and times.
         counters: of the endpoint.
         budget: bytes of streams read ahead, shared with the calling side.
+        contacts: are told of what was served.
     """
 
     def __init__(
@@ -73,7 +75,9 @@ class Serving:
         config: RpcConfig,
         counters: Counters,
         budget: ByteBudget,
+        contacts: Contacts,
     ) -> None:
+        self._contacts = contacts
         self._identity = identity
         self._run_id = run_id
         self._config = config
@@ -139,6 +143,7 @@ class Serving:
                     incoming = Incoming(wire, exchange.open, self._config.stall_timeout_s, ahead, failure)
                     handler = method.stream_handler(request, Stream(incoming, outgoing))
                     await self._converse(method, handler, incoming, outgoing, failure)
+            self._contacts.served(request.sender, remote_address, method.name)
         finally:
             await writer.close(self._config.max_call_s)
 

@@ -267,20 +267,72 @@ def test_lies_are_dropped_and_counted(announce: Callable[..., bytes]) -> None:
     asyncio.run(scenario())
 
 
-def test_an_announcement_nobody_can_use_harms_nobody(announce: Callable[..., bytes]) -> None:
+def test_an_announcement_nobody_can_use_harms_nobody_and_goes_no_further(announce: Callable[..., bytes]) -> None:
     async def scenario() -> None:
-        async with _node("a") as a:
-            odd = [
-                announce(Identity.create(), address="127.0.0.1:9", certificate_pem="no certificate", node_id="x"),
-                announce(Identity.create(), address="no.such.host.invalid:1", node_id="y"),
-                announce(Identity.create(), address=a.endpoint.address, node_id="z"),
-            ]
-            for record in odd:
-                assert a.discovery._table.offer(record) is not None
-            await asyncio.sleep(0.5)
-            async with _node("b", a.endpoint.address) as b:
-                await _until_known(b, "a", "x", "y", "z")
-                await _until_known(a, "b", "x", "y", "z")
+        async with _node("a") as a, _node("b", a.endpoint.address) as b:
+            await _until_known(b, "a")
+            odd = {
+                "no certificate": "127.0.0.1:4100",
+                "no host": "no.such.host.invalid:4100",
+                "somebody else's": b.endpoint.address,
+                "own": a.endpoint.address,
+                "a service": "127.0.0.1:22",
+                "private": "10.1.2.3:4100",
+            }
+            for name, address in odd.items():
+                identity = Identity.create()
+                record = announce(identity, node_id=name, address=address, certificate_pem="none")
+                liar = Endpoint(identity, "run", RpcConfig(host="127.0.0.1", stop_grace_s=0.1))
+                body = ExchangeRequest(own_bytes=len(record))
+                await liar.call(a.endpoint.peer, EXCHANGE_METHOD, body, ExchangeReply, payload=record, timeout_s=5)
+                await liar.stop()
+            await _until(lambda: a.discovery.refused["unreachable"] == 3, "all were tried")
+            assert a.discovery.refused["address"] == 3
+            async with _node("c", a.endpoint.address) as c:
+                await _until_known(c, "a", "b")
+            assert await b.knows() <= {"a", "c"}
+            assert "unreachable" not in b.discovery.refused
+
+    asyncio.run(scenario())
+
+
+def test_an_address_that_many_announce_gets_one_knock(announce: Callable[..., bytes]) -> None:
+    knocks: list[object] = []
+
+    async def scenario() -> None:
+        def accept(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            knocks.append(writer)
+            writer.close()
+
+        victim = await asyncio.start_server(accept, "127.0.0.1", 0)
+        address = f"127.0.0.1:{victim.sockets[0].getsockname()[1]}"
+        async with _node("a") as a, _node("b", a.endpoint.address) as b:
+            for number in range(20):
+                identity = Identity.create()
+                certificate = (b.endpoint.certificate or b"").decode() if number % 2 else ""
+                record = announce(identity, address=address, node_id=f"s{number}", certificate_pem=certificate)
+                liar = Endpoint(identity, "run", RpcConfig(host="127.0.0.1", stop_grace_s=0.1))
+                body = ExchangeRequest(own_bytes=len(record))
+                await liar.call(a.endpoint.peer, EXCHANGE_METHOD, body, ExchangeReply, payload=record, timeout_s=5)
+                await liar.stop()
+            await _until(lambda: a.discovery.refused["unreachable"] == 20, "all were looked at")
+        victim.close()
+
+    asyncio.run(scenario())
+    assert len(knocks) == 1
+
+
+def test_who_is_announced_for_anothers_address_does_not_keep_that_one_out(announce: Callable[..., bytes]) -> None:
+    async def scenario() -> None:
+        async with _node("a") as a, _node("late") as late:
+            liar = Endpoint(Identity.create(), "run", RpcConfig(host="127.0.0.1", stop_grace_s=0.1))
+            record = announce(liar.identity, address=late.endpoint.address, certificate_pem="x")
+            body = ExchangeRequest(own_bytes=len(record))
+            await liar.call(a.endpoint.peer, EXCHANGE_METHOD, body, ExchangeReply, payload=record, timeout_s=5)
+            await liar.stop()
+            await _until(lambda: a.discovery.refused["unreachable"] == 1, "the liar was tried")
+            async with _node("b", a.endpoint.address, late.endpoint.address):
+                await _until_known(a, "b", "late")
 
     asyncio.run(scenario())
 
