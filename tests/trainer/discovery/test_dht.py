@@ -322,8 +322,6 @@ def test_a_flood_of_announcements_hides_nobody(tmp_path: Path) -> None:
                     await _until_known(looker, "before", "after")
                     await _until_known(after, "before", "looker")
                     await _until_known(before, "looker", "after")
-                    records, _ = await looker.process.get("run.peers", 10.0)
-                    assert 150 < len(records) < 260
 
     asyncio.run(scenario())
 
