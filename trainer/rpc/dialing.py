@@ -11,7 +11,8 @@ address it goes to and not by the identity that is claimed for it:
   contact with this node have a small budget for all their ports together.
 
 What the operator named himself (`guard`) is exempt. The trade-off: a node that was silent when it was first tried waits
-for the end of the pause, 20 s. An endpoint that was not told to guard itself dials what its program names.
+for the end of the pause, 10 s where its host has been in contact and 20 s elsewhere. An endpoint that was not told to
+guard itself dials what its program names.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 _MIN_STRANGERS_PORT = 1024
-_FIRST_PAUSE_S = 20.0
 _PAUSE_GROWTH = 3.0
-_MAX_PAUSE_S = 3600.0
-_MAX_PAUSE_IN_CONTACT_S = 60.0
+_PAUSES_S = (20.0, 3600.0)
+"""The first and the longest."""
+_PAUSES_IN_CONTACT_S = (10.0, 60.0)
 """Of addresses at a host that talks to this node: it can spare itself the calls it brings about."""
 _CONTACT_S = 600.0
 _HOST_BURST = 8.0
@@ -239,8 +240,8 @@ class Dialing:
             )
         if not is_in_contact and not self._takes_token(group, now_s):
             raise DialRefusedError("budget", f"{address} is not dialled now: too many ports of its host were")
-        longest_s = _MAX_PAUSE_IN_CONTACT_S if is_in_contact else _MAX_PAUSE_S
-        pause_s = _FIRST_PAUSE_S if tried is None else min(_PAUSE_GROWTH * tried.pause_s, longest_s)
+        first_s, longest_s = _PAUSES_IN_CONTACT_S if is_in_contact else _PAUSES_S
+        pause_s = first_s if tried is None else min(_PAUSE_GROWTH * tried.pause_s, longest_s)
         _remember(self._tried, where, _Tried(now_s + pause_s, pause_s))
 
     def _takes_token(self, group: str, now_s: float) -> bool:

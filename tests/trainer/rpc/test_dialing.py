@@ -180,7 +180,7 @@ def test_a_host_in_contact_is_tried_once_a_minute_at_least() -> None:
         except DialRefusedError:
             continue
         tries += 1
-    assert tries == 11
+    assert tries == 12
 
 
 def test_where_a_node_answers_there_is_no_limit_until_it_has_been_gone_for_long() -> None:
