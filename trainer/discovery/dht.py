@@ -129,6 +129,10 @@ class DhtDiscovery:
         """See `Discovery.peers`."""
         return tuple(found for found in self._table.announcements() if is_asked_for(found, self._stages))
 
+    def heard(self) -> tuple[Announcement, ...]:
+        """See `Discovery.heard`."""
+        return tuple(known.announcement for known in self._table.heard_of())
+
     def silence(self) -> str:
         """See `Discovery.silence`."""
         seeds = ", ".join(self._config.initial_peers)

@@ -159,7 +159,8 @@ class PeerTable:
         if self._allowed_peers and announcement.peer_id not in self._allowed_peers:
             self.refused["peer"] += 1
             return None
-        if self._objection(announcement.address) and not self._is_caller(announcement, now):
+        is_welcome = self.is_of_use(announcement.peer_id) or self._is_caller(announcement, now)
+        if self._objection(announcement.address) and not is_welcome:
             self.refused["address"] += 1
             return None
         return self._take(KnownPeer(announcement, wire), source, now)
@@ -229,20 +230,23 @@ class PeerTable:
             entry.used_s = now
 
     def unreachable(self, peer_id: str, address: str) -> None:
-        """The node does not answer at the address it announces: it is no longer told of, and forgotten if that was all.
+        """The node does not answer at the address it announces: it is no longer told of, and is forgotten.
 
-        A node that calls this one is kept, though it cannot be reached, where such are kept.
+        Its word is kept where it has been of use, since it may live and only be out of reach, and where it calls this
+        node and such are kept.
         """
         entry = self._entries.get(peer_id)
         if entry is None or entry.known.announcement.address != address:
             return
         self._forget(peer_id)
+        self._answers.pop(peer_id, None)
         self.refused["unreachable"] += 1
         now = self._clock()
-        if not self._is_caller(entry.known.announcement, now):
+        if not (entry.uses or self._is_caller(entry.known.announcement, now)):
             _note(self._dropped, entry.known.wire, None, _MAX_DROPPED)
             return
         entry.contact_s, entry.retry_s = None, now + self._lifetime_s
+        self._forget_expired(now)
         self._make_room_candidate(entry)
         self._entries[peer_id] = entry
         self._verified[entry.known.wire] = peer_id
@@ -260,7 +264,7 @@ class PeerTable:
         return tuple(entry.known for _, entry in sorted(self._entries.items()) if entry.contact_s is not None)
 
     def heard_of(self) -> tuple[KnownPeer, ...]:
-        """The same and the candidates, by peer id."""
+        """The same and the candidates, by peer id: what their nodes say, not whom to connect to."""
         self._forget_expired(self._clock())
         return tuple(entry.known for _, entry in sorted(self._entries.items()))
 
@@ -307,7 +311,7 @@ class PeerTable:
         largest = max(by_source.values())
         pool = [entry for entry in candidates if by_source[entry.source] == largest]
         by_group = Counter(entry.group for entry in pool)
-        self._evict(min(pool, key=lambda entry: (-by_group[entry.group], entry.heard_s)))
+        self._evict(min(pool, key=lambda entry: (entry.uses > 0, -by_group[entry.group], entry.heard_s)))
 
     def _make_room_reached(self, new: _Entry) -> bool:
         """Makes room for a peer that has been reached; whether there is any."""

@@ -102,6 +102,10 @@ class StaticDiscovery:
         """See `Discovery.peers`."""
         return tuple(found for found in self._table.announcements() if is_asked_for(found, self._stages))
 
+    def heard(self) -> tuple[Announcement, ...]:
+        """See `Discovery.heard`."""
+        return tuple(known.announcement for known in self._table.heard_of())
+
     def silence(self) -> str:
         """See `Discovery.silence`."""
         silent = [address for address in self._addresses if self._book.has_failed(address)]

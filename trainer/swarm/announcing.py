@@ -94,10 +94,15 @@ class Presence:
             self._endpoint, self._terms, lambda: self.announcements, self._config.run_id, wait_s=wait_s, stop=stop
         )
 
-    def hear(self, announcements: tuple[Announcement, ...]) -> None:
-        """These are all others there are now."""
+    def hear(self, announcements: tuple[Announcement, ...], words: tuple[Announcement, ...] = ()) -> None:
+        """These are all others there are now.
+
+        Args:
+            announcements: of those that can be reached.
+            words: of all that are heard of.
+        """
         now_s = time.monotonic()
-        self._words = {said.peer_id: self._word(said, now_s) for said in announcements}
+        self._words = {said.peer_id: self._word(said, now_s) for said in (*words, *announcements)}
         self._misfits &= self._words.keys()  # Keys cost nothing, so what is known of them must not pile up.
         self.announcements = announcements
 
@@ -185,7 +190,7 @@ class Presence:
         next_announcement_s = time.monotonic() + interval_s
         while True:
             try:
-                self.hear(await self._discovery.peers())
+                self.hear(await self._discovery.peers(), self._discovery.heard())
                 self._heard(self.announcements)
                 self._unheard.look(len(self.announcements))
                 if time.monotonic() >= next_announcement_s:

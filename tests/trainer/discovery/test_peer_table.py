@@ -152,6 +152,25 @@ def test_who_does_not_answer_is_forgotten_until_it_says_something_newer(
     assert table.offer(announce(other, sent_at=_NOW + 1)) is not None
 
 
+def test_the_word_of_a_peer_of_use_is_kept_though_it_is_out_of_reach(
+    identity: Identity, announce: Callable[..., bytes]
+) -> None:
+    """A driver takes silence for a sign that a worker is gone."""
+    clock = _Clock()
+    table, other = _table(identity, clock), Identity.create()
+    said = _reach(table, announce(other, sent_at=_NOW))
+    assert said is not None
+    table.used(other.peer_id)
+    table.unreachable(other.peer_id, said.address)
+    assert (table.known(), table.announcements(), table.to_reach()) == ((), (), [])
+    clock.now += 30.0
+    newer = table.offer(announce(other, sent_at=clock.now))
+    assert newer is not None
+    assert [known.announcement for known in table.heard_of()] == [newer]
+    clock.now += 31.0
+    assert table.to_reach() == [newer]  # After a lifetime it is tried again.
+
+
 def test_a_caller_that_cannot_be_reached_is_seen_while_it_calls(
     identity: Identity, announce: Callable[..., bytes]
 ) -> None:
