@@ -13,7 +13,7 @@ import re
 from trainer.errors import TrainerUsageError
 from trainer.rpc.config import split_address
 
-__all__ = ["check_node_address", "check_seed_address"]
+__all__ = ["check_node_address", "check_seed_address", "seed_host"]
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
 _SEED = re.compile(
@@ -62,6 +62,11 @@ def check_seed_address(address: str) -> None:
         raise TrainerUsageError(
             f"initial_peers: expected a whole id behind /p2p/, as the seed prints it, found {parts['id'][:80]!r}"
         )
+
+
+def seed_host(address: str) -> str:
+    """The host of a seed's address that has been checked."""
+    return address.split("/")[2]
 
 
 def _is_host(kind: str, host: str) -> bool:

@@ -10,9 +10,19 @@ import logging
 import random
 from collections.abc import Callable
 
-from trainer.discovery.exchange import EXCHANGE_METHOD, ExchangeReply, ExchangeRequest, records_for, unpack_request
+from trainer.discovery.announcement import MAX_WIRE_BYTES, Announcement
+from trainer.discovery.exchange import (
+    EXCHANGE_METHOD,
+    PRESENT_METHOD,
+    ExchangeReply,
+    ExchangeRequest,
+    PresentReply,
+    records_for,
+    unpack_request,
+)
 from trainer.discovery.own_record import OwnRecord
-from trainer.discovery.peer_table import KnownPeer, PeerTable
+from trainer.discovery.peer_table import DIRECT, KnownPeer, PeerTable
+from trainer.discovery.verifying import Verifier
 from trainer.rpc.endpoint import Endpoint
 from trainer.rpc.messages import Reply, Request
 
@@ -28,7 +38,8 @@ class ExchangeAnswers:
         endpoint: this node's.
         table: whom it knows.
         own: what it says of itself.
-        told: is given each newer record that its own node has brought.
+        verifier: reaches whoever is new.
+        told: is given each newer record that its own node has brought to an exchange.
     """
 
     def __init__(
@@ -36,28 +47,45 @@ class ExchangeAnswers:
         endpoint: Endpoint,
         table: PeerTable,
         own: OwnRecord,
+        verifier: Verifier,
         told: Callable[[KnownPeer], None] = lambda _: None,
     ) -> None:
         self._endpoint = endpoint
         self._table = table
         self._own = own
+        self._verifier = verifier
         self._told = told
         self._chance = random.Random(endpoint.peer_id)
 
     def register(self) -> None:
         """Answers from now on; before the endpoint starts, or after."""
         self._endpoint.register(EXCHANGE_METHOD, ExchangeRequest, self._answer, any_recipient=True)
+        self._endpoint.register(PRESENT_METHOD, ExchangeRequest, self._answer_present, max_payload_bytes=MAX_WIRE_BYTES)
 
     async def _answer(self, request: Request[ExchangeRequest]) -> Reply[ExchangeReply]:
         own, has = unpack_request(request.body, bytes(request.payload))
-        news = self._table.offer(own, subkey=request.sender) if own else None
+        news = self._hear(request, own)
         if news is not None:
-            logger.debug("%s… announced itself", request.sender[:16])
             self._told(KnownPeer(news, own))
         body, payload = records_for(request.sender, has, self._all_known(), self._chance)
         return Reply(body, payload)
 
+    async def _answer_present(self, request: Request[ExchangeRequest]) -> Reply[PresentReply]:
+        self._hear(request, unpack_request(request.body, bytes(request.payload))[0])
+        return Reply(PresentReply())
+
+    def _hear(self, request: Request[ExchangeRequest], own: bytes) -> Announcement | None:
+        """Takes what the asker says of itself, if it says anything; what is news of it."""
+        self._table.called(request.sender)
+        if not own:
+            return None
+        news = self._table.offer(own, source=f"{DIRECT}{request.remote_address}", subkey=request.sender)
+        if news is not None:
+            logger.debug("%s… announced itself", request.sender[:16])
+            self._verifier.wake()
+        return news
+
     def _all_known(self) -> list[KnownPeer]:
-        """All that can be told, this node first of all."""
+        """All that others are told of, this node first of all."""
         current = self._own.current()
         return [*([KnownPeer(*current)] if current is not None else []), *self._table.known()]

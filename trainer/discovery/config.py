@@ -23,7 +23,7 @@ class DiscoveryConfig:
     announce_interval_s: float = 10.0
     """Seconds between two announcements of this node."""
     announcement_lifetime_s: float = 60.0
-    """Seconds until an announcement that is not repeated expires; 1 to 3,600."""
+    """Seconds until an announcement that is not repeated expires, of this node and here of any other; 1 to 3,600."""
     poll_interval_s: float = 2.0
     """Seconds between two look-ups (DHT) or two rounds of exchange (static)."""
     request_timeout_s: float = 10.0
@@ -31,7 +31,11 @@ class DiscoveryConfig:
     max_retry_interval_s: float = 30.0
     """Longest pause, in seconds, before an address that does not answer is tried again."""
     max_peers: int = 1024
-    """Most peers remembered; further ones are refused, known ones keep their place."""
+    """Most peers remembered. When there are more, hosts with many of them that are of no use lose some."""
+    allow_private: bool = False
+    """Connect to loopback, private and link-local addresses that others announce, and let names stand for keys: for a
+    cluster or a test where no stranger can come. Without it, this node connects only to addresses of a kind that an
+    initial peer or its own address is of."""
     max_clock_skew_s: float = 120.0
     """How far, in seconds, the clock of a peer may be ahead of ours."""
     dht_host: str = "0.0.0.0"
@@ -40,9 +44,6 @@ class DiscoveryConfig:
     """Port the DHT node listens on; 0 takes a free one."""
     dht_client_mode: bool = False
     """Only ask the DHT, serve nothing: for nodes nobody can reach."""
-    allow_private: bool = False
-    """Private, loopback and link-local addresses may be announced and dialled, and names stand for keys: for a cluster
-    or a test where no stranger can come."""
 
     partition_by_stage: bool = False
     """Workers of a pipeline are filed in the DHT by stage, so that looking for some does not bring all. The same at all

@@ -21,10 +21,12 @@ import contextlib
 import ipaddress
 import logging
 import os
+import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 
+from trainer.discovery.addresses import seed_host
 from trainer.discovery.announcement import Announcement
 from trainer.discovery.answering import ExchangeAnswers
 from trainer.discovery.config import DiscoveryConfig
@@ -32,8 +34,9 @@ from trainer.discovery.dht_client import DhtProcess
 from trainer.discovery.dht_messages import DhtSettings
 from trainer.discovery.own_record import OwnRecord
 from trainer.discovery.partition import StagePartitions, dht_key
-from trainer.discovery.peer_table import KnownPeer, PeerTable
+from trainer.discovery.peer_table import KnownPeer
 from trainer.discovery.protocol import is_asked_for
+from trainer.discovery.verifying import Verifier, open_table
 from trainer.errors import DiscoveryError
 from trainer.pipeline.names import StageUid
 from trainer.rpc.endpoint import Endpoint
@@ -46,6 +49,8 @@ _FIRST_READY_S = 30.0
 """How long the process may take to start before that is said: 3 s to import hivemind, more where others start too."""
 
 _MAX_TO_FILE = 64
+_MAX_NEWS = 512
+"""Most records of one look-up that are verified."""
 
 
 class DhtDiscovery:
@@ -55,6 +60,7 @@ class DhtDiscovery:
         endpoint: this node's; the exchange method is registered on it by `start`.
         config: seeds, intervals, where to listen.
         partitions: how the run's stages are dealt over keys; the default: all under one.
+        keeps_callers: as for `StaticDiscovery`.
     """
 
     def __init__(
@@ -62,6 +68,8 @@ class DhtDiscovery:
         endpoint: Endpoint,
         config: DiscoveryConfig,
         partitions: StagePartitions = StagePartitions(),
+        *,
+        keeps_callers: bool = False,
     ) -> None:
         self.process = DhtProcess(
             DhtSettings(
@@ -76,19 +84,18 @@ class DhtDiscovery:
         self._partitions = partitions
         self._stages: frozenset[str] | None = None
         self._config = config
-        self._table = PeerTable(
-            endpoint.run_id,
-            endpoint.peer_id,
-            max_peers=config.max_peers,
-            max_clock_skew_s=config.max_clock_skew_s,
+        self._table = open_table(
+            endpoint, config, named=map(seed_host, config.initial_peers), keeps_callers=keeps_callers
         )
         self._own = OwnRecord(
             endpoint.identity, repeat_after_s=config.announce_interval_s, lifetime_s=config.announcement_lifetime_s
         )
-        self._answers = ExchangeAnswers(endpoint, self._table, self._own, self._file_later)
+        self._verifier = Verifier(endpoint, self._table, self._own, config.poll_interval_s)
+        self._answers = ExchangeAnswers(endpoint, self._table, self._own, self._verifier, self._file_later)
         self._to_file: dict[str, KnownPeer] = {}
         """By peer id: the newest records of those that told this node of themselves, not filed yet."""
         self._stored = b""
+        self._chance = random.Random(endpoint.peer_id)
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -101,6 +108,7 @@ class DhtDiscovery:
         if self._tasks:
             return
         self._answers.register()
+        self._verifier.start()
         self.process.start()
         what = (self._store, self._look_up, self._store_for_others)
         self._tasks = [asyncio.create_task(self._repeat(each)) for each in what]
@@ -121,6 +129,10 @@ class DhtDiscovery:
         """See `Discovery.peers`."""
         return tuple(found for found in self._table.announcements() if is_asked_for(found, self._stages))
 
+    def heard(self) -> tuple[Announcement, ...]:
+        """See `Discovery.heard`."""
+        return tuple(known.announcement for known in self._table.heard_of())
+
     def silence(self) -> str:
         """See `Discovery.silence`."""
         seeds = ", ".join(self._config.initial_peers)
@@ -134,6 +146,7 @@ class DhtDiscovery:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
+        await self._verifier.close()
         await self.process.close()
 
     async def _repeat(self, what: Callable[[], Awaitable[None]]) -> None:
@@ -208,10 +221,14 @@ class DhtDiscovery:
         records, skipped = await self.process.get(key, self._config.request_timeout_s)
         if skipped:
             self._table.refused["oversized"] += skipped
-        for record in records:
+        # By chance, so that in time all come through, however many there are.
+        new = [it for it in records if self._table.is_new(it.value.encode())]
+        for record in self._chance.sample(new, min(_MAX_NEWS, len(new))):
             news = self._table.offer(record.value.encode(), subkey=record.subkey)
             if news is not None:
                 logger.debug("heard of %s at %s", news.node_id, news.address)
+                self._verifier.wake()
+            await asyncio.sleep(0)  # Each is a signature to verify.
 
 
 def listen_address(host: str, port: int) -> str:

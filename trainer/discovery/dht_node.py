@@ -5,58 +5,74 @@ seed that is not in the routing table is dialled again. So a node starts though 
 comes, and finds a seed again that was restarted with an empty table; joined once, two halves of a run never meet.
 
 Every node of ours, seeds included, stores a record only if `AnnouncementValidator` believes it: nobody can hide a node
-by filing garbage under its id, nor use the seeds to store anything else.
+by filing garbage under its id, nor use the seeds to store anything else. How many of them is `RecordQuotas`' to say.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
+import heapq
 import logging
 import random
 import signal
 import socket
 import tempfile
 import time
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+import hivemind.dht.node
 from hivemind.dht.node import DHTNode
+from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
-from hivemind.p2p import P2P, PeerID
+from hivemind.p2p import P2P, P2PContext, PeerID
+from hivemind.proto import dht_pb2
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.serializer import MSGPackSerializer
 from hivemind.utils.timed_storage import get_dht_time
 
 from trainer.discovery.announcement import AnnouncementRefusedError, verify_announcement
 from trainer.discovery.dht_messages import MAX_RECORDS, MAX_VALUE_BYTES, DhtSettings, Record
+from trainer.discovery.dht_quotas import Place, RecordQuotas
 from trainer.discovery.parent import die_with_parent
 from trainer.discovery.partition import dht_key
 from trainer.errors import DiscoveryError
+from trainer.rpc.remote_address import address_group
 
-__all__ = ["AnnouncementNode", "AnnouncementValidator"]
+__all__ = ["AnnouncementNode", "AnnouncementValidator", "BoundedStorage"]
 
 logger = logging.getLogger(__name__)
 
 _MAX_CLOCK_SKEW_S = 300.0
+_MAX_BELIEVED = 16_384
+_MAX_GONE = 1024
+_SWEEP_INTERVAL_S = 5.0
 
 
 class AnnouncementValidator(RecordValidatorBase):  # type: ignore[misc]
     """Believes a record if it is a signed announcement filed under its own node, run and partition, until it expires.
 
     Expired ones pass: hivemind throws those away itself, and refusing one here refuses the whole answer it came in.
-    At most `max_records` distinct nodes are let in at a time, so that made-up identities do not fill the memory.
+    What was believed once is not verified again: a look-up brings the same records every few seconds.
     """
 
-    def __init__(self, max_records: int = 4 * MAX_RECORDS) -> None:
-        self._max_records = max_records
-        self._admitted: dict[tuple[bytes, bytes], float] = {}
+    def __init__(self) -> None:
+        self._believed: OrderedDict[bytes, None] = OrderedDict()
 
     def validate(self, record: DHTRecord) -> bool:
         """Whether to believe a record, as hivemind asks for each it is told to store or is given."""
+        fields = (record.key, record.subkey, record.value, repr(record.expiration_time).encode())
+        digest = hashlib.sha256(b"".join(len(it).to_bytes(4) + it for it in fields)).digest()
+        if digest in self._believed:
+            return True
         try:
             wire = MSGPackSerializer.loads(record.value)
             subkey = MSGPackSerializer.loads(record.subkey)
@@ -77,16 +93,87 @@ class AnnouncementValidator(RecordValidatorBase):  # type: ignore[misc]
         # Otherwise an old record could be filed again with a later time, and stand before the new one.
         if not abs(record.expiration_time - announcement.expires_at) <= 1e-3:  # NaN is no such time either.
             return False
-        return self._admit((record.key, record.subkey), record.expiration_time)
-
-    def _admit(self, place: tuple[bytes, bytes], expires_at: float) -> bool:
-        if place not in self._admitted and len(self._admitted) >= self._max_records:
-            now = time.time()
-            self._admitted = {known: expiry for known, expiry in self._admitted.items() if expiry > now}
-            if len(self._admitted) >= self._max_records:
-                return False
-        self._admitted[place] = max(expires_at, self._admitted.get(place, 0.0))
+        self._believed[digest] = None
+        if len(self._believed) > _MAX_BELIEVED:
+            self._believed.popitem(last=False)
         return True
+
+
+_filed_by: ContextVar[str] = ContextVar("filed_by", default="")
+"""The host of the DHT node whose request is being served; empty: this one."""
+
+
+class _AttributingProtocol(DHTProtocol):  # type: ignore[misc]
+    """hivemind's protocol, which does not tell its storage who files a record."""
+
+    async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
+        _filed_by.set(await self._host_of(context.remote_id))
+        return await super().rpc_store(request, context)
+
+    async def _host_of(self, peer_id: PeerID) -> str:
+        hosts: dict[PeerID, str] = getattr(self, "_hosts", {})
+        if peer_id not in hosts:
+            hosts = {}
+            for peer in await self.p2p.list_peers():
+                named = [it[kind] for it in peer.addrs for kind in ("ip4", "ip6") if kind in it]
+                hosts[peer.peer_id] = address_group(named[0]) if named else ""
+            self._hosts = hosts
+        return hosts.get(peer_id, str(peer_id))
+
+
+_AttributingProtocol.__name__ = DHTProtocol.__name__  # It is part of the name under which others call.
+
+
+class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
+    """hivemind's storage within quotas.
+
+    Args:
+        quotas: say what is stored.
+    """
+
+    def __init__(self, quotas: RecordQuotas) -> None:
+        super().__init__()
+        self._quotas = quotas
+        self._swept_s = 0.0
+
+    def store_subkey(self, key: DHTID, subkey: Any, value: bytes, expiration_time: float) -> bool:
+        """As hivemind's, if there is room, or some is made."""
+        self._sweep()
+        known = self.get(key)
+        records = known.value if known is not None and isinstance(known.value, DictionaryDHTValue) else None
+        before = None if records is None else records.get(subkey)
+        if (before is not None and before.expiration_time >= expiration_time) or expiration_time < get_dht_time():
+            return False
+        dropped = self._quotas.admit(key.to_bytes(), subkey, len(value), _filed_by.get())
+        if dropped is None:
+            return False
+        self._drop(dropped)
+        return bool(super().store_subkey(key, subkey, value, expiration_time))
+
+    def _sweep(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._swept_s >= _SWEEP_INTERVAL_S:
+            self._swept_s = now_s
+            self._drop(self._quotas.overdue())
+            for known in list(self.data.values()):
+                if isinstance(known.value, DictionaryDHTValue):
+                    _compact(known.value)
+            _compact(self)
+
+    def _drop(self, places: list[Place]) -> None:
+        for key, subkey in places:
+            known = self.data.get(DHTID.from_bytes(key))
+            if known is not None and isinstance(known.value, DictionaryDHTValue):
+                del known.value[subkey]
+                if not known.value.data:
+                    del self[DHTID.from_bytes(key)]
+
+
+def _compact(storage: DictionaryDHTValue | DHTLocalStorage) -> None:
+    """Forgets when records would have expired that are gone: hivemind remembers that until it comes."""
+    if len(storage.expiration_heap) > 2 * len(storage.data) + _MAX_GONE:
+        storage.expiration_heap = list(storage.key_to_heap.values())
+        heapq.heapify(storage.expiration_heap)
 
 
 class AnnouncementNode:
@@ -116,7 +203,7 @@ class AnnouncementNode:
             _make_identity(Path(settings.identity_path))
         if settings.socket_folder:
             P2P._UNIX_SOCKET_PREFIX = f"/unix{settings.socket_folder}/"
-        with _daemon_dies_with_us():
+        with _daemon_dies_with_us(), _protocol_attributes():
             node = await DHTNode.create(
                 host_maddrs=list(settings.listen),
                 announce_maddrs=list(settings.announce) or None,
@@ -133,6 +220,7 @@ class AnnouncementNode:
                 cache_on_store=False,
                 cache_refresh_before_expiry=0,
             )
+        node.protocol.storage = BoundedStorage(RecordQuotas())
         return cls(settings, node)
 
     async def store(self, key: str, subkey: str, value: str, expires_at: float) -> bool:
@@ -145,7 +233,8 @@ class AnnouncementNode:
         if found is None or not isinstance(found.value, dict):
             return (), 0 if found is None else 1
         records: list[Record] = []
-        for subkey, entry in found.value.items():
+        # By chance, so that in time all come through, however many there are.
+        for subkey, entry in random.sample(items := list(found.value.items()), len(items)):
             record = _record(subkey, entry.value)
             if record is not None and len(records) < MAX_RECORDS:
                 records.append(record)
@@ -259,6 +348,16 @@ def _make_identity(path: Path) -> None:
         new = Path(folder) / "key"
         P2P.generate_identity(str(new))
         new.replace(path)
+
+
+@contextmanager
+def _protocol_attributes() -> Iterator[None]:
+    """Has the DHT node made meanwhile speak by `_AttributingProtocol`."""
+    hivemind.dht.node.DHTProtocol = _AttributingProtocol
+    try:
+        yield
+    finally:
+        hivemind.dht.node.DHTProtocol = DHTProtocol
 
 
 @contextmanager

@@ -21,8 +21,10 @@ from trainer.rpc.messages import Message
 
 __all__ = [
     "EXCHANGE_METHOD",
+    "PRESENT_METHOD",
     "ExchangeReply",
     "ExchangeRequest",
+    "PresentReply",
     "pack_request",
     "records_for",
     "split_records",
@@ -30,6 +32,8 @@ __all__ = [
 ]
 
 EXCHANGE_METHOD = "announce/exchange"
+PRESENT_METHOD = "announce/present"
+"""Asks nothing but a signed answer; the request is that of an exchange that knows nobody."""
 _ENTRY = struct.Struct(">32sd")
 _MAX_KNOWN = 16384
 _MAX_RECORDS = 512
@@ -48,6 +52,10 @@ class ExchangeReply(Message):
 
     sizes: Annotated[tuple[Annotated[int, Field(gt=0, le=MAX_WIRE_BYTES)], ...], Field(max_length=_MAX_RECORDS)]
     """Length of each record of the payload."""
+
+
+class PresentReply(Message):
+    """Says that this node is here."""
 
 
 def pack_request(own: bytes, known: Iterable[KnownPeer]) -> tuple[ExchangeRequest, bytes]:

@@ -27,5 +27,5 @@ def open_discovery(endpoint: Endpoint, config: DiscoveryConfig, stages: tuple[st
     """
     if config.uses_dht:
         partitions = StagePartitions(stages, config.num_partitions) if config.partition_by_stage else StagePartitions()
-        return DhtDiscovery(endpoint, config, partitions)
-    return StaticDiscovery(endpoint, config.initial_peers, config)
+        return DhtDiscovery(endpoint, config, partitions, keeps_callers=bool(stages))
+    return StaticDiscovery(endpoint, config.initial_peers, config, keeps_callers=bool(stages))

@@ -49,6 +49,13 @@ class Discovery(Protocol):
         """
         ...
 
+    def heard(self) -> tuple[Announcement, ...]:
+        """What the same and other nodes say of themselves, also those that are not reached (any more), by peer id.
+
+        Signed words, and nothing to connect to: whether a node lives that this one cannot reach, and as which process.
+        """
+        ...
+
     def silence(self) -> str:
         """Why nobody may have been heard of, in words: who of those it was to begin at does not answer.
 

@@ -5,6 +5,8 @@ at which it knows nobody. One reachable address is enough to learn of all; a nod
 certificate tells whom it reaches, and the rest hear of it within log(n) exchanges. What does not answer is tried again
 after pauses that grow to `max_retry_interval_s`. Records are signed: whoever passes one on cannot alter it.
 
+Whoever is heard of is reached before it counts, and before others are told of it (`verifying`).
+
 The trade-off: no node is special, so each spends about 40 bytes a peer and exchange to say what it knows; 64 nodes at
 the default 2 s: 4 kB/s each way.
 """
@@ -24,11 +26,14 @@ from trainer.discovery.answering import ExchangeAnswers
 from trainer.discovery.config import DiscoveryConfig
 from trainer.discovery.exchange import EXCHANGE_METHOD, ExchangeReply, pack_request, split_records
 from trainer.discovery.own_record import OwnRecord
-from trainer.discovery.peer_table import PeerTable
+from trainer.discovery.peer_table import TOLD
 from trainer.discovery.protocol import is_asked_for
+from trainer.discovery.verifying import Verifier, open_table
 from trainer.errors import RpcError, TrainerUsageError
+from trainer.rpc.config import split_address
 from trainer.rpc.endpoint import Endpoint
 from trainer.rpc.messages import Peer
+from trainer.rpc.remote_address import address_group
 
 __all__ = ["StaticDiscovery"]
 
@@ -37,6 +42,8 @@ logger = logging.getLogger(__name__)
 _FANOUT = 3
 """Known nodes asked per poll interval."""
 _MAX_UNDER_WAY = 16
+_MAX_NEWS, _MAX_NEWS_OF_STRANGERS = 512, 64
+"""Most records of one answer that are verified."""
 _REPORT_AFTER_S = 60.0
 """So long an address that was given may be silent: a worker on a busy machine takes half of it to start."""
 
@@ -48,22 +55,21 @@ class StaticDiscovery:
         endpoint: this node's; the exchange method is registered on it by `start`.
         addresses: ``host:port`` of some nodes; this node's own may be among them.
         config: intervals and bounds.
+        keeps_callers: whether nodes that nobody can reach are of use to the run, such as drivers that call workers.
     """
 
-    def __init__(self, endpoint: Endpoint, addresses: Sequence[str], config: DiscoveryConfig) -> None:
+    def __init__(
+        self, endpoint: Endpoint, addresses: Sequence[str], config: DiscoveryConfig, *, keeps_callers: bool = False
+    ) -> None:
         self._endpoint = endpoint
         self._addresses = list(dict.fromkeys(addresses))
         self._config = config
-        self._table = PeerTable(
-            endpoint.run_id,
-            endpoint.identity.peer_id,
-            max_peers=config.max_peers,
-            max_clock_skew_s=config.max_clock_skew_s,
-        )
+        self._table = open_table(endpoint, config, named=self._addresses, keeps_callers=keeps_callers)
         self._own = OwnRecord(
             endpoint.identity, repeat_after_s=config.announce_interval_s, lifetime_s=config.announcement_lifetime_s
         )
-        self._answers = ExchangeAnswers(endpoint, self._table, self._own)
+        self._verifier = Verifier(endpoint, self._table, self._own, config.poll_interval_s)
+        self._answers = ExchangeAnswers(endpoint, self._table, self._own, self._verifier)
         self._book = AddressBook(first_pause_s=config.poll_interval_s, max_pause_s=config.max_retry_interval_s)
         self._chance = random.Random(endpoint.identity.peer_id)
         self._reported: set[str] = set()
@@ -81,6 +87,7 @@ class StaticDiscovery:
         """Begins to answer and to ask; before the endpoint starts, or after."""
         if self._polling is None:
             self._answers.register()
+            self._verifier.start()
             self._polling = asyncio.create_task(self._poll_forever())
 
     async def announce(self, announcement: Announcement) -> None:
@@ -95,6 +102,10 @@ class StaticDiscovery:
         """See `Discovery.peers`."""
         return tuple(found for found in self._table.announcements() if is_asked_for(found, self._stages))
 
+    def heard(self) -> tuple[Announcement, ...]:
+        """See `Discovery.heard`."""
+        return tuple(known.announcement for known in self._table.heard_of())
+
     def silence(self) -> str:
         """See `Discovery.silence`."""
         silent = [address for address in self._addresses if self._book.has_failed(address)]
@@ -106,6 +117,7 @@ class StaticDiscovery:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._verifier.close()
         self._polling = None
 
     async def _poll_forever(self) -> None:
@@ -120,6 +132,7 @@ class StaticDiscovery:
 
     def _targets(self, now: float) -> list[tuple[str, Peer]]:
         """Whom to ask now: listed addresses at which nobody known answers, and a few known nodes."""
+        self._addresses = [it for it in self._addresses if not self._endpoint.dialing.is_own(it)]
         known = {peer.announcement.peer_id: peer.announcement.peer() for peer in self._table.known()}
         answering = {peer.address for peer_id, peer in known.items() if not self._book.has_failed(peer_id)}
         for address in answering:  # Of the list, not asked under that name: what it was before is over.
@@ -135,7 +148,7 @@ class StaticDiscovery:
 
     async def _ask(self, name: str, peer: Peer) -> None:
         current = self._own.current()
-        body, payload = pack_request(current[1] if current is not None else b"", self._table.known())
+        body, payload = pack_request(current[1] if current is not None else b"", self._table.heard_of())
         try:
             reply = await self._endpoint.call(
                 peer, EXCHANGE_METHOD, body, ExchangeReply, payload=payload, timeout_s=self._config.request_timeout_s
@@ -147,12 +160,27 @@ class StaticDiscovery:
         self._book.answered(name)
         self._reported.discard(name)
         if reply.sender == self._endpoint.identity.peer_id:
-            self._addresses.remove(peer.address)  # This node's own address, in a list given to all.
+            # This node's own address by another name, in a list given to all.
+            self._addresses = [it for it in self._addresses if it != peer.address]
             return
+        await self._take(records, peer, reply.sender)
+
+    async def _take(self, records: list[bytes], peer: Peer, sender: str) -> None:
+        """Takes what an answer brought; of a node that has never been of use, only so much that is new at a time."""
+        is_trusted = peer.peer_id is None or self._table.is_of_use(sender)
+        left = _MAX_NEWS if is_trusted else _MAX_NEWS_OF_STRANGERS
+        source = f"{TOLD}{address_group(split_address(peer.address)[0])}"
         for record in records:
-            news = self._table.offer(record)
+            if not self._table.is_new(record):
+                continue
+            if left == 0:
+                break
+            left -= 1
+            news = self._table.offer(record, source=source)
             if news is not None:
                 logger.debug("heard of %s at %s from %s", news.node_id, news.address, peer.address)
+                self._verifier.wake()
+            await asyncio.sleep(0)  # Each is a signature to verify.
 
     def _note_silence(self, name: str, peer: Peer, error: Exception) -> None:
         """Remembers when to try again, and says what there is to say of it.

@@ -20,8 +20,10 @@ from typing_extensions import Buffer
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedError
 from trainer.rpc.bodies import dump_body, parse_body
 from trainer.rpc.boundary import peer_boundary
-from trainer.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig, split_address
+from trainer.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig
+from trainer.rpc.contacts import Contacts
 from trainer.rpc.counters import Counters
+from trainer.rpc.dialing import Dialing
 from trainer.rpc.envelope import SealedFrame
 from trainer.rpc.exchange import CALL_FRAMES, STREAM_FRAMES, Exchange, ExchangeTerms
 from trainer.rpc.failure import Failure
@@ -31,8 +33,7 @@ from trainer.rpc.limits import ByteBudget
 from trainer.rpc.links import Link, Links
 from trainer.rpc.messages import Peer, Reply, peer_name
 from trainer.rpc.outgoing import Outgoing
-from trainer.rpc.remote_address import address_group
-from trainer.rpc.standing import Share, Standing
+from trainer.rpc.standing import Share
 from trainer.rpc.stream import Stream
 from trainer.rpc.wire import ClientWire, read_within
 from trainer.rpc.writer import FrameWriter
@@ -58,7 +59,7 @@ class _Conversation:
     outgoing: Outgoing
     counters: Counters
     links: Links
-    standing: Standing
+    contacts: Contacts
 
     def open(self, raw: bytes) -> SealedFrame | None:
         """Checks what came back; the first frame that passes also vouches for the peer's certificate."""
@@ -68,7 +69,7 @@ class _Conversation:
             raise self.unbelievable(error) from None
         if frame is not None and frame.head.sequence == 0:
             self.links.confirm(self.peer, self.link, frame.head.sender)
-            self.standing.prove(frame.head.sender, address_group(split_address(self.peer.address)[0]))
+            self.contacts.answered(frame.head.sender, self.peer.address, frame.head.method)
         return frame
 
     def unbelievable(self, error: RefusedError) -> PeerUnavailableError:
@@ -95,15 +96,16 @@ class Calling:
         config: RpcConfig,
         counters: Counters,
         budget: ByteBudget,
-        standing: Standing,
+        dialing: Dialing,
+        contacts: Contacts,
     ) -> None:
         self._identity = identity
         self._run_id = run_id
         self._config = config
         self._counters = counters
         self._budget = budget
-        self._standing = standing
-        self._links = Links(config)
+        self._contacts = contacts
+        self._links = Links(config, dialing)
 
     async def close(self) -> None:
         """Ends all exchanges and connections."""
@@ -189,7 +191,7 @@ class Calling:
         outgoing = Outgoing(exchange, writer, failure)
         try:
             yield _Conversation(
-                peer, link, wire, exchange, failure, writer, outgoing, self._counters, self._links, self._standing
+                peer, link, wire, exchange, failure, writer, outgoing, self._counters, self._links, self._contacts
             )
         except PeerUnavailableError:
             self._links.failed(peer, link)

@@ -30,7 +30,9 @@ from trainer.rpc.accepted_sockets import AcceptedSockets
 from trainer.rpc.calling import Calling
 from trainer.rpc.certificates import certificate_digest, make_certificate
 from trainer.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig, has_port
+from trainer.rpc.contacts import Contacts
 from trainer.rpc.counters import Counters
+from trainer.rpc.dialing import Dialing
 from trainer.rpc.identity import Identity
 from trainer.rpc.limits import ByteBudget
 from trainer.rpc.links import METHOD_PATH, channel_options
@@ -74,9 +76,15 @@ class Endpoint:
         self._config = config
         self.counters = Counters()
         budget = ByteBudget(config.max_queued_bytes, config.max_queued_bytes_per_peer)
+        self.contacts = Contacts()
+        """Tells who has answered, and who was served."""
+        self.dialing = Dialing(config, identity.peer_id)
+        """Judges where to connect."""
+        self.contacts.when_served.append(lambda _peer_id, host, _method: self.dialing.in_contact(host))
         standing = Standing()
-        self._serving = Serving(identity, run_id, config, self.counters, budget, standing)
-        self._calling = Calling(identity, run_id, config, self.counters, budget, standing)
+        self.contacts.when_answered.append(standing.answered)
+        self._serving = Serving(identity, run_id, config, self.counters, budget, standing, self.contacts)
+        self._calling = Calling(identity, run_id, config, self.counters, budget, self.dialing, self.contacts)
         self._server: aio.Server | None = None
         self._guard: asyncio.Task[None] | None = None
         self._port = 0
@@ -96,6 +104,11 @@ class Endpoint:
     def run_id(self) -> str:
         """The run it takes part in."""
         return self._run_id
+
+    @property
+    def allowed_peers(self) -> frozenset[PeerId]:
+        """Who may call; empty: anyone."""
+        return frozenset(self._config.allowed_peers)
 
     @property
     def certificate(self) -> bytes | None:
@@ -180,6 +193,7 @@ class Endpoint:
         service, _, name = METHOD_PATH.lstrip("/").partition("/")
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {name: handler}),))
         self._port = self._listen(server)
+        self.dialing.listening_at(self.address, self._port)
         await server.start()
         self._server = server
         self._guard = asyncio.create_task(self._serving.guard(self._port), name="genesis-rpc-guard")

@@ -7,8 +7,19 @@ an IPv4 address is one host, and so is an IPv6 /64, the least that a provider ha
 from __future__ import annotations
 
 import ipaddress
+from typing import Literal, TypeAlias
 
-__all__ = ["address_group", "group_of_grpc_peer", "grpc_peer_of_socket", "is_private_host"]
+__all__ = [
+    "HostKind",
+    "address_group",
+    "group_of_grpc_peer",
+    "grpc_peer_of_socket",
+    "host_kind",
+    "is_private_host",
+]
+
+HostKind: TypeAlias = Literal["public", "private", "loopback", "link-local", "unusable"]
+"""``unusable`` is no host's own address: multicast, unspecified, reserved."""
 
 _IPV6_PREFIX_BITS = 64
 _LOCAL_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback")
@@ -67,3 +78,20 @@ def is_private_host(host: str) -> bool:
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     judged = mapped or address
     return not judged.is_global or judged.is_multicast
+
+
+def host_kind(host: str) -> HostKind | None:
+    """What kind of address this is; None: a name, whose kind is that of the address it resolves to."""
+    try:
+        address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
+    except ValueError:
+        return None
+    if isinstance(address, ipaddress.IPv6Address):
+        address = address.ipv4_mapped or address
+    if address.is_loopback:
+        return "loopback"
+    if address.is_link_local:
+        return "link-local"
+    if address.is_multicast or address.is_unspecified or address.is_reserved:
+        return "unusable"
+    return "public" if address.is_global else "private"

@@ -27,6 +27,7 @@ from trainer.rpc.bodies import dump_body, parse_body
 from trainer.rpc.boundary import peer_boundary
 from trainer.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig
 from trainer.rpc.connections import Connection, Connections
+from trainer.rpc.contacts import Contacts
 from trainer.rpc.counters import Counters
 from trainer.rpc.envelope import SealedFrame, parse_head, verify_head, verify_payload
 from trainer.rpc.exchange import STREAM_FRAMES, Exchange, ExchangeTerms, check_bound
@@ -77,6 +78,7 @@ class Serving:
         counters: of the endpoint.
         budget: bytes of streams read ahead, shared with the calling side.
         standing: which peers are proven, shared with the calling side.
+        contacts: are told of what was served.
     """
 
     def __init__(
@@ -87,7 +89,9 @@ class Serving:
         counters: Counters,
         budget: ByteBudget,
         standing: Standing,
+        contacts: Contacts,
     ) -> None:
+        self._contacts = contacts
         self._identity = identity
         self._run_id = run_id
         self._config = config
@@ -179,6 +183,7 @@ class Serving:
             wire.who = peer_name(sender, connection.grpc_peer)
             await self._handle(served, method, terms, frame, share)
             self._connections.ended_well(connection, sender)
+            self._contacts.served(sender, connection.address, method.name)
         finally:
             try:
                 cut = partial(self._connections.cut, connection, "it takes nothing")

@@ -14,7 +14,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from trainer.rpc.config import split_address
 from trainer.rpc.messages import PeerId
+from trainer.rpc.remote_address import address_group
 
 __all__ = ["KEPT_S", "MAX_PER_ADDRESS", "MAX_PROVEN", "MIN_GOOD_CALLS", "MIN_TENURE_S", "Share", "Standing"]
 
@@ -23,6 +25,7 @@ MIN_TENURE_S = 30.0
 KEPT_S = 600.0
 MAX_PER_ADDRESS = 64
 MAX_PROVEN = 1024
+_DISCOVERY_METHODS = "announce/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,19 @@ class Standing:
             address, _ = self._proven[peer_id]
         self._proven[peer_id] = (address, self._now())
         self._proven.move_to_end(peer_id)
+
+    def answered(self, peer_id: PeerId, address: str, method: str) -> None:
+        """Proves a peer by its answer to a call of this node.
+
+        An answer to peer exchange proves nothing: discovery calls whoever announces itself.
+
+        Args:
+            peer_id: who answered.
+            address: ``host:port`` that was called.
+            method: what it was asked.
+        """
+        if not method.startswith(_DISCOVERY_METHODS):
+            self.prove(peer_id, address_group(split_address(address)[0]))
 
     def disprove(self, peer_id: PeerId) -> None:
         """Takes the share of its own away."""

@@ -103,10 +103,15 @@ class Presence:
         await self._fit.go_on()
         await asyncio.Event().wait()
 
-    def hear(self, announcements: tuple[Announcement, ...]) -> None:
-        """These are all others there are now."""
+    def hear(self, announcements: tuple[Announcement, ...], words: tuple[Announcement, ...] = ()) -> None:
+        """These are all others there are now.
+
+        Args:
+            announcements: of those that can be reached.
+            words: of all that are heard of.
+        """
         now_s = time.monotonic()
-        self._words = {said.peer_id: self._word(said, now_s) for said in announcements}
+        self._words = {said.peer_id: self._word(said, now_s) for said in (*words, *announcements)}
         self._misfits &= self._words.keys()  # Keys cost nothing, so what is known of them must not pile up.
         self.announcements = announcements
 
@@ -179,7 +184,7 @@ class Presence:
         next_announcement_s = time.monotonic() + interval_s
         while True:
             try:
-                self.hear(await self._discovery.peers())
+                self.hear(await self._discovery.peers(), self._discovery.heard())
                 self._heard(self.announcements)
                 self._unheard.look(len(self.announcements))
                 if time.monotonic() >= next_announcement_s:

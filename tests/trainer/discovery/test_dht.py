@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -20,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.dht_processes import descendants, wait_until_gone
-from trainer.discovery.announcement import Announcement
+from trainer.discovery.announcement import Announcement, sign_announcement
 from trainer.discovery.config import DiscoveryConfig
 from trainer.discovery.dht import DhtDiscovery
 from trainer.discovery.dht_client import DhtProcess
@@ -79,10 +80,11 @@ async def _discovery(
 ) -> AsyncIterator[DhtDiscovery]:
     """A node; with ``uid`` a worker of a run of four stages, all nodes of which are filed by stage.
 
-    With an ``endpoint``, started already, it can be asked too; else it is known by the DHT only.
+    With an ``endpoint``, started already, others can be told its address beforehand.
     """
-    said_at = endpoint
-    endpoint = endpoint or _endpoint(identity)
+    own = None if endpoint is not None else _endpoint(identity)
+    endpoint = endpoint or own
+    assert endpoint is not None
     config = DiscoveryConfig(
         initial_peers=seeds,
         dht_host="127.0.0.1",
@@ -93,11 +95,15 @@ async def _discovery(
     )
     discovery = DhtDiscovery(endpoint, config, StagePartitions(_STAGES) if uid else StagePartitions())
     try:
+        if own is not None:
+            await own.start()
         await discovery.start()
-        await discovery.announce(_said(endpoint.identity, name, uid, said_at))
+        await discovery.announce(_said(endpoint.identity, name, uid, endpoint))
         yield discovery
     finally:
         await discovery.close()
+        if own is not None:
+            await own.stop()
 
 
 def _endpoint(identity: Identity | None = None) -> Endpoint:
@@ -271,6 +277,51 @@ def test_who_knows_a_node_and_no_seed_finds_all_and_is_found_by_all(tmp_path: Pa
                     await _until_known(head, "driver")
                 finally:
                     await newcomer.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_flood_of_announcements_hides_nobody(tmp_path: Path) -> None:
+    """More than an answer to a look-up can carry, good for an hour; a node that was there, and one that comes then."""
+    seconds, count = 3000.0, 400
+    members = tuple(f"{number:064x}" for number in range(64))
+    shards = tuple(range(10**15, 10**15 + 256))
+
+    async def scenario() -> None:
+        async with (
+            _process(identity_path=tmp_path / "seed.id") as seed,
+            _discovery("before", (await seed.status(5.0)).addresses[0]) as before,
+            _discovery("looker", (await seed.status(5.0)).addresses[0]) as looker,
+        ):
+            [address] = (await seed.status(5.0)).addresses
+            await _until_known(looker, "before")
+            await asyncio.sleep(2.5)  # It has renewed its announcement.
+            async with _process(address) as attacker:
+                await _until_joined(attacker)
+
+                async def file(number: int) -> None:
+                    sybil = Identity.create()
+                    said = Announcement(
+                        peer_id=sybil.peer_id,
+                        node_id=f"sybil {number}",
+                        run_id="run",
+                        address=f"127.0.0.1:{20_000 + number}",
+                        certificate_pem="x" * 4096,
+                        last_round_members=members,
+                        shards=shards,
+                    ).stamped(time.time(), seconds)
+                    wire = sign_announcement(said, sybil).decode()
+                    with contextlib.suppress(DiscoveryError):
+                        await attacker.store("run.peers", sybil.peer_id, wire, said.expires_at, 20.0)
+
+                for start in range(0, count, 50):
+                    await asyncio.gather(*map(file, range(start, start + 50)))
+                async with _discovery("after", address) as after:
+                    await _until_known(looker, "before", "after")
+                    await _until_known(after, "before", "looker")
+                    await _until_known(before, "looker", "after")
 
     asyncio.run(scenario())
 

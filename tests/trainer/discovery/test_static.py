@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 import pytest
 
 from trainer.discovery.announcement import Announcement
 from trainer.discovery.config import DiscoveryConfig
-from trainer.discovery.exchange import EXCHANGE_METHOD, ExchangeReply, ExchangeRequest
+from trainer.discovery.exchange import (
+    EXCHANGE_METHOD,
+    PRESENT_METHOD,
+    ExchangeReply,
+    ExchangeRequest,
+    PresentReply,
+)
 from trainer.discovery.static import StaticDiscovery
 from trainer.errors import RefusedError
 from trainer.rpc.config import RpcConfig
 from trainer.rpc.endpoint import Endpoint
 from trainer.rpc.identity import Identity
-from trainer.rpc.messages import Peer
+from trainer.rpc.messages import Peer, Reply, Request
 
 _QUICK = DiscoveryConfig(
     poll_interval_s=0.1,
@@ -41,12 +48,18 @@ class _Node:
 
 @asynccontextmanager
 async def _node(
-    name: str, *addresses: str, identity: Identity | None = None, port: int = 0, run_id: str = "run", tls: bool = True
+    name: str,
+    *addresses: str,
+    identity: Identity | None = None,
+    port: int = 0,
+    run_id: str = "run",
+    tls: bool = True,
+    config: DiscoveryConfig = _QUICK,
 ) -> AsyncIterator[_Node]:
     identity = identity or Identity.create()
     endpoint = Endpoint(identity, run_id, RpcConfig(host="127.0.0.1", port=port, tls=tls, stop_grace_s=0.1))
     await endpoint.start()
-    discovery = StaticDiscovery(endpoint, addresses, _QUICK)
+    discovery = StaticDiscovery(endpoint, addresses, config)
     try:
         await discovery.start()
         certificate = (endpoint.certificate or b"").decode()
@@ -267,20 +280,128 @@ def test_lies_are_dropped_and_counted(announce: Callable[..., bytes]) -> None:
     asyncio.run(scenario())
 
 
-def test_an_announcement_nobody_can_use_harms_nobody(announce: Callable[..., bytes]) -> None:
+def test_an_announcement_nobody_can_use_harms_nobody_and_goes_no_further(announce: Callable[..., bytes]) -> None:
     async def scenario() -> None:
-        async with _node("a") as a:
-            odd = [
-                announce(Identity.create(), address="127.0.0.1:9", certificate_pem="no certificate", node_id="x"),
-                announce(Identity.create(), address="no.such.host.invalid:1", node_id="y"),
-                announce(Identity.create(), address=a.endpoint.address, node_id="z"),
-            ]
-            for record in odd:
-                assert a.discovery._table.offer(record) is not None
-            await asyncio.sleep(0.5)
-            async with _node("b", a.endpoint.address) as b:
-                await _until_known(b, "a", "x", "y", "z")
-                await _until_known(a, "b", "x", "y", "z")
+        async with _node("a") as a, _node("b", a.endpoint.address) as b:
+            await _until_known(b, "a")
+            odd = {
+                "no certificate": "127.0.0.1:4100",
+                "no host": "no.such.host.invalid:4100",
+                "somebody else's": b.endpoint.address,
+                "own": a.endpoint.address,
+                "a service": "127.0.0.1:22",
+                "private": "10.1.2.3:4100",
+            }
+            for name, address in odd.items():
+                identity = Identity.create()
+                record = announce(identity, node_id=name, address=address, certificate_pem="none")
+                liar = Endpoint(identity, "run", RpcConfig(host="127.0.0.1", stop_grace_s=0.1))
+                body = ExchangeRequest(own_bytes=len(record))
+                await liar.call(a.endpoint.peer, EXCHANGE_METHOD, body, ExchangeReply, payload=record, timeout_s=5)
+                await liar.stop()
+            await _until(lambda: a.discovery.refused["unreachable"] == 3, "all were tried")
+            assert a.discovery.refused["address"] == 3
+            async with _node("c", a.endpoint.address) as c:
+                await _until_known(c, "a", "b")
+            assert await b.knows() <= {"a", "c"}
+            assert "unreachable" not in b.discovery.refused
+
+    asyncio.run(scenario())
+
+
+def test_an_address_that_many_announce_gets_one_knock(announce: Callable[..., bytes]) -> None:
+    knocks: list[object] = []
+
+    async def scenario() -> None:
+        def accept(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            knocks.append(writer)
+            writer.close()
+
+        victim = await asyncio.start_server(accept, "127.0.0.1", 0)
+        address = f"127.0.0.1:{victim.sockets[0].getsockname()[1]}"
+        async with _node("a") as a, _node("b", a.endpoint.address) as b:
+            for number in range(20):
+                identity = Identity.create()
+                certificate = (b.endpoint.certificate or b"").decode() if number % 2 else ""
+                record = announce(identity, address=address, node_id=f"s{number}", certificate_pem=certificate)
+                liar = Endpoint(identity, "run", RpcConfig(host="127.0.0.1", stop_grace_s=0.1))
+                body = ExchangeRequest(own_bytes=len(record))
+                await liar.call(a.endpoint.peer, EXCHANGE_METHOD, body, ExchangeReply, payload=record, timeout_s=5)
+                await liar.stop()
+            await _until(lambda: a.discovery.refused["unreachable"] == 20, "all were looked at")
+        victim.close()
+
+    asyncio.run(scenario())
+    assert len(knocks) == 1
+
+
+def test_sybils_neither_push_out_nor_keep_out_nor_get_about(announce: Callable[..., bytes]) -> None:
+    """Three times as many as the table holds: dead ones, and real nodes that tell of further dead ones."""
+    small = dataclasses.replace(_QUICK, max_peers=8, announcement_lifetime_s=20.0)
+
+    async def scenario() -> None:
+        async with (
+            _node("a", config=small) as a,
+            _node("b", a.endpoint.address, config=small) as b,
+            AsyncExitStack() as stack,
+        ):
+            await _until_known(a, "b")
+            await _until_known(b, "a")
+            a.discovery._table.used(b.endpoint.peer_id)
+            b.discovery._table.used(a.endpoint.peer_id)
+            dead = [announce(Identity.create(), address=f"127.0.0.1:{20_000 + it}", node_id="dead") for it in range(24)]
+            for number in range(24):
+                liar = Endpoint(Identity.create(), "run", RpcConfig(host="127.0.0.1", stop_grace_s=0.1))
+                stack.push_async_callback(liar.stop)
+                if number % 2:
+                    await _pretend(liar, dead)
+                address = liar.address if number % 2 else f"127.0.0.1:{21_000 + number}"
+                record = announce(liar.identity, address=address, lifetime_s=3600.0, node_id="sybil")
+                body = ExchangeRequest(own_bytes=len(record))
+                await liar.call(a.endpoint.peer, EXCHANGE_METHOD, body, ExchangeReply, payload=record, timeout_s=5)
+            await _until(lambda: a.discovery.refused["full"] >= 4, "the table is contested")
+            assert "b" in await a.knows() <= {"b", "sybil"}
+            async with _node("c", a.endpoint.address, config=small) as c:
+                await _until(lambda: _has(a, "c"), "a knows c")
+                a.discovery._table.used(c.endpoint.peer_id)
+                await _until(lambda: _has(b, "c"), "b knows c")
+                await _until(lambda: _has(c, "b"), "c knows b")
+                for node in (a, b, c):
+                    assert "dead" not in await node.knows()
+                    assert len(await node.discovery.peers()) <= 8
+
+    asyncio.run(scenario())
+
+
+async def _has(node: _Node, name: str) -> bool:
+    return name in await node.knows()
+
+
+async def _pretend(endpoint: Endpoint, told: list[bytes]) -> None:
+    """Answers what discovery asks, and passes on ``told``."""
+
+    async def exchange(_: Request[ExchangeRequest]) -> Reply[ExchangeReply]:
+        return Reply(ExchangeReply(sizes=tuple(map(len, told))), b"".join(told))
+
+    async def present(_: Request[ExchangeRequest]) -> Reply[PresentReply]:
+        return Reply(PresentReply())
+
+    endpoint.register(EXCHANGE_METHOD, ExchangeRequest, exchange, any_recipient=True)
+    endpoint.register(PRESENT_METHOD, ExchangeRequest, present)
+    await endpoint.start()
+
+
+def test_who_is_announced_for_anothers_address_does_not_keep_that_one_out(announce: Callable[..., bytes]) -> None:
+    async def scenario() -> None:
+        async with _node("a") as a, _node("late") as late:
+            liar = Endpoint(Identity.create(), "run", RpcConfig(host="127.0.0.1", stop_grace_s=0.1))
+            record = announce(liar.identity, address=late.endpoint.address, certificate_pem="x")
+            body = ExchangeRequest(own_bytes=len(record))
+            await liar.call(a.endpoint.peer, EXCHANGE_METHOD, body, ExchangeReply, payload=record, timeout_s=5)
+            await liar.stop()
+            await _until(lambda: a.discovery.refused["unreachable"] == 1, "the liar was tried")
+            async with _node("b", a.endpoint.address, late.endpoint.address):
+                await _until_known(a, "b", "late")
 
     asyncio.run(scenario())
 

@@ -1,0 +1,128 @@
+"""A thousand identities that announce themselves to all nodes, for an hour each, as drivers and workers of the run.
+
+Most name a port where nobody listens. Some are real nodes, which answer whatever discovery asks and pass on all others.
+All announce the terms of the run, which they have read in announcements of its nodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from pathlib import Path
+
+from tests.support.attacks.target import Target
+from trainer.config import RunConfig, from_mapping, read_yaml
+from trainer.discovery.announcement import Announcement, sign_announcement
+from trainer.discovery.exchange import (
+    EXCHANGE_METHOD,
+    PRESENT_METHOD,
+    ExchangeReply,
+    ExchangeRequest,
+    PresentReply,
+    pack_request,
+    split_records,
+)
+from trainer.errors import RpcError
+from trainer.pipeline.report import StageReport
+from trainer.rpc import Endpoint, Identity, Reply, Request, RpcConfig
+
+__all__ = ["attack"]
+
+_NUM_DEAD = 1040
+_NUM_LISTENING = 24
+_LIFETIME_S = 3600.0
+_RECORDS_PER_ANSWER = 256
+
+
+async def attack(target: Target) -> None:
+    """Announces all of them at every node, over and over."""
+    chance = random.Random(target.seed)
+    run_id = from_mapping(RunConfig, read_yaml(Path(target.run_file))).run_id
+    dead = [Identity.create() for _ in range(_NUM_DEAD)]
+    ports = chance.sample(range(20_000, 30_000), _NUM_DEAD)
+    addresses = {it.peer_id: f"{target.source_host}:{port}" for it, port in zip(dead, ports, strict=True)}
+    records: dict[str, bytes] = {}
+    rpc = RpcConfig(host=target.source_host, stop_grace_s=0.1)
+    listening = [await _listening(run_id, rpc, records, chance) for _ in range(_NUM_LISTENING)]
+    speakers: list[Endpoint | Identity] = [*listening, *dead]
+    terms = await _terms(target, listening[0])
+    until_s = time.monotonic() + target.seconds
+    counts = {"announced": 0, "refused": 0}
+
+    async def announce(endpoint: Endpoint, address: str, name: str) -> None:
+        wire = sign_announcement(_said(endpoint, run_id, address, terms), endpoint.identity)
+        records[endpoint.peer_id] = wire
+        body, payload = pack_request(wire, [])
+        try:
+            await endpoint.call(target.peer(name), EXCHANGE_METHOD, body, ExchangeReply, payload=payload, timeout_s=5.0)
+            counts["announced"] += 1
+        except RpcError:
+            counts["refused"] += 1
+
+    async def speak(own: list[Endpoint | Identity]) -> None:
+        while True:
+            for speaker in own:
+                if time.monotonic() > until_s:
+                    return
+                name = chance.choice(list(target.addresses))
+                if isinstance(speaker, Endpoint):
+                    await announce(speaker, speaker.address, name)
+                else:
+                    endpoint = Endpoint(speaker, run_id, rpc)
+                    await announce(endpoint, addresses[speaker.peer_id], name)
+                    await endpoint.stop()
+
+    try:
+        await asyncio.gather(*(speak(speakers[start::16]) for start in range(16)))
+    finally:
+        await asyncio.gather(*(endpoint.stop() for endpoint in listening))
+    print(json.dumps(counts))  # noqa: T201
+
+
+async def _listening(run_id: str, rpc: RpcConfig, records: dict[str, bytes], chance: random.Random) -> Endpoint:
+    """A node that is there, and tells whoever asks of all the others."""
+    endpoint = Endpoint(Identity.create(), run_id, rpc)
+
+    async def exchange(_: Request[ExchangeRequest]) -> Reply[ExchangeReply]:
+        told = chance.sample(list(records.values()), min(_RECORDS_PER_ANSWER, len(records)))
+        return Reply(ExchangeReply(sizes=tuple(map(len, told))), b"".join(told))
+
+    async def present(_: Request[ExchangeRequest]) -> Reply[PresentReply]:
+        return Reply(PresentReply())
+
+    endpoint.register(EXCHANGE_METHOD, ExchangeRequest, exchange, any_recipient=True)
+    endpoint.register(PRESENT_METHOD, ExchangeRequest, present, any_recipient=True)
+    await endpoint.start()
+    return endpoint
+
+
+async def _terms(target: Target, endpoint: Endpoint) -> dict[bool, str]:
+    """Digests of the terms that a worker of the body announces (True) and a driver (False)."""
+    found: dict[bool, str] = {}
+    for name in target.addresses:
+        body, payload = pack_request(b"", [])
+        reply = await endpoint.call(
+            target.peer(name), EXCHANGE_METHOD, body, ExchangeReply, payload=payload, timeout_s=5.0
+        )
+        for record in split_records(reply.body, bytes(reply.payload)):
+            said = json.loads(record)["announcement"]
+            uid = said["stage"]["uid"] if "stage" in said else ""
+            if uid.startswith("body1.") or not uid:
+                found[bool(uid)] = said["terms_digest"]
+    return found
+
+
+def _said(endpoint: Endpoint, run_id: str, address: str, terms: dict[bool, str]) -> Announcement:
+    number = int(endpoint.peer_id[:6], 16)
+    stage = StageReport(uid=f"body1.0.{32 + number % 9000}", incarnation="0" * 16, status="serving")
+    return Announcement(
+        peer_id=endpoint.peer_id,
+        node_id=f"sybil-{number}",
+        run_id=run_id,
+        address=address,
+        certificate_pem=(endpoint.certificate or b"").decode(),
+        terms_digest=terms[bool(number % 2)],
+        stage=stage if number % 2 else None,
+    ).stamped(time.time(), _LIFETIME_S)
