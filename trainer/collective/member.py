@@ -313,7 +313,7 @@ class RoundMember:
         own = {reduction.task.key: reduction for reduction in self._reductions}
         dropped: dict[str, str] = {}
         for reduction in self._reductions:
-            dropped |= reduction.dropped
+            dropped |= reduction.odd | reduction.dropped
         sums = [reduction.sums for reduction in self._reductions if reduction.sums is not None]
         first = agreement.peer_ids.index(agreement.coordinator) if agreement.coordinator in agreement.peer_ids else 0
         for term in range(len(agreement.members)):
