@@ -20,7 +20,7 @@ from trainer.collective.checking import check_agreement, check_plan
 from trainer.collective.config import CollectiveConfig
 from trainer.collective.directory import Directory
 from trainer.collective.exchange import Exchange
-from trainer.collective.findings import add_sums, weights_of
+from trainer.collective.findings import add_sums, measured_of, weights_of
 from trainer.collective.messages import (
     MAX_MEMBERS,
     Agreement,
@@ -366,6 +366,7 @@ class RoundMember:
 
     def _report(self, agreement: Agreement, commit: Commit) -> RoundReport:
         decision = self._rule_decision
+        own_sums = [reduction.sums for reduction in self._reductions if reduction.sums is not None]
         effective = effective_rule(len(agreement.members), self._setting.rule)
         left_out = {why.peer_id: why.reason for why in commit.dropped}
         for peer_id in agreement.peer_ids:
@@ -383,5 +384,6 @@ class RoundMember:
             num_passes=commit.plan.pass_index + 1,
             weights=tuple(member.weight for member in agreement.members if member.peer_id in commit.members),
             validation=tuple((why.peer_id, why.reason) for why in commit.findings),
+            findings=measured_of(agreement, self._sums_of_all or own_sums, self._setting.rule),
             note=decision.note if decision is not None else effective.note,
         )

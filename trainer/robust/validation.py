@@ -126,7 +126,9 @@ def _beside_each_other(found: Moments, members: Sequence[int], config: RuleConfi
         variance=_lower_median(variances.values()),
     )
     if usual.norm == 0:
-        return {member: Finding(member, True, "most contributions are zero: nothing to compare with") for member in members}
+        return {
+            member: Finding(member, True, "most contributions are zero: nothing to compare with") for member in members
+        }
     findings = {}
     for member in members:
         norm_ratio = norms[member] / usual.norm

@@ -166,9 +166,13 @@ def test_the_clipped_centre_does_not_depend_on_where_it_starts():
 
 def test_a_radius_set_by_hand_bounds_the_pull_of_one():
     rows = torch.cat([torch.ones(4, 100), torch.full((1, 100), 1e6)])
-    result, _ = aggregate(rows, RuleConfig(rule="centered_clip", validation="off", clip_radius=0.5), reference=torch.ones(100))
+    result, _ = aggregate(
+        rows, RuleConfig(rule="centered_clip", validation="off", clip_radius=0.5), reference=torch.ones(100)
+    )
     assert 0 < float((result - 1).norm()) <= 0.5
-    wide, _ = aggregate(rows, RuleConfig(rule="centered_clip", validation="off", clip_radius=1e12), reference=torch.ones(100))
+    wide, _ = aggregate(
+        rows, RuleConfig(rule="centered_clip", validation="off", clip_radius=1e12), reference=torch.ones(100)
+    )
     torch.testing.assert_close(wide, rows.mean(0))
 
 

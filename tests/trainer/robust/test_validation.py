@@ -94,7 +94,7 @@ def test_bounds_are_options():
     assert validate_gradient(-9 * REFERENCE, REFERENCE, config).passed
 
 
-def members(count: int, cosine: float, num_values: int = 20_000) -> torch.Tensor:
+def members(count: int, cosine: float, num_values: int = 60_000) -> torch.Tensor:
     """Honest ones, with so large a cosine to each other."""
     common, own = noise(num_values, seed=3), noise(count, num_values, seed=4)
     return cosine**0.5 * common + (1 - cosine) ** 0.5 * own
@@ -112,7 +112,7 @@ LIES = {
     "not a number": lambda own: torch.full_like(own, torch.nan),
     "zeros": torch.zeros_like,
     "sign flipped": lambda own: -own,
-    "noise of the same norm": lambda own: noise(*own.shape, seed=9) * own.norm(dim=1, keepdim=True) / 20_000**0.5,
+    "noise of the same norm": lambda own: noise(*own.shape, seed=9) * own.norm(dim=1, keepdim=True) / 60_000**0.5,
     "one noise of all": lambda own: noise(1, own.shape[1], seed=9).repeat(len(own), 1),
 }
 
@@ -123,8 +123,6 @@ LIES = {
 def test_a_minority_that_lies_is_told_from_the_others(lie, count, num_liars, cosine):
     rows = members(count, cosine)
     rows[-num_liars:] = LIES[lie](rows[-num_liars:])
-    if lie == "noise of the same norm" and cosine == 0.1 and num_liars == 3:
-        pytest.skip("of the cosines between so many noises one may be as large as an honest one is small")
     assert found_of(rows) == [True] * (count - num_liars) + [False] * num_liars
 
 
@@ -137,14 +135,14 @@ def test_of_the_honest_nobody_is_odd_however_much_they_agree(count, cosine):
 
 def test_who_trained_on_other_data_or_for_less_time_is_not_odd():
     rows = members(4, 0.3)
-    rows[3] = 0.45 * rows[3] + 0.9 * noise(20_000, seed=12)
+    rows[3] = 0.45 * rows[3] + 0.9 * noise(60_000, seed=12)
     rows[2] *= 0.2
     assert found_of(rows) == [True] * 4
 
 
 def test_who_weighs_nothing_is_not_looked_at():
-    rows = torch.cat([members(3, 0.3), torch.zeros(3, 20_000)])
-    found = moments(rows, torch.zeros(20_000))
+    rows = torch.cat([members(3, 0.3), torch.zeros(3, 60_000)])
+    found = moments(rows, torch.zeros(60_000))
     findings = validate(found, RuleConfig(), [1.0, 1.0, 1.0, 0.0, 0.0, 0.0])
     assert all(finding.passed for finding in findings)
     assert findings[3].reason == "brings nothing (weight 0)"
