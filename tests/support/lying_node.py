@@ -1,4 +1,4 @@
-"""`python -m trainer` of a node that lies: its rounds get minus ten times its pseudo-gradient, of a trillion batches."""
+"""`python -m trainer` of a node that lies: its rounds get minus ten times its pseudo-gradient, of 1e12 batches."""
 
 from __future__ import annotations
 
