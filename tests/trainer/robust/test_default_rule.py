@@ -9,7 +9,7 @@ import torch
 
 from scripts.trainer_bench.liars import LIES, RULES, Setting, trained_loss
 
-SETTING = Setting(num_rounds=4, inner_steps=8)
+SETTING = Setting(num_rounds=3, inner_steps=6)
 TOLERANCE = 1.05
 MOST_AN_HONEST_RUN_LOSES = 1.01
 
