@@ -7,6 +7,7 @@
     python scripts/bench_trainer.py links          # tokens/s over 10 and 100 Mbit/s: ours, DDP, hivemind.Optimizer
     python scripts/bench_trainer.py utilisation    # training time over wall time at 100 Mbit/s with the shape of 125M
     python scripts/bench_trainer.py step           # a step of `python -m trainer` against a loop written by hand
+    python scripts/bench_trainer.py liars          # held-out loss with liars, and without, under some rules
     python scripts/bench_trainer.py gpu            # model FLOPs utilisation of 125M and 1B, where there is a GPU
 
 Every figure is a ratio to something measured in the same run. Members are processes of their own, in network namespaces
@@ -22,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.bench_parts import parts_parser, run_parts
 from scripts.trainer_bench.gpu import bench_gpu
+from scripts.trainer_bench.liars import RULES, bench_liars
 from scripts.trainer_bench.links import bench_links
 from scripts.trainer_bench.rounds import bench_round
 from scripts.trainer_bench.steps import bench_step
@@ -34,6 +36,7 @@ BENCHES = {
     "links": bench_links,
     "utilisation": bench_utilisation,
     "step": bench_step,
+    "liars": bench_liars,
     "gpu": bench_gpu,
 }
 
@@ -63,6 +66,8 @@ def main() -> None:
     parser.add_argument("--turn-steps", type=int, default=10, help="steps of a turn, for step: a checkpoint each ten")
     parser.add_argument("--step-s", type=float, default=120.0, help="how long step measures")
     parser.add_argument("--kept-batches", type=int, default=512, help="that the loop written by hand goes through")
+    parser.add_argument("--liar-rounds", type=int, default=10, help="outer steps of a run, for liars")
+    parser.add_argument("--liar-rules", nargs="+", choices=RULES, help="rules to try, for liars; all by default")
     run_parts(parser, BENCHES)
 
 

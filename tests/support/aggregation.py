@@ -1,4 +1,4 @@
-"""A whole round's arithmetic in one process: reducers' slices, their moments added up, one decision, parts reduced."""
+"""A whole round's arithmetic in one process: reducers' slices, their moments added up, decisions, parts reduced."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ from operator import add
 import torch
 from torch import Tensor
 
-from trainer.robust import Decision, Moments, RuleConfig, decide, moments, needs_moments, reduce_part
+from trainer.robust import (
+    Decision,
+    Moments,
+    RuleConfig,
+    decide,
+    moments,
+    needs_decision,
+    needs_moments,
+    reduce_part,
+)
 
 
 def slices_of(num_values: int, num_slices: int) -> list[slice]:
@@ -31,12 +40,14 @@ def aggregate(
     reference: Tensor | None = None,
     num_parts: int = 4,
 ) -> tuple[Tensor, Decision | None]:
-    """fp32[d] and the decision, if the rule took one."""
+    """fp32[d] and the decision over whole vectors, if the rule or its validation takes one (also one a part)."""
     weights = [1.0] * len(rows) if weights is None else weights
     reference = torch.zeros(rows.shape[1]) if reference is None else reference
-    decision = decide(whole_moments(rows, reference), weights, config) if needs_moments(config) else None
-    parts = [
-        reduce_part(rows[:, cut], weights, config, decision, reference[cut])
-        for cut in slices_of(rows.shape[1], num_parts)
-    ]
+    decision = decide(whole_moments(rows, reference), weights, config) if needs_decision(config) else None
+    parts = []
+    for cut in slices_of(rows.shape[1], num_parts):
+        of_part = decision
+        if decision is not None and not needs_moments(config):
+            of_part = decide(moments(rows[:, cut], reference[cut]), weights, config)
+        parts.append(reduce_part(rows[:, cut], weights, config, of_part, reference[cut]))
     return torch.cat(parts), decision

@@ -6,11 +6,14 @@ import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 
+from trainer.collective import CollectiveConfig
 from trainer.config import RunConfig
+from trainer.engine.collective import Contribution
 from trainer.engine.process_group import RankedBytes
-from trainer.node.cluster import Ranks
+from trainer.node.cluster import Ranks, cluster_collective
 from trainer.node.stopping import StopRequest
 from trainer.node.training import Node
 
@@ -65,3 +68,18 @@ def beside_a_round(rank: int, num_ranks: int) -> dict[str, int]:
         exchange.start()
     exchange.join(WAIT_S)
     return {"least": least, "gathered": sum(gathered)}
+
+
+def weights_under_a_cap(rank: int, num_ranks: int) -> list[float]:
+    """What ranks count for that did 4, 400 ... batches, where the run's cap lets nobody count more than the median."""
+    config = RunConfig(node_id="pod", engine="torch", collective=CollectiveConfig(max_weight_ratio=1.0))
+    vector = torch.ones(64)
+    contribution = Contribution(
+        round_index=0,
+        vector=vector,
+        num_batches=4 * 100**rank,
+        age_s=0.0,
+        reference=torch.zeros_like(vector),
+        state_digest="",
+    )
+    return list(cluster_collective(config).reduce(contribution).report.weights)

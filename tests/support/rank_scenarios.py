@@ -19,21 +19,22 @@ from trainer.robust import RuleConfig
 
 NUM_VALUES = 5000
 LIAR = 1
+MEAN = RuleConfig(rule="mean", validation="log")
 
 # name: (codec, rule, values, what is odd about it)
 ROUNDS: dict[str, tuple[str, RuleConfig, int, str]] = {
-    "mean": ("fp32", RuleConfig(), NUM_VALUES, ""),
-    "tiny": ("fp32", RuleConfig(), 3, ""),
-    "weighted": ("fp32", RuleConfig(), NUM_VALUES, "batches"),
-    "fp16": ("fp16", RuleConfig(), NUM_VALUES, ""),
-    "int8": ("int8", RuleConfig(), NUM_VALUES, "residual"),
-    "nan": ("fp32", RuleConfig(), NUM_VALUES, "nan"),
-    "idle": ("fp32", RuleConfig(), NUM_VALUES, "idle"),
-    "lied to, mean": ("fp32", RuleConfig(), NUM_VALUES, "lie"),
-    "lied to, trimmed_mean": ("fp32", RuleConfig(rule="trimmed_mean"), NUM_VALUES, "lie"),
-    "lied to, median": ("int8", RuleConfig(rule="median"), NUM_VALUES, "lie"),
-    "lied to, centered_clip": ("fp32", RuleConfig(rule="centered_clip"), NUM_VALUES, "lie"),
-    "lied to, enforce": ("fp16", RuleConfig(validation="enforce"), NUM_VALUES, "lie"),
+    "mean": ("fp32", MEAN, NUM_VALUES, ""),
+    "tiny": ("fp32", MEAN, 3, ""),
+    "weighted": ("fp32", MEAN, NUM_VALUES, "batches"),
+    "fp16": ("fp16", MEAN, NUM_VALUES, ""),
+    "int8": ("int8", MEAN, NUM_VALUES, "residual"),
+    "nan": ("fp32", MEAN, NUM_VALUES, "nan"),
+    "idle": ("fp32", MEAN, NUM_VALUES, "idle"),
+    "lied to, mean": ("fp32", MEAN, NUM_VALUES, "lie"),
+    "lied to, by default": ("fp32", RuleConfig(), NUM_VALUES, "lie"),
+    "lied to, median": ("int8", RuleConfig(rule="median", validation="log"), NUM_VALUES, "lie"),
+    "lied to, centered_clip": ("fp32", RuleConfig(rule="centered_clip", validation="log"), NUM_VALUES, "lie"),
+    "lied to, enforce": ("fp16", RuleConfig(rule="mean"), NUM_VALUES, "lie"),
 }
 
 
@@ -74,7 +75,7 @@ def all_rounds(rank: int, num_ranks: int) -> dict:
 
 
 def _refusals(rank: int) -> dict[str, str]:
-    collective = TorchCollective.of(codec_named("fp32"), RuleConfig())
+    collective = TorchCollective.of(codec_named("fp32"), MEAN)
     usual = contribution_of(rank)
     apart = {
         "round": replace(usual, round_index=3 + (rank == 2)),
@@ -114,7 +115,7 @@ def diloco(rank: int, num_ranks: int) -> dict:
     results = {}
     for name, config in DILOCO.items():
         model = Regression(rank)
-        trainer = DiLoCoTrainer(model, config, TorchCollective.of(codec_named("int8"), RuleConfig()))
+        trainer = DiLoCoTrainer(model, config, TorchCollective.of(codec_named("int8"), MEAN))
         digests = [trainer.state_digest()]
         start = held_out_loss(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -170,7 +171,7 @@ def _parameters(model: Regression) -> Tensor:
 def one_dies(rank: int, num_ranks: int) -> dict:
     """Rank 1 is gone between two rounds; the others say how they took it."""
     model = Regression(rank)
-    collective = TorchCollective.of(codec_named("fp32"), RuleConfig())
+    collective = TorchCollective.of(codec_named("fp32"), MEAN)
     trainer = DiLoCoTrainer(model, DiLoCoConfig(inner_steps=1), collective)
     trainer.after_inner_step()
     before = trainer.state_digest()

@@ -169,7 +169,7 @@ def main() -> None:
         loop.loop,
         RUN_ID,
         terms(**settings.get("terms", {})),
-        RuleConfig(**settings.get("rule", {})),
+        RuleConfig(**{"rule": "mean", "validation": "log"} | settings.get("rule", {})),
         config,
         others,
         lambda: settings.get("vocabulary_rows", 1024),

@@ -168,6 +168,4 @@ def _round(result: OuterResult) -> str:
         f"{100 * report.completeness:.0f} % complete, {report.seconds:.2f} s, "
         f"{report.sent_bytes / 1e6:.1f} MB out, {report.received_bytes / 1e6:.1f} MB in"
     )
-    for who, why in report.dropped:
-        text += f"; {who[:8]} left out: {why}"
-    return text + (f"; {report.note}" if report.note else "")
+    return "; ".join((text, *report.remarks()))

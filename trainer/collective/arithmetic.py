@@ -1,8 +1,9 @@
 """The numbers of a round: from encoded contributions of a part to its encoded result. Pure, and safe in any thread.
 
 A reducer is not trusted with more than it needs, and trusts nobody: whatever does not decode, or holds a NaN, is left
-out and named; the rest goes through the rule. The result is encoded once, and everybody, the reducer included, takes
-what those bytes decode to: that is why members end bit for bit alike under any codec.
+out and named, as is whoever fails enforced validation in a part; the rest goes through the rule. The result is encoded
+once, and everybody, the reducer included, takes what those bytes decode to: that is why members end bit for bit alike
+under any codec.
 """
 
 from __future__ import annotations
@@ -17,7 +18,17 @@ import torch
 from trainer.codec import Codec
 from trainer.collective.messages import Agreement
 from trainer.errors import CodecError, MalformedAnswerError, RoundFailedError
-from trainer.robust import Decision, Moments, RuleConfig, finite_rows, moments, reduce_part
+from trainer.robust import (
+    Decision,
+    Moments,
+    RuleConfig,
+    decide,
+    finite_rows,
+    moments,
+    needs_decision,
+    needs_moments,
+    reduce_part,
+)
 from trainer.rpc.boundary import peer_boundary
 
 __all__ = ["Arithmetic", "Payload", "ReducedPart"]
@@ -35,7 +46,9 @@ class ReducedPart:
     payload: Payload
     num_included: int
     dropped: Mapping[str, str]
-    """Members left out, and why."""
+    """Members whose part is no vector, and why: the rest of what they send is not looked at."""
+    odd: Mapping[str, str]
+    """Members left out of this part by validation, and why."""
     sums: Moments | None = None
 
 
@@ -101,11 +114,17 @@ class Arithmetic:
         decoded = self._decode(part, payloads)
         everyone = self.agreement.peer_ids
         positions = [everyone.index(sender) for sender in decoded.rows]
+        judges = needs_decision(self.rule) and not needs_moments(self.rule)
+        sums = self._moments(part, decoded) if measured or judges else None
+        if judges and sums is not None:
+            decision = decide(sums, [member.weight for member in self.agreement.members], self.rule)
+        odd = decision.odd if judges and decision is not None else {}
         return ReducedPart(
             payload=self._encoded(part, decoded, positions, decision),
             num_included=sum(decision is None or position not in decision.excluded for position in positions),
             dropped=decoded.dropped,
-            sums=self._moments(part, decoded) if measured else None,
+            odd={everyone[member]: reason for member, reason in odd.items()},
+            sums=sums,
         )
 
     def _encoded(self, part: int, decoded: _Decoded, positions: list[int], decision: Decision | None) -> Payload:

@@ -7,9 +7,10 @@ from functools import reduce
 from operator import add
 
 from trainer.collective.messages import Agreement, Why, short
+from trainer.engine.collective import MemberFinding
 from trainer.robust import Moments, RuleConfig, validate
 
-__all__ = ["add_sums", "findings_of", "weights_of"]
+__all__ = ["add_sums", "findings_of", "measured_of", "weights_of"]
 
 
 def add_sums(sums: Sequence[Moments]) -> Moments:
@@ -29,6 +30,27 @@ def findings_of(agreement: Agreement, sums: Sequence[Moments], rule: RuleConfig)
         return ()
     return tuple(
         Why(peer_id=agreement.peer_ids[finding.member], reason=short(finding.reason))
-        for finding in validate(add_sums(usable), rule)
+        for finding in validate(add_sums(usable), rule, weights_of(agreement))
         if not finding.passed
+    )
+
+
+def measured_of(agreement: Agreement, sums: Sequence[Moments], rule: RuleConfig) -> tuple[MemberFinding, ...]:
+    """What this node's own sums say of each member; nothing where there are none.
+
+    Args:
+        agreement: of the round.
+        sums: over the slices this node has reduced, or, of rules that look at whole vectors, over all.
+        rule: of the run.
+    """
+    if rule.validation == "off" or not sums:
+        return ()
+    return tuple(
+        MemberFinding(
+            member=agreement.peer_ids[finding.member],
+            reason="" if finding.passed else finding.reason,
+            cosine=finding.cosine,
+            norm_ratio=finding.norm_ratio,
+        )
+        for finding in validate(add_sums(sums), rule, weights_of(agreement))
     )

@@ -20,7 +20,7 @@ from trainer.collective.checking import check_agreement, check_plan
 from trainer.collective.config import CollectiveConfig
 from trainer.collective.directory import Directory
 from trainer.collective.exchange import Exchange
-from trainer.collective.findings import add_sums, weights_of
+from trainer.collective.findings import add_sums, measured_of, weights_of
 from trainer.collective.messages import (
     MAX_MEMBERS,
     Agreement,
@@ -324,7 +324,7 @@ class RoundMember:
         own = {reduction.task.key: reduction for reduction in self._reductions}
         dropped: dict[str, str] = {}
         for reduction in self._reductions:
-            dropped |= reduction.dropped
+            dropped |= reduction.odd | reduction.dropped
         sums = [reduction.sums for reduction in self._reductions if reduction.sums is not None]
         first = agreement.peer_ids.index(agreement.coordinator) if agreement.coordinator in agreement.peer_ids else 0
         for term in range(len(agreement.members)):
@@ -377,6 +377,7 @@ class RoundMember:
 
     def _report(self, agreement: Agreement, commit: Commit) -> RoundReport:
         decision = self._rule_decision
+        own_sums = [reduction.sums for reduction in self._reductions if reduction.sums is not None]
         effective = effective_rule(len(agreement.members), self._setting.rule)
         left_out = {why.peer_id: why.reason for why in commit.dropped}
         for peer_id in agreement.peer_ids:
@@ -394,5 +395,6 @@ class RoundMember:
             num_passes=commit.plan.pass_index + 1,
             weights=tuple(member.weight for member in agreement.members if member.peer_id in commit.members),
             validation=tuple((why.peer_id, why.reason) for why in commit.findings),
+            findings=measured_of(agreement, self._sums_of_all or own_sums, self._setting.rule),
             note=decision.note if decision is not None else effective.note,
         )

@@ -65,6 +65,8 @@ class Reduction:
     ) -> None:
         self.task = task
         self.dropped: dict[str, str] = {}
+        self.odd: dict[str, str] = {}
+        """Who was left out of parts by validation, and why of the first of them."""
         self.num_included = 0
         self.sums: Moments | None = None
         self._members = members
@@ -230,5 +232,7 @@ class Reduction:
         async with self._changed:
             for sender, reason in reduced.dropped.items():
                 self.dropped.setdefault(sender, reason)
+            for sender, reason in reduced.odd.items():
+                self.odd.setdefault(sender, reason)
             self._results[part] = reduced.payload
             self._changed.notify_all()

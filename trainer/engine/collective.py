@@ -16,7 +16,9 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-__all__ = ["Collective", "Contribution", "RoundReport", "RoundResult"]
+_KEY_DIGITS = 64
+
+__all__ = ["Collective", "Contribution", "MemberFinding", "RoundReport", "RoundResult"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,21 @@ class Contribution:
     """SHA-256 of the state all members must share before the round; empty: nothing to compare."""
     residual: Tensor | None = None
     """[P] what earlier lossy encodings left unsaid, to be added before encoding; None: nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberFinding:
+    """What this node itself measured of one member's contribution, over what it saw of it; nobody else's word."""
+
+    member: str
+    """Who, as in :attr:`RoundReport.members`."""
+    reason: str
+    """How it differs from the others, and so was left out of what this node reduced (or was to be, in the mode that
+    only logs): a word or two, what follows a colon is for people. Empty: it does not."""
+    cosine: float | None = None
+    """To the nearer half of the others, -1 to 1; None: there was nothing to compare with."""
+    norm_ratio: float | None = None
+    """Norm over the median member's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +83,26 @@ class RoundReport:
     """Weight of each of ``members`` before normalising; empty where the rule knows none."""
     validation: tuple[tuple[str, str], ...] = ()
     """What gradient validation found: (member, finding), also in the mode that only logs."""
+    findings: tuple[MemberFinding, ...] = ()
+    """Of each member, in the agreed order, where validation is on and this node has reduced anything. ``validation``
+    and ``dropped`` are in part what others say; whoever judges a member does so by this."""
     note: str = ""
     """Anything a reader of the log must know, such as that no robust rule was possible among so few."""
+
+    def remarks(self) -> tuple[str, ...]:
+        """For people: who was left out, who looked odd and was not left out, and the note."""
+        left_out = dict(self.dropped)
+        odd = {who: why for who, why in self.validation if who not in left_out}
+        return (
+            *(f"{_named(who)} left out: {why}" for who, why in left_out.items()),
+            *(f"{_named(who)} looks odd: {why}" for who, why in odd.items()),
+            *([self.note] if self.note else []),
+        )
+
+
+def _named(member: str) -> str:
+    """The first digits of a key, or the whole of a shorter name."""
+    return member[:8] if len(member) == _KEY_DIGITS else member
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.codec import BLOCK_VALUES, Codec
-from trainer.engine.collective import Contribution, RoundReport, RoundResult
+from trainer.engine.collective import Contribution, MemberFinding, RoundReport, RoundResult
 from trainer.engine.process_group import RankedBytes
 from trainer.errors import CodecError, RoundFailedError, TrainerError
 from trainer.robust import (
@@ -89,13 +89,19 @@ class TorchCollective:
         self._max_weight_ratio = max_weight_ratio
 
     @classmethod
-    def of(cls, codec: Codec, rule: RuleConfig, group: dist.ProcessGroup | None = None) -> TorchCollective:
+    def of(
+        cls,
+        codec: Codec,
+        rule: RuleConfig,
+        group: dist.ProcessGroup | None = None,
+        max_weight_ratio: float = DEFAULT_MAX_RATIO,
+    ) -> TorchCollective:
         """Over a process group; by default over all ranks.
 
         Raises:
             TrainerUsageError: there is no process group.
         """
-        return cls(RankedBytes.of(group), codec, rule)
+        return cls(RankedBytes.of(group), codec, rule, max_weight_ratio)
 
     def reduce(self, contribution: Contribution) -> RoundResult:
         """One round among all ranks; see :class:`~trainer.engine.collective.Collective`.
@@ -258,7 +264,16 @@ class TorchCollective:
             rule=decision.rule_used,
             weights=tuple(weights[rank] for rank in included),
             validation=tuple(
-                (f"rank {finding.member}", finding.reason) for finding in decision.findings if finding.reason
+                (f"rank {finding.member}", finding.reason) for finding in decision.findings if not finding.passed
+            ),
+            findings=tuple(
+                MemberFinding(
+                    member=f"rank {finding.member}",
+                    reason="" if finding.passed else finding.reason,
+                    cosine=finding.cosine,
+                    norm_ratio=finding.norm_ratio,
+                )
+                for finding in decision.findings
             ),
             note=decision.note,
         )

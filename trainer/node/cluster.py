@@ -126,4 +126,7 @@ def cluster_collective(config: RunConfig) -> Collective:
     """How ranks make their outer steps; under DDP they make none."""
     if config.strategy == "ddp":
         return LocalCollective(config.node_id)
-    return TorchCollective.of(codec_named(config.collective.compression), config.rule)
+    collective = config.collective
+    return TorchCollective.of(
+        codec_named(collective.compression), config.rule, max_weight_ratio=collective.max_weight_ratio
+    )

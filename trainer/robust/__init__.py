@@ -4,9 +4,9 @@
     decision = decide(found, weights, config)            # the same at every member
     result = reduce_part(part_rows, weights, config, decision, reference_part)   # part by part, by its reducer
 
-Rules that look at one coordinate at a time (mean, median, trimmed mean) need no decision: a part is reduced when its
-copies have come. Krum, multi-Krum, centred clip and enforced validation look at whole vectors through ``Moments``, the
-one barrier of a round (``needs_moments``); validation that only logs adds its moments up on the way.
+Rules that look at one coordinate at a time (mean, median, trimmed mean) wait for nothing: a part is reduced when its
+copies have come, and enforced validation decides from the moments of that part. Krum, multi-Krum and centred clip look
+at whole vectors through ``Moments``, the one barrier of a round (``needs_moments``).
 
 Guarantees: a NaN, an infinity or a claimed weight of 1e12 changes nothing or is bounded; every function is
 deterministic, and ``decide`` is so across machines; where the members are too few for a rule the note says what was
@@ -17,7 +17,15 @@ only where a rule needs them or validation is on. Reducing the same takes 0.25 m
 from __future__ import annotations
 
 from trainer.robust.config import RuleConfig, RuleName, ValidationMode
-from trainer.robust.deciding import Decision, EffectiveRule, decide, effective_rule, needs_moments, trim_count
+from trainer.robust.deciding import (
+    Decision,
+    EffectiveRule,
+    decide,
+    effective_rule,
+    needs_decision,
+    needs_moments,
+    trim_count,
+)
 from trainer.robust.progress import common_progress
 from trainer.robust.reducing import reduce_part
 from trainer.robust.second_moments import MAX_MEMBERS, Moments, finite_rows, moments
@@ -42,6 +50,7 @@ __all__ = [
     "finite_rows",
     "freshness",
     "moments",
+    "needs_decision",
     "needs_moments",
     "reduce_part",
     "trim_count",

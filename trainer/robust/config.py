@@ -15,30 +15,34 @@ ValidationMode = Literal["off", "log", "enforce"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuleConfig:
-    """Aggregation rule and gradient validation; the defaults are the specification's, but for the rule's name.
+    """Aggregation rule and gradient validation.
+
+    The defaults are for runs that strangers can join: odd contributions are left out, and the rest goes through a
+    trimmed mean. The bounds are the specification's (000), but for ``trim_fraction``: its 0.1 trims nobody below ten
+    members.
 
     Raises:
         TrainerUsageError: a value makes no sense.
     """
 
-    rule: RuleName = "mean"
+    rule: RuleName = "trimmed_mean"
     """How vectors become one: mean, median, trimmed_mean, krum, multi_krum or centered_clip."""
-    trim_fraction: float = 0.1
+    trim_fraction: float = 0.3
     """trimmed_mean: share of the members left out at each end of every coordinate, 0 to 0.5 exclusive."""
     num_byzantine: int = 1
     """Members that may lie: at least so many are trimmed at each end; Krum needs 2 of it plus 3 members."""
     clip_radius: float = 0.0
     """centered_clip: how far one member may pull, in units of the vector's norm; 0 takes the median distance."""
-    validation: ValidationMode = "log"
-    """off; log: report members whose vector differs too much from the reference; enforce: leave them out."""
+    validation: ValidationMode = "enforce"
+    """off; log: report members whose vector differs too much from the others'; enforce: leave them out, too."""
     min_cosine: float = 0.3
-    """Least cosine to the reference, -1 to 1."""
+    """Least cosine to the nearer half of the other members, as a share of what is usual in the round, -1 to 1."""
     min_norm_ratio: float = 0.1
-    """Least norm over the reference's norm."""
+    """Least norm over the median member's."""
     max_norm_ratio: float = 10.0
-    """Greatest norm over the reference's norm."""
+    """Greatest norm over the median member's."""
     max_variance_ratio: float = 100.0
-    """Greatest variance of the values over the reference's."""
+    """Greatest variance of the values over the median member's."""
 
     def __post_init__(self) -> None:
         _require(self.rule in get_args(RuleName), "rule", self.rule, f"one of {', '.join(get_args(RuleName))}")

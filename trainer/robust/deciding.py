@@ -4,9 +4,9 @@
 moments, weights and configuration decides the same, bit for bit, on any machine. Permuting the members permutes the
 decision (of members whose distances to all others are exactly equal the first is taken).
 
-Enforced validation leaves members out, but never the greater part: if more than half of the finite vectors fail, it is
-the reference that no longer fits the run (a new learning rate, a new data mix), nobody is left out, and the note says
-so. A minority of attackers cannot bring that about, and a run cannot lock itself up.
+Enforced validation leaves members out, but never the greater part: if more than half of the finite vectors fail, the
+members differ too much to say who is odd, nobody is left out, and the note says so. Among fewer than three nobody is
+left out either: an honest member that differs from the last result would be.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from trainer.robust.clipping import clipped_centre
 from trainer.robust.config import RuleConfig, RuleName
 from trainer.robust.distances import GramMatrix, krum_order, squared_distances
 from trainer.robust.second_moments import Moments
-from trainer.robust.validation import Finding, validate
+from trainer.robust.validation import LEAST_MEMBERS, Finding, unusable, validate
 
-__all__ = ["Decision", "EffectiveRule", "decide", "effective_rule", "needs_moments", "trim_count"]
+__all__ = ["Decision", "EffectiveRule", "decide", "effective_rule", "needs_decision", "needs_moments", "trim_count"]
 
 _OVER_WHOLE_VECTORS: Final = frozenset[RuleName]({"krum", "multi_krum", "centered_clip"})
 
@@ -56,10 +56,21 @@ class Decision:
     findings: tuple[Finding, ...] = ()
     """Of gradient validation, unless it is off."""
 
+    @property
+    def odd(self) -> dict[int, str]:
+        """Finite contributions that validation left out, and why."""
+        failed = {finding.member for finding in self.findings if not finding.passed and finding.cosine is not None}
+        return {member: reason for member, reason in self.excluded.items() if member in failed}
+
 
 def needs_moments(config: RuleConfig) -> bool:
     """Whether whole vectors must be looked at before the first part can be reduced."""
-    return config.rule in _OVER_WHOLE_VECTORS or config.validation == "enforce"
+    return config.rule in _OVER_WHOLE_VECTORS
+
+
+def needs_decision(config: RuleConfig) -> bool:
+    """Whether a part is reduced by a decision: over whole vectors, or, to validate, over the part alone."""
+    return needs_moments(config) or config.validation == "enforce"
 
 
 def trim_count(num_members: int, config: RuleConfig) -> int:
@@ -72,7 +83,8 @@ def effective_rule(num_members: int, config: RuleConfig) -> EffectiveRule:
     """The rule as it can be applied to so many members, and what is to be said about it."""
     rule, num_byzantine = config.rule, config.num_byzantine
     trimmed = trim_count(num_members, config) if rule == "trimmed_mean" else 0
-    if rule == "mean" or num_members < 1:
+    is_alone = num_members == 1 and rule not in _OVER_WHOLE_VECTORS
+    if rule == "mean" or num_members < 1 or is_alone:
         return EffectiveRule(rule, trimmed, "")
     least = {"krum": 2 * num_byzantine + 3, "multi_krum": 2 * num_byzantine + 3}.get(rule, 2 * num_byzantine + 1)
     if rule == "centered_clip":
@@ -91,7 +103,8 @@ def decide(found: Moments, weights: Sequence[float], config: RuleConfig) -> Deci
     """Who is left out, and how the others become one vector.
 
     Args:
-        found: moments over whole vectors, added up over all slices in one order.
+        found: moments over whole vectors, added up over all slices in one order; of a rule that looks at one coordinate
+            at a time they may be those of a part, and the decision is for that part.
         weights: [n], capped; 0 means the member brings nothing.
         config: rule and bounds.
 
@@ -102,8 +115,8 @@ def decide(found: Moments, weights: Sequence[float], config: RuleConfig) -> Deci
         raise TrainerUsageError(
             f"weights: expected {found.num_members}, finite and 0 or more (see cap_weights), found {list(weights)}"
         )
-    excluded = _unusable(found, weights)
-    findings: tuple[Finding, ...] = () if config.validation == "off" else validate(found, config)
+    excluded = unusable(found, weights)
+    findings: tuple[Finding, ...] = () if config.validation == "off" else validate(found, config, weights)
     lifted = ""
     if config.validation == "enforce":
         lifted = _enforce(findings, excluded)
@@ -125,20 +138,14 @@ def decide(found: Moments, weights: Sequence[float], config: RuleConfig) -> Deci
     )
 
 
-def _unusable(found: Moments, weights: Sequence[float]) -> dict[int, str]:
-    excluded = {member: "not finite" for member in range(found.num_members) if not found.finite[member]}
-    idle = [member for member in range(found.num_members) if member not in excluded and weights[member] == 0]
-    if len(idle) + len(excluded) < found.num_members:  # all idle: equal weights
-        excluded |= dict.fromkeys(idle, "brings nothing (weight 0)")
-    return excluded
-
-
 def _enforce(findings: Sequence[Finding], excluded: dict[int, str]) -> str:
     """Add those who failed to ``excluded``, unless they are the greater part; the note to make."""
     checked = [finding for finding in findings if finding.member not in excluded]
     failed = [finding for finding in checked if not finding.passed]
+    if len(checked) < LEAST_MEMBERS:
+        return ""
     if 2 * len(failed) > len(checked):
-        return f"validation not enforced: {len(failed)} of {len(checked)} members differ from the reference"
+        return f"validation not enforced: {len(failed)} of {len(checked)} members differ from the others"
     excluded |= {finding.member: finding.reason for finding in failed}
     return ""
 

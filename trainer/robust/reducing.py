@@ -5,6 +5,10 @@ alone: however a vector is cut into parts, on whatever machine, the bits are the
 checked by redoing it. Permuting the members changes no bit of a median, of a trimmed mean with equal weights, or of
 Krum; in the others it changes the order of a sum, thus rounding. The rounds of a run fix the order (sorted peer ids).
 
+Enforced validation judges the members by the part alone, unless the rule looks at whole vectors anyhow: nothing is
+waited for, and a reducer that lies about its part changes no other reducer's. The bits then depend on how the vector is
+cut, which the members agree on.
+
 Weights: rows of weight 0 are left out of every rule. Mean and trimmed mean average with the weights (trimmed: over the
 values kept at that coordinate; which of several equal values at the edge is kept follows the order of members). Median
 ignores them, and so do Krum and centred clip; multi-Krum has them in its decision.
@@ -45,7 +49,8 @@ def reduce_part(
         contributions: fp32[m, d], on the CPU; not changed.
         weights: [m], capped, 0 or more; all 0 is all equal.
         config: the rule.
-        decision: what ``decide`` made of the whole vectors; needed where ``needs_moments(config)``.
+        decision: what ``decide`` made of the whole vectors, needed where ``needs_moments(config)``, or, for a rule that
+            looks at one coordinate at a time, of this part. Without one nobody is validated.
         reference_part: fp32[d], the reference's part; needed where the decision gives it a share.
         positions: [m], the rows' positions in the decision; None: 0 to m-1. Members it knows may be missing: the shares
             of the others grow in proportion.
@@ -59,7 +64,7 @@ def reduce_part(
         TrainerUsageError: the rule needs a decision or a reference and there is none, or lengths differ.
     """
     if decision is None and needs_moments(config):
-        raise TrainerUsageError(f"{config.rule} with validation {config.validation}: expected a decision, found none")
+        raise TrainerUsageError(f"{config.rule}: expected a decision over whole vectors, found none")
     places = range(len(contributions)) if positions is None else positions
     usable = _usable(contributions, weights, places, decision)
     rows: list[NDArray[np.float32]] = [contributions[row].detach().numpy() for row in usable]

@@ -103,8 +103,8 @@ class Moments:
         flags = np.frombuffer(view, dtype=np.uint8, count=count, offset=_HEAD.size)
         numbers = np.frombuffer(view[_HEAD.size + count :], dtype="<f8").astype(np.float64)
         gram = np.zeros((rows, rows))
-        gram[np.triu_indices(rows)] = numbers[:num_products]
-        gram = np.triu(gram) + np.triu(gram, 1).T
+        upper = np.triu_indices(rows)
+        gram[upper] = gram.T[upper] = numbers[:num_products]
         found = cls(gram, numbers[num_products:], num_values, flags.astype(np.bool_))
         _check_possible(found, flags)
         return found

@@ -11,8 +11,9 @@ nothing in its first ``ghost_rounds``. Values are absolute, so a member that cou
 were all members newcomers, zeros would be averaged.
 
 What the rules of the collective can and cannot do here: means, medians, trimming, Krum and centred clip work on
-parameters as on any vectors. Comparing with a reference needs one that all members share, which replicas that may miss
-rounds have not; the reference is zeros, and gradient validation says that there is nothing to compare with. Parameters
+parameters as on any vectors, and so does validation among three or more members, which compares them with each other.
+Of two it needs a reference that both share, which replicas that may miss rounds have not; the reference is zeros, and
+validation says that there is nothing to compare with. Parameters
 are best sent as fp32 or fp16: int8 leaves replicas some 1/250 of a block's largest value apart.
 
 Memory: the slice, its average and their sum, 12 to 16 bytes for every ``num_slices``-th parameter, during a round.

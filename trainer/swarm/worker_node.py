@@ -308,6 +308,8 @@ class WorkerNode:
 
     def _after_round(self, outcome: OuterResult) -> None:
         self._watch.round(outcome)
+        if outcome.report is not None and len(outcome.report.members) > 1 and (remarks := outcome.report.remarks()):
+            logger.warning("round %d of %s: %s", outcome.round_index, self._built.name, "; ".join(remarks))
         if outcome.committed:
             self._saving.shared()
         if self._keeping.has_lost_touch(outcome):

@@ -16,12 +16,14 @@ from trainer.robust import RuleConfig, decide
 NUM_VALUES = 10_000
 
 
-def arithmetic_of(number: int = 0, *, codec: str = "fp32", rule: str = "mean", num_members: int = 5) -> Arithmetic:
+def arithmetic_of(
+    number: int = 0, *, codec: str = "fp32", rule: str = "mean", num_members: int = 5, validation: str = "log"
+) -> Arithmetic:
     generator = torch.Generator().manual_seed(number)
     return Arithmetic(
         agreement_of(num_members, NUM_VALUES),
         codec_named(codec),
-        RuleConfig(rule=rule),
+        RuleConfig(rule=rule, validation=validation),
         torch.randn(NUM_VALUES, generator=generator),
         torch.zeros(NUM_VALUES),
     )
@@ -139,3 +141,19 @@ def test_parts_of_a_result_come_in_order_or_not_at_all():
     with pytest.raises(CodecError, match="expected part"):
         held.add(task.first_part + 1, own.encode_own(task.first_part + 1))
     assert held.digest is None
+
+
+def test_who_differs_in_a_part_is_left_out_of_that_part_and_named():
+    own = arithmetic_of(rule="trimmed_mean", validation="enforce")
+    liar, *honest = own.agreement.peer_ids
+    start, stop = own.agreement.part_bounds(0)
+    common = torch.randn(stop - start, generator=torch.Generator().manual_seed(7))
+    payloads = {peer_id: (common + 0.1 * number).numpy().tobytes() for number, peer_id in enumerate(honest)}
+    alone = own.reduce(0, payloads, None, measured=False)
+    reduced = own.reduce(0, {**payloads, liar: (-10 * common).numpy().tobytes()}, None, measured=False)
+    assert reduced.num_included == len(honest)
+    assert set(reduced.odd) == {liar}
+    assert reduced.odd[liar].startswith("direction: ")
+    assert reduced.dropped == {}, "its other parts are looked at"
+    assert bytes(reduced.payload) == bytes(alone.payload)
+    assert bytes(reduced.payload) == bytes(own.reduce(0, {**payloads, liar: b"junk"}, None, measured=False).payload)

@@ -122,7 +122,9 @@ def test_a_claimed_weight_does_not_buy_the_result(rule, num_members, num_byzanti
 def test_the_mean_is_owned_by_one_attacker_but_stays_finite():
     """What the robust rules are for."""
     honest = honest_members(4)
-    result, _ = aggregate(torch.cat([honest, torch.full((1, NUM_VALUES), LARGEST)]), RuleConfig(rule="mean"))
+    result, _ = aggregate(
+        torch.cat([honest, torch.full((1, NUM_VALUES), LARGEST)]), RuleConfig(rule="mean", validation="off")
+    )
     assert torch.isfinite(result).all()
     assert result.norm() > 1e6 * honest.mean(0).norm()
 

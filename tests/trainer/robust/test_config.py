@@ -10,9 +10,10 @@ from trainer.errors import TrainerUsageError
 from trainer.robust import RuleConfig
 
 
-def test_defaults_are_the_specifications():
+def test_defaults_are_for_strangers_and_the_bounds_are_the_specifications():
     config = RuleConfig()
-    assert (config.trim_fraction, config.num_byzantine, config.validation) == (0.1, 1, "log")
+    assert (config.rule, config.validation) == ("trimmed_mean", "enforce")
+    assert (config.trim_fraction, config.num_byzantine) == (0.3, 1)
     assert (config.min_cosine, config.min_norm_ratio, config.max_norm_ratio) == (0.3, 0.1, 10.0)
     assert config.max_variance_ratio == 100.0
 

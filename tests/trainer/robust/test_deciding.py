@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support.aggregation import aggregate
 from trainer.errors import TrainerUsageError
-from trainer.robust import Moments, RuleConfig, decide, effective_rule, moments, needs_moments
+from trainer.robust import Moments, RuleConfig, decide, effective_rule, moments, needs_decision, needs_moments
 
 WHOLE = ("krum", "multi_krum", "centered_clip")
 
@@ -28,7 +28,13 @@ def decision_on(rows: torch.Tensor, config: RuleConfig, weights=None, reference=
 def test_which_rules_wait_for_whole_vectors():
     assert [needs_moments(RuleConfig(rule=rule)) for rule in ("mean", "median", "trimmed_mean")] == [False] * 3
     assert all(needs_moments(RuleConfig(rule=rule, validation="off")) for rule in WHOLE)
-    assert needs_moments(RuleConfig(rule="mean", validation="enforce"))
+    assert not needs_moments(RuleConfig(rule="mean", validation="enforce"))
+
+
+def test_which_rules_need_a_decision():
+    assert needs_decision(RuleConfig())
+    assert not needs_decision(RuleConfig(validation="log"))
+    assert all(needs_decision(RuleConfig(rule=rule, validation="off")) for rule in WHOLE)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +43,7 @@ def test_which_rules_wait_for_whole_vectors():
         ("mean", 1, 2, "mean", ""),
         ("trimmed_mean", 1, 3, "trimmed_mean", ""),
         ("trimmed_mean", 1, 2, "trimmed_mean", "robustness is not available"),
+        ("trimmed_mean", 1, 1, "trimmed_mean", ""),
         ("trimmed_mean", 2, 4, "trimmed_mean", "needs 5 members, found 4"),
         ("median", 1, 3, "median", ""),
         ("median", 1, 2, "median", "robustness is not available"),
@@ -73,7 +80,7 @@ def test_krum_of_few_is_their_median(num_members):
 
 def test_krum_takes_the_one_in_the_thick_of_it():
     rows = torch.tensor([[0.0], [0.1], [0.2], [0.35], [100.0]])
-    decision = decision_on(rows, RuleConfig(rule="krum"))
+    decision = decision_on(rows, RuleConfig(rule="krum", validation="off"))
     assert decision.coefficients == (0.0, 1.0, 0.0, 0.0, 0.0)
 
 
@@ -108,11 +115,11 @@ def test_nobody_left(rule):
 
 def test_who_brings_nothing_is_left_out():
     rows = torch.cat([noise(5, 50), torch.zeros(2, 50)])
-    decision = decision_on(rows, RuleConfig(rule="multi_krum"), weights=[1.0] * 5 + [0.0, 0.0])
+    decision = decision_on(rows, RuleConfig(rule="multi_krum", validation="log"), weights=[1.0] * 5 + [0.0, 0.0])
     assert set(decision.excluded) == {5, 6}
     assert decision.coefficients is not None
     assert decision.coefficients[5:] == (0.0, 0.0)
-    assert decision_on(rows, RuleConfig(rule="multi_krum"), weights=[0.0] * 7).excluded == {}
+    assert decision_on(rows, RuleConfig(rule="multi_krum", validation="log"), weights=[0.0] * 7).excluded == {}
 
 
 @pytest.mark.parametrize("rule", WHOLE)
@@ -159,15 +166,19 @@ def test_the_clipped_centre_does_not_depend_on_where_it_starts():
 
 def test_a_radius_set_by_hand_bounds_the_pull_of_one():
     rows = torch.cat([torch.ones(4, 100), torch.full((1, 100), 1e6)])
-    result, _ = aggregate(rows, RuleConfig(rule="centered_clip", clip_radius=0.5), reference=torch.ones(100))
+    result, _ = aggregate(
+        rows, RuleConfig(rule="centered_clip", validation="off", clip_radius=0.5), reference=torch.ones(100)
+    )
     assert 0 < float((result - 1).norm()) <= 0.5
-    wide, _ = aggregate(rows, RuleConfig(rule="centered_clip", clip_radius=1e12), reference=torch.ones(100))
+    wide, _ = aggregate(
+        rows, RuleConfig(rule="centered_clip", validation="off", clip_radius=1e12), reference=torch.ones(100)
+    )
     torch.testing.assert_close(wide, rows.mean(0))
 
 
 def test_weights_do_not_pull_in_the_clipped_centre():
     rows = torch.tensor([[0.0], [1.0], [2.0]])
-    config = RuleConfig(rule="centered_clip", clip_radius=100.0)
+    config = RuleConfig(rule="centered_clip", validation="off", clip_radius=100.0)
     assert aggregate(rows, config, weights=[1.0, 1.0, 2.0])[0].item() == pytest.approx(1.0)
 
 
@@ -189,27 +200,47 @@ def test_enforced_validation_leaves_out_and_logs():
 def test_an_enforced_mean_is_the_mean_of_the_others():
     rows = REFERENCE + 0.3 * noise(4, 200)
     rows[0] *= 1e6
-    result, decision = aggregate(rows, RuleConfig(validation="enforce"), reference=REFERENCE)
+    result, decision = aggregate(rows, RuleConfig(rule="mean"), reference=REFERENCE)
     torch.testing.assert_close(result, rows[1:].mean(0))
     assert decision is not None
     assert decision.rule_used == "mean"
 
 
-@pytest.mark.parametrize(("num_failing", "left_out"), [(1, 1), (2, 2), (3, 0), (4, 0)])
-def test_a_reference_that_most_differ_from_is_the_one_that_is_wrong(num_failing, left_out):
-    rows = REFERENCE + 0.3 * noise(4, 200)
-    rows[:num_failing] *= -1
-    decision = decision_on(rows, RuleConfig(validation="enforce"), reference=REFERENCE)
-    assert len(decision.excluded) == left_out
-    assert ("validation not enforced" in decision.note) == (left_out == 0)
-    assert sum(not finding.passed for finding in decision.findings) == num_failing
+def test_what_the_last_result_was_says_nothing_of_three_or_more():
+    """One that liars have turned round would make the honest the suspects."""
+    rows = REFERENCE + 0.3 * noise(5, 200)
+    rows[4] *= -10
+    for reference in (REFERENCE, -5 * REFERENCE, torch.zeros(200)):
+        decision = decision_on(rows, RuleConfig(), reference=reference)
+        assert set(decision.excluded) == {4}
+        assert [finding.passed for finding in decision.findings] == [True] * 4 + [False]
 
 
-def test_the_first_round_has_no_reference_and_accepts():
-    rows = noise(4, 50) * torch.tensor([[1.0], [-1.0], [1e9], [0.0]])
-    decision = decision_on(rows, RuleConfig(validation="enforce"))
+@pytest.mark.parametrize("num_members", [1, 2])
+def test_of_one_or_two_nobody_is_left_out(num_members):
+    rows = REFERENCE + 0.3 * noise(num_members, 200)
+    rows[0] *= -10
+    decision = decision_on(rows, RuleConfig(), reference=REFERENCE)
     assert decision.excluded == {}
-    assert all(finding.reason == "no reference to compare with yet" for finding in decision.findings)
+    assert [finding.passed for finding in decision.findings] == [False, True][:num_members]
+    assert ("robustness is not available" in decision.note) == (num_members == 2)
+
+
+def test_the_greater_part_is_never_left_out():
+    rows = torch.stack([REFERENCE, REFERENCE, 1e-3 * REFERENCE, 1e-3 * REFERENCE, 1e-3 * REFERENCE])
+    decision = decision_on(rows, RuleConfig(min_norm_ratio=1.0, max_norm_ratio=1.0))
+    assert set(decision.excluded) == {0, 1}
+    spread = torch.tensor([[1.0], [2.0], [4.0], [8.0], [16.0]]) * REFERENCE
+    decision = decision_on(spread, RuleConfig(min_norm_ratio=1.0, max_norm_ratio=1.0))
+    assert decision.excluded == {}
+    assert "validation not enforced: 4 of 5 members differ from the others" in decision.note
+
+
+def test_zeros_of_most_are_compared_with_nothing():
+    rows = torch.cat([torch.zeros(3, 50), noise(1, 50)])
+    decision = decision_on(rows, RuleConfig())
+    assert decision.excluded == {}
+    assert all("nothing to compare with" in finding.reason for finding in decision.findings)
 
 
 @pytest.mark.parametrize("weights", [[1.0], [1.0, float("nan")], [1.0, -1.0], [1.0, float("inf")]])

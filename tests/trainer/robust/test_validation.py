@@ -20,7 +20,7 @@ REFERENCE = noise(4096)
     ("submitted", "reason"),
     [
         (REFERENCE + 0.5 * noise(4096, seed=1), ""),
-        (-REFERENCE, "direction: cosine -1 "),
+        (-REFERENCE, "direction: cosine -1"),
         (noise(4096, seed=1), "direction"),
         (10.5 * REFERENCE, "magnitude: 10.5 times"),
         (0.09 * REFERENCE, "magnitude: 0.09 times"),
@@ -94,11 +94,58 @@ def test_bounds_are_options():
     assert validate_gradient(-9 * REFERENCE, REFERENCE, config).passed
 
 
-def test_one_finding_a_member_in_order():
-    rows = torch.stack([REFERENCE, -REFERENCE, 20 * REFERENCE])
-    findings = validate(moments(rows, REFERENCE), RuleConfig())
-    assert [finding.member for finding in findings] == [0, 1, 2]
-    assert [finding.passed for finding in findings] == [True, False, False]
+def members(count: int, cosine: float, num_values: int = 60_000) -> torch.Tensor:
+    """Honest ones, with so large a cosine to each other."""
+    common, own = noise(num_values, seed=3), noise(count, num_values, seed=4)
+    return cosine**0.5 * common + (1 - cosine) ** 0.5 * own
+
+
+def found_of(rows: torch.Tensor, config: RuleConfig | None = None) -> list[bool]:
+    findings = validate(moments(rows, torch.zeros(rows.shape[1])), config or RuleConfig())
+    assert [finding.member for finding in findings] == list(range(len(rows)))
+    return [finding.passed for finding in findings]
+
+
+LIES = {
+    "x -10": lambda own: -10 * own,
+    "x 1000": lambda own: 1000 * own,
+    "not a number": lambda own: torch.full_like(own, torch.nan),
+    "zeros": torch.zeros_like,
+    "sign flipped": lambda own: -own,
+    "noise of the same norm": lambda own: noise(*own.shape, seed=9) * own.norm(dim=1, keepdim=True) / 60_000**0.5,
+    "one noise of all": lambda own: noise(1, own.shape[1], seed=9).repeat(len(own), 1),
+}
+
+
+@pytest.mark.parametrize("cosine", [0.1, 0.3, 0.9])
+@pytest.mark.parametrize(("count", "num_liars"), [(3, 1), (4, 1), (5, 2), (7, 2), (7, 3), (8, 3)])
+@pytest.mark.parametrize("lie", LIES)
+def test_a_minority_that_lies_is_told_from_the_others(lie, count, num_liars, cosine):
+    rows = members(count, cosine)
+    rows[-num_liars:] = LIES[lie](rows[-num_liars:])
+    assert found_of(rows) == [True] * (count - num_liars) + [False] * num_liars
+
+
+@pytest.mark.parametrize("cosine", [0.0, 0.05, 0.3, 1.0])
+@pytest.mark.parametrize("count", [3, 4, 8])
+def test_of_the_honest_nobody_is_odd_however_much_they_agree(count, cosine):
+    assert found_of(members(count, cosine)) == [True] * count
+    assert found_of(members(count, cosine, num_values=50)) == [True] * count
+
+
+def test_who_trained_on_other_data_or_for_less_time_is_not_odd():
+    rows = members(4, 0.3)
+    rows[3] = 0.45 * rows[3] + 0.9 * noise(60_000, seed=12)
+    rows[2] *= 0.2
+    assert found_of(rows) == [True] * 4
+
+
+def test_who_weighs_nothing_is_not_looked_at():
+    rows = torch.cat([members(3, 0.3), torch.zeros(3, 60_000)])
+    found = moments(rows, torch.zeros(60_000))
+    findings = validate(found, RuleConfig(), [1.0, 1.0, 1.0, 0.0, 0.0, 0.0])
+    assert all(finding.passed for finding in findings)
+    assert findings[3].reason == "brings nothing (weight 0)"
 
 
 def test_sizes_must_agree():

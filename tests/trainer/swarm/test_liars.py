@@ -27,7 +27,7 @@ def cast(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingCast]:
 
 
 def clean(cast: TrainingCast, rule: str, num_honest: int) -> Outcome:
-    return cast.run(num_honest, {"rule": rule, "num_byzantine": 0})
+    return cast.run(num_honest, {"rule": rule, "num_byzantine": 0, "validation": "log"})
 
 
 def check_named(outcome: Outcome, attack: str) -> None:
@@ -46,7 +46,7 @@ def check_named(outcome: Outcome, attack: str) -> None:
 
 
 def check(cast: TrainingCast, rule: str, attack: str, num_members: int, num_liars: int, alone: Outcome) -> None:
-    robust: dict[str, Any] = {"rule": rule, "num_byzantine": num_liars}
+    robust: dict[str, Any] = {"rule": rule, "num_byzantine": num_liars, "validation": "log"}
     outcome = cast.run(num_members, robust, attack, num_liars)
     assert outcome.loss < TOLERANCE * alone.loss, f"{rule} against {attack}"
     check_named(outcome, attack)
@@ -60,7 +60,7 @@ def test_one_of_five_under_the_trimmed_mean(cast: TrainingCast) -> None:
 
 @pytest.mark.long
 def test_under_the_mean_the_report_says_what_happened(cast: TrainingCast) -> None:
-    mean = {"rule": "mean"}
+    mean = {"rule": "mean", "validation": "log"}
     alone = clean(cast, "mean", 4)
     flipped = cast.run(5, mean, "flip", 1)
     assert flipped.loss > TOLERANCE * alone.loss
