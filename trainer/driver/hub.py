@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from trainer.driver.asking import Answered
+from trainer.driver.auditing import Visit
 from trainer.driver.journey import Journey, JourneyEndedError
 from trainer.driver.pool import Placement
 from trainer.driver.presence import is_refused
@@ -38,7 +39,8 @@ class _Visit:
     placement: Placement
     given: Mapping[str, Tensor]
     """The stage's input."""
-    version: int
+    answered: Answered
+    """With its output."""
 
 
 class HubRouter:
@@ -51,8 +53,8 @@ class HubRouter:
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
 
-    async def take(self, journey: Journey) -> Outcome:
-        """See `Router.take`."""
+    async def take(self, journey: Journey, *, is_drawn: bool = False) -> Outcome:
+        """See `Router.take`; ``is_drawn``: all its visits are audited."""
         *others, tail = self._desk.pools
         visits: list[_Visit] = []
         activation: dict[str, Tensor] | None = None
@@ -61,9 +63,9 @@ class HubRouter:
                 visit, answered = await self._forward(journey, stage, activation)
                 visits.append(visit)
                 activation = part_of(ACTIVATION, answered.tensors)
-            gradient, num_tokens = await self._tail(journey, tail, activation)
+            gradient, num_tokens = await self._tail(journey, tail, activation, is_drawn)
             while visits:
-                gradient = await self._backward(journey, visits[-1], gradient, num_tokens)
+                gradient = await self._backward(journey, visits[-1], gradient, num_tokens, is_drawn)
                 visits.pop()
             return journey.done()
         except JourneyEndedError as end:
@@ -102,11 +104,10 @@ class HubRouter:
                 raise
             pool.measured(placement, num_rows * FORWARD_UNITS, asked_s)
             journey.passed(answered)
-            desk.auditor.passed(placement.worker, micro_batch, given, answered)
-            return _Visit(stage, placement, given, answered.body.version), answered
+            return _Visit(stage, placement, given, answered), answered
 
     async def _tail(
-        self, journey: Journey, tail: str, activation: Mapping[str, Tensor] | None
+        self, journey: Journey, tail: str, activation: Mapping[str, Tensor] | None, is_drawn: bool
     ) -> tuple[dict[str, Tensor], int]:
         desk, micro_batch = self._desk, journey.micro_batch
         given = desk.form.input_of(micro_batch, activation)
@@ -116,19 +117,19 @@ class HubRouter:
             return await desk.caller.tail(worker, micro_batch, given)
 
         answered, worker = await desk.count(journey, None, tail, units, units, ask)
-        desk.auditor.passed(worker, micro_batch, given, answered)
         journey.counted(tail, answered.body)
+        desk.auditor.visited(Visit(worker, micro_batch, given, (answered,)), is_drawn=is_drawn)
         return part_of(GRADIENT, answered.tensors), answered.body.num_tokens
 
     async def _backward(
-        self, journey: Journey, visit: _Visit, gradient: Mapping[str, Tensor], num_tokens: int
+        self, journey: Journey, visit: _Visit, gradient: Mapping[str, Tensor], num_tokens: int, is_drawn: bool
     ) -> dict[str, Tensor]:
         desk, micro_batch, stage = self._desk, journey.micro_batch, visit.stage
         num_rows = micro_batch.input_ids.shape[0]
 
         async def send(worker: StageWorker, given: Mapping[str, Tensor]) -> Answered:
             return await desk.caller.backward(
-                worker, micro_batch, given, forward_version=visit.version, num_tokens=num_tokens
+                worker, micro_batch, given, forward_version=visit.answered.body.version, num_tokens=num_tokens
             )
 
         async def ask(worker: StageWorker) -> Answered:
@@ -145,8 +146,12 @@ class HubRouter:
             desk.pools[stage].released(visit.placement)
             first = None
         units, grant_units = num_rows * BACKWARD_UNITS, num_rows * (FORWARD_UNITS + BACKWARD_UNITS)
-        answered, _ = await desk.count(journey, first, stage, units, grant_units, ask)
+        answered, worker = await desk.count(journey, first, stage, units, grant_units, ask)
         journey.counted(stage, answered.body)
+        answers = (visit.answered, answered) if worker.key == visit.placement.worker.key else (answered,)
+        is_head = stage == next(iter(desk.pools))
+        audited = Visit(worker, micro_batch, visit.given, answers, None if is_head else gradient)
+        desk.auditor.visited(audited, is_drawn=is_drawn)
         return part_of(GRADIENT, answered.tensors)
 
     @staticmethod
