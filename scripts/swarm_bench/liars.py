@@ -72,7 +72,7 @@ class _Found:
     loss: float
     liars: list[str]
     accused: list[str]
-    undecided: tuple[str, ...]
+    undecided: tuple[tuple[str, str], ...]
     lies: list[int] = field(default_factory=list)
     """Of each liar, the counted micro-batches it lied about; its last before it was banned, where it was."""
     evaluated: float = 0.0

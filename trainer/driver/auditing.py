@@ -111,8 +111,8 @@ class Auditor:
         self._compared = self._disputed = 0
         self._unopposed: set[str] = set()
         self._liars: Counter[str] = Counter()
-        self._undecided: dict[frozenset[str], str] = {}
-        """Keys of two workers that differ, and how that is told."""
+        self._undecided: dict[frozenset[str], tuple[str, str]] = {}
+        """Keys of two workers that differ, and their names."""
 
     def status(self) -> AuditStatus:
         """What has come of it."""
@@ -261,7 +261,7 @@ class Auditor:
     def _note_undecided(self, one: StageWorker, other: StageWorker, why: str) -> None:
         keys = frozenset((one.key, other.key))
         if keys not in self._undecided:
-            self._undecided[keys] = " and ".join(sorted((one.uid, other.uid)))
+            self._undecided[keys] = (min(one.uid, other.uid), max(one.uid, other.uid))
             logger.warning(
                 "%s and %s disagree (%s); one of them is wrong, a third worker would show who", one, other, why
             )

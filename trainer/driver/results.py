@@ -97,7 +97,7 @@ class AuditStatus:
     """Stages in which there was nobody to compare with."""
     liars: Mapping[str, int] = field(default_factory=dict)
     """How often each was banned for it, by its name for people."""
-    undecided: tuple[str, ...] = ()
+    undecided: tuple[tuple[str, str], ...] = ()
     """Pairs of workers that differ where nothing shows which is wrong, by their names for people."""
 
 

@@ -144,7 +144,7 @@ async def test_of_two_heads_that_differ_none_is_banned_and_both_are_named(caplog
         assert status.audit.disputed
         assert not status.audit.liars
         assert not any(pool.banned for pool in status.stages)
-        assert status.audit.undecided == ("head.0.32 and head.0.33",)
+        assert status.audit.undecided == (("head.0.32", "head.0.33"),)
     assert "one of them is wrong, a third worker would show who" in caplog.text
 
 
