@@ -7,6 +7,7 @@
     python scripts/bench_swarm.py links          # tokens/s over 80 Mbit/s: the subspace codec over none
     python scripts/bench_swarm.py churn          # slow workers that come and go: our rule, SWARM's, 004's
     python scripts/bench_swarm.py goodput        # what a swarm gets done while workers are killed, stopped and slowed
+    python scripts/bench_swarm.py liars          # workers that lie: how soon they are found, and what they cost
 
 Every figure is a ratio to something measured in the same run. Members are processes of their own, in network namespaces
 where links matter (that needs root); all of them end with this one. Figures go to docs/performance.md.
@@ -23,6 +24,7 @@ from scripts.bench_parts import parts_parser, run_parts
 from scripts.swarm_bench.call import bench_call
 from scripts.swarm_bench.churn_bench import bench_churn
 from scripts.swarm_bench.goodput import bench_goodput
+from scripts.swarm_bench.liars import bench_liars
 from scripts.swarm_bench.links import bench_links
 from scripts.swarm_bench.pipeline import bench_pipeline
 
@@ -32,6 +34,7 @@ BENCHES = {
     "links": bench_links,
     "churn": bench_churn,
     "goodput": bench_goodput,
+    "liars": bench_liars,
 }
 
 
@@ -63,6 +66,13 @@ def main() -> None:
     parser.add_argument("--churn-seeds", type=int, default=5, help="simulations of each, for churn")
     parser.add_argument("--churn-s", type=float, default=600.0, help="simulated seconds of each, for churn")
     parser.add_argument("--churn-live-s", type=float, default=30.0, help="of each rule with real workers; 0: none")
+    parser.add_argument("--liars-seeds", type=int, default=2, help="runs of each cell, for liars")
+    parser.add_argument("--liars-micro-batches", type=int, default=256, help="of each run, for liars")
+    parser.add_argument("--liars-inner-steps", type=int, default=10, help="between two averages, for liars")
+    parser.add_argument("--liars-lr", type=float, default=1e-2, help="of AdamW, for liars")
+    parser.add_argument("--liars-codec", default="fp16", help="of the links, for liars")
+    parser.add_argument("--liars-lies", nargs="+", help="some of the lies, for liars")
+    parser.add_argument("--liars-log", default="CRITICAL", help="level of what the swarm's parts log, for liars")
     run_parts(parser, BENCHES)
 
 

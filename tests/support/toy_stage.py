@@ -192,9 +192,11 @@ class ToyStage:
     async def _evaluate(self, _sender: PeerId, ask: messages.EvaluateAsk, tensors: dict[str, Tensor]) -> Reply_:
         async def work() -> Reply_:
             if self.stage != self.stages[-1]:
-                return TensorAnswer(self._body(), {"activation": self._output(tensors)})
+                gradient = {"gradient": tensors["gradient"]} if "gradient" in tensors else {}
+                return TensorAnswer(self._body(), {"activation": self._output(tensors), **gradient})
             answer = self._with_loss(ask.micro_batch, tensors)
-            return TensorAnswer(answer.body.model_copy(update={"applied": (), "applied_number": 0}), {})
+            tail_gradient = answer.tensors if ask.with_gradient else {}
+            return TensorAnswer(answer.body.model_copy(update={"applied": (), "applied_number": 0}), tail_gradient)
 
         return await self._suffer(messages.EVALUATE, ask.micro_batch, work)
 

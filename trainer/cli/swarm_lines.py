@@ -158,6 +158,8 @@ def _troubles_of(worker: WorkerStatus) -> list[str]:
         found.append(f"has not answered for {worker.silent_s:,.0f} s; micro-batches wait for it ({worker.in_flight})")
     if worker.age_s > _OLD_S:
         found.append(f"last heard of {worker.age_s:,.0f} s ago")
+    if worker.differs_from:
+        found.append(f"computes something else than {', '.join(worker.differs_from)}; one of them is wrong")
     if worker.unsaved_because:
         found.append(f"no checkpoint for {worker.unsaved_s:,.0f} s: {worker.unsaved_because}")
     return found

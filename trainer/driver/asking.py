@@ -107,17 +107,28 @@ class StageCaller:
         return answered
 
     async def evaluate(
-        self, worker: StageWorker, micro_batch: MicroBatch, given: Mapping[str, Tensor], *, is_tail: bool
+        self,
+        worker: StageWorker,
+        micro_batch: MicroBatch,
+        given: Mapping[str, Tensor],
+        gradient: Mapping[str, Tensor] | None,
     ) -> Answered:
-        """Runs a stage forward to no end but its output; the tail to its loss.
+        """Has a stage compute what is counted nowhere: output and gradient of an input, the tail loss and gradient.
+
+        Args:
+            worker: whom.
+            micro_batch: whose.
+            given: the stage's input.
+            gradient: by the stage's output; None: it is the head or the tail.
 
         Raises:
             RpcError: no answer, a refusal, or none that can be one.
         """
-        ask = self._request(EvaluateAsk, worker, micro_batch)
-        specs = () if is_tail else self._form.specs(micro_batch, ACTIVATION)
-        given = {**given, **({LABELS: wire_ids(micro_batch.labels)} if is_tail else {})}
-        answered = await self._ask(worker, EVALUATE, ask, given, specs)
+        is_head, is_tail = worker.stage == self._stages[0], worker.stage == self._stages[-1]
+        ask = self._request(EvaluateAsk, worker, micro_batch, with_gradient=not is_head)
+        specs = (*(() if is_tail else self._form.specs(micro_batch, ACTIVATION)), *self._gradient(worker, micro_batch))
+        given = {**given, **(gradient or {}), **({LABELS: wire_ids(micro_batch.labels)} if is_tail else {})}
+        answered = await self._ask(worker, EVALUATE, ask, given, tuple(sorted(specs, key=lambda spec: spec.name)))
         if is_tail:
             self._check_loss(worker, answered.body, micro_batch)
         return answered

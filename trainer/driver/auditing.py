@@ -1,18 +1,27 @@
-"""Whether workers compute what they say: now and then one's answer is compared with another worker's.
+"""Whether workers compute what they say: now and then one's answers are compared with another worker's.
 
 An answer of the right form and full of noise passes every other check, and a worker that makes such answers is the
-fastest of its stage. So one forward pass in `audit_every`, drawn where no worker can foresee it, is evaluated by a
-second worker of the stage, whose evaluation counts nothing; where the two differ, by a third. Who differs from two
-others, none of whom differs from as many, is wrong, and banned as one that answers nonsense. Likewise the tail, by its
-loss.
+fastest of its stage. So of a share of the micro-batches that a worker has counted, drawn where nobody can foresee it
+(`trainer.driver.audit_rates`), a second worker of the stage evaluates the same input and the same upstream gradient,
+which counts nothing: output or loss, and the gradient of the input, have to be alike (`trainer.driver.likeness`). Where
+they differ, a third one is asked, and each of them is examined by itself (`_contradicts_itself`): asked for its output
+on both sides of the input, an honest worker's gradient foretells how that changes. So
 
-The comparison is rough, since replicas of a stage drift apart between averages: activations are alike if their cosine
-is `MIN_COSINE` or more, losses if they differ by less than half, or less than `MIN_NATS` a label. It finds noise, zeros
-and constants within some `audit_every` passes of a worker. It does not find one that comes close (by handing on its
-input, say, or with a subspace codec, by which the tokens' fixed rows are part of every activation, zeros), one that
-lies in gradients only, or a majority of liars. By chain (000) the driver sees no activations: all of a pass is then
-evaluated for the sake of the comparison, which a worker can tell that computes well only then. In a stage with one
-worker there is nobody to compare with, and of two that differ none is banned; the status says so.
+- who contradicts itself while another does not is wrong, also where it is one of two, or where most of them lie;
+- else who differs from two others that are alike;
+- else it is not decided: the two are named, and both are given work.
+
+Who is found to be wrong twice, or four times of answers of different versions, is banned as one that answers nonsense.
+A stage's only worker is examined alone.
+
+What a comparison costs is two thirds of a counted pass at another worker; at one in 64 that is 1 %.
+
+By chain (000) the driver sees no activation and no gradient. There a drawn micro-batch is sent by hub instead, to be
+counted as any other (`draws`).
+
+Not found are: a worker that lies in chains only; one whose answers come closer than replicas are to each other; one
+that lies to whoever asks about the same input as before as it did then, and whose lie is the gradient of its other lie
+(a body that hands on its input, and the gradient as it came), where it is one of two or most lie alike.
 """
 
 from __future__ import annotations
@@ -21,14 +30,24 @@ import asyncio
 import logging
 import random
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from trainer.driver.asking import Answered, StageCaller
+from trainer.driver.audit_rates import AuditRates
+from trainer.driver.likeness import (
+    MAX_SLOPE_RATIO,
+    StageOutput,
+    difference,
+    midpoint,
+    nudge,
+    output_of,
+    own_part,
+    slope_ratio,
+)
 from trainer.driver.links import LinkForm
 from trainer.driver.pool import StagePool
 from trainer.driver.refusals import Verdict
@@ -39,25 +58,37 @@ from trainer.pipeline.wire import ACTIVATION, part_of
 from trainer.pipeline.work import MicroBatch
 from trainer.rpc.boundary import peer_boundary
 
-__all__ = ["MIN_COSINE", "MIN_NATS", "Auditor"]
+__all__ = ["Auditor", "Visit"]
 
 logger = logging.getLogger(__name__)
 
-MIN_COSINE = 0.5
-MIN_NATS = 1.0
-_TO_CONVICT = 2
-"""Others that one has to differ from."""
+_WITNESSES = 2
+_EXAMINED_TIMES = 3
 _LIED = Verdict("audit", "none", "long-ban")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Visit:
+    """A micro-batch's at one worker, which has counted it."""
+
+    worker: StageWorker
+    micro_batch: MicroBatch
+    given: Mapping[str, Tensor]
+    """The stage's input, as it was sent."""
+    answers: tuple[Answered, ...]
+    """The worker's: of the forward and backward pass, or the tail's one."""
+    gradient: Mapping[str, Tensor] | None = None
+    """Body: by the stage's output, as it was sent."""
+
+
 class Auditor:
-    """Compares workers of a stage with each other, one comparison at a time, beside the work.
+    """Compares workers of a stage with each other, one comparison a stage at a time, beside the work.
 
     Args:
         pools: of the stages, in order.
         caller: asks the workers.
         form: of the links.
-        every: one forward pass in so many; 0: none.
+        every: one micro-batch in so many of a worker that has proven itself; 0: none.
         failures: where liars are counted, as ``audit``.
         seed: of the draws; None: not to be foreseen.
     """
@@ -74,116 +105,171 @@ class Auditor:
         self._pools = pools
         self._caller = caller
         self._form = form
-        self._every = every
+        self._rates = AuditRates(every)
         self._failures = failures
         self._random = random.Random(seed)
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._compared = self._disputed = 0
         self._unopposed: set[str] = set()
         self._liars: Counter[str] = Counter()
-        self._disputes: defaultdict[str, set[str]] = defaultdict(set)
-        """Keys of those whom a worker differed from when they were last compared."""
+        self._undecided: dict[frozenset[str], tuple[str, str]] = {}
+        """Keys of two workers that differ, and their names."""
 
     def status(self) -> AuditStatus:
         """What has come of it."""
-        return AuditStatus(self._compared, self._disputed, tuple(sorted(self._unopposed)), dict(self._liars))
+        return AuditStatus(
+            self._compared,
+            self._disputed,
+            tuple(sorted(self._unopposed)),
+            dict(self._liars),
+            tuple(sorted(self._undecided.values())),
+        )
 
-    def passed(
-        self, worker: StageWorker, micro_batch: MicroBatch, given: Mapping[str, Tensor], answered: Answered
-    ) -> None:
-        """A stage has answered; perhaps it is compared.
+    def draws(self) -> bool:
+        """Whether a micro-batch is to be sent so that all its visits are seen, and audited: asked once of each."""
+        rates = [self._rates.rate(worker.key) for pool in self._pools.values() for worker in pool.usable()]
+        return self._random.random() < max(rates, default=0.0)
+
+    def visited(self, visit: Visit, *, is_drawn: bool = False) -> None:
+        """A worker has counted a micro-batch; perhaps it is audited.
 
         Args:
-            worker: who answered.
-            micro_batch: which.
-            given: the stage's input, as it was sent.
-            answered: output, or the tail's loss.
+            visit: what was said.
+            is_drawn: it is, unless another one of the stage is under way.
         """
-        self._perhaps(lambda: self._compare(worker, micro_batch, given, answered))
-
-    def chained(self, micro_batch: MicroBatch) -> None:
-        """A micro-batch went its way from worker to worker; perhaps all stages are compared."""
-        self._perhaps(lambda: self._walk(micro_batch))
+        key, stage = visit.worker.key, visit.worker.stage
+        is_drawn = self._random.random() < self._rates.rate(key) or is_drawn
+        task = self._tasks.get(stage)
+        if is_drawn and (task is None or task.done()) and not self._pools[stage].is_banned(visit.worker):
+            self._tasks[stage] = asyncio.create_task(self._audit(visit), name=f"driver-audit-{stage}")
 
     async def close(self) -> None:
-        """Ends a comparison that is under way."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        """Ends comparisons that are under way."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _perhaps(self, begin: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        is_drawn = self._every > 0 and self._random.randrange(self._every) == 0
-        if is_drawn and (self._task is None or self._task.done()):
-            self._task = asyncio.create_task(self._audit(begin()), name="driver-audit")
-
-    async def _audit(self, comparison: Coroutine[Any, Any, None]) -> None:
+    async def _audit(self, visit: Visit) -> None:
         try:
-            await comparison
+            await self._compare(visit)
         except (RpcError, CodecError, NonFiniteActivationError) as error:
             logger.info("a comparison of workers came to nothing: %s", error)
 
-    async def _walk(self, micro_batch: MicroBatch) -> None:
-        """Takes a micro-batch through evaluations of all stages, and compares each."""
-        activation: Mapping[str, Tensor] | None = None
-        for stage in self._pools:
-            workers = self._workers(stage)
-            if not workers:
-                return
-            given = self._form.input_of(micro_batch, activation)
-            answered = await self._evaluated(workers[0], micro_batch, given)
-            await self._compare(workers[0], micro_batch, given, answered)
-            activation = part_of(ACTIVATION, answered.tensors)
-
-    async def _compare(
-        self, worker: StageWorker, micro_batch: MicroBatch, given: Mapping[str, Tensor], answered: Answered
-    ) -> None:
-        """Compares an answer with another worker's, and where they differ with a third one's."""
+    async def _compare(self, visit: Visit) -> None:
+        """Compares what was said with another worker's evaluation, and where they differ finds out who is wrong."""
+        worker, said = visit.worker, await self._said(visit)
         others = [other for other in self._workers(worker.stage) if other.key != worker.key]
         self._note_unopposed(worker, is_alone=not others)
-        found = {worker: await self._value(worker, answered, micro_batch)}
-        for other in others[:2]:
-            found[other] = await self._value(other, await self._evaluated(other, micro_batch, given), micro_batch)
-            alike = [self._note(other, known, found) for known in found if known is not other]
-            self._compared += 1
-            if all(alike):
-                return
-            self._disputed += 1
-        if len(found) > 1:
-            self._judge(list(found), is_settled=len(found) > _TO_CONVICT)
-
-    def _note(self, one: StageWorker, other: StageWorker, found: Mapping[StageWorker, Tensor | float]) -> bool:
-        """Whether two are alike, which is kept."""
-        is_alike = _alike(found[one], found[other])
-        for worker, against in ((one, other), (other, one)):
-            (self._disputes[worker.key].discard if is_alike else self._disputes[worker.key].add)(against.key)
-            if not self._disputes[worker.key]:
-                del self._disputes[worker.key]
-        return is_alike
-
-    def _judge(self, workers: list[StageWorker], *, is_settled: bool) -> None:
-        """Bans who differs from two others, unless one of these differs from as many."""
-        by_key = {worker.key: worker for worker in workers}
-        liar = max(workers, key=lambda worker: len(self._disputes.get(worker.key, ())))
-        against = self._disputes.get(liar.key, set())
-        if len(against) < _TO_CONVICT or any(len(self._disputes[key]) >= len(against) for key in against):
-            if not is_settled:
-                first, second = workers
-                logger.warning("%s and %s differ; a third worker of the stage would show who is wrong", first, second)
+        if not others:
+            weight = await self._contradicts_itself(worker, visit, said)
+            if weight:
+                self._strike(worker, "what it says contradicts itself", weight)
+            else:
+                self._rates.passed(worker.key)
             return
-        logger.error(
-            "%s computes something else than %s", liar, " and ".join(str(by_key.get(key, key[:12])) for key in against)
-        )
-        self._liars[liar.uid] += 1
+        witnesses: dict[StageWorker, StageOutput] = {}
+        for other in others:
+            try:
+                witnesses[other] = await self._evaluated(other, visit)
+            except RpcError as error:
+                logger.info("%s gives no evaluation: %s", other, error)
+                continue
+            differs = difference(said, witnesses[other])
+            self._compared += 1
+            if differs is None and len(witnesses) == 1:
+                self._undecided.pop(frozenset((worker.key, other.key)), None)
+                self._rates.passed(worker.key)
+                return
+            self._disputed += differs is not None
+            if len(witnesses) == _WITNESSES:
+                break
+        if witnesses:
+            await self._find_liar({worker: said, **witnesses}, visit)
+
+    async def _find_liar(self, found: Mapping[StageWorker, StageOutput], visit: Visit) -> None:
+        """Strikes who is wrong of workers that differ, or says that it is not clear."""
+        weights = {worker: await self._contradicts_itself(worker, visit, said) for worker, said in found.items()}
+        contradicting = [worker for worker, weight in weights.items() if weight]
+        if 0 < len(contradicting) < len(found):
+            for worker in contradicting:
+                self._strike(worker, "what it says contradicts itself", weights[worker])
+            return
+        differing = {
+            worker: [other for other in found if other is not worker and difference(said, found[other])]
+            for worker, said in found.items()
+        }
+        for worker, others in differing.items():
+            if len(others) == _WITNESSES and not difference(*(found[other] for other in others)):
+                why = f"it computes something else than {others[0]} and {others[1]}"
+                self._strike(worker, why, _weight(list(found.values())))
+                return
+        for worker, others in differing.items():
+            for other in others:
+                self._note_undecided(worker, other, str(difference(found[worker], found[other])))
+
+    async def _contradicts_itself(self, worker: StageWorker, visit: Visit, said: StageOutput) -> float:
+        """Whether, and how certainly, a worker's output on both sides of an input shows that it is not as it says.
+
+        In the middle it is to be what was said, and the gradient what the change is. A worker that steps meanwhile is
+        asked again; the head's input cannot be moved.
+        """
+        if said.gradient is None:
+            return 0.0
+        ids, codec, gradient = visit.micro_batch.input_ids, self._form.codec, said.gradient
+
+        def sides() -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
+            given = part_of(ACTIVATION, visit.given)
+            x, step = codec.decode(given, ids), nudge(own_part(self._form, given, ids), gradient)
+            ahead, behind = codec.encode(x + step, ids).tensors, codec.encode(x - step, ids).tensors
+            return ahead, behind, codec.decode(ahead, ids) - codec.decode(behind, ids)
+
+        ahead, behind, moved = await asyncio.to_thread(sides)
+        for _ in range(_EXAMINED_TIMES):
+            answers = [
+                await self._caller.evaluate(worker, visit.micro_batch, {**visit.given, **side}, visit.gradient)
+                for side in (ahead, behind)
+            ]
+            if answers[0].body.version == answers[1].body.version:
+                break
+        else:
+            return 0.0
+        outputs = [await self._output(answered, visit) for answered in answers]
+
+        def is_contradicted() -> bool:
+            grad_y = None if visit.gradient is None else codec.grad_decode(visit.gradient)
+            ratio = slope_ratio(
+                moved, gradient, *outputs, grad_y=grad_y, num_labels=max(1, visit.micro_batch.num_tokens)
+            )
+            differs = difference(said, midpoint(*outputs))
+            logger.debug("%s: %s, slope ratio %s", worker, differs or "says the same again", ratio)
+            return differs is not None or (ratio is not None and not 1 / MAX_SLOPE_RATIO < ratio < MAX_SLOPE_RATIO)
+
+        return _weight([said, *outputs]) if await asyncio.to_thread(is_contradicted) else 0.0
+
+    def _strike(self, worker: StageWorker, why: str, weight: float) -> None:
+        """It was found to be wrong."""
+        if not self._rates.struck(worker.key, weight):
+            logger.warning("%s: %s; from now on all it does is compared", worker, why)
+            return
+        logger.error("%s: %s", worker, why)
+        self._liars[worker.uid] += 1
         self._failures[_LIED.reason] += 1
-        self._pools[liar.stage].blame(liar, _LIED, time.monotonic())
-        for key in self._disputes.pop(liar.key):
-            self._disputes[key].discard(liar.key)
+        self._pools[worker.stage].blame(worker, _LIED, time.monotonic())
+        self._undecided = {keys: text for keys, text in self._undecided.items() if worker.key not in keys}
+
+    def _note_undecided(self, one: StageWorker, other: StageWorker, why: str) -> None:
+        keys = frozenset((one.key, other.key))
+        if keys not in self._undecided:
+            self._undecided[keys] = (min(one.uid, other.uid), max(one.uid, other.uid))
+            logger.warning(
+                "%s and %s disagree (%s); one of them is wrong, a third worker would show who", one, other, why
+            )
 
     def _note_unopposed(self, worker: StageWorker, *, is_alone: bool) -> None:
         if is_alone and worker.stage not in self._unopposed:
-            logger.info("stage %s has a single worker: nothing shows whether it computes what it says", worker.stage)
+            logger.info("stage %s has a single worker: nobody shows whether it computes what it says", worker.stage)
         (self._unopposed.add if is_alone else self._unopposed.discard)(worker.stage)
 
     def _workers(self, stage: str) -> list[StageWorker]:
@@ -192,25 +278,32 @@ class Auditor:
         self._random.shuffle(usable)
         return usable
 
-    async def _evaluated(self, worker: StageWorker, micro_batch: MicroBatch, given: Mapping[str, Tensor]) -> Answered:
-        return await self._caller.evaluate(worker, micro_batch, given, is_tail=worker.stage == list(self._pools)[-1])
+    async def _evaluated(self, worker: StageWorker, visit: Visit) -> StageOutput:
+        answered = await self._caller.evaluate(worker, visit.micro_batch, visit.given, visit.gradient)
+        return await self._output(answered, visit)
 
-    async def _value(self, worker: StageWorker, answered: Answered, micro_batch: MicroBatch) -> Tensor | float:
-        """What is compared: the tail's loss of a label, else the activation."""
-        if answered.body.loss_sum is not None:
-            return answered.body.loss_sum / max(1, answered.body.num_tokens)
-        tensors = part_of(ACTIVATION, answered.tensors)
-        with peer_boundary(str(worker)):
-            return await asyncio.to_thread(self._form.codec.decode, tensors, micro_batch.input_ids)
+    async def _said(self, visit: Visit) -> StageOutput:
+        """What the worker answered while it counted."""
+        outputs = [await self._output(answered, visit) for answered in visit.answers]
+        activations = [each.activation for each in outputs if each.activation is not None]
+        gradients = [each.gradient for each in outputs if each.gradient is not None]
+        losses = [each.loss for each in outputs if each.loss is not None]
+        return StageOutput(
+            activation=activations[0] if activations else None,
+            loss=losses[0] if losses else None,
+            gradient=gradients[0] if gradients else None,
+            version=outputs[-1].version,
+        )
+
+    async def _output(self, answered: Answered, visit: Visit) -> StageOutput:
+        body, ids = answered.body, visit.micro_batch.input_ids
+        loss = None if body.loss_sum is None else body.loss_sum / max(1, body.num_tokens)
+        with peer_boundary("an audited worker"):
+            return await asyncio.to_thread(
+                output_of, self._form, answered.tensors, ids, loss=loss, scale=body.scale, version=body.version
+            )
 
 
-def _alike(one: Tensor | float, other: Tensor | float) -> bool:
-    """Whether two answers may be those of two replicas."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        norms = float(one.norm()) * float(other.norm())
-        if not norms:
-            return torch.equal(one, other)  # Some first weights make zeros.
-        return float(torch.vdot(one.flatten(), other.flatten())) >= MIN_COSINE * norms
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return False
-    return abs(one - other) < max(MIN_NATS, max(one, other) / 2)
+def _weight(outputs: Sequence[StageOutput]) -> float:
+    """How certain a difference is: across a step, the first above all, honest workers may differ."""
+    return 1.0 if len({output.version for output in outputs}) == 1 else 0.5

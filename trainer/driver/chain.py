@@ -21,6 +21,7 @@ from collections.abc import Iterable
 
 from trainer.driver.asking import Answered
 from trainer.driver.clearing import patience_s
+from trainer.driver.hub import HubRouter
 from trainer.driver.journey import Journey, JourneyEndedError
 from trainer.driver.pool import Placement
 from trainer.driver.refusals import Verdict, verdict_of
@@ -54,9 +55,12 @@ class ChainRouter:
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
+        self._hub = HubRouter(desk)
 
     async def take(self, journey: Journey) -> Outcome:
-        """See `Router.take`."""
+        """See `Router.take`; one that is to be audited goes by hub."""
+        if self._desk.auditor.draws():
+            return await self._hub.take(journey, is_drawn=True)
         trip = _Trip(self._desk, journey)
         try:
             return await trip.run()
@@ -154,7 +158,6 @@ class _Trip:
             journey.acknowledged(credit)
         self._share_out(took_s)
         journey.counted(head, answered.body)
-        self._desk.auditor.chained(journey.micro_batch)
         return journey.done()
 
     def _blame_all(self, asked_s: float) -> None:

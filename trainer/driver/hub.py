@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from trainer.driver.asking import Answered
+from trainer.driver.auditing import Visit
 from trainer.driver.journey import Journey, JourneyEndedError
 from trainer.driver.pool import Placement
 from trainer.driver.presence import is_refused
@@ -38,7 +39,8 @@ class _Visit:
     placement: Placement
     given: Mapping[str, Tensor]
     """The stage's input."""
-    version: int
+    answered: Answered
+    """With its output."""
 
 
 class HubRouter:
@@ -51,8 +53,8 @@ class HubRouter:
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
 
-    async def take(self, journey: Journey) -> Outcome:
-        """See `Router.take`."""
+    async def take(self, journey: Journey, *, is_drawn: bool = False) -> Outcome:
+        """See `Router.take`; ``is_drawn``: all its visits are audited."""
         *others, tail = self._desk.pools
         visits: list[_Visit] = []
         activation: dict[str, Tensor] | None = None
@@ -61,9 +63,9 @@ class HubRouter:
                 visit, answered = await self._forward(journey, stage, activation)
                 visits.append(visit)
                 activation = part_of(ACTIVATION, answered.tensors)
-            gradient, num_tokens = await self._tail(journey, tail, activation, visits)
+            gradient, num_tokens = await self._tail(journey, tail, activation, visits, is_drawn)
             while visits:
-                gradient = await self._backward(journey, visits, gradient, num_tokens)
+                gradient = await self._backward(journey, visits, gradient, num_tokens, is_drawn)
                 visits.pop()
             return journey.done()
         except JourneyEndedError as end:
@@ -102,11 +104,15 @@ class HubRouter:
                 raise
             pool.measured(placement, num_rows * FORWARD_UNITS, asked_s)
             journey.passed(answered)
-            desk.auditor.passed(placement.worker, micro_batch, given, answered)
-            return _Visit(stage, placement, given, answered.body.version), answered
+            return _Visit(stage, placement, given, answered), answered
 
     async def _tail(
-        self, journey: Journey, tail: str, activation: Mapping[str, Tensor] | None, visits: Sequence[_Visit]
+        self,
+        journey: Journey,
+        tail: str,
+        activation: Mapping[str, Tensor] | None,
+        visits: Sequence[_Visit],
+        is_drawn: bool,
     ) -> tuple[dict[str, Tensor], int]:
         desk, micro_batch = self._desk, journey.micro_batch
         given = desk.form.input_of(micro_batch, activation)
@@ -117,12 +123,17 @@ class HubRouter:
 
         held = [visit.placement for visit in visits]
         answered, worker = await desk.count(journey, None, tail, units, units, ask, held)
-        desk.auditor.passed(worker, micro_batch, given, answered)
         journey.counted(tail, answered.body)
+        desk.auditor.visited(Visit(worker, micro_batch, given, (answered,)), is_drawn=is_drawn)
         return part_of(GRADIENT, answered.tensors), answered.body.num_tokens
 
     async def _backward(
-        self, journey: Journey, visits: Sequence[_Visit], gradient: Mapping[str, Tensor], num_tokens: int
+        self,
+        journey: Journey,
+        visits: Sequence[_Visit],
+        gradient: Mapping[str, Tensor],
+        num_tokens: int,
+        is_drawn: bool,
     ) -> dict[str, Tensor]:
         *before, visit = visits
         desk, micro_batch, stage = self._desk, journey.micro_batch, visit.stage
@@ -130,7 +141,7 @@ class HubRouter:
 
         async def send(worker: StageWorker, given: Mapping[str, Tensor]) -> Answered:
             return await desk.caller.backward(
-                worker, micro_batch, given, forward_version=visit.version, num_tokens=num_tokens
+                worker, micro_batch, given, forward_version=visit.answered.body.version, num_tokens=num_tokens
             )
 
         async def ask(worker: StageWorker) -> Answered:
@@ -148,8 +159,12 @@ class HubRouter:
             first = None
         units, grant_units = num_rows * BACKWARD_UNITS, num_rows * (FORWARD_UNITS + BACKWARD_UNITS)
         held = [each.placement for each in before]
-        answered, _ = await desk.count(journey, first, stage, units, grant_units, ask, held)
+        answered, worker = await desk.count(journey, first, stage, units, grant_units, ask, held)
         journey.counted(stage, answered.body)
+        answers = (visit.answered, answered) if worker.key == visit.placement.worker.key else (answered,)
+        is_head = stage == next(iter(desk.pools))
+        audited = Visit(worker, micro_batch, visit.given, answers, None if is_head else gradient)
+        desk.auditor.visited(audited, is_drawn=is_drawn)
         return part_of(GRADIENT, answered.tensors)
 
     @staticmethod

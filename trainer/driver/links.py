@@ -1,8 +1,8 @@
 """What travels between two stages, by name, type and shape: all a driver has to know of it to hand it on.
 
-A driver decodes an activation only to compare it with another worker's (`trainer.driver.auditing`). It looks whether
-what a worker answers has exactly the tensors that the run's codec makes (`ActivationCodec.specs`), and, where they are
-floating point, whether they are finite; then it hands them on under the names they came with
+A driver decodes activations and gradients only to compare them with another worker's (`trainer.driver.auditing`). It
+looks whether what a worker answers has exactly the tensors that the run's codec makes (`ActivationCodec.specs`), and,
+where they are floating point, whether they are finite; then it hands them on under the names they came with
 (`trainer.pipeline.wire`).
 """
 
@@ -19,7 +19,7 @@ from trainer.pipeline.wire import IDS, wire_ids
 from trainer.pipeline.work import MicroBatch
 from trainer.state.descriptor import TensorSpec
 from trainer.state.tensor_bytes import all_finite, specs_of
-from trainer.subspace.codec import Direction
+from trainer.subspace.codec import Direction, Encoded
 
 __all__ = ["LinkForm", "SpecsCodec", "check_parcel"]
 
@@ -34,8 +34,14 @@ class SpecsCodec(Protocol):
     def specs(self, num_rows: int, num_positions: int, dim: int, direction: Direction) -> tuple[TensorSpec, ...]:
         """Exactly the tensors that travel."""
 
+    def encode(self, activation: Tensor, ids: Tensor | None = None) -> Encoded:
+        """The activation's tensors."""
+
     def decode(self, tensors: Mapping[str, Tensor], ids: Tensor | None = None) -> Tensor:
         """The activation, fp32[B, S, dim]."""
+
+    def grad_decode(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The gradient, fp32[B, S, dim]."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,9 @@ class AuditStatus:
     unopposed: tuple[str, ...] = ()
     """Stages in which there was nobody to compare with."""
     liars: Mapping[str, int] = field(default_factory=dict)
-    """How often each was found to be wrong, by its name for people."""
+    """How often each was banned for it, by its name for people."""
+    undecided: tuple[tuple[str, str], ...] = ()
+    """Pairs of workers that differ where nothing shows which is wrong, by their names for people."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,6 +152,10 @@ class Network(Generic[S]):
         """Of them, those that train by this node's terms."""
         return self._book.alike()
 
+    def distrust(self, peer_id: str, seconds: float) -> None:
+        """Has nothing to do with somebody for a while: no round with it, no state of it. From any thread."""
+        self._loop.loop.call_soon_threadsafe(self._book.distrust, peer_id, seconds)
+
     @property
     def state_digest(self) -> str:
         """Digest of the snapshot handed out now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
@@ -38,6 +39,8 @@ class PeerBook:
         self._misfits: frozenset[str] = frozenset()
         """Digests of states, announced now, that this node cannot take up."""
         self._peers: Mapping[str, Peer] = {}
+        self._distrusted: dict[str, float] = {}
+        """Keys, and until when, on the monotonic clock."""
 
     def update(self, announcements: tuple[Announcement, ...]) -> None:
         """What discovery knows now."""
@@ -46,8 +49,13 @@ class PeerBook:
         self._peers = {found.peer_id: peer_of(found) for found in self.alike()}
 
     def alike(self) -> list[Announcement]:
-        """Of those that train by this node's terms."""
-        return [found for found in self.announcements if found.terms_digest == self._terms_digest]
+        """Of those that train by this node's terms, and are trusted."""
+        now_s = time.monotonic()
+        return [
+            found
+            for found in self.announcements
+            if found.terms_digest == self._terms_digest and self._distrusted.get(found.peer_id, 0.0) <= now_s
+        ]
 
     def acquaintances(self, terms: Terms) -> list[Acquaintance]:
         """The fellows, for a comparison.
@@ -64,6 +72,12 @@ class PeerBook:
     def peers(self) -> Mapping[str, Peer]:
         """See `trainer.collective.Directory`."""
         return self._peers
+
+    def distrust(self, peer_id: str, seconds: float) -> None:
+        """Counts somebody as not there for a while: no round with it, no state of it; from the loop alone."""
+        self._distrusted = {key: until_s for key, until_s in self._distrusted.items() if until_s > time.monotonic()}
+        self._distrusted[peer_id] = time.monotonic() + seconds
+        self.update(self.announcements)
 
     def pass_over(self, state_digest: str) -> None:
         """Counts no announcement of this state any more, for as long as it is announced; from the loop alone."""

@@ -100,6 +100,9 @@ class WorkerStatus(_Part):
     busy: float = Field(description="Share of the last while in which it computed, 0 to 1.")
     in_flight: int = Field(0, description="Requests of this driver under way at it.")
     banned_for_s: float = Field(0.0, description="How long this driver will not ask it yet; 0: it does.")
+    differs_from: tuple[str, ...] = Field(
+        (), description="Workers of the stage that compute something else; nothing shows which of them is wrong."
+    )
     age_s: float = Field(0.0, description="How long ago it last said how it stands: how old its own figures are.")
     silent_s: float = Field(
         0.0, description="How long it has answered nothing while micro-batches of this driver wait for it; 0: it does."

@@ -7,6 +7,7 @@
 | `stage/tail`      | :class:`TailAsk`    | input, labels           | input's gradient            |
 | `stage/chain`     | :class:`ChainAsk`   | input, labels           | input's gradient (head: –)  |
 | `stage/evaluate`  | :class:`EvaluateAsk`| input, labels (tail)    | output activation (tail: –) |
+| with a gradient   |                     | output's gradient too   | input's gradient too        |
 """
 
 from __future__ import annotations
@@ -106,7 +107,10 @@ class ChainAsk(StageAsk):
 
 
 class EvaluateAsk(StageAsk):
-    """The loss of held-out data, stage by stage; nothing is applied or kept."""
+    """What the stage makes of an input, to compare it with another worker's answer; nothing counts or stays."""
+
+    with_gradient: bool = False
+    """Body, tail: also the gradient of the input, as a request that counts would be answered with."""
 
 
 class StageAnswer(Parcel):
@@ -126,6 +130,8 @@ class StageAnswer(Parcel):
     """Tail: the sum of the losses of the labels that count."""
     num_tokens: Counted = 0
     """Tail: how many labels counted."""
+    scale: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """What the gradient was multiplied by: less than 1 where it was far larger than is usual in the stage."""
     compute_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0
     """Time in the stage's own arithmetic, without queues and wires; of a chain: this stage's alone."""
     queue_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0

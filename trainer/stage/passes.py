@@ -128,6 +128,35 @@ class StagePasses:
             raise NonFiniteActivationError(f"expected a finite loss of {key}, found {loss_sum}; it was not counted")
         return loss_sum, gradients
 
+    def input_gradient(self, leaf: Tensor, grad_y: Tensor, *, key: str) -> tuple[Tensor, Tensor]:
+        """Output and gradient of an input, and of no parameter: two thirds of the work of a counted pass.
+
+        Raises:
+            PipelineError: ``grad_y`` has not the output's shape.
+            NonFiniteActivationError: output or gradient is not finite.
+        """
+        with torch.enable_grad():
+            y = self._run(leaf)
+        _checked(y.detach(), key)
+        if grad_y.shape != y.shape:
+            raise PipelineError(
+                f"expected a gradient of shape {list(y.shape)} for {key}, found {list(grad_y.shape)}; "
+                "is it of another micro-batch?"
+            )
+        (of_input,) = torch.autograd.grad(y, [leaf], self.moved(grad_y).to(y.dtype))
+        return y.detach(), _checked(of_input, key)
+
+    def loss_input_gradient(self, leaf: Tensor, labels: Tensor, *, key: str) -> tuple[LossSum, Tensor]:
+        """The sum of the losses and the gradient of the input, as `input_gradient`.
+
+        Raises:
+            NonFiniteActivationError: the gradient is not finite.
+        """
+        with torch.enable_grad(), self._autocast():
+            total, num_tokens = self._losses()(leaf, labels)
+        (of_input,) = torch.autograd.grad(total, [leaf])
+        return LossSum(float(total.detach()), int(num_tokens)), _checked(of_input, key)
+
     def loss(self, hidden: Tensor, labels: Tensor) -> LossSum:
         """The sum of the losses, without a graph."""
         with torch.no_grad(), self._autocast():

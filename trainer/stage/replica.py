@@ -280,6 +280,28 @@ class StageReplica:
         """
         return self._passes.loss(hidden, labels)
 
+    def evaluate_gradient(self, x: Tensor, grad_y: Tensor) -> tuple[Tensor, Tensor]:
+        """Body: the output, and the gradient that `backward` would answer but for its scale; nothing is counted.
+
+        Raises:
+            NonFiniteActivationError: an activation or gradient is not finite.
+            PipelineError: the gradient is not of the output's shape.
+            TrainerUsageError: this is the head, whose input has no gradient.
+        """
+        if self.kind == "head":
+            raise TrainerUsageError("expected a body, found the head; ids have no gradient")
+        return self._passes.input_gradient(self._passes.leaf(x), grad_y, key="a comparison")
+
+    def evaluate_loss_gradient(self, hidden: Tensor, labels: Tensor) -> tuple[LossSum, Tensor]:
+        """Tail: the loss, and the gradient that `tail` would answer but for its scale; nothing is counted.
+
+        Raises:
+            NonFiniteActivationError: the gradient is not finite.
+            TrainerUsageError: this is no tail.
+        """
+        leaf, labels = self._passes.leaf(hidden), self._passes.moved(labels).long()
+        return self._passes.loss_input_gradient(leaf, labels, key="a comparison")
+
     def state_dict(self) -> dict[str, Any]:
         """Where the replica stands: weights, optimizer, accumulators, counters. Its tensors are the living ones."""
         return to_saved(

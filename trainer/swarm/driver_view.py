@@ -222,6 +222,7 @@ def _workers_in(picture: _Picture) -> dict[str, list[WorkerStatus]]:
         banned |= stage.banned
         in_flight |= {load.worker: load.in_flight for load in stage.workers}
     silent = picture.status.silent if picture.status is not None else {}
+    undecided = picture.status.audit.undecided if picture.status is not None else ()
     workers: dict[str, list[WorkerStatus]] = {}
     for said in picture.workers:
         report = said.stage
@@ -240,6 +241,9 @@ def _workers_in(picture: _Picture) -> dict[str, list[WorkerStatus]]:
                 busy=round(report.busy, 3),
                 in_flight=in_flight.get(said.peer_id, 0),
                 banned_for_s=round(banned.get(said.peer_id, 0.0), 1),
+                differs_from=tuple(
+                    sorted(name for pair in undecided if report.uid in pair for name in pair if name != report.uid)
+                ),
                 age_s=round(picture.ages_s.get(said.peer_id, 0.0), 1),
                 silent_s=round(silent.get(said.peer_id, 0.0), 1),
                 unsaved_s=round(report.unsaved_s, 1),

@@ -38,6 +38,7 @@ from trainer.swarm.building import BuiltStage
 from trainer.swarm.departure import Departure
 from trainer.swarm.first_weights import check_first_weights
 from trainer.swarm.joining import is_ahead
+from trainer.swarm.judging import JudgedCollective
 from trainer.swarm.keeper import KeeperSearch
 from trainer.swarm.keeping import DilocoKeeping, Keeping, SpartaKeeping, state_choice, state_form
 from trainer.swarm.mates import RunMates, StageMates, is_of_stage
@@ -412,19 +413,26 @@ class WorkerNode:
     def _kept_together(self) -> Keeping[Any]:
         config, built, collective = self._config, self._built, self._network.collective
         rows = self._shape.model.vocab_size
-        if config.strategy == "async_sparta":
+        is_sparta = config.strategy == "async_sparta"
+        judged = JudgedCollective(
+            collective,
+            self._network.peer_id,
+            self._network.distrust,
+            num_slices=config.swarm.sparta.num_slices if is_sparta else 0,
+        )
+        if is_sparta:
             return SpartaKeeping(
                 config,
                 built.module,
                 built.optimizer,
-                collective,
+                judged,
                 self._mates,
                 built.after_average,
                 built.kept_axes,
                 rows,
             )
         return DilocoKeeping(
-            config, built.module, collective, lambda: collective.behind, collective.move_to, rows, self._mates.frontier
+            config, built.module, judged, lambda: collective.behind, collective.move_to, rows, self._mates.frontier
         )
 
     def _max_lead(self) -> int:

@@ -19,8 +19,9 @@ from trainer.pipeline.wire import ACTIVATION, IDS, part_of
 from trainer.rpc import PeerId
 from trainer.stage import BackwardResult, LossSum, StageReplica, TailResult
 from trainer.worker.applying import StageReplies, StageReply
-from trainer.worker.asks import ReceivedAsk, ReceivedBackward
+from trainer.worker.asks import ReceivedAsk, ReceivedBackward, ReceivedEvaluate
 from trainer.worker.counting import Counted, Counter
+from trainer.worker.evaluations import Evaluations
 from trainer.worker.link import StageLink, refusal_of
 from trainer.worker.replies import Slot
 from trainer.worker.runtime import Runtime
@@ -89,6 +90,7 @@ class Passing:
         self._shared = shared
         self._counter = Counter(replica, replies, shared)
         self._max_batch_size = max_batch_size
+        self._evaluations = Evaluations()
 
     def check_room(self, rank: Rank, sender: PeerId, ask: ReceivedAsk) -> None:
         """Whether a request would be let in, before work is put into its tensors.
@@ -97,6 +99,14 @@ class Passing:
             RefusedError: ``busy`` or ``stopping``.
         """
         self._runtime.check_room(rank, sender, self._link.decoded_bytes(ask))
+
+    def check_evaluation(self, sender: PeerId) -> None:
+        """Whether a driver has not had its share of evaluations.
+
+        Raises:
+            RefusedError: ``busy``.
+        """
+        self._evaluations.check(sender)
 
     async def forward(
         self, sender: PeerId, ask: ReceivedAsk, tensors: Mapping[str, Tensor]
@@ -175,25 +185,38 @@ class Passing:
 
         return await self._count(Rank.TAIL, slot, sender, ask, apply, hidden.nbytes + labels.nbytes)
 
-    async def answer_evaluate(self, sender: PeerId, ask: ReceivedAsk, tensors: Mapping[str, Tensor]) -> StageReply:
-        """The output, or the tail's loss, of held-out data; errors as `forward`."""
+    async def answer_evaluate(self, sender: PeerId, ask: ReceivedEvaluate, tensors: Mapping[str, Tensor]) -> StageReply:
+        """The output, or the tail's loss, and the input's gradient where it is wanted; errors as `forward`."""
         labels = self._link.labels_of(ask, tensors) if self._replica.kind == "tail" else None
         x, ids = await self._link.input_of(ask, tensors)
+        wants_gradient = ask.with_gradient and self._replica.kind != "head"
+        grad_y = await self._link.gradient_of(ask, tensors) if wants_gradient and labels is None else None
 
-        def evaluate(_: Sequence[None]) -> Sequence[tuple[Tensor | LossSum, int]]:
-            found = self._replica.evaluate(x) if labels is None else self._replica.evaluate_loss(x, labels)
-            return [(found, self._replica.version)]
+        def evaluate(_: Sequence[None]) -> Sequence[tuple[Tensor | LossSum, Tensor | None, int]]:
+            found: Tensor | LossSum
+            grad_x: Tensor | None = None
+            if labels is not None and wants_gradient:
+                found, grad_x = self._replica.evaluate_loss_gradient(x, labels)
+            elif labels is not None:
+                found = self._replica.evaluate_loss(x, labels)
+            elif grad_y is not None:
+                found, grad_x = self._replica.evaluate_gradient(x, grad_y)
+            else:
+                found = self._replica.evaluate(x)
+            return [(found, grad_x, self._replica.version)]
 
-        size_bytes = x.nbytes + (0 if labels is None else labels.nbytes)
-        done = await self._runtime.compute(self._job(Rank.EVALUATE, sender, ask, None, evaluate, size_bytes))
-        found, version = done.value
+        size_bytes = x.nbytes + sum(each.nbytes for each in (labels, grad_y) if each is not None)
+        done = await self._runtime.compute(self._job(Rank.FORWARD, sender, ask, None, evaluate, size_bytes))
+        self._evaluations.spent(sender, done.compute_s)
+        found, grad_x, version = done.value
         answer = self._answer(ask, version, done.compute_s, done.queue_s)
+        gradient = {} if grad_x is None else await self._link.gradient(grad_x)
         if isinstance(found, LossSum):
             if found.loss_sum != found.loss_sum:
                 raise RefusedError("nonfinite", "the loss is not a number")
             body = answer.model_copy(update={"loss_sum": found.loss_sum, "num_tokens": found.num_tokens})
-            return TensorAnswer(body, {})
-        return TensorAnswer(answer, await self._link.activation(found, ids))
+            return TensorAnswer(body, gradient)
+        return TensorAnswer(answer, {**await self._link.activation(found, ids), **gradient})
 
     async def forget(self, key: str) -> None:
         """Forgets a forward pass whose backward pass will not come."""
@@ -219,6 +242,7 @@ class Passing:
             "applied": (self._name,),
             "incarnation": receipt.incarnation,
             "applied_number": receipt.applied_number,
+            "scale": result.scale,
         }
         if isinstance(result, TailResult):
             update |= {"loss_sum": result.loss_sum, "num_tokens": result.num_tokens}

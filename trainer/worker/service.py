@@ -224,8 +224,10 @@ class StageService:
 
     async def _evaluate(self, sender: PeerId, ask: ReceivedEvaluate, tensors: dict[str, Tensor]) -> StageReply:
         async def answer() -> StageReply:
-            self._check(ask, tensors, *([LABELS] if self._replica.kind == "tail" else []))
-            self._passing.check_room(Rank.EVALUATE, sender, ask)
+            wanted = {"tail": [LABELS], "body": [GRADIENT] if ask.with_gradient else [], "head": []}
+            self._check(ask, tensors, *wanted[self._replica.kind])
+            self._passing.check_evaluation(sender)
+            self._passing.check_room(Rank.FORWARD, sender, ask)
             return await self._passing.answer_evaluate(sender, ask, tensors)
 
         return await self._answered(sender, "an evaluation", answer())
@@ -373,4 +375,6 @@ class StageService:
 
 def _num_made(ask: ReceivedAsk) -> int:
     """Outputs and gradients a worker holds for a request at a time: of a chain, those of the stages behind it too."""
+    if isinstance(ask, ReceivedEvaluate) and ask.with_gradient:
+        return 2
     return 3 if isinstance(ask, ReceivedChain) and ask.route else 1

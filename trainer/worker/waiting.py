@@ -37,7 +37,7 @@ class Rank(IntEnum):
     BACKWARD = 1
     TAIL = 2
     FORWARD = 3
-    EVALUATE = 4
+    """Evaluations too: ranked lower they would never be had of a stage that is busy all the time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,11 +6,13 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.support.event_loop import on_event_loop
+from tests.support.lying_replica import lie_named
 from tests.support.rpc_pair import running_endpoint
 from tests.support.small_pipeline import POSITIONS, ROWS, Directory, Windows, announced, driver_of, window
 from tests.support.stage_worker import RUN_ID, WorkerSetup, running_worker, stage_worker_processes
@@ -118,6 +120,35 @@ def test_workers_that_compute_the_same_are_compared_and_alike(routing: str) -> N
         audit = driver.status().audit
         assert audit.compared
         assert (audit.disputed, audit.unopposed, work.fates()) == (0, (), ["done"] * 12)
+
+    test()
+
+
+@pytest.mark.parametrize("routing", ["hub", "chain"])
+@pytest.mark.parametrize("lie", ["-3 x gradient", "-3 x gradient, honest when asked", "1,000 x activation"])
+def test_one_of_two_that_lies_is_found_early_and_the_honest_one_is_not_accused(lie: str, routing: str) -> None:
+    @on_event_loop
+    async def test() -> None:
+        setup = WorkerSetup(codec="int8")
+        stage, lying = lie_named(lie)
+        liar = ""
+        async with AsyncExitStack() as stack:
+            directory = Directory()
+            for name in stage_names(setup.num_stages):
+                for number in range(2):
+                    running = await stack.enter_async_context(running_worker(replace(setup, stage=name)))
+                    directory.found.append(announced(name, 32 + number, running.peer))
+                    if name == stage and not number:
+                        lying.begin(running.worker)
+                        liar = directory.found[-1].uid
+            endpoint = await stack.enter_async_context(running_endpoint(run_id=RUN_ID))
+            work = Windows(40)
+            driver = driver_of(
+                endpoint, setup, directory, work, config={"routing": routing, "max_in_flight": 2}, audit_seed=1
+            )
+            await driver.run()
+        assert driver.status().audit.liars == {liar: 1}
+        assert work.fates() == ["done"] * 40
 
     test()
 

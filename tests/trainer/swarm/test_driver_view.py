@@ -11,7 +11,7 @@ from tests.support.text_store import text_store
 from trainer.config import RunConfig, from_mapping
 from trainer.discovery import Announcement
 from trainer.driver.balancer import WorkerLoad
-from trainer.driver.results import DriverStatus, StageStatus
+from trainer.driver.results import AuditStatus, DriverStatus, StageStatus
 from trainer.node.progress import Progress
 from trainer.pipeline.names import StageUid
 from trainer.pipeline.report import StageReport
@@ -40,13 +40,14 @@ class Living:
     def __init__(self) -> None:
         self.done = 3
         self.silent: dict[str, float] = {}
+        self.audit = AuditStatus()
         self._thread = threading.get_ident()
 
     def status(self) -> DriverStatus:
         assert threading.get_ident() == self._thread
         load = WorkerLoad(OWN, runtime_s=0.0, s_per_unit=1.0, proven=True, in_flight=2, num_done=3)
         tail = StageStatus("tail", (load,), {OWN: "tail.0.40"}, {}, stalled_s=0.0)
-        return DriverStatus(4, self.done, 0, 0, 0, 99, {}, {}, {}, (tail,), silent=self.silent)
+        return DriverStatus(4, self.done, 0, 0, 0, 99, {}, {}, {}, (tail,), self.audit, silent=self.silent)
 
 
 def tail_of(shape: SwarmShape, key: str, version: int, *, fits: bool) -> Announcement:
@@ -83,3 +84,7 @@ def test_other_threads_are_shown_a_picture(config: RunConfig, shape: SwarmShape)
     tail = view.stages().stages[-1]
     assert (tail.workers[0].status, tail.workers[0].silent_s, tail.num_serving) == ("serving", 12.0, 0)
     assert (tail.workers[0].unsaved_s, tail.workers[0].unsaved_because) == (63.0, "no space left")
+    assert tail.workers[0].differs_from == ()
+    driver.audit = AuditStatus(undecided=(("head.0.32", "head.0.33"), ("tail.0.33", "tail.0.40")))
+    view.look()
+    assert view.stages().stages[-1].workers[0].differs_from == ("tail.0.33",)

@@ -339,6 +339,20 @@ def test_what_is_wrong_with_workers_is_shown_and_whose_it_is() -> None:
     assert "no checkpoint" not in "\n".join(stage_table(Sight(stages=troubled))), "the table of workers says it"
 
 
+def test_workers_that_disagree_are_both_named() -> None:
+    stages = some_stages()
+    workers = tuple(
+        a_worker(f"tail.0.{one}", node_id=f"tail.{one}", differs_from=(f"tail.0.{other}",))
+        for one, other in ((42, 43), (43, 42))
+    )
+    seen = stages.model_copy(update={"stages": (stages.stages[0].model_copy(update={"workers": workers}),)})
+    said = "\n".join(workers_table(seen, None))
+    assert "computes something else than tail.0.43; one of them is wrong" in said
+    assert "tail.42: computes something else than tail.0.43" in "\n".join(
+        stage_table(Sight((ProcessCount("tail", 2, 2, 0),), seen))
+    )
+
+
 def test_a_worker_that_does_not_answer_is_not_shown_as_busy() -> None:
     stages = some_stages()
     worker = a_worker("tail.0.42", node_id="tail.1", silent_s=12.3, age_s=30.0, in_flight=3)

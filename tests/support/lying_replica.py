@@ -1,0 +1,99 @@
+"""A real worker whose answers are not what it computed: it counts, steps and averages as any other.
+
+lie = Lie(gradient=lambda values: -3 * values)
+lie.begin(running.worker)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.worker import StageWorker
+
+__all__ = ["LIES", "Lie", "lie_named"]
+
+Change = Callable[[Tensor], Tensor]
+
+
+def _noise(values: Tensor) -> Tensor:
+    found = torch.randn_like(values)
+    return found * (values.norm() / found.norm())
+
+
+@dataclass
+class Lie:
+    """What becomes of what a worker sends."""
+
+    activation: Change | None = None
+    gradient: Change | None = None
+    is_honest_when_asked: bool = False
+    """Evaluations, which count nothing, are answered as they should be."""
+    honest_for: int = 0
+    """Gradients, evaluations' included, that are sent as they are before the first lie."""
+    num_sent: int = 0
+    """Gradients that it has sent, evaluations' included."""
+    num_lies: int = 0
+    """Counted micro-batches whose gradient or activation was not what it should have been."""
+
+    def begin(self, worker: StageWorker) -> None:
+        """From now on the worker lies."""
+        link, passing = worker._link, worker.service._passing
+        activation, gradient, evaluate = link.activation, link.gradient, passing.answer_evaluate
+        evaluating = ContextVar("evaluating", default=False)
+
+        def changed(values: Tensor, change: Change | None) -> Tensor:
+            lies = self.num_sent >= self.honest_for and not (self.is_honest_when_asked and evaluating.get())
+            return values if change is None or not lies else change(values)
+
+        async def send_activation(y: Tensor, ids: Tensor | None) -> Mapping[str, Tensor]:
+            return await activation(changed(y, self.activation), ids)
+
+        async def send_gradient(values: Tensor) -> Mapping[str, Tensor]:
+            sent = changed(values, self.gradient)
+            self.num_lies += self.num_sent >= self.honest_for and not evaluating.get()
+            self.num_sent += 1
+            return await gradient(sent)
+
+        async def answer_evaluate(*arguments: Any) -> Any:
+            token = evaluating.set(True)
+            try:
+                return await evaluate(*arguments)
+            finally:
+                evaluating.reset(token)
+
+        for owner, name, method in (
+            (link, "activation", send_activation),
+            (link, "gradient", send_gradient),
+            (passing, "answer_evaluate", answer_evaluate),
+        ):
+            setattr(owner, name, method)
+
+
+LIES: dict[str, tuple[str, Callable[[], Lie]]] = {
+    "-3 x gradient": ("tail", lambda: Lie(gradient=lambda values: -3 * values)),
+    "-3 x gradient, honest when asked": (
+        "tail",
+        lambda: Lie(gradient=lambda values: -3 * values, is_honest_when_asked=True),
+    ),
+    "-3 x gradient, after 150": ("tail", lambda: Lie(gradient=lambda values: -3 * values, honest_for=150)),
+    "10 x gradient": ("tail", lambda: Lie(gradient=lambda values: 10 * values)),
+    "gradient of noise": ("body-1", lambda: Lie(gradient=_noise)),
+    "gradient of zeros": ("body-1", lambda: Lie(gradient=torch.zeros_like)),
+    "1,000 x activation": ("body-1", lambda: Lie(activation=lambda values: 1000 * values)),
+    "activation of noise": ("body-1", lambda: Lie(activation=_noise)),
+    "activation of noise, head": ("head", lambda: Lie(activation=_noise)),
+    "2 x gradient": ("tail", lambda: Lie(gradient=lambda values: 2 * values)),
+}
+"""Stage and lie, by name."""
+
+
+def lie_named(name: str) -> tuple[str, Lie]:
+    """The stage it is told in, and the lie."""
+    stage, make = LIES[name]
+    return stage, make()
