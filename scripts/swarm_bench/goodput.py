@@ -121,7 +121,7 @@ def bench_goodput(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="goodput-") as name:
         folder = Path(name)
         run = folder / "run.yaml"
-        own = {"state_dir": str(folder / "home"), "data": {**_OPTIONS["data"], "store": str(store)}}
+        own: dict[str, Any] = {"state_dir": str(folder / "home"), "data": {**_OPTIONS["data"], "store": str(store)}}
         own["swarm"] = {**_OPTIONS["swarm"], "checkpoint": {"interval_s": 3600.0, "directory": str(folder / "stages")}}
         own["swarm"]["driver"] = {**_OPTIONS["swarm"]["driver"], "routing": arguments.goodput_routing}
         own["strategy"], own["diloco"] = arguments.goodput_strategy, {"inner_steps": 20}
