@@ -13,7 +13,7 @@ from trainer.model import build_model, preset
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
-INNER_STEPS, OUTER_STEPS = 20, 6
+INNER_STEPS, OUTER_STEPS = 15, 4
 TOLERANCE = 1.05
 LYING = ("-m", "tests.support.lying_node")
 TOGETHER = {"min_members": 4, "invite_after_s": 60.0, "gather_timeout_s": 60.0}
