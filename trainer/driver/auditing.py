@@ -14,7 +14,7 @@ on both sides of the input, an honest worker's gradient foretells how that chang
 Who is found to be wrong twice, or four times of answers of different versions, is banned as one that answers nonsense.
 A stage's only worker is examined alone.
 
-What a comparison costs is two thirds of a counted pass at another worker; at one in 64 that is 1 %.
+What a comparison costs is 0.77 of a counted pass at another worker; at one in 64 that is 1.2 %.
 
 By chain (000) the driver sees no activation and no gradient. There a drawn micro-batch is sent by hub instead, to be
 counted as any other (`draws`).
