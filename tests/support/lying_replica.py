@@ -35,9 +35,9 @@ class Lie:
     is_honest_when_asked: bool = False
     """Evaluations, which count nothing, are answered as they should be."""
     honest_for: int = 0
-    """Gradients, evaluations' included, that are sent as they are before the first lie."""
+    """Answers, evaluations included, that are sent as they are before the first lie."""
     num_sent: int = 0
-    """Gradients that it has sent, evaluations' included."""
+    """Gradients that it has sent, evaluations' included; of a head, activations."""
     num_lies: int = 0
     """Counted micro-batches whose gradient or activation was not what it should have been."""
 
@@ -51,13 +51,19 @@ class Lie:
             lies = self.num_sent >= self.honest_for and not (self.is_honest_when_asked and evaluating.get())
             return values if change is None or not lies else change(values)
 
+        def count() -> None:
+            self.num_lies += self.num_sent >= self.honest_for and not evaluating.get()
+            self.num_sent += 1
+
         async def send_activation(y: Tensor, ids: Tensor | None) -> Mapping[str, Tensor]:
-            return await activation(changed(y, self.activation), ids)
+            sent = changed(y, self.activation)
+            if worker.replica.kind == "head":
+                count()
+            return await activation(sent, ids)
 
         async def send_gradient(values: Tensor) -> Mapping[str, Tensor]:
             sent = changed(values, self.gradient)
-            self.num_lies += self.num_sent >= self.honest_for and not evaluating.get()
-            self.num_sent += 1
+            count()
             return await gradient(sent)
 
         async def answer_evaluate(*arguments: Any) -> Any:

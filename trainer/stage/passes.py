@@ -129,7 +129,7 @@ class StagePasses:
         return loss_sum, gradients
 
     def input_gradient(self, leaf: Tensor, grad_y: Tensor, *, key: str) -> tuple[Tensor, Tensor]:
-        """Output and gradient of an input, and of no parameter: two thirds of the work of a counted pass.
+        """Output and gradient of an input, and of no parameter: three quarters of the work of a counted pass.
 
         Raises:
             PipelineError: ``grad_y`` has not the output's shape.

@@ -95,9 +95,9 @@ async def test_an_honest_swarm_is_compared_and_nobody_suspected() -> None:
 
 @pytest.mark.parametrize("asked", [(EVALUATE,), ()], ids=["lies when asked", "honest when asked"])
 @pytest.mark.parametrize(("stage", "method"), [("body-1", BACKWARD), ("tail", TAIL)])
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(("replicas", "factor"), [(1, -3), (2, -3), (2, 0)])
 def test_a_gradient_that_is_not_the_output_s_convicts_by_itself(
-    replicas: int, stage: str, method: str, asked: tuple[str, ...]
+    replicas: int, factor: int, stage: str, method: str, asked: tuple[str, ...]
 ) -> None:
     @on_event_loop
     async def test() -> None:
@@ -106,7 +106,7 @@ def test_a_gradient_that_is_not_the_output_s_convicts_by_itself(
 
             async def lie(toy: ToyStage, key: str, work: Callable[[], Awaitable[Reply_]]) -> Reply_:
                 answer = await work()
-                gradient = {name: -3 * found for name, found in answer.tensors.items() if name == "gradient"}
+                gradient = {name: factor * found for name, found in answer.tensors.items() if name == "gradient"}
                 return TensorAnswer(answer.body, {**answer.tensors, **gradient})
 
             for each in (method, *asked):
@@ -133,6 +133,17 @@ async def test_most_of_a_stage_may_lie_where_they_contradict_themselves() -> Non
             liars.append(toy.worker.uid)
         await run_with(drive)
         assert set(drive.driver.status().audit.liars) == set(liars)
+
+
+@on_event_loop
+async def test_one_of_two_heads_whose_output_is_another_each_time_is_found() -> None:
+    async with driving(TWO_EACH, 40, AUDITED, audit_seed=4) as drive:
+        liar = drive.swarm.at("head")
+        for method in (FORWARD, EVALUATE):
+            liar.faults[method].extend([distort(torch.randn_like)] * 10_000)
+        await run_with(drive)
+        assert liar.worker is not None
+        assert drive.driver.status().audit.liars == {liar.worker.uid: 1}
 
 
 @on_event_loop
