@@ -137,7 +137,10 @@ def _num_tokens(swarm: PipelineSwarm) -> int:
 def _target(swarm: PipelineSwarm, seconds: float, source_host: str) -> Target:
     addresses, peer_ids, apis = {}, {}, {}
     for name, node in swarm.nodes.items():
-        peer_ids[name], addresses[name] = _ANSWERS.findall(node.output())[-1]
+        answering = _ANSWERS.findall(node.output())
+        if not answering:  # A newcomer that is slow to start on a busy machine is no target.
+            continue
+        peer_ids[name], addresses[name] = answering[-1]
         found = re.findall(r"API at (http://127\.0\.0\.1:\d+)/", node.output())
         if found:
             apis[name] = found[-1]
