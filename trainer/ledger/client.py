@@ -276,7 +276,8 @@ class LedgerClient:
             raise MalformedAnswerError(
                 "expected a lease of rows of this run's shards, found others; mind who keeps the account"
             )
-        num_rows, most = sum(run.num_rows for run in runs), self._config.lease_units * layout.unit_rows
+        num_rows = sum(run.num_rows for run in runs)
+        most = max(self._config.max_open * layout.micro_batch_rows, self._config.lease_units * layout.unit_rows)
         if num_rows > most:
             raise MalformedAnswerError(
                 f"expected a lease of at most {most} rows, found {num_rows}; mind who keeps the account"
