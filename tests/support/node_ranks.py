@@ -42,7 +42,7 @@ def _drains(ranks: Ranks, *, asked: bool) -> bool:
     if asked:
         stop.ask()
     replica = SimpleNamespace(
-        inner=SimpleNamespace(step_index=5), strategy=SimpleNamespace(drain=lambda: drained.append(True))
+        inner=SimpleNamespace(step_index=5), strategy=SimpleNamespace(drain=lambda: drained.append(True)), diloco=None
     )
     parts: dict[str, Any] = dict.fromkeys(("dataset", "batches", "store", "watch", "network", "line"))
     parts["checkpointer"] = SimpleNamespace(path="nowhere")

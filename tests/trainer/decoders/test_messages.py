@@ -64,7 +64,9 @@ AGREEMENT = {
     "num_values": 4096,
     "part_values": 1024,
     "vocabulary_rows": 512,
-    "members": [{"peer_id": key, "address": "127.0.0.1:9", "certificate": None, "weight": 1.0} for key in KEYS],
+    "members": [
+        {"peer_id": key, "address": "127.0.0.1:9", "certificate": None, "weight": 1.0, "progress": 1.0} for key in KEYS
+    ],
 }
 ASK = {
     "micro_batch": "e7.s1.r4",
@@ -295,6 +297,7 @@ def test_agreements(data: st.DataObject) -> None:
                 state_digest="0" * 64,
                 num_values=4096,
                 own_weight=1.0,
+                own_progress=1.0,
                 vocabulary_rows=512,
                 values_per_part=1024,
                 max_weight_ratio=4.0,
