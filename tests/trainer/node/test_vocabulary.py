@@ -69,6 +69,7 @@ def by_name(saved: Mapping[str, Any], vector: Tensor) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.long  # Bits differ where the store has new ids within the old rows: those join the softmax at the start.
 def test_adopted_at_the_next_outer_step_across_a_restart(
     here: TrainerHere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
