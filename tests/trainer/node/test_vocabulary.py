@@ -92,6 +92,7 @@ def test_adopted_at_the_next_outer_step_across_a_restart(
 
 
 @pytest.mark.slow
+@pytest.mark.long  # As above.
 def test_adopted_by_a_running_node_which_then_reads_the_new_shards(tmp_path: Path) -> None:
     """The rows of before are those of a run whose store stayed as it was."""
     store = copy_text_store(tmp_path / "store")
