@@ -18,7 +18,7 @@ from trainer.config import RunConfig
 from trainer.inner import lr_at, make_optimizer
 from trainer.ledger import Journal, LedgerSpec, MicroBatches
 from trainer.ledger.records import Granted, Opened, Record, Settled
-from trainer.model import build_model
+from trainer.model import build_model, limit_ids
 from trainer.model.loss import IGNORED_LABEL
 from trainer.node.data import open_session
 from trainer.pipeline.micro_batch import MicroBatchId
@@ -68,11 +68,13 @@ class OneProcess:
 
     def __init__(self, config: RunConfig, records: list[Record]) -> None:
         self._config = config
-        self._plan = shape_of(config).plan
+        shape = shape_of(config)
+        self._plan = shape.plan
         spec = _spec(records)
         self.rows = MicroBatches(open_session(config.data), spec.seed, spec.layout)
         self._given = micro_batches_given(records)
         self.model = build_model(self._plan.config, config.seed)
+        limit_ids(self.model, shape.num_ids)
         self.optimizer = make_optimizer(self.model, config.inner)
 
     def steps(self) -> Iterator[SingleStep]:

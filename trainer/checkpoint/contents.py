@@ -17,6 +17,7 @@ from trainer.errors import CheckpointMismatchError
 __all__ = ["CheckpointContents"]
 
 _VERSION: Final = 1
+_OPTIONAL: Final = frozenset({"num_ids"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,8 @@ class CheckpointContents:
     """The run's resolved configuration."""
     schedule: Mapping[str, Any]
     """The inner loop's state without ``optimizer``: step index, steps dropped."""
+    num_ids: int | None = None
+    """Ids of the vocabulary that losses are over; None in the checkpoints of releases that did not say."""
     version: int = _VERSION
     """Of these fields."""
 
@@ -67,8 +70,8 @@ class CheckpointContents:
                 "use the release that wrote it"
             )
         names = {field.name for field in fields(cls)}
-        if names != set(mapping):
-            missing, unknown = sorted(names - set(mapping)), sorted(set(mapping) - names)
+        missing, unknown = sorted(names - set(mapping) - _OPTIONAL), sorted(set(mapping) - names)
+        if missing or unknown:
             raise CheckpointMismatchError(
                 f"expected the fields of a checkpoint, found {missing or 'none'} missing, {unknown or 'none'} unknown"
             )

@@ -38,7 +38,8 @@ class Replica:
         collective: whom outer steps are made with.
         device: where the model lives.
         batches: what it trains on; ids that the model has no row for are left out.
-        num_ids: ids of the newest vocabulary known; losses leave the rows behind them out.
+        num_ids: ids of the newest vocabulary known; losses leave the rows behind them out. As the rows do, they change
+            at outer steps alone, and a checkpoint brings its own, so that resuming stays exact.
         on_loss: told the loss of every batch.
     """
 
@@ -106,10 +107,15 @@ class Replica:
         self.inner.set_step(shared.num_inner_steps)
 
     def grow(self, rows: int, num_ids: int) -> None:
-        """Gives the vocabulary more ids, and rows, everywhere at once; the old ones stay bit for bit."""
-        self._num_ids = num_ids
-        limit_ids(self.model, min(num_ids, rows))
+        """Gives the vocabulary more ids, and rows, everywhere at once; the old ones stay bit for bit.
+
+        Args:
+            rows: the members agreed on; fewer than now change nothing, for a vocabulary does not shrink.
+            num_ids: of the newest vocabulary known; those without a row stay out of the losses.
+        """
+        self._num_ids = max(self._num_ids, num_ids)
         if rows <= self.vocab_rows:
+            limit_ids(self.model, self._num_ids)
             return
         self.strategy.drain()
         names = grow_vocabulary(self.model, rows, self.config.seed)
@@ -120,7 +126,7 @@ class Replica:
                     moments[key] = grow_rows(value, rows)
         if self.diloco is not None:
             self.diloco.grow(self.model, rows)
-        limit_ids(self.model, num_ids)
+        limit_ids(self.model, self._num_ids)
 
     def contents(self, loader: Mapping[str, Any], current_loss: float) -> CheckpointContents:
         """All of it, for a checkpoint; tensors are the living ones."""
@@ -138,6 +144,7 @@ class Replica:
             rng=rng_state(),
             config=to_mapping(self.config),
             schedule=inner,
+            num_ids=self._num_ids,
         )
 
     def load(self, contents: CheckpointContents) -> None:
@@ -154,6 +161,9 @@ class Replica:
             raise CheckpointMismatchError(
                 f"expected a checkpoint of this architecture, found another: {found}"
             ) from error
+        if contents.num_ids is not None:
+            self._num_ids = contents.num_ids
+            limit_ids(self.model, self._num_ids)
         self.inner.load_state_dict(contents.inner_state())
         self.strategy.load_state_dict(dict(contents.diloco))
         set_rng_state(contents.rng)

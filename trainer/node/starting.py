@@ -93,7 +93,8 @@ def _build(config: RunConfig, ranks: Ranks, line: ProgressLine, stop: StopReques
     stack.callback(dataset.close)
     batches = MeteredIterator(endless(dataset))
     collective, network = _collective(site, stop, stack)
-    replica = Replica(config, shape, collective, site.device, batches, site.store.num_ids, dataset.report_loss)
+    num_ids = site.ranks.least(site.store.num_ids)
+    replica = Replica(config, shape, collective, site.device, batches, num_ids, dataset.report_loss)
     watch = Watch(config, network, stop.ask)
     current_loss = float("nan")
     if site.saved is not None:
