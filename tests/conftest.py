@@ -2,13 +2,45 @@
 
 Hypothesis does not time examples: the machine is shared, and a slow example is no failure. Its examples are the same in
 every run, so that a failure can be had again.
+
+``--begin-within-s`` keeps a run within a time: a test that has not begun by then is skipped. The order of files is then
+drawn from the commit, so that the skipped ones are others at the next commit.
 """
 
 from __future__ import annotations
 
+import random
+import subprocess
+import time
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
-    "genesis", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    "genesis",
+    deadline=None,
+    derandomize=True,
+    max_examples=50,
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
 )
 settings.load_profile("genesis")
+
+_BEGUN_S = time.monotonic()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--begin-within-s", type=float, help="skip the tests that have not begun after so many seconds")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--begin-within-s") is not None:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout
+        places = {path: random.Random(f"{head} {path}").random() for path in {item.path for item in items}}
+        items.sort(key=lambda item: places[item.path])
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    within_s = item.config.getoption("--begin-within-s")
+    if within_s is not None and time.monotonic() - _BEGUN_S > within_s:
+        pytest.skip(f"not begun within {within_s:.0f} s")

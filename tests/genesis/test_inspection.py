@@ -29,6 +29,7 @@ def documents_of(folder: Path, name: str) -> list[str]:
     return [text for line in lines if (text := json.loads(line)["text"]) is not None]
 
 
+@pytest.mark.slow
 def test_all_documents_put_together_are_the_text(folder: Path) -> None:
     store, manifest = FolderStore(folder), manifest_of(folder)
     found: dict[str, list[str]] = {"alpha": [], "beta": []}
@@ -52,6 +53,7 @@ def test_all_documents_put_together_are_the_text(folder: Path) -> None:
         assert whole[len(documents) - 1].startswith(documents[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 9])
 def test_the_first_shard_of_a_source_begins_with_a_document(folder: Path, number: int) -> None:
     store, manifest = FolderStore(folder), manifest_of(folder)
@@ -59,6 +61,7 @@ def test_the_first_shard_of_a_source_begins_with_a_document(folder: Path, number
     assert (first.ordinal, first.begins_before) == (0, False)
 
 
+@pytest.mark.slow
 def test_the_shard_before_is_the_one_of_the_same_source(folder: Path) -> None:
     store, manifest, shards = FolderStore(folder), manifest_of(folder), segment_of(folder).shards
     before = {shard.id: previous_of_source(store, manifest, shard) for shard in shards}

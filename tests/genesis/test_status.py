@@ -220,6 +220,7 @@ def address(folder: Path) -> Iterator[str]:
         thread.join(30)
 
 
+@pytest.mark.slow
 def test_over_http_where_checkpoints_are_private(folder: Path, address: str) -> None:
     store = open_readable(address)
     status = read_status(store, SOURCES)

@@ -563,6 +563,7 @@ def test_samples_that_make_no_sense(text: str) -> None:
         Sample.parse(text)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(total=st.integers(1, 5_000), share=st.floats(0.001, 100), seed=st.integers(0, 2**32))
 def test_samples_have_the_size_asked_for(total: int, share: float, seed: int) -> None:
@@ -577,6 +578,7 @@ def test_an_empty_store(tmp_path: Path) -> None:
         verify(tmp_path)
 
 
+@pytest.mark.slow
 def test_over_http_without_a_listing(folder: Path) -> None:
     with rclone_http(folder) as server:
         store = open_readable(server.endpoint)
@@ -659,6 +661,7 @@ def signed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_changed_byte_goes_unnoticed(signed: Path, data: st.DataObject) -> None:

@@ -162,6 +162,7 @@ def test_a_fork_while_a_thread_waits_with_the_lock(board: WorkerBoard, holder: s
     thread.join()
 
 
+@pytest.mark.slow
 def test_no_file_is_left(tmp_path: Path) -> None:
     program = (
         "import os, pickle; from loader.board import WorkerBoard\n"

@@ -65,6 +65,7 @@ def disturbed(port: int, faults: tuple[Fault, ...], rate: float) -> Iterator[Fau
         assert proxy.total_injected > 0
 
 
+@pytest.mark.slow
 def test_a_thousand_batches(store: TokenStore, undisturbed: Callable[[int], list[str]], tmp_path: Path) -> None:
     faults = (*FAST_FAULTS, Fault.BIT_FLIP, Fault.STALE, Fault.DRIP)
     with genesis_serve(store.folder) as server, disturbed(server.port, faults, 0.4) as proxy:

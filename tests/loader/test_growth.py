@@ -111,6 +111,7 @@ def test_a_state_of_a_grown_run_with_an_older_manifest_in_hand(
     assert take(iterator, 30) == expected
 
 
+@pytest.mark.slow
 def test_refresh_between_the_passes_of_workers(store: TokenStore, make_dataset: Make, options: dict[str, Any]) -> None:
     direct = make_dataset(store, **options, epochs=1)
     expected = [take(direct)]
@@ -150,6 +151,7 @@ def test_refresh_of_several_sources(tmp_path: Path, make_dataset: Make, options:
     assert not {0, 1} & set(dataset.shards)  # Held out, whatever has been added.
 
 
+@pytest.mark.slow
 def test_a_run_that_grew_twice_can_be_replayed(store: TokenStore, make_dataset: Make, options: dict[str, Any]) -> None:
     dataset = make_dataset(store, **options)
     assert dataset.pins == (((0, 4),),)
@@ -179,6 +181,7 @@ def test_a_run_that_grew_twice_can_be_replayed(store: TokenStore, make_dataset: 
     assert digest(resumed.replay("node-a", 60)) == found[60]
 
 
+@pytest.mark.slow
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.integers(0, 30), min_size=1, max_size=4),

@@ -85,6 +85,7 @@ def test_nodes_epochs_and_seeds_differ(six_shards: TokenStore, make_dataset: Mak
     assert not set(first) & set(take(make_dataset(six_shards, seed=1), 94))
 
 
+@pytest.mark.slow
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.integers(1, 9),

@@ -106,6 +106,7 @@ def test_rotations_happen_in_these_runs(two_sources: TokenStore, make_dataset: M
     assert rotated >= 10
 
 
+@pytest.mark.slow
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(1, 7), st.sampled_from([333, 999]), st.integers(1, 3), st.integers(1, 2), st.data())
 def test_resuming_within_finite_passes(
@@ -254,6 +255,7 @@ def test_losses_of_one_shard_do_not_end_the_next(six_shards: TokenStore, make_da
     assert rotated_at == 6
 
 
+@pytest.mark.slow
 def test_the_state_stays_small(tmp_path: Path) -> None:
     store = TokenStore.of(tmp_path / "store", 12)
     dataset = GenesisDataset(
@@ -270,6 +272,7 @@ def test_the_state_stays_small(tmp_path: Path) -> None:
     assert sizes[1] - sizes[0] < 30
 
 
+@pytest.mark.slow
 def test_the_state_stays_small_with_a_rotation_every_hundred_steps(tmp_path: Path) -> None:
     store = TokenStore.of(tmp_path / "store", 12)
     dataset = GenesisDataset(store.url, "gpu-7", seq_len=4, batch_size=2, cache_dir=tmp_path / "cache")

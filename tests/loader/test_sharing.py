@@ -70,6 +70,7 @@ def furthest(log: Path) -> int:
     return max((step for step, _ in batches_of(log)), default=-1) if log.exists() else -1
 
 
+@pytest.mark.slow
 def test_each_shard_comes_once_while_it_fits(store: TokenStore, tmp_path: Path) -> None:
     expected = take(GenesisDataset(store.url, "node-0", cache_dir=tmp_path / "other", **OPTIONS), BATCHES)
     with genesis_serve(store.folder) as server, FaultProxy(server.port) as proxy:

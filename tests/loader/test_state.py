@@ -118,6 +118,7 @@ def test_a_damaged_state(
     assert dataset.state_dict()["step"] == 2
 
 
+@pytest.mark.slow
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_damage_is_refused_or_harmless(

@@ -48,6 +48,7 @@ def test_going_on_behind_k_batches(six_shards: TokenStore, make_dataset: Make, w
     assert take(again, 6) == expected[k + 6 :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "batch_size"), [(0, 4), (2, 4), (4, 1)])
 def test_finite_passes(six_shards: TokenStore, make_dataset: Make, workers: int, batch_size: int) -> None:
     options = {**FINITE, "batch_size": batch_size}
@@ -74,6 +75,7 @@ def test_finite_passes(six_shards: TokenStore, make_dataset: Make, workers: int,
     assert [take(loader), take(loader)] == expected[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_rotations_survive(six_shards: TokenStore, make_dataset: Make, workers: int) -> None:
     options = {"plateau": QUICK, "seq_len": 32}
@@ -103,6 +105,7 @@ def test_rotations_survive(six_shards: TokenStore, make_dataset: Make, workers: 
     assert found == expected
 
 
+@pytest.mark.slow
 def test_another_process(six_shards: TokenStore, make_dataset: Make, shared_cache: Path, tmp_path: Path) -> None:
     expected = take(make_dataset(six_shards), 20)
     loader = stateful(make_dataset(six_shards), 2)

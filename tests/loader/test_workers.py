@@ -48,6 +48,7 @@ def test_spawned_workers(six_shards: TokenStore, make_dataset: Make) -> None:
     assert take(workers(dataset, 2, multiprocessing_context="spawn")) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_pass_after_pass(six_shards: TokenStore, make_dataset: Make, count: int, persistent: bool) -> None:
@@ -85,6 +86,7 @@ def windows_of(shard: int) -> list[Any]:
     return [ids[50 * window : 50 * window + 50] for window in range(39)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 3])
 def test_rotations_are_those_of_one_process(six_shards: TokenStore, make_dataset: Make, count: int) -> None:
     options = {"plateau": QUICK, "seq_len": 32}
@@ -105,6 +107,7 @@ def test_rotations_are_those_of_one_process(six_shards: TokenStore, make_dataset
         assert digest(dataset.replay("node-a", step, rotations=rotations)) == found[step]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(3, 0), (0, 3), (3, 2)])
 def test_a_state_of_a_step_resumes_with_another_number_of_workers(
     six_shards: TokenStore, make_dataset: Make, before: int, after: int
@@ -140,6 +143,7 @@ def test_a_peek_before_workers(six_shards: TokenStore, make_dataset: Make) -> No
     assert take(dataset, 5) == expected[15:20]
 
 
+@pytest.mark.slow
 def test_a_pass_that_is_broken_off_begins_again(six_shards: TokenStore, make_dataset: Make) -> None:
     """Only the training loop knows how far it came; a state of that step says so."""
     expected = take(make_dataset(six_shards), 30)
@@ -153,6 +157,7 @@ def test_a_pass_that_is_broken_off_begins_again(six_shards: TokenStore, make_dat
     assert take(loader, 10) == expected[10:20]
 
 
+@pytest.mark.slow
 def test_it_is_said_once_that_batches_come_again(six_shards: TokenStore, make_dataset: Make, tmp_path: Path) -> None:
     dataset = make_dataset(six_shards)
     loader = workers(dataset, 2)

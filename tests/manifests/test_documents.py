@@ -62,6 +62,7 @@ def test_what_was_written_is_read_back(document: Document) -> None:
     assert type(document).from_json(document.to_json()) == document
 
 
+@pytest.mark.slow
 @RELAXED
 @given(DOCUMENTS)
 def test_equal_values_give_equal_bytes(document: Document) -> None:
@@ -69,6 +70,7 @@ def test_equal_values_give_equal_bytes(document: Document) -> None:
     assert type(document).from_json(body).to_json() == body == canonical_json(json.loads(body))
 
 
+@pytest.mark.slow
 @RELAXED
 @given(DOCUMENTS, st.integers(-5, 100).filter(lambda number: number != 1) | st.text(max_size=3) | st.none())
 def test_a_format_that_is_not_known_is_refused(document: Document, found: object) -> None:
@@ -77,6 +79,7 @@ def test_a_format_that_is_not_known_is_refused(document: Document, found: object
         type(document).from_json(canonical_json(value))
 
 
+@pytest.mark.slow
 @RELAXED
 @given(DOCUMENTS, st.binary(max_size=200))
 def test_bytes_that_are_no_document_are_refused(document: Document, data: bytes) -> None:
@@ -84,6 +87,7 @@ def test_bytes_that_are_no_document_are_refused(document: Document, data: bytes)
         type(document).from_json(b"\xff" + data)
 
 
+@pytest.mark.slow
 @RELAXED
 @given(st.data(), DOCUMENTS)
 def test_a_truncated_document_is_refused(data: st.DataObject, document: Document) -> None:
@@ -99,6 +103,7 @@ JSON_VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @RELAXED
 @given(st.data(), DOCUMENTS, JSON_VALUES)
 def test_any_value_in_any_place_is_read_or_refused_in_a_line(

@@ -10,6 +10,7 @@ from manifests import InvalidDocumentError, check_key, packed_key, segment_key, 
 from tests.support.contract_strategies import DIGESTS, KEYS
 
 
+@pytest.mark.slow
 @given(KEYS)
 def test_keys_are_accepted_as_they_are(key: str) -> None:
     assert check_key(key) == key

@@ -53,6 +53,7 @@ SOUND = pack_ids(SOUND_IDS, 32_000)
 CONTENT = SOUND_IDS.astype("<u2").tobytes()
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     length=LENGTHS,
@@ -68,6 +69,7 @@ def test_what_was_packed_is_unpacked(length: int, vocabulary: int, seed: int, re
     assert np.array_equal(unpacked(packed, length, vocabulary), ids)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(length=LENGTHS, vocabulary=VOCABULARIES, seed=st.integers(0, 2**32 - 1))
 def test_it_is_one_plain_zstd_frame_around_little_endian_ids(length: int, vocabulary: int, seed: int) -> None:
@@ -203,6 +205,7 @@ def test_other_writers_frames_are_read() -> None:
         assert np.array_equal(unpacked(data), SOUND_IDS)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(position=st.integers(0, len(SOUND) - 1), change=st.integers(1, 255))
 def test_a_changed_byte_gives_a_refusal_or_sound_ids(position: int, change: int) -> None:
@@ -245,6 +248,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+@pytest.mark.slow
 def test_bombs_cost_no_memory(tmp_path: Path) -> None:
     """A gigabyte of zeros in 32 KB, whose header says so, claims what is expected, or asks for a window of 1 GB."""
     packer = zstandard.ZstdCompressor(level=1).compressobj(size=2**30)

@@ -37,6 +37,7 @@ def saved_by_torch(ids: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(length=LENGTHS, seed=st.integers(0, 2**32 - 1), bits=st.integers(1, 63))
 def test_equal_to_torch_save(length: int, seed: int, bits: int) -> None:
@@ -44,12 +45,14 @@ def test_equal_to_torch_save(length: int, seed: int, bits: int) -> None:
     assert bytes(encode_shard(ids)) == saved_by_torch(ids)
 
 
+@pytest.mark.slow
 def test_equal_to_torch_save_for_every_small_length() -> None:
     for length in range(1, 700):
         ids = np.arange(length)
         assert bytes(encode_shard(ids)) == saved_by_torch(ids), length
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(length=LENGTHS, seed=st.integers(0, 2**32 - 1))
 def test_what_was_encoded_is_decoded(length: int, seed: int) -> None:
@@ -93,6 +96,7 @@ def test_an_image_may_be_filled_and_sealed_again() -> None:
         assert bytes(image.buffer) == saved_by_torch(image.ids)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(data=st.data())
 def test_no_changed_byte_is_accepted(data: st.DataObject) -> None:

@@ -45,6 +45,7 @@ MANIFEST = Manifest(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(manifests())
 def test_what_was_signed_is_verified(manifest: Manifest) -> None:
@@ -54,6 +55,7 @@ def test_what_was_signed_is_verified(manifest: Manifest) -> None:
     assert found.model_copy(update={"signature": None}) == manifest
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(st.data())
 def test_no_changed_byte_is_verified(data: st.DataObject) -> None:

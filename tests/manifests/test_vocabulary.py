@@ -13,6 +13,7 @@ from tests.support.contract_strategies import merges, vocabularies
 EMPTY = {"next_merge_id": 266, "merges": {}, "sources_contributed": {}}
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(merges())
 def test_pairs_survive(pairs: list[tuple[int, int]]) -> None:
@@ -21,6 +22,7 @@ def test_pairs_survive(pairs: list[tuple[int, int]]) -> None:
     assert file.next_merge_id == FIRST_MERGE_ID + len(pairs)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(vocabularies(), st.data())
 def test_the_order_in_the_file_does_not_matter(file: VocabularyFile, data: st.DataObject) -> None:

@@ -26,11 +26,13 @@ def reported(part: str, *options: str, timeout_s: float) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_churn() -> None:
     rows = reported("churn", "--churn-seeds", "1", "--churn-s", "30", "--churn-live-s", "0", timeout_s=60)["rows"]
     assert all(row["ours_over_swarm"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_an_unknown_part_is_named() -> None:
     command = [sys.executable, str(_ROOT / "scripts" / "bench_swarm.py"), "speed"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

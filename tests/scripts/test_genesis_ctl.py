@@ -105,6 +105,7 @@ def control(tmp_path: Path) -> Iterator[Control]:
     kill_all(control)
 
 
+@pytest.mark.slow
 def test_start_status_stop(control: Control) -> None:
     control.start("alpha", "--store", "a folder")
     assert "called: populate --source alpha --store a folder" in control.log("alpha")
@@ -116,12 +117,14 @@ def test_start_status_stop(control: Control) -> None:
     assert control("status", "alpha").returncode == 3
 
 
+@pytest.mark.slow
 def test_the_populator_survives_the_terminal_that_started_it(control: Control) -> None:
     control.start("alpha")
     pid = control.pid("alpha")
     assert os.getsid(pid) == pid != os.getsid(0)
 
 
+@pytest.mark.slow
 def test_a_second_start_is_refused_and_names_the_first(control: Control) -> None:
     control.start("alpha")
     first = control.pid("alpha")
@@ -131,6 +134,7 @@ def test_a_second_start_is_refused_and_names_the_first(control: Control) -> None
     assert control.pid("alpha") == first
 
 
+@pytest.mark.slow
 def test_of_many_starts_at_once_one_goes_on(control: Control) -> None:
     runs = [
         subprocess.Popen([SCRIPT, "start", "alpha"], env=control.environment, stderr=subprocess.PIPE, text=True)
@@ -141,6 +145,7 @@ def test_of_many_starts_at_once_one_goes_on(control: Control) -> None:
     assert control.log("alpha").count("== ") == 1
 
 
+@pytest.mark.slow
 def test_a_stale_pid_file_is_detected(control: Control) -> None:
     control.start("alpha")
     os.kill(control.pid("alpha"), signal.SIGKILL)
@@ -151,6 +156,7 @@ def test_a_stale_pid_file_is_detected(control: Control) -> None:
     assert control("start", "alpha").returncode == 0
 
 
+@pytest.mark.slow
 def test_a_pid_that_another_program_was_given_is_left_alone(control: Control) -> None:
     control.logs.mkdir()
     (control.logs / "genesis_alpha.pid").write_text(f"{os.getpid()}\n1\n")
@@ -180,6 +186,7 @@ def test_a_run_that_has_nothing_to_do_is_no_failure(control: Control) -> None:
     assert "ended already" in finished.stdout
 
 
+@pytest.mark.slow
 def test_stop_says_when_its_deadline_has_passed(control: Control) -> None:
     control.start("alpha", "--stubborn")
     stopped = control("stop", "alpha", GENESIS_STOP_TIMEOUT_S="0")
@@ -188,6 +195,7 @@ def test_stop_says_when_its_deadline_has_passed(control: Control) -> None:
     os.kill(control.pid("alpha"), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_status_of_all_shows_each_and_the_store(control: Control) -> None:
     control.start("alpha")
     control.start("beta")
@@ -197,6 +205,7 @@ def test_status_of_all_shows_each_and_the_store(control: Control) -> None:
     assert status.stdout.endswith("called: status --store x\n")
 
 
+@pytest.mark.slow
 def test_logs_prints_the_end_and_follows(control: Control) -> None:
     assert control("logs", "alpha").returncode == 1
     control.start("alpha")

@@ -37,6 +37,7 @@ def test_help_is_there(command, capsys):
     assert "Usage" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_what_a_user_can_mend_ends_with_one(tmp_path):
     done = genesis("status", "--store", tmp_path / "absent", expect=1)
     assert done.stdout == ""
@@ -44,6 +45,7 @@ def test_what_a_user_can_mend_ends_with_one(tmp_path):
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_reader_that_closes_early_is_no_error(tmp_path):
     import subprocess
 

@@ -89,6 +89,7 @@ def test_status_of_large_figures_fits_the_screen(folder: Path, capsys: pytest.Ca
     assert max(map(len, lines)) <= 100, lines
 
 
+@pytest.mark.slow
 def test_watch_prints_again_and_ends_well_with_ctrl_c(folder: Path) -> None:
     command = [*GENESIS, "status", "--store", str(folder), "--watch", "--json", "--interval-s", "0.1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
@@ -102,6 +103,7 @@ def test_watch_prints_again_and_ends_well_with_ctrl_c(folder: Path) -> None:
     assert [StoreStatus.model_validate_json(line).totals.shards for line in lines] == [23, 23, 23]
 
 
+@pytest.mark.slow
 def test_watch_redraws_on_a_terminal_and_survives_a_store_that_is_gone(folder: Path) -> None:
     ours, theirs = pty.openpty()
     command = [*GENESIS, "status", "--store", str(folder), "--watch", "--interval-s", "0.1"]

@@ -21,12 +21,14 @@ def failure(*arguments, expect=1, **environment):
     return lines[0]
 
 
+@pytest.mark.slow
 def test_an_unknown_source_names_the_known(tmp_path):
     line = failure("populate", "--source", "finewebedu", "--store", tmp_path / "store", expect=2)
     assert "finewebedu" in line
     assert "fineweb-edu" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -42,6 +44,7 @@ def test_options_out_of_range_are_named(options, said, small_input, tmp_path):
     assert said in failure(*populate_arguments(tmp_path / "store", small_input), *options, expect=2)
 
 
+@pytest.mark.slow
 def test_input_that_is_not_there(tmp_path):
     assert "*.parquet" in failure(*populate_arguments(tmp_path / "store", tmp_path / "*.parquet"))
 
@@ -153,6 +156,7 @@ def test_input_without_text_is_no_success(text, small_input, undisturbed, tmp_pa
     assert snapshot(tmp_path / "store") == undisturbed
 
 
+@pytest.mark.slow
 def test_a_store_that_lost_its_documents_is_not_overwritten(small_input, tmp_path):
     store = tmp_path / "store"
     genesis(*populate_arguments(store, small_input), "--max-shards", "3")
@@ -176,6 +180,7 @@ def test_a_signature_is_not_dropped_by_forgetting_the_key(small_input, tmp_path)
     genesis("verify", "--store", store, "--public-key", f"{key}.pub")
 
 
+@pytest.mark.slow
 def test_a_closed_standard_error_does_not_hinder(small_input, undisturbed, tmp_path):
     line = " ".join(command(*populate_arguments(tmp_path / "store", small_input)))
     done = subprocess.run(f"{line} 2>&-", shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
@@ -194,6 +199,7 @@ def test_a_full_standard_output_is_one_line(tmp_path, small_input):
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_store_that_cannot_be_a_folder(small_input, tmp_path):
     (tmp_path / "file").write_text("")
     assert str(tmp_path / "file") in failure(*populate_arguments(tmp_path / "file" / "store", small_input))
@@ -228,6 +234,7 @@ def test_a_full_disk(small_disk, small_input, undisturbed):
     assert stray_objects(folder / "store") == []
 
 
+@pytest.mark.slow
 def test_buckets_and_credentials(small_input, tmp_path):
     with moto_s3("bucket") as moto:
         environment = moto.environment()

@@ -69,6 +69,7 @@ def test_killed_thirty_times_in_one_populate(tmp_path):
     assert stray_objects(tmp_path / "store") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_finishes_the_commit_in_hand(number, tmp_path):
     """On an input long enough to be still running; the exit code is the shell's for that signal."""

@@ -23,6 +23,7 @@ def writer(process: ProcessId, seconds_left: float | None) -> Writer:
     return Writer(id=str(process), token=1, expires_at=expires, source="c4")
 
 
+@pytest.mark.slow
 @given(st.text(min_size=1), st.integers(0), st.text("0123456789"), st.text("0123456789abcdef-"))
 def test_process_ids_round_trip(host, pid, started, boot):
     process = ProcessId(host, pid, started, boot)

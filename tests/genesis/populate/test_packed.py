@@ -19,6 +19,7 @@ VOCABULARY = 32_000
 IDS = np.repeat(np.random.default_rng(5).integers(10, VOCABULARY, TOKENS // 6), 6)
 
 
+@pytest.mark.slow
 def test_every_shard_has_its_packed_form(small_input, undisturbed, tmp_path):
     genesis(*populate_arguments(tmp_path, small_input), "--workers", "2")
     store = FolderStore(tmp_path)
@@ -67,6 +68,7 @@ def test_going_on_with_another_zstd_keeps_what_the_first_left(small_input, undis
     assert verify_store(FolderStore(tmp_path)).ok
 
 
+@pytest.mark.slow
 def test_a_dry_run_counts_both_forms(small_input, tmp_path):
     arguments = [*populate_arguments(tmp_path / "store", small_input), "--dry-run", "--json"]
     both, one = (

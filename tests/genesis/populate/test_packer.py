@@ -63,6 +63,7 @@ def facts(shard: FilledShard):
     )
 
 
+@pytest.mark.slow
 @given(documents, st.lists(st.integers(0, 30)), st.lists(st.integers(0, 30)))
 def test_blocks_do_not_matter(docs, cuts, other_cuts):
     one, shards = pack(make_blocks(docs, cuts))
@@ -80,6 +81,7 @@ def test_every_id_is_kept_in_order(docs):
     assert len(stream) - len(packed) == packer.unsharded_tokens < SHARD
 
 
+@pytest.mark.slow
 @given(documents, st.data())
 def test_resuming_at_any_shard_gives_the_shards_that_follow(docs, data):
     packer, shards = pack(make_blocks(docs, []))
@@ -93,6 +95,7 @@ def test_resuming_at_any_shard_gives_the_shards_that_follow(docs, data):
     assert resumed.unsharded_documents == packer.unsharded_documents
 
 
+@pytest.mark.slow
 @given(documents, st.integers(0, 30))
 def test_a_document_limit_gives_what_a_shorter_source_would(docs, limit):
     _, limited = pack(make_blocks(docs, []), max_documents=limit)

@@ -72,6 +72,7 @@ def test_the_bytes_are_pinned(reference, inputs, tmp_path):
     assert facts["tokenizer"] == GOLDEN_TOKENIZER
 
 
+@pytest.mark.slow
 def test_the_form_of_the_input_does_not_matter(reference, texts, tmp_path):
     folder = tmp_path / "input"
     folder.mkdir()
@@ -103,6 +104,7 @@ def test_a_source_that_grew_is_continued(reference, inputs, tmp_path):
     assert snapshot(tmp_path / "store") == snapshot(reference[0])
 
 
+@pytest.mark.slow
 def test_a_document_limit_is_kept_to(inputs, texts, tmp_path):
     arguments = populate_arguments(tmp_path / "store", *inputs)
     result = json.loads(genesis(*arguments, "--max-documents", "300", "--json").stdout)
@@ -112,6 +114,7 @@ def test_a_document_limit_is_kept_to(inputs, texts, tmp_path):
     assert len(found) + result["unsharded_documents"] == 300
 
 
+@pytest.mark.slow
 def test_documents_longer_than_a_shard_run_on(tmp_path):
     texts = documents(seed=2, count=6, mean_words=3000)
     write_json_lines(tmp_path / "long.jsonl", texts)
@@ -140,6 +143,7 @@ def test_a_second_source_adds_its_share_and_its_shards(reference, texts, tmp_pat
     assert json.loads((store / "tokenizer.json").read_bytes()) == tokenizer
 
 
+@pytest.mark.slow
 def test_learning_from_all_gives_each_its_share(texts, tmp_path):
     sources = tmp_path / "sources.json"
     specs = [
@@ -157,6 +161,7 @@ def test_learning_from_all_gives_each_its_share(texts, tmp_path):
     assert tokenizer["sources_contributed"] == {"b": 30, "a": 20}
 
 
+@pytest.mark.slow
 def test_a_store_inside_its_input_is_refused(inputs, tmp_path):
     folder = inputs[0].parent
     done = genesis(*populate_arguments(folder / "store", folder), expect=2)
@@ -164,6 +169,7 @@ def test_a_store_inside_its_input_is_refused(inputs, tmp_path):
     assert not (folder / "store").exists()
 
 
+@pytest.mark.slow
 def test_a_dry_run_writes_nothing(inputs, tmp_path):
     done = genesis(*populate_arguments(tmp_path / "store", *inputs), "--dry-run")
     assert "3 files" in done.stdout

@@ -20,6 +20,7 @@ def make_ring():
     return writer, reader
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, SIZE // 2), min_size=1, max_size=40))
 def test_blocks_arrive_as_they_were_written(sizes):
     writer, reader = make_ring()
@@ -32,6 +33,7 @@ def test_blocks_arrive_as_they_were_written(sizes):
         writer.released_up_to(reader.release(position))
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, SIZE // 4), min_size=1, max_size=60), st.randoms(use_true_random=False))
 def test_blocks_done_with_out_of_order_are_never_overwritten_early(sizes, shuffle):
     writer, reader = make_ring()

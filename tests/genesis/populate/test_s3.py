@@ -35,6 +35,7 @@ def test_a_bucket_holds_what_a_folder_would(moto, small_input, undisturbed):
     client.close()
 
 
+@pytest.mark.slow
 def test_a_gateway_that_ignores_conditions_is_named(small_input, undisturbed, tmp_path):
     with rclone_s3(tmp_path, "bucket") as server:
         done = genesis(*populate_arguments("s3://bucket/s", small_input), "--workers", "1", **server.environment())

@@ -21,6 +21,7 @@ def options(store, *inputs):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_input_that_fails_commits_what_is_in_hand_and_nothing_later(tmp_path):
     path = write_json_lines(tmp_path / "a.jsonl", documents(seed=20, count=500))
     path.write_bytes(path.read_bytes() + b"this is no JSON\n")

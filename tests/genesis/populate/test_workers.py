@@ -50,6 +50,7 @@ def ids_of(blocks):
     return np.concatenate([block.ids.copy() for block in blocks])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 3])
 def test_blocks_come_in_order(tokenizer, plan, workers):
     with pool_of(tokenizer, workers) as pool:
@@ -57,6 +58,7 @@ def test_blocks_come_in_order(tokenizer, plan, workers):
     assert (found == expected(tokenizer, plan)).all()
 
 
+@pytest.mark.slow
 def test_killed_workers_are_replaced(tokenizer, plan):
     found = []
     with pool_of(tokenizer, 2) as pool:
@@ -67,6 +69,7 @@ def test_killed_workers_are_replaced(tokenizer, plan):
     assert (np.concatenate(found) == expected(tokenizer, plan)).all()
 
 
+@pytest.mark.slow
 def test_a_worker_killed_while_it_starts_is_replaced(tokenizer, plan):
     with pool_of(tokenizer, 1) as pool:
         os.kill(pool.process_ids[0], signal.SIGKILL)
@@ -97,6 +100,7 @@ def test_a_task_that_kills_every_worker_stops_the_run(tokenizer, plan):
             killer.join()
 
 
+@pytest.mark.slow
 def test_a_damaged_row_group_is_raised_after_all_before_it(tokenizer, plan):
     path = Path(plan.files[0].location)
     whole = expected(tokenizer, plan)
@@ -111,6 +115,7 @@ def test_a_damaged_row_group_is_raised_after_all_before_it(tokenizer, plan):
     assert (before == whole[: len(before)]).all()
 
 
+@pytest.mark.slow
 def test_workers_end_with_their_pool(tokenizer, plan):
     with pool_of(tokenizer, 2) as pool:
         next(iter(pool.blocks(tasks(plan, None))))
@@ -120,6 +125,7 @@ def test_workers_end_with_their_pool(tokenizer, plan):
             os.kill(process_id, 0)
 
 
+@pytest.mark.slow
 def test_text_larger_than_the_ring_arrives(tokenizer, tmp_path):
     """Twenty million bytes in one document: more ids than half the ring holds."""
     text = "x \n" * 6_700_000

@@ -70,6 +70,7 @@ def test_a_stale_lease_is_taken_over_and_the_ousted_stops_without_harm(tmp_path,
     assert stray_objects(store) == []
 
 
+@pytest.mark.slow
 def test_a_lease_is_kept_while_nothing_is_committed(tmp_path):
     store = open_store(str(tmp_path / "store"))
     ledger = Ledger(store, 100, lease_s=1.5)

@@ -39,6 +39,7 @@ def front(request, tmp_path: Path, contents) -> Iterator[Front]:
         yield Front(url, origin, store)
 
 
+@pytest.mark.slow
 def test_a_cdn_before_it(front, contents):
     """One server start for all of it: what a CDN must do with what the origin says."""
     for key, body in contents.items():
@@ -97,6 +98,7 @@ def _many_at_once(front):
     assert front.asked("shard") == before + 1
 
 
+@pytest.mark.slow
 def test_a_manifest_is_asked_for_again_when_its_time_is_up(tmp_path, contents):
     store = make_store(tmp_path / "store", contents)
     clock = CdnClock(tmp_path)

@@ -39,6 +39,7 @@ def _announced_as_json(server, folder):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "options", "is_announced"),
     [
@@ -67,6 +68,7 @@ def test_it_says_what_it_serves_and_a_signal_lets_answers_end(large, number, cod
     assert not any("Traceback" in line for line in server.errors)
 
 
+@pytest.mark.slow
 def test_answers_that_do_not_end_are_cut(large):
     with genesis_serve(large, "--grace-s", "0.5") as server, server.connect(receive_buffer_bytes=4096) as client:
         client.ask(b"/shard_0.pt")
@@ -76,6 +78,7 @@ def test_answers_that_do_not_end_are_cut(large):
     assert not any("Traceback" in line for line in server.errors)
 
 
+@pytest.mark.slow
 def test_a_second_signal_cuts_them_at_once(large):
     with genesis_serve(large, "--grace-s", "3600") as server, server.connect(receive_buffer_bytes=4096) as client:
         client.ask(b"/shard_0.pt")
@@ -132,6 +135,7 @@ def _a_file(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_an_empty_folder_is_served_and_filled_later(tmp_path, contents):
     with genesis_serve(tmp_path) as server:
         assert "nothing published yet" in server.announcement
@@ -145,6 +149,7 @@ def test_an_empty_folder_is_served_and_filled_later(tmp_path, contents):
         assert server.metric("genesis_store_published") == 1
 
 
+@pytest.mark.slow
 def test_a_folder_behind_a_link_that_goes_away_for_a_while(tmp_path, contents):
     make_store(tmp_path / "store", contents)
     (tmp_path / "link").symlink_to(tmp_path / "store")
@@ -159,6 +164,7 @@ def test_a_folder_behind_a_link_that_goes_away_for_a_while(tmp_path, contents):
         assert server.get("/healthz").text == "ok\n"
 
 
+@pytest.mark.slow
 def test_requests_are_logged_when_asked_for(store_folder):
     with genesis_serve(store_folder) as quiet:
         quiet.get("/manifest.json")

@@ -17,6 +17,7 @@ LARGE = "/shard_7.pt"
 SHORT = {"manifest.json", "tokenizer.json", "hf", "tiktoken"}
 
 
+@pytest.mark.slow
 def test_every_object_with_its_headers(server, store_folder, contents):
     for key, body in contents.items():
         found = server.get(f"/{key}")
@@ -35,6 +36,7 @@ def test_every_object_with_its_headers(server, store_folder, contents):
         assert "content-encoding" not in found.headers
 
 
+@pytest.mark.slow
 def test_etags_tell_objects_apart(server, contents):
     tags = {key: server.request("HEAD", f"/{key}").headers["etag"] for key in contents}
     assert len(set(tags.values())) == len(tags)
@@ -301,6 +303,7 @@ def test_the_store_of_this_package_reads_it(server, contents):
         store.close()
 
 
+@pytest.mark.slow
 def test_an_object_replaced_while_it_is_sent_is_sent_as_it_was(tmp_path, contents):
     old, new = b"o" * 30_000_000, b"n" * 30_000_000
     store = make_store(tmp_path / "store", contents | {"shard_0.pt": old})
@@ -317,6 +320,7 @@ def test_an_object_replaced_while_it_is_sent_is_sent_as_it_was(tmp_path, content
         assert server.get("/shard_0.pt", if_none_match=headers["etag"]).status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["overwritten", "truncated"])
 def test_an_object_changed_in_place_is_cut_short(tmp_path, contents, change):
     old = b"o" * 30_000_000

@@ -30,6 +30,7 @@ def impatient(folder) -> Iterator[ServeProcess]:
         yield server
 
 
+@pytest.mark.slow
 def test_a_hundred_slow_clients_keep_nobody_waiting(folder, contents):
     with genesis_serve(folder) as server, contextlib.ExitStack() as stack:
         slow = [stack.enter_context(server.connect(receive_buffer_bytes=4096)) for _ in range(100)]
@@ -45,6 +46,7 @@ def test_a_hundred_slow_clients_keep_nobody_waiting(folder, contents):
             assert client.read(DEAF_BYTES) == b"x" * DEAF_BYTES
 
 
+@pytest.mark.slow
 def test_one_too_many_is_told_so(folder, contents):
     with genesis_serve(folder, "--max-connections", "3") as server, contextlib.ExitStack() as stack:
         clients = []
@@ -70,6 +72,7 @@ def test_one_too_many_is_told_so(folder, contents):
         assert all(client.is_closed() for client in mute[:4])
 
 
+@pytest.mark.slow
 def test_half_requests_keep_nobody_out(folder, contents):
     with genesis_serve(folder, "--max-connections", "10") as server, contextlib.ExitStack() as stack:
         for _ in range(30):
@@ -79,11 +82,13 @@ def test_half_requests_keep_nobody_out(folder, contents):
         server.wait_for_metric("genesis_serve_cut_connections_total", 21, reason="overload")
 
 
+@pytest.mark.slow
 def test_a_client_that_says_nothing(impatient):
     with impatient.connect() as client:
         assert client.is_closed()
 
 
+@pytest.mark.slow
 def test_a_client_that_is_kept_alive_and_says_nothing_more(impatient):
     with impatient.connect() as client:
         client.ask(b"/manifest.json")
@@ -91,6 +96,7 @@ def test_a_client_that_is_kept_alive_and_says_nothing_more(impatient):
         assert client.is_closed()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answered_before", [False, True])
 def test_a_request_that_comes_drop_by_drop(impatient, answered_before):
     before = impatient.metric("genesis_serve_cut_connections_total", reason="idle")
@@ -111,6 +117,7 @@ def _is_cut_while_dripping(client: RawClient) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_client_that_reads_nothing(impatient):
     before = impatient.metric("genesis_serve_cut_connections_total", reason="stalled")
     with impatient.connect(receive_buffer_bytes=4096) as client:
@@ -121,6 +128,7 @@ def test_a_client_that_reads_nothing(impatient):
     _until(lambda: impatient.metric("genesis_serve_requests_in_flight") == 1)  # The one that asks.
 
 
+@pytest.mark.slow
 def test_a_client_that_reads_slowly_gets_all_of_it(impatient):
     # A second and a half for every 256 KiB would be too slow; a fiftieth of a second, for more than that, is not.
     with impatient.connect(receive_buffer_bytes=65_536) as client:
@@ -134,6 +142,7 @@ def test_a_client_that_reads_slowly_gets_all_of_it(impatient):
             pause.wait(0.02)
 
 
+@pytest.mark.slow
 def test_descriptors_and_connections_are_given_back(impatient, contents):
     def leave() -> None:
         with impatient.connect(receive_buffer_bytes=4096) as client:
@@ -150,6 +159,7 @@ def test_descriptors_and_connections_are_given_back(impatient, contents):
     assert impatient.get("/shard_7.pt").content == contents["shard_7.pt"]
 
 
+@pytest.mark.slow
 def test_fewer_open_files_than_connections_need(folder):
     with genesis_serve(folder, "--max-connections", "600", open_files=300) as server:
         assert server.get("/manifest.json").status_code == 200

@@ -17,6 +17,7 @@ def fresh(tmp_path, contents):
         yield server
 
 
+@pytest.mark.slow
 def test_requests_and_bytes(fresh, contents):
     etag = fresh.get("/manifest.json").headers["etag"]
     fresh.get("/manifest.json", if_none_match=etag)
@@ -55,6 +56,7 @@ def test_requests_and_bytes(fresh, contents):
     assert fresh.request("HEAD", "/metrics").content == b""
 
 
+@pytest.mark.slow
 def test_clients_add_no_series(fresh):
     for number in range(12):
         fresh.request(f"METHOD{number}", f"/path{number}")
@@ -68,6 +70,7 @@ def test_clients_add_no_series(fresh):
     }
 
 
+@pytest.mark.slow
 def test_the_stores_figures_follow_its_manifest(fresh, tmp_path, contents):
     manifest = Manifest.from_json(contents[MANIFEST_KEY])
     assert _figures(fresh) == (manifest.total_shards, manifest.total_tokens, manifest.total_size_bytes, 3)

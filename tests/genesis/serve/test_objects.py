@@ -83,6 +83,7 @@ def test_an_absolute_url_counts_by_its_path():
     assert public_object(b"HTTPS://h/shard_3.pt").key == "shard_3.pt"
 
 
+@pytest.mark.slow
 @given(st.sampled_from(sorted(PUBLIC)), st.randoms(use_true_random=False))
 def test_escaping_changes_nothing(key, random):
     escaped = "".join(quote(char, safe="") if random.random() < 0.5 else char for char in key)

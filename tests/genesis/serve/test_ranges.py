@@ -42,6 +42,7 @@ def test_from_somewhere_on(size, first):
         assert _slice(parse_range(f"bytes={first}-", size), body) == body[first:]
 
 
+@pytest.mark.slow
 @given(sizes, positions)
 def test_the_last_so_many(size, length):
     body = bytes(index % 251 for index in range(size))

@@ -29,6 +29,7 @@ def plain_reading(path: Path) -> list[str]:
     return [json.loads(line)["text"] for line in plain.decode().split("\n") if line]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fineweb-edu", "slimpajama", "c4", "multilingual"])
 def test_documents_are_those_of_a_plain_reading(name: str):
     plan = resolve(SourceSpec(name="mine"), [str(CORPUS / name)])
@@ -38,6 +39,7 @@ def test_documents_are_those_of_a_plain_reading(name: str):
     assert reading.rows == len(reading.documents)
 
 
+@pytest.mark.slow
 def test_the_counts_are_those_the_corpus_states():
     plan = resolve(SourceSpec(name="mine"), [f"{CORPUS}/fineweb-edu/*.parquet"])
     reading = read_on(plan)

@@ -78,6 +78,7 @@ def test_the_plan_is_pinned_and_in_the_order_of_the_patterns(tmp_path: Path, ser
     assert {(cursor.repo, cursor.revision) for cursor in reading.cursors} == {("someone/texts", COMMIT)}
 
 
+@pytest.mark.slow
 def test_reading_on_from_a_cursor_is_skipping(tmp_path: Path, serve: Serve):
     write_repository(tmp_path)
     serve(tmp_path)
@@ -128,6 +129,7 @@ def test_a_plan_of_many_files_reads_no_footer_before_its_turn(tmp_path: Path, se
     assert len(pickle.dumps(first)) < 2000
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("seed", range(6))
 def test_documents_are_the_same_through_a_storm_of_faults(
@@ -203,6 +205,7 @@ def test_a_server_that_asks_for_more_than_the_deadline_is_given_up_at_once(tmp_p
     assert len(hub.requests("api")) == 1
 
 
+@pytest.mark.slow
 def test_failing_until_the_deadline_is_one_line_and_keeps_what_was_read(
     tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ):
@@ -332,6 +335,7 @@ def test_the_datasets_library_streams_the_same_documents(tmp_path: Path, serve: 
     assert json.loads(done.stdout) == ours
 
 
+@pytest.mark.slow
 def test_local_input_does_not_import_the_hub_client(tmp_path: Path):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     script = (

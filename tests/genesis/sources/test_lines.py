@@ -177,6 +177,7 @@ def test_a_line_too_long_to_hold_stops_with_its_number(tmp_path: Path, suffix: s
     assert "line 3 is over 2 MiB" in str(reading.error)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=30), max_size=60),
@@ -212,6 +213,7 @@ def test_reading_on_from_any_cursor_is_skipping(
             assert rest.cursors == whole.cursors[count:]
 
 
+@pytest.mark.slow
 @every_format
 def test_blocks_are_whole_lines_of_some_four_megabytes(tmp_path: Path, suffix: str):
     data = as_lines(noise(20_000, seed=6))

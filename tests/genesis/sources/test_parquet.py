@@ -76,6 +76,7 @@ def test_a_column_of_nulls_and_files_without_rows_give_nothing(tmp_path: Path):
     assert (reading.documents, reading.rows) == ([b"c"], 6)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     files=st.lists(
@@ -143,6 +144,7 @@ def test_a_damaged_page_stops_at_its_row_group(tmp_path: Path):
     assert "row group 1" in str(reading.error)
 
 
+@pytest.mark.slow
 def test_batches_stay_near_four_megabytes(tmp_path: Path):
     rows = ["a" * 10_000 + str(number) for number in range(3000)]
     for name, options in (("plain", {"use_dictionary": False}), ("dictionary", {"use_dictionary": True})):
@@ -169,6 +171,7 @@ def test_tasks_name_their_text_and_do_not_hold_it(tmp_path: Path):
     assert [(task.row_group, task.first_row) for task in found if isinstance(task, RowGroupTask)] == [(0, 0), (1, 0)]
 
 
+@pytest.mark.slow
 def test_a_huge_row_group_takes_no_more_memory_than_its_batches(tmp_path: Path):
     rows = [f"{number:07d} " + "some words of a page " * 50 for number in range(200_000)]
     path = write(tmp_path / "a.parquet", pa.array(rows), row_group_size=200_000, compression="zstd")

@@ -17,6 +17,7 @@ from tests.support.fault_proxy import FaultProxy, Reply, Request
 BODY = random.Random(12).randbytes(3_000_000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cdn", [nginx_cdn, varnish_cdn])
 def test_a_cache_between(cdn, web_server, web_folder):
     """Cut answers are gone on with by ranges out of the cache; an unchanged object is a 304 of the cache's own."""

@@ -51,6 +51,7 @@ def sent(cloudfront: Any, distribution: str) -> list[list[str]]:
     return [sorted(one["InvalidationBatch"]["Paths"]["Items"]) for one in got]
 
 
+@pytest.mark.slow
 def test_at_most_once_a_minute_and_the_last_is_not_lost(cloudfront, distribution):
     clock = Clock()
     invalidator = Invalidator(distribution, clock=clock)
@@ -69,17 +70,20 @@ def test_at_most_once_a_minute_and_the_last_is_not_lost(cloudfront, distribution
     assert sent(cloudfront, distribution) == [["/manifest.json", "/tokenizer.json"]] * 4
 
 
+@pytest.mark.slow
 def test_a_store_below_a_prefix(cloudfront, distribution):
     Invalidator(distribution, prefix="data/v1/").published()
     both = ["/data/v1/manifest.json", "/data/v1/tokenizer.json", "/manifest.json", "/tokenizer.json"]
     assert [sorted(paths) for paths in sent(cloudfront, distribution)] == [both]
 
 
+@pytest.mark.slow
 def test_nothing_published_nothing_sent(cloudfront, distribution):
     Invalidator(distribution).flush()
     assert sent(cloudfront, distribution) == []
 
 
+@pytest.mark.slow
 def test_a_failure_is_a_warning_and_stays_pending(cloudfront, distribution, moto, monkeypatch, caplog):
     clock = Clock()
     invalidator = Invalidator(distribution, clock=clock)
@@ -94,6 +98,7 @@ def test_a_failure_is_a_warning_and_stays_pending(cloudfront, distribution, moto
     assert len(caplog.records) == 2
 
 
+@pytest.mark.slow
 def test_what_failed_is_sent_later(cloudfront, distribution, monkeypatch):
     invalidator = Invalidator(distribution)
     monkeypatch.setenv("AWS_PROFILE", "nobody")

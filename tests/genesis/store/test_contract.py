@@ -48,6 +48,7 @@ def together(processes: list[subprocess.Popen[str]]) -> list[str]:
     return outputs
 
 
+@pytest.mark.slow
 def test_what_was_put_is_got(store: Store):
     etag = store.put("index/a.json", b"one", cache=CachePolicy.IMMUTABLE)
     found = store.get("index/a.json")
@@ -87,12 +88,14 @@ def test_any_buffer(store: Store, body):
     assert store.get("k").body == b"abc"
 
 
+@pytest.mark.slow
 def test_a_shard_sized_body(store: Store):
     body = random.Random(5).randbytes(20 << 20)
     store.put("shard_0.pt", memoryview(bytearray(body)), cache=CachePolicy.IMMUTABLE, if_absent=True)
     assert store.get("shard_0.pt").body == body
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     body=st.binary(max_size=4096),
@@ -141,6 +144,7 @@ def test_what_is_received_is_counted(store: Store):
     assert store.received_bytes - before == (0 if isinstance(store, FolderStore) else 1000)
 
 
+@pytest.mark.slow
 def test_list_is_in_key_order_and_by_prefix(store: Store):
     keys = ["a-b", "a.b", "a/b", "a/c/d", "a0", "aa", "B", "shard_1.pt", "shard_10.pt", "shard_2.pt"]
     for key in random.Random(1).sample(keys, len(keys)):
@@ -171,6 +175,7 @@ def test_if_match(store: Store):
     assert store.get("k").body == b"2"
 
 
+@pytest.mark.slow
 def test_if_match_of_an_object_that_is_gone(store: Store):
     etag = store.put("k", b"1", cache=NONE)
     store.delete("k")
@@ -184,11 +189,13 @@ def test_one_condition_only(store: Store):
         store.put("k", b"", cache=NONE, if_absent=True, if_match="x")
 
 
+@pytest.mark.slow
 def test_conditions_are_known_to_be_honoured(exact_store: Store):
     assert exact_store.conditional_writes
     assert list(exact_store.list()) == [], "the probe leaves nothing behind"
 
 
+@pytest.mark.slow
 def test_threads_racing_on_if_absent(exact_store: Store):
     barrier = threading.Barrier(4)
 
@@ -207,6 +214,7 @@ def test_threads_racing_on_if_absent(exact_store: Store):
             assert exact_store.get(f"k{number}").body == f"{won.index(True)}".encode()
 
 
+@pytest.mark.slow
 def test_threads_racing_on_if_match(exact_store: Store):
     etag = exact_store.put("k", b"start", cache=NONE)
     barrier = threading.Barrier(4)
@@ -224,6 +232,7 @@ def test_threads_racing_on_if_match(exact_store: Store):
             assert exact_store.get("k").etag == etag
 
 
+@pytest.mark.slow
 def test_processes_racing(exact_store: Store):
     """Counting by compare-and-swap loses no step, and each key is created by one process only."""
     exact_store.put("n", b"0", cache=NONE)
@@ -256,6 +265,7 @@ def test_a_writer_that_is_killed_leaves_old_or_new(store: Store):
         assert [(info.key, info.size_bytes) for info in store.list()] == [("k", size)]
 
 
+@pytest.mark.slow
 def test_readers_never_see_a_part(store: Store):
     sizes = [1 << 20, 3 << 18]
     store.put("k", bytes([0]) * sizes[0], cache=NONE)

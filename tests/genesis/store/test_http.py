@@ -114,6 +114,7 @@ def test_a_server_that_hangs(web, http_store):
         assert proxy.injected[Fault.HANG] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_seconds", [True, False])
 def test_retry_after_is_kept(in_seconds, web, http_store):
     """A server that asks for more time than there is left is not asked again; one that asks for 1 s is."""

@@ -46,6 +46,7 @@ def acted(*arguments: str, stdin: bytes = b"") -> dict:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_a_fork_shares_no_connection(origin):
     """Answers on a shared connection would be mixed up; a lock held by a thread of the parent would never be free."""
     key = origin.put(BODY)
@@ -69,6 +70,7 @@ def test_a_folder_across_a_fork(tmp_path):
     assert [child["digests"] for child in found["children"]] == [[DIGEST] * 3] * 2
 
 
+@pytest.mark.slow
 def test_a_pickled_store_reads_in_another_process(origin):
     key = origin.put(BODY)
     store = origin.open(policy=replace(QUICK, deadline_s=77), throttle=Throttle(1e9))
@@ -91,6 +93,7 @@ def test_a_pickle_of_a_store_never_used(url):
     assert (type(again), again.url, again.received_bytes) == (type(store), store.url, 0)
 
 
+@pytest.mark.slow
 def test_a_store_closed_is_opened_again_by_its_next_call(origin):
     key = origin.put(BODY)
     store = origin.open()

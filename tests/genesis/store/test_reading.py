@@ -81,6 +81,7 @@ def proxied(origin: Origin) -> Iterator:
         proxy.stop()
 
 
+@pytest.mark.slow
 def test_a_cut_body_goes_on_where_it_ended(origin, proxied):
     key = origin.put(BODY)
     answers = Answers(cut(100_000), cut(50_000), untouched)
@@ -92,6 +93,7 @@ def test_a_cut_body_goes_on_where_it_ended(origin, proxied):
     assert store.get_if_changed(key, found.etag) is None
 
 
+@pytest.mark.slow
 def test_bodies_are_not_kept(origin):
     """Nor are they copied: a reader that drops each body before the next needs the memory of one, and never two."""
     size = 4 << 20
@@ -110,6 +112,7 @@ def test_bodies_are_not_kept(origin):
     assert peak_bytes < 1.5 * size
 
 
+@pytest.mark.slow
 def test_attempts_that_bring_something_do_not_tire(origin, proxied):
     """Fifteen cuts; were each a failure like any other, the waits would come to more than the deadline."""
     body = random.Random(7).randbytes(15 * 70_000)
@@ -147,6 +150,7 @@ WRONG_RESTS = {
 }
 
 
+@pytest.mark.slow
 def test_a_rest_that_is_not_the_rest(origin, proxied):
     key = origin.put(BODY)
     answers = Answers(untouched)
@@ -191,6 +195,7 @@ def test_an_object_that_grows_too_large_meanwhile(origin, proxied):
         store.get(key, max_bytes=290_000)
 
 
+@pytest.mark.slow
 def test_an_unchanged_object_is_not_sent(origin, proxied):
     key = origin.put(BODY)
     answers = Answers(untouched)
@@ -230,6 +235,7 @@ def test_a_server_that_ignores_if_none_match(is_weak, origin, proxied):
     assert store.received_bytes == received
 
 
+@pytest.mark.slow
 def test_nothing_there_any_more(origin, proxied):
     key = origin.put(BODY)
     store = origin.open(proxied().port)
@@ -251,6 +257,7 @@ def test_a_change_found_out_is_read_through_a_cut(origin, proxied):
     assert answers.ranges == [None, None, "bytes=1000-"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends_cut", [False, True])
 def test_a_drip_comes_to_an_end(ends_cut, origin, proxied):
     """A byte now and then is an answer within every time-out; cut and gone on with, it is progress of a kind too."""
@@ -267,6 +274,7 @@ def test_a_drip_comes_to_an_end(ends_cut, origin, proxied):
     assert 0 < store.received_bytes < 1000
 
 
+@pytest.mark.slow
 def test_a_body_cut_again_and_again_at_its_end_comes_to_an_end(origin, proxied):
     """Nothing can be gone on with, so the same bytes come each time: they are progress once."""
     key = origin.put(BODY)
@@ -278,6 +286,7 @@ def test_a_body_cut_again_and_again_at_its_end_comes_to_an_end(origin, proxied):
     assert set(answers.ranges) == {None}
 
 
+@pytest.mark.slow
 def test_the_wait_for_a_throttle_is_not_the_servers(web_server, web_folder):
     """At this cap the body takes longer than the deadline allows, and is received all the same."""
     FolderStore(web_folder).put("shard_900.pt", BODY, cache=CachePolicy.IMMUTABLE)
@@ -299,6 +308,7 @@ def test_a_store_waits_as_long_as_its_bytes_cost(origin):
     assert max(waits) == pytest.approx((len(BODY) - 1) / 1000)
 
 
+@pytest.mark.slow
 def test_retry_after_is_kept_and_never_beyond_the_deadline(origin, proxied):
     key = origin.put(BODY)
     proxy = proxied(retry_after="3600")
@@ -309,6 +319,7 @@ def test_retry_after_is_kept_and_never_beyond_the_deadline(origin, proxied):
         store.get(key)
 
 
+@pytest.mark.slow
 def test_a_hundred_reads_by_threads_through_faults(origin, proxied):
     proxy = proxied(seed=3, rate=0.4, faults=READ_FAULTS, retry_after="0")
     bodies = {origin.put(body): body for body in (BODY, OTHER, b"", b"1", BODY[:70_000])}

@@ -127,6 +127,7 @@ def answered(step: Step, held: Held) -> tuple[Answer, bytes]:
     return Answer(status, sent_etag, "", f"bytes {first}-{last}/{total}"), body[first:]
 
 
+@pytest.mark.slow
 @given(steps=st.lists(STEPS, max_size=12), last=st.integers(0, len(VERSIONS) - 1))
 def test_the_body_is_one_version_of_the_object(steps, last):
     """Cut anywhere, replaced at any time, answered in any manner that can be told from an honest one."""

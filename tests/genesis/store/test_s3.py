@@ -61,6 +61,7 @@ def proxied(moto, s3_env):
         proxy.stop()
 
 
+@pytest.mark.slow
 def test_headers(moto, s3_env, s3_store):
     s3_env(moto)
     store = s3_store()
@@ -80,6 +81,7 @@ def test_headers(moto, s3_env, s3_store):
     }
 
 
+@pytest.mark.slow
 def test_stores_of_one_bucket_are_apart(moto, s3_env, s3_store, fresh_url):
     s3_env(moto)
     url = fresh_url()
@@ -90,6 +92,7 @@ def test_stores_of_one_bucket_are_apart(moto, s3_env, s3_store, fresh_url):
     assert first.get("k").body == b"1"
 
 
+@pytest.mark.slow
 def test_a_listing_of_many_pages(tmp_path, s3_env, s3_store):
     folder = tmp_path / BUCKET / "pages"
     (folder / "packed").mkdir(parents=True)
@@ -103,6 +106,7 @@ def test_a_listing_of_many_pages(tmp_path, s3_env, s3_store):
         assert len(list(store.list("packed/shard_1"))) == 316
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["moto", "rclone"])
 def test_large_bodies_go_in_parts(kind, request, s3_env, s3_store):
     server = request.getfixturevalue(kind)
@@ -120,6 +124,7 @@ def test_large_bodies_go_in_parts(kind, request, s3_env, s3_store):
     assert uploads(server) == []
 
 
+@pytest.mark.slow
 def test_threads_racing_with_parts(moto, s3_env, s3_store):
     s3_env(moto)
     store = s3_store(**PARTS)
@@ -143,6 +148,7 @@ def test_threads_racing_with_parts(moto, s3_env, s3_store):
     assert (found.body[0], found.etag) == (value, etag)
 
 
+@pytest.mark.slow
 def test_parts_that_come_to_nothing_are_thrown_away(moto, proxied, s3_store):
     def refuse(request: Request) -> Reply | None:
         full = b"<Error><Code>QuotaExceeded</Code><Message>no more</Message></Error>"
@@ -154,6 +160,7 @@ def test_parts_that_come_to_nothing_are_thrown_away(moto, proxied, s3_store):
     assert uploads(moto) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("condition", [{}, {"if_absent": True}])
 def test_faults_at_every_request_of_an_upload(condition, moto, proxied, s3_store):
     """Requests of a put in parts: start, three parts, complete; each suffers each fault once."""
@@ -171,6 +178,7 @@ def test_faults_at_every_request_of_an_upload(condition, moto, proxied, s3_store
     assert proxy.total_injected >= 13
 
 
+@pytest.mark.slow
 def test_a_lost_acknowledgement_is_success(proxied, s3_store):
     proxy = proxied(only=is_put)
     store = s3_store()
@@ -186,6 +194,7 @@ def test_a_lost_acknowledgement_is_success(proxied, s3_store):
     assert proxy.total_injected == 4
 
 
+@pytest.mark.slow
 def test_a_lost_acknowledgement_and_then_another_writer(moto, proxied, s3_store):
     """The retry must not overwrite what the other wrote on top of the write whose answer was lost."""
     proxy = proxied(only=is_put)
@@ -209,6 +218,7 @@ def test_a_lost_acknowledgement_and_then_another_writer(moto, proxied, s3_store)
     assert store.get("k").body == b"other"
 
 
+@pytest.mark.slow
 def test_a_conflict_is_tried_again(proxied, s3_store):
     conflicts = iter([True])
 
@@ -240,6 +250,7 @@ def test_reads_are_tried_again(fault, proxied, s3_store):
     assert proxy.injected[fault] == 3
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs(proxied, s3_store):
     proxy = proxied()
     store = s3_store(policy=replace(QUICK, read_timeout_s=0.2))
@@ -251,6 +262,7 @@ def test_a_server_that_hangs(proxied, s3_store):
     assert proxy.total_injected == 2
 
 
+@pytest.mark.slow
 def test_the_deadline_holds(proxied, s3_store):
     proxied(rate=1.0, faults=[Fault.SLOW_DOWN]).script([None])
     store = s3_store(policy=replace(QUICK, deadline_s=1))
@@ -259,6 +271,7 @@ def test_the_deadline_holds(proxied, s3_store):
         store.put("k", b"1", cache=NONE)
 
 
+@pytest.mark.slow
 def test_a_checksum_is_sent_and_given_up_for_gateways_that_refuse_it(proxied, s3_store):
     def refuse_crc(request: Request) -> Reply | None:
         if any("crc32" in name.lower() for name in request.headers):
@@ -278,6 +291,7 @@ def test_a_checksum_is_sent_and_given_up_for_gateways_that_refuse_it(proxied, s3
     assert puts[0]["x-amz-checksum-crc32"] == "y/Q5Jg=="  # CRC-32's check value, cbf43926, in base64.
 
 
+@pytest.mark.slow
 def test_a_body_that_is_not_its_etags_is_read_again(proxied, s3_store):
     """So is everything, once, on a gateway whose ETags look like an MD5 and are not."""
     bodies = [b"right, but cut"[:5], b"right, but cut", b"another kind of ETag", b"another kind of ETag", b"once more"]
@@ -307,6 +321,7 @@ def test_a_body_that_is_not_its_checksums_is_read_again(proxied, s3_store):
     assert left == []
 
 
+@pytest.mark.slow
 def test_an_error_that_carries_a_checksum(proxied, s3_store):
     replies = [
         Reply(500, b"", (("x-amz-checksum-crc32", "y/Q5Jg=="),)),
@@ -318,6 +333,7 @@ def test_an_error_that_carries_a_checksum(proxied, s3_store):
     assert replies == []
 
 
+@pytest.mark.slow
 def test_a_gateway_that_ignores_conditions_is_named(rclone, s3_env, s3_store, caplog):
     s3_env(rclone)
     store = s3_store()
@@ -344,6 +360,7 @@ def test_a_gateway_that_does_not_implement_conditions(proxied, s3_store):
     assert store.get("k").body == b"3"
 
 
+@pytest.mark.slow
 def test_emulation_sees_another_writer(rclone, s3_env, s3_store):
     """On a server without conditions, what another writes between the write and the second look is noticed."""
     other = s3_client(rclone)
@@ -377,6 +394,7 @@ def every_call(store: S3Store) -> list[Callable[[], object]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["moto", "rclone"])
 def test_no_such_bucket(kind, request, s3_env, s3_store):
     s3_env(request.getfixturevalue(kind))
@@ -416,6 +434,7 @@ def test_no_such_profile(moto, s3_env, s3_store, monkeypatch):
         s3_store().get("k")
 
 
+@pytest.mark.slow
 def test_an_endpoint_that_makes_no_sense(moto, s3_env, s3_store, monkeypatch):
     s3_env(moto)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "no address")
@@ -423,6 +442,7 @@ def test_an_endpoint_that_makes_no_sense(moto, s3_env, s3_store, monkeypatch):
         s3_store().get("k")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", ["127.0.0.1", "nowhere.invalid"])
 def test_an_unreachable_host(host, moto, s3_env, s3_store, monkeypatch):
     s3_env(moto)
@@ -461,6 +481,7 @@ def test_refusals_are_errors_at_once(status, code, error, says, proxied, s3_stor
     assert len(asked) == 1
 
 
+@pytest.mark.slow
 def test_a_gateway_over_a_full_disk(tiny_disk, s3_env, s3_store):
     """rclone says no more than 500; a gateway that names the reason gives StoreFullError."""
     with rclone_s3(tiny_disk, BUCKET) as server:
@@ -478,6 +499,7 @@ def test_small_parts_are_refused():
         S3Store("s3://bucket", part_bytes=1 << 20)
 
 
+@pytest.mark.slow
 def test_two_hundred_calls_through_faults(proxied, s3_store):
     """Whatever fails on the way, every call succeeds and the store ends as a model of it says."""
     proxy = proxied(seed=4, rate=0.3, faults=FAST_FAULTS)

@@ -34,6 +34,7 @@ def throttle(clock: Clock) -> Throttle:
     return Throttle(RATE, burst_bytes=BURST, clock=clock, sleep=clock.sleep)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 5000), st.floats(0, 10)), max_size=30))
 def test_never_more_than_the_cap_and_no_wait_longer_than_needed(events):
     """After each payment, what came since any earlier moment fits the cap and one burst; a wait only makes it fit."""

@@ -59,6 +59,7 @@ def assert_all_equal(vocabulary: VocabularyFile, texts: list[bytes]) -> None:
     assert_equal(fast, by_hugging_face(vocabulary)(texts))
 
 
+@pytest.mark.slow
 def test_engines_agree_on_source_code(trained: NeuroTokenizer, python_sources: list[bytes]) -> None:
     assert_all_equal(trained.to_file(), python_sources[60:90])
 
@@ -67,6 +68,7 @@ def test_engines_agree_on_real_text(trained: NeuroTokenizer, corpus_texts: list[
     assert_all_equal(trained.to_file(), corpus_texts)
 
 
+@pytest.mark.slow
 def test_engines_agree_on_adversarial_strings(trained: NeuroTokenizer) -> None:
     assert_all_equal(trained.to_file(), [text.encode() for text in adversarial_strings(5000, seed=2)])
 
@@ -80,11 +82,13 @@ CONTEXTS = "a{c}b {c}1{c}  {c}\n{c}'s"
 BASIC_PLANE = [chr(point) for point in range(0x10000) if not 0xD800 <= point < 0xE000]
 
 
+@pytest.mark.slow
 def test_engines_agree_on_every_character_of_the_basic_plane(trained: NeuroTokenizer) -> None:
     texts = [CONTEXTS.replace("{c}", character).encode() for character in BASIC_PLANE if character not in UNICODE_17]
     assert_all_equal(trained.to_file(), texts)
 
 
+@pytest.mark.slow
 def test_engines_decode_every_character_alike(engines: dict[str, Engine], trained: NeuroTokenizer) -> None:
     text = "".join(CONTEXTS.replace("{c}", character) for character in [*BASIC_PLANE, *sorted(UNICODE_17)]).encode()
     for engine in engines.values():
@@ -103,6 +107,7 @@ def engines(trained: NeuroTokenizer) -> dict[str, Engine]:
     return {name: make_engine(name, trained.to_file()) for name in ENGINES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", sorted(ENGINES))
 @given(texts=st.lists(strings.map(str.encode) | st.binary(), max_size=6))
 def test_any_bytes_come_back(
@@ -117,6 +122,7 @@ def test_any_bytes_come_back(
     assert documents == texts
 
 
+@pytest.mark.slow
 @given(texts=st.lists(strings.map(str.encode), max_size=6))
 def test_engines_agree(engines: dict[str, Engine], texts: list[bytes]) -> None:
     assert_equal(engines["gigatoken"].encode_batch(texts), engines["tiktoken"].encode_batch(texts))
@@ -154,6 +160,7 @@ def new_words(rng: random.Random) -> list[bytes]:
     return [" ".join(words[start : start + 100]).encode() for start in range(0, len(words), 100)]
 
 
+@pytest.mark.slow
 def test_the_encoder_is_rebuilt_when_the_process_has_grown(trained: NeuroTokenizer) -> None:
     bounded, unbounded = (
         GigatokenEngine(hf_tokenizer_json(trained.to_file()), max_growth_bytes=8 << 20),
@@ -227,6 +234,7 @@ def test_merges_that_would_fill_the_memory_are_refused(engine: str) -> None:
         make_engine(engine, VocabularyFile.from_pairs(doubling, {})).encode_batch([b"a"])
 
 
+@pytest.mark.slow
 def test_importing_the_package_imports_no_engine() -> None:
     heavy = {"gigatoken", "tiktoken", "tokenizers", "transformers", "torch", "awkward", "pyarrow", "regex"}
     program = (

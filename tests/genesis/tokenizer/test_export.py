@@ -27,6 +27,7 @@ def hf_folder(trained: NeuroTokenizer, tmp_path_factory: pytest.TempPathFactory)
     return folder / "hf"
 
 
+@pytest.mark.slow
 def test_transformers_gives_our_ids(hf_folder: Path, trained: NeuroTokenizer) -> None:
     theirs = PreTrainedTokenizerFast.from_pretrained(hf_folder)
     for text in [*adversarial_strings(500, seed=7), " leading", "trailing ", "it 's , n't . spaced !", NAMED]:

@@ -63,12 +63,14 @@ def learn_at_once(texts: list[str], num_merges: int) -> list[tuple[int, int]]:
 few_letters = st.lists(st.text("abé 中'", max_size=12), max_size=8)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(few_letters, st.integers(0, 30))
 def test_the_rule(texts: list[str], num_merges: int) -> None:
     assert learn_at_once(texts, num_merges) == (learned_naively(texts, num_merges) if num_merges else [])
 
 
+@pytest.mark.slow
 def test_the_rule_on_real_words(python_sources: list[bytes]) -> None:
     texts = [source.decode()[:4000] for source in python_sources[:4]]
     assert learn_at_once(texts, 150) == learned_naively(texts, 150)
@@ -87,6 +89,7 @@ def test_equal_counts_go_by_the_lowest_ids(text: str, expected: list[tuple[int, 
     assert learn_at_once([text], len(expected) or 1)[: len(expected)] == learned_naively([text], len(expected))
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(few_letters, st.integers(0, 15), st.integers(0, 15))
 def test_a_then_b_is_a_plus_b(texts: list[str], first: int, second: int) -> None:
@@ -97,6 +100,7 @@ def test_a_then_b_is_a_plus_b(texts: list[str], first: int, second: int) -> None
     assert in_turn.to_file() == at_once.to_file()
 
 
+@pytest.mark.slow
 def test_a_then_b_is_a_plus_b_with_many_ties() -> None:
     rng = random.Random(5)
     texts = [" ".join("".join(rng.choices("abcdefgh", k=rng.randrange(2, 7))) for _ in range(4000))]
@@ -108,6 +112,7 @@ def test_a_then_b_is_a_plus_b_with_many_ties() -> None:
         assert begun + grown == at_once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2, 5])
 def test_the_number_of_processes_does_not_matter(
     processes: int, python_sources: list[bytes], trained: NeuroTokenizer
@@ -155,6 +160,7 @@ def test_min_frequency() -> None:
     assert len(learn(EMPTY, texts, 10, min_frequency=6)) == 2
 
 
+@pytest.mark.slow
 def test_a_long_word_does_not_make_learning_quadratic() -> None:
     rng = random.Random(6)
     long = "".join(rng.choices("abcdefghij", k=1_000_000))
@@ -239,6 +245,7 @@ print(tokenizer.learn_merges([text], 50, source="s", processes=2))
 """
 
 
+@pytest.mark.slow
 def test_learning_works_from_a_script_without_a_main_guard(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     source = Path(textwrap.__file__)

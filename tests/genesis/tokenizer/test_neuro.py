@@ -136,6 +136,7 @@ def test_a_newer_format_says_to_upgrade() -> None:
         NeuroTokenizer.from_bytes(b'{"format": 7}')
 
 
+@pytest.mark.slow
 def test_growth_keeps_old_ids_and_what_was_encoded_with_them(
     trained: NeuroTokenizer, python_sources: list[bytes]
 ) -> None:

@@ -22,16 +22,19 @@ def plainly_counted(texts: list[str]) -> Counter[str]:
     return Counter(word for text in texts for word in find_words(text))
 
 
+@pytest.mark.slow
 @given(st.lists(fragments | st.text(st.characters(exclude_categories=["Cs"])), max_size=5))
 def test_the_words_are_the_matches_of_the_pattern(texts: list[str]) -> None:
     assert count_words([text.encode() for text in texts]) == plainly_counted(texts)
 
 
+@pytest.mark.slow
 def test_the_words_of_thousands_of_adversarial_strings() -> None:
     texts = adversarial_strings(10_000, seed=1)
     assert count_words([text.encode() for text in texts]) == plainly_counted(texts)
 
 
+@pytest.mark.slow
 def test_every_pair_of_bytes_between_letters_and_spaces() -> None:
     texts = [
         f"a{chr(left)}{chr(right)}{tail}" for left in range(128) for right in range(128) for tail in ("b", " b", "")
@@ -39,6 +42,7 @@ def test_every_pair_of_bytes_between_letters_and_spaces() -> None:
     assert count_words([text.encode() for text in texts]) == plainly_counted(texts)
 
 
+@pytest.mark.slow
 def test_real_text(corpus_texts: list[bytes]) -> None:
     expected = plainly_counted([text.decode() for text in corpus_texts])
     short = {word: count for word, count in expected.items() if len(word) <= MAX_WORD_CHARACTERS}
@@ -51,10 +55,12 @@ def test_real_text(corpus_texts: list[bytes]) -> None:
     assert all(counted[word] >= count for word, count in short.items())
 
 
+@pytest.mark.slow
 def test_the_order_of_texts_does_not_matter(python_sources: list[bytes]) -> None:
     assert count_words(python_sources) == count_words(reversed(python_sources))
 
 
+@pytest.mark.slow
 def test_blocks_of_text_add_up(monkeypatch: pytest.MonkeyPatch, python_sources: list[bytes]) -> None:
     whole = count_words(python_sources)
     monkeypatch.setattr("genesis.tokenizer.words._BLOCK_BYTES", 50_000)

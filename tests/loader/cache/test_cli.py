@@ -95,6 +95,7 @@ def test_what_is_known_of_stores_is_shown_and_cleared_but_not_which_manifest_was
         Session.open(options(0.0)).newest_catalog()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "environment", "code"),
     [

@@ -17,6 +17,7 @@ def leftovers(folder):
     return [path.name for path in folder.iterdir() if path.name.endswith(".part")]
 
 
+@pytest.mark.slow
 def test_killed_before_each_thing_it_asks_of_the_system(start_actor, folder):
     """The folder is full of old files, so that the maker evicts too."""
     points = 0
@@ -62,6 +63,7 @@ def test_when_the_maker_is_killed_one_of_those_who_wait_takes_over(start_actor, 
     assert not leftovers(folder)
 
 
+@pytest.mark.slow
 def test_four_processes_killed_and_restarted_make_each_file_once_while_it_fits(start_actor, folder, log, used_bytes):
     kills = run_under_fire(start_actor, folder, used_bytes, seed=1, numbers=2)
     made = produced_by(log)
@@ -71,6 +73,7 @@ def test_four_processes_killed_and_restarted_make_each_file_once_while_it_fits(s
     assert not leftovers(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [2, 3])
 def test_four_processes_killed_and_restarted_on_a_cache_too_small(start_actor, folder, used_bytes, seed):
     run_under_fire(start_actor, folder, used_bytes, seed=seed, numbers=5)

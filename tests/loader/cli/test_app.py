@@ -60,6 +60,7 @@ def test_the_version_is_that_of_the_package(capsys):
     assert capsys.readouterr().out == f"loader {__version__}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store", ["/nowhere/at/all", "http://127.0.0.1:9/store"])
 def test_a_store_that_is_not_there_ends_with_one(store, tmp_path):
     done = LoaderCommand(store, tmp_path)("plan", "--node-id", "a", "--timeout-s", "0.5", expect=1, GENESIS_LOG="ERROR")
@@ -68,6 +69,7 @@ def test_a_store_that_is_not_there_ends_with_one(store, tmp_path):
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_pinned_key_is_held_against_the_store(tmp_path):
     from manifests import generate_private_key
 
@@ -86,6 +88,7 @@ def test_a_mirror_stands_in_for_a_store_that_is_gone(here, store):
     assert len(done["fetched"]) == 10
 
 
+@pytest.mark.slow
 def test_a_reader_that_closes_early_is_no_error(loader):
     nodes = " ".join(f"--node-id {number}" for number in range(500))
     line = f"{sys.executable} -m loader plan {nodes} | head -n 1"
@@ -96,10 +99,12 @@ def test_a_reader_that_closes_early_is_no_error(loader):
     assert "Error" not in done.stderr and "loader:" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_terminal_without_the_letters_of_a_node_id_is_no_error(loader):
     assert loader("plan", "--node-id", "ł", PYTHONIOENCODING="latin-1").stdout.startswith("\\u0142: 10 of ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["plan", "fetch", "verify"])
 def test_torch_is_not_imported_where_it_is_not_needed(command, loader):
     script = (

@@ -1,8 +1,11 @@
 """That the figures of ``bench`` are of what was read; not how large they are."""
 
+import pytest
+
 from tests.support.small_store import SHARD_TOKENS
 
 
+@pytest.mark.slow
 def test_figures_are_of_this_store_and_cache(http_loader, here):
     options = ("--node-id", "n", "--seq-len", "50", "--batch-size", "4", "--batches", "25")
     cold = http_loader.json("bench", *options)

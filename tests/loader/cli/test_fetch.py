@@ -39,6 +39,7 @@ def test_a_folder_is_fetched_and_the_second_time_there_already(loader, store):
     assert second["bytes_per_token"] is None
 
 
+@pytest.mark.slow
 def test_over_http_the_packed_form_is_what_crosses_the_wire(http_loader, store):
     done = http_loader.json("fetch", "--node-id", "n", "--jobs", "3")
     entries = segment_of(store).shards
@@ -103,6 +104,7 @@ def test_a_cache_that_keeps_nothing_is_found_out_at_the_first_shard(here):
     assert done["not_begun"] == SHARDS[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_it_at_once_and_leaves_a_sound_cache(served, store, here, tmp_path, number, code):
     stuck = SHARDS[4]
@@ -135,6 +137,7 @@ def wait_until(condition):
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_bandwidth_cap_is_kept(http_loader):
     done = http_loader.json("fetch", "--node-id", "n", "--max-bandwidth", "20kB/s")
     # Of what came, a quarter of a second's worth may have come at once, and a block a thread is not waited for.
@@ -142,6 +145,7 @@ def test_a_bandwidth_cap_is_kept(http_loader):
     assert done["seconds"] > (done["received_bytes"] - 5_000) / 20_000 - 0.5
 
 
+@pytest.mark.slow
 def test_a_terminal_is_shown_a_bar_and_a_pipe_is_not(http_loader):
     parent, child = pty.openpty()
     fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))

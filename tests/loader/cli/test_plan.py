@@ -19,6 +19,7 @@ def catalog(store, tmp_path) -> Catalog:
     return Session.open(StoreOptions(mirrors=(str(store),), cache_dir=tmp_path / "other")).catalog
 
 
+@pytest.mark.slow
 def test_a_node_is_shown_its_shards_with_what_the_index_says_of_them(loader, store):
     found = loader.json("plan", "--node-id", "gpu-7")
     expected = get_assigned_shards("gpu-7", TOTAL)
@@ -33,6 +34,7 @@ def test_a_node_is_shown_its_shards_with_what_the_index_says_of_them(loader, sto
         assert shard["cached"] is False
 
 
+@pytest.mark.slow
 def test_text_says_the_same_and_knows_what_is_cached(loader, here):
     here("fetch", "--node-id", "gpu-7", "--shards", "3")
     expected = get_assigned_shards("gpu-7", TOTAL)
@@ -87,6 +89,7 @@ def test_coverage_of_several_nodes_counts_every_shard(here, tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_nodes_come_from_standard_input_and_cannot_speak_to_the_terminal(loader):
     done = loader("plan", "--nodes-from", "-", stdin="b\x1b[2J\na\n")
     assert "\x1b" not in done.stdout and "b\\x1b[2J" in done.stdout

@@ -74,6 +74,7 @@ def dataset(loader):
     made.close()
 
 
+@pytest.mark.slow
 def test_a_peer_finds_the_digest_of_the_batch_that_was_trained_on(loader, here, dataset):
     digests = [batch_sha256(batch) for batch, _ in zip(dataset, range(20), strict=False)]
     assert len(set(digests)) == 20

@@ -157,6 +157,7 @@ def test_a_cached_file_that_was_damaged_and_no_network(store: TokenStore, open_s
         take(open_store(store.url, timeout_s=1.0), 1)
 
 
+@pytest.mark.slow
 def test_an_answer_larger_than_the_shard_is_not_read(store: TokenStore, open_store: Open, expected: list[str]) -> None:
     """A server cannot make a node read more than what the index says there is."""
     sent: list[int] = []
@@ -174,6 +175,7 @@ def test_an_answer_larger_than_the_shard_is_not_read(store: TokenStore, open_sto
         assert dataset.received_bytes < 200_000
 
 
+@pytest.mark.slow
 def test_bytes_on_the_wire_are_those_of_the_transfer_form(store: TokenStore, open_store: Open) -> None:
     with genesis_serve(store.folder) as server:
         dataset = open_store(server.url)

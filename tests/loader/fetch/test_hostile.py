@@ -392,6 +392,7 @@ def test_a_packed_form_and_a_shard_that_both_lie(store: TokenStore, open_store: 
     assert not trap.exists()
 
 
+@pytest.mark.slow
 def test_an_index_that_claims_twenty_million_shards(store: TokenStore, open_store: Open) -> None:
     """The numbers must not become lists before a segment has vouched for any of them."""
     honest = store.manifest.index[0]

@@ -96,6 +96,7 @@ class TestAskingAgain:
         assert other.asked > 10
         assert 400 <= clock.now < 430
 
+    @pytest.mark.slow
     def test_pauses_grow_and_no_two_nodes_make_the_same(self, serve: Serve, clock: Clock) -> None:
         addresses = [serve(Server(too_many("3600"))), serve(Server(Reply(404)))]
         runs = []
@@ -123,6 +124,7 @@ class TestAskingAgain:
 
 
 class TestSlowLinks:
+    @pytest.mark.slow
     def test_a_turn_does_not_end_while_bytes_come(self, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
         """100 kB/s, and a turn of a second where the object takes two; asked again it would begin anew."""
         monkeypatch.setattr("loader.fetch.mirrors._LONE_TURN_S", 1.0)
@@ -130,6 +132,7 @@ class TestSlowLinks:
         assert Mirrors([serve(server)], 20.0).fetch(KEY, len(BODY), whole) == BODY
         assert server.asked == 1
 
+    @pytest.mark.slow
     def test_a_turn_ends_where_nothing_worth_the_name_comes(
         self, serve: Serve, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -141,6 +144,7 @@ class TestSlowLinks:
 
 
 class TestTransferForm:
+    @pytest.mark.slow
     @pytest.mark.parametrize("status", [503, 404])
     def test_the_shard_itself_is_asked_for_only_where_there_is_none(
         self, tmp_path: Path, open_session: OpenSession, status: int

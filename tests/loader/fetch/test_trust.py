@@ -103,6 +103,7 @@ class TestSignature:
         with pytest.raises(LoaderUsageError, match="public-key"):
             open_session(store.url, public_key=tmp_path / "bad.pub")
 
+    @pytest.mark.slow
     def test_without_one_the_loader_says_so_once_and_of_a_folder_of_this_machine_not_at_all(
         self, store: TokenStore, open_session: OpenSession, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -206,6 +207,7 @@ class TestHistory:
 
 
 class TestNetwork:
+    @pytest.mark.slow
     def test_etags_spare_the_manifest(self, store: TokenStore, open_session: OpenSession) -> None:
         statuses: list[tuple[str, int]] = []
 
@@ -225,6 +227,7 @@ class TestNetwork:
             # Every mirror has its own.
             assert sequence_of(open_session(server.url, address)) == 2
 
+    @pytest.mark.slow
     def test_a_network_that_is_gone(self, store: TokenStore, open_session: OpenSession, tmp_path: Path) -> None:
         options: dict[str, Any] = {"seq_len": 64, "batch_size": 4, "cache_dir": tmp_path / "cache", "timeout_s": 0.5}
         with genesis_serve(store.folder) as server, closing(GenesisDataset(server.url, "node-a", **options)) as dataset:
@@ -250,6 +253,7 @@ class TestNetwork:
         with pytest.raises(DataUnavailableError):
             GenesisDataset(address, "node-a", **options)
 
+    @pytest.mark.slow
     def test_nobody_there(self, open_session: OpenSession, tmp_path: Path) -> None:
         with pytest.raises(DataUnavailableError):
             open_session(f"http://127.0.0.1:{free_port()}", timeout_s=1.0)

@@ -20,6 +20,7 @@ NODES = st.text(min_size=0, max_size=30).filter(lambda text: text.isprintable())
 TOTALS = st.integers(1, 3_000)
 
 
+@pytest.mark.slow
 @given(NODES, st.integers(10, 700_000))
 def test_modulo_is_the_specification(node_id: str, num_shards: int) -> None:
     node_hash = int(hashlib.sha256(node_id.encode()).hexdigest(), 16)
@@ -27,6 +28,7 @@ def test_modulo_is_the_specification(node_id: str, num_shards: int) -> None:
     assert get_assigned_shards(node_id, num_shards) == [(primary + i) % num_shards for i in range(10)]
 
 
+@pytest.mark.slow
 @given(NODES, TOTALS, st.integers(1, 40), st.sampled_from(["modulo", "rendezvous"]))
 def test_each_shard_once_and_within_the_store(node_id: str, total: int, count: int, rule: str) -> None:
     shards = assign(node_id, range(total), count, rule)  # type: ignore[arg-type]
@@ -41,6 +43,7 @@ def test_golden_ids() -> None:
     assert rendezvous_shards("Knoten-Ω", 14, 5) == GOLDEN_OMEGA
 
 
+@pytest.mark.slow
 @given(NODES, st.integers(1, 400), st.integers(1, 100), st.integers(1, 12))
 def test_rendezvous_moves_only_what_new_shards_outrank(node_id: str, total: int, more: int, count: int) -> None:
     before, after = rendezvous_shards(node_id, total, count), rendezvous_shards(node_id, total + more, count)
@@ -71,6 +74,7 @@ def test_nodes_spread_evenly(rule: str) -> None:
     assert min(given_to.values()) > 100 and max(given_to.values()) < 300
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 10_000), min_size=1, max_size=50, unique=True).map(sorted), NODES)
 def test_a_pool_with_gaps(pool: list[int], node_id: str) -> None:
     modulo = assign(node_id, pool, 5, "modulo")

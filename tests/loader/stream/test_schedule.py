@@ -34,6 +34,7 @@ def take(schedule: Schedule, steps: int) -> list[list[Rows]]:
     return [schedule.next_rows() for _ in range(steps)]
 
 
+@pytest.mark.slow
 @given(LANES, BATCH_SIZES, STEPS)
 def test_each_lane_reads_its_windows_in_order_and_each_once_an_epoch(
     lanes: list[Lane], batch_size: int, steps: int
@@ -72,6 +73,7 @@ def test_an_epoch_holds_each_window_once_and_ends_with_a_partial_batch(
     assert schedule.positions == [LanePosition(epochs, 0)]
 
 
+@pytest.mark.slow
 @given(LANES, BATCH_SIZES, st.integers(1, 2))
 def test_a_mixture_ends_when_its_first_lane_does(lanes: list[Lane], batch_size: int, epochs: int) -> None:
     schedule = Schedule(lanes, batch_size, end_epoch=epochs)
@@ -88,6 +90,7 @@ def test_a_mixture_ends_when_its_first_lane_does(lanes: list[Lane], batch_size: 
     assert schedule.next_rows() != []
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(0.01, 100.0), min_size=2, max_size=5), BATCH_SIZES, st.integers(1, 150))
 def test_shares_are_right_within_a_few_rows(weights: list[float], batch_size: int, steps: int) -> None:
     lanes = [Lane((number,), 1_000_000, weight) for number, weight in enumerate(weights)]
@@ -105,6 +108,7 @@ def test_extreme_weights_keep_their_meaning(weights: tuple[float, ...]) -> None:
         assert abs(counts[number] - 1_000 * (weight / max(weights)) / sum(w / max(weights) for w in weights)) <= 8
 
 
+@pytest.mark.slow
 @given(LANES, BATCH_SIZES, STEPS, STEPS, st.none() | st.integers(1, 4))
 def test_skipping_is_stepping(lanes: list[Lane], batch_size: int, first: int, more: int, end_epoch: int | None) -> None:
     stepped, skipped = (Schedule(lanes, batch_size, end_epoch=end_epoch) for _ in range(2))
@@ -116,6 +120,7 @@ def test_skipping_is_stepping(lanes: list[Lane], batch_size: int, first: int, mo
     assert take(skipped, 5) == take(stepped, 5)
 
 
+@pytest.mark.slow
 @given(LANES, BATCH_SIZES, STEPS)
 def test_rotation_goes_to_the_next_shard_of_every_lane_that_has_begun_one(
     lanes: list[Lane], batch_size: int, steps: int
@@ -134,6 +139,7 @@ def test_rotation_goes_to_the_next_shard_of_every_lane_that_has_begun_one(
     assert schedule.step == steps
 
 
+@pytest.mark.slow
 @given(LANES, BATCH_SIZES, STEPS)
 def test_a_copy_moves_by_itself(lanes: list[Lane], batch_size: int, steps: int) -> None:
     schedule = Schedule(lanes, batch_size)
@@ -173,6 +179,7 @@ def test_a_queued_lane_begins_with_the_next_epoch(
         ]
 
 
+@pytest.mark.slow
 @given(LANES, BATCH_SIZES, st.lists(STEPS, min_size=1, max_size=4), st.none() | st.integers(1, 6), st.booleans())
 def test_lanes_queued_from_the_beginning_are_lanes_queued_as_they_came(
     lanes: list[Lane], batch_size: int, stops: list[int], end_epoch: int | None, skip: bool
@@ -232,6 +239,7 @@ def test_a_batch_left_its_shard_if_the_next_one_begins_in_another(
         assert schedule.batch_left_shard() == (shards() != before)
 
 
+@pytest.mark.slow
 @given(LANES, BATCH_SIZES, STEPS)
 def test_what_is_said_of_the_shards_is_what_is_read(lanes: list[Lane], batch_size: int, steps: int) -> None:
     schedule = Schedule(lanes, batch_size)

@@ -167,6 +167,7 @@ def test_memory_is_reused_from_save_to_save_as_long_as_shapes_stay() -> None:
     assert staged(4, 3).shape == (4, 3)
 
 
+@pytest.mark.slow
 def test_a_second_process_with_the_same_wallet_is_refused_until_the_first_is_gone(
     tmp_path: Path, processes: ForkServerContext, start: Callable[..., ForkServerProcess]
 ) -> None:

@@ -30,6 +30,7 @@ def _found(folder: Path) -> int:
     return check(found)
 
 
+@pytest.mark.slow
 def test_killed_at_each_of_the_steps_of_a_save(tmp_path: Path, start: Start) -> None:
     with Checkpointer(tmp_path, WALLET, keep=2) as checkpointer:
         checkpointer.save(contents(0), wait=True)
@@ -48,6 +49,7 @@ def test_killed_at_each_of_the_steps_of_a_save(tmp_path: Path, start: Start) -> 
     _check_tidy(tmp_path, newest + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.001, 0.5, 0.999])
 def test_killed_in_the_midst_of_writing(tmp_path: Path, start: Start, share: float) -> None:
     with Checkpointer(tmp_path, WALLET, keep=2) as checkpointer:

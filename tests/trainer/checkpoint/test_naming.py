@@ -15,6 +15,7 @@ from trainer.checkpoint.naming import kept_path, kept_paths, lock_path
 from trainer.errors import CheckpointError, TrainerUsageError
 
 
+@pytest.mark.slow
 def test_the_wallet_follows_from_the_token_wherever_the_node_is() -> None:
     assert wallet_id("secret", "gpu-1") == wallet_id("secret", "gpu-2") == "f552d9594b5413e4"
 
@@ -24,11 +25,13 @@ def test_without_a_token_it_follows_from_the_node_id(token: str | None) -> None:
     assert wallet_id(token, "gpu-1") == "dfe1f80ee72a6580" != wallet_id(token, "gpu-2")
 
 
+@pytest.mark.slow
 def test_a_name_is_no_plain_hash_of_a_token() -> None:
     plain = {hashlib.new(name, b"secret").hexdigest() for name in ("md5", "sha1", "sha256", "sha512", "blake2b")}
     assert not any(wallet_id("secret", "") in digest for digest in plain)
 
 
+@pytest.mark.slow
 def test_former_names_are_taken_over(tmp_path: Path) -> None:
     former = checkpoint_path(tmp_path, former_wallet_id("secret"), "rank-1")
     newest = checkpoint_path(tmp_path, wallet_id("secret", ""), "rank-1")
@@ -62,6 +65,7 @@ def test_with_neither_it_is_refused() -> None:
         wallet_id(None, "")
 
 
+@pytest.mark.slow
 @given(st.text(min_size=1), st.text())
 @settings(max_examples=10, deadline=None)
 def test_it_is_16_hex_digits_and_not_the_token(token: str, node_id: str) -> None:

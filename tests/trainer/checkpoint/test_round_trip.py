@@ -54,6 +54,7 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(trees, min_size=1, max_size=3))
 def test_any_tree_of_tensors_and_plain_values_comes_back(states: list[Any]) -> None:
@@ -63,6 +64,7 @@ def test_any_tree_of_tensors_and_plain_values_comes_back(states: list[Any]) -> N
             assert _same(load_newest(folder, WALLET), {"training_rounds": step, "state": state})
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(trees, trees)
 def test_trees_have_one_digest_only_if_they_are_the_same(one: Any, other: Any) -> None:

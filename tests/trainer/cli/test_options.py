@@ -108,6 +108,7 @@ def test_what_typer_refuses_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -
     assert "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_help_and_version_do_not_wait_for_torch() -> None:
     look = "import sys; from trainer.cli.app import run; sys.exit(run(sys.argv[1:]) or 'torch' in sys.modules)"
     for arguments, said in (
@@ -122,6 +123,7 @@ def test_help_and_version_do_not_wait_for_torch() -> None:
         assert said in done.stdout
 
 
+@pytest.mark.slow
 def test_a_mistake_of_a_real_command_line(tmp_path: Path) -> None:
     done = TrainerCommand(text_store(), tmp_path)("--node-id", "a", "--set", "inner.warmup=1", expect=2)
     assert done.stderr == "trainer: inner.warmup: there is no such option; did you mean warmup_steps?\n"

@@ -54,6 +54,7 @@ def _model(number: int) -> Transformer:
     return random_model(_CONFIG, number)
 
 
+@pytest.mark.slow
 def test_transformers_computes_what_the_stages_did_then(here: TrainerHere, run_file: Path, tmp_path: Path) -> None:
     said = here.other("export", "--run", run_file, "--at", "1970-01-01T00:25", "--to", "hf", tmp_path / "hf")
     assert "head 19700101T002000.000000Z step 10, body-1 19700101T002001.500000Z step 10" in said
@@ -66,6 +67,7 @@ def test_transformers_computes_what_the_stages_did_then(here: TrainerHere, run_f
         torch.testing.assert_close(theirs(ids).logits, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_torchtitan_s_form_is_the_newest_by_default_and_a_run_can_begin_with_it(
     here: TrainerHere, run_file: Path, tmp_path: Path
 ) -> None:
@@ -83,6 +85,7 @@ def test_torchtitan_s_form_is_the_newest_by_default_and_a_run_can_begin_with_it(
         assert torch.equal(found[name][rows], expected[name][rows]), name
 
 
+@pytest.mark.slow
 def test_settings_of_its_workers_are_settings_of_an_export_and_of_a_rollback(
     here: TrainerHere, run_file: Path, tmp_path: Path
 ) -> None:
@@ -94,6 +97,7 @@ def test_settings_of_its_workers_are_settings_of_an_export_and_of_a_rollback(
     assert "--set: expected --run" in here.other("export", *settings, tmp_path / "none", expect=2)
 
 
+@pytest.mark.slow
 def test_rolled_back_the_newest_is_the_older(here: TrainerHere, run_file: Path, tmp_path: Path) -> None:
     line = ("rollback", "--run", run_file, "--at", "1970-01-01T00:25")
     assert "3 newer files would be set aside" in here.other(*line, "--dry-run")
@@ -128,6 +132,7 @@ def test_a_moment_needs_a_swarm_and_a_run_file_must_make_sense(here: TrainerHere
     assert "swarm.checkpoint.every: there is no such option" in said
 
 
+@pytest.mark.slow
 def test_a_store_of_another_vocabulary_is_refused(here: TrainerHere, run_file: Path, tmp_path: Path) -> None:
     times = {stage: at + 6000 for stage, at in _NAMED.items()}
     write_model(tmp_path / "swarm", _model(3), _PLAN, times, run_id="trial", vocabulary="0" * 64)
@@ -135,6 +140,7 @@ def test_a_store_of_another_vocabulary_is_refused(here: TrainerHere, run_file: P
     assert "expected the vocabulary the model was trained with (000000000000), found another" in said
 
 
+@pytest.mark.slow
 def test_a_run_whose_store_is_not_there_says_how_to_name_another(
     here: TrainerHere, run_file: Path, tmp_path: Path
 ) -> None:

@@ -56,6 +56,7 @@ def test_round_trip_is_within_the_bound(name, values):
     assert torch.equal(vector, torch.from_numpy(values)), "encoding changed its argument"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=50, deadline=None)
 @given(values=vectors)

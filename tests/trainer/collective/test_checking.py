@@ -104,6 +104,7 @@ def test_only_a_plan_that_follows_from_the_one_before_takes_its_place():
     assert not may_follow(following.model_copy(update={"tasks": shifted}), plan)
 
 
+@pytest.mark.slow
 @given(st.integers(2, 10), st.integers(1, 2_000_000), st.data())
 def test_every_plan_that_is_made_passes_and_follows(num_members, num_values, data):
     agreement = agreement_of(num_members, num_values)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from trainer.collective.gathering import Gathering, GatheringRules
 from trainer.collective.latecomers import Latecomers
 from trainer.collective.messages import Agreement, InviteReply, JoinRequest
@@ -117,12 +119,14 @@ class Meeting:
         return InviteReply(coming=True, next_round=4)
 
 
+@pytest.mark.slow
 def test_a_round_waits_for_one_that_is_fetching_the_state_and_then_comes() -> None:
     meeting = Meeting(fetched_after=2, may_wait=True)
     assert asyncio.run(meeting.members()) == (OWN, OTHER, LATE)
     assert not meeting.in_vain
 
 
+@pytest.mark.slow
 def test_a_round_begins_without_one_that_never_comes_and_that_is_remembered() -> None:
     meeting = Meeting(fetched_after=1000, may_wait=True, gather_timeout_s=1.0)
     assert asyncio.run(meeting.members()) == (OWN, OTHER)

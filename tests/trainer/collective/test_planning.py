@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,6 +44,7 @@ def test_the_first_plan_gives_every_part_to_exactly_one_member(num_members, num_
     assert all(stop == start for (_, stop), (start, _) in pairwise(bounds))
 
 
+@pytest.mark.slow
 @given(st.integers(2, 12), st.integers(1, 3_000_000), st.data())
 def test_later_passes_cover_what_was_lost_and_nothing_else(num_members, num_values, data):
     agreement = agreement_of(num_members, num_values)
@@ -60,6 +62,7 @@ def test_later_passes_cover_what_was_lost_and_nothing_else(num_members, num_valu
         plan = following
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from(PEER_IDS), unique=True), st.integers(0, 10**6), st.randoms())
 def test_everybody_finds_the_same_coordinators_whatever_order_peers_are_known_in(peer_ids, round_index, chance):
     order = coordinator_order("run", round_index, peer_ids)

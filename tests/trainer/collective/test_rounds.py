@@ -105,6 +105,7 @@ def test_a_member_that_dies_costs_the_others_nothing(swarm, position, fault):
     a_round_with_a_victim(swarm, position, fault)
 
 
+@pytest.mark.slow
 def test_a_member_that_was_stopped_learns_that_the_others_have_gone_on(swarm):
     round_index = swarm.next_round
     swarm.next_round += 1

@@ -181,6 +181,7 @@ def test_a_stream_for_no_known_agreement_is_refused(stranger, node):
     assert caught.value.reason == "unknown"
 
 
+@pytest.mark.slow
 def test_nonsense_is_refused_and_counted_and_rounds_go_on(stranger, node):
     chance = random.Random(7)
     before = sum(node.endpoint.counters.refused.values())
@@ -243,6 +244,7 @@ def test_a_member_that_joins_and_says_no_more_is_left_out(stranger, node):
     vanishing.result(20)
 
 
+@pytest.mark.slow
 def test_a_round_with_too_few_members_fails_and_leaves_everything_as_it_was(stranger):
     alone = Node(92)
     config = CollectiveConfig(

@@ -59,11 +59,13 @@ wholes = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(wholes)
 def test_yaml_gives_back_what_it_was_given(whole: Whole) -> None:
     assert from_mapping(Whole, yaml.safe_load(to_yaml(whole))) == whole
 
 
+@pytest.mark.slow
 @given(wholes)
 def test_changed_options_given_by_set_make_the_same(whole: Whole) -> None:
     """Weights aside: their names can be no part of an option's name."""

@@ -244,6 +244,7 @@ def _announced(document: Any) -> bytes:
     return canonical_json({"announcement": document, "signature": signature})
 
 
+@pytest.mark.slow
 @EXAMPLES
 @given(data=st.data())
 def test_announcements(data: st.DataObject) -> None:
@@ -268,6 +269,7 @@ def test_whoever_may_announce_a_stage_has_a_name_that_can_be_read(uid: str) -> N
     assert workers_in([said])[0].uid == uid
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", ["a..b", "a" * 70, "-", ".", "1.2.3.4.5", "[::ffff]", "localhost."])
 @on_event_loop
 async def test_an_address_that_can_be_announced_can_be_tried(host: str) -> None:

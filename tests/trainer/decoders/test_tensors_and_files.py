@@ -136,6 +136,7 @@ _SPARTA = {"kind": "sparta", "version": 1, "layout_digest": "0" * 64}
 _SPARTA |= {"round_index": 3, "num_inner_steps": 9, "vocab_rows": 512}
 
 
+@pytest.mark.slow
 @EXAMPLES
 @given(data=st.data())
 def test_states(data: st.DataObject) -> None:
@@ -164,6 +165,7 @@ DOCUMENTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", DOCUMENTS)
 @EXAMPLES
 @given(data=st.data())
@@ -182,6 +184,7 @@ def test_odd_numbers_in_documents_of_stores(key: str, literal: str) -> None:
         outcome(ContractError, model.from_json, text.encode())
 
 
+@pytest.mark.slow
 @EXAMPLES
 @given(data=st.data())
 def test_packed_shards(data: st.DataObject) -> None:

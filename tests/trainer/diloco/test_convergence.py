@@ -67,6 +67,7 @@ def held_out_loss(model: Regression) -> float:
 STREAMED = DiLoCoConfig(inner_steps=INNER_STEPS, num_fragments=3, overlap_steps=3)
 
 
+@pytest.mark.slow
 def test_the_quadratic() -> None:
     letter, ours = ([Quadratic(replica) for replica in range(NUM_REPLICAS)] for _ in range(2))
     start = distance(ours)
@@ -85,6 +86,7 @@ def test_the_network(config: DiLoCoConfig) -> None:
     assert held_out_loss(models[0]) < 0.1 * start
 
 
+@pytest.mark.slow
 def test_the_network_by_the_letter() -> None:
     models: list[nn.Module] = [Regression(replica) for replica in range(NUM_REPLICAS)]
     start = held_out_loss(models[0])
@@ -97,6 +99,7 @@ def spread(models: list[nn.Module]) -> Tensor:
     return (vectors - vectors.mean(dim=0)).abs().max()
 
 
+@pytest.mark.slow
 def test_right_sign_on_drifted_parameters_keeps_replicas_apart() -> None:
     """E2 alone: without the return to the anchor replicas stay different; ours end each round equal."""
     ours: list[nn.Module] = [Quadratic(replica) for replica in range(NUM_REPLICAS)]

@@ -12,6 +12,7 @@ from trainer.errors import IncompatiblePeerError, TrainerUsageError
 SHAPES = st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), min_size=1, max_size=6)
 
 
+@pytest.mark.slow
 @given(SHAPES, st.integers(0, 2**31))
 def test_tensors_come_back_bit_for_bit(shapes: list[tuple[int, ...]], seed: int) -> None:
     torch.manual_seed(seed)

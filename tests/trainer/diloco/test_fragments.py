@@ -61,6 +61,7 @@ def test_sequential_modules_are_cut_by_their_numbers() -> None:
     assert [place.stop - place.start for place in plan.slices()] == [4, 3] and plan.num_values == 7
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 def test_frozen_parameters_stay_out_and_compiled_names_are_plain() -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from trainer.diloco import OuterOptimizer, outer
 SMALL_NUMBERS = st.integers(-512, 512).map(lambda number: number / 64)
 
 
+@pytest.mark.slow
 @given(lr=st.floats(0.01, 2.0), momentum=st.floats(0.01, 0.99), num_steps=st.integers(1, 8), seed=st.integers(0, 2**31))
 @settings(deadline=None)
 def test_equals_sgd_with_nesterov_on_the_anchor(lr: float, momentum: float, num_steps: int, seed: int) -> None:
@@ -26,6 +28,7 @@ def test_equals_sgd_with_nesterov_on_the_anchor(lr: float, momentum: float, num_
     torch.testing.assert_close(anchor, parameter.detach(), rtol=0, atol=scale * num_steps * 2**-22)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.lists(SMALL_NUMBERS, min_size=5, max_size=5), min_size=4, max_size=4),
     st.lists(SMALL_NUMBERS, min_size=5, max_size=5),
@@ -70,6 +73,7 @@ def _numpy_step(anchor: Tensor, velocity: Tensor, delta: Tensor) -> tuple[Tensor
     return torch.from_numpy(anchor.numpy() - lr * (mu * v + d)), torch.from_numpy(v)
 
 
+@pytest.mark.slow
 @given(
     progress=st.floats(0.0, 1.0),
     momentum=st.floats(0.0, 0.95),

@@ -51,6 +51,7 @@ class Run:
         self.trainer.load_state_dict(contents["diloco"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_restart_at_any_step_goes_on_bit_for_bit(config: DiLoCoConfig) -> None:
     undisturbed = Run(config)

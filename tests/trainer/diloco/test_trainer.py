@@ -255,6 +255,7 @@ def test_a_round_asked_for_early_moves_the_anchor_by_no_more_than_its_share_of_a
     assert bool((early <= num_steps / 20 * full + 1e-5).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked_every", [1, 3, 7])
 def test_rounds_that_are_always_asked_for_early_cost_the_model_nothing(asked_every: int) -> None:
     def loss_after_rounds(every: int) -> float:

@@ -77,6 +77,7 @@ def wire(identity: Identity, announce: Callable[..., bytes]) -> bytes:
     return announce(identity, sent_at=_NOW)
 
 
+@pytest.mark.slow
 @given(_announcements)
 def test_what_is_signed_is_read_back(announcement: Announcement) -> None:
     stamped = announcement.stamped(_NOW, 60.0)
@@ -116,6 +117,7 @@ def test_the_longest_announcement_fits() -> None:
     assert len(sign_announcement(longest.stamped(_NOW, 60.0), _IDENTITY)) <= MAX_WIRE_BYTES
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(data=st.data())
 def test_no_byte_of_it_can_be_changed(data: st.DataObject) -> None:

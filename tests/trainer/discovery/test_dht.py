@@ -466,6 +466,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_no_orphans_when_the_parent_is_killed() -> None:
     tmp_path = Path(tempfile.mkdtemp(prefix="g-", dir="/tmp"))  # Short enough for sockets.
     parent = subprocess.Popen(
@@ -500,6 +501,7 @@ def test_no_orphans_when_the_parent_is_killed() -> None:
         shutil.rmtree(tmp_path)
 
 
+@pytest.mark.slow
 def test_both_killed_at_once_leave_no_daemon() -> None:
     folder = tempfile.mkdtemp(prefix="g-", dir="/tmp")
     settings = _settings().model_copy(update={"socket_folder": folder})

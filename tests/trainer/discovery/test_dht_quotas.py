@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -80,6 +81,7 @@ def test_what_is_too_long_or_too_old_goes() -> None:
     assert len(quotas) == 1
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(
     steps=st.lists(
@@ -142,6 +144,7 @@ print("held")
 """
 
 
+@pytest.mark.slow
 def test_hiveminds_storage_keeps_within_them() -> None:
     """In a process of its own, as in production: hivemind changes the logging of whoever imports it."""
     done = subprocess.run([sys.executable, "-c", _STORAGE], cwd=_ROOT, capture_output=True, text=True, timeout=120)

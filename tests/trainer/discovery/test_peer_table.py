@@ -316,6 +316,7 @@ _STEPS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(steps=_STEPS)
 def test_whatever_is_offered_the_shares_hold(steps: list[tuple[str, int]]) -> None:

@@ -129,6 +129,7 @@ def test_news_travel() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_node_that_comes_back_elsewhere_is_found_again() -> None:
     async def scenario() -> None:
         identity = Identity.create()
@@ -183,6 +184,7 @@ def told_of(address: str, caplog: pytest.LogCaptureFixture) -> list[str]:
     return [it.levelname for it in said if it.levelname != "DEBUG"]
 
 
+@pytest.mark.slow
 def test_an_address_that_stays_silent_is_reported_once_and_one_that_is_late_is_not(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -211,6 +213,7 @@ def test_an_address_that_stays_silent_is_reported_once_and_one_that_is_late_is_n
     assert told_of(dead, caplog) == ["INFO", "WARNING"]
 
 
+@pytest.mark.slow
 def test_a_listed_node_that_ends_is_no_news(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
 
@@ -225,6 +228,7 @@ def test_a_listed_node_that_ends_is_no_news(caplog: pytest.LogCaptureFixture) ->
     assert told_of(asyncio.run(scenario()), caplog) == []
 
 
+@pytest.mark.slow
 def test_a_node_that_is_gone_is_forgotten() -> None:
     async def scenario() -> None:
         async with _node("a") as a:
@@ -309,6 +313,7 @@ def test_an_announcement_nobody_can_use_harms_nobody_and_goes_no_further(announc
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_an_address_that_many_announce_gets_one_knock(announce: Callable[..., bytes]) -> None:
     knocks: list[object] = []
 
@@ -335,6 +340,7 @@ def test_an_address_that_many_announce_gets_one_knock(announce: Callable[..., by
     assert len(knocks) == 1
 
 
+@pytest.mark.slow
 def test_sybils_neither_push_out_nor_keep_out_nor_get_about(announce: Callable[..., bytes]) -> None:
     """Three times as many as the table holds: dead ones, and real nodes that tell of further dead ones."""
     small = dataclasses.replace(_QUICK, max_peers=8, announcement_lifetime_s=20.0)

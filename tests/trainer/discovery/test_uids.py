@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,6 +29,7 @@ _peer_ids = st.booleans().flatmap(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(peer_ids=_peer_ids, data=st.data())
 def test_concurrent_joiners_end_with_distinct_numbers_and_keep_them(peer_ids: list[str], data: st.DataObject) -> None:

@@ -109,6 +109,7 @@ SCENARIO = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=SLOW)
 @given(**SCENARIO)
 def test_the_account_adds_up(seed: int, routing: str, faults: list[str]) -> None:

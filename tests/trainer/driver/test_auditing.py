@@ -54,6 +54,7 @@ def lie_for_ever(drive: Drive, stage: str, lie: str, *methods: str) -> str:
     return liar.worker.uid
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("routing", ["hub", "chain"])
 @pytest.mark.parametrize(
     ("stage", "lie"),
@@ -84,6 +85,7 @@ def test_a_liar_among_three_is_named_and_banned_for_long_and_nobody_else(stage: 
     test()
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_an_honest_swarm_is_compared_and_nobody_suspected() -> None:
     async with driving(THREE_EACH, 30, AUDITED, audit_seed=4) as drive:
@@ -93,6 +95,7 @@ async def test_an_honest_swarm_is_compared_and_nobody_suspected() -> None:
         assert audit.compared > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [(EVALUATE,), ()], ids=["lies when asked", "honest when asked"])
 @pytest.mark.parametrize(("stage", "method"), [("body-1", BACKWARD), ("tail", TAIL)])
 @pytest.mark.parametrize(("replicas", "factor"), [(1, -3), (2, -3), (2, 0)])
@@ -122,6 +125,7 @@ def test_a_gradient_that_is_not_the_output_s_convicts_by_itself(
     test()
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_most_of_a_stage_may_lie_where_they_contradict_themselves() -> None:
     async with driving(THREE_EACH, 60, AUDITED, audit_seed=4) as drive:
@@ -135,6 +139,7 @@ async def test_most_of_a_stage_may_lie_where_they_contradict_themselves() -> Non
         assert set(drive.driver.status().audit.liars) == set(liars)
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_one_of_two_heads_whose_output_is_another_each_time_is_found() -> None:
     async with driving(TWO_EACH, 40, AUDITED, audit_seed=4) as drive:
@@ -146,6 +151,7 @@ async def test_one_of_two_heads_whose_output_is_another_each_time_is_found() -> 
         assert drive.driver.status().audit.liars == {liar.worker.uid: 1}
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_of_two_heads_that_differ_none_is_banned_and_both_are_named(caplog: pytest.LogCaptureFixture) -> None:
     async with driving(TWO_EACH, 40, AUDITED, audit_seed=4) as drive:
@@ -159,6 +165,7 @@ async def test_of_two_heads_that_differ_none_is_banned_and_both_are_named(caplog
     assert "one of them is wrong, a third worker would show who" in caplog.text
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_in_a_stage_with_one_worker_nothing_can_be_compared_and_the_status_says_so() -> None:
     async with driving(ONE_EACH | {"tail": 2}, 40, AUDITED, audit_seed=4) as drive:
@@ -168,6 +175,7 @@ async def test_in_a_stage_with_one_worker_nothing_can_be_compared_and_the_status
         assert audit.compared
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_comparison_that_nobody_answers_holds_up_nothing() -> None:
     async def stay(*_: object) -> object:

@@ -40,6 +40,7 @@ CHAINED = DriverConfig(
 )
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_undisturbed_every_stage_counts_everything_once() -> None:
     async with driving(ONE_EACH, 10, CHAINED) as drive:
@@ -55,6 +56,7 @@ async def test_undisturbed_every_stage_counts_everything_once() -> None:
         assert all(credit.applied_number >= 1 for credit in settled.credits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("reason", ["busy", "expired", "nonfinite"])
 def test_a_refusal_anywhere_on_the_way_costs_nothing(stage: str, reason: str) -> None:
@@ -71,6 +73,7 @@ def test_a_refusal_anywhere_on_the_way_costs_nothing(stage: str, reason: str) ->
 UNCLEAR: list[Fault] = [say_nothing, lose_answer, fail_after, count_and_die, die]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("fault", UNCLEAR, ids=lambda fault: fault.__name__)
 def test_what_may_have_been_counted_is_cleared_up_exactly(stage: str, fault: Fault) -> None:
@@ -84,6 +87,7 @@ def test_what_may_have_been_counted_is_cleared_up_exactly(stage: str, fault: Fau
     test()
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_chain_with_one_worker_a_stage_is_tried_again_by_the_same_workers() -> None:
     async with driving(ONE_EACH, 3, CHAINED) as drive:
@@ -93,6 +97,7 @@ async def test_a_chain_with_one_worker_a_stage_is_tried_again_by_the_same_worker
         assert drive.work.fates() == ["done"] * 3
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_two_that_each_have_the_place_the_other_one_needs_go_on() -> None:
     """The first loses its body, the second its head: what is left of both routes is one worker a stage."""
@@ -105,6 +110,7 @@ async def test_two_that_each_have_the_place_the_other_one_needs_go_on() -> None:
         assert drive.work.fates() == ["done"] * 2
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_worker_that_hangs_gets_nothing_else_until_it_answers_what_it_has() -> None:
     config = replace(CHAINED, request_timeout_s=0.5, unclear_s=60.0, ban_s=60.0, max_ban_s=60.0)
@@ -124,6 +130,7 @@ async def test_a_worker_that_hangs_gets_nothing_else_until_it_answers_what_it_ha
         assert not drive.driver.status().stages[-1].banned
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_worker_behind_the_first_is_killed_and_comes_back() -> None:
     async with driving(ONE_EACH, 4, CHAINED) as drive:
@@ -137,6 +144,7 @@ async def test_a_worker_behind_the_first_is_killed_and_comes_back() -> None:
         assert drive.work.fates() == ["done"] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_garbage_in_a_chain_is_contained(stage: str) -> None:
     @on_event_loop
@@ -151,6 +159,7 @@ def test_garbage_in_a_chain_is_contained(stage: str) -> None:
     test()
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_head_that_claims_what_the_others_deny_is_found_out() -> None:
     async with driving(TWO_EACH, 6, replace(CHAINED, ban_s=20.0, max_ban_s=20.0)) as drive:

@@ -148,6 +148,7 @@ async def gated(routing: str, then: Callable[[ToyStage], Awaitable[None]]) -> As
             yield drive
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("routing", ["hub", "chain"])
 def test_a_worker_behind_a_gate_that_refuses_is_not_replaced(routing: str) -> None:
     async def lives(_stage: ToyStage) -> None:
@@ -163,6 +164,7 @@ def test_a_worker_behind_a_gate_that_refuses_is_not_replaced(routing: str) -> No
     test()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("routing", ["hub", "chain"])
 def test_a_worker_elsewhere_that_was_killed_is_replaced_once_it_has_been_silent(routing: str) -> None:
     async def dies(stage: ToyStage) -> None:

@@ -18,6 +18,7 @@ from trainer.pipeline.messages import BACKWARD, FORWARD, TAIL
 TOKENS = ROWS * POSITIONS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("routing", ["hub", "chain"])
 def test_an_empty_stage_stalls_everything_and_is_named(routing: str, caplog: pytest.LogCaptureFixture) -> None:
     @on_event_loop
@@ -41,6 +42,7 @@ def test_an_empty_stage_stalls_everything_and_is_named(routing: str, caplog: pyt
     assert not [record.message for record in caplog.records if "stage head has no worker" in record.message]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("routing", ["hub", "chain"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_others_go_on_while_some_wait_for_a_worker_that_is_stopped(stage: str, routing: str) -> None:
@@ -65,6 +67,7 @@ def test_others_go_on_while_some_wait_for_a_worker_that_is_stopped(stage: str, r
     test()
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_lease_that_runs_out_before_anybody_counted_is_handed_back() -> None:
     async with driving({"head": 1, "body-1": 0, "tail": 1}, 2, FAST, lease_s=0.3) as drive:
@@ -74,6 +77,7 @@ async def test_a_lease_that_runs_out_before_anybody_counted_is_handed_back() -> 
         assert {result.outcome.reason for result in drive.results} == {"lease"}
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_lease_that_runs_out_when_some_have_counted_is_left_to_the_keeper() -> None:
     async with driving({"head": 1, "body-1": 1, "tail": 1}, 1, FAST, lease_s=0.5) as drive:
@@ -87,6 +91,7 @@ async def test_a_lease_that_runs_out_when_some_have_counted_is_left_to_the_keepe
         assert drive.swarm.at("body-1").asked == asked  # Nothing of it is sent any more.
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_renewed_lease_goes_on() -> None:
     async with driving(ONE_EACH, 1, FAST, lease_s=0.3) as drive:
@@ -111,6 +116,7 @@ async def test_a_renewed_lease_goes_on() -> None:
         assert drive.work.fates() == ["done"]
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_stop_lets_what_is_under_way_end() -> None:
     async with driving(ONE_EACH, 100) as drive:
@@ -151,6 +157,7 @@ async def test_a_micro_batch_that_everybody_calls_malformed_is_given_up_by_name(
         assert (settled.outcome, settled.lost_at, settled.reason) == ("lost", "body-1", "malformed")
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_losses_by_step_weigh_by_tokens() -> None:
     steps: list[StepLoss] = []
@@ -163,6 +170,7 @@ async def test_losses_by_step_weigh_by_tokens() -> None:
     assert steps[0].loss == pytest.approx(sum(loss_of(number, STAGES) for number in range(3)) / (3 * TOKENS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("max_in_flight", "routing"), [(1, "hub"), (8, "hub"), (3, "chain")])
 def test_synchronous_nothing_of_a_step_is_sent_before_the_last_is_taken(max_in_flight: int, routing: str) -> None:
     @on_event_loop
@@ -180,6 +188,7 @@ def test_synchronous_nothing_of_a_step_is_sent_before_the_last_is_taken(max_in_f
     test()
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_synchronous_what_is_not_counted_is_made_up_for_within_the_step() -> None:
     config = replace(FAST, synchronous=True, max_in_flight=2, max_attempts=1)
@@ -193,6 +202,7 @@ async def test_synchronous_what_is_not_counted_is_made_up_for_within_the_step() 
         assert [result.hops[0].version for result in done] == [0, 0, 1, 1]
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_synchronous_stop_does_not_wait_for_a_step() -> None:
     config = replace(FAST, synchronous=True, request_timeout_s=30.0)
@@ -204,6 +214,7 @@ async def test_synchronous_stop_does_not_wait_for_a_step() -> None:
         assert len(drive.work.given) == 2
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_what_goes_wrong_with_the_account_ends_the_run() -> None:
     async with driving(ONE_EACH, 3) as drive:

@@ -29,6 +29,7 @@ from trainer.driver.bans import DOUBTS
 from trainer.pipeline.messages import BACKWARD, FORWARD, TAIL
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_undisturbed_every_stage_counts_everything_once() -> None:
     async with driving(ONE_EACH, 10) as drive:
@@ -45,6 +46,7 @@ async def test_undisturbed_every_stage_counts_everything_once() -> None:
         assert all(credit.applied_number >= 1 for credit in settled.credits)
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_two_workers_share_a_stage() -> None:
     async with driving(TWO_EACH, 20) as drive:
@@ -55,6 +57,7 @@ async def test_two_workers_share_a_stage() -> None:
         assert all(toy.counted for toy in drive.swarm.all)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "reason"),
     [
@@ -98,6 +101,7 @@ async def test_counted_but_the_answer_gone_is_lost() -> None:
         assert (settled.outcome, settled.lost_at, settled.reason) == ("lost", "body-1", "answer-gone")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [TAIL, BACKWARD])
 @pytest.mark.parametrize("reason", ["already-applied", "stale"])
 def test_a_worker_that_refuses_to_count_anything_is_left_out(method: str, reason: str) -> None:
@@ -148,6 +152,7 @@ async def test_an_unclear_outcome_is_asked_again_at_the_same_worker() -> None:
         assert drive.work.fates() == ["done"]
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_forward_pass_whose_worker_dies_is_done_elsewhere() -> None:
     async with driving(TWO_EACH, 6) as drive:
@@ -189,6 +194,7 @@ async def test_another_incarnation_at_the_same_address_counts_anew() -> None:
         )
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_what_stays_unclear_is_lost_and_says_where() -> None:
     config = DriverConfig(
@@ -221,6 +227,7 @@ MALFORMED: dict[str, Fault] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "name"),
     [

@@ -23,6 +23,7 @@ BAN_S = 900.0
 VAST = [name for name in LIES if "vast" in name or "dimension" in name or "bits" in name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VAST)
 @on_event_loop
 async def test_a_liar_is_banned_for_long_at_once_and_the_rest_is_done(name: str) -> None:
@@ -39,6 +40,7 @@ async def test_a_liar_is_banned_for_long_at_once_and_the_rest_is_done(name: str)
         assert banned[announced.key] > BAN_S
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_what_nobody_foresaw_in_an_answer_is_told_once_and_ends_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -62,6 +64,7 @@ async def test_what_nobody_foresaw_in_an_answer_is_told_once_and_ends_nothing(
     assert "sent what cannot be handled" in said[0].getMessage()
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_liars_of_every_kind_end_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """The attack ``shapes``: in processes of their own they are tried in `tests/trainer/attacks`."""

@@ -59,6 +59,7 @@ def reference_losses(setup: WorkerSetup, num_steps: int) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("routing", ["hub", "chain"])
 def test_step_for_step_the_losses_of_one_process(routing: str) -> None:
     @on_event_loop
@@ -90,6 +91,7 @@ def test_step_for_step_the_losses_of_one_process(routing: str) -> None:
     test()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("routing", ["hub", "chain"])
 @pytest.mark.parametrize("codec", ["int8", "subspace+fp16"])
 def test_what_a_codec_sends_is_handed_on_as_it_is(routing: str, codec: str) -> None:
@@ -107,6 +109,7 @@ def test_what_a_codec_sends_is_handed_on_as_it_is(routing: str, codec: str) -> N
     test()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("routing", ["hub", "chain"])
 def test_workers_that_compute_the_same_are_compared_and_alike(routing: str) -> None:
     @on_event_loop
@@ -124,6 +127,7 @@ def test_workers_that_compute_the_same_are_compared_and_alike(routing: str) -> N
     test()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("routing", ["hub", "chain"])
 @pytest.mark.parametrize("lie", ["-3 x gradient", "-3 x gradient, honest when asked", "1,000 x activation"])
 def test_one_of_two_that_lies_is_found_early_and_the_honest_one_is_not_accused(lie: str, routing: str) -> None:

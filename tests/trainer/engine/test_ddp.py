@@ -11,6 +11,7 @@ from trainer.engine.strategy import OuterStrategy
 from trainer.errors import CheckpointMismatchError, TrainerUsageError
 
 
+@pytest.mark.slow
 def test_gradients_are_averaged_in_every_step(tmp_path) -> None:
     first, second = run_ranks(every_step, 2, tmp_path)
     assert torch.equal(first["parameters"], second["parameters"])

@@ -148,6 +148,7 @@ def pair(tmp_path_factory) -> list[dict]:
     return run_ranks(diloco, 2, tmp_path_factory.mktemp("diloco"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DILOCO)
 def test_diloco_over_a_group(pair: list[dict], name: str) -> None:
     first, second = pair[0][name], pair[1][name]

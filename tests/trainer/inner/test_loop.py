@@ -64,6 +64,7 @@ def _poisoned(kinds: Iterable[int]) -> Iterator[dict[str, Tensor]]:
         yield batch
 
 
+@pytest.mark.slow
 def test_it_is_bit_for_bit_the_plain_loop_of_torch() -> None:
     model = small_model()
     plain = copy.deepcopy(model)
@@ -86,6 +87,7 @@ def test_it_is_bit_for_bit_the_plain_loop_of_torch() -> None:
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), plain.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_it_learns() -> None:
     loop = _loop(small_model(), batches(1))
     losses = [loop.step().loss for _ in range(60)]
@@ -229,6 +231,7 @@ def test_the_model_is_put_back_into_training_mode() -> None:
     assert model.training
 
 
+@pytest.mark.slow
 def test_under_ddp_all_ranks_apply_or_drop_a_step_alike(tmp_path: Path) -> None:
     """Infinite loss, infinite gradient or no label at one of them: none goes its own way, and none waits in vain."""
     first, second = run_ranks(odd_steps, 2, tmp_path)

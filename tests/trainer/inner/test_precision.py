@@ -54,6 +54,7 @@ def test_bf16_on_a_cpu_when_asked_with_parameters_moments_and_loss_in_fp32() -> 
     assert {tensor.dtype for tensor in [*model.parameters(), *moments]} == {torch.float32}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while dynamo is imported
 def test_nothing_is_compiled_on_a_cpu_unless_asked() -> None:
     model = small_model()

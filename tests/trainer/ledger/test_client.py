@@ -34,6 +34,7 @@ def run(tmp_path: Path) -> Run:
     return ledger_run(tmp_path)
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_two_drivers_read_every_window_of_every_shard_once_but_of_those_held_out(run: Run) -> None:
     async with run.keeper() as (service, endpoint), run.driver(endpoint.peer) as one, run.driver(endpoint.peer) as two:
@@ -50,6 +51,7 @@ async def test_two_drivers_read_every_window_of_every_shard_once_but_of_those_he
     assert account.trained_tokens == account.tokens.done == 3 * 19 * SEQ_LEN
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_two_drivers_do_what_the_run_is_to_train_on_together_and_both_hear_that_it_is_done(run: Run) -> None:
     async with (
@@ -66,6 +68,7 @@ async def test_two_drivers_do_what_the_run_is_to_train_on_together_and_both_hear
     assert account.micro_batches.open == account.waiting
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_rows_are_given_to_drivers_that_are_announced_and_a_new_one_waits_until_it_is(run: Run) -> None:
     announced: set[str] = set()
@@ -110,6 +113,7 @@ async def test_a_keeper_whose_journal_cannot_be_written_says_so_to_whoever_waits
             await asyncio.wait_for(failing, 20)
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_driver_that_closes_hands_back_what_it_did_not_begin(run: Run) -> None:
     async with run.keeper() as (service, endpoint):
@@ -130,6 +134,7 @@ async def test_a_driver_that_closes_hands_back_what_it_did_not_begin(run: Run) -
     assert (account.micro_batches.done, account.micro_batches.lost, account.reissued) == (14, 1, 3)
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_dead_drivers_lease_is_asked_after_and_what_no_worker_has_is_given_again(run: Run) -> None:
     config = LedgerConfig(
@@ -159,6 +164,7 @@ async def test_a_dead_drivers_lease_is_asked_after_and_what_no_worker_has_is_giv
         assert (await service.account()).micro_batches.done == 14
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_driver_goes_on_while_the_keeper_is_away_and_says_all_when_it_is_back(run: Run) -> None:
     reach: list[Peer] = []
@@ -180,6 +186,7 @@ async def test_a_driver_goes_on_while_the_keeper_is_away_and_says_all_when_it_is
     assert (account.micro_batches.done, account.micro_batches.open, driver.stale) == (15, 0, 0)
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_driver_holds_ahead_what_it_gets_done_in_two_thirds_of_a_lease(run: Run) -> None:
     """A driver that is done with 20 in less than 10 s gets 2 in a second: those of 20 s of a lease of 30 s are 40."""
@@ -205,6 +212,7 @@ async def test_a_driver_holds_ahead_what_it_gets_done_in_two_thirds_of_a_lease(r
             assert other.holdings.num_ahead <= 8 + 2
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_driver_that_waits_for_its_keeper_says_so_again_and_tells_how_long(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -224,6 +232,7 @@ async def test_a_driver_that_waits_for_its_keeper_says_so_again_and_tells_how_lo
             assert driver.keeper_away_s == 0.0
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_lease_that_has_run_out_is_given_up_and_what_was_begun_of_it_may_still_be_settled(run: Run) -> None:
     config = LedgerConfig(unit_rows=8, lease_s=0.3, lease_margin_s=20.0, epochs=1, close_s=0.2)
@@ -249,6 +258,7 @@ async def test_a_lease_that_has_run_out_is_given_up_and_what_was_begun_of_it_may
     assert account.leases == 1
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_one_settlement_that_makes_no_sense_does_not_hold_up_the_others(run: Run) -> None:
     async with run.keeper() as (service, endpoint), run.driver(endpoint.peer) as driver:
@@ -288,6 +298,7 @@ async def test_a_driver_with_other_data_is_refused(run: Run) -> None:
         assert endpoint.counters.refused["data"] >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -320,6 +331,7 @@ async def test_rows_that_no_lease_has_are_taken_from_no_keeper_and_end_no_driver
         assert (await service.account()).micro_batches.done == 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [{"epoch": 10**9 - 1, "shard": 1}, {"epoch": 0, "shard": 10**10 - 1}])
 @on_event_loop
 async def test_rows_that_cannot_be_read_end_no_driver(
@@ -352,6 +364,7 @@ async def test_a_driver_may_be_the_keeper_too(run: Run) -> None:
         assert (await service.account()).micro_batches.done == 15
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_shard_that_cannot_be_read_is_handed_back(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.ledger.client._UNREADABLE_S", 0.01)

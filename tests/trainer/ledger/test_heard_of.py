@@ -179,6 +179,7 @@ def run(tmp_path: Path) -> Run:
     return ledger_run(tmp_path)
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_driver_that_knows_workers_before_the_keeper_does_loses_nothing_by_it(run: Run) -> None:
     async with (
@@ -201,6 +202,7 @@ async def test_a_driver_that_knows_workers_before_the_keeper_does_loses_nothing_
     assert (account.micro_batches.open, account.reissued, one.stale, one.refused) == (0, 0, 0, 0)
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_what_a_driver_only_says_is_done_is_trained_on_by_another(run: Run) -> None:
     config = replace(RUN_CONFIG, lease_s=0.5, worker_gone_s=0.5, close_s=0.2)

@@ -30,6 +30,7 @@ def opened(path: Path, config: LedgerConfig = CONFIG) -> Iterator[tuple[Ledger, 
         journal.close()
 
 
+@pytest.mark.slow
 def test_a_journal_cut_at_any_byte_of_its_last_line_is_the_account_before_it(tmp_path: Path) -> None:
     path = journal_path(tmp_path)
     with opened(path) as (ledger, _):

@@ -94,6 +94,7 @@ def test_one_source_may_be_through_before_another() -> None:
     assert kept.ledger.lease("one", A, (), 1, 0.0).finished
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from(["done", "lost", "back", "restart"]), max_size=40), st.integers(1, 4))
 def test_no_more_is_given_than_the_run_is_to_train_on_and_what_is_lost_is_made_up_for(
     fates: list[str], units: int

@@ -16,11 +16,13 @@ def test_the_two_readings_of_the_specification_give_one_architecture():
     assert choose_architecture(6568 * _MB, 32_768) == choose_architecture(6622 * _MB, 32_768)
 
 
+@pytest.mark.slow
 @given(available=_MEMORY)
 def test_the_choice_depends_on_the_tier_only(available: int):
     assert choose_architecture(available, 32_768) == choose_architecture(memory_tier_bytes(available), 32_768)
 
 
+@pytest.mark.slow
 @given(
     less=_MEMORY, more=_MEMORY, vocab_size=st.sampled_from([266, 32_768, 10_000_384]), each=st.sampled_from([16, 32])
 )

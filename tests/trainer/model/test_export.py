@@ -36,6 +36,7 @@ def _trained(config: ModelConfig) -> Transformer:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [

@@ -15,6 +15,7 @@ from trainer.model import VOCAB_STEP, build_model, grow_rows, grow_vocabulary, i
 _GROWING = ("embedding.weight", "readout.output.weight")
 
 
+@pytest.mark.slow
 @given(st.integers(FIRST_MERGE_ID, 10_000_000))
 def test_rows_are_the_next_full_step(next_merge_id: int):
     rows = rows_for(next_merge_id)
@@ -28,6 +29,7 @@ def test_rows_for_fewer_ids_than_there_are_bytes_is_refused():
         rows_for(265)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(steps=st.lists(st.integers(64, 400), max_size=4).map(sorted), seed=st.integers(0, 3), tied=st.booleans())
 def test_growing_in_any_steps_keeps_old_rows_and_gives_the_rows_a_larger_model_begins_with(

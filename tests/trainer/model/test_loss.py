@@ -23,6 +23,7 @@ def _reference(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(hidden @ weight.t(), labels, reduction="sum", ignore_index=IGNORED_LABEL)
 
 
+@pytest.mark.slow
 @given(num_tokens=st.integers(1, 700), ignored=st.floats(0, 1), seed=st.integers(0, 99))
 def test_losses_and_gradients_are_those_of_cross_entropy_whatever_the_chunks(
     num_tokens: int, ignored: float, seed: int

@@ -50,6 +50,7 @@ def test_the_largest_preset_is_the_specified_one():
     assert (config.qk_norm, config.reorder_norm, config.num_kv_heads, config.rope_theta) == (True, True, 8, 5e5)
 
 
+@pytest.mark.slow
 @given(
     shape=st.builds(
         small_config,

@@ -95,6 +95,7 @@ def test_stages_of_a_whole_partition_its_state_and_share_its_parameters(num_stag
         assert stages == [whole]
 
 
+@pytest.mark.slow
 @given(num_layers=st.integers(1, 200), data=st.data())
 def test_layers_are_dealt_out_evenly_and_in_order(num_layers: int, data: st.DataObject):
     num_stages = data.draw(st.integers(1, num_layers))
@@ -225,6 +226,7 @@ def test_bf16_stays_near_fp32():
     assert all(parameter.grad.dtype is torch.float32 for parameter in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own, about its own
 def test_the_whole_traces_into_one_graph():
     model = build_model(small_config(num_layers=2), 0)

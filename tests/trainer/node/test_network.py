@@ -134,6 +134,7 @@ def test_states_that_do_not_fit_are_passed_over_and_the_one_that_does_is_taken(
     assert fetched == {it.state_digest for it in listening.others if it.outer_step == 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["expectation", "unpack"])
 def test_a_state_that_nobody_foresaw_is_passed_over_and_ends_no_node(
     begin: Begin, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, step: str
@@ -152,6 +153,7 @@ def test_a_state_that_nobody_foresaw_is_passed_over_and_ends_no_node(
     assert len(said) == 1 and "no such storage" in said[0]
 
 
+@pytest.mark.slow
 def test_a_newcomer_that_hears_of_a_stranger_first_hears_the_others_out(tmp_path: Path) -> None:
     """The stranger is the one it was pointed at, and passes on who else is there."""
     other = TERMS.model_copy(update={"synchronisation": {"seed": 2}})
@@ -200,6 +202,7 @@ def test_a_newcomer_that_hears_of_a_stranger_first_hears_the_others_out(tmp_path
         loop.stop()
 
 
+@pytest.mark.slow
 def test_a_node_that_is_asked_to_stop_waits_for_no_state(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:
     donor, donors = begin("donor")
     donor.publish(state(3))
@@ -218,6 +221,7 @@ def test_a_node_that_is_asked_to_stop_waits_for_no_state(begin: Begin, caplog: p
     assert not [record for record in caplog.records if record.levelname == "WARNING"], "it gave up by itself"
 
 
+@pytest.mark.slow
 def test_a_node_that_is_stopped_while_it_looks_for_others_saves_and_leaves(trainer: TrainerCommand) -> None:
     nobody = f"127.0.0.1:{free_port()}"
     with trainer.running("--node-id", "a", "--initial-peers", nobody, "--set", "rpc.host=127.0.0.1") as node:

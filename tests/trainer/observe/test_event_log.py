@@ -87,6 +87,7 @@ def test_flush_makes_events_readable_while_the_log_goes_on(tmp_path):
     assert [event.kind for event in read_events(tmp_path)] == ["first", "second"]
 
 
+@pytest.mark.slow
 def test_full_files_are_numbered_and_the_oldest_go(tmp_path):
     with EventLog(tmp_path, "n", max_file_bytes=5_000, max_files=4) as log:
         for number in range(1_000):
@@ -140,6 +141,7 @@ def test_what_a_kill_left_of_a_line_is_cut_off_by_the_next_start(tmp_path, caplo
     assert log.path.read_bytes().startswith(whole)
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_events_and_not_the_run(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True

@@ -28,6 +28,7 @@ def test_a_loss_that_falls_improves_and_one_that_rises_degrades(length):
     assert loss_trend(falling[::-1]) == "degrading"
 
 
+@pytest.mark.slow
 def test_noise_alone_is_stable():
     verdicts = [loss_trend(noisy(np.full(2_000, 3.0), seed)) for seed in range(200)]
     assert verdicts.count("stable") >= 196

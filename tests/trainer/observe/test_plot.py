@@ -129,12 +129,14 @@ def test_nodes_are_drawn(tmp_path, num_nodes):
     assert png_size(smaller) == (660, 440)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("losses", [[3.0], [float("nan")] * 3, [3.0, 3.0], [0.0] * 5])
 def test_a_run_of_hardly_any_steps_is_drawn(tmp_path, losses):
     write_log(tmp_path, "n", range(len(losses)), loss=losses.__getitem__, every_s=0.0)
     png_size(plot([tmp_path], tmp_path / "curves.png"))
 
 
+@pytest.mark.slow
 def test_nothing_to_draw_is_a_usage_error(tmp_path):
     with pytest.raises(TrainerUsageError, match="--log-dir"):
         plot([], tmp_path / "x.png")
@@ -148,6 +150,7 @@ def test_nothing_to_draw_is_a_usage_error(tmp_path):
     assert not (tmp_path / "x.png").exists()
 
 
+@pytest.mark.slow
 def test_a_picture_that_cannot_be_written_is_a_usage_error(tmp_path):
     write_log(tmp_path, "n", range(3))
     (tmp_path / "file").write_text("")

@@ -84,6 +84,7 @@ def test_it_stops_with_clients_connected_and_frees_its_port(node):
     server.stop()
 
 
+@pytest.mark.slow
 def test_an_answer_that_hangs_is_cut(node):
     begun = threading.Event()
 
@@ -112,6 +113,7 @@ def test_half_requests_keep_nobody_out(node):
             assert httpx.get(f"{server.url}/healthz", trust_env=False, timeout=30).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_head_that_comes_drop_by_drop_is_cut(node, monkeypatch):
     monkeypatch.setattr("trainer.observe.server._LIMITS", ServeLimits(idle_timeout_s=0.5, stall_timeout_s=0.5))
     with server_of(node) as server, socket.create_connection(("127.0.0.1", server.port)) as client:
@@ -182,6 +184,7 @@ def test_ipv6_is_written_in_brackets(node):
         server.stop()
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_it_is_asked(node):
     """Many clients at once; the one that writes is not held up for longer than a lock is held."""
     with server_of(node) as server:

@@ -7,6 +7,7 @@ from enum import IntEnum
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(fields=st.dictionaries(st.text().filter(lambda name: name not in ("time", "node", "kind")), JSON))
 def test_any_value_is_one_canonical_line(fields):

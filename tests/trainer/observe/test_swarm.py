@@ -89,6 +89,7 @@ def test_the_average_is_the_mean_of_honest_losses():
     assert average_loss([2.0], None) == 2.0
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     honest=st.lists(st.floats(2.5, 3.5), min_size=2, max_size=15),

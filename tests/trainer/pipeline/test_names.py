@@ -36,6 +36,7 @@ def test_other_names_are_none(text: str) -> None:
         StageUid.parse(text)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**64), st.sets(st.integers(FIRST_NUMBER, FIRST_NUMBER + 20)))
 def test_a_free_number_is_one_nobody_has(seed: int, taken: set[int]) -> None:
     number = free_number(seed, taken)

@@ -106,6 +106,7 @@ def test_whatever_is_sent_comes_back(tensors: dict[str, Tensor]) -> None:
     exchanged()
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_what_does_not_fit_into_one_message_goes_as_a_stream() -> None:
     values = torch.arange(700_001, dtype=torch.float32).view(-1, 1)  # 2.67 MiB: frames end within values.
@@ -131,6 +132,7 @@ async def test_more_than_is_allowed_is_refused_before_it_is_read() -> None:
         await mirrored(caller, callee, {"h": torch.zeros(4)}, 16)
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_calls_and_streams_are_let_in_by_what_their_message_names_and_held_until_they_are_answered() -> None:
     mirror, held = Mirror(), list[tuple[str, int, int]]()
@@ -153,6 +155,7 @@ async def test_calls_and_streams_are_let_in_by_what_their_message_names_and_held
         assert mirror.asked == 2
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_larger_answer_than_expected_is_no_answer() -> None:
     async with pair(Mirror()) as (caller, callee):
@@ -162,6 +165,7 @@ async def test_a_larger_answer_than_expected_is_no_answer() -> None:
             await mirrored(caller, callee, {"h": torch.zeros(MIB)}, 2 * MIB)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("specs", "payload", "said"),
     [
@@ -207,6 +211,7 @@ def test_a_stream_has_the_announced_bytes_in_frames_of_a_mebibyte(frames: tuple[
     refused()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first",
     [

@@ -87,6 +87,7 @@ def test_the_honest_mean_is_recovered_within_the_bound(rule, attack, num_members
         assert len(decision.excluded) == num_byzantine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 @settings(max_examples=60, deadline=None)
 @given(

@@ -20,6 +20,7 @@ def honest_loss(num_members: int) -> float:
     return trained_loss(RULES["mean"], num_members, SETTING)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lie", LIES)
 def test_one_of_four_costs_little(lie: str) -> None:
     assert trained_loss(RULES["default"], 4, SETTING, lie, 1) < TOLERANCE * honest_loss(4)
@@ -37,5 +38,6 @@ def test_the_honest_lose_nothing_to_speak_of(num_members: int) -> None:
     assert trained_loss(RULES["default"], num_members, SETTING) < MOST_AN_HONEST_RUN_LOSES * honest
 
 
+@pytest.mark.slow
 def test_the_mean_is_what_it_protects_from() -> None:
     assert trained_loss(RULES["mean"], 4, SETTING, "x -10", 1) > 1.2 * honest_loss(4)

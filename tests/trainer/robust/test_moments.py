@@ -107,6 +107,7 @@ def test_any_bytes_are_moments_or_refused(buffer):
     assert found.to_bytes() == buffer
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(position=st.integers(0, 455), value=st.integers(1, 255))
 def test_a_changed_byte_gives_possible_moments_or_is_refused(position, value):

@@ -81,6 +81,7 @@ matrices = st.tuples(st.integers(1, 10), st.integers(1, 12)).flatmap(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(values=matrices, num_byzantine=st.integers(0, 4))
 def test_like_sorting(values, num_byzantine):
@@ -97,6 +98,7 @@ def test_like_sorting(values, num_byzantine):
     assert np.array_equal(rows.numpy(), values), "the contributions were changed"
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     values=hnp.arrays(np.float32, (6, 9), elements=st.floats(-100, 100, width=32), unique=True),

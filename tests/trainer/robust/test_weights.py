@@ -73,6 +73,7 @@ def test_nobody_outweighs_the_median_by_more_than_the_ratio(claimed, max_ratio):
     assert positive[-1] <= max_ratio * positive[(len(positive) - 1) // 2]
 
 
+@pytest.mark.slow
 @given(claims, st.randoms(use_true_random=False))
 def test_order_of_members_does_not_matter(claimed, random):
     order = random.sample(range(len(claimed)), len(claimed))

@@ -36,6 +36,7 @@ async def test_a_call_carries_body_and_payload_both_ways(tls: bool) -> None:
         assert not callee.counters.refused
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_slow_handler_is_waited_for_far_beyond_the_stall_timeout() -> None:
     async with endpoint_pair(heartbeat_s=0.05, stall_timeout_s=0.3) as (caller, callee):
@@ -43,6 +44,7 @@ async def test_a_slow_handler_is_waited_for_far_beyond_the_stall_timeout() -> No
         assert reply.body.text == "slow"
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_the_deadline_ends_call_and_handler() -> None:
     async with endpoint_pair() as (caller, callee):
@@ -51,6 +53,7 @@ async def test_the_deadline_ends_call_and_handler() -> None:
         await _until_cancelled(caller, callee, 1)
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_cancelling_a_call_cancels_its_handler() -> None:
     async with endpoint_pair() as (caller, callee):
@@ -62,6 +65,7 @@ async def test_cancelling_a_call_cancels_its_handler() -> None:
         await _until_cancelled(caller, callee, 1)
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_this_nodes_own_limit_ends_a_handler_too() -> None:
     async with running_endpoint() as caller, running_endpoint(max_call_s=0.2) as callee:
@@ -89,6 +93,7 @@ async def test_what_the_callee_refuses_comes_with_its_reason() -> None:
         assert callee.counters.refused == {"method": 2, "body": 1, "recipient": 1}
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_another_run_is_refused() -> None:
     async with running_endpoint(run_id="run-a") as caller, running_endpoint(run_id="run-b") as callee:
@@ -202,6 +207,7 @@ async def test_a_payload_over_the_methods_bound_is_refused() -> None:
         await _call(caller, callee.peer, method="small", payload=bytes(10))
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_calls_at_once_are_bounded() -> None:
     async with running_endpoint() as caller, running_endpoint(max_calls_per_peer=3) as callee:
@@ -257,6 +263,7 @@ async def test_a_method_has_one_handler() -> None:
             endpoint.register("test/echo", Question, lambda _request: None)  # type: ignore[arg-type, return-value]
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_stopping_ends_calls_in_both_directions_and_leaves_no_thread() -> None:
     before = {thread.name for thread in threading.enumerate()}

@@ -97,6 +97,7 @@ async def _drained(reader: asyncio.StreamReader) -> None:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not AcceptedSockets.are_visible(), reason="no /proc/self/fd here")
 @pytest.mark.parametrize("tls", [False, True])
 @on_event_loop

@@ -153,6 +153,7 @@ def test_a_named_host_name_makes_its_kind_known(monkeypatch: pytest.MonkeyPatch)
     assert dialing.objection("172.18.0.3:4100") == ""
 
 
+@pytest.mark.slow
 def test_an_address_nobody_answered_at_is_tried_after_pauses_that_grow() -> None:
     clock = _Clock()
     dialing = _dialing(clock=clock)
@@ -168,6 +169,7 @@ def test_an_address_nobody_answered_at_is_tried_after_pauses_that_grow() -> None
     assert tries == [0.0, 20.0, 80.0, 260.0, 800.0, 2420.0]
 
 
+@pytest.mark.slow
 def test_a_host_in_contact_is_tried_once_a_minute_at_least() -> None:
     clock = _Clock()
     dialing = _dialing(clock=clock)
@@ -197,6 +199,7 @@ def test_where_a_node_answers_there_is_no_limit_until_it_has_been_gone_for_long(
         dialing.answered(where)
 
 
+@pytest.mark.slow
 def test_a_host_that_is_silent_is_not_scanned() -> None:
     clock = _Clock()
     dialing = _dialing(clock=clock)
@@ -220,6 +223,7 @@ def test_a_host_that_is_silent_is_not_scanned() -> None:
     assert num_tried(7000) == 200
 
 
+@pytest.mark.slow
 def test_what_is_remembered_is_bounded() -> None:
     dialing = _dialing()
     for number in range(5000):

@@ -19,6 +19,7 @@ _LONG_S = 120.0
 """A deadline no test waits for: what ends earlier was noticed."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tls", [False, True])
 @on_event_loop
 async def test_a_stopped_peer_is_noticed_by_its_silence(tls: bool) -> None:
@@ -38,6 +39,7 @@ async def test_a_stopped_peer_is_noticed_by_its_silence(tls: bool) -> None:
             await caller.call(node.peer, "test/echo", Question(), Answer, timeout_s=20)
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_killed_peer_is_noticed_at_once() -> None:
     with rpc_node(stall_timeout_s=60.0) as node:
@@ -86,6 +88,7 @@ async def test_both_halves_of_a_stream_hear_of_a_peers_end(method: str, signal_n
             assert caller._calling._budget.total_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signal_name", ["stop", "kill"])
 @on_event_loop
 async def test_a_handler_hears_of_its_callers_end(signal_name: str) -> None:
@@ -120,6 +123,7 @@ async def test_a_handler_hears_of_its_callers_end(signal_name: str) -> None:
                     await asyncio.sleep(0.02)
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_node_killed_and_restarted_is_the_same_peer_with_a_new_certificate(tmp_path: Path) -> None:
     identity_path = str(tmp_path / "node.pem")
@@ -142,6 +146,7 @@ async def test_a_node_killed_and_restarted_is_the_same_peer_with_a_new_certifica
                 await caller.call(first.peer, "test/echo", Question(), Answer, timeout_s=20)
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_restart_that_nobody_noticed_costs_one_call_at_most(tmp_path: Path) -> None:
     identity_path = str(tmp_path / "node.pem")
@@ -158,6 +163,7 @@ async def test_a_restart_that_nobody_noticed_costs_one_call_at_most(tmp_path: Pa
                 await caller.call(unpinned, "test/echo", Question(), Answer, timeout_s=20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tls", [False, True])
 @on_event_loop
 async def test_a_port_that_accepts_and_says_nothing_is_given_up(tls: bool) -> None:

@@ -61,6 +61,7 @@ def reason_of(raw: bytes) -> str:
     return ""
 
 
+@pytest.mark.slow
 @given(
     kind=st.sampled_from(["request", "open", "reply", "data", "end"]),
     origin=st.sampled_from(["caller", "callee"]),
@@ -184,6 +185,7 @@ def test_a_head_without_a_field_is_refused() -> None:
         assert reason_of(seal(_IDENTITY, rest)) == ("" if name in ("index", "body") else "head")
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(position=st.integers(0, 10**6), bit=st.integers(0, 7), payload=st.binary(max_size=100))
 def test_no_bit_of_a_frame_can_be_flipped(position: int, bit: int, payload: bytes) -> None:

@@ -90,6 +90,7 @@ async def test_an_answer_to_another_call_is_none() -> None:
             await caller.call(callee.peer, "test/echo", Question(), Answer, timeout_s=20)
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_heartbeats_alone_go_on_to_the_deadline_only() -> None:
     async def script(_callee: HostileCallee, _request: Head, context: Context) -> None:

@@ -52,6 +52,7 @@ async def _check(endpoint: Endpoint, hostile: HostileCaller, cases: dict[str, tu
         assert reply.body.text == "still here"
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_first_frames() -> None:
     async with running_endpoint() as endpoint, hostile_caller(endpoint.peer) as hostile:
@@ -99,6 +100,7 @@ async def test_first_frames() -> None:
         await _check(endpoint, hostile, cases)
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_heads_no_parser_should_be_given() -> None:
     async with running_endpoint() as endpoint, hostile_caller(endpoint.peer) as hostile:
@@ -129,6 +131,7 @@ async def test_heads_no_parser_should_be_given() -> None:
         )
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_frames_of_a_stream() -> None:
     async with running_endpoint() as endpoint, hostile_caller(endpoint.peer) as hostile:
@@ -182,6 +185,7 @@ async def test_frames_of_a_stream() -> None:
         await _check(endpoint, hostile, cases)
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_what_grpc_itself_refuses() -> None:
     async with running_endpoint() as endpoint, hostile_caller(endpoint.peer) as hostile:
@@ -191,6 +195,7 @@ async def test_what_grpc_itself_refuses() -> None:
         assert await hostile.send(hostile.frame()) == "accepted"
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_caller_that_opens_and_says_nothing_is_cut_off() -> None:
     async with running_endpoint(request_timeout_s=0.3) as endpoint, hostile_caller(endpoint.peer) as hostile:
@@ -286,6 +291,7 @@ async def _flood_and_measure(num_frames: int) -> None:
             assert set(reasons) <= set(counted)
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_memory_stays_where_it_was_under_hostile_frames() -> None:
     await _flood_and_measure(3000)
@@ -297,6 +303,7 @@ async def test_memory_stays_where_it_was_under_very_many_hostile_frames() -> Non
     await _flood_and_measure(30_000)
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_message_that_would_decompress_to_much_more_is_not_decompressed() -> None:
     with rpc_node() as node:

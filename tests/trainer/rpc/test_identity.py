@@ -28,6 +28,7 @@ def test_an_identity_is_made_once_and_kept(tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["node.pem"]
 
 
+@pytest.mark.slow
 def test_processes_that_start_together_share_one_identity(tmp_path: Path) -> None:
     path = tmp_path / "node.pem"
     makers = [

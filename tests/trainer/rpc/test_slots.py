@@ -46,6 +46,7 @@ async def test_a_call_whose_answer_nobody_takes_ends_with_its_connection(tls: bo
         await _until(lambda: connection.is_closed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["request", "open"])
 @on_event_loop
 async def test_a_newcomer_gets_the_place_of_what_stands_still(kind: str) -> None:
@@ -94,6 +95,7 @@ async def test_a_peer_that_has_answered_has_slots_of_its_own() -> None:
                 task.cancel()
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_proven_peer_that_takes_no_answer_loses_its_own_slots() -> None:
     async with running_endpoint() as victim, AsyncExitStack() as stack:

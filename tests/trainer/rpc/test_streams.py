@@ -44,6 +44,7 @@ async def test_frames_go_both_ways_at_once_in_order(tls: bool) -> None:
         assert caller.counters.sent_bytes == callee.counters.received_bytes > sum(len(body) for _, body in frames)
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2**53 - 1), st.binary(max_size=3000)), max_size=12))
 def test_any_frames_come_as_they_were_sent(frames: list[tuple[int, bytes]]) -> None:
@@ -84,6 +85,7 @@ async def test_a_payload_may_be_changed_once_it_was_sent() -> None:
         assert await _drain(stream) == [(number, bytes([number]) * _MIB) for number in range(4)]
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_who_does_not_read_is_not_sent_more_than_a_little() -> None:
     """Backpressure: the queue and a few windows, however long the sender goes on and however busy the machine is."""
@@ -101,6 +103,7 @@ async def test_who_does_not_read_is_not_sent_more_than_a_little() -> None:
         assert callee.counters.received_bytes <= 7 * _MIB
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_reader_who_takes_a_pause_longer_than_the_stall_timeout_loses_nothing() -> None:
     async with (
@@ -115,6 +118,7 @@ async def test_a_reader_who_takes_a_pause_longer_than_the_stall_timeout_loses_no
             assert frame.index == index
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_silence_of_both_is_bridged_by_heartbeats() -> None:
     async with (
@@ -140,6 +144,7 @@ async def test_receive_can_be_cancelled_without_losing_a_frame() -> None:
         assert await _drain(stream) == [(1, b"x")]
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_cancelled_send_leaves_no_gap() -> None:
     """Cancelled while it waits, nothing was sent; what is sent later follows on."""
@@ -220,6 +225,7 @@ async def test_a_handlers_refusal_ends_sends_and_receives() -> None:
         assert callee.counters.refused == {"full": 2}
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_refusal_is_told_though_heartbeats_and_frames_are_in_flight() -> None:
     """gRPC cannot send a status while a write is in flight; heartbeats every half millisecond see to it that one is."""
@@ -245,6 +251,7 @@ async def test_a_refusal_is_told_though_heartbeats_and_frames_are_in_flight() ->
                     await stream.receive()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reader_s", [0.0, 0.5])
 @on_event_loop
 async def test_a_sender_in_full_flow_hears_the_refusal_and_what_came_before_it(reader_s: float) -> None:
@@ -276,6 +283,7 @@ async def test_a_sender_in_full_flow_hears_the_refusal_and_what_came_before_it(r
                     assert caught.value.reason == "not_in_round"
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_callee_that_ends_early_leaves_its_answer_to_a_caller_still_sending() -> None:
     async def answer(_request: Request[Question], stream: Stream) -> None:
@@ -327,6 +335,7 @@ async def test_what_a_handler_sent_before_it_failed_arrives_before_the_error(cap
         assert "inside" in caplog.text
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_streams_at_once_are_bounded() -> None:
     async with running_endpoint() as caller, running_endpoint(max_streams_per_peer=2) as callee:
@@ -361,6 +370,7 @@ async def test_a_budget_too_small_for_all_streams_stops_none_of_them() -> None:
         assert callee._serving._budget.total_bytes == 0
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_the_deadline_ends_a_stream() -> None:
     async with (

@@ -25,6 +25,7 @@ _JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), _JSON), st.booleans())
 def test_what_json_writes_is_read_as_it_was(value: dict[str, object], ascii_only: bool) -> None:
     assert parse_strict_json(json.dumps(value, ensure_ascii=ascii_only).encode()) == value

@@ -51,6 +51,7 @@ async def _man_in_the_middle(victim: Peer) -> AsyncIterator[str]:
             await server.stop(None)
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_nothing_passes_through_a_man_in_the_middle() -> None:
     async with endpoint_pair(tls=True) as (caller, callee):
@@ -126,6 +127,7 @@ def test_what_the_network_says_is_said_in_words(failure: OSError, said: str, mon
         asyncio.run(fetch_certificate("gpu-7", 4100, 5.0))
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_where_no_certificate_is_to_be_had_it_is_said_why() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, socket.socket() as free:
@@ -171,6 +173,7 @@ async def test_certificates_that_are_none() -> None:
         assert (await _ask(caller, callee.peer)).sender == callee.peer_id
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_many_peers_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections are bounded: the longest unused goes first, and one in use never."""

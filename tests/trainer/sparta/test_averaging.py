@@ -24,6 +24,7 @@ def columns(rows: list[tuple[float, float, float]]) -> tuple[torch.Tensor, ...]:
     return tuple(torch.tensor(column) for column in zip(*rows, strict=True))
 
 
+@pytest.mark.slow
 @given(ROWS)
 def test_the_average_with_ones_own_progress_since(rows) -> None:
     now, contributed, average = columns(rows)
@@ -32,12 +33,14 @@ def test_the_average_with_ones_own_progress_since(rows) -> None:
     assert torch.allclose(new, expected, rtol=1e-5, atol=0.5)
 
 
+@pytest.mark.slow
 @given(ROWS)
 def test_who_has_not_moved_takes_the_average_bit_for_bit(rows) -> None:
     contributed, average, _ = columns(rows)
     assert torch.equal(merged(contributed, contributed, result(average)), average)
 
 
+@pytest.mark.slow
 @given(ROWS)
 def test_who_was_at_the_average_keeps_every_bit(rows) -> None:
     now, contributed, _ = columns(rows)

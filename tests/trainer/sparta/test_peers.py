@@ -120,6 +120,7 @@ def committed(node: Node) -> int:
     return sum(result.committed for result in node.replica.results)
 
 
+@pytest.mark.slow
 def test_three_train_and_become_alike_when_they_rest() -> None:
     with nodes(3) as found:
         turn(found, lambda: min(map(committed, found)) >= 5, train=True)
@@ -137,6 +138,7 @@ def test_three_train_and_become_alike_when_they_rest() -> None:
         assert {len(result.report.members) for node in found for result in node.replica.results} == {3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("told", [True, False])
 def test_one_that_was_away_goes_on_with_the_others_without_a_reload(told: bool) -> None:
     with nodes(3, gather_timeout_s=1.0, told=told, every_steps=10) as found:
@@ -156,6 +158,7 @@ def test_one_that_was_away_goes_on_with_the_others_without_a_reload(told: bool) 
         assert not trainer.behind and not trainer.must_rejoin and trainer.failed_in_a_row == 0
 
 
+@pytest.mark.slow
 def test_a_joiner_takes_over_a_state_and_counts_for_nothing_at_first() -> None:
     with nodes(3) as found:
         old, joiner = found[:2], found[2]
@@ -170,6 +173,7 @@ def test_a_joiner_takes_over_a_state_and_counts_for_nothing_at_first() -> None:
         assert weights[:2] == [0, 0] and all(weight > 0 for weight in weights[2:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("compression", "closeness"), [("fp16", 2**-9), ("int8", 2**-5)])
 def test_lossy_rounds_bring_replicas_together_as_far_as_they_can(compression: str, closeness: float) -> None:
     """As far as their numbers are fine: some units in the last place of the largest value."""

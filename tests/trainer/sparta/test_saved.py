@@ -36,6 +36,7 @@ def restored(contents: bytes, config: SpartaConfig) -> Replica:
     return replica
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_restart_at_any_step_goes_on_bit_for_bit(config: SpartaConfig) -> None:
     undisturbed = Replica(config)

@@ -34,6 +34,7 @@ def touched(layout: FlatLayout, values) -> dict[str, torch.Tensor]:
     return tensors
 
 
+@pytest.mark.slow
 @given(layouts(), st.integers(1, 30), st.integers(0, 10**9), st.integers(0, 10**6))
 def test_a_cycle_of_rounds_touches_each_value_exactly_once(laid, num_slices: int, first: int, salt: int) -> None:
     layout, kept = laid
@@ -52,6 +53,7 @@ def test_slices_differ_by_one_value_at_most(shapes: list[tuple[int, ...]], num_s
     assert sum(sizes) == layout.num_values and max(sizes) - min(sizes) <= 1
 
 
+@pytest.mark.slow
 @given(layouts(), st.integers(1, 9), st.integers(0, 40), st.integers(0, 2**31))
 def test_what_is_gathered_goes_back_where_it_was(laid, num_slices: int, round_index: int, seed: int) -> None:
     layout, kept = laid
@@ -64,6 +66,7 @@ def test_what_is_gathered_goes_back_where_it_was(laid, num_slices: int, round_in
     assert all(torch.equal(tensors[name], before[name] + mask[name]) for name in tensors)
 
 
+@pytest.mark.slow
 @given(layouts(), st.integers(1, 12), st.integers(0, 40))
 def test_a_kept_axis_is_averaged_whole(laid, num_slices: int, round_index: int) -> None:
     layout, kept = laid

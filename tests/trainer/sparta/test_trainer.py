@@ -122,6 +122,7 @@ def test_a_round_in_the_foreground_holds_all_steps_and_a_failed_one_none() -> No
     assert [result.contributed_steps_ago for result in replica.results] == [0, 0, None]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=40))
 def test_what_is_said_to_outlive_a_replica_was_in_the_rounds(steps: list[tuple[int, bool]]) -> None:
@@ -383,6 +384,7 @@ def test_bf16_parameters_become_alike_too() -> None:
 
 
 class TestUsage:
+    @pytest.mark.slow
     def test_more_slices_than_values(self) -> None:
         with pytest.raises(TrainerUsageError, match=r"sparta.num_slices"):
             Replica(SpartaConfig(num_slices=10_000))

@@ -60,6 +60,7 @@ def test_one_micro_batch_gives_the_bits_of_the_whole_model(num_stages: int, mode
     assert all(torch.equal(found[name], gradients[name]) for name in gradients)
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(
     num_stages=st.integers(2, 4),
@@ -99,6 +100,7 @@ def test_a_step_is_of_the_mean_over_tokens_not_of_the_mean_of_means() -> None:
     assert stages[1].step(10).grad_norm == pytest.approx(float(expected), rel=TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_steps_are_those_of_the_inner_loop_on_the_whole_model(num_stages: int) -> None:
     """Eight steps of three micro-batches with their moments, decay and schedule; clipping is off."""
@@ -121,6 +123,7 @@ def test_steps_are_those_of_the_inner_loop_on_the_whole_model(num_stages: int) -
         torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_training_in_stages_lowers_the_loss() -> None:
     stages, losses = stage_replicas(3, StageConfig(), inner=replace(INNER, schedule="constant")), []
     for step, batch in enumerate(islice(batches(1), 40)):

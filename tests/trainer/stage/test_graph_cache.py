@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ def _forward(num_values: int, graph_bytes: int, version: int = 0) -> CachedForwa
     return CachedForward(x, x + 1, 0, version, graph_bytes)
 
 
+@pytest.mark.slow
 @given(max_bytes=st.integers(0, 6 * ENTRY_BYTES), actions=st.lists(_PUT | _OTHER, max_size=30))
 def test_the_bound_holds_and_the_count_is_that_of_what_is_there(max_bytes: int, actions: list[tuple]) -> None:
     cache = GraphCache(max_bytes)

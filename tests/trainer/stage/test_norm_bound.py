@@ -57,11 +57,13 @@ def test_before_it_has_seen_some_there_is_no_bound() -> None:
     assert _bound_of(_usual()).coefficient(1e12, 64) == pytest.approx(FACTOR / 1e12)
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(0.5, 2.0), min_size=WARM_UP, max_size=2 * WINDOW), st.floats(0.0, 4.9))
 def test_what_is_within_the_bound_is_not_touched(norms: list[float], norm: float) -> None:
     assert _bound_of([(each, 64) for each in norms]).coefficient(norm, 64) == 1.0
 
 
+@pytest.mark.slow
 @given(st.integers(0, WINDOW // 2 - 1), st.floats(0.0, 1e12), st.randoms(use_true_random=False))
 def test_fewer_than_half_cannot_say_what_is_usual(num_liars: int, lie: float, random) -> None:  # type: ignore[no-untyped-def]
     seen = [(lie, 64)] * num_liars + [(random.uniform(0.5, 2.0), 64) for _ in range(WINDOW - num_liars)]
@@ -107,6 +109,7 @@ def test_a_huge_gradient_weighs_as_much_as_the_bound_and_no_more(index: int) -> 
         torch.testing.assert_close(found.grad_x, honest.grad_x * 1e7 * found.scale, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_one_liar_among_eight_does_not_decide_where_a_step_goes() -> None:
     """Eight micro-batches, one with the others' gradient turned round and 1e7 times as large."""
 
@@ -160,6 +163,7 @@ def test_a_restart_knows_what_is_usual() -> None:
     assert bits_of(stage) == bits_of(restarted)
 
 
+@pytest.mark.slow
 def test_an_honest_run_is_bit_for_bit_the_same_without_a_bound() -> None:
     """Micro-batches of 1 to 4 rows, some with labels that do not count, from the first step on."""
     bounded, free = stage_replicas(3, StageConfig()), stage_replicas(3, StageConfig(outlier_factor=math.inf))

@@ -42,6 +42,7 @@ def _through_a_file(state: dict[str, Any]) -> dict[str, Any]:
     return loaded
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(index=st.integers(0, 2), before=_ACTIONS, behind=_ACTIONS, other=_ACTIONS)
 def test_it_goes_on_to_the_bit_from_anywhere(

@@ -53,6 +53,7 @@ def _subspace_model(config: ModelConfig) -> Transformer:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "olmo2", "subspace"])
 def test_transformers_gives_the_same_logits(kind: str, tokenizer_json: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM

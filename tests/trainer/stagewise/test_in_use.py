@@ -74,6 +74,7 @@ def test_a_worker_that_goes_back_alone_asks_nobody(folder: Path) -> None:
     assert _versions(folder) == [2, 1]
 
 
+@pytest.mark.slow
 def test_the_command_says_so_while_another_process_writes_and_not_once_it_is_killed(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

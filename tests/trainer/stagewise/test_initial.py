@@ -65,6 +65,7 @@ def test_what_was_exported_comes_back_bit_for_bit(config: ModelConfig, form: str
     _assert_equal(found, random_model(config).state_dict(), NUM_IDS)
 
 
+@pytest.mark.slow
 def test_what_transformers_saves_is_read(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -24,6 +24,7 @@ def _exitcode(process: ForkServerProcess) -> int:
     return process.exitcode
 
 
+@pytest.mark.slow
 def test_killed_at_each_of_the_steps_of_a_save(tmp_path: Path, start: Start) -> None:
     save_as_actor(str(tmp_path), 1, Death())
     newest, killed, advanced = 1, 0, 0
@@ -43,6 +44,7 @@ def test_killed_at_each_of_the_steps_of_a_save(tmp_path: Path, start: Start) -> 
     assert len(left) == 2 and all(name.endswith("-actor.pt") for name in left)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.01, 0.9])
 def test_killed_in_the_midst_of_writing(tmp_path: Path, start: Start, share: float) -> None:
     save_as_actor(str(tmp_path), 1, Death())

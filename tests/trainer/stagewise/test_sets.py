@@ -54,6 +54,7 @@ def _times(found: Any) -> tuple[int, int]:
     return min(times), max(times)
 
 
+@pytest.mark.slow
 @given(_files(), st.integers(0, 9), st.sampled_from([(), ("tail",), ("head", "body-1")]))
 def test_the_set_is_the_newest_of_all_that_could_be_made(
     files: list[StageFile], at_us: int, stages: tuple[str, ...]
@@ -80,6 +81,7 @@ def test_the_set_is_the_newest_of_all_that_could_be_made(
         assert file.header.saved_us == max(time for time in times if time <= at_us)
 
 
+@pytest.mark.slow
 @given(_files(), st.integers(0, 8), st.randoms(use_true_random=False))
 def test_a_set_does_not_depend_on_the_order_of_files_nor_on_newer_ones(
     files: list[StageFile], at_us: int, shuffler: Any
@@ -109,6 +111,7 @@ def _versions(folder: Path, at: float, **options: Any) -> list[int]:
     return [file.header.version for file in newest_set(folder, "run", time_us(at), **options).files.values()]
 
 
+@pytest.mark.slow
 def test_each_stage_s_newest_up_to_the_moment(written: Path) -> None:
     assert _versions(written, 1500) == [2, 3, 2]
     assert _versions(written, 1499.999999) == [2, 2, 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,6 +54,7 @@ def test_nobody_has_anything() -> None:
     assert choose_state((5, _DIGESTS[0]), []) is None
 
 
+@pytest.mark.slow
 @given(own=_own, others=_sayings, seed=st.randoms(use_true_random=False))
 def test_the_order_of_what_is_heard_does_not_matter(
     own: tuple[int, str], others: list[Announcement], seed: object
@@ -62,6 +64,7 @@ def test_the_order_of_what_is_heard_does_not_matter(
     assert choose_state(own, others) == choose_state(own, shuffled)
 
 
+@pytest.mark.slow
 @given(own=_own, others=_sayings)
 def test_nobody_who_is_not_chosen_has_more_nodes_behind_him(own: tuple[int, str], others: list[Announcement]) -> None:
     last: dict[str, Announcement] = {}
@@ -76,6 +79,7 @@ def test_nobody_who_is_not_chosen_has_more_nodes_behind_him(own: tuple[int, str]
     assert (holders[winner] if winner else 0) == max(holders.values())
 
 
+@pytest.mark.slow
 @given(
     others=st.lists(
         st.builds(_said, st.integers(0, 8), st.integers(0, 5), st.sampled_from(_DIGESTS)),

@@ -159,6 +159,7 @@ def test_several_donors_share_the_work(source: Path, target: Path, digest: str) 
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [_FlippingDonor, _WrongChunkDonor])
 def test_a_liar_is_dropped_and_the_rest_suffice(
     source: Path,
@@ -172,6 +173,7 @@ def test_a_liar_is_dropped_and_the_rest_suffice(
     assert "is asked no more: it sent" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [_FlippingDonor, _WrongChunkDonor])
 def test_liars_alone_are_named_and_nothing_of_theirs_is_kept(
     source: Path, target: Path, digest: str, kind: type[StateDonor]
@@ -200,6 +202,7 @@ def test_a_donor_that_only_shows_signs_of_life_is_given_up(source: Path, target:
         _fetch(source, target, digest, _SilentDonor, config=config)
 
 
+@pytest.mark.slow
 def test_the_time_is_kept_and_what_came_stays(
     source: Path, target: Path, digest: str, tensors: dict[str, torch.Tensor]
 ) -> None:
@@ -283,6 +286,7 @@ def test_a_snapshot_that_was_replaced_meanwhile_is_still_given(
     assert _same(asyncio.run(scenario()), tensors)
 
 
+@pytest.mark.slow
 def test_a_donor_serves_no_more_at_once_than_it_may(
     source: Path, target: Path, digest: str, tensors: dict[str, torch.Tensor]
 ) -> None:
@@ -323,6 +327,7 @@ def test_a_donor_refuses_what_it_does_not_have(source: Path, digest: str) -> Non
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_donors_that_die_or_stop_in_mid_transfer_cost_nobody_the_state(
     source: Path, target: Path, digest: str, tensors: dict[str, torch.Tensor]
 ) -> None:

@@ -17,6 +17,7 @@ def test_no_limit_never_waits() -> None:
     assert limiter.reserve(10**12) == 0
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(1, 1000), st.floats(0, 5)), min_size=1, max_size=30))
 def test_the_rate_is_kept_over_any_time(events: list[tuple[int, float]]) -> None:
     now = 0.0

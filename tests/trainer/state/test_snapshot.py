@@ -42,6 +42,7 @@ def test_it_reads_back_bit_for_bit(tmp_path: Path, make_tensors: Make) -> None:
     snapshot.tensors["anchor"].add_(1)  # Its own memory, to be changed.
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_tensors_read_back(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -140,6 +141,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, make_tensors: Make) -
     assert [path.name for path in tmp_path.iterdir()] == [kept]
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_killed_leaves_no_half_snapshot(tmp_path: Path, make_tensors: Make) -> None:
     code = (
         "import os, sys, torch\n"

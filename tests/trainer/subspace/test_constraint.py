@@ -72,6 +72,7 @@ def test_one_step_leaves_the_subspace_unless_it_is_projected(norms: dict[str, bo
     assert constraints[1].distance() < 1e-6
 
 
+@pytest.mark.slow
 @_BASES
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**20), scale=st.floats(1e-6, 1e6))

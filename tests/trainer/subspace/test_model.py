@@ -67,6 +67,7 @@ def _through_stages(
     return loss.detach(), errors
 
 
+@pytest.mark.slow
 @_NORMS
 def test_a_whole_and_its_cut_with_links_between_train_alike(norms: dict[str, bool]):
     whole = build_model(_config(**norms), 0)

@@ -84,6 +84,7 @@ def test_the_state_given_is_not_changed():
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 @_NORMS
 def test_transformers_gives_the_same_logits(norms: dict[str, bool], tmp_path: Path):
     from transformers import AutoModelForCausalLM

@@ -66,6 +66,7 @@ def _link_errors(model: Transformer) -> list[float]:
     return errors
 
 
+@pytest.mark.slow
 @_NORMS
 def test_nothing_is_lost_in_a_hundred_steps_with_averages_and_a_reload(olmo2: bool, tmp_path: Path):
     config = SubspaceConfig(rank=8).applied_to(replace(_SHAPE, qk_norm=olmo2, reorder_norm=olmo2), free_layers=1)

@@ -60,6 +60,7 @@ def test_the_second_of_a_name_is_refused_until_the_first_is_killed(tmp_path: Pat
             pass
 
 
+@pytest.mark.slow
 def test_a_name_is_free_again_whatever_ends_its_process(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), only_process(config_in(tmp_path)):
         raise ZeroDivisionError

@@ -50,6 +50,7 @@ def test_who_says_nothing_yet_counts_as_the_slowest_that_does() -> None:
     assert neediest_stage(PLAN, reports) == "head"
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.sampled_from(PLAN.names), st.floats(0, 1e6)), max_size=12), st.integers(0, 2**32))
 def test_the_choice_is_always_a_stage_of_the_run(found: list[tuple[str, float]], number: int) -> None:
     assert neediest_stage(PLAN, [report(stage, rate) for stage, rate in found], number) in PLAN.names

@@ -67,6 +67,7 @@ async def meet(endpoint: Endpoint, shape: SwarmShape, heard: Sequence[Sequence[A
     return list(rest[0])
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_stranger_is_heard_of_first_and_those_that_fit_behind_it(ours: SwarmShape, theirs: SwarmShape) -> None:
     async with AsyncExitStack() as stack, running_endpoint() as own:
@@ -86,6 +87,7 @@ async def test_one_that_fits_is_company_enough_however_many_keys_a_stranger_has(
         assert resident in await meet(own, ours, [[*strangers, resident]])
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_an_announcement_that_outlives_its_process_is_no_company(
     ours: SwarmShape, theirs: SwarmShape, monkeypatch: pytest.MonkeyPatch
@@ -98,6 +100,7 @@ async def test_an_announcement_that_outlives_its_process_is_no_company(
             await meet(own, ours, [[*strangers, former]])
 
 
+@pytest.mark.slow
 @on_event_loop
 @pytest.mark.parametrize("like", ["the newcomer", "the others"])
 async def test_the_dead_count_for_nothing_and_those_alive_are_asked_whenever_they_are_heard_of(

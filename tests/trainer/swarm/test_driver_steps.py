@@ -69,6 +69,7 @@ def test_steps_and_their_rate_go_on_where_the_account_is(config: RunConfig) -> N
     assert [result.lr for result in line.results] == [lr_at(result.step, config.inner) for result in line.results]
 
 
+@pytest.mark.slow
 def test_what_a_keeper_leaves_is_the_account_behind_its_own_settling(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

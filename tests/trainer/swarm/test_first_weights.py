@@ -93,6 +93,7 @@ def _config(start_from: Path, checkpoints: Path | None = None) -> RunConfig:
     )
 
 
+@pytest.mark.slow
 def test_a_worker_that_has_checkpoints_does_not_read_the_model_to_begin_with(tmp_path: Path) -> None:
     model, folder = _model(tmp_path / "model", 5), tmp_path / "checkpoints"
     config = _config(model, folder)

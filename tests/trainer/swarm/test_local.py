@@ -129,6 +129,7 @@ def test_free_ports_are_free_and_different() -> None:
             listener.bind(("127.0.0.1", port))
 
 
+@pytest.mark.slow
 def test_a_whole_swarm_runs_until_its_drivers_are_done(calls: Path, tmp_path: Path) -> None:
     shown = Shown()
     swarm = _swarm(num_seeds=2, max_steps=8)
@@ -246,6 +247,7 @@ def test_mistakes_are_one_line_and_exit_code_2(tmp_path: Path, capsys: pytest.Ca
     assert run(["swarm", "up", "--run", str(file), "--workers", "0"]) == 2
 
 
+@pytest.mark.slow
 def test_a_driver_tells_its_stages_and_the_account(driver_url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert ask_stages(driver_url + "/") == some_stages()
     assert ask_account(driver_url) == an_account()
@@ -269,6 +271,7 @@ def test_an_account_that_does_not_add_up_is_a_failure(
     assert "does NOT add up" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_whoever_is_no_driver_is_told_so(driver_url: str) -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,

@@ -148,6 +148,7 @@ def test_a_word_is_as_old_as_the_announcement_not_as_the_look(presence: Presence
     assert presence.silence_s == 20.0
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_what_goes_wrong_with_one_look_does_not_end_looking(
     config: RunConfig, shape: SwarmShape, caplog: pytest.LogCaptureFixture
@@ -276,6 +277,7 @@ class Noted(Stoppable):
         await super().run()
 
 
+@pytest.mark.slow
 def test_a_driver_sends_nothing_before_each_stage_has_a_worker(
     config: RunConfig, shape: SwarmShape, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -326,6 +328,7 @@ def test_it_does_not_wait_for_ever_nor_when_all_is_done(
     test()
 
 
+@pytest.mark.slow
 def test_a_driver_whose_addresses_are_dead_says_which(
     config: RunConfig, shape: SwarmShape, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -369,6 +372,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingStore]:
     store.released.set()
 
 
+@pytest.mark.slow
 def test_a_keeper_that_is_asked_to_stop_waits_for_no_store(
     config: RunConfig, shape: SwarmShape, tmp_path: Path, hanging: HangingStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,6 +394,7 @@ def test_a_keeper_that_is_asked_to_stop_waits_for_no_store(
     assert not hanging.given_up.is_set()
 
 
+@pytest.mark.slow
 def test_a_driver_that_is_asked_to_stop_while_it_reads_what_there_is_does(
     config: RunConfig, shape: SwarmShape, tmp_path: Path, hanging: HangingStore
 ) -> None:

@@ -7,6 +7,7 @@ import secrets
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.support.event_loop import on_event_loop
@@ -30,6 +31,7 @@ PATIENT = {"stall_timeout_s": 30.0}
 SETUP = WorkerSetup(worker={"max_queue_per_driver": QUEUED, "max_compute_lead_s": 0.001}, rpc=PATIENT)
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_flooding_driver_waits_for_itself_and_the_others_do_not() -> None:
     async with (
@@ -67,6 +69,7 @@ def _reason(error: BaseException) -> str:
     return error.reason if isinstance(error, RefusedError) else repr(error)
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_driver_that_leases_all_it_can_leaves_the_rest_to_others(tmp_path: Path) -> None:
     config = replace(CONFIG, max_open=4, lease_s=1.0)

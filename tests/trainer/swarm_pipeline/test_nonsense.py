@@ -229,6 +229,7 @@ def victims(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victims]:
         runner.run(context.__aexit__(None, None, None))
 
 
+@pytest.mark.slow
 def test_nonsense_is_refused_by_name_and_changes_nothing(victims: Victims) -> None:
     answers: Counter[tuple[str, str]] = Counter()
 

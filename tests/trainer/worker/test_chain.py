@@ -58,6 +58,7 @@ async def test_a_later_worker_that_is_gone_is_named_and_another_takes_its_place(
         assert _counts(workers) == [1, 1, 1]
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_an_answer_that_was_lost_on_the_way_is_had_by_asking_again_the_same_way() -> None:
     async with _chain() as (workers, driver):
@@ -75,6 +76,7 @@ async def test_an_answer_that_was_lost_on_the_way_is_had_by_asking_again_the_sam
         assert _counts(workers) == [1, 1, 1]
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_counted_behind_and_not_here_is_said_and_a_second_head_finds_the_answers() -> None:
     async with _chain() as (workers, driver), running_worker(SETUPS["head"]) as other_head:
@@ -132,6 +134,7 @@ async def test_too_little_time_is_expired_before_anybody_is_asked() -> None:
         assert _counts(workers) == [0, 0, 0]
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_chain_that_waits_for_the_next_worker_takes_room_and_keeps_no_output() -> None:
     outputs: list[weakref.ref[Tensor]] = []

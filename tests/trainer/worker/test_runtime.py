@@ -45,6 +45,7 @@ class _Gate:
         assert self.opened.wait(10)
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_what_comes_while_it_computes_is_done_by_rank() -> None:
     done: list[str] = []
@@ -85,6 +86,7 @@ async def test_jobs_of_a_group_are_computed_in_one_call_and_fail_apart() -> None
     assert isinstance(results[1], NonFiniteActivationError)
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_request_that_is_given_up_leaves_the_queue_and_is_not_computed() -> None:
     computed: list[str] = []
@@ -113,6 +115,7 @@ async def test_a_request_nobody_waits_for_any_more_is_refused_as_expired() -> No
     assert caught.value.reason == "expired"
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_an_error_of_a_job_is_that_jobs_and_what_is_no_error_of_ours_is_internal() -> None:
     def fail(_: object) -> None:
@@ -167,6 +170,7 @@ async def test_between_runs_in_the_compute_thread_behind_every_job_and_when_woke
     assert set(threads) == {"genesis-compute"}
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_step_that_cannot_go_on_ends_the_runtime_and_says_so() -> None:
     def between() -> None:

@@ -75,6 +75,7 @@ BAD_TAILS: dict[str, Callable[[Tensors], Tensors]] = {
 }
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_what_is_no_request_of_the_tail_is_malformed_by_name() -> None:
     hidden = torch.randn(2, 8, small_config().dim)
@@ -118,6 +119,7 @@ async def test_requests_for_others_and_of_any_size_are_refused(head_input: Tenso
         assert await _reason(driver.tail(head, KEY, head_input)) == "method"
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_gradient_needs_its_input_only_where_it_is_not_kept(head_input: Tensors) -> None:
     async with running_worker(HEAD) as head, running_driver() as driver:
@@ -135,6 +137,7 @@ async def test_a_gradient_needs_its_input_only_where_it_is_not_kept(head_input: 
         )
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_gradient_of_more_tokens_than_there_are_is_malformed_and_ends_no_step(head_input: Tensors) -> None:
     setup = replace(HEAD, target_tokens=32)
@@ -146,6 +149,7 @@ async def test_a_gradient_of_more_tokens_than_there_are_is_malformed_and_ends_no
         assert (await liar.backward(head, KEY, given, num_tokens=16)).body.applied == ("head",)
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_huge_gradient_is_counted_as_a_moderate_one_and_told_of(head_input: Tensors) -> None:
     gradient = torch.randn(2, 8, small_config().dim)
@@ -193,6 +197,7 @@ async def test_what_is_wrong_with_one_request_is_not_held_against_one_that_came_
         assert (await second).body.applied == ("head",)
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_caller_that_goes_away_leaves_nothing_counted_and_one_that_stays_gets_it(tail_input: Tensors) -> None:
     async with running_worker(TAIL) as tail, running_driver() as driver:
@@ -213,6 +218,7 @@ async def test_a_caller_that_goes_away_leaves_nothing_counted_and_one_that_stays
         assert (await driver.tail(tail, "e0.s0.r2", tail_input)).body.applied_number == 2
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_forward_requests_computed_together_give_what_each_gives_alone() -> None:
     inputs = [{"ids": wire_ids(random_tokens(64, 2, 8, seed=seed)[0])} for seed in range(3)]
@@ -324,6 +330,7 @@ async def test_a_driver_that_is_not_the_keeper_has_only_its_own_refused(tail_inp
         assert await _reason(driver.tail(tail, "e0.s0.r4", tail_input)) == "busy"
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_for_strangers_nothing_is_received_computed_or_counted(head_input: Tensors, tail_input: Tensors) -> None:
     hidden = TensorSpec(name="activation", dtype="float32", shape=(64, 512, 16))
@@ -349,6 +356,7 @@ async def test_for_strangers_nothing_is_received_computed_or_counted(head_input:
         assert (await stranger.tail(tail, KEY, tail_input)).body.applied_number == 1
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_what_was_counted_for_one_driver_is_no_answer_for_another(tail_input: Tensors) -> None:
     may: set[str] = set()
@@ -380,6 +388,7 @@ async def test_a_micro_batch_that_was_given_away_is_refused_whether_it_waits_or_
         assert tail.worker.replica.accumulated.num_micro_batches == 0
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_driver_that_floods_is_told_so_and_another_is_served(tail_input: Tensors) -> None:
     setup = WorkerSetup("tail", worker={"max_queue_per_driver": 4})
@@ -433,6 +442,7 @@ async def test_what_is_being_received_is_bounded_of_each_and_of_all() -> None:
         await stack.pop_all().aclose()
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_who_does_not_send_in_time_what_it_wants_answered_is_not_waited_for() -> None:
     hidden = TensorSpec(name="activation", dtype="float32", shape=(64, 512, 16))
@@ -494,6 +504,7 @@ async def test_a_call_is_under_way_until_it_is_answered(tail_input: Tensors) -> 
         await until(lambda: service.num_under_way == 0)
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_stream_is_under_way_from_before_its_tensors_until_it_is_answered() -> None:
     hidden = TensorSpec(name="activation", dtype="float32", shape=(64, 512, 16))
@@ -512,6 +523,7 @@ async def test_a_stream_is_under_way_from_before_its_tensors_until_it_is_answere
         await until(lambda: service.num_under_way == 0)
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_held_out_data_leave_nothing_behind(head_input: Tensors, tail_input: Tensors) -> None:
     model = build_model(small_config(), 0)
@@ -529,6 +541,7 @@ async def test_held_out_data_leave_nothing_behind(head_input: Tensors, tail_inpu
             assert running.worker.replica.cached_bytes == running.worker.replica.accumulated.num_micro_batches == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["fp16", "int8", "subspace+int8"])
 @on_event_loop
 async def test_narrow_links_change_little(codec: str) -> None:

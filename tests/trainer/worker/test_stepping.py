@@ -66,6 +66,7 @@ class Rounds:
         )
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_others_that_wait_for_a_round_need_not_wait_for_a_step(tail_input: dict[str, Tensor]) -> None:
     rounds: list[OuterResult] = []
@@ -78,6 +79,7 @@ async def test_others_that_wait_for_a_round_need_not_wait_for_a_step(tail_input:
         assert (len(rounds), strategy.batches, strategy.others_wait) == (1, [], False)
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_stage_of_one_steps_at_its_target_and_says_what_is_shared(tail_input: dict[str, Tensor]) -> None:
     steps: list[StepInfo] = []
@@ -143,6 +145,7 @@ async def test_a_round_on_the_way_out_shares_what_was_handed_over(tail_input: di
         assert (await driver.status(tail)).shared_through == 1
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_workers_of_a_stage_step_together_and_who_has_nothing_follows_without_an_update() -> None:
     _, labels = random_tokens(64, 2, 8)
@@ -166,6 +169,7 @@ async def test_workers_of_a_stage_step_together_and_who_has_nothing_follows_with
         assert weights(workers[0].worker) == weights(workers[1].worker)  # The same micro-batch, from the same start.
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_an_idle_stage_steps_with_what_it_has_and_not_at_all_with_nothing(tail_input: dict[str, Tensor]) -> None:
     setup = replace(TAIL, worker={"auto_step_s": 0.2})
@@ -177,6 +181,7 @@ async def test_an_idle_stage_steps_with_what_it_has_and_not_at_all_with_nothing(
         assert idle.worker.replica.version == 0
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_joining_worker_neither_steps_nor_counts(tail_input: dict[str, Tensor]) -> None:
     async with AsyncExitStack() as stack:
@@ -363,6 +368,7 @@ def test_a_checkpoint_of_a_former_incarnation_shares_nothing_of_this_one() -> No
     assert shared.count == 8
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_a_worker_that_does_not_answer_holds_up_nobody(tail_input: dict[str, Tensor]) -> None:
     async with AsyncExitStack() as stack:
@@ -391,6 +397,7 @@ async def _never(_: Request[ProgressReport]) -> Reply[ProgressReport]:
     raise AssertionError
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_short_steps_are_not_overshot_between_two_exchanges(tail_input: dict[str, Tensor]) -> None:
     """An eighth of a step is told at once, however long the interval: the second steps although it has not enough."""

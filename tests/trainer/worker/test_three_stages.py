@@ -30,6 +30,7 @@ def _sums(workers: list[RunningWorker]) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("routing", ["hub", "chain"])
 @pytest.mark.parametrize("backward", ["cached", "recompute"])
 @on_event_loop

@@ -27,6 +27,7 @@ def _add(waiting: WaitingJobs, *jobs: Job) -> None:
         waiting.add(job, 0.0)
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from(list(Rank)), min_size=1, max_size=30))
 def test_backward_before_tail_before_forward_and_the_oldest_of_each_first(ranks: list[Rank]) -> None:
     waiting = _waiting()
