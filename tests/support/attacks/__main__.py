@@ -24,5 +24,6 @@ async def main(name: str, target: Target) -> None:
 
 
 if __name__ == "__main__":
-    os.nice(19)  # The machine is shared with the victims: what is measured is their defence, not the cores.
-    asyncio.run(main(sys.argv[1], Target.load(Path(sys.argv[2]))))
+    target = Target.load(Path(sys.argv[2]))
+    os.nice(target.niceness)
+    asyncio.run(main(sys.argv[1], target))

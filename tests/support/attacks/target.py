@@ -29,6 +29,8 @@ class Target:
     seed: int = 0
     source_host: str = "127.0.0.66"
     """The address to attack from, as far as an attack can choose; 127.0.0.1 is the honest nodes' own."""
+    niceness: int = 19
+    """Of the attack: the machine is shared with the victims, and what is measured is their defence, not the cores."""
 
     def peer(self, name: str) -> Peer:
         """How to call a node."""
