@@ -22,7 +22,7 @@ from trainer.engine.ddp import EveryStepStrategy, ddp_model
 from trainer.engine.strategy import OuterStrategy
 from trainer.errors import CheckpointMismatchError
 from trainer.inner import Batch, InnerLoop, make_optimizer, rng_state, set_rng_state
-from trainer.model import ModelConfig, Transformer, build_model, grow_rows, grow_vocabulary, limit_ids
+from trainer.model import VOCAB_STEP, ModelConfig, Transformer, build_model, grow_rows, grow_vocabulary, limit_ids
 from trainer.node.fitting import state_layout
 from trainer.node.vocabulary import within_vocabulary
 
@@ -110,9 +110,11 @@ class Replica:
         """Gives the vocabulary more ids, and rows, everywhere at once; the old ones stay bit for bit.
 
         Args:
-            rows: the members agreed on; fewer than now change nothing, for a vocabulary does not shrink.
+            rows: the least that a member named, whatever it named: of it whole steps are taken, and fewer than now
+                change nothing, for a vocabulary does not shrink.
             num_ids: of the newest vocabulary known; those without a row stay out of the losses.
         """
+        rows = rows // VOCAB_STEP * VOCAB_STEP
         self._num_ids = max(self._num_ids, num_ids)
         if rows <= self.vocab_rows:
             limit_ids(self.model, self._num_ids)

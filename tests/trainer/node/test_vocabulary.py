@@ -152,8 +152,9 @@ def test_a_model_of_fewer_rows_trains_on_a_store_that_is_ahead(tmp_path: Path) -
     fewer = [replica.inner.step() for _ in range(3)]
     assert not any(result.skipped for result in fewer)
     assert all(0 < result.num_tokens < 256 for result in fewer)
-    replica.grow(0, 1)  # What a liar's smallest number agrees on.
-    assert replica.vocab_rows == replica.model.readout.num_ids == 1024
+    for agreed in (0, 1025, 2047):  # What one liar's number makes of the least of all.
+        replica.grow(agreed, 1)
+        assert replica.vocab_rows == replica.model.readout.num_ids == 1024
     replica.grow(2048, 2048)
     assert replica.inner.step().num_tokens == 256
     dataset.close()
