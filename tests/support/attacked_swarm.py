@@ -40,7 +40,7 @@ OPTIONS: dict[str, Any] = {
 }
 _NEWCOMER_WAIT_S = 60.0
 _SETTLE_S = 5.0
-_ENDS_WITHIN_S = 30.0
+_ENDS_WITHIN_S = 150.0
 _ANSWERS = re.compile(r"node ([0-9a-f]{64}) answers at (\S+)")
 
 

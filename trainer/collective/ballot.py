@@ -12,9 +12,9 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
-from trainer.collective.checking import check_plan, may_follow
-from trainer.collective.deciding import decide_round
-from trainer.collective.messages import Agreement, Decision, Plan, Vote, Why, short
+from trainer.collective.checking import check_commit, check_plan, may_follow
+from trainer.collective.deciding import decide_round, is_majority
+from trainer.collective.messages import Agreement, Commit, Decision, Plan, Vote, Why, short
 from trainer.collective.planning import first_plan
 from trainer.errors import RefusedError
 from trainer.robust import Moments
@@ -38,6 +38,7 @@ class Ballot:
 
     Args:
         agreement: of the round.
+        own_id: this node; whoever coordinates from the start knows all plans there are and takes none over.
         probe: asks a member whether it is there.
         examine: findings for the report.
         max_passes: of the run.
@@ -48,6 +49,7 @@ class Ballot:
     def __init__(
         self,
         agreement: Agreement,
+        own_id: str,
         probe: Probe,
         examine: Examine,
         *,
@@ -56,6 +58,7 @@ class Ballot:
         patience_s: float,
     ) -> None:
         self._agreement = agreement
+        self._is_successor = own_id != agreement.coordinator
         self._probe = probe
         self._examine = examine
         self._max_passes = max_passes
@@ -81,7 +84,7 @@ class Ballot:
         if sums is not None:
             self._sums[peer_id] = sums
         check_plan(vote.plan, self._agreement, max_passes=self._max_passes)
-        if may_follow(vote.plan, self._plan):
+        if self._is_successor and self._may_take_over(vote.plan):
             # A coordinator that is gone had gone further than this one knows: its plan is taken over.
             self._plan, self._votes = vote.plan, {}
         plan = self._plan
@@ -97,6 +100,9 @@ class Ballot:
         async with self._changed:
             await self._changed.wait_for(lambda: digest in self._decisions or self._outcome is not None)
         return self._outcome or self._decisions[digest]
+
+    def _may_take_over(self, plan: Plan) -> bool:
+        return is_majority(plan.members, self._agreement.peer_ids) and may_follow(plan, self._plan)
 
     def close(self) -> None:
         """Ends it."""
@@ -164,8 +170,22 @@ class Ballot:
     async def _probe_one(self, peer_id: str) -> None:
         there, outcome = await self._probe(peer_id)
         async with self._changed:
-            if outcome is not None and outcome.kind == "commit":
+            if outcome is not None and outcome.commit is not None and self._is_borne_out(outcome.commit):
                 self._outcome = self._outcome or outcome
             if not there:
                 self._absent.add(peer_id)
             self._changed.notify_all()
+
+    def _is_borne_out(self, commit: Commit) -> bool:
+        """Whether more than half of those who voted here hold what a member says was committed.
+
+        It was, if ever, after they had told that they hold it; of one member's word nobody can tell.
+        """
+        try:
+            check_commit(commit, self._agreement, max_passes=self._max_passes)
+        except RefusedError as error:
+            logger.info("not believed: %s", error)
+            return False
+        committed = {entry.key: entry.digest for entry in commit.digests}
+        votes = [{entry.key: entry.digest for entry in vote.digests} for vote in self._votes.values()]
+        return 2 * sum(held == committed for held in votes) > len(votes)

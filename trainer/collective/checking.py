@@ -6,11 +6,12 @@ takes over, can exclude and delay, but neither hand himself the work of the othe
 
 from __future__ import annotations
 
-from trainer.collective.messages import Agreement, Plan
+from trainer.collective.deciding import is_majority
+from trainer.collective.messages import Agreement, Commit, Plan
 from trainer.collective.planning import cut_values, next_plan
 from trainer.errors import RefusedError
 
-__all__ = ["check_agreement", "check_plan", "may_follow"]
+__all__ = ["check_agreement", "check_commit", "check_plan", "may_follow"]
 
 _ROUNDING = 1e-9
 
@@ -83,6 +84,27 @@ def check_plan(plan: Plan, agreement: Agreement, *, max_passes: int) -> None:
         or ends[-1] != agreement.num_parts
     ):
         raise RefusedError("plan", f"round {agreement.round_index}: a plan that does not give each part to one member")
+
+
+def check_commit(commit: Commit, agreement: Agreement, *, max_passes: int) -> None:
+    """Refuses a commit that no coordinator can have made of the members' votes.
+
+    Raises:
+        RefusedError: ``commit`` or ``plan``, and what is wrong with it.
+    """
+    check_plan(commit.plan, agreement, max_passes=max_passes)
+    keys = [entry.key for entry in commit.digests if entry.digest is not None]
+    members = list(commit.members)
+    if (
+        members != sorted(set(members))
+        or not set(members) <= set(agreement.peer_ids)
+        or not is_majority(members, agreement.peer_ids)
+        or len(keys) != len(commit.digests)
+        or sorted(keys) != sorted(task.key for task in commit.plan.tasks)
+    ):
+        raise RefusedError(
+            "commit", f"round {agreement.round_index}: a commit without a majority, or without a digest of each task"
+        )
 
 
 def may_follow(plan: Plan, before: Plan) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from trainer.collective.messages import Commit, Decision, Plan, TaskDigest, Vote, Why
 from trainer.collective.planning import next_plan
 
-__all__ = ["decide_round"]
+__all__ = ["decide_round", "is_majority"]
 
 
 def decide_round(
@@ -39,7 +39,7 @@ def decide_round(
     """
     held = {peer_id: {entry.key: entry.digest for entry in vote.digests} for peer_id, vote in votes.items()}
     lost = {task.key for task in plan.tasks if not _agreed(task.key, held)}
-    if not lost and not _is_majority(votes, peer_ids):
+    if not lost and not is_majority(votes, peer_ids):
         return Decision(kind="abort", reason=f"only {len(votes)} of {len(peer_ids)} members are left: no majority")
     if not lost:
         return _commit(plan, votes, tuple(sorted(votes)), peer_ids, findings)
@@ -49,7 +49,7 @@ def decide_round(
     return Decision(kind="again", plan=next_plan(plan, lost, sorted(votes), reducers))
 
 
-def _is_majority(members: Collection[str], peer_ids: Sequence[str]) -> bool:
+def is_majority(members: Collection[str], peer_ids: Sequence[str]) -> bool:
     """Whether these may commit: more than half of the agreed members, or half of them with the lowest id.
 
     Two parts of a round that cannot see each other are never both a majority, so they cannot commit two results.
@@ -104,7 +104,7 @@ def _last_resort(
 ) -> Decision:
     """No more passes: most of the voters may hold the same all the same; the others fetch the state afterwards."""
     members = _largest_party(plan, held)
-    if 2 * len(members) > len(votes) and _is_majority(members, peer_ids):
+    if 2 * len(members) > len(votes) and is_majority(members, peer_ids):
         return _commit(plan, votes, members, peer_ids, findings)
     return Decision(
         kind="abort",

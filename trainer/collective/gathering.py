@@ -1,10 +1,11 @@
 """The coordinator's first half: who is here for a round, and what all of them agree to.
 
 A gathering opens with the first node that asks. It ends when everybody who is expected has come; those who are late are
-asked to come with what they have, those who are fetching the state are waited for (`latecomers`), those who do not
-answer are not. Of those who came, the ones that hold the
-same state as most make up the round; the others are told to fetch it. Then all must acknowledge the agreement: who does
-not is left out of the next attempt.
+asked to come with what they have; those who say that they come, or are fetching the state, are waited for
+(`latecomers`), those who do not answer are not. Of those who came, the ones that hold the same state as most make up
+the round; the others are told to fetch it. Only peers that discovery knows decide which state that is, and they come
+before strangers where the places are few: identities cost nothing, and discovery bounds how many of a host it knows.
+Then all must acknowledge the agreement: who does not is left out of the next attempt.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class GatheringRules:
     precedes: Callable[[str, int], bool]
     """Whether a peer comes before this node among a round's coordinators."""
     may_wait: Callable[[str, int], bool]
-    """Whether a round waits for a peer that is fetching the state."""
+    """Whether a round waits for a peer that says it is coming, or fetching the state."""
     in_vain: Callable[[int, Collection[str]], None]
     """Told whom it waited for in vain."""
 
@@ -66,7 +67,7 @@ class Gathering:
         self._silent: set[str] = set()
         self._ahead: set[str] = set()
         self._awaited: set[str] = set()
-        """Those who said that they were fetching the state, and were waited for."""
+        """Those who said that they would come, or were fetching the state, and were waited for."""
         self._unheard_s: dict[str, float] = {}
         self._acknowledged: set[str] = set()
         self._refused: dict[str, RefusedError] = {}
@@ -86,10 +87,10 @@ class Gathering:
             RefusedError: ``late``: there is an agreement already; ``state``: the others hold another state; ``few``
                 or ``full``.
         """
-        if len(self._joins) >= MAX_MEMBERS and peer_id not in self._joins:
-            raise RefusedError("full", f"round {self.round_index} has {MAX_MEMBERS} members already; join the next one")
         if self.over:
             raise RefusedError("late", f"round {self.round_index} has begun without this node; join the next one")
+        if len(self._joins) >= MAX_MEMBERS and peer_id not in self._joins:
+            self._make_room(peer_id)
         async with self._changed:
             self._joins[peer_id] = request
             self._changed.notify_all()
@@ -103,6 +104,17 @@ class Gathering:
                 del self._joins[peer_id]
             raise
         return self._agreed(peer_id)
+
+    def _known(self) -> set[str]:
+        return self._rules.expected(self.round_index) | {self._rules.own_id}
+
+    def _make_room(self, peer_id: str) -> None:
+        """Gives a place of those whom discovery does not know, and so does not bound, to one whom it does."""
+        known = self._known()
+        strangers = sorted(self._joins.keys() - known)
+        if peer_id not in known or not strangers:
+            raise RefusedError("full", f"round {self.round_index} has {MAX_MEMBERS} members already; join the next one")
+        del self._joins[strangers[0]]
 
     async def acknowledge(self, peer_id: str, digest: str) -> Agreement | None:
         """Takes a member's word that it has read the agreement; waits for everybody's.
@@ -200,10 +212,7 @@ class Gathering:
                 gone = time.monotonic() > first_s + self._rules.bear_silence_s
             else:
                 self._unheard_s.pop(peer_id, None)
-                awaited = reply.catching_up and self._rules.may_wait(peer_id, self.round_index)
-                if awaited:
-                    self._awaited.add(peer_id)
-                gone = not reply.coming and not awaited
+                gone = not self._is_awaited(peer_id, reply)
             if gone:
                 self._silent.add(peer_id)
             else:
@@ -213,8 +222,18 @@ class Gathering:
             return
         if reply.next_round > self.round_index:
             self._ahead.add(peer_id)
-        if reply.coordinator is not None and self._rules.precedes(reply.coordinator, self.round_index):
-            await self.give_way(reply.coordinator)
+        # It names itself or nobody: whom it does not speak for might not even exist.
+        if reply.coordinator == peer_id and self._rules.precedes(peer_id, self.round_index):
+            await self.give_way(peer_id)
+
+    def _is_awaited(self, peer_id: str, reply: InviteReply) -> bool:
+        """Whether the round waits for whoever says that it comes, or fetches the state and comes then."""
+        if peer_id == self._rules.own_id:
+            return reply.coming
+        if (reply.coming or reply.catching_up) and self._rules.may_wait(peer_id, self.round_index):
+            self._awaited.add(peer_id)
+            return True
+        return False
 
     async def _agree(self) -> None:
         joins = dict(self._joins)
@@ -246,7 +265,8 @@ class Gathering:
 
     def _propose(self, joins: dict[str, JoinRequest], attempt: int) -> Agreement | None:
         """The agreement of those who hold the state most hold; the others' refusals are kept for them."""
-        most = most_held(joins)
+        known = self._known()
+        most = most_held({peer_id: join for peer_id, join in joins.items() if peer_id in known} or joins)
         members = {peer_id: join for peer_id, join in joins.items() if (join.state_digest, join.num_values) == most}
         for peer_id in joins.keys() - members.keys():
             self._refused[peer_id] = RefusedError(

@@ -16,7 +16,7 @@ import torch
 from trainer.codec import Codec
 from trainer.collective.arithmetic import Arithmetic
 from trainer.collective.asking import Asking
-from trainer.collective.checking import check_agreement, check_plan
+from trainer.collective.checking import check_agreement, check_commit, check_plan
 from trainer.collective.config import CollectiveConfig
 from trainer.collective.directory import Directory
 from trainer.collective.exchange import Exchange
@@ -353,7 +353,10 @@ class RoundMember:
         """A coordinator's decision; None where it is gone. One that is there is asked again: others wait for it too."""
         for _ in range(_VOTES_AT_ONE):
             try:
-                return await self._asking.vote(peer, vote, sums)
+                decision = await self._asking.vote(peer, vote, sums)
+                if decision.commit is not None and self.agreement is not None:
+                    check_commit(decision.commit, self.agreement, max_passes=self._config.max_passes)
+                return decision
             except RefusedError as error:
                 logger.info("no decision: %s", error)
                 return None

@@ -161,6 +161,7 @@ class RoundService:
         if known.ballot is None:
             known.ballot = Ballot(
                 known.agreement,
+                self._own_id,
                 lambda peer: self._probe(known.agreement, peer),
                 lambda sums: self._examine(known.agreement, sums),
                 max_passes=self._config.max_passes,

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedError, RpcError
+from trainer.rpc.reasons import Reason
 
 __all__ = ["Blame", "Effect", "Verdict", "verdict_of"]
 
@@ -42,7 +43,8 @@ class Verdict:
     """What a failed request says."""
 
     reason: str
-    """One word for counters: the refusal's, ``unavailable`` or ``malformed-answer``."""
+    """One word for counters: the refusal's if it is one that is known (``refused``: another), ``unavailable`` or
+    ``malformed-answer``. A worker chooses its words freely; they end up in settlements and counters."""
     effect: Effect
     blame: Blame
     attempts: float = 1.0
@@ -70,6 +72,7 @@ _VERDICTS = {
     "not-a-driver": Verdict("not-a-driver", "none", "rest", 0.0),
     "malformed": Verdict("malformed", "unclear", "ban", 3.0),
 }
+_KNOWN_WORDS = frozenset(map(str, Reason))
 
 
 def verdict_of(error: RpcError) -> Verdict:
@@ -79,7 +82,8 @@ def verdict_of(error: RpcError) -> Verdict:
     if isinstance(error, RefusedError):
         if error.reason in _BEFORE_ANYTHING:
             return Verdict(error.reason, "none", "ban")
-        return _VERDICTS.get(error.reason, Verdict(error.reason, "unclear", "ban"))
+        word = error.reason if error.reason in _KNOWN_WORDS else "refused"
+        return _VERDICTS.get(error.reason, Verdict(word, "unclear", "ban"))
     if isinstance(error, PeerUnavailableError):
         return Verdict("unavailable", "unclear", "ban")
     return Verdict("failed", "unclear", "ban")

@@ -8,8 +8,9 @@ leased before a worker of each stage is heard of, and a keeper that the workers 
 An empty account fits workers at version 0 alone. For others the journal notes the version that the stages are at,
 every few seconds, and what was settled by then; from there the stages can be ahead by what is leased since, and by few
 steps more, since workers that leave or have nothing to do step with less than a whole step's tokens. Announcements are
-believed: of an account that has begun, those of most stages count, so that one liar does not keep a keeper from coming
-back. The trade-off: a backup that is a few steps old is not told from the journal itself.
+believed: of a stage what most of its workers say, and of an account that has begun what most stages are at, so that one
+liar does not keep a keeper from coming back. The trade-off: a backup that is a few steps old is not told from the
+journal itself.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class AccountOpening:
         """
         said = list(reports)
         version, highest = self.version(said), self._highest()
-        ahead = max((report.version for report in said), default=0) if highest == 0 else version
+        ahead = max(_reached(said).values(), default=0) if highest == 0 else version
         allowed = None if not highest else highest + max(_FEW_STEPS, int(_SMALL_SHARE * highest))
         is_ahead = highest is not None and ahead is not None and ahead > (allowed or 0)
         if is_ahead and not self._config.swarm.ledger.begin_anew:
@@ -109,11 +110,8 @@ class AccountOpening:
 
     def version(self, reports: Iterable[StageReport]) -> int | None:
         """The version that most stages have reached; None: a stage has no worker."""
-        newest: dict[str, int] = {}
-        for report in reports:
-            stage = StageUid.parse(report.uid).stage
-            newest[stage] = max(report.version, newest.get(stage, 0))
-        return median_low(newest.values()) if newest.keys() >= set(self._stages) else None
+        reached = _reached(reports)
+        return median_low(reached.values()) if reached.keys() >= set(self._stages) else None
 
     def _highest(self) -> int | None:
         return self._ledger.books.highest_version(target_tokens_of(self._config))
@@ -134,3 +132,11 @@ class AccountOpening:
             f"{self._journal}, found {known}, while {found}; put the run's journal there, start the keeper on the "
             "machine that has it, or set swarm.ledger.begin_anew=true to lease the data again from there on"
         )
+
+
+def _reached(reports: Iterable[StageReport]) -> dict[str, int]:
+    """The version that most workers of each stage have reached at least: what one worker says decides no stage."""
+    said: dict[str, list[int]] = {}
+    for report in reports:
+        said.setdefault(StageUid.parse(report.uid).stage, []).append(report.version)
+    return {stage: median_low(versions) for stage, versions in said.items()}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.support.attacks.target import Target
 
-_GRACE_S = 15.0
+_GRACE_S = 120.0
 
 
 async def main(name: str, target: Target) -> None:

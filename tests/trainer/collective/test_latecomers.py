@@ -8,8 +8,9 @@ import pytest
 
 from trainer.collective.gathering import Gathering, GatheringRules
 from trainer.collective.latecomers import Latecomers
-from trainer.collective.messages import Agreement, InviteReply, JoinRequest
+from trainer.collective.messages import MAX_MEMBERS, Agreement, InviteReply, JoinRequest
 from trainer.collective.terms import Terms
+from trainer.errors import RefusedError
 from trainer.rpc import Peer
 
 OWN, OTHER, LATE = "0" * 64, "1" * 64, "2" * 64
@@ -69,15 +70,29 @@ def join_request() -> JoinRequest:
     )
 
 
+CATCHING_UP = InviteReply(coming=False, next_round=-1, catching_up=True)
+
+
 class Meeting:
     """A gathering for which three nodes are expected, one of which is fetching the state first.
 
     Args:
         fetched_after: invitations, after which it comes.
         may_wait: whether it is waited for.
+        says: what it answers until then.
+        strangers: that have joined before, unknown to discovery, with another state.
     """
 
-    def __init__(self, fetched_after: int, may_wait: bool, gather_timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        fetched_after: int,
+        may_wait: bool,
+        gather_timeout_s: float = 30.0,
+        says: InviteReply = CATCHING_UP,
+        strangers: int = 0,
+    ) -> None:
+        self._says = says
+        self._strangers = [f"{number:064x}" for number in range(5, 5 + strangers)]
         self.in_vain: list[str] = []
         self._fetched_after = fetched_after
         self._invited = 0
@@ -94,7 +109,7 @@ class Meeting:
                 values_per_part=1 << 18,
                 expected=lambda _: {OTHER, LATE},
                 invite=self._invite,
-                precedes=lambda _peer, _round: False,
+                precedes=lambda peer_id, _round: peer_id not in (OWN, OTHER, LATE),
                 bear_silence_s=1.0,
                 may_wait=lambda _peer, _round: may_wait,
                 in_vain=lambda _round, peer_ids: self.in_vain.extend(peer_ids),
@@ -103,10 +118,14 @@ class Meeting:
 
     async def members(self) -> tuple[str, ...]:
         """Of the first agreement."""
+        other_state = join_request().model_copy(update={"state_digest": "b" * 64})
+        strangers = [asyncio.create_task(self._gathering.join(each, other_state)) for each in self._strangers]
+        await asyncio.sleep(0)
         others = asyncio.create_task(self._gathering.join(OTHER, join_request()))
         agreement = await self._gathering.join(OWN, join_request())
         self._gathering.close()
         await asyncio.gather(others, *self._coming)
+        assert all(isinstance(each, RefusedError) for each in await asyncio.gather(*strangers, return_exceptions=True))
         return agreement.peer_ids
 
     async def _invite(self, peer_id: str, _round_index: int, _after_s: float) -> InviteReply:
@@ -114,7 +133,7 @@ class Meeting:
             return InviteReply(coming=True, next_round=4)
         self._invited += 1
         if self._invited <= self._fetched_after:
-            return InviteReply(coming=False, next_round=-1, catching_up=True)
+            return self._says
         self._coming.add(asyncio.create_task(self._gathering.join(LATE, join_request())))
         return InviteReply(coming=True, next_round=4)
 
@@ -137,3 +156,23 @@ def test_a_round_does_not_wait_for_one_whose_host_has_spent_its_patience() -> No
     meeting = Meeting(fetched_after=1000, may_wait=False)
     assert asyncio.run(meeting.members()) == (OWN, OTHER)
     assert not meeting.in_vain
+
+
+@pytest.mark.parametrize("may_wait", [True, False])
+def test_one_that_says_it_is_coming_and_does_not_is_no_other_case(may_wait: bool) -> None:
+    coming = InviteReply(coming=True, next_round=4)
+    meeting = Meeting(fetched_after=1000, may_wait=may_wait, gather_timeout_s=0.6 if may_wait else 30.0, says=coming)
+    assert asyncio.run(meeting.members()) == (OWN, OTHER)
+    assert meeting.in_vain == ([LATE] if may_wait else [])
+
+
+def test_nobody_sends_a_round_to_a_coordinator_that_does_not_speak_for_itself() -> None:
+    elsewhere = InviteReply(coming=False, next_round=4, coordinator="e" * 64)
+    meeting = Meeting(fetched_after=1000, may_wait=True, says=elsewhere)
+    assert asyncio.run(meeting.members()) == (OWN, OTHER)
+
+
+@pytest.mark.parametrize("strangers", [3, MAX_MEMBERS])
+def test_nodes_that_discovery_does_not_know_neither_fill_a_round_nor_choose_its_state(strangers: int) -> None:
+    meeting = Meeting(fetched_after=0, may_wait=True, strangers=strangers)
+    assert asyncio.run(meeting.members()) == (OWN, OTHER, LATE)

@@ -115,6 +115,12 @@ def test_an_account_fits_workers_that_are_ahead_by_what_was_leased_since_and_a_f
         assert opening.is_over(reports(*versions)) == bool(fits)
 
 
+@pytest.mark.parametrize("version", [0, 1000])
+def test_one_liar_a_stage_keeps_no_keeper_from_beginning(version: int, config: RunConfig) -> None:
+    kept = kept_until(version) if version else ListedLedger(LedgerConfig())
+    assert opening_of(config, kept).is_over([*reports(*[version] * 3), *reports(*[2**53 - 1] * 3)])
+
+
 def test_checkpoints_on_this_machine_tell_before_their_workers_do(config: RunConfig) -> None:
     directory, empty = Path(config.swarm.checkpoint.directory), ListedLedger(LedgerConfig())
     opening_of(config, empty).check_checkpoints()
