@@ -231,7 +231,7 @@ def test_while_it_is_ending_it_says_now_and_then_what_is_waited_for(
         watched.until_up(tree.add(small_child("head.1", STUBBORN)), tree.add(small_child("tail.1", OBEYS)))
     waiting = "waiting for head.1 to answer what is under way, save and hand over; killed in "
     assert any(told.startswith(waiting) for told in watched.told)
-    assert watched.told[-1] == "head.1: not ended 2.0 s after SIGTERM; killed"
+    assert watched.told[-1] == "head.1: not ended 2 s after SIGTERM; killed"
 
 
 @pytest.mark.parametrize("was_asked_before", [True, False])
