@@ -1,6 +1,10 @@
 """A stage's workers, and who of them gets the next micro-batch; waits while the stage has nobody.
 
 The one place where balancer, bans and announcements meet. All of it belongs to the driver's event loop.
+
+Keys cost nothing, so a worker that has counted nothing yet shares its host's fate: what such workers do amiss bans
+their host for those that come after them, for longer each time, as long as the stage has somebody else. One that counts
+something clears its host's name, and a host's bans do not concern those that have counted before.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from trainer.driver.config import DriverConfig
 from trainer.driver.refusals import Verdict
 from trainer.driver.results import StageStatus
 from trainer.driver.workers import StageWorker
+from trainer.rpc.config import split_address
+from trainer.rpc.remote_address import address_group
 
 __all__ = ["Placement", "StagePool"]
 
@@ -52,6 +58,8 @@ class StagePool:
         self._clock = clock
         self._balancer = Balancer(BalancerConfig(max_in_flight_per_worker=config.max_in_flight_per_worker))
         self._bans = Bans(ban_s=config.ban_s, max_ban_s=config.max_ban_s, malformed_ban_s=config.malformed_ban_s)
+        self._host_bans = Bans(ban_s=config.ban_s, max_ban_s=config.max_ban_s, malformed_ban_s=config.malformed_ban_s)
+        self._have_counted: set[str] = set()
         self._workers: dict[str, StageWorker] = {}
         self._blamed: dict[str, str] = {}
         """Incarnation of each that is banned, by key: one that restarts is not announced as serving for a while."""
@@ -82,6 +90,8 @@ class StagePool:
             self._workers = found
             self._wake()
         self._bans.tidy(now, set(found))
+        self._host_bans.tidy(now, {_host(worker) for worker in found.values()})
+        self._have_counted = {key for key in self._have_counted if key in found or self._bans.is_banned(key, now)}
         self._blamed = {key: it for key, it in self._blamed.items() if self._bans.is_banned(key, now)}
 
     def current(self, worker: StageWorker) -> StageWorker:
@@ -157,12 +167,12 @@ class StagePool:
 
     def counted(self, placement: Placement) -> None:
         """What was answered well was a request to count."""
-        self._bans.counted(placement.worker.key)
+        self._has_counted(placement.worker)
 
     def told(self, placement: Placement, units: float, took_s: float) -> None:
         """It was counted, and is taken to have used so much of its worker's time."""
         self._balancer.told(placement.grant, units, took_s)
-        self._bans.counted(placement.worker.key)
+        self._has_counted(placement.worker)
         self._busy_in_a_row.pop(placement.worker.key, None)
 
     def estimate_s(self, placement: Placement, units: float) -> float:
@@ -177,7 +187,7 @@ class StagePool:
 
     def recovered(self, placement: Placement) -> None:
         """It was counted after all: the worker is banned no longer; what it took says nothing of its speed."""
-        self._bans.counted(placement.worker.key)
+        self._has_counted(placement.worker)
         if placement.grant.open:
             self._balancer.failed(placement.grant, self._clock())
         self._wake()
@@ -235,6 +245,8 @@ class StagePool:
                 logger.error("%s answers what no honest worker answers: no work for %.0f s", worker, until_s - now)
         if verdict.blame in ("ban", "firm-ban", "long-ban"):
             self._balancer.distrust(key)
+            if key not in self._have_counted:
+                self._host_bans.failed(_host(worker), asked_s=asked_s, now=now)
         self._wake()
 
     def status(self) -> StageStatus:
@@ -254,17 +266,24 @@ class StagePool:
 
     def _chosen(self, units: float, avoid: Collection[str], now: float) -> Placement | None:
         """The next one that did not have it; where there is none of these, one that had it."""
-
-        def is_banned(key: str) -> bool:
-            return self._bans.is_banned(key, now)
-
-        others = any(not is_banned(key) and key not in avoid for key in self._workers)
-        grant = self._balancer.acquire(units, now, lambda key: is_banned(key) or (others and key in avoid))
+        free = {key for key in self._workers if not self._bans.is_banned(key, now)}
+        others = free - set(avoid)
+        allowed = {key for key in others if not self._shares_a_ban(key, now)} or others or free
+        grant = self._balancer.acquire(units, now, lambda key: key not in allowed)
         return None if grant is None else Placement(self._workers[grant.worker], grant)
+
+    def _has_counted(self, worker: StageWorker) -> None:
+        self._bans.counted(worker.key)
+        self._host_bans.counted(_host(worker))
+        self._have_counted.add(worker.key)
+
+    def _shares_a_ban(self, key: str, now: float) -> bool:
+        return key not in self._have_counted and self._host_bans.is_banned(_host(self._workers[key]), now)
 
     def _next_change_s(self, now: float) -> float:
         """Seconds until something changes of which nobody tells: a ban or a rest ends."""
         ends = [self._bans.until_s(key) for key in self._workers]
+        ends += [self._host_bans.until_s(_host(worker)) for worker in self._workers.values()]
         rested_s = self._balancer.next_rested_s(now)
         if rested_s is not None:
             ends.append(rested_s)
@@ -303,3 +322,7 @@ class StagePool:
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+
+def _host(worker: StageWorker) -> str:
+    return address_group(split_address(worker.peer.address)[0])
