@@ -60,6 +60,7 @@ class StagePool:
         self._bans = Bans(ban_s=config.ban_s, max_ban_s=config.max_ban_s, malformed_ban_s=config.malformed_ban_s)
         self._host_bans = Bans(ban_s=config.ban_s, max_ban_s=config.max_ban_s, malformed_ban_s=config.malformed_ban_s)
         self._have_counted: set[str] = set()
+        self._hosts: dict[str, str] = {}
         self._workers: dict[str, StageWorker] = {}
         self._blamed: dict[str, str] = {}
         """Incarnation of each that is banned, by key: one that restarts is not announced as serving for a while."""
@@ -87,10 +88,10 @@ class StagePool:
                 del self._blamed[key]
             self._balancer.add(key)
         if found != self._workers:
-            self._workers = found
+            self._workers, self._hosts = found, {key: _host(worker) for key, worker in found.items()}
             self._wake()
         self._bans.tidy(now, set(found))
-        self._host_bans.tidy(now, {_host(worker) for worker in found.values()})
+        self._host_bans.tidy(now, set(self._hosts.values()))
         self._have_counted = {key for key in self._have_counted if key in found or self._bans.is_banned(key, now)}
         self._blamed = {key: it for key, it in self._blamed.items() if self._bans.is_banned(key, now)}
 
@@ -278,12 +279,12 @@ class StagePool:
         self._have_counted.add(worker.key)
 
     def _shares_a_ban(self, key: str, now: float) -> bool:
-        return key not in self._have_counted and self._host_bans.is_banned(_host(self._workers[key]), now)
+        return key not in self._have_counted and self._host_bans.is_banned(self._hosts[key], now)
 
     def _next_change_s(self, now: float) -> float:
         """Seconds until something changes of which nobody tells: a ban or a rest ends."""
         ends = [self._bans.until_s(key) for key in self._workers]
-        ends += [self._host_bans.until_s(_host(worker)) for worker in self._workers.values()]
+        ends += [self._host_bans.until_s(host) for host in set(self._hosts.values())]
         rested_s = self._balancer.next_rested_s(now)
         if rested_s is not None:
             ends.append(rested_s)
