@@ -3,14 +3,16 @@
     with PipelineSwarm(tmp_path, **OPTIONS) as swarm:
         result = attacked(swarm, "sybils", seconds=60.0)
 
-The undisturbed time before the attack and the attack are alike but for the attack: both bring a newcomer, whose start
-takes a good part of this machine's cores.
+The attack and the undisturbed times before and after it are alike but for the attack: each brings a newcomer, whose
+start takes a good part of this machine's cores, and which leaves afterwards. The undisturbed speed is the mean of the
+two, for a swarm's speed drifts by more within a few minutes than most attacks take of it.
 """
 
 from __future__ import annotations
 
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -50,8 +52,8 @@ class Attacked:
 
     tokens_per_s: float
     """Trained by both drivers together while the attack lasted."""
-    undisturbed_tokens_per_s: float
-    """The same for as long, right before it."""
+    undisturbed_tokens_per_s: tuple[float, float]
+    """The same for as long right before it and again right after, each."""
     newcomer_s: float
     """From a newcomer's listening until both drivers know it, under attack; infinite: it did not get in."""
     undisturbed_newcomer_s: float
@@ -64,23 +66,24 @@ class Attacked:
 
     @property
     def progress(self) -> float:
-        """Share of the undisturbed speed."""
-        return self.tokens_per_s / self.undisturbed_tokens_per_s
+        """Share of the mean undisturbed speed."""
+        return self.tokens_per_s / statistics.fmean(self.undisturbed_tokens_per_s)
 
 
 def attacked(swarm: PipelineSwarm, name: str, *, seconds: float, source_host: str = "127.0.0.66") -> Attacked:
-    """Starts the swarm, lets it work undisturbed, attacks it, and measures both.
+    """Starts the swarm, lets it work undisturbed, attacks it, lets it work undisturbed again, and measures each.
 
     Args:
         swarm: entered, nothing begun.
         name: a module of `tests.support.attacks`.
-        seconds: of each of the two periods.
+        seconds: of each of the three periods.
         source_host: where the attack comes from, as far as it can choose.
     """
     begin_churning(swarm, DRIVERS)
     for driver in DRIVERS:
         swarm.wait_for_steps(driver, 2)
-    undisturbed, first_newcomer_s = _speed(swarm, seconds, "body-1.3")
+    before, first_newcomer_s = _speed(swarm, seconds, "body-1.3")
+    _leave(swarm, "body-1.3")
     target_path = swarm.folder / "target.json"
     _target(swarm, seconds + 2 * _SETTLE_S, source_host).save(target_path)
     command = [sys.executable, "-m", "tests.support.attacks", name, str(target_path)]
@@ -97,7 +100,18 @@ def attacked(swarm: PipelineSwarm, name: str, *, seconds: float, source_host: st
         attacker.wait()
     said = (swarm.folder / "attack.out").read_text(encoding="utf-8", errors="replace")
     assert attacker.returncode == 0, said[-2000:]
-    return Attacked(speed, undisturbed, newcomer_s, first_newcomer_s, served, ended, said)
+    _leave(swarm, "body-1.4")
+    after, _ = _speed(swarm, seconds, "body-1.5")
+    return Attacked(speed, (before, after), newcomer_s, first_newcomer_s, served, ended, said)
+
+
+def _leave(swarm: PipelineSwarm, name: str) -> None:
+    """Lets a worker leave, and the swarm get over it."""
+    node = swarm.nodes.pop(name)
+    node.send(signal.SIGTERM)
+    node.exit_code()
+    assert " stopped at version " in node.output(), node.tail()
+    time.sleep(_SETTLE_S)
 
 
 def _speed(swarm: PipelineSwarm, seconds: float, newcomer: str) -> tuple[float, float]:

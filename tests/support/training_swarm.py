@@ -64,14 +64,21 @@ SETTINGS: dict[str, Any] = {
 """What all nodes have in common: a small model on short rows, deadlines that a busy machine meets."""
 
 
+_DEALT_PORTS: set[int] = set()
+"""What a node was given is not given to another, which may start before the first listens."""
+
+
 def free_port() -> int:
-    """A port nobody listens on, below those the kernel hands out to whoever connects."""
+    """A port nobody listens on nor was dealt, below those the kernel hands out to whoever connects."""
     for port in random.SystemRandom().sample(range(12_000, 32_000), 100):
+        if port in _DEALT_PORTS:
+            continue
         with socket.socket() as listener:
             try:
                 listener.bind(("127.0.0.1", port))
             except OSError:
                 continue
+            _DEALT_PORTS.add(port)
             return port
     raise AssertionError("expected a free port, found 100 taken ones")
 

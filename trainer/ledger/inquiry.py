@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 _AT_ONCE = 512
 """Micro-batches asked for in one call: 30 bytes each, within the 64 KiB a message may have."""
+_TOLD_EVERY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class WorkerInquiry:
         self._endpoint = endpoint
         self._workers = workers
         self._timeout_s = timeout_s
+        self._told_s: dict[str, float] = {}
 
     async def __call__(self, micro_batches: Sequence[MicroBatchKey]) -> AppliedReport:
         """Asks them all at once."""
@@ -83,8 +86,16 @@ class WorkerInquiry:
                     timeout_s=self._timeout_s,
                 )
             except RpcError as error:
-                logger.info("%s does not say what it has counted: %s", peer.address, error)
+                self._tell(peer, error)
                 return None
             incarnations.add(reply.body.incarnation)
             applied.update(set(reply.body.micro_batches) & set(part))
         return (incarnations.pop(), frozenset(applied)) if len(incarnations) == 1 else None
+
+    def _tell(self, peer: Peer, error: RpcError) -> None:
+        """Once a minute for each worker: each lease that runs out asks all of them."""
+        now_s = time.monotonic()
+        self._told_s = {address: told_s for address, told_s in self._told_s.items() if now_s - told_s < _TOLD_EVERY_S}
+        if peer.address not in self._told_s:
+            self._told_s[peer.address] = now_s
+            logger.info("%s does not say what it has counted: %s", peer.address, error)

@@ -105,6 +105,7 @@ class Network(Generic[S]):
         self._listener: Listener | None = None
         self._members: tuple[str, ...] = ()
         self._fetched_digest = ""
+        self._donors: tuple[Announcement, ...] = ()
         self._unpublished: deque[S] = deque(maxlen=1)
         """The newest state that is not being written yet; an older one gives way, or a slow disk would pile them up."""
         self._publishing: concurrent.futures.Future[None] | None = None
@@ -252,6 +253,11 @@ class Network(Generic[S]):
         self.settle()
         self._book.let_go()
 
+    @property
+    def donors(self) -> tuple[Announcement, ...]:
+        """Those that announced the state that was fetched last, when its fetching began."""
+        return self._donors
+
     def pass_over_fetched(self) -> None:
         """The state that was fetched last does not fit: it is not fetched again while it is announced."""
         if self._fetched_digest:
@@ -381,22 +387,23 @@ class Network(Generic[S]):
         return descriptor.digest
 
     async def _fetch(self, digest: str) -> S:
-        donors = [peer_of(found) for found in self._book.alike() if found.state_digest == digest]
-        logger.info("fetching state %s from %d nodes", digest[:12], len(donors))
+        donors = [found for found in self._book.alike() if found.state_digest == digest]
+        peers = [peer_of(found) for found in donors]
+        logger.info("fetching state %s from %d nodes", digest[:12], len(peers))
         stall_timeout_s = self._config.state.stall_timeout_s
-        descriptor = await fetch_descriptor(self._endpoint, donors, digest, stall_timeout_s=stall_timeout_s)
+        descriptor = await fetch_descriptor(self._endpoint, peers, digest, stall_timeout_s=stall_timeout_s)
         with self._passing_over(digest):
             expectation = self._form.expectation(descriptor)
         snapshot = await fetch_state(
             self._endpoint,
-            donors,
+            peers,
             digest,
             self._snapshots,
             expectation=expectation,
             timeout_s=self._config.collective.round_timeout_s,
             config=self._config.state,
         )
-        self._fetched_digest = digest
+        self._fetched_digest, self._donors = digest, tuple(donors)
         with self._passing_over(digest):
             return self._form.unpack(snapshot.meta, snapshot.tensors)
 

@@ -15,7 +15,11 @@ from trainer.pipeline.plan import StagePlan
 from trainer.pipeline.report import StageReport
 from trainer.swarm.join_config import JoinConfig
 
-__all__ = ["JoinWindow", "is_ahead", "neediest_stage"]
+__all__ = ["JoinWindow", "RejoinDelay", "is_ahead", "neediest_stage", "version_of_state"]
+
+_FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 16.0
+_SETTLED_S = 30.0
+"""A worker that has served for so long without losing touch begins again with no delay."""
 
 
 class JoinWindow:
@@ -42,6 +46,44 @@ class JoinWindow:
         if seen != self._seen:
             self._seen, self._since_s = seen, now_s
         return position < self._config.window or now_s - self._since_s >= self._config.idle_s
+
+
+class RejoinDelay:
+    """How long a worker that lost touch waits before it takes up the others' state again.
+
+    Nothing at first; from then on twice as long each time, up to 16 s, for as long as it loses touch within half a
+    minute. What makes it lose touch may be what others say, and each state it takes up costs them 12 bytes a parameter.
+    """
+
+    def __init__(self) -> None:
+        self._joined_s = float("-inf")
+        self._delay_s = 0.0
+
+    def joined(self, now_s: float) -> None:
+        """It serves from now on."""
+        self._joined_s = now_s
+
+    def next_s(self, now_s: float) -> float:
+        """Seconds to wait, now that it has lost touch."""
+        if now_s - self._joined_s >= _SETTLED_S:
+            self._delay_s = 0.0
+            return 0.0
+        self._delay_s = min(max(2 * self._delay_s, _FIRST_DELAY_S), _MAX_DELAY_S)
+        return self._delay_s
+
+
+def version_of_state(num_steps: int, versions: Collection[int]) -> int:
+    """The stage's version that belongs to a state which was taken up.
+
+    That of the worker that made it. A state says how many optimizer steps are in it, which is as true as its weights
+    are; the version differs from that by the steps the stage made without that worker. So of what its holders announce,
+    the version nearest to the steps counts: announcements cost nothing, and no number of them makes it worse.
+
+    Args:
+        num_steps: optimizer steps behind the state.
+        versions: of those that say they hold this state.
+    """
+    return min(versions, key=lambda version: (abs(version - num_steps), version), default=num_steps)
 
 
 def is_ahead(version: int, others: Collection[StageReport]) -> bool:

@@ -16,7 +16,6 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
-from statistics import median_low
 from typing import Any, Final, TypeVar
 
 from trainer.config import RunConfig
@@ -37,7 +36,7 @@ from trainer.swarm.beginning import beginning
 from trainer.swarm.building import BuiltStage
 from trainer.swarm.departure import Departure
 from trainer.swarm.first_weights import check_first_weights
-from trainer.swarm.joining import is_ahead
+from trainer.swarm.joining import RejoinDelay, is_ahead, version_of_state
 from trainer.swarm.judging import JudgedCollective
 from trainer.swarm.keeper import KeeperSearch
 from trainer.swarm.keeping import DilocoKeeping, Keeping, SpartaKeeping, state_choice, state_form
@@ -89,6 +88,7 @@ class WorkerNode:
         self._gossip: concurrent.futures.Future[None] | None = None
         self._comparing: concurrent.futures.Future[None] | None = None
         self._members = 0
+        self._rejoin_delay = RejoinDelay()
         rows = shape.model.vocab_size
         self._network: Network[Any] = Network(
             config,
@@ -199,6 +199,7 @@ class WorkerNode:
         if not arrival.run():
             return False
         self._lost_touch, self._is_current = False, True
+        self._rejoin_delay.joined(time.monotonic())
         self._network.collective.move_to(self._keeping.place()[0])  # From now on the others wait for it in a round.
         self._set_status("serving")
         logger.info(
@@ -255,8 +256,8 @@ class WorkerNode:
         self._keeping.adopt(shared)
         self._saving.adopted()
         self._abreast.is_anew = False
-        versions = [report.version for report in self._mates.serving()]
-        self._worker.stepper.start_over(median_low(versions) if versions else self._built.replica.version)
+        versions = [said.stage.version for said in self._network.donors if said.stage is not None]
+        self._worker.stepper.start_over(version_of_state(shared.num_inner_steps, versions))
         self._network.publish(shared)
 
     # -- being there ---------------------------------------------------------------------------------------------------
@@ -283,6 +284,9 @@ class WorkerNode:
         self._is_back = self._is_current = False
         self._network.collective.move_to(-1)  # Nobody waits in a round for one that has no state to bring to it.
         self._network.let_go()
+        ends_s = time.monotonic() + self._rejoin_delay.next_s(time.monotonic())
+        while time.monotonic() < ends_s and not self._is_over():
+            time.sleep(_LOOK_S)
         self._join()
 
     def _publish_resumed(self) -> None:

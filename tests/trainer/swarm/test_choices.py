@@ -16,7 +16,7 @@ from trainer.pipeline.plan import StagePlan
 from trainer.pipeline.report import StageReport
 from trainer.swarm.config import SwarmConfig
 from trainer.swarm.join_config import JoinConfig
-from trainer.swarm.joining import JoinWindow, is_ahead, neediest_stage
+from trainer.swarm.joining import JoinWindow, RejoinDelay, is_ahead, neediest_stage, version_of_state
 
 PLAN = StagePlan.of(preset("tiny", 2048), 3)
 
@@ -99,3 +99,34 @@ def test_a_newcomer_waits_for_the_next_round_or_for_one_that_stands_still() -> N
 def test_options_that_make_no_sense(options: dict[str, object], said: str) -> None:
     with pytest.raises(TrainerUsageError, match=said):
         from_mapping(SwarmConfig, options, "swarm.")
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "versions", "version"),
+    [
+        (170, [172], 172),
+        (170, [], 170),
+        (170, [0, 0, 0, 172], 172),
+        (170, [2**53] * 9 + [172] + [0] * 9, 172),
+        (170, [168, 172], 168),
+        (0, [0], 0),
+    ],
+)
+def test_a_states_version_is_not_that_which_most_announce(num_steps: int, versions: list[int], version: int) -> None:
+    assert version_of_state(num_steps, versions) == version
+
+
+def test_a_worker_that_keeps_losing_touch_asks_less_and_less_often() -> None:
+    delay = RejoinDelay()
+    assert delay.next_s(0.0) == 0.0
+    waited = []
+    now_s = 0.0
+    for _ in range(8):
+        delay.joined(now_s)
+        waited.append(delay.next_s(now_s + 1.0))
+        now_s += 1.0 + waited[-1]
+    assert waited == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 16.0, 16.0]
+    delay.joined(now_s)
+    assert delay.next_s(now_s + 30.0) == 0.0
+    delay.joined(now_s + 30.0)
+    assert delay.next_s(now_s + 31.0) == 0.5
