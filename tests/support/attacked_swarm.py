@@ -5,11 +5,14 @@
 
 The attack and the undisturbed times before and after it are alike but for the attack: each brings a newcomer, whose
 start takes a good part of this machine's cores, and which leaves afterwards. The undisturbed speed is the mean of the
-two, for a swarm's speed drifts by more within a few minutes than most attacks take of it.
+two, for a swarm's speed drifts by more within a few minutes than most attacks take of it. The attacker sits on the
+victims' machine, whose cores are all taken: what its own process took of them, though it has the least priority, is no
+effect of the attack and is not counted as one.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import statistics
@@ -43,6 +46,7 @@ OPTIONS: dict[str, Any] = {
 _NEWCOMER_WAIT_S = 60.0
 _SETTLE_S = 5.0
 _ENDS_WITHIN_S = 150.0
+_TOOK = re.compile(r"took (\d+\.\d) s of a core")
 _ANSWERS = re.compile(r"node ([0-9a-f]{64}) answers at (\S+)")
 
 
@@ -61,13 +65,15 @@ class Attacked:
     """Whether it held its stage's state, and served, before the attack was over."""
     ended: tuple[str, ...]
     """Processes that ended, which none should."""
+    attacker_share: float
+    """Share of this machine's cores that the attacker's process took."""
     said: str
     """What the attack printed."""
 
     @property
     def progress(self) -> float:
-        """Share of the mean undisturbed speed."""
-        return self.tokens_per_s / statistics.fmean(self.undisturbed_tokens_per_s)
+        """Share of the mean undisturbed speed, on the cores that the attacker's process left to the swarm."""
+        return self.tokens_per_s / statistics.fmean(self.undisturbed_tokens_per_s) / (1.0 - self.attacker_share)
 
 
 def attacked(swarm: PipelineSwarm, name: str, *, seconds: float, source_host: str = "127.0.0.66") -> Attacked:
@@ -85,7 +91,8 @@ def attacked(swarm: PipelineSwarm, name: str, *, seconds: float, source_host: st
     before, first_newcomer_s = _speed(swarm, seconds, "body-1.3")
     _leave(swarm, "body-1.3")
     target_path = swarm.folder / "target.json"
-    _target(swarm, seconds + 2 * _SETTLE_S, source_host).save(target_path)
+    attack_s = seconds + 2 * _SETTLE_S
+    _target(swarm, attack_s, source_host).save(target_path)
     command = [sys.executable, "-m", "tests.support.attacks", name, str(target_path)]
     with (swarm.folder / "attack.out").open("wb") as output:
         attacker = subprocess.Popen(command, cwd=_ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
@@ -102,7 +109,10 @@ def attacked(swarm: PipelineSwarm, name: str, *, seconds: float, source_host: st
     assert attacker.returncode == 0, said[-2000:]
     _leave(swarm, "body-1.4")
     after, _ = _speed(swarm, seconds, "body-1.5")
-    return Attacked(speed, (before, after), newcomer_s, first_newcomer_s, served, ended, said)
+    found = _TOOK.search(said)
+    assert found is not None, said[-2000:]
+    attacker_share = float(found[1]) / attack_s / (os.cpu_count() or 1)
+    return Attacked(speed, (before, after), newcomer_s, first_newcomer_s, served, ended, attacker_share, said)
 
 
 def _leave(swarm: PipelineSwarm, name: str) -> None:

@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trainer.rpc.accepted_sockets import AcceptedSockets
 from trainer.rpc.messages import PeerId
@@ -53,6 +53,8 @@ class Connection:
     """Since when all its calls have been this peer's."""
     num_good: int = 0
     """Calls of this peer since then that ended in good order."""
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by the one call that is served at a time, where `Connections.takes_turns` says so."""
 
 
 def worst_connections(
@@ -115,6 +117,10 @@ class Connections:
             connection.num_calls -= 1
             connection.used_at_s = self._now()
 
+    def takes_turns(self, connection: Connection) -> bool:
+        """Whether one call at a time is served on it: where strangers at its address have let answers stall."""
+        return self._standing.is_greylisted(connection.address) and not self._is_proven(connection)
+
     def share(self, connection: Connection) -> Share:
         """What counts for a call on it whose caller is not known yet."""
         return self._standing.share(connection.peer_id, connection.address)
@@ -133,11 +139,13 @@ class Connections:
         if is_due or self._standing.is_proven(peer_id):
             self._standing.prove(peer_id, connection.address)
 
-    def cut(self, connection: Connection, why: str) -> bool:
-        """Ends it at once, and with it all calls on it; whether that was possible."""
+    def cut_stalled(self, connection: Connection) -> bool:
+        """Ends one whose caller takes nothing, at once, and with it all calls on it; whether that was possible."""
         was_there = self._sockets is not None and self._sockets.shut(connection.grpc_peer)
         if was_there:
-            logger.info("closed the connection from %s: %s", connection.grpc_peer, why)
+            if not self._is_proven(connection):
+                self._standing.let_stall(connection.address)
+            logger.info("closed the connection from %s: it takes nothing", connection.grpc_peer)
         return was_there
 
     async def guard(self, port: int, sweep_calls: Callable[[], None]) -> None:

@@ -26,6 +26,9 @@ __all__ = ["ByteBudget", "Claim", "ServingLimits", "Slot", "Slots", "unproven_pa
 
 K = TypeVar("K")
 
+_MAX_GREYLISTED = 1024
+"""Calls of one address; 15 KiB each."""
+
 
 def unproven_part(total: int) -> int:
     """How much of ``total`` all peers that are not proven may take together: three quarters, rounded up."""
@@ -188,6 +191,8 @@ class ServingLimits:
         everything = config.max_calls + config.max_streams + config.max_waiting_per_host
         waiting = config.max_waiting_per_host
         self.waiting = Slots("unidentified calls", everything, waiting, waiting)
+        self.greylisted = Slots("calls of greylisted addresses", 2 * _MAX_GREYLISTED, waiting, _MAX_GREYLISTED)
+        """Those that wait for the one before them; they stand still by this node's will, so none gives way."""
         self.calls = _slots("calls", config.max_calls, config.max_calls_per_peer)
         self.streams = _slots("streams", config.max_streams, config.max_streams_per_peer)
 

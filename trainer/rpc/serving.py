@@ -156,13 +156,33 @@ class Serving:
             patience = asyncio.timeout(None)
             try:
                 async with patience:
-                    await self._in_slots(served, _Shedding(patience, served, self._connections, self._standing))
+                    await self._in_turn(served, _Shedding(patience, served, self._connections, self._standing))
             except TimeoutError:
                 if not patience.expired():
                     raise
                 raise RefusedError(
                     Reason.STALLED, "expected each frame taken, found this call standing still while others wait"
                 ) from None
+
+    async def _in_turn(self, served: _Served, shedding: _Shedding) -> None:
+        """Serves the call, after those before it where only one at a time is served; what waits costs memory alone."""
+        connection = served.connection
+        if not self._connections.takes_turns(connection):
+            await self._in_slots(served, shedding)
+            return
+        share = self._connections.share(connection)
+        waiting = self._limits.greylisted.take(Claim(share, served.wire.who, lambda: None, shedding.shed))
+        try:
+            async with asyncio.timeout(self._config.request_timeout_s):
+                await connection.turn.acquire()
+        except TimeoutError:
+            raise RefusedError(Reason.BUSY, "others at this address take no answers; try again later") from None
+        finally:
+            waiting.give()
+        try:
+            await self._in_slots(served, shedding)
+        finally:
+            connection.turn.release()
 
     async def _in_slots(self, served: _Served, shedding: _Shedding) -> None:
         """Takes the slots one after the other; none is given back before what was begun for it has ended."""
@@ -186,7 +206,7 @@ class Serving:
             self._contacts.served(sender, connection.address, method.name)
         finally:
             try:
-                cut = partial(self._connections.cut, connection, "it takes nothing")
+                cut = partial(self._connections.cut_stalled, connection)
                 await writer.close(self._config.stall_timeout_s, cut)
             finally:
                 slot.give()
@@ -340,6 +360,6 @@ class _Shedding:
         if self.peer_id:
             self._standing.disprove(self.peer_id)
         if self._served.writer.stalled_since is not None:
-            self._connections.cut(self._served.connection, "it takes nothing")
+            self._connections.cut_stalled(self._served.connection)
         with suppress(RuntimeError):  # It has ended meanwhile, and is on its way out.
             self._patience.reschedule(asyncio.get_running_loop().time())

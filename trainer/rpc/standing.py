@@ -25,6 +25,9 @@ MIN_TENURE_S = 30.0
 KEPT_S = 600.0
 MAX_PER_ADDRESS = 64
 MAX_PROVEN = 1024
+_MAX_STALLS = 4
+_GREYLISTED_S = 60.0
+_MAX_GREYLIST = 4096
 _DISCOVERY_METHODS = "announce/"
 
 
@@ -48,6 +51,8 @@ class Standing:
         self._now = now
         self._proven: OrderedDict[PeerId, tuple[str, float]] = OrderedDict()
         self._by_address: Counter[str] = Counter()
+        self._stalls: OrderedDict[str, tuple[int, float]] = OrderedDict()
+        """By address: connections that were closed because their callers took nothing, and when the last one was."""
 
     def __len__(self) -> int:
         return len(self._proven)
@@ -93,6 +98,19 @@ class Standing:
             self._by_address[found[0]] -= 1
             if not self._by_address[found[0]]:
                 del self._by_address[found[0]]
+
+    def let_stall(self, address: str) -> None:
+        """Records that a stranger at ``address`` took nothing of an answer for too long."""
+        num_stalls, last_s = self._stalls.pop(address, (0, self._now()))
+        recent = num_stalls if self._now() - last_s < _GREYLISTED_S else 0
+        self._stalls[address] = (recent + 1, self._now())
+        while len(self._stalls) > _MAX_GREYLIST:
+            self._stalls.popitem(last=False)
+
+    def is_greylisted(self, address: str) -> bool:
+        """Whether strangers at ``address`` have let answers stall of late."""
+        num_stalls, last_s = self._stalls.get(address, (0, 0.0))
+        return num_stalls >= _MAX_STALLS and self._now() - last_s < _GREYLISTED_S
 
     def _expire(self) -> None:
         while self._proven:

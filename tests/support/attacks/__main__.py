@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import os
 import sys
+import time
 from pathlib import Path
 
 from tests.support.attacks.target import Target
@@ -36,3 +37,4 @@ if __name__ == "__main__":
     target = Target.load(Path(sys.argv[2]))
     be_nice(target.niceness)
     asyncio.run(main(sys.argv[1], target))
+    sys.stdout.write(f"took {time.process_time():.1f} s of a core\n")

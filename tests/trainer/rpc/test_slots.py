@@ -105,3 +105,28 @@ async def test_a_proven_peer_that_takes_no_answer_loses_its_own_slots() -> None:
         standing.prove(identity.peer_id, "127.0.0.1")
         connection.call("test/echo", {}, identity=identity)
         await _until(lambda: not standing.is_proven(identity.peer_id))
+
+
+@on_event_loop
+async def test_a_greylisted_address_has_one_call_of_a_connection_served_at_a_time() -> None:
+    """What 32 calls of one connection cost is what one does, and a newcomer of the same address gets in at once."""
+    async with running_endpoint() as victim, running_endpoint() as newcomer, AsyncExitStack() as stack:
+        serving = victim._serving
+        for _ in range(4):
+            serving._standing.let_stall("127.0.0.1")
+        connections = [await stack.enter_async_context(no_window_connection(victim.peer, RUN_ID)) for _ in range(2)]
+        for connection in connections:
+            for _ in range(32):
+                connection.call("test/echo", {}, identity=Identity.create())
+        limits = serving._limits
+        await _until(lambda: len(limits.greylisted) == 62 and len(limits.calls) == 2)
+        reply = await newcomer.call(victim.peer, "test/echo", Question(text="in"), Answer, timeout_s=20)
+        assert reply.body.text == "in"
+        assert not victim.counters.refused
+        await _until(lambda: all(connection.is_closed for connection in connections))
+        await _until(lambda: not len(limits.greylisted) and not len(limits.calls) and not len(limits.waiting))
+        # Calls in good order end one after the other, each in its turn.
+        replies = [
+            newcomer.call(victim.peer, "test/echo", Question(text=str(it)), Answer, timeout_s=20) for it in "abc"
+        ]
+        assert [reply.body.text for reply in await asyncio.gather(*replies)] == ["a", "b", "c"]

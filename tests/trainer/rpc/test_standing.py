@@ -47,3 +47,26 @@ def test_they_are_bounded_in_all() -> None:
     for number in range(MAX_PROVEN + 10):
         standing.prove(str(number), f"192.0.{number // 50}.{number % 50}")
     assert len(standing) == MAX_PROVEN
+
+
+def test_an_address_is_greylisted_for_a_minute_after_its_strangers_let_answers_stall() -> None:
+    clock = _Clock()
+    standing = Standing(clock)
+    for _ in range(3):
+        standing.let_stall("192.0.2.1")
+    assert not standing.is_greylisted("192.0.2.1")
+    clock.now_s = 61.0
+    standing.let_stall("192.0.2.1")
+    assert not standing.is_greylisted("192.0.2.1")  # Those before are forgotten.
+    for _ in range(3):
+        standing.let_stall("192.0.2.1")
+    assert standing.is_greylisted("192.0.2.1") and not standing.is_greylisted("192.0.2.2")
+    clock.now_s += 60.0
+    assert not standing.is_greylisted("192.0.2.1")
+
+
+def test_the_greylist_is_bounded() -> None:
+    standing = Standing(_Clock())
+    for number in range(20_000):
+        standing.let_stall(f"192.{number >> 16}.{number >> 8 & 255}.{number & 255}")
+    assert len(standing._stalls) <= 4096
