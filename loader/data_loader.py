@@ -1,8 +1,8 @@
-"""`GenesisDataLoader`: the loader as the specification draws it (000 "Data Flow", 001 "Training Node Integration").
+"""`GenesisDataLoader`: the loader as a node's own loop has it (spec L-1, L-6, L-9).
 
 `download_shard` and `get_batch` in a loop of one's own: random windows of a shard, drawn by a generator that is seeded
 by run, node, shard and step, so that a batch can be made again. Windows may overlap and repeat, so "all tokens of the
-shard used" (001) is taken as: as many tokens drawn as the shard holds. Who wants each window once takes
+shard used" (spec L-13) is taken as: as many tokens drawn as the shard holds. Who wants each window once takes
 `GenesisDataset`. The vocabulary belongs here too: `sync_tokenizer` takes the store's newest, if it extends the one in
 use.
 """
@@ -62,7 +62,7 @@ class GenesisDataLoader:
     """A node's shards, batches of them, and the vocabulary they were written with."""
 
     GENESIS_CDN_URL: ClassVar[str] = "https://dwquwt9gkkeil.cloudfront.net"
-    """001's distribution; used when neither ``store`` nor ``GENESIS_STORE`` names a store."""
+    """The default address (spec L-1); used when neither ``store`` nor ``GENESIS_STORE`` names a store."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class GenesisDataLoader:
         plateau: PlateauKind | PlateauRule = "absolute",
         tokenizer: NeuroTokenizer | None = None,
     ) -> None:
-        """Finds the store and the node's shards (001: the manifest is fetched here).
+        """Finds the store and the node's shards (spec L-1: the manifest is fetched here).
 
         Args:
             node_id: decides which shards.
@@ -92,7 +92,7 @@ class GenesisDataLoader:
             cache_bytes: how much is kept.
             timeout_s: how long to try for an object.
             count: shards the node is given.
-            assignment: ``modulo`` (001) or ``rendezvous``.
+            assignment: ``modulo`` (spec L-2) or ``rendezvous``.
             plateau: when `should_rotate` says so before the shard is used up.
             tokenizer: the vocabulary in use, which the store's must extend; by default none yet.
 
@@ -147,7 +147,7 @@ class GenesisDataLoader:
         return self._tokenizer
 
     def sync_tokenizer(self) -> bool:
-        """Takes the store's newest vocabulary (000, "Tokenizer Synchronization"), if it extends the one in use.
+        """Takes the store's newest vocabulary (spec L-11), if it extends the one in use.
 
         Returns:
             Whether there were new merges.
@@ -196,7 +196,7 @@ class GenesisDataLoader:
         step: int | None = None,
         shard_id: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Random windows of a shard (000, "Data Flow"), the same for the same run, node, shard and step.
+        """Random windows of a shard (spec L-9), the same for the same run, node, shard and step.
 
         Args:
             shard: int64[N], N > seq_len, of `download_shard`.
@@ -219,7 +219,7 @@ class GenesisDataLoader:
         if known_id is None:
             raise LoaderUsageError("expected a tensor of download_shard, found another; say which with shard_id=")
         at = self._step if step is None else step
-        # E9: the last start that leaves room for the last label is drawn too.
+        # The last start that leaves room for the last label is drawn too (spec L-9).
         starts = start_positions(batch_size, len(shard) - seq_len, self._seed, self._node_id, known_id, at)
         columns = np.arange(seq_len)
         rows = torch.from_numpy(starts[:, None] + columns)
@@ -234,7 +234,7 @@ class GenesisDataLoader:
         self._history.add(loss.item() if isinstance(loss, torch.Tensor) else float(loss))
 
     def should_rotate(self) -> bool:
-        """Whether the current shard is used up, or has no more to teach (000 and 001, "Adaptive Shard Rotation")."""
+        """Whether the current shard is used up, or has no more to teach (spec L-13, L-14)."""
         if self._tokens_drawn >= self._session.catalog.manifest.shard_tokens:
             return True
         if self._steps_on_shard < self._rule.min_steps:

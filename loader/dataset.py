@@ -59,7 +59,7 @@ class GenesisDataset(IterableDataset[Batch]):
         max_bytes_per_s: cap on downloads.
         timeout_s: how long to try for a shard before `DataUnavailableError`.
         count: shards the node is given, of each source.
-        assignment: ``modulo`` (001) or ``rendezvous``.
+        assignment: ``modulo`` (spec L-2) or ``rendezvous``.
         sources: weights by source; by default all shards alike.
         holdout: the first so many shards of every source are not trained on.
         split: ``holdout`` to read exactly those, all of them.

@@ -1,6 +1,6 @@
 """``checkpoints.json``: what the populator resumes from; replacing it (compare-and-swap) *is* the commit.
 
-Top level, as in 001: one object per source, under the source's name. Beside them ``format``, ``writer`` (who may
+Top level (spec G-18): one object per source, under the source's name. Beside them ``format``, ``writer`` (who may
 write: a lease with a fencing token) and ``manifest`` (the unsigned manifest this checkpoint stands for, so that a
 populator killed before publishing can publish at its next start).
 """
@@ -88,7 +88,7 @@ class Checkpoints(Document):
 
     @classmethod
     def from_object(cls, value: dict[str, Any], *, name: str | None = None) -> Self:
-        """Gathers the top-level source objects of 001's layout under ``sources``."""
+        """Gathers the top-level source objects under ``sources``."""
         sources = {key: entry for key, entry in value.items() if key not in _RESERVED}
         rest = {key: entry for key, entry in value.items() if key in _RESERVED}
         return super().from_object({**rest, "sources": sources}, name=name)

@@ -27,7 +27,7 @@ CHECKPOINTS_KEY = "checkpoints.json"
 TOKENIZER_KEY = "tokenizer.json"
 
 SHARD_TOKENS = 2_500_000
-"""Token ids in a shard (001, "Shard Format")."""
+"""Token ids in a shard (spec G-11)."""
 SEGMENT_SHARDS = 1_000
 """Shards whose facts share an index segment: shard i is number ``i % 1,000`` of segment ``i // 1,000``."""
 

@@ -1,6 +1,6 @@
 """``manifest.json``: what readers trust.
 
-The names of 001 to the letter, plus the chain: manifest → segment → shard, each link a sha256, so that one signature
+The names of spec G-16, plus the chain: manifest → segment → shard, each link a sha256, so that one signature
 over the manifest vouches for every byte of the store. Everything a manifest names is immutable and was in the store
 before it; a reader with any manifest, however old, finds a consistent store.
 """
@@ -57,7 +57,7 @@ class Signature(Part):
 
 
 class Manifest(Document):
-    """``manifest.json``. A manifest without the added fields (001's own example) reads as an unindexed store."""
+    """``manifest.json``. A manifest without the added fields (spec G-16) reads as an unindexed store."""
 
     FILE: ClassVar[str] = "manifest.json"
 

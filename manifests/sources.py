@@ -1,6 +1,6 @@
-"""``sources.json``: the text a store can be made from, as 001 lists it.
+"""``sources.json``: the text a store can be made from (spec G-1, G-2).
 
-Added to 001's fields: ``revision`` (a branch or commit of the repository; it is resolved to a commit once and pinned),
+Added to those fields: ``revision`` (a branch or commit of the repository; it is resolved to a commit once and pinned),
 ``data_files`` (glob patterns inside the repository, in the order they are read) and ``merges`` (the source's share of
 the 31,734 merges a vocabulary of 32,000 ids has).
 """
@@ -18,7 +18,7 @@ from manifests.fields import Count, SourceName
 __all__ = ["TOTAL_MERGES", "SourceSpec", "SourcesFile", "builtin_sources"]
 
 TOTAL_MERGES = 31_734
-"""32,000 − 10 specials − 256 bytes (001, "BPE Learning")."""
+"""32,000 − 10 specials − 256 bytes (spec G-5)."""
 
 
 class SourceSpec(BaseModel):
@@ -76,5 +76,5 @@ class SourcesFile(Document):
 
 
 def builtin_sources() -> SourcesFile:
-    """The five sources of 001, as shipped with this package."""
+    """The five sources (spec G-1), as shipped with this package."""
     return SourcesFile.from_json(resources.files("manifests").joinpath("sources.json").read_bytes())

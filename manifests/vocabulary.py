@@ -37,7 +37,7 @@ class VocabularyFile(Document):
     FILE: ClassVar[str] = "tokenizer.json"
 
     vocab_size: int = Field(default=MAX_VOCABULARY, ge=FIRST_MERGE_ID, le=MAX_VOCABULARY)
-    """The cap, not the present size (001, "Current Status")."""
+    """The cap, not the present size (spec G-7)."""
     next_merge_id: int = Field(ge=FIRST_MERGE_ID, le=MAX_VOCABULARY)
     merges: dict[str, StrictInt]
     """``"left_right": id``."""

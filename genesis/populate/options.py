@@ -25,7 +25,7 @@ class LearnOptions:
     """How much vocabulary is learned, and from what."""
 
     documents: int = 10_000
-    """Documents, from the source's beginning, that merges are learned from (001, "BPE Learning")."""
+    """Documents, from the source's beginning, that merges are learned from (spec G-5)."""
     merges: int | None = None
     """Merges to learn; None for the policy: 31,734 in an empty store, the source's share in another."""
 

@@ -1,6 +1,6 @@
 """Which shards a node trains on: a function of its id and of how many shards there are.
 
-`modulo` is 001's rule ("Shard Selection"): the sha256 of the id names the first shard, the others follow it. One shard
+`modulo` (spec L-2): the sha256 of the id names the first shard, the others follow it. One shard
 more in the store gives nearly every node other shards, which is why a run pins the number it began with. `rendezvous`
 ranks every shard by a hash of (node, shard) and takes the highest: when shards are added, a node exchanges only those
 that a new shard outranks, count/N of them on average. The trade-off: it ranks all N shards (600,000: 30 ms), and
@@ -34,12 +34,12 @@ __all__ = [
 Assignment = Literal["modulo", "rendezvous"]
 
 DEFAULT_COUNT: Final = 10
-"""Shards a node is given (001, "Shard Selection")."""
+"""Shards a node is given (spec L-3)."""
 _RANKED_AT_ONCE: Final = 1 << 20
 
 
 def get_assigned_shards(node_id: str, num_shards: int, count: int = DEFAULT_COUNT) -> list[int]:
-    """The shards of a node (001, "Shard Selection"), first the primary one.
+    """The shards of a node (spec L-2, L-3), first the primary one.
 
     Args:
         node_id: any text; its sha256 decides.

@@ -1,6 +1,6 @@
 """When a shard has no more to teach: the plateau rules.
 
-`absolute` is 000 and 001 taken together ("Adaptive Shard Rotation"): of the last 50 losses the last 20 have a variance
+`absolute` is both readings of spec L-14 taken together: of the last 50 losses the last 20 have a variance
 below 0.02 and a mean below 0.05, at least 100 steps into the shard. No language model on real text gets to 0.05, so
 in practice it says a model has memorised its shard and nothing else. `relative` asks what was probably meant: whether
 the loss still falls. It compares the mean of the last 20 losses with the mean of the up to 30 before them.
@@ -31,7 +31,7 @@ class Plateau:
 
 @dataclass(frozen=True, slots=True)
 class PlateauRule:
-    """When to rotate early; the defaults are the specification's.
+    """When to rotate early; the defaults are those of spec L-14.
 
     Raises:
         LoaderUsageError: a value makes no sense.
@@ -39,15 +39,15 @@ class PlateauRule:
 
     kind: PlateauKind = "absolute"
     history: int = 50
-    """Losses remembered (000: ``loss_history_max``)."""
+    """Losses remembered (spec L-14)."""
     window: int = 20
-    """The last of them, which are looked at (001)."""
+    """The last of them, which are looked at (spec L-14)."""
     max_variance: float = 0.02
-    """`absolute` only (000: ``loss_plateau_threshold``)."""
+    """`absolute` only (spec L-14)."""
     max_mean: float = 0.05
-    """`absolute` only, nats (001)."""
+    """`absolute` only, nats (spec L-14)."""
     min_steps: int = 100
-    """Batches a shard is given before the rule is asked (000: ``min_steps_per_shard``)."""
+    """Batches a shard is given before the rule is asked (spec L-14)."""
     min_improvement: float = 0.005
     """`relative` only: a mean that fell by less than this share of itself has plateaued."""
 

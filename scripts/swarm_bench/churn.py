@@ -6,7 +6,7 @@ goes back to be granted anew, and it joins again at once under a new name, as fa
 Eight micro-batches are under way all the time. Compared are
 
 - ``swarm``: a newcomer is put at the top of the queue and taken for fast (throughput 1.0 a second);
-- ``004``: at the bottom, but still taken for fast;
+- ``bottom``: newcomers at the bottom, but still taken for fast;
 - ``ours``: `trainer.driver.balancer.Balancer`.
 
     python scripts/bench_swarm.py churn
@@ -83,7 +83,7 @@ class QueueRule:
     """Least virtual runtime with an optimistic first estimate, as SWARM has it; newcomers at the top or the bottom.
 
     Args:
-        at_bottom: 004's change of it.
+        at_bottom: newcomers enter at the end of the queue (spec P-18).
     """
 
     smoothing = 0.2
@@ -155,12 +155,12 @@ class OurRule:
         self._balancer.failed(ticket, now)
 
 
-RULES = ("swarm", "004", "ours")
+RULES = ("swarm", "bottom", "ours")
 
 
 def rule_of(name: str) -> Rule:
     """One of `RULES`, without workers."""
-    return OurRule() if name == "ours" else QueueRule(at_bottom=name == "004")
+    return OurRule() if name == "ours" else QueueRule(at_bottom=name == "bottom")
 
 
 @dataclass(slots=True)
@@ -269,5 +269,5 @@ def compare(plan: ChurnPlan, seeds: int = 5) -> dict[str, float]:
     return {
         **{f"{rule}_per_s": round(value, 3) for rule, value in means.items()},
         "ours_over_swarm": round(means["ours"] / means["swarm"], 2),
-        "ours_over_004": round(means["ours"] / means["004"], 2),
+        "ours_over_bottom": round(means["ours"] / means["bottom"], 2),
     }

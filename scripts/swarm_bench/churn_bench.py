@@ -35,13 +35,15 @@ def bench_churn(arguments: argparse.Namespace) -> dict[str, Any]:
 def as_text(report: dict[str, Any]) -> str:
     """The report for people."""
     title = f"slow workers come and go, micro-batches a second (simulated), means of {report['seeds']} seeds"
-    heading = f"{'ours':>8} {'SWARM':>8} {'004':>8}   {'over SWARM':>11} {'over 004':>9}"
+    heading = f"{'ours':>8} {'SWARM':>8} {'bottom':>8}   {'over SWARM':>11} {'over bottom':>11}"
     best = f"{report['best_per_s']:g} a second: what the fast workers can do alone"
     lines = [title, f"  {'a slow one stays':18} {heading}   asked {ASKED:g}; {best}"]
     live = [report["live"]] if "live" in report else []
     for row in (*report["rows"], *live):
         if row in live:
             lines.append(f"  with real workers, four times as fast   ({' to '.join(report['load'])})")
-        rates = f"{row['ours_per_s']:>8.2f} {row['swarm_per_s']:>8.2f} {row['004_per_s']:>8.2f}"
-        lines.append(f"  {row['stay_s']:>16g} s {rates}   {row['ours_over_swarm']:>11.2f} {row['ours_over_004']:>9.2f}")
+        rates = f"{row['ours_per_s']:>8.2f} {row['swarm_per_s']:>8.2f} {row['bottom_per_s']:>8.2f}"
+        lines.append(
+            f"  {row['stay_s']:>16g} s {rates}   {row['ours_over_swarm']:>11.2f} {row['ours_over_bottom']:>11.2f}"
+        )
     return "\n".join(lines)

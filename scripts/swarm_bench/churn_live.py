@@ -182,5 +182,5 @@ def measure_live(plan: ChurnPlan, seconds: float) -> dict[str, Any]:
         "stay_s": plan.stay_s,
         **{f"{rule}_per_s": rate for rule, rate in found.items()},
         "ours_over_swarm": found["ours"] / found["swarm"],
-        "ours_over_004": found["ours"] / found["004"],
+        "ours_over_bottom": found["ours"] / found["bottom"],
     }

@@ -1,7 +1,7 @@
-"""`CheckpointContents`: the fields of a checkpoint, 000's and those that make resuming exact.
+"""`CheckpointContents`: the fields of a checkpoint (spec T-23), and those that make resuming exact.
 
-000's fields keep their names and lie at the top of the file, so ``torch.load(path, weights_only=True)["layers"]`` is
-what 000 promises. The inner loop's state is split to that end: ``optimizer`` is AdamW's, ``schedule`` the rest of it.
+The former keep their names and lie at the top of the file, so ``torch.load(path, weights_only=True)["layers"]`` is
+the model's. The inner loop's state is split to that end: ``optimizer`` is AdamW's, ``schedule`` the rest of it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Names of checkpoints: whose they are, which is the newest, which came before.
 
-``dynamic_node_{wallet}.pt`` is 000's name and always the newest. Beside it lie ``dynamic_node_{wallet}.step-{N}.pt``,
+``dynamic_node_{wallet}.pt`` (spec T-24) is always the newest. Beside it lie ``dynamic_node_{wallet}.step-{N}.pt``,
 the newest among them too, under a second name for the same file, so that no step has to be read out of a file to keep
 it when the next one comes. A node that runs several instances, or holds only some layers, adds an instance to the name.
 """

@@ -24,7 +24,7 @@ def weights_of(agreement: Agreement) -> list[float]:
 
 
 def findings_of(agreement: Agreement, sums: Sequence[Moments], rule: RuleConfig) -> tuple[Why, ...]:
-    """What gradient validation (000) says of whole contributions; nothing where there are no sums."""
+    """What gradient validation (spec T-20) says of whole contributions; nothing where there are no sums."""
     usable = [one for one in sums if one.num_members == len(agreement.members)]
     if rule.validation == "off" or not usable:
         return ()

@@ -249,7 +249,7 @@ class Commit(_Message):
     dropped: Annotated[tuple[Why, ...], MaxLen(2 * MAX_MEMBERS)]
     completeness: Annotated[float, Ge(0), Le(1)]
     findings: Annotated[tuple[Why, ...], MaxLen(MAX_MEMBERS)]
-    """What gradient validation found (000)."""
+    """What gradient validation found (spec T-20)."""
 
 
 class Decision(_Message):

@@ -60,15 +60,15 @@ class DataConfig:
     public_key: str = ""
     """PEM file of the key that must have signed the store's manifest; empty: none is asked for."""
     shards_per_node: int = 10
-    """Shards this node is given, of each source (001)."""
+    """Shards this node is given, of each source (spec L-3)."""
     assignment: Assignment = "modulo"
-    """How: ``modulo`` (001) or ``rendezvous``, which moves little when the store grows."""
+    """How: ``modulo`` (spec L-2) or ``rendezvous``, which moves little when the store grows."""
     sources: dict[str, float] = field(default_factory=dict)
     """Weights by source; empty: all shards alike."""
     holdout: int = 0
     """The first so many shards of every source are not trained on."""
     plateau: PlateauKind = "absolute"
-    """When a shard is left early: ``absolute`` (000, 001), ``relative`` or ``off``."""
+    """When a shard is left early: ``absolute`` (spec L-14), ``relative`` or ``off``."""
     cache_dir: str = ""
     """Where shards are kept; empty: ``GENESIS_CACHE_DIR`` or ``~/.neuroshard/data_cache``."""
     cache_bytes: str = ""
@@ -96,10 +96,10 @@ class CheckpointConfig:
     directory: str = "~/.neuroshard/checkpoints"
     """Folder; the file is ``dynamic_node_{wallet_id}.pt``."""
     token: str = field(default="", repr=False, metadata=SECRET)
-    """Whose wallet names the file (000); empty: the node id does. ``GENESIS_TOKEN`` keeps it off the command line. No
+    """Whose wallet names the file (spec T-24); empty: the node id. ``GENESIS_TOKEN`` keeps it off the command line. No
     file holds it, so a saved configuration does not either."""
     every_steps: int = 10
-    """Inner steps between checkpoints (000)."""
+    """Inner steps between checkpoints (spec T-25)."""
     keep: int = 3
     """How many are kept, the newest included."""
 

@@ -1,4 +1,4 @@
-"""The options of DiLoCo, with their units; the defaults are the specification's (000)."""
+"""The options of DiLoCo, with their units; the defaults are those of spec T-10 and T-12."""
 
 from __future__ import annotations
 

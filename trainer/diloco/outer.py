@@ -1,8 +1,8 @@
 """The outer step: Nesterov momentum on the anchor, with the pseudo-gradient in the gradient's place.
 
 With ``δ = anchor − replica`` (averaged over the replicas), ``v ← μ·v + δ`` and ``anchor ← anchor − lr·(μ·v + δ)``: what
-``torch.optim.SGD(nesterov=True)`` does to the anchor. The sign is minus and the step starts from the anchor: 000's
-literal text adds, and to the drifted replica, which leaves it further behind at each round (``tests/trainer/diloco``
+``torch.optim.SGD(nesterov=True)`` does to the anchor. The sign is minus, and the step starts there: the other reading
+(spec T-12) adds, and to the drifted replica, which leaves it further behind at each round (``tests/trainer/diloco``
 keeps that as a test of the test). With lr 1 and momentum 0 the new anchor is the mean of the replicas.
 
 A round may be asked for early, with a share ``p`` of the inner steps it was meant to have. Its pseudo-gradient is

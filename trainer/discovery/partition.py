@@ -4,7 +4,7 @@ Whoever looks a key up gets every record of it. With 32 stages of 30 workers tha
 node, of which a worker needs the 30 of its own stage (54 kB). So a run may deal its stages over several keys, of which
 a node asks for those it needs; hivemind keeps each where its hash says, at different nodes of the DHT.
 
-A key is named by the first of its stages, in the form that 002 gives to the beginning of a worker's name (``head.0``,
+A key is named by the first of its stages, in the form of the beginning of a worker's name (spec P-7: ``head.0``,
 ``body8.0``). The name is a signed part of the announcement, so that nodes of the DHT, which know nothing of the run's
 stages, can tell whether a record belongs where it is filed.
 """

@@ -16,7 +16,7 @@ A stage's only worker is examined alone.
 
 What a comparison costs is 0.77 of a counted pass at another worker; at one in 64 that is 1.2 %.
 
-By chain (000) the driver sees no activation and no gradient. There a drawn micro-batch is sent by hub instead, to be
+By chain (spec P-12) the driver sees no activation and no gradient. There a drawn micro-batch is sent by hub, to be
 counted as any other (`draws`).
 
 Not found are: a worker that lies in chains only; one whose answers come closer than replicas are to each other; one

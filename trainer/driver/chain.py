@@ -1,4 +1,4 @@
-"""Chain routing (000): each worker sends on to the next, and gradients come back the same way.
+"""Chain routing (spec P-12): each worker sends on to the next, and gradients come back the same way.
 
 The driver sends ids and labels to the head and hears of the loss; an activation crosses one link once, from worker to
 worker. A failed chain is tried again *by way of the same workers*: each answers what it has answered before, and does

@@ -1,4 +1,4 @@
-"""Hub routing (003): every activation comes back to the driver, which hands it to the next stage's worker.
+"""Hub routing (spec P-11): every activation comes back to the driver, which hands it to the next stage's worker.
 
 Forward passes change nothing, so one that fails is done again at another worker. The tail counts, and answers with the
 gradient; from there on the stages are asked backwards to count, each at the worker that ran the forward pass, which

@@ -1,4 +1,4 @@
-"""A node alone: its own pseudo-gradient is the agreed one (000: "applies its own pseudo-gradients locally")."""
+"""A node alone: its own pseudo-gradient is the agreed one (spec T-15)."""
 
 from __future__ import annotations
 

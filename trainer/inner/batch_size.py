@@ -1,11 +1,11 @@
-"""How many rows go through the model at once, by the memory there is: 000's rule, in bytes throughout.
+"""How many rows go through the model at once, by the memory there is (spec T-8), in bytes throughout.
 
-000 compares megabytes with bytes and never subtracts the model, so it answers 1 nearly always (erratum E10). Here: what
+The literal formula compares megabytes with bytes and leaves the model out, so it answers 1 nearly always. Here: what
 is left beside the model's training state (16 bytes a parameter: fp32 weights, gradients and two moments), 30 % of it
 for activations of 8 bytes a token, layer and channel, 1 to 8 rows.
 
 Those 8 bytes are what activation checkpointing keeps (9 at width 128). Without it the blocks keep ten times as much, 79
-to 105 bytes in fp32 for widths of 768 to 128, and 000's rule would promise rows that do not fit. So there are never
+to 105 bytes in fp32 for widths of 768 to 128, and that rule would promise rows that do not fit. So there are never
 more than fit by what the blocks do keep. Logits need no room of their own: the loss makes them in chunks.
 """
 
@@ -20,12 +20,12 @@ from trainer.model.sizing import TRAINING_BYTES_PER_PARAMETER, num_parameters
 __all__ = ["MAX_BATCH_SIZE", "activation_bytes", "batch_size_for"]
 
 MAX_BATCH_SIZE: Final = 8
-"""000's upper end; more rows a step come from accumulation."""
+"""Upper end (spec T-8); more rows a step come from accumulation."""
 
 _SPECIFIED_BYTES: Final = 8
-"""000's activations for each token, layer and channel."""
+"""Activations for each token, layer and channel (spec T-8)."""
 _SPECIFIED_SHARE: Final = 0.3
-"""000's share of memory for them."""
+"""Share of memory for them (spec T-8)."""
 _FITTING_SHARE: Final = 0.7
 """Of what is left, for all that the blocks keep; the rest for the loss's chunks, the allocator and the batches."""
 

@@ -1,6 +1,6 @@
 """`InnerConfig`: the options of the inner loop, checked where they are given.
 
-The defaults are 000's table: 1e-4 behind 1,000 steps of warm-up, down to a tenth at step 50,000, clipped at norm 1.
+The defaults are spec T-5 to T-7: 1e-4 behind 1,000 steps of warm-up, a tenth at step 50,000, clipped at norm 1.
 """
 
 from __future__ import annotations

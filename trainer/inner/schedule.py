@@ -1,7 +1,7 @@
 """The learning rate as a function of the step: a line up from 0, then down to a share of the highest.
 
 The fall ENDS AT ``decay_end_step``, counted from the beginning of the run. "Over 50,000 steps behind the warm-up" would
-give 5.78e-5 at step 25,000; only the former gives 000's 5.64e-5. At step 0 the rate is 0, as in 000's table, so the
+give 5.78e-5 at step 25,000; only the former gives 5.64e-5 (spec T-7). At step 0 the rate is 0, as there, so the
 first step moves nothing but the moments. A pure function: a node that joins late or resumes needs its step alone.
 """
 

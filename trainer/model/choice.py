@@ -2,7 +2,7 @@
 
 Memory counts in tiers of 500 MB, rounded down, so that a restart with a few MB less finds the same architecture (6,568
 and 6,622 MB both are 6,500). A tier's edge can still be crossed; hence a saved architecture wins over this choice. 70 %
-of a tier is for the training state, 30 % for activations, as 000 divides it for the batch size. The ladder has 15
+of a tier is for the training state, 30 % for activations, as for the batch size (spec T-8). The ladder has 15
 rungs, not a size for every tier: nodes of similar memory must arrive at one shape to train together.
 """
 

@@ -4,7 +4,7 @@ A name says the parameters at a vocabulary of 32,000, within 5 % (`tiny`: one mi
 Each rung has 1.3 to 2.5 times the parameters of the one below, so a node uses its memory without every node having a
 shape of its own. Heads have 32 values in `tiny`, 64 up to 500m and 128 above; grouped queries share a key head three to
 seven to one; feed-forward is 2.5 to 4 times as wide as the residual stream, in multiples of 64. `7.5b` is the shape of
-the specification's run: OLMo-2's norms, feed-forward 14,336, 218.1 million parameters a layer.
+the run of spec T-2: OLMo-2's norms, feed-forward 14,336, 218.1 million parameters a layer.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ class Replica:
 
 
 def layers_of(parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Parameters by layer, as 000 has them: numbered layers, ``embedding`` and ``readout``."""
+    """Parameters by layer (spec T-23): numbered layers, ``embedding`` and ``readout``."""
     layers: dict[str, dict[str, Tensor]] = {}
     for name, value in parameters.items():
         head, _, rest = name.partition(".")

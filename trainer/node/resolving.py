@@ -1,6 +1,6 @@
 """From what was asked for to what is run: architecture and batch size, decided once and then kept.
 
-The order (000, "Architecture Stability"): a preset that was named; else what the checkpoint was trained with; else
+The order (spec T-27): a preset that was named; else what the checkpoint was trained with; else
 what this machine's memory has room for. The result is written beside the checkpoint, and given as ``--config`` it makes
 the same run on any machine.
 """

@@ -1,4 +1,4 @@
-"""The HTTP interface: two pages of status (000, "Verifying Training is Working"), health, metrics, shutdown.
+"""The HTTP interface: two pages of status (spec O-1, O-2), health, metrics, shutdown.
 
 A driver of a pipeline has two more (`pipeline`).
 

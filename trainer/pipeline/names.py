@@ -1,6 +1,6 @@
 """Names of stages and of the workers that hold them.
 
-A run's stages are ``head``, ``body-1``, ``body-2``, …, ``tail``. A worker's name in the DHT is 002's: ``head.0.42``,
+A run's stages are ``head``, ``body-1``, ``body-2``, …, ``tail``. A worker's DHT name (spec P-7) is ``head.0.42``,
 ``body3.0.55``, ``tail.0.100``: stage, a constant 0, and a number of its own from 32 on, which tells replicas apart for
 people. What a worker is known by to programs is its key, which nobody can take from it.
 """
@@ -17,7 +17,7 @@ __all__ = ["FIRST_NUMBER", "LAST_NUMBER", "StageUid", "free_number", "stage_name
 
 FIRST_NUMBER = 32
 LAST_NUMBER = 1023
-"""Numbers of workers, as 002 has them (``head.0.[32:1024]``)."""
+"""Numbers of workers (spec P-7: ``head.0.[32:1024]``)."""
 
 _UID = re.compile(r"(head|tail|body([1-9][0-9]{0,3}))\.0\.([1-9][0-9]{0,5})")
 
@@ -62,7 +62,7 @@ class StageUid:
 def free_number(seed: int, taken: Collection[int]) -> int:
     """A number no other worker of the stage has: where the search begins depends on ``seed``, a newcomer's own.
 
-    Beyond `LAST_NUMBER` it goes on where all of 002's are taken.
+    Beyond `LAST_NUMBER` it goes on where all of these are taken.
     """
     count = LAST_NUMBER - FIRST_NUMBER + 1
     for step in range(count):

@@ -36,7 +36,7 @@ class StageReport(Message):
     round_index: Counted = 0
     """The stage's round that is next."""
     round_position: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """How much of the way there is behind it: newcomers take up a state at its beginning (004)."""
+    """How much of the way there is behind it: newcomers take up a state at its beginning (spec P-43)."""
     shared_through: Counted = 0
     """As in `StageAnswer`."""
     num_tokens: Counted = 0

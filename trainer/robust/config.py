@@ -18,7 +18,7 @@ class RuleConfig:
     """Aggregation rule and gradient validation.
 
     The defaults are for runs that strangers can join: odd contributions are left out, and the rest goes through a
-    trimmed mean. The bounds are the specification's (000), but for ``trim_fraction``: its 0.1 trims nobody below ten
+    trimmed mean. The bounds are those of spec T-20, but not ``trim_fraction``: 0.1 (spec T-18) trims nobody below ten
     members.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Gradient validation of 000: does a member's vector look like one of this run's at all?
+"""Gradient validation (spec T-20): does a member's vector look like one of this run's at all?
 
 Three comparisons: direction (cosine), magnitude (norm ratio 0.1 to 10) and spread (variance ratio at most 100). All
 follow from the moments, in float64.
@@ -13,7 +13,7 @@ counts, and whoever is honest looks usual as long as the honest are a majority:
   deviations of the cosine between unrelated vectors are conceded, so that short vectors are not judged by chance.
 - Norm and variance are compared with the (lower) median member's.
 
-One or two members, of whom no majority is honest, are compared with the last accepted pseudo-gradient, as 000 has it;
+One or two members, of whom no majority is honest, are compared with the last accepted pseudo-gradient (spec T-20);
 nobody is left out for that (`deciding`). What cannot be compared is not held against anybody, and is said. A bound met
 exactly passes (a slack of 1e-9 stands for rounding).
 """

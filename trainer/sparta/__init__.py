@@ -1,4 +1,4 @@
-"""Async SPARTA (003): replicas take their own optimizer steps, and average a slice of the parameters now and then.
+"""Async SPARTA (spec P-33): replicas take optimizer steps of their own and average a slice of parameters now and then.
 
     trainer = SpartaTrainer(model, SpartaConfig(), collective, optimizer=optimizer)
     loop.step(); outcome = trainer.after_inner_step(num_batches)

@@ -1,4 +1,4 @@
-"""The options of SPARTA, with their units; the defaults are 003's (every 20 steps, 5 %) and 004's (staleness 5)."""
+"""The options of SPARTA, with their units; the defaults are spec P-33 (20 steps, 5 %) and P-40 (staleness 5)."""
 
 from __future__ import annotations
 

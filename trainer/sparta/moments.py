@@ -1,5 +1,5 @@
-"""AdamW's memory as flat vectors, and back: what a joiner needs beside the parameters (004: "weights and optimizer
-states"), and the only use made of it. Replicas' moments are never averaged: a delta rule on second moments makes
+"""AdamW's memory as flat vectors, and back: what a joiner needs beside the parameters (spec P-42, optimizer
+state), and the only use made of it. Replicas' moments are never averaged: a delta rule on second moments makes
 negative ones, and their average is no one's.
 """
 

@@ -5,7 +5,7 @@ round that fails for everybody is thus tried again by everybody, with the same s
 alone is over, which the node learns when it is refused with it, and goes on with the next. Rounds it missed so are
 borne up to ``max_staleness_rounds``: the next cycles average what they would have.
 
-Failures are told apart, so that nobody is sent away for the others' (004 evicts after two failed all-reduces): a node
+Failures are told apart, so that nobody is sent away for the others' (spec P-41: after two failed averages): a node
 is to rejoin only if rounds failed for it *and* the others have committed some since it last did.
 """
 

@@ -2,7 +2,7 @@
 
 The first micro-batch's gradients become the sums themselves, those that follow are added in place: one pass of reading
 and writing each, as autograd's own accumulation has, and no memory between a step and the first backward pass behind
-it. Sums, not means: n tokens of mean gradient g weigh n·g whatever micro-batches they came in (finding 6: an average of
+it. Sums, not means: n tokens of mean gradient g weigh n·g whatever micro-batches they came in (spec P-25: an average of
 means is off 6.25-fold for micro-batches of 1, 8, 8 and 8).
 """
 

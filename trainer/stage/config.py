@@ -1,6 +1,6 @@
 """`StageConfig`: the options of a stage's compute, checked where they are given.
 
-Clipping is 002's: of S stages each has 1/sqrt(S) of the whole model's norm, the tail five times that (0.1768 and 0.8839
+Clipping (spec P-29): of S stages each has 1/sqrt(S) of the whole norm, the tail five times that (0.1768 and 0.8839
 with 32 stages), so that no stage waits to hear the others' norms before it steps.
 """
 

@@ -1,7 +1,7 @@
 """`StageReplica`: one worker's copy of a stage, and everything that is computed with it.
 
 A gradient is that of the weights of now, which may have moved on since the forward pass that it belongs to; it counts
-as long as that is at most `StageConfig.max_staleness` steps off (002, 003: stateless backward).
+as long as that is at most `StageConfig.max_staleness` steps off (spec P-14, P-15).
 
 The version counts steps, dropped ones too, as `InnerLoop` counts them: schedule and synchronisation go by it, and a
 replica that stood still on a bad gradient would hold up the others.

@@ -1,4 +1,4 @@
-"""Checkpoints of a swarm's stages by the time of day (004), and the model that a moment's checkpoints make together.
+"""Checkpoints of a swarm's stages by the time of day (spec P-55), and the model that a moment's files make together.
 
     with StageCheckpoints(config, run_id, plan, "body-1", who) as checkpoints:
         checkpoints.maybe_save(time.time(), state_fn)           # at every optimizer step

@@ -1,4 +1,4 @@
-"""`JoinConfig`: how workers of a stage come and go; the defaults are 004's."""
+"""`JoinConfig`: how workers of a stage come and go (spec P-40, P-41, P-43)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class JoinConfig:
     """
 
     window: float = 0.1
-    """Share of a round, from its beginning, in which a newcomer may take up the stage's state (004)."""
+    """Share of a round, from its beginning, in which a newcomer may take up the stage's state (spec P-43)."""
     max_rounds_behind: int = 5
-    """A newcomer that is further behind when it has the state fetches a newer one (004)."""
+    """A newcomer that is further behind when it has the state fetches a newer one (spec P-43)."""
     max_failed_rounds: int = 2
-    """Rounds in a row that failed at a worker while the others went on, after which it takes up their state (004)."""
+    """Rounds failed in a row, while the others went on, after which a worker takes up their state (spec P-41)."""
     idle_s: float = 20.0
     """A stage whose round has not moved for so long has nobody to wait for."""
     first_peers_s: float = 6.0

@@ -1,7 +1,7 @@
 """When a worker joins its stage, which one it takes, and when it has to begin again; decisions without a network.
 
-004 lets newcomers in during the first tenth of a round, since whoever takes up a state late in a round begins with work
-the others have long done, and lets them be at most five rounds behind. A stage on which nobody works has no rounds to
+Newcomers come in during the first tenth of a round (spec P-43), since whoever takes up a state late begins with work
+the others have long done, and they may be at most five rounds behind. A stage on which nobody works has no rounds to
 wait for, so a place in the round that does not move for `JoinConfig.idle_s` is as good as a beginning. After a stop of
 all, the first to come back need not be the one that knows most: who comes later with more keeps it (`is_ahead`).
 """
