@@ -7,7 +7,7 @@ past it (`expire_connections`). A connection that waits for the server (a disk) 
 
 Where all are taken, a newcomer gets the place of the one that has waited for its client for longest, of the host that
 has most: one that never sent a whole request head at any time, others after `_KEEP_S`. Who opens many connections and
-sends half of a request on each keeps nobody out. The API of a training node has the same (`trainer.observe.server`).
+sends half of a request on each keeps nobody out. The API of a training node has the same (`trainer.monitor.server`).
 """
 
 from __future__ import annotations

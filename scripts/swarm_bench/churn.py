@@ -7,7 +7,7 @@ Eight micro-batches are under way all the time. Compared are
 
 - ``swarm``: a newcomer is put at the top of the queue and taken for fast (throughput 1.0 a second);
 - ``bottom``: newcomers at the bottom, but still taken for fast;
-- ``ours``: `trainer.driver.balancer.Balancer`.
+- ``ours``: `trainer.pipeline.driver.balancer.Balancer`.
 
     python scripts/bench_swarm.py churn
 """
@@ -20,7 +20,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from trainer.driver.balancer import Balancer, BalancerConfig, Grant
+from trainer.pipeline.driver.balancer import Balancer, BalancerConfig, Grant
 
 __all__ = ["RULES", "ChurnPlan", "ChurnResult", "Rule", "compare", "rule_of", "simulate"]
 
@@ -128,7 +128,7 @@ class QueueRule:
 
 
 class OurRule:
-    """The balancer of trainer/driver."""
+    """The balancer of trainer/pipeline/driver."""
 
     def __init__(self) -> None:
         self._balancer = Balancer(BalancerConfig())

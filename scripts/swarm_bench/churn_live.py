@@ -23,9 +23,9 @@ from scripts.baselines.swarm.stage_member import RUN_ID, STAGE
 from scripts.swarm_bench.churn import RULES, ChurnPlan, Rule, rule_of
 from scripts.trainer_bench.crew import ROOT, Crew, crew, progress
 from trainer.errors import RpcError
-from trainer.pipeline.messages import FORWARD, ForwardAsk, StageAnswer
-from trainer.pipeline.tensors import ask_tensors
-from trainer.rpc import Endpoint, Identity, Peer, RpcConfig
+from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig
+from trainer.pipeline.protocol.messages import FORWARD, ForwardAsk, StageAnswer
+from trainer.pipeline.protocol.tensors import ask_tensors
 
 __all__ = ["measure_live"]
 

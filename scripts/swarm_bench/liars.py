@@ -24,12 +24,12 @@ from tests.support.replica_group import MeetingCollective, ReplicaGroup
 from tests.support.small_pipeline import Directory, announced, driver_of
 from tests.support.stage_worker import FAST, RUN_ID, RunningWorker, WorkerSetup, running_worker
 from tests.support.toy_stage import ListedWork
-from trainer.diloco import DiLoCoConfig, DiLoCoTrainer
-from trainer.driver import MicroBatchResult
-from trainer.pipeline.micro_batch import MicroBatchId
-from trainer.pipeline.names import stage_names
-from trainer.pipeline.work import LeaseTerm, MicroBatch, boottime_s
-from trainer.rpc import Endpoint, Identity, Peer, RpcConfig
+from trainer.model.config import stage_names
+from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig
+from trainer.outer.diloco import DiLoCoConfig, DiLoCoTrainer
+from trainer.pipeline.driver import MicroBatchResult
+from trainer.pipeline.protocol.micro_batch import MicroBatchId
+from trainer.pipeline.protocol.work import LeaseTerm, MicroBatch, boottime_s
 
 __all__ = ["bench_liars", "measured"]
 

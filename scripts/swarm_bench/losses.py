@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from trainer.observe import Event
+from trainer.monitor import Event
 
 __all__ = ["LossCurve", "curve_of"]
 

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from tests.support.text_store import NUM_SHARDS, text_store
+from trainer.aggregation import RuleConfig, cap_weights, decide, moments, needs_decision, needs_moments, reduce_part
 from trainer.collective.planning import cut_values
-from trainer.diloco.flat import FlatLayout
-from trainer.diloco.fragments import synchronised_parameters
-from trainer.diloco.outer import OuterOptimizer
 from trainer.errors import NonFiniteTrainingError, RoundFailedError
 from trainer.inner import InnerConfig, InnerLoop, make_optimizer
 from trainer.model import ModelConfig, build_model
-from trainer.robust import RuleConfig, cap_weights, decide, moments, needs_decision, needs_moments, reduce_part
+from trainer.outer.diloco.flat import FlatLayout
+from trainer.outer.diloco.fragments import synchronised_parameters
+from trainer.outer.diloco.outer import OuterOptimizer
 
 __all__ = ["LIES", "RULES", "Setting", "bench_liars", "held_out_ratio", "trained_loss"]
 

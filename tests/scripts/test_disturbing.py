@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from scripts.swarm_bench.disturbing import KINDS, SLOWED, Disturbance, Disturber, is_at_work, schedule
 from scripts.swarm_bench.losses import LossCurve, curve_of
-from trainer.observe import Event
+from trainer.monitor import Event
 
 TICK_S = 0.01
 

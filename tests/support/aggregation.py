@@ -10,7 +10,7 @@ from operator import add
 import torch
 from torch import Tensor
 
-from trainer.robust import (
+from trainer.aggregation import (
     Decision,
     Moments,
     RuleConfig,

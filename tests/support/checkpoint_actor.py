@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.support.small_model import VOCAB_SIZE, small_model
-from trainer.checkpoint import CheckpointContents, Checkpointer, load_newest
+from trainer.checkpoint.node import CheckpointContents, Checkpointer, load_newest
 from trainer.inner import InnerConfig, InnerLoop, make_optimizer, rng_state, set_rng_state
 
 WALLET = "ab12"

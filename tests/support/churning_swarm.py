@@ -17,8 +17,8 @@ from scripts.swarm_bench.goodput import Progress
 from tests.support.event_loop import on_event_loop
 from tests.support.pipeline_swarm import STAGES, PipelineSwarm
 from tests.support.training_swarm import WAIT_S, TrainingNode, wait_until
-from trainer.pipeline.messages import APPLIED, AppliedAnswer, AppliedAsk
-from trainer.rpc import Endpoint, Identity, Peer, RpcConfig
+from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig
+from trainer.pipeline.protocol.messages import APPLIED, AppliedAnswer, AppliedAsk
 
 __all__ = ["CountedAt", "Worker", "begin_churning", "counted_at_workers", "disturb"]
 

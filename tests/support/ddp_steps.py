@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.small_model import batches, small_model
-from trainer.engine.ddp import ddp_model
 from trainer.inner import InnerConfig, InnerLoop, make_optimizer
+from trainer.outer.engine.ddp import ddp_model
 
 CONFIG = InnerConfig(lr=1e-2, warmup_steps=0, max_grad_norm=2.0, accumulation_steps=2)
 INFINITE, EMPTY, BAD_GRADIENT = "infinite loss", "no label", "bad gradient"

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import grpc
 from grpc import aio
 
-from trainer.rpc import Identity, Peer
-from trainer.rpc.envelope import Head, parse_head, seal
-from trainer.rpc.links import METHOD_PATH
+from trainer.network.rpc import Identity, Peer
+from trainer.network.rpc.envelope import Head, parse_head, seal
+from trainer.network.rpc.links import METHOD_PATH
 
 Script = Callable[["HostileCallee", Head, "aio.ServicerContext[bytes, bytes]"], Awaitable[None]]
 

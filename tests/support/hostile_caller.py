@@ -11,10 +11,10 @@ import grpc
 from grpc import aio
 
 from tests.support.rpc_node import RUN_ID
-from trainer.rpc import Identity, Peer
-from trainer.rpc.envelope import HEARTBEAT, parse_head, seal
-from trainer.rpc.links import METHOD_PATH
-from trainer.rpc.reasons import REASON_KEY
+from trainer.network.rpc import Identity, Peer
+from trainer.network.rpc.envelope import HEARTBEAT, parse_head, seal
+from trainer.network.rpc.links import METHOD_PATH
+from trainer.network.rpc.reasons import REASON_KEY
 
 
 @dataclass

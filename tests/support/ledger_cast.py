@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.ledger import AppliedReport, LaneSpec, Layout, LedgerConfig, LedgerSpec
-from trainer.ledger.books import Books
-from trainer.ledger.ledger import Ledger
-from trainer.ledger.records import Opened, Record
-from trainer.ledger.units import Run
-from trainer.pipeline.micro_batch import MicroBatchId
-from trainer.pipeline.work import Settlement, StageCredit
+from trainer.pipeline.ledger import AppliedReport, LaneSpec, Layout, LedgerConfig, LedgerSpec
+from trainer.pipeline.ledger.books import Books
+from trainer.pipeline.ledger.ledger import Ledger
+from trainer.pipeline.ledger.records import Opened, Record
+from trainer.pipeline.ledger.units import Run
+from trainer.pipeline.protocol.micro_batch import MicroBatchId
+from trainer.pipeline.protocol.work import Settlement, StageCredit
 
 STAGES = ("head", "body-1", "tail")
 WORKER = {"head": "a" * 16, "body-1": "b" * 16, "tail": "c" * 16}

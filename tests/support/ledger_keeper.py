@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.support.ledger_run import CONFIG, Run, run_of
-from trainer.ledger import LedgerConfig
-from trainer.rpc import Peer
+from trainer.network.rpc import Peer
+from trainer.pipeline.ledger import LedgerConfig
 
 KEEPER_CONFIG: LedgerConfig = replace(CONFIG, compact_bytes=1 << 12, epochs=4)
 

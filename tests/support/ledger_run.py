@@ -13,7 +13,8 @@ from tests.support.ledger_cast import STAGES, WORKER, done, journal_path
 from tests.support.rpc_node import RUN_ID, fast_config
 from tests.support.rpc_pair import running_endpoint
 from tests.support.token_store import TokenStore
-from trainer.ledger import (
+from trainer.network.rpc import Endpoint, Identity, Peer
+from trainer.pipeline.ledger import (
     AppliedReport,
     LedgerClient,
     LedgerConfig,
@@ -24,8 +25,7 @@ from trainer.ledger import (
     open_ledger,
     spec_of,
 )
-from trainer.pipeline.work import MicroBatch
-from trainer.rpc import Endpoint, Identity, Peer
+from trainer.pipeline.protocol.work import MicroBatch
 
 CONFIG = LedgerConfig(unit_rows=8, lease_s=30.0, lease_margin_s=0.0, inquiry_s=0.0, reissue_after_s=0.0, epochs=1)
 SEQ_LEN = 100

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from trainer.cli.app import run
 from trainer.collective import PeerCollective
-from trainer.engine.collective import Contribution, RoundResult
+from trainer.outer.engine.collective import Contribution, RoundResult
+from trainer.run.cli.app import run
 
 FACTOR = -10.0
 
@@ -18,7 +18,7 @@ class _Lying(PeerCollective):
 
 
 if __name__ == "__main__":
-    import trainer.node.network
+    import trainer.run.node.network
 
-    trainer.node.network.PeerCollective = _Lying  # type: ignore[misc]
+    trainer.run.node.network.PeerCollective = _Lying  # type: ignore[misc]
     sys.exit(run(sys.argv[1:]))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.worker import StageWorker
+from trainer.pipeline.worker import StageWorker
 
 __all__ = ["LIES", "Lie", "lie_named"]
 

@@ -24,15 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.config import RunConfig, from_mapping, read_yaml
-from trainer.discovery import Announcement, open_discovery
-from trainer.pipeline import messages
-from trainer.pipeline.names import StageUid, stage_names
-from trainer.pipeline.report import StageReport
-from trainer.pipeline.tensors import TensorAnswer, TensorService
-from trainer.rpc import Endpoint, Identity, PeerId, Reply, Request, RpcConfig
-from trainer.state.descriptor import TensorSpec
-from trainer.swarm.shape import shape_of
+from trainer.model.config import stage_names
+from trainer.network.discovery import Announcement, open_discovery
+from trainer.network.discovery.stage_report import StageReport, StageUid
+from trainer.network.rpc import Endpoint, Identity, PeerId, Reply, Request, RpcConfig
+from trainer.network.transfer.descriptor import TensorSpec
+from trainer.pipeline.protocol import messages
+from trainer.pipeline.protocol.tensors import TensorAnswer, TensorService
+from trainer.run.config import RunConfig, from_mapping, read_yaml
+from trainer.run.swarm.shape import shape_of
 
 __all__ = ["LIES", "Liar", "Lie", "lying_worker"]
 

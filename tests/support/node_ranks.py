@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from trainer.collective import CollectiveConfig
-from trainer.config import RunConfig
-from trainer.engine.collective import Contribution
-from trainer.engine.process_group import RankedBytes
-from trainer.node.cluster import Ranks, cluster_collective
-from trainer.node.stopping import StopRequest
-from trainer.node.training import Node
+from trainer.outer.engine.collective import Contribution
+from trainer.outer.engine.process_group import RankedBytes
+from trainer.run.config import RunConfig
+from trainer.run.node.cluster import Ranks, cluster_collective
+from trainer.run.node.stopping import StopRequest
+from trainer.run.node.training import Node
 
 WAIT_S = 20.0
 

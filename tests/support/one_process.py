@@ -1,6 +1,6 @@
 """The same run in one process: the whole model, on the micro-batches a swarm was given, in that order.
 
-Clipping is by stage, as in a swarm: see `trainer.stage.StageConfig`.
+Clipping is by stage, as in a swarm: see `trainer.pipeline.stage.StageConfig`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from trainer.config import RunConfig
+from trainer.checkpoint.stages.parts import stage_shapes
 from trainer.inner import lr_at, make_optimizer
-from trainer.ledger import Journal, LedgerSpec, MicroBatches
-from trainer.ledger.records import Granted, Opened, Record, Settled
 from trainer.model import build_model, limit_ids
 from trainer.model.loss import IGNORED_LABEL
-from trainer.node.data import open_session
-from trainer.pipeline.micro_batch import MicroBatchId
-from trainer.stagewise.parts import stage_shapes
-from trainer.swarm.shape import shape_of, target_tokens_of
+from trainer.pipeline.ledger import Journal, LedgerSpec, MicroBatches
+from trainer.pipeline.ledger.records import Granted, Opened, Record, Settled
+from trainer.pipeline.protocol.micro_batch import MicroBatchId
+from trainer.run.config import RunConfig
+from trainer.run.node.data import open_session
+from trainer.run.swarm.shape import shape_of, target_tokens_of
 
 __all__ = ["OneProcess", "SingleStep", "micro_batches_given", "records_of"]
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.training_swarm import WAIT_S, TrainingNode, TrainingSwarm
-from trainer.config import RunConfig, from_mapping, read_yaml
-from trainer.observe import SwarmAccount, SwarmStages
-from trainer.stagewise import StageSet, newest_set, parse_time
+from trainer.checkpoint.stages import StageSet, newest_set, parse_time
+from trainer.monitor import SwarmAccount, SwarmStages
+from trainer.run.config import RunConfig, from_mapping, read_yaml
 
 __all__ = ["STAGES", "PipelineSwarm", "merged", "steps_of"]
 

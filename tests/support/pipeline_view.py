@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trainer.observe import LostShare, PerishedShare, StageStatus, SwarmAccount, SwarmStages, TallyStatus, WorkerStatus
+from trainer.monitor import LostShare, PerishedShare, StageStatus, SwarmAccount, SwarmStages, TallyStatus, WorkerStatus
 
 __all__ = ["SeenPipeline", "an_account", "some_stages"]
 

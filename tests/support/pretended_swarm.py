@@ -22,8 +22,8 @@ PROGRAM = (sys.executable, "-m", "tests.support.pretended_swarm")
 
 def _drive(options: dict[str, list[str]]) -> None:
     from tests.support.pipeline_view import SeenPipeline, some_stages
-    from trainer.observe import ApiConfig, ApiServer, TrainingMetrics, TrainingTracker, create_app
-    from trainer.observe.metrics import Sources
+    from trainer.monitor import ApiConfig, ApiServer, TrainingMetrics, TrainingTracker, create_app
+    from trainer.monitor.metrics import Sources
 
     view = SeenPipeline()
     tracker = TrainingTracker("driver", peer_id="f" * 64)

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from tests.support.toy_models import Regression
-from trainer.codec import codec_named
-from trainer.diloco import DiLoCoConfig, DiLoCoTrainer
-from trainer.engine.collective import Contribution, RoundResult
-from trainer.engine.ddp import EveryStepStrategy, ddp_model
-from trainer.engine.torch_collective import TorchCollective
+from trainer.aggregation import RuleConfig
+from trainer.compression.vectors import codec_named
 from trainer.errors import PeerUnavailableError, RoundFailedError
-from trainer.robust import RuleConfig
+from trainer.outer.diloco import DiLoCoConfig, DiLoCoTrainer
+from trainer.outer.engine.collective import Contribution, RoundResult
+from trainer.outer.engine.ddp import EveryStepStrategy, ddp_model
+from trainer.outer.engine.torch_collective import TorchCollective
 
 NUM_VALUES = 5000
 LIAR = 1

@@ -10,10 +10,10 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from trainer.rpc import Identity, Peer
-from trainer.rpc.certificates import certificate_digest
-from trainer.rpc.envelope import seal
-from trainer.rpc.links import METHOD_PATH
+from trainer.network.rpc import Identity, Peer
+from trainer.network.rpc.certificates import certificate_digest
+from trainer.network.rpc.envelope import seal
+from trainer.network.rpc.links import METHOD_PATH
 
 __all__ = ["NoWindow", "no_window_connection"]
 

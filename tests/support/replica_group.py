@@ -12,8 +12,8 @@ from typing import TypeVar
 
 import torch
 
-from trainer.engine.collective import Contribution, RoundReport, RoundResult
 from trainer.errors import RoundFailedError
+from trainer.outer.engine.collective import Contribution, RoundReport, RoundResult
 
 WAIT_S = 60.0
 T = TypeVar("T")

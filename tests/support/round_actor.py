@@ -21,17 +21,17 @@ from typing import Any
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from trainer.aggregation import RuleConfig
 from trainer.collective import CollectiveConfig, PeerCollective, Terms
 from trainer.collective.asking import Asking
 from trainer.collective.ballot import Ballot
 from trainer.collective.exchange import Exchange
 from trainer.collective.member import RoundMember
 from trainer.collective.reduction import Reduction
-from trainer.engine.collective import Contribution
 from trainer.errors import RoundFailedError, StateBehindError
-from trainer.node.loop_thread import LoopThread
-from trainer.robust import RuleConfig
-from trainer.rpc import Endpoint, Identity, Peer, RpcConfig, Stream
+from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig, Stream
+from trainer.outer.engine.collective import Contribution
+from trainer.run.node.loop_thread import LoopThread
 
 RUN_ID = "round-test"
 NUM_VALUES = 40_000

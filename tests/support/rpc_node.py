@@ -17,7 +17,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.rpc import Endpoint, Identity, Message, Peer, Reply, Request, RpcConfig, Stream, load_or_create_identity
+from trainer.network.rpc import (
+    Endpoint,
+    Identity,
+    Message,
+    Peer,
+    Reply,
+    Request,
+    RpcConfig,
+    Stream,
+    load_or_create_identity,
+)
 
 RUN_ID = "test-run"
 FAST = {"host": "127.0.0.1", "heartbeat_s": 0.1, "stall_timeout_s": 1.0, "stop_grace_s": 0.2}

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from tests.support.rpc_node import RUN_ID, fast_config, register_test_methods
-from trainer.rpc import Endpoint, Identity
+from trainer.network.rpc import Endpoint, Identity
 
 
 @asynccontextmanager

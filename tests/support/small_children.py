@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from trainer.swarm.children import ChildSpec, Role
+from trainer.run.swarm.children import ChildSpec, Role
 
 __all__ = ["DIES", "ENDS", "OBEYS", "STUBBORN", "small_child", "up"]
 

@@ -19,13 +19,14 @@ from torch import Tensor
 from tests.support.model_configs import random_tokens
 from tests.support.stage_worker import RunningWorker, WorkerSetup, running_worker
 from tests.support.toy_stage import ListedWork
-from trainer.driver import DriverConfig, LinkForm, PipelineDriver, StageWorker
-from trainer.driver.workers import LastWord
-from trainer.pipeline.micro_batch import MicroBatchId
-from trainer.pipeline.names import StageUid
-from trainer.pipeline.work import LeaseTerm, MicroBatch, boottime_s
-from trainer.rpc import Endpoint, Peer
-from trainer.subspace import activation_codec, basis_of, fixed_table_of
+from trainer.compression.activations import activation_codec
+from trainer.model.subspace import basis_of, fixed_table_of
+from trainer.network.discovery.stage_report import StageUid
+from trainer.network.rpc import Endpoint, Peer
+from trainer.pipeline.driver import DriverConfig, LinkForm, PipelineDriver, StageWorker
+from trainer.pipeline.driver.workers import LastWord
+from trainer.pipeline.protocol.micro_batch import MicroBatchId
+from trainer.pipeline.protocol.work import LeaseTerm, MicroBatch, boottime_s
 
 __all__ = ["POSITIONS", "ROWS", "Directory", "Member", "SmallPipeline", "Windows", "announced", "driver_of", "window"]
 

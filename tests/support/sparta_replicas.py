@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.toy_models import Regression
-from trainer.engine.collective import Collective, Contribution, RoundReport, RoundResult
-from trainer.engine.local import LocalCollective
-from trainer.engine.strategy import OuterResult
 from trainer.errors import RoundFailedError, StateBehindError
-from trainer.sparta import OtherRounds, SpartaConfig, SpartaTrainer
+from trainer.outer.engine.collective import Collective, Contribution, RoundReport, RoundResult
+from trainer.outer.engine.local import LocalCollective
+from trainer.outer.engine.strategy import OuterResult
+from trainer.outer.sparta import OtherRounds, SpartaConfig, SpartaTrainer
 
 __all__ = ["Frontier", "Replica", "Scripted", "fail", "refuse", "same"]
 

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from tests.support.stage_worker import FAST, RUN_ID, RunningWorker, StageProcess
 from trainer.model.loss import IGNORED_LABEL
-from trainer.pipeline import messages
-from trainer.pipeline.tensors import TensorAnswer, ask_tensors
-from trainer.pipeline.wire import part_of, wire_ids
-from trainer.rpc import Endpoint, Identity, Peer, RpcConfig
-from trainer.worker.status import STATUS, StatusAnswer, StatusAsk
+from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig
+from trainer.pipeline.protocol import messages
+from trainer.pipeline.protocol.tensors import TensorAnswer, ask_tensors
+from trainer.pipeline.protocol.wire import part_of, wire_ids
+from trainer.pipeline.worker.status import STATUS, StatusAnswer, StatusAsk
 
 __all__ = ["StageDriver", "running_driver"]
 

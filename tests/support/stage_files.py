@@ -10,10 +10,10 @@ from torch import Tensor
 
 from tests.support.checkpoint_actor import Death, arrange_death
 from tests.support.model_configs import small_config
+from trainer.checkpoint.stages import StageCheckpoints, StageState, StagewiseConfig, newest_set, time_us
+from trainer.checkpoint.stages.parts import stage_shapes
 from trainer.model import ModelConfig, Transformer, build_model
-from trainer.pipeline.plan import StagePlan
-from trainer.stagewise import StageCheckpoints, StageState, StagewiseConfig, newest_set, time_us
-from trainer.stagewise.parts import stage_shapes
+from trainer.model.plan import StagePlan
 
 __all__ = [
     "ACTOR_RUN",

@@ -9,9 +9,9 @@ from torch.nn import functional
 
 from loader import GenesisDataset
 from tests.support.pipeline_swarm import PipelineSwarm
+from trainer.checkpoint.stages import newest_set, time_us
+from trainer.checkpoint.stages.assembling import assemble
 from trainer.model import Transformer
-from trainer.stagewise import newest_set, time_us
-from trainer.stagewise.assembling import assemble
 
 __all__ = ["held_out_loss", "held_out_rows"]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trainer.inner import InnerConfig, make_optimizer
 from trainer.model import ModelConfig, build_stage, stage_ranges
-from trainer.stage import StageConfig, StageKind, StageReplica
+from trainer.pipeline.stage import StageConfig, StageKind, StageReplica
 
 CUT = ModelConfig(vocab_size=64, dim=32, num_layers=4, num_heads=2, num_kv_heads=1, ffn_dim=64, max_seq_len=16)
 CUT_REORDERED = replace(CUT, qk_norm=True, reorder_norm=True)

@@ -26,14 +26,15 @@ from typing import Any
 import torch
 
 from tests.support.model_configs import small_config
+from trainer.compression.activations import activation_codec
 from trainer.inner import InnerConfig, make_optimizer
 from trainer.model import build_stage
-from trainer.pipeline.plan import StagePlan
-from trainer.pipeline.work import boottime_s
-from trainer.rpc import Endpoint, Identity, Peer, RpcConfig
-from trainer.stage import StageConfig, StageReplica
-from trainer.subspace import SubspaceConstraint, activation_codec, basis_of, fixed_table_of
-from trainer.worker import StageWorker, WorkerConfig
+from trainer.model.plan import StagePlan
+from trainer.model.subspace import SubspaceConstraint, basis_of, fixed_table_of
+from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig
+from trainer.pipeline.protocol.work import boottime_s
+from trainer.pipeline.stage import StageConfig, StageReplica
+from trainer.pipeline.worker import StageWorker, WorkerConfig
 
 RUN_ID = "stage-test"
 FAST = {"host": "127.0.0.1", "heartbeat_s": 0.25, "stall_timeout_s": 5.0, "stop_grace_s": 0.2, "tls": False}

@@ -19,10 +19,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.rpc.config import RpcConfig
-from trainer.rpc.endpoint import Endpoint
-from trainer.rpc.identity import Identity
-from trainer.rpc.messages import Peer
+from trainer.network.rpc.config import RpcConfig
+from trainer.network.rpc.endpoint import Endpoint
+from trainer.network.rpc.identity import Identity
+from trainer.network.rpc.messages import Peer
 
 _ROOT = Path(__file__).parents[2]
 
@@ -96,8 +96,8 @@ def _end_with_parent() -> None:
 
 
 async def _donate(arguments: argparse.Namespace) -> None:
-    from trainer.state.config import StateConfig
-    from trainer.state.donor import StateDonor
+    from trainer.network.transfer.config import StateConfig
+    from trainer.network.transfer.donor import StateDonor
 
     config = RpcConfig(host="127.0.0.1", tls=not arguments.plain, heartbeat_s=0.2, stop_grace_s=0.1)
     endpoint = Endpoint(Identity.create(), "run", config)
@@ -109,9 +109,9 @@ async def _donate(arguments: argparse.Namespace) -> None:
 
 
 async def _fetch(arguments: argparse.Namespace) -> None:
-    from trainer.state.config import StateConfig
-    from trainer.state.descriptor import Expectation
-    from trainer.state.fetch import fetch_state
+    from trainer.network.transfer.config import StateConfig
+    from trainer.network.transfer.descriptor import Expectation
+    from trainer.network.transfer.fetch import fetch_state
 
     donors = [Peer(who, where, pem.encode() or None) for who, where, pem in json.loads(arguments.donors)]
     endpoint = Endpoint(Identity.create(), "run", RpcConfig(host="127.0.0.1", tls=not arguments.plain))

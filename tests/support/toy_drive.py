@@ -9,8 +9,8 @@ from typing import Any
 
 from tests.support.rpc_pair import running_endpoint
 from tests.support.toy_stage import DIM, ListedWork, ToySwarm, toy_swarm
-from trainer.driver import DriverConfig, LinkForm, MicroBatchResult, PipelineDriver
-from trainer.subspace import activation_codec
+from trainer.compression.activations import activation_codec
+from trainer.pipeline.driver import DriverConfig, LinkForm, MicroBatchResult, PipelineDriver
 
 STAGES = ("head", "body-1", "tail")
 ONE_EACH = dict.fromkeys(STAGES, 1)

@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 
 from tests.support.rpc_node import RUN_ID, fast_config
-from trainer.driver import StageWorker
-from trainer.driver.workers import LastWord
 from trainer.errors import PeerUnavailableError, RefusedError, RpcError
-from trainer.pipeline import messages
-from trainer.pipeline.micro_batch import MicroBatchId
-from trainer.pipeline.names import StageUid
-from trainer.pipeline.tensors import TensorAnswer, TensorService, ask_tensors
-from trainer.pipeline.work import LeaseTerm, MicroBatch, Settlement, boottime_s
-from trainer.rpc import Endpoint, Identity, Peer, PeerId, Reply, Request
-from trainer.worker.status import STATUS, StatusAnswer, StatusAsk
+from trainer.network.discovery.stage_report import StageUid
+from trainer.network.rpc import Endpoint, Identity, Peer, PeerId, Reply, Request
+from trainer.pipeline.driver import StageWorker
+from trainer.pipeline.driver.workers import LastWord
+from trainer.pipeline.protocol import messages
+from trainer.pipeline.protocol.micro_batch import MicroBatchId
+from trainer.pipeline.protocol.tensors import TensorAnswer, TensorService, ask_tensors
+from trainer.pipeline.protocol.work import LeaseTerm, MicroBatch, Settlement, boottime_s
+from trainer.pipeline.worker.status import STATUS, StatusAnswer, StatusAsk
 
 DIM = 4
 ROWS, POSITIONS = 2, 3

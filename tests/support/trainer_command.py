@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import torch
 
-from trainer.checkpoint import load_newest, wallet_id
+from trainer.checkpoint.node import load_newest, wallet_id
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 100.0

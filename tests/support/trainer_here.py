@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.trainer_command import TrainerCommand
-from trainer.cli.app import run
+from trainer.run.cli.app import run
 
 __all__ = ["TrainerHere", "trainer_here"]
 

@@ -26,15 +26,15 @@ import torch
 from torch import Tensor
 
 from tests.support.small_model import SMALL, VOCAB_SIZE, small_model
+from trainer.aggregation import RuleConfig
 from trainer.collective import CollectiveConfig, PeerCollective, Terms
 from trainer.collective.arithmetic import Arithmetic
-from trainer.diloco import DiLoCoConfig, DiLoCoTrainer
-from trainer.engine.collective import Contribution, RoundResult
-from trainer.engine.strategy import OuterResult
 from trainer.inner import InnerConfig, InnerLoop, make_optimizer
-from trainer.node.loop_thread import LoopThread
-from trainer.robust import RuleConfig
-from trainer.rpc import Endpoint, Identity, Peer, RpcConfig
+from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig
+from trainer.outer.diloco import DiLoCoConfig, DiLoCoTrainer
+from trainer.outer.engine.collective import Contribution, RoundResult
+from trainer.outer.engine.strategy import OuterResult
+from trainer.run.node.loop_thread import LoopThread
 
 __all__ = ["ATTACKS", "NUM_ROUNDS"]
 

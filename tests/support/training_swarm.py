@@ -25,8 +25,8 @@ from typing import Any, Self
 import yaml
 
 from tests.support.text_store import text_store
-from trainer.checkpoint import load_newest, wallet_id
-from trainer.observe import Event, read_events
+from trainer.checkpoint.node import load_newest, wallet_id
+from trainer.monitor import Event, read_events
 
 __all__ = ["MAX_STEPS", "WAIT_S", "TrainingNode", "TrainingSwarm", "check_agreement", "free_port", "wait_until"]
 

@@ -15,10 +15,7 @@ from typing import TypeAlias
 
 import torch
 
-from trainer.codec import Codec
-from trainer.collective.messages import Agreement
-from trainer.errors import CodecError, MalformedAnswerError, RoundFailedError
-from trainer.robust import (
+from trainer.aggregation import (
     Decision,
     Moments,
     RuleConfig,
@@ -29,7 +26,10 @@ from trainer.robust import (
     needs_moments,
     reduce_part,
 )
-from trainer.rpc.boundary import peer_boundary
+from trainer.collective.messages import Agreement
+from trainer.compression.vectors import Codec
+from trainer.errors import CodecError, MalformedAnswerError, RoundFailedError
+from trainer.network.rpc.boundary import peer_boundary
 
 __all__ = ["Arithmetic", "Payload", "ReducedPart"]
 

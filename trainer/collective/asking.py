@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from trainer.aggregation import Moments
 from trainer.collective.config import CollectiveConfig
 from trainer.collective.consulting import split_sums
 from trainer.collective.messages import (
@@ -21,8 +22,7 @@ from trainer.collective.messages import (
     Vote,
 )
 from trainer.errors import CodecError, RpcError
-from trainer.robust import Moments
-from trainer.rpc import Endpoint, Peer
+from trainer.network.rpc import Endpoint, Peer
 
 if TYPE_CHECKING:
     from trainer.collective.service import RoundService

@@ -12,12 +12,12 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
+from trainer.aggregation import Moments
 from trainer.collective.checking import check_commit, check_plan, may_follow
 from trainer.collective.deciding import decide_round, is_majority
 from trainer.collective.messages import Agreement, Commit, Decision, Plan, Vote, Why, short
 from trainer.collective.planning import first_plan
 from trainer.errors import RefusedError
-from trainer.robust import Moments
 
 __all__ = ["Ballot", "Probe"]
 

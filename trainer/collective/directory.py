@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from trainer.rpc import Peer
+from trainer.network.rpc import Peer
 
 __all__ = ["Directory"]
 

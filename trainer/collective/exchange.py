@@ -17,8 +17,8 @@ from trainer.collective.messages import ExchangeOpen, Plan, Task
 from trainer.collective.reduction import Reduction
 from trainer.collective.results import HeldResults, TaskResult
 from trainer.errors import CodecError, PeerUnavailableError, RpcError
-from trainer.rpc import Endpoint, Peer, Stream
-from trainer.rpc.boundary import peer_boundary
+from trainer.network.rpc import Endpoint, Peer, Stream
+from trainer.network.rpc.boundary import peer_boundary
 
 __all__ = ["EXCHANGE", "Exchange", "PassOutcome"]
 

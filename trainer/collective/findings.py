@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from functools import reduce
 from operator import add
 
+from trainer.aggregation import Moments, RuleConfig, validate
 from trainer.collective.messages import Agreement, Why, short
-from trainer.engine.collective import MemberFinding
-from trainer.robust import Moments, RuleConfig, validate
+from trainer.outer.engine.collective import MemberFinding
 
 __all__ = ["add_sums", "findings_of", "measured_of", "weights_of"]
 

@@ -18,10 +18,10 @@ from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
+from trainer.aggregation import cap_weights, contribution_weight
 from trainer.collective.messages import MAX_MEMBERS, Agreement, InviteReply, JoinRequest, Member
 from trainer.collective.planning import cut_values
 from trainer.errors import RefusedError
-from trainer.robust import cap_weights, contribution_weight
 
 __all__ = ["Gathering", "GatheringRules", "make_agreement"]
 

@@ -12,9 +12,9 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from trainer.rpc import Peer
-from trainer.rpc.config import split_address
-from trainer.rpc.remote_address import address_group
+from trainer.network.rpc import Peer
+from trainer.network.rpc.config import split_address
+from trainer.network.rpc.remote_address import address_group
 
 __all__ = ["Latecomers"]
 

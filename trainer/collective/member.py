@@ -13,7 +13,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from trainer.codec import Codec
+from trainer.aggregation import Decision as RuleDecision
+from trainer.aggregation import (
+    Moments,
+    RuleConfig,
+    common_progress,
+    contribution_weight,
+    decide,
+    effective_rule,
+    needs_moments,
+)
 from trainer.collective.arithmetic import Arithmetic
 from trainer.collective.asking import Asking
 from trainer.collective.checking import check_agreement, check_commit, check_plan
@@ -39,19 +48,10 @@ from trainer.collective.reduction import Reduction
 from trainer.collective.results import HeldResults
 from trainer.collective.service import RoundService
 from trainer.collective.terms import Terms
-from trainer.engine.collective import Contribution, RoundReport, RoundResult
+from trainer.compression.vectors import Codec
 from trainer.errors import RefusedError, RoundFailedError, RpcError, StateBehindError
-from trainer.robust import Decision as RuleDecision
-from trainer.robust import (
-    Moments,
-    RuleConfig,
-    common_progress,
-    contribution_weight,
-    decide,
-    effective_rule,
-    needs_moments,
-)
-from trainer.rpc import Endpoint, Peer
+from trainer.network.rpc import Endpoint, Peer
+from trainer.outer.engine.collective import Contribution, RoundReport, RoundResult
 
 __all__ = ["RoundMember", "RoundSetting"]
 

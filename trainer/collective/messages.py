@@ -22,7 +22,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from manifests import canonical_json, sha256_hex
 from trainer.collective.terms import Terms
 from trainer.errors import TrainerUsageError
-from trainer.rpc.config import split_address
+from trainer.network.rpc.config import split_address
 
 __all__ = [
     "MAX_MEMBERS",

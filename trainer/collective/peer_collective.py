@@ -11,16 +11,16 @@ import logging
 import time
 from collections.abc import Callable
 
-from trainer.codec import codec_named
+from trainer.aggregation import RuleConfig
 from trainer.collective.config import CollectiveConfig
 from trainer.collective.directory import Directory
 from trainer.collective.member import RoundMember, RoundSetting
 from trainer.collective.service import RoundService
 from trainer.collective.terms import Terms
-from trainer.engine.collective import Contribution, RoundResult
+from trainer.compression.vectors import codec_named
 from trainer.errors import RoundFailedError, RoundLeftError, StateBehindError
-from trainer.robust import RuleConfig
-from trainer.rpc import Endpoint
+from trainer.network.rpc import Endpoint
+from trainer.outer.engine.collective import Contribution, RoundResult
 
 __all__ = ["PeerCollective"]
 
@@ -83,7 +83,7 @@ class PeerCollective:
         """Whether the last round failed because the others hold another state."""
 
     def reduce(self, contribution: Contribution) -> RoundResult:
-        """Takes part in one round; see `trainer.engine.Collective`."""
+        """Takes part in one round; see `trainer.outer.engine.Collective`."""
         vector = contribution.vector
         if contribution.residual is not None:
             vector = vector + contribution.residual

@@ -16,11 +16,11 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Protocol
 
+from trainer.aggregation import Decision, Moments
 from trainer.collective.arithmetic import Arithmetic, Payload, ReducedPart
 from trainer.collective.messages import Task
 from trainer.errors import RefusedError
-from trainer.robust import Decision, Moments
-from trainer.rpc import Frame
+from trainer.network.rpc import Frame
 
 __all__ = ["PartStream", "Reduction"]
 

@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from trainer.aggregation import Moments, RuleConfig
 from trainer.collective.ballot import Ballot
 from trainer.collective.config import CollectiveConfig
 from trainer.collective.consulting import Consultation, join_sums
@@ -41,8 +42,7 @@ from trainer.collective.planning import coordinator_order, first_plan
 from trainer.collective.reduction import Reduction
 from trainer.collective.terms import Terms
 from trainer.errors import CodecError, RefusedError, RpcError
-from trainer.robust import Moments, RuleConfig
-from trainer.rpc import Endpoint, Peer, Reply, Request, ServerStream
+from trainer.network.rpc import Endpoint, Peer, Reply, Request, ServerStream
 
 __all__ = ["RoundService"]
 

@@ -12,7 +12,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 
 from trainer.errors import TrainerUsageError
 
-__all__ = ["ModelConfig"]
+__all__ = ["ModelConfig", "stage_names"]
 
 _COUNTS = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "max_seq_len")
 _NUMBERS = ("rope_theta", "norm_eps")
@@ -53,7 +53,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     """The output matrix is the embedding; such a model cannot be cut into stages."""
     subspace_rank: int = 0
-    """Dimensions in which the residual stream is written to (`trainer.subspace`); 0: all, an ordinary model."""
+    """Dimensions in which the residual stream is written to (`trainer.model.subspace`); 0: all, an ordinary model."""
     subspace_seed: int = 0
     """Of a subspace's basis and fixed embedding."""
     subspace_free_layers: int = 0
@@ -139,3 +139,14 @@ class ModelConfig:
                 f"model: expected the fields {', '.join(known)}; missing {missing}, unknown {unknown}"
             )
         return ModelConfig(**dict(values))  # type: ignore[arg-type]  # __post_init__ checks each
+
+
+def stage_names(num_stages: int) -> tuple[str, ...]:
+    """The names of a run's stages, in order.
+
+    Raises:
+        TrainerUsageError: there are fewer than two.
+    """
+    if num_stages < 2:
+        raise TrainerUsageError(f"swarm.num_stages: expected 2 or more, found {num_stages}")
+    return ("head", *(f"body-{number}" for number in range(1, num_stages - 1)), "tail")

@@ -17,8 +17,8 @@ from trainer.model.config import ModelConfig
 from trainer.model.init import init_weights
 from trainer.model.layers import Block, Layers, make_blocks
 from trainer.model.stages import BodyStage, HeadStage, Readout, Stage, TailStage, Transformer
-from trainer.subspace.constraint import zero_writers_
-from trainer.subspace.embedding import make_embedding
+from trainer.model.subspace.constraint import zero_writers_
+from trainer.model.subspace.embedding import make_embedding
 
 __all__ = ["build_model", "build_stage", "split", "stage_ranges"]
 

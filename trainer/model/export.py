@@ -27,7 +27,7 @@ from manifests.errors import ContractError
 from trainer.errors import ExportError
 from trainer.model.config import ModelConfig
 from trainer.model.stages import Transformer
-from trainer.subspace.plain import plain_config, plain_state
+from trainer.model.subspace.plain import plain_config, plain_state
 
 __all__ = ["export_hf", "hf_config", "hf_names", "read_vocabulary", "without_padding"]
 

@@ -20,7 +20,7 @@ from manifests import FIRST_MERGE_ID
 from trainer.errors import TrainerUsageError
 from trainer.model.init import init_std, seeded_normal
 from trainer.model.stages import Stage
-from trainer.subspace.embedding import SubspaceEmbedding
+from trainer.model.subspace.embedding import SubspaceEmbedding
 
 __all__ = ["VOCAB_STEP", "grow_rows", "grow_vocabulary", "limit_ids", "rows_for"]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trainer.model.config import ModelConfig
 from trainer.model.layers import Layers, RMSNorm, make_blocks
 from trainer.model.loss import IGNORED_LABEL, sum_of_losses
-from trainer.subspace.embedding import make_embedding
+from trainer.model.subspace.embedding import make_embedding
 
 __all__ = ["BodyStage", "HeadStage", "Readout", "Stage", "TailStage", "Transformer"]
 

@@ -1,10 +1,14 @@
-"""What all sides of a pipeline have in common: how a model is cut, what its parts are called, what is said of them.
+"""A model cut into stages that are held by workers which come, go, lag and lie.
 
-    plan = StagePlan.of(model_config, num_stages=3)          # head, body-1, tail
-    MicroBatchId(epoch=0, shard=17, row=4096)                # the same name for the same rows, for ever
-    await ask_tensors(endpoint, worker, FORWARD, ask, {"input": hidden}, StageAnswer, ...)
+`protocol` is what all sides say to each other; `stage` the arithmetic of one stage; `worker` serves it; `driver` sends
+micro-batches through all of them and audits the answers; `ledger` accounts for every micro-batch, so that none is lost
+or counted twice.
 
-Guarantees: messages are strict and bounded, tensors beside them are of the announced type and shape, nothing is
-unpickled. The trade-off: activations go through the host's memory and one event loop a process, some 500 MB/s, which no
-link between strangers reaches; inside a data centre `torch.distributed.pipelining` is the better tool.
+Guarantees: a micro-batch that was counted is counted once, in every stage (ledger); an answer that lies within what an
+audit can tell costs its worker all further work (driver). The trade-off: activations go through the host's memory and
+Python, some 500 MB/s a process; between machines of one data centre `torch.distributed.pipelining` is faster.
 """
+
+from __future__ import annotations
+
+__all__: list[str] = []

@@ -14,10 +14,10 @@ from grpc import aio
 
 from scripts.baselines.swarm.stage_call import activation, session_cpu_s, timed_calls
 from scripts.baselines.trainer.serving import serve
-from trainer.node.loop_thread import LoopThread
-from trainer.rpc import RpcConfig
-from trainer.rpc.certificates import CERTIFICATE_NAME, make_certificate
-from trainer.rpc.links import channel_options
+from trainer.network.rpc import RpcConfig
+from trainer.network.rpc.certificates import CERTIFICATE_NAME, make_certificate
+from trainer.network.rpc.links import channel_options
+from trainer.run.node.loop_thread import LoopThread
 
 _SERVICE, _METHOD = "limit.Echo", "Echo"
 _MESSAGE_BYTES = 1 << 20

@@ -19,8 +19,8 @@ from scripts.baselines.swarm.stage_call import session_cpu_s
 from scripts.baselines.trainer.serving import serve
 from scripts.baselines.trainer.workload import Workload, plain_optimizer
 from trainer.model import build_stage, preset
+from trainer.model.plan import StagePlan
 from trainer.model.stages import TailStage
-from trainer.pipeline.plan import StagePlan
 
 _TIMEOUT = timedelta(seconds=100)
 _SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}

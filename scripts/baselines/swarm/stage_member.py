@@ -21,16 +21,16 @@ from scripts.baselines.swarm.stage_call import (
     timed_calls,
 )
 from scripts.baselines.trainer.serving import serve
+from trainer.compression.activations import activation_codec
 from trainer.inner import InnerConfig
 from trainer.model.config import ModelConfig
-from trainer.node.loop_thread import LoopThread
-from trainer.pipeline.messages import FORWARD, ForwardAsk, StageAnswer
-from trainer.pipeline.plan import StagePlan
-from trainer.pipeline.tensors import TensorAnswer, ask_tensors
-from trainer.rpc import Endpoint, Identity, Peer, RpcConfig
-from trainer.stage import StageConfig, StageReplica
-from trainer.subspace import activation_codec
-from trainer.worker import StageWorker, WorkerConfig
+from trainer.model.plan import StagePlan
+from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig
+from trainer.pipeline.protocol.messages import FORWARD, ForwardAsk, StageAnswer
+from trainer.pipeline.protocol.tensors import TensorAnswer, ask_tensors
+from trainer.pipeline.stage import StageConfig, StageReplica
+from trainer.pipeline.worker import StageWorker, WorkerConfig
+from trainer.run.node.loop_thread import LoopThread
 
 RUN_ID = "bench"
 STAGE = "body-1"

@@ -16,15 +16,15 @@ import torch
 
 from scripts.baselines.trainer.serving import serve
 from scripts.baselines.trainer.workload import Workload
+from trainer.aggregation import RuleConfig
 from trainer.collective import CollectiveConfig, PeerCollective, Terms
 from trainer.collective.exchange import Exchange
 from trainer.collective.member import RoundMember
-from trainer.diloco import DiLoCoConfig, DiLoCoTrainer
-from trainer.engine.collective import Contribution
 from trainer.inner import InnerConfig, InnerLoop, make_optimizer
-from trainer.node.loop_thread import LoopThread
-from trainer.robust import RuleConfig
-from trainer.rpc import Endpoint, Identity, Peer, RpcConfig
+from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig
+from trainer.outer.diloco import DiLoCoConfig, DiLoCoTrainer
+from trainer.outer.engine.collective import Contribution
+from trainer.run.node.loop_thread import LoopThread
 
 RUN_ID = "bench"
 _TERMS = Terms(architecture={}, tokenizer_lineage="bench", synchronisation={})

@@ -12,12 +12,12 @@ import time
 from pathlib import Path
 
 from tests.support.attacks.target import Target
-from trainer.config import RunConfig, from_mapping, read_yaml
-from trainer.discovery.announcement import Announcement, sign_announcement
-from trainer.discovery.exchange import EXCHANGE_METHOD, ExchangeReply, pack_request
 from trainer.errors import RpcError
-from trainer.pipeline.report import StageReport
-from trainer.rpc import Endpoint, Identity, RpcConfig
+from trainer.network.discovery.announcement import Announcement, sign_announcement
+from trainer.network.discovery.exchange import EXCHANGE_METHOD, ExchangeReply, pack_request
+from trainer.network.discovery.stage_report import StageReport
+from trainer.network.rpc import Endpoint, Identity, RpcConfig
+from trainer.run.config import RunConfig, from_mapping, read_yaml
 
 __all__ = ["attack"]
 

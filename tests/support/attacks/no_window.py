@@ -10,9 +10,9 @@ from pathlib import Path
 
 from tests.support.attacks.target import Target
 from tests.support.raw_http2 import no_window_connection
-from trainer.config import read_yaml
-from trainer.discovery.exchange import EXCHANGE_METHOD
-from trainer.rpc import Identity
+from trainer.network.discovery.exchange import EXCHANGE_METHOD
+from trainer.network.rpc import Identity
+from trainer.run.config import read_yaml
 
 __all__ = ["attack"]
 

@@ -22,15 +22,15 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from tests.support.attacks.target import Target
-from trainer.config import RunConfig, from_mapping, read_yaml
-from trainer.discovery import Announcement, open_discovery
-from trainer.pipeline import messages
-from trainer.pipeline.names import StageUid, stage_names
-from trainer.pipeline.report import StageReport
-from trainer.rpc import Endpoint, Identity, Reply, Request, envelope
-from trainer.rpc.stream import Stream
-from trainer.swarm.shape import SwarmShape, shape_of
-from trainer.worker.status import STATUS
+from trainer.model.config import stage_names
+from trainer.network.discovery import Announcement, open_discovery
+from trainer.network.discovery.stage_report import StageReport, StageUid
+from trainer.network.rpc import Endpoint, Identity, Reply, Request, envelope
+from trainer.network.rpc.stream import Stream
+from trainer.pipeline.protocol import messages
+from trainer.pipeline.worker.status import STATUS
+from trainer.run.config import RunConfig, from_mapping, read_yaml
+from trainer.run.swarm.shape import SwarmShape, shape_of
 
 __all__ = ["NOT_ONLY_JSON", "Liar", "attack"]
 

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 
 from tests.support.attacks.target import Target
-from trainer.config import RunConfig, from_mapping, read_yaml
-from trainer.discovery.announcement import Announcement, sign_announcement
-from trainer.discovery.exchange import (
+from trainer.errors import RpcError
+from trainer.network.discovery.announcement import Announcement, sign_announcement
+from trainer.network.discovery.exchange import (
     EXCHANGE_METHOD,
     PRESENT_METHOD,
     ExchangeReply,
@@ -24,9 +24,9 @@ from trainer.discovery.exchange import (
     pack_request,
     split_records,
 )
-from trainer.errors import RpcError
-from trainer.pipeline.report import StageReport
-from trainer.rpc import Endpoint, Identity, Reply, Request, RpcConfig
+from trainer.network.discovery.stage_report import StageReport
+from trainer.network.rpc import Endpoint, Identity, Reply, Request, RpcConfig
+from trainer.run.config import RunConfig, from_mapping, read_yaml
 
 __all__ = ["attack"]
 

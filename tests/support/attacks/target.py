@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-from trainer.rpc import Peer
+from trainer.network.rpc import Peer
 
 __all__ = ["Target"]
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from tests.trainer.collective.test_planning import agreement_of
-from trainer.codec import codec_named
+from trainer.aggregation import RuleConfig, decide
 from trainer.collective.arithmetic import Arithmetic
 from trainer.collective.planning import first_plan
 from trainer.collective.results import HeldResults
+from trainer.compression.vectors import codec_named
 from trainer.errors import CodecError
-from trainer.robust import RuleConfig, decide
 
 NUM_VALUES = 10_000
 

@@ -11,7 +11,7 @@ from trainer.collective.latecomers import Latecomers
 from trainer.collective.messages import MAX_MEMBERS, Agreement, InviteReply, JoinRequest
 from trainer.collective.terms import Terms
 from trainer.errors import RefusedError
-from trainer.rpc import Peer
+from trainer.network.rpc import Peer
 
 OWN, OTHER, LATE = "0" * 64, "1" * 64, "2" * 64
 

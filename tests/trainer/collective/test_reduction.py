@@ -12,7 +12,7 @@ from tests.trainer.collective.test_arithmetic import contributions
 from trainer.collective.arithmetic import Arithmetic, Payload
 from trainer.collective.planning import first_plan
 from trainer.collective.reduction import Reduction
-from trainer.rpc import Frame
+from trainer.network.rpc import Frame
 
 
 class Contributor:

@@ -14,6 +14,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from tests.support.round_actor import RUN_ID, identity_of, terms
+from trainer.aggregation import Moments, RuleConfig, moments
 from trainer.collective import CollectiveConfig, PeerCollective, Terms
 from trainer.collective.messages import (
     Acknowledge,
@@ -32,11 +33,10 @@ from trainer.collective.messages import (
     Vote,
 )
 from trainer.collective.planning import first_plan
-from trainer.engine.collective import Contribution
 from trainer.errors import CodecError, RefusedError, RoundFailedError
-from trainer.node.loop_thread import LoopThread
-from trainer.robust import Moments, RuleConfig, moments
-from trainer.rpc import Endpoint, Peer, RpcConfig
+from trainer.network.rpc import Endpoint, Peer, RpcConfig
+from trainer.outer.engine.collective import Contribution
+from trainer.run.node.loop_thread import LoopThread
 
 METHODS: dict[str, type[BaseModel]] = {
     "round/join": Agreement,

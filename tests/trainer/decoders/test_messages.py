@@ -19,28 +19,28 @@ from manifests import canonical_json
 from tests.support.event_loop import on_event_loop
 from tests.support.example_store import EXAMPLE_KEY
 from tests.support.extremes import EXAMPLES, changed, damaged, outcome
+from trainer.aggregation import cap_weights, contribution_weight
 from trainer.collective.checking import check_agreement, check_plan, may_follow
 from trainer.collective.consulting import split_sums
 from trainer.collective.messages import Agreement, Commit, Decision, JoinRequest, MomentsReply, Plan, Vote
 from trainer.collective.planning import first_plan
-from trainer.discovery.announcement import Announcement, sign_announcement, verify_announcement
-from trainer.discovery.exchange import ExchangeReply, ExchangeRequest, split_records, unpack_request
-from trainer.discovery.peer_table import PeerTable
-from trainer.driver.presence import is_refused
-from trainer.driver.workers import workers_in
 from trainer.errors import DiscoveryError, RefusedError, TrainerUsageError
-from trainer.ledger.account import Account
-from trainer.ledger.messages import LeaseAnswer, LeaseAsk, RenewAnswer, SettleAnswer, SettleAsk
-from trainer.pipeline.messages import AppliedAnswer, ChainAsk, ForwardAsk, ProgressReport, StageAnswer
-from trainer.pipeline.report import StageReport
-from trainer.robust import cap_weights, contribution_weight
-from trainer.rpc import Identity
-from trainer.rpc.bodies import parse_body
-from trainer.rpc.certificates import certificate_digest
-from trainer.rpc.envelope import parse_head, seal
-from trainer.rpc.strict_json import parse_strict_json
-from trainer.state.descriptor import TensorSpec
-from trainer.worker.status import StatusAnswer
+from trainer.network.discovery.announcement import Announcement, sign_announcement, verify_announcement
+from trainer.network.discovery.exchange import ExchangeReply, ExchangeRequest, split_records, unpack_request
+from trainer.network.discovery.peer_table import PeerTable
+from trainer.network.discovery.stage_report import StageReport
+from trainer.network.rpc import Identity
+from trainer.network.rpc.bodies import parse_body
+from trainer.network.rpc.certificates import certificate_digest
+from trainer.network.rpc.envelope import parse_head, seal
+from trainer.network.rpc.strict_json import parse_strict_json
+from trainer.network.transfer.descriptor import TensorSpec
+from trainer.pipeline.driver.presence import is_refused
+from trainer.pipeline.driver.workers import workers_in
+from trainer.pipeline.ledger.account import Account
+from trainer.pipeline.ledger.messages import LeaseAnswer, LeaseAsk, RenewAnswer, SettleAnswer, SettleAsk
+from trainer.pipeline.protocol.messages import AppliedAnswer, ChainAsk, ForwardAsk, ProgressReport, StageAnswer
+from trainer.pipeline.worker.status import StatusAnswer
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 

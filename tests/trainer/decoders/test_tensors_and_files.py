@@ -26,7 +26,10 @@ from torch.distributed.checkpoint.metadata import (
 from manifests import Checkpoints, ContractError, Manifest, Segment, VocabularyFile, pack_ids, sha256_hex, unpack_ids
 from tests.support.example_store import example_files
 from tests.support.extremes import EXAMPLES, SHAPES, changed, damaged, outcome
-from trainer.codec import codec_named
+from trainer.aggregation import Moments, moments
+from trainer.checkpoint.stages.dcp import METADATA_NAME, DcpFolder
+from trainer.compression.activations import ACTIVATION_CODECS, activation_codec
+from trainer.compression.vectors import codec_named
 from trainer.errors import (
     CodecError,
     CorruptCheckpointError,
@@ -34,13 +37,11 @@ from trainer.errors import (
     NonFiniteActivationError,
     StateTransferError,
 )
-from trainer.node.shared_files import check_meta
-from trainer.robust import Moments, moments
-from trainer.sparta.snapshot import check_meta as check_sparta_meta
-from trainer.stagewise.dcp import METADATA_NAME, DcpFolder
-from trainer.state.descriptor import Descriptor, Expectation, TensorSpec, parse_descriptor
-from trainer.state.tensor_bytes import all_finite, specs_of, tensors_in
-from trainer.subspace import ACTIVATION_CODECS, activation_codec, basis_of
+from trainer.model.subspace import basis_of
+from trainer.network.transfer.descriptor import Descriptor, Expectation, TensorSpec, parse_descriptor
+from trainer.network.transfer.tensor_bytes import all_finite, specs_of, tensors_in
+from trainer.outer.sparta.snapshot import check_meta as check_sparta_meta
+from trainer.run.node.shared_files import check_meta
 
 _DTYPES = ["float32", "float16", "bfloat16", "bool", "int8", "int64", "float64"]
 

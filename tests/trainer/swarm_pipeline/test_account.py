@@ -10,7 +10,7 @@ import pytest
 from tests.support.pipeline_account import check_account
 from tests.support.pipeline_swarm import STAGES, PipelineSwarm, steps_of
 from tests.support.token_store import TokenStore
-from trainer.swarm.shape import target_tokens_of
+from trainer.run.swarm.shape import target_tokens_of
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -18,9 +18,9 @@ from tests.support.churning_swarm import Worker, begin_churning, counted_at_work
 from tests.support.one_process import records_of
 from tests.support.pipeline_account import Recount, account_at_rest, recount_of
 from tests.support.pipeline_swarm import PipelineSwarm, merged
-from trainer.ledger import Account
-from trainer.ledger.records import Record, Settled
-from trainer.pipeline.work import Settlement
+from trainer.pipeline.ledger import Account
+from trainer.pipeline.ledger.records import Record, Settled
+from trainer.pipeline.protocol.work import Settlement
 
 DRIVERS = ("driver-1", "driver-2")
 SEED = 5

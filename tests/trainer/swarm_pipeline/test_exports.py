@@ -15,8 +15,8 @@ from tests.support.pipeline_swarm import STAGES, PipelineSwarm, steps_of
 from tests.support.text_store import text_store
 from tests.support.trainer_command import TrainerCommand
 from trainer.model import build_model
-from trainer.swarm.building import build_stage_site
-from trainer.swarm.shape import shape_of
+from trainer.run.swarm.building import build_stage_site
+from trainer.run.swarm.shape import shape_of
 
 transformers = pytest.importorskip("transformers")
 

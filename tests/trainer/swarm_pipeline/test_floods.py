@@ -19,9 +19,9 @@ from tests.support.stage_driver import running_driver
 from tests.support.stage_worker import RUN_ID, WorkerSetup, held
 from tests.support.toy_drive import until
 from trainer.errors import PeerUnavailableError, RefusedError
-from trainer.ledger import LEDGER_LEASE
-from trainer.ledger.messages import LeaseAnswer, LeaseAsk
-from trainer.pipeline.wire import wire_ids
+from trainer.pipeline.ledger import LEDGER_LEASE
+from trainer.pipeline.ledger.messages import LeaseAnswer, LeaseAsk
+from trainer.pipeline.protocol.wire import wire_ids
 
 NUM_FLOODING = 48
 NUM_BEFORE = 4

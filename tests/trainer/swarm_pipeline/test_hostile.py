@@ -22,8 +22,8 @@ from tests.support.rpc_pair import running_endpoint
 from tests.support.small_pipeline import SmallPipeline, Windows, announced
 from tests.support.stage_worker import RUN_ID, WorkerSetup
 from tests.support.toy_drive import until
-from trainer.driver import PipelineDriver, StageWorker
-from trainer.rpc import Endpoint
+from trainer.network.rpc import Endpoint
+from trainer.pipeline.driver import PipelineDriver, StageWorker
 
 PATIENT = {"stall_timeout_s": 30.0}
 """On a machine that is busy with other things, a worker that says nothing for a second is not gone."""

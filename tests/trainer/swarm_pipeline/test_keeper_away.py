@@ -13,8 +13,8 @@ from tests.support.pipeline_account import check_account
 from tests.support.pipeline_swarm import STAGES, PipelineSwarm
 from tests.support.token_store import TokenStore
 from tests.support.training_swarm import wait_until
-from trainer.config import RunConfig, from_mapping
-from trainer.node.identity import identity_of
+from trainer.run.config import RunConfig, from_mapping
+from trainer.run.node.identity import identity_of
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 

@@ -12,8 +12,8 @@ import pytest
 from tests.support.one_process import records_of
 from tests.support.pipeline_account import check_account
 from tests.support.pipeline_swarm import STAGES, PipelineSwarm, steps_of
-from trainer.ledger.records import Workers
-from trainer.stagewise.naming import named_files
+from trainer.checkpoint.stages.naming import named_files
+from trainer.pipeline.ledger.records import Workers
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -29,11 +29,11 @@ from tests.support.model_configs import random_tokens
 from tests.support.rpc_node import RUN_ID as LEDGER_RUN
 from tests.support.stage_driver import running_driver
 from tests.support.stage_worker import RUN_ID, RunningWorker, WorkerSetup, running_worker
-from trainer.ledger import LEDGER_ACCOUNT, LEDGER_LEASE, LEDGER_RENEW, LEDGER_SETTLE, LedgerService
-from trainer.pipeline import messages
-from trainer.pipeline.wire import wire_ids
-from trainer.rpc import Endpoint
-from trainer.worker.status import STATUS
+from trainer.network.rpc import Endpoint
+from trainer.pipeline.ledger import LEDGER_ACCOUNT, LEDGER_LEASE, LEDGER_RENEW, LEDGER_SETTLE, LedgerService
+from trainer.pipeline.protocol import messages
+from trainer.pipeline.protocol.wire import wire_ids
+from trainer.pipeline.worker.status import STATUS
 
 T = TypeVar("T")
 Json = Any

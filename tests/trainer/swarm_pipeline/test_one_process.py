@@ -19,8 +19,8 @@ from tests.support.one_process import OneProcess, records_of
 from tests.support.pipeline_swarm import STAGES, PipelineSwarm, steps_of
 from tests.support.text_store import text_store
 from tests.support.token_store import TokenStore
-from trainer.swarm.building import build_stage_site
-from trainer.swarm.shape import shape_of
+from trainer.run.swarm.building import build_stage_site
+from trainer.run.swarm.shape import shape_of
 
 STEP_TOLERANCE, TENSOR_TOLERANCE = 1e-4, 1e-3
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.pipeline_account import check_account
 from tests.support.pipeline_swarm import STAGES, PipelineSwarm, steps_of
-from trainer.stagewise.rolling import SET_ASIDE
+from trainer.checkpoint.stages.rolling import SET_ASIDE
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.pipeline_swarm import STAGES, PipelineSwarm, steps_of
 from tests.support.stage_models import held_out_loss, held_out_rows
-from trainer.stagewise.naming import named_files
+from trainer.checkpoint.stages.naming import named_files
 
 TERMINATED = 128 + signal.SIGTERM
 INNER_STEPS = 20

@@ -1,0 +1,168 @@
+"""Attackers among honest members: the stated bound of every rule, whatever they send and claim."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.aggregation import aggregate
+from trainer.aggregation import RuleConfig, cap_weights
+
+NUM_VALUES = 400
+GROUPS = ((5, 1), (7, 2))
+RULES = ("trimmed_mean", "median", "krum", "multi_krum", "centered_clip")
+LARGEST = torch.finfo(torch.float32).max
+
+
+def honest_members(count: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    common = torch.randn(NUM_VALUES, generator=generator)
+    return common + 0.5 * torch.randn(count, NUM_VALUES, generator=generator)
+
+
+def colluding(honest: torch.Tensor, count: int) -> torch.Tensor:
+    """Inliers: one and a half deviations off in every coordinate, all at the same point ("a little is enough")."""
+    return (honest.mean(0) - 1.5 * honest.std(0)).repeat(count, 1)
+
+
+ATTACKS = {
+    "sign flip x10": lambda honest, count: -10 * honest[:count],
+    "NaN": lambda honest, count: torch.full((count, NUM_VALUES), torch.nan),
+    "one NaN": lambda honest, count: honest[:count].index_fill(1, torch.tensor([7]), torch.nan),
+    "infinity": lambda honest, count: torch.full((count, NUM_VALUES), -torch.inf),
+    "large noise": lambda honest, count: 1e6 * honest_members(count, seed=5),
+    "largest": lambda honest, count: torch.full((count, NUM_VALUES), LARGEST),
+    "zero": lambda honest, count: torch.zeros(count, NUM_VALUES),
+    "colluding inliers": colluding,
+    "opposite": lambda honest, count: -honest[:count],
+}
+
+
+def bound(rule: str, num_members: int, num_byzantine: int, spread: float) -> float:
+    """Greatest distance to the honest mean, from the greatest distance of an honest member to it (see the modules)."""
+    if rule == "centered_clip":
+        return spread * num_members / (num_members - 2 * num_byzantine)
+    # A vector with a Krum score as good as an honest one's is that near to an honest one (Blanchard et al., 2017).
+    return spread * (1 + 2 * math.sqrt(num_members - num_byzantine - 2))
+
+
+def check(rule: str, honest: torch.Tensor, attackers: torch.Tensor, result: torch.Tensor) -> None:
+    assert torch.isfinite(result).all()
+    if rule in ("trimmed_mean", "median"):
+        slack = 1e-5 * honest.abs().max(0).values
+        assert (result >= honest.min(0).values - slack).all()
+        assert (result <= honest.max(0).values + slack).all()
+        return
+    centre = honest.double().mean(0)
+    spread = float((honest.double() - centre).norm(dim=1).max())
+    away = float((result.double() - centre).norm())
+    assert away <= bound(rule, len(honest) + len(attackers), len(attackers), spread) * (1 + 1e-4) + 1e-5
+
+
+def shuffled(honest: torch.Tensor, attackers: torch.Tensor, seed: int) -> tuple[torch.Tensor, list[int]]:
+    rows = torch.cat([honest, attackers])
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
+    return rows[order], order
+
+
+@pytest.mark.parametrize("with_reference", [False, True])
+@pytest.mark.parametrize(("num_members", "num_byzantine"), GROUPS)
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("rule", RULES)
+def test_the_honest_mean_is_recovered_within_the_bound(rule, attack, num_members, num_byzantine, with_reference):
+    honest = honest_members(num_members - num_byzantine)
+    attackers = ATTACKS[attack](honest, num_byzantine)
+    rows, _ = shuffled(honest, attackers, seed=num_members)
+    reference = honest_members(1, seed=0)[0] if with_reference else None
+    config = RuleConfig(rule=rule, num_byzantine=num_byzantine)
+    result, decision = aggregate(rows, config, reference=reference)
+    check(rule, honest, attackers, result)
+    cosine = torch.nn.functional.cosine_similarity(result, honest.mean(0), dim=0)
+    assert cosine > 0.7, "the step would go elsewhere"
+    if decision is not None and attack in ("NaN", "one NaN", "infinity"):
+        assert len(decision.excluded) == num_byzantine
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", RULES)
+@settings(max_examples=60, deadline=None)
+@given(
+    group=st.sampled_from(GROUPS),
+    seed=st.integers(0, 2**16),
+    scale=st.floats(-1e9, 1e9),
+    shift=st.floats(-100, 100),
+    together=st.booleans(),
+)
+def test_whatever_they_send(rule, group, seed, scale, shift, together):
+    num_members, num_byzantine = group
+    honest = honest_members(num_members - num_byzantine, seed)
+    attackers = scale * honest_members(num_byzantine, seed + 1) + shift
+    if together:
+        attackers = attackers[:1].repeat(num_byzantine, 1)
+    rows, _ = shuffled(honest, attackers, seed)
+    result, _ = aggregate(rows, RuleConfig(rule=rule, num_byzantine=num_byzantine))
+    check(rule, honest, attackers, result)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("num_members", "num_byzantine"), GROUPS)
+def test_a_claimed_weight_does_not_buy_the_result(rule, num_members, num_byzantine):
+    honest = honest_members(num_members - num_byzantine)
+    attackers = -10 * honest[:num_byzantine]
+    weights = cap_weights([10.0] * len(honest) + [1e12] * num_byzantine)
+    result, _ = aggregate(
+        torch.cat([honest, attackers]), RuleConfig(rule=rule, num_byzantine=num_byzantine), weights=weights
+    )
+    check(rule, honest, attackers, result)
+
+
+def test_the_mean_is_owned_by_one_attacker_but_stays_finite():
+    """What the robust rules are for."""
+    honest = honest_members(4)
+    result, _ = aggregate(
+        torch.cat([honest, torch.full((1, NUM_VALUES), LARGEST)]), RuleConfig(rule="mean", validation="off")
+    )
+    assert torch.isfinite(result).all()
+    assert result.norm() > 1e6 * honest.mean(0).norm()
+
+
+def test_enforced_validation_saves_even_the_mean():
+    honest = honest_members(4)
+    reference = honest_members(1, seed=0)[0]
+    rows = torch.cat([honest, -10 * honest[:1]])
+    result, decision = aggregate(rows, RuleConfig(rule="mean", validation="enforce"), reference=reference)
+    torch.testing.assert_close(result, honest.mean(0))
+    assert decision is not None
+    assert set(decision.excluded) == {4}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("num_members", [5, 7])
+def test_identical_members_agree_on_themselves(rule, num_members):
+    row = honest_members(1)
+    result, _ = aggregate(row.repeat(num_members, 1), RuleConfig(rule=rule))
+    torch.testing.assert_close(result, row[0], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("rule", ["krum", "median", "trimmed_mean"])
+def test_the_order_of_members_changes_no_bit(rule):
+    honest = honest_members(5)
+    attackers = -10 * honest[:2]
+    config = RuleConfig(rule=rule, num_byzantine=2)
+    results = [aggregate(shuffled(honest, attackers, seed)[0], config)[0] for seed in range(6)]
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("num_members", [1, 2, 3])
+@pytest.mark.parametrize("num_values", [1, 5])
+def test_small_groups_and_short_vectors_have_a_result(rule, num_members, num_values):
+    rows = honest_members(num_members)[:, :num_values].contiguous()
+    result, _ = aggregate(rows, RuleConfig(rule=rule, num_byzantine=2), num_parts=1)
+    assert torch.isfinite(result).all()
+    assert (result >= rows.min(0).values - 1e-5).all()
+    assert (result <= rows.max(0).values + 1e-5).all()

@@ -1,0 +1,153 @@
+"""Gradient validation: 000's three checks, and what 000 gets wrong (E5)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trainer.aggregation import RuleConfig, moments, validate, validate_gradient
+from trainer.errors import TrainerUsageError
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+REFERENCE = noise(4096)
+
+
+@pytest.mark.parametrize(
+    ("submitted", "reason"),
+    [
+        (REFERENCE + 0.5 * noise(4096, seed=1), ""),
+        (-REFERENCE, "direction: cosine -1"),
+        (noise(4096, seed=1), "direction"),
+        (10.5 * REFERENCE, "magnitude: 10.5 times"),
+        (0.09 * REFERENCE, "magnitude: 0.09 times"),
+        (torch.zeros(4096), "direction"),
+        (10 * REFERENCE, ""),
+        (0.1 * REFERENCE, ""),
+        (REFERENCE.clone().index_fill_(0, torch.tensor([5]), torch.nan), "not finite"),
+    ],
+    ids=["honest", "opposite", "unrelated", "large", "small", "zero", "at most", "at least", "NaN"],
+)
+def test_the_three_checks(submitted, reason):
+    finding = validate_gradient(submitted, REFERENCE)
+    assert finding.passed == (reason == "")
+    assert finding.reason.startswith(reason)
+    assert bool(finding.reason) == bool(reason)
+
+
+def test_a_variance_out_of_proportion():
+    """Norm and direction may pass while the spread does not: the reference is nearly constant."""
+    reference = torch.ones(4096) + 0.01 * REFERENCE
+    finding = validate_gradient(torch.ones(4096) + 0.5 * noise(4096, seed=1), reference)
+    assert not finding.passed
+    assert finding.reason.startswith("variance")
+    assert finding.variance_ratio == pytest.approx(2500, rel=0.1)
+
+
+def test_figures_are_those_of_torch():
+    submitted = REFERENCE + noise(4096, seed=1)
+    finding = validate_gradient(submitted, REFERENCE)
+    assert finding.cosine == pytest.approx(
+        torch.nn.functional.cosine_similarity(submitted, REFERENCE, dim=0).item(), rel=1e-5
+    )
+    assert finding.norm_ratio == pytest.approx((submitted.norm() / REFERENCE.norm()).item(), rel=1e-5)
+    assert finding.variance_ratio == pytest.approx((submitted.var() / REFERENCE.var()).item(), rel=1e-5)
+
+
+def test_any_shape_is_one_vector():
+    assert validate_gradient(REFERENCE.reshape(64, 64), REFERENCE.reshape(64, 64)).passed
+    assert not validate_gradient(-REFERENCE.reshape(8, 8, 64), REFERENCE.reshape(8, 8, 64)).passed
+
+
+@pytest.mark.parametrize("submitted", [torch.ones(8), torch.zeros(8), -1e30 * torch.ones(8)])
+def test_before_the_first_round_there_is_nothing_to_compare_with(submitted):
+    finding = validate_gradient(submitted, torch.zeros(8))
+    assert finding.passed
+    assert finding.reason == "no reference to compare with yet"
+    assert finding.cosine is None
+    assert finding.norm_ratio is None
+
+
+@pytest.mark.parametrize(("value", "passed"), [(2.0, True), (-2.0, False), (30.0, False), (0.0, False)])
+def test_one_value_has_no_variance(value, passed):
+    finding = validate_gradient(torch.tensor([value]), torch.tensor([2.0]))
+    assert finding.passed == passed
+    assert finding.variance_ratio is None
+
+
+def test_a_constant_reference_has_no_variance_to_compare_with():
+    finding = validate_gradient(torch.full((1000,), 0.1) + 0.01 * noise(1000), torch.full((1000,), 0.1))
+    assert finding.passed
+    assert finding.reason == "variance not compared: the reference has none"
+
+
+def test_not_finite_is_found_before_everything():
+    assert not validate_gradient(torch.tensor([torch.nan]), torch.zeros(1)).passed
+
+
+def test_bounds_are_options():
+    config = RuleConfig(min_cosine=-1, max_norm_ratio=100)
+    assert validate_gradient(-50 * REFERENCE, REFERENCE, config).passed is False  # the variance is 2,500 times
+    assert validate_gradient(-9 * REFERENCE, REFERENCE, config).passed
+
+
+def members(count: int, cosine: float, num_values: int = 60_000) -> torch.Tensor:
+    """Honest ones, with so large a cosine to each other."""
+    common, own = noise(num_values, seed=3), noise(count, num_values, seed=4)
+    return cosine**0.5 * common + (1 - cosine) ** 0.5 * own
+
+
+def found_of(rows: torch.Tensor, config: RuleConfig | None = None) -> list[bool]:
+    findings = validate(moments(rows, torch.zeros(rows.shape[1])), config or RuleConfig())
+    assert [finding.member for finding in findings] == list(range(len(rows)))
+    return [finding.passed for finding in findings]
+
+
+LIES = {
+    "x -10": lambda own: -10 * own,
+    "x 1000": lambda own: 1000 * own,
+    "not a number": lambda own: torch.full_like(own, torch.nan),
+    "zeros": torch.zeros_like,
+    "sign flipped": lambda own: -own,
+    "noise of the same norm": lambda own: noise(*own.shape, seed=9) * own.norm(dim=1, keepdim=True) / 60_000**0.5,
+    "one noise of all": lambda own: noise(1, own.shape[1], seed=9).repeat(len(own), 1),
+}
+
+
+@pytest.mark.parametrize("cosine", [0.1, 0.3, 0.9])
+@pytest.mark.parametrize(("count", "num_liars"), [(3, 1), (4, 1), (5, 2), (7, 2), (7, 3), (8, 3)])
+@pytest.mark.parametrize("lie", LIES)
+def test_a_minority_that_lies_is_told_from_the_others(lie, count, num_liars, cosine):
+    rows = members(count, cosine)
+    rows[-num_liars:] = LIES[lie](rows[-num_liars:])
+    assert found_of(rows) == [True] * (count - num_liars) + [False] * num_liars
+
+
+@pytest.mark.parametrize("cosine", [0.0, 0.05, 0.3, 1.0])
+@pytest.mark.parametrize("count", [3, 4, 8])
+def test_of_the_honest_nobody_is_odd_however_much_they_agree(count, cosine):
+    assert found_of(members(count, cosine)) == [True] * count
+    assert found_of(members(count, cosine, num_values=50)) == [True] * count
+
+
+def test_who_trained_on_other_data_or_for_less_time_is_not_odd():
+    rows = members(4, 0.3)
+    rows[3] = 0.45 * rows[3] + 0.9 * noise(60_000, seed=12)
+    rows[2] *= 0.2
+    assert found_of(rows) == [True] * 4
+
+
+def test_who_weighs_nothing_is_not_looked_at():
+    rows = torch.cat([members(3, 0.3), torch.zeros(3, 60_000)])
+    found = moments(rows, torch.zeros(60_000))
+    findings = validate(found, RuleConfig(), [1.0, 1.0, 1.0, 0.0, 0.0, 0.0])
+    assert all(finding.passed for finding in findings)
+    assert findings[3].reason == "brings nothing (weight 0)"
+
+
+def test_sizes_must_agree():
+    with pytest.raises(TrainerUsageError, match="vectors of 4 values"):
+        validate_gradient(torch.ones(3), torch.ones(4))

@@ -1,0 +1,223 @@
+"""Saving beside training: what is copied when, what is left out, what a failing disk does, who else is kept out."""
+
+from __future__ import annotations
+
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.checkpoint_actor import WALLET, check, contents, hold
+from trainer.checkpoint.node import Checkpointer, checkpoint_path, load_newest
+from trainer.checkpoint.node import checkpointer as module
+from trainer.checkpoint.node.staging import HostBuffers
+from trainer.errors import CheckpointError
+
+
+class Gate:
+    """Stands before the real writing: a disk that is as slow as the test wants."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.reached = threading.Event()
+        self._write = module.write_checkpoint
+
+    def write(self, newest: Path, tree: dict[str, object], step: int, keep: int) -> None:
+        self.reached.set()
+        assert self.open.wait(60)
+        self._write(newest, tree, step, keep)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate()
+    monkeypatch.setattr(module, "write_checkpoint", gate.write)
+    yield gate
+    gate.open.set()
+
+
+@contextmanager
+def full_disk(size_bytes: int = 50_000) -> Iterator[None]:
+    """Files of this process cannot grow beyond a size: a write fails half-way, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def _found(folder: Path) -> int | None:
+    found = load_newest(folder, WALLET)
+    return None if found is None else check(found)
+
+
+def test_what_changes_after_save_has_returned_is_not_in_the_file(tmp_path: Path, gate: Gate) -> None:
+    state = contents(10)
+    with Checkpointer(tmp_path, WALLET) as checkpointer:
+        checkpointer.save(state)
+        assert gate.reached.wait(60)
+        state["layers"]["0"]["w"].zero_()
+        state["loader"]["position"] = 99
+        gate.open.set()
+    assert _found(tmp_path) == 10
+
+
+def test_a_periodic_save_is_left_out_while_one_is_being_written(tmp_path: Path, gate: Gate) -> None:
+    with Checkpointer(tmp_path, WALLET) as checkpointer:
+        assert checkpointer.save(contents(10))
+        assert not checkpointer.save(contents(20))
+        assert not checkpointer.save(contents(30))
+        assert (checkpointer.saved, checkpointer.skipped) == (0, 2)
+        gate.open.set()
+        checkpointer.flush()
+        assert checkpointer.saved == 1
+        assert _found(tmp_path) == 10
+        assert checkpointer.save(contents(40))
+    assert _found(tmp_path) == 40
+
+
+def test_a_save_that_waits_is_not_left_out(tmp_path: Path, gate: Gate) -> None:
+    with Checkpointer(tmp_path, WALLET) as checkpointer:
+        checkpointer.save(contents(10))
+        assert gate.reached.wait(60)
+        threading.Timer(0.1, gate.open.set).start()
+        assert checkpointer.save(contents(20), wait=True)
+        assert (checkpointer.saved, checkpointer.skipped) == (2, 0)
+        assert _found(tmp_path) == 20
+
+
+def test_waiting_has_an_end(tmp_path: Path, gate: Gate) -> None:
+    with Checkpointer(tmp_path, WALLET) as checkpointer:
+        checkpointer.save(contents(10))
+        with pytest.raises(CheckpointError, match=r"within 0\.05 s"):
+            checkpointer.flush(0.05)
+        with pytest.raises(CheckpointError, match=r"within 0\.05 s"):
+            checkpointer.save(contents(20), wait=True, timeout_s=0.05)
+        gate.open.set()
+        checkpointer.save(contents(30), wait=True)
+    assert _found(tmp_path) == 30
+
+
+def test_a_disk_that_is_full_is_told_by_the_next_save_with_everything_as_it_was(tmp_path: Path) -> None:
+    state = contents(20)
+    with Checkpointer(tmp_path, WALLET) as checkpointer:
+        checkpointer.save(contents(10), wait=True)
+        with full_disk():
+            assert checkpointer.save(state)
+            while checkpointer.busy:
+                threading.Event().wait(0.01)
+            with pytest.raises(CheckpointError, match=r"checkpoint of step 20, found: .*File too large"):
+                checkpointer.save(contents(30))
+        assert check(state) == 20
+        assert _found(tmp_path) == 10
+        assert not list(tmp_path.glob(".*.tmp"))
+        assert checkpointer.save(contents(40))  # Told once: the disk has room again.
+        checkpointer.flush()
+        assert _found(tmp_path) == 40
+
+
+def test_a_disk_that_is_full_is_told_by_flush_by_close_and_by_a_save_that_waits(tmp_path: Path) -> None:
+    with full_disk():
+        with Checkpointer(tmp_path, WALLET) as checkpointer:
+            checkpointer.save(contents(10))
+            with pytest.raises(CheckpointError, match="step 10"):
+                checkpointer.flush()
+            checkpointer.flush()
+            with pytest.raises(CheckpointError, match="step 20"):
+                checkpointer.save(contents(20), wait=True)
+        with pytest.raises(CheckpointError, match="step 30"), Checkpointer(tmp_path, WALLET) as checkpointer:
+            checkpointer.save(contents(30))
+    assert _found(tmp_path) is None
+
+
+def test_the_last_save_is_tried_although_the_one_before_failed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Checkpointer(tmp_path, WALLET) as checkpointer:
+        with full_disk():
+            checkpointer.save(contents(10))
+            while checkpointer.busy:
+                threading.Event().wait(0.01)
+        checkpointer.save(contents(20), wait=True)
+    assert "step 10" in caplog.text
+    assert _found(tmp_path) == 20
+
+
+def test_what_went_wrong_in_training_is_not_hidden_by_the_disk(tmp_path: Path) -> None:
+    with full_disk(), pytest.raises(KeyError, match="training"), Checkpointer(tmp_path, WALLET) as checkpointer:
+        checkpointer.save(contents(10))
+        raise KeyError("training")
+
+
+def test_memory_is_reused_from_save_to_save_as_long_as_shapes_stay() -> None:
+    def staged(*shape: int) -> torch.Tensor:
+        tree = buffers.stage({"layers": [{"w": torch.ones(shape)}]}).tree
+        buffer: torch.Tensor = tree["layers"][0]["w"]  # type: ignore[index]
+        return buffer
+
+    buffers = HostBuffers()
+    first = staged(3, 4)
+    assert staged(3, 4) is first
+    assert staged(4, 3).shape == (4, 3)
+
+
+@pytest.mark.slow
+def test_a_second_process_with_the_same_wallet_is_refused_until_the_first_is_gone(
+    tmp_path: Path, processes: ForkServerContext, start: Callable[..., ForkServerProcess]
+) -> None:
+    ready = processes.Event()
+    first = start(hold, str(tmp_path), ready)
+    assert ready.wait(60)
+    second = Checkpointer(tmp_path, WALLET)
+    with pytest.raises(CheckpointError, match="another one training with the same wallet"):
+        second.open()
+    with pytest.raises(CheckpointError, match=r"dynamic_node_ab12\.lock"):
+        second.save(contents(1))
+    assert _found(tmp_path) is None
+    first.kill()
+    first.join(30)
+    with second:
+        second.save(contents(1), wait=True)
+    assert _found(tmp_path) == 1
+
+
+def test_within_a_process_it_is_refused_too(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, WALLET), pytest.raises(CheckpointError, match="same wallet"):
+        Checkpointer(tmp_path, WALLET).open()
+    with Checkpointer(tmp_path, WALLET):
+        pass
+
+
+def test_a_folder_that_cannot_be_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="expected a folder"):
+        Checkpointer(tmp_path / "file" / "checkpoints", WALLET).open()
+
+
+def test_folders_are_made(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    with Checkpointer(folder, WALLET) as checkpointer:
+        checkpointer.save(contents(1), wait=True)
+        assert checkpointer.path == checkpoint_path(folder, WALLET)
+    assert _found(folder) == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+def test_from_a_gpu_the_values_are_those_at_the_time_of_the_save(tmp_path: Path) -> None:
+    values = torch.arange(1 << 24, dtype=torch.float32, device="cuda")
+    with Checkpointer(tmp_path, WALLET) as checkpointer:
+        for step in range(3):
+            values += 1
+            checkpointer.save({"training_rounds": step, "values": values})
+            values.mul_(2)  # Queued behind the copy.
+            checkpointer.flush()
+            values.div_(2)
+            found = load_newest(tmp_path, WALLET)
+            assert found is not None
+            assert torch.equal(found["values"], torch.arange(1 << 24, dtype=torch.float32) + step + 1)

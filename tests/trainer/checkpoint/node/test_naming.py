@@ -1,0 +1,91 @@
+"""Whose checkpoints they are, and what they are called."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.checkpoint.node import checkpoint_path, former_wallet_id, take_over_former_names, wallet_id
+from trainer.checkpoint.node.naming import kept_path, kept_paths, lock_path
+from trainer.errors import CheckpointError, TrainerUsageError
+
+
+@pytest.mark.slow
+def test_the_wallet_follows_from_the_token_wherever_the_node_is() -> None:
+    assert wallet_id("secret", "gpu-1") == wallet_id("secret", "gpu-2") == "f552d9594b5413e4"
+
+
+@pytest.mark.parametrize("token", [None, ""])
+def test_without_a_token_it_follows_from_the_node_id(token: str | None) -> None:
+    assert wallet_id(token, "gpu-1") == "dfe1f80ee72a6580" != wallet_id(token, "gpu-2")
+
+
+@pytest.mark.slow
+def test_a_name_is_no_plain_hash_of_a_token() -> None:
+    plain = {hashlib.new(name, b"secret").hexdigest() for name in ("md5", "sha1", "sha256", "sha512", "blake2b")}
+    assert not any(wallet_id("secret", "") in digest for digest in plain)
+
+
+@pytest.mark.slow
+def test_former_names_are_taken_over(tmp_path: Path) -> None:
+    former = checkpoint_path(tmp_path, former_wallet_id("secret"), "rank-1")
+    newest = checkpoint_path(tmp_path, wallet_id("secret", ""), "rank-1")
+    others = checkpoint_path(tmp_path, former_wallet_id("secret"))
+    for path in (kept_path(former, 10), kept_path(former, 20), former, others, former.with_suffix(".yaml")):
+        path.write_text(path.name)
+    take_over_former_names(tmp_path, "secret", "rank-1")
+    assert newest.read_text() == former.name
+    assert kept_paths(newest) == [kept_path(newest, 20), kept_path(newest, 10)]
+    assert newest.with_suffix(".yaml").exists()
+    assert others.exists()
+    assert not list(tmp_path.glob(f"{former.stem}*"))
+    take_over_former_names(tmp_path, "secret", "rank-1")
+    take_over_former_names(tmp_path, "another", "rank-1")
+
+
+def test_former_names_beside_new_ones_or_in_use_are_refused(tmp_path: Path) -> None:
+    former = checkpoint_path(tmp_path, former_wallet_id("secret"))
+    newest = checkpoint_path(tmp_path, wallet_id("secret", ""))
+    former.write_text("former")
+    with FileLock(lock_path(former)), pytest.raises(CheckpointError, match="stop it first"):
+        take_over_former_names(tmp_path, "secret")
+    newest.write_text("newest")
+    with pytest.raises(CheckpointError, match="move one of the two away"):
+        take_over_former_names(tmp_path, "secret")
+    assert (former.read_text(), newest.read_text()) == ("former", "newest")
+
+
+def test_with_neither_it_is_refused() -> None:
+    with pytest.raises(TrainerUsageError, match="--node-id"):
+        wallet_id(None, "")
+
+
+@pytest.mark.slow
+@given(st.text(min_size=1), st.text())
+@settings(max_examples=10, deadline=None)
+def test_it_is_16_hex_digits_and_not_the_token(token: str, node_id: str) -> None:
+    wallet = wallet_id(token, node_id)
+    assert len(wallet) == 16
+    assert set(wallet) <= set("0123456789abcdef")
+    assert len(token) < 6 or token not in wallet
+
+
+def test_the_name_is_that_of_the_specification_below_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    path = checkpoint_path("~/.neuroshard/checkpoints", "ab12")
+    assert path == Path("/home/someone/.neuroshard/checkpoints/dynamic_node_ab12.pt")
+
+
+def test_an_instance_has_files_of_its_own() -> None:
+    assert checkpoint_path("/x", "ab12", "layers-0-7").name == "dynamic_node_ab12_layers-0-7.pt"
+
+
+@pytest.mark.parametrize(("wallet", "instance"), [("", ""), ("../x", ""), ("AB", ""), ("ab", "a/b"), ("ab", "..")])
+def test_what_would_lead_elsewhere_is_refused(wallet: str, instance: str) -> None:
+    with pytest.raises(TrainerUsageError, match=r"^(wallet|instance): "):
+        checkpoint_path("/x", wallet, instance)

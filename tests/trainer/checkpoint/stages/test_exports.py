@@ -1,0 +1,188 @@
+"""What stages were at a moment, in other programs: the same logits there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tests.support.model_configs import small_config
+from tests.support.stage_files import random_model, write_model
+from tests.support.torchtitan_llama import torchtitan_logits
+from tests.support.torchtitan_model import REQUIREMENTS
+from tests.trainer.checkpoint.stages.conftest import NUM_IDS
+from trainer.checkpoint.stages import WholeModel, assemble, export_torchtitan, newest_set, time_us
+from trainer.checkpoint.stages.torchtitan import from_halves, to_halves
+from trainer.errors import ExportError
+from trainer.model import ModelConfig, Transformer, build_model, export_hf
+from trainer.model.plan import StagePlan
+from trainer.model.subspace import SubspaceConfig, SubspaceConstraint
+
+_LLAMA = small_config(vocab_size=300, rope_theta=1000.0, norm_eps=1e-3)
+_OLMO = small_config(vocab_size=300, qk_norm=True, reorder_norm=True, norm_eps=1e-3)
+
+
+def _ids(rows: int = NUM_IDS) -> Tensor:
+    return torch.randint(0, rows, (2, 32), generator=torch.Generator().manual_seed(1))
+
+
+def _assembled(folder: Path, model: Transformer) -> WholeModel:
+    plan = StagePlan.of(model.config, 3)
+    write_model(folder, model, plan, {"head": 601.0, "body-1": 602.0, "tail": 630.0})
+    return assemble(newest_set(folder, "run", time_us(1e9)))
+
+
+def _subspace_model(config: ModelConfig) -> Transformer:
+    """A subspace network whose trained part is neither small nor at its first values."""
+    model = build_model(SubspaceConfig(rank=4, seed=9).applied_to(config, free_layers=1), 3)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
+        SubspaceConstraint(model, model.config).project_()
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "olmo2", "subspace"])
+def test_transformers_gives_the_same_logits(kind: str, tokenizer_json: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = _subspace_model(_OLMO) if kind == "subspace" else random_model(_LLAMA if kind == "llama" else _OLMO)
+    whole = _assembled(tmp_path, model)
+    export_hf(whole.state, whole.config, tokenizer_json, tmp_path / "hf")
+
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+
+    assert type(loaded).__name__ == ("LlamaForCausalLM" if kind == "llama" else "Olmo2ForCausalLM")
+    with torch.no_grad():
+        theirs, ours = loaded(_ids()).logits, model(_ids())[..., :NUM_IDS]
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=2e-5)
+    assert ours.std() > 0.5
+
+
+@pytest.mark.parametrize("kind", ["llama", "subspace"])
+def test_torchtitan_s_rotation_gives_the_same_logits(kind: str, tokenizer_json: Path, tmp_path: Path) -> None:
+    model = _subspace_model(_LLAMA) if kind == "subspace" else random_model(_LLAMA)
+    whole = _assembled(tmp_path, model)
+    files = export_torchtitan(whole.state, whole.config, tokenizer_json, tmp_path / "titan")
+
+    state = _loaded(tmp_path / "titan")
+    arguments = json.loads((tmp_path / "titan" / "genesis_model.json").read_text())["torchtitan"]
+    with torch.no_grad():
+        theirs, ours = torchtitan_logits(state, arguments, _ids()), model(_ids())[..., :NUM_IDS]
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=2e-5)
+    assert ours.std() > 0.5
+    without = dict(state) | {
+        "layers.0.attention.qkv_linear.wq.weight": model.state_dict()["layers.0.attention.q_proj.weight"]
+    }
+    with torch.no_grad():  # The order of rows is what makes it so.
+        assert (torchtitan_logits(without, arguments, _ids()) - ours).abs().max() > 0.01
+    assert {path.name for path in files} >= {".metadata", "genesis_model.json", "tokenizer.json"}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_torchtitan_itself_gives_the_same_logits(tokenizer_json: Path, tmp_path: Path, torchtitan_path: Path) -> None:
+    model = random_model(_LLAMA)
+    export_torchtitan(model.state_dict(), _LLAMA, tokenizer_json, tmp_path / "titan")
+    torch.save(_ids(), tmp_path / "ids.pt")
+    command = [sys.executable, "-m", "tests.support.torchtitan_model", tmp_path / "titan", tmp_path / "ids.pt"]
+    subprocess.run(
+        [*map(str, command), str(tmp_path / "logits.pt")],
+        env={**os.environ, "PYTHONPATH": f"{Path(__file__).parents[4]}{os.pathsep}{torchtitan_path}"},
+        check=True,
+        timeout=300,
+    )
+    with torch.no_grad():
+        ours = model(_ids())[..., :NUM_IDS]
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), ours, rtol=0, atol=2e-5)
+
+
+@pytest.fixture(scope="session")
+def torchtitan_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """torchtitan as released, in a folder of its own: its requirements would bring another torch."""
+    folder = tmp_path_factory.mktemp("torchtitan")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *REQUIREMENTS]
+    subprocess.run(command, check=True, timeout=500)
+    return folder
+
+
+def _loaded(folder: Path) -> dict[str, Tensor]:
+    """What torch's own reader finds, as torchtitan uses it: tensors at the top, by torchtitan's names."""
+    target = folder.with_suffix(".pt")
+    dcp_to_torch_save(folder, target)
+    loaded: dict[str, Tensor] = torch.load(target, weights_only=True)
+    return loaded
+
+
+@given(heads=st.integers(1, 4), half=st.integers(1, 4), dim=st.integers(1, 5))
+def test_the_order_of_rows_goes_there_and_back(heads: int, half: int, dim: int) -> None:
+    matrix = torch.randn(heads * 2 * half, dim)
+    there = from_halves(matrix, heads)
+    assert torch.equal(to_halves(there, heads), matrix)
+    by_head, of_it = matrix.view(heads, 2 * half, dim), there.view(heads, 2 * half, dim)
+    for index in range(half):  # Neighbours there are value and its partner half a head away here.
+        assert torch.equal(of_it[:, 2 * index], by_head[:, index])
+        assert torch.equal(of_it[:, 2 * index + 1], by_head[:, index + half])
+
+
+def test_names_types_and_arguments(tokenizer_json: Path, tmp_path: Path) -> None:
+    model = random_model(_LLAMA)
+    export_torchtitan(model.state_dict(), _LLAMA, tokenizer_json, tmp_path / "titan", dtype="bfloat16")
+    state = _loaded(tmp_path / "titan")
+    layer = {name.removeprefix("layers.3.") for name in state if name.startswith("layers.3.")}
+    assert layer == {
+        *(f"attention.{name}.weight" for name in ("qkv_linear.wq", "qkv_linear.wk", "qkv_linear.wv", "wo")),
+        *(f"feed_forward.{name}.weight" for name in ("w1", "w2", "w3")),
+        *("attention_norm.weight", "ffn_norm.weight"),
+    }
+    assert {name for name in state if "layers" not in name} == {
+        "tok_embeddings.weight",
+        "norm.weight",
+        "lm_head.weight",
+    }
+    assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16}
+    down = model.state_dict()["layers.2.feed_forward.down_proj.weight"].bfloat16()
+    assert torch.equal(state["layers.2.feed_forward.w2.weight"], down)
+    about = json.loads((tmp_path / "titan" / "genesis_model.json").read_text())
+    assert about["torchtitan"] == {
+        **{"dim": 16, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 24, "vocab_size": NUM_IDS},
+        **{"norm_eps": 1e-3, "rope_theta": 1000.0, "rope_scaling": "none", "max_seq_len": 32},
+    }
+    assert ModelConfig.from_dict(about["genesis"]) == replace(_LLAMA, vocab_size=NUM_IDS)
+    assert about["torchtitan_release"] == "0.3"
+    assert state["lm_head.weight"].shape == (NUM_IDS, 16), "rows that only pad the vocabulary are left out"
+
+
+def test_what_torchtitan_has_not_is_refused(tokenizer_json: Path, tmp_path: Path) -> None:
+    state = random_model(_LLAMA).state_dict()
+    out = tmp_path / "titan"
+    refused = {
+        "--to hf": (random_model(_OLMO).state_dict(), _OLMO),
+        "tie_embeddings": (state, replace(_LLAMA, tie_embeddings=True)),
+        "missing": ({name: value for name, value in state.items() if name != "readout.norm.weight"}, _LLAMA),
+        "unknown": (state | {"layers.9.x": torch.zeros(1)}, _LLAMA),
+        "in the place of": (state | {"layers.0.attention.k_proj.weight": torch.zeros(16, 16)}, _LLAMA),
+        "finite": (state | {"readout.norm.weight": torch.full((16,), float("nan"))}, _LLAMA),
+    }
+    for message, (weights, config) in refused.items():
+        with pytest.raises(ExportError, match=message):
+            export_torchtitan(weights, config, tokenizer_json, out)
+    with pytest.raises(ExportError, match="tokenizer"):
+        export_torchtitan(state, _LLAMA, tmp_path / "absent.json", out)
+    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]
+    out.mkdir()
+    (out / "notes").write_text("mine")
+    with pytest.raises(ExportError, match="new or empty folder"):
+        export_torchtitan(state, _LLAMA, tokenizer_json, out)

@@ -1,0 +1,274 @@
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import zipfile
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.model_configs import small_config
+from tests.support.stage_files import random_model, write_model
+from trainer.checkpoint.stages import RunShape, StageFile, StageHeader, assemble, newest_set, time_us
+from trainer.checkpoint.stages.naming import StageName, file_name
+from trainer.checkpoint.stages.sets import choose
+from trainer.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
+from trainer.model import grow_vocabulary
+from trainer.model.plan import StagePlan
+
+_CONFIG = small_config()
+_PLAN = StagePlan.of(_CONFIG, 3)
+_SHAPES = (
+    RunShape(run_id="run", config=_CONFIG, layers=(2, 1, 1)),
+    RunShape(run_id="run", config=small_config(vocab_size=128), layers=(2, 1, 1)),
+    RunShape(run_id="run", config=_CONFIG, layers=(2, 2)),
+)
+_LATER = time_us(1e9)
+
+
+def _file(shape: RunShape, stage: str, saved_us: int, who: str) -> StageFile:
+    named = StageName(Path("run", stage, file_name(saved_us, who)), stage, saved_us, who)
+    return StageFile(
+        named, StageHeader(shape=shape, stage=stage, saved_us=saved_us, version=saved_us // 2, num_tokens=0)
+    )
+
+
+@st.composite
+def _files(draw: st.DrawFn) -> list[StageFile]:
+    files = []
+    for number in range(draw(st.integers(0, 12))):
+        shape = draw(st.sampled_from(_SHAPES))
+        stage = draw(st.sampled_from(shape.plan.names))
+        files.append(_file(shape, stage, draw(st.integers(0, 9)), f"w{number}"))
+    return files
+
+
+def _times(found: Any) -> tuple[int, int]:
+    times = [file.header.saved_us for file in found]
+    return min(times), max(times)
+
+
+@pytest.mark.slow
+@given(_files(), st.integers(0, 9), st.sampled_from([(), ("tail",), ("head", "body-1")]))
+def test_the_set_is_the_newest_of_all_that_could_be_made(
+    files: list[StageFile], at_us: int, stages: tuple[str, ...]
+) -> None:
+    found = choose(files, at_us, stages=stages)
+
+    possible = []
+    for shape in _SHAPES:
+        names = stages or shape.plan.names
+        older = [file for file in files if file.header.shape == shape and file.header.saved_us <= at_us]
+        possible += product(*([file for file in older if file.header.stage == name] for name in names))
+    if not possible:
+        assert found is None
+        return
+    assert found is not None
+    chosen = tuple(found.values())
+    assert chosen in possible
+    assert _times(chosen) == max(map(_times, possible))
+    shape = chosen[0].header.shape
+    for stage, file in found.items():  # Of every stage the newest of its shape, not only of one.
+        times = [
+            other.header.saved_us for other in files if other.header.shape == shape and other.header.stage == stage
+        ]
+        assert file.header.saved_us == max(time for time in times if time <= at_us)
+
+
+@pytest.mark.slow
+@given(_files(), st.integers(0, 8), st.randoms(use_true_random=False))
+def test_a_set_does_not_depend_on_the_order_of_files_nor_on_newer_ones(
+    files: list[StageFile], at_us: int, shuffler: Any
+) -> None:
+    older = [file for file in files if file.header.saved_us <= at_us]
+    shuffler.shuffle(older)
+    assert choose(older, at_us) == choose(files, at_us)
+
+
+def test_of_two_replicas_at_one_moment_the_further_one_counts() -> None:
+    files = [_file(_SHAPES[2], stage, 4, who) for stage in ("head", "tail") for who in ("a", "b")]
+    found = choose(files, 4)
+    assert found is not None and [file.named.who for file in found.values()] == ["b", "b"]
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """Two models of one run, 10 minutes apart; of the body a third, 5 minutes later, which nobody else has."""
+    for seed, minute in ((1, 10), (2, 20)):
+        times = {"head": minute * 60.0, "body-1": minute * 60.0 + 7, "tail": minute * 60.0 + 3}
+        write_model(tmp_path, random_model(_CONFIG, seed), _PLAN, times, version=seed)
+    write_model(tmp_path, random_model(_CONFIG, 3), _PLAN, {"body-1": 1500.0}, version=3, stages=("body-1",))
+    return tmp_path
+
+
+def _versions(folder: Path, at: float, **options: Any) -> list[int]:
+    return [file.header.version for file in newest_set(folder, "run", time_us(at), **options).files.values()]
+
+
+@pytest.mark.slow
+def test_each_stage_s_newest_up_to_the_moment(written: Path) -> None:
+    assert _versions(written, 1500) == [2, 3, 2]
+    assert _versions(written, 1499.999999) == [2, 2, 2]
+    assert _versions(written, 1203) == [2, 1, 2]
+    assert _versions(written, 1202.5) == [2, 1, 1]
+    assert _versions(written, 607) == [1, 1, 1]
+    found = newest_set(written, "run", time_us(1203))
+    assert (found.first_us, found.last_us) == (time_us(607), time_us(1203))
+    assert list(found.files) == ["head", "body-1", "tail"]
+
+
+def test_assembled_it_is_the_whole_model(written: Path) -> None:
+    whole = assemble(newest_set(written, "run", time_us(1300)))
+    expected = random_model(_CONFIG, 2).state_dict()
+    assert whole.config == _CONFIG
+    assert whole.state.keys() == expected.keys()
+    assert all(torch.equal(whole.state[name], expected[name]) for name in expected)
+
+
+def test_a_stage_without_a_file_is_named(written: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"19700101T001005.000000Z, found none of body-1 \(the oldest is of 1970"):
+        newest_set(written, "run", time_us(605))
+    with pytest.raises(CheckpointError, match="found none before 19700101T001000"):
+        newest_set(written, "run", time_us(10))
+    with pytest.raises(CheckpointError, match="found no whole one; check the folder and run_id"):
+        newest_set(written, "another", _LATER)
+    with pytest.raises(CheckpointError, match="of the run's architecture and cut, found 7 of others"):
+        newest_set(written, "run", _LATER, plan=StagePlan.of(_CONFIG, 2))
+    with pytest.raises(CheckpointError, match="found none of body-2"):
+        newest_set(written, "run", _LATER, stages=("head", "body-1", "body-2"), plan=_PLAN)
+    for path in (written / "run" / "tail").iterdir():
+        path.unlink()
+    with pytest.raises(CheckpointError, match="found none of tail; name a later time"):
+        newest_set(written, "run", _LATER)
+    assert _versions(written, 1e9, stages=("body-1", "head")) == [2, 3]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.999])
+def test_a_file_cut_short_is_passed_over(written: Path, share: float, caplog: pytest.LogCaptureFixture) -> None:
+    newest = max((written / "run" / "tail").iterdir())
+    newest.write_bytes(newest.read_bytes()[: int(newest.stat().st_size * share)])
+    assert _versions(written, 1300) == [2, 2, 1]
+    wrong = f"one cut short, of {newest.stat().st_size:,} bytes" if share else "an empty file"
+    assert f"{newest}: damaged: not a whole checkpoint, but {wrong}; going on" in caplog.text
+
+
+def test_what_is_no_file_of_a_checkpoint_s_is_told_in_words(written: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = written / "run" / "tail"
+    names = [folder / file_name(time_us(5000 + number), "worker") for number in range(5)]
+    names[0].mkdir()
+    names[1].symlink_to("/dev/zero")
+    names[2].symlink_to("/nowhere")
+    names[3].write_bytes(b"garbage" * 1000)
+    with zipfile.ZipFile(names[4], "w") as archive:
+        archive.writestr("some", "thing")
+    (folder / "tail-of-yesterday.pt").mkdir()
+    assert _versions(written, 1e9) == [2, 3, 2]
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 6
+    expected = [
+        "a folder",
+        "a device or pipe",
+        "a link that leads nowhere",
+        "a file of another kind",
+        "an archive whose contents cannot be read",
+    ]
+    for path, wrong in zip(names, expected, strict=True):
+        assert f"{path}: damaged: not a whole checkpoint, but {wrong}; going on without it" in caplog.text
+    assert "tail-of-yesterday.pt: expected a checkpoint's name, TIME-WORKER.pt, found another" in caplog.text
+
+
+def test_a_flipped_bit_of_a_weight_is_seen(written: Path, caplog: pytest.LogCaptureFixture) -> None:
+    newest = max((written / "run" / "tail").iterdir())
+    body = bytearray(newest.read_bytes())
+    weight = random_model(_CONFIG, 2).state_dict()["readout.output.weight"].numpy().tobytes()
+    body[body.index(weight) + 100] ^= 1
+    newest.write_bytes(body)
+    assert _versions(written, 1300) == [2, 2, 1]
+    assert "under the digest" in caplog.text
+    assert "going on to the one before it" in caplog.text
+
+
+def test_files_of_another_kind_stage_run_or_time_are_passed_over(
+    written: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = written / "run"
+    body = (run / "head" / file_name(time_us(1200), "worker")).read_bytes()
+    (run / "head" / file_name(time_us(5000), "worker")).write_bytes(body)
+    (run / "tail" / file_name(time_us(1200), "worker")).write_bytes(body)
+    (written / "copy" / "head").mkdir(parents=True)
+    (written / "copy" / "head" / file_name(time_us(1200), "worker")).write_bytes(body)
+    torch.save({"some": "thing"}, run / "head" / file_name(time_us(5001), "worker"))
+
+    assert _versions(written, 1e9) == [2, 3, 2]
+    assert caplog.text.count("expected the stage, time and run of its name") == 2
+    assert "a file of another kind" in caplog.text
+    with pytest.raises(CheckpointError, match="found no whole one"):
+        newest_set(written, "copy", _LATER)
+
+
+class _Hostile:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_nothing_in_a_file_is_run(written: Path) -> None:
+    trap = written / "trap"
+    (written / "run" / "head" / file_name(time_us(5000), "evil")).write_bytes(pickle.dumps(_Hostile(trap)))
+    torch.save({"kind": _Hostile(trap)}, written / "run" / "head" / file_name(time_us(5001), "evil"))
+    assert _versions(written, 1e9) == [2, 3, 2]
+    assert not trap.exists()
+
+
+def test_while_a_vocabulary_grows_the_set_is_the_old_model_until_all_stages_have_grown(tmp_path: Path) -> None:
+    old, grown = random_model(_CONFIG, 1), random_model(_CONFIG, 2)
+    write_model(tmp_path, old, _PLAN, dict.fromkeys(_PLAN.names, 600.0))
+    grow_vocabulary(grown, 128, 0)
+    plan = StagePlan.of(grown.config, 3)
+    write_model(tmp_path, grown, plan, {"head": 1200.0, "body-1": 1200.0}, version=2, stages=("head", "body-1"))
+    assert _versions(tmp_path, 1e9) == [1, 1, 1]
+    write_model(tmp_path, grown, plan, {"tail": 1300.0}, version=2, stages=("tail",))
+    assert _versions(tmp_path, 1e9) == [2, 2, 2]
+    assert assemble(newest_set(tmp_path, "run", _LATER)).config == grown.config
+    assert _versions(tmp_path, 1e9, plan=_PLAN) == [1, 1, 1]
+
+
+def test_another_cut_or_vocabulary_is_another_set(tmp_path: Path) -> None:
+    model = random_model(_CONFIG)
+    write_model(tmp_path, model, _PLAN, dict.fromkeys(_PLAN.names, 600.0), vocabulary="a")
+    two = StagePlan.of(_CONFIG, 2)
+    write_model(tmp_path, model, two, dict.fromkeys(two.names, 1200.0), version=2, vocabulary="a")
+    write_model(tmp_path, model, two, {"tail": 1800.0}, version=3, vocabulary="b", stages=("tail",))
+    assert _versions(tmp_path, 1e9) == [2, 2]
+    assert _versions(tmp_path, 700) == [1, 1, 1]
+
+
+def test_parameters_that_are_not_the_stage_s_are_told(tmp_path: Path) -> None:
+    model = random_model(_CONFIG)
+    write_model(tmp_path, model, _PLAN, dict.fromkeys(_PLAN.names, 600.0))
+    other = StagePlan.of(_CONFIG, 3, (1, 2, 1))
+    _write_wrong(tmp_path, model, other)
+    with pytest.raises(CheckpointMismatchError, match="expected the parameters of head of run, found missing"):
+        assemble(newest_set(tmp_path, "run", _LATER))
+
+
+def _write_wrong(folder: Path, model: Any, other: StagePlan) -> None:
+    from tests.support.stage_files import stage_parameters, write_stage
+    from trainer.checkpoint.stages import StageState
+
+    parameters = stage_parameters(model.state_dict(), other, "head")
+    write_stage(folder, _PLAN, "head", 1200.0, StageState(config=_CONFIG, version=2, parameters=parameters))
+
+
+def test_a_file_that_is_gone_when_it_is_read_is_told(written: Path) -> None:
+    found = newest_set(written, "run", _LATER)
+    found.files["tail"].named.path.unlink()
+    with pytest.raises(CorruptCheckpointError, match="damaged: not a whole checkpoint, but no file any more"):
+        assemble(found)

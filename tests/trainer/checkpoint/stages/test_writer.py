@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.model_configs import small_config
+from tests.support.stage_files import INTERVAL_S, stage_parameters, write_stage
+from trainer.checkpoint.stages import StageCheckpoints, StageState, StagewiseConfig, newest_set, time_us, writer
+from trainer.checkpoint.stages.contents import document_of
+from trainer.errors import CheckpointError, TrainerUsageError
+from trainer.inner import InnerConfig, make_optimizer
+from trainer.model import build_model, build_stage
+from trainer.model.plan import StagePlan
+from trainer.pipeline.stage import StageConfig, StageReplica
+
+_PLAN = StagePlan.of(small_config(), 3)
+_LATER = time_us(1e9)
+
+
+def _checkpoints(folder: Path, keep: int = 3, who: str = "w", stage: str = "head") -> StageCheckpoints:
+    config = StagewiseConfig(directory=str(folder), interval_s=INTERVAL_S, keep=keep)
+    return StageCheckpoints(config, "run", _PLAN, stage, who)
+
+
+def _state(version: int, stage: str = "head") -> StageState:
+    parameters = stage_parameters(build_model(_PLAN.config, 1).state_dict(), _PLAN, stage)
+    return StageState(config=_PLAN.config, version=version, parameters=parameters)
+
+
+def _names(folder: Path, stage: str = "head") -> list[str]:
+    return sorted(path.name for path in (folder / "run" / stage).iterdir())
+
+
+def test_it_saves_at_the_first_step_behind_each_multiple_of_the_interval(tmp_path: Path) -> None:
+    steps = [601.0, 900.0, 1199.9, 1200.0, 1201.0, 1799.0, 3700.5, 3701.0]
+    with _checkpoints(tmp_path) as checkpoints:
+        checkpoints.open(599.0)
+        saved = []
+        for version, now in enumerate(steps):
+            if checkpoints.maybe_save(now, lambda version=version: _state(version)):
+                saved.append(now)
+            checkpoints.flush()
+        assert (saved, checkpoints.saved) == ([601.0, 1200.0, 3700.5], 3)
+        assert (checkpoints.last_saved_us, checkpoints.last_version) == (time_us(3700.5), 6)
+    assert _names(tmp_path) == [
+        "19700101T001001.000000Z-w.pt",
+        "19700101T002000.000000Z-w.pt",
+        "19700101T010140.500000Z-w.pt",
+    ]
+
+
+def test_begun_within_an_interval_it_waits_for_the_next(tmp_path: Path) -> None:
+    with _checkpoints(tmp_path) as checkpoints:
+        assert [checkpoints.maybe_save(now, lambda: _state(0)) for now in (650.0, 1199.0, 1300.0)] == [
+            False,
+            False,
+            True,
+        ]
+
+
+def test_a_clock_that_is_set_back_saves_and_goes_on(tmp_path: Path) -> None:
+    with _checkpoints(tmp_path) as checkpoints:
+        checkpoints.open(1e6)
+        assert checkpoints.maybe_save(601.0, lambda: _state(0))
+        checkpoints.flush()
+        assert not checkpoints.maybe_save(602.0, lambda: _state(0))
+        assert checkpoints.maybe_save(1201.0, lambda: _state(0))
+
+
+def test_an_interval_of_nothing_never_saves(tmp_path: Path) -> None:
+    config = StagewiseConfig(directory=str(tmp_path), interval_s=0)
+    with StageCheckpoints(config, "run", _PLAN, "head", "w") as checkpoints:
+        assert not any(checkpoints.maybe_save(now, lambda: _state(0)) for now in (0.0, 1e6, 2e6))
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_state_may_change_as_soon_as_it_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_write, write = threading.Event(), writer.write_whole
+
+    def held_up(*arguments: object) -> None:
+        assert may_write.wait(30)
+        write(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(writer, "write_whole", held_up)
+    state = _state(1)
+    before = {name: value.clone() for name, value in state.parameters.items()}
+    with _checkpoints(tmp_path) as checkpoints:
+        checkpoints.open(0.0)
+        assert checkpoints.maybe_save(700.0, lambda: state)
+        for value in state.parameters.values():
+            value.zero_()
+        assert not checkpoints.maybe_save(1300.0, lambda: _state(2))
+        assert checkpoints.skipped == 1
+        may_write.set()
+    found = newest_set(tmp_path, "run", _LATER, stages=("head",)).files["head"].read()
+    assert all(torch.equal(found.state.parameters[name], before[name]) for name in before)
+
+
+def test_so_many_intervals_of_a_stage_are_kept_whoever_wrote_them(tmp_path: Path) -> None:
+    for minute, who in ((10, "a"), (11, "b"), (20, "a"), (40, "b"), (41, "a")):
+        write_stage(tmp_path, _PLAN, "head", minute * 60.0, _state(minute), who=who, keep=2)
+    write_stage(tmp_path, _PLAN, "tail", 60.0, _state(1, "tail"), keep=2)
+    assert [name[9:13] + name[-4] for name in _names(tmp_path)] == ["0020a", "0040b", "0041a"]
+    assert len(_names(tmp_path, "tail")) == 1
+
+
+def test_one_worker_has_no_more_files_than_are_kept_however_often_it_is_started_again(tmp_path: Path) -> None:
+    for second in range(5):
+        write_stage(tmp_path, _PLAN, "head", 600.0 + second, _state(second), who="a", keep=2)
+    write_stage(tmp_path, _PLAN, "head", 605.0, _state(5), who="b", keep=2)
+    assert [name[13:15] + name[-4] for name in _names(tmp_path)] == ["03a", "04a", "05b"]
+
+
+def test_a_folder_named_like_a_checkpoint_is_left_alone_and_old_ones_go_all_the_same(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "head" / "19700101T000000.000000Z-a.pt"
+    folder.mkdir(parents=True)
+    for second in range(3):
+        write_stage(tmp_path, _PLAN, "head", 600.0 + second, _state(second), who="a", keep=2)
+    assert [name[13:15] for name in _names(tmp_path)] == ["00", "01", "02"]
+
+
+def test_what_is_on_the_disk_is_not_saved_again(tmp_path: Path) -> None:
+    with _checkpoints(tmp_path) as checkpoints:
+        checkpoints.open(0.0)
+        checkpoints.last_mark = "first"
+        assert not checkpoints.save_changes(1.0, lambda: _state(0), "first")
+        assert checkpoints.maybe_save(601.0, lambda: _state(1), "second")
+        assert not checkpoints.save_changes(602.0, lambda: _state(1), "second")
+        assert checkpoints.save_changes(603.0, lambda: _state(2), "third")
+        assert not checkpoints.save_changes(604.0, lambda: _state(2), "third")
+    assert [name[:15] for name in _names(tmp_path)] == ["19700101T001001", "19700101T001003"]
+
+
+def test_what_could_not_be_written_is_saved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with _checkpoints(tmp_path) as checkpoints:
+        checkpoints.open(0.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(writer, "write_whole", full)
+            assert checkpoints.maybe_save(601.0, lambda: _state(1), "first")
+            checkpoints.flush()
+        assert checkpoints.save_changes(602.0, lambda: _state(1), "first")
+
+
+def test_a_disk_that_refuses_is_told_and_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with _checkpoints(tmp_path) as checkpoints:
+        checkpoints.open(0.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(writer, "write_whole", full)
+            assert checkpoints.maybe_save(601.0, lambda: _state(1))
+            checkpoints.flush()
+            with pytest.raises(CheckpointError, match="could not be written: No space left on device"):
+                checkpoints.save(602.0, _state(1))
+        assert (checkpoints.failed, checkpoints.saved) == (2, 0)
+        assert (checkpoints.failure, checkpoints.unsaved_s(660.0)) == ("No space left on device", 660.0)
+        assert "No space left on device; free some space" in caplog.text
+        assert checkpoints.maybe_save(1201.0, lambda: _state(2))
+        checkpoints.flush()
+        assert (checkpoints.failure, checkpoints.unsaved_s(1204.0)) == ("", 3.0)
+    assert [name[:15] for name in _names(tmp_path)] == ["19700101T002001"]
+
+
+def test_what_a_killed_process_left_is_removed_of_one_s_own_only(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "head"
+    folder.mkdir(parents=True)
+    own, other = ".19700101T000000.000000Z-w.pt.tmp", ".19700101T000000.000000Z-b-w.pt.tmp"
+    for name in (own, other):
+        (folder / name).touch()
+    with _checkpoints(tmp_path) as checkpoints:
+        checkpoints.open(0.0)
+    assert _names(tmp_path) == [other]
+
+
+def test_a_folder_that_cannot_be_made_and_names_that_will_not_do(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    with _checkpoints(tmp_path) as checkpoints, pytest.raises(CheckpointError, match="can be written to"):
+        checkpoints.open(0.0)
+    with pytest.raises(TrainerUsageError, match="expected one of head, body-1, tail"):
+        _checkpoints(tmp_path, stage="body-2")
+    with pytest.raises(TrainerUsageError, match="who"):
+        _checkpoints(tmp_path, who="../w")
+    for options in ({"interval_s": -1.0}, {"interval_s": float("nan")}, {"keep": 0}, {"directory": ""}):
+        with pytest.raises(TrainerUsageError):
+            StagewiseConfig(**options)  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_loaded_again_is_refused_before_it_is_written(tmp_path: Path) -> None:
+    state = StageState(config=_PLAN.config, version=1, parameters={}, strategy={"made of": object()})
+    with _checkpoints(tmp_path) as checkpoints, pytest.raises(CheckpointError, match="strategy"):
+        checkpoints.save(600.0, state)
+
+
+def test_a_replica_goes_on_where_it_was(tmp_path: Path) -> None:
+    def replica() -> StageReplica:
+        module = build_stage(_PLAN.config, _PLAN.ranges, 2, seed=5)
+        inner = InnerConfig(lr=1e-2, warmup_steps=1)
+        optimizer = make_optimizer(module, inner)
+        return StageReplica(module, optimizer, inner, StageConfig(), kind="tail", num_stages=3)
+
+    generator = torch.Generator().manual_seed(0)
+    data = [
+        (torch.randn(2, 8, 16, generator=generator), torch.randint(0, 64, (2, 8), generator=generator))
+        for _ in range(4)
+    ]
+    trained, resumed = replica(), replica()
+    for number in range(2):
+        trained.tail(f"{number}", *data[number])
+        trained.step(number)
+    trained.tail("2", *data[2])  # Accumulated, and in no step yet.
+    who: dict[str, Any] = {"incarnation": "a" * 16, "applied": 2}
+    state = StageState.of_replica(_PLAN.config, trained.state_dict(), strategy={"round": 3}, num_tokens=48, **who)
+    write_stage(tmp_path, _PLAN, "tail", 600.0, state)
+
+    found = newest_set(tmp_path, "run", _LATER, plan=_PLAN, stages=("tail",)).files["tail"].read()
+    resumed.load_state_dict(found.state.for_replica())
+
+    assert (found.header.version, found.header.num_tokens, dict(found.state.strategy)) == (2, 48, {"round": 3})
+    assert (found.state.incarnation, found.state.applied) == ("a" * 16, 2)
+    for each in (trained, resumed):
+        each.tail("3", *data[3])
+        assert each.step(2).num_tokens == 32
+    pairs = zip(trained.module.parameters(), resumed.module.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_a_file_from_before_it_said_who_counted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def as_before(*arguments: Any) -> dict[str, Any]:
+        document = document_of(*arguments)
+        del document["incarnation"], document["applied"]
+        return document
+
+    monkeypatch.setattr(writer, "document_of", as_before)
+    write_stage(tmp_path, _PLAN, "head", 600.0, _state(7))
+    found = newest_set(tmp_path, "run", _LATER, plan=_PLAN, stages=("head",)).files["head"].read().state
+    assert (found.version, found.incarnation, found.applied) == (7, "", 0)

@@ -1,0 +1,313 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from trainer.compression.activations import ACTIVATION_CODECS, ActivationCodec, activation_codec, ids_spec
+from trainer.compression.activations.codec import Direction
+from trainer.errors import BasisError, CodecError, NonFiniteActivationError, TrainerUsageError
+from trainer.model.subspace import Basis, basis_of, fixed_table
+from trainer.network.transfer.tensor_bytes import chunks_of, specs_of, tensors_in
+
+_DIM, _RANK, _NUM_IDS = 24, 4, 50
+_BASIS = basis_of(_DIM, _RANK, 1)
+_ROTATED = Basis(torch.linalg.qr(torch.randn(_DIM, _RANK, generator=torch.Generator().manual_seed(4))).Q)
+"""No coordinates: what a file may bring."""
+_FIXED = fixed_table(_NUM_IDS, _DIM, 1, 0.2)
+_all_codecs = pytest.mark.parametrize("name", ACTIVATION_CODECS)
+_shapes = st.tuples(st.integers(1, 5), st.integers(1, 90))
+
+
+def _codec(name: str) -> ActivationCodec:
+    return activation_codec(name, _BASIS, _FIXED)
+
+
+def _hidden(shape: tuple[int, int], seed: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """What a constrained stage makes, and its tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, _NUM_IDS, shape, generator=generator)
+    return _FIXED[ids] + scale * torch.randn(*shape, _RANK, generator=generator) @ _BASIS.matrix.T, ids
+
+
+def _sent(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Over the wire: as bytes, and back."""
+    specs = specs_of(tensors)
+    data = b"".join(map(bytes, chunks_of(tensors)))
+    return tensors_in(torch.frombuffer(bytearray(data), dtype=torch.uint8).numpy(), specs)
+
+
+def _tolerance(name: str, magnitude: float) -> float:
+    """Largest error of a value, by what each packing promises; a subspace adds up `_RANK` of them."""
+    each = {"fp32": 0.0, "fp16": 2.0**-11, "int8": 0.51 / 127}[
+        name.partition("+")[2] or name.replace("subspace", "fp32")
+    ]
+    return (each * (_RANK if "subspace" in name else 1) + 2e-6) * magnitude
+
+
+@_all_codecs
+@settings(max_examples=25, deadline=None)
+@given(shape=_shapes, seed=st.integers(0, 2**20), scale=st.floats(1e-3, 1e4))
+def test_an_activation_arrives_within_what_its_codec_promises(
+    name: str, shape: tuple[int, int], seed: int, scale: float
+):
+    codec = _codec(name)
+    hidden, ids = _hidden(shape, seed, scale)
+    own_ids = ids if codec.needs_ids else None
+
+    encoded = codec.encode(hidden, own_ids)
+    decoded = codec.decode(_sent(encoded.tensors), own_ids)
+
+    assert decoded.shape == hidden.shape and decoded.dtype == torch.float32
+    largest = float(hidden.abs().max()) + scale * 6
+    assert float((decoded - hidden).abs().max()) <= _tolerance(name, largest)
+    assert encoded.raw_bytes == 4 * hidden.numel()
+    assert encoded.wire_bytes == codec.wire_bytes(*shape, _DIM, "activation")
+
+
+@_all_codecs
+@settings(max_examples=25, deadline=None)
+@given(shape=_shapes, seed=st.integers(0, 2**20), exponent=st.integers(-30, 6))
+def test_a_gradient_arrives_with_what_the_subspace_keeps_of_it(
+    name: str, shape: tuple[int, int], seed: int, exponent: int
+):
+    codec = _codec(name)
+    gradient = 10.0**exponent * torch.randn(*shape, _DIM, generator=torch.Generator().manual_seed(seed))
+    kept = gradient @ _BASIS.matrix @ _BASIS.matrix.T if codec.needs_ids else gradient
+
+    decoded = codec.grad_decode(_sent(codec.grad_encode(gradient).tensors))
+
+    assert float((decoded - kept).abs().max()) <= _tolerance(name, 6 * float(gradient.abs().max()))
+
+
+@_all_codecs
+@settings(max_examples=25, deadline=None)
+@given(shape=_shapes, direction=st.sampled_from(["activation", "gradient"]))
+def test_exactly_the_announced_tensors_travel(name: str, shape: tuple[int, int], direction: Direction):
+    codec = _codec(name)
+    hidden, ids = _hidden(shape, 0)
+    encoded = codec.encode(hidden, ids) if direction == "activation" else codec.grad_encode(hidden)
+
+    specs = codec.specs(*shape, _DIM, direction)
+
+    assert specs_of(encoded.tensors) == tuple(sorted(specs, key=lambda spec: spec.name))
+    assert encoded.wire_bytes == sum(spec.size_bytes for spec in specs)
+    codec.check(encoded.tensors, *shape, _DIM, direction)
+
+
+def test_activation_gradient_ids_and_labels_have_names_of_their_own():
+    names = [
+        spec.name
+        for spec in (
+            *_codec("int8").specs(1, 2, _DIM, "activation"),
+            *_codec("int8").specs(1, 2, _DIM, "gradient"),
+            ids_spec(1, 2),
+        )
+    ]
+
+    assert sorted(names) == ["activation", "activation.scales", "gradient", "gradient.scales", "ids"]
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio"), [("fp32", 1), ("fp16", 2), ("int8", 4), ("subspace", 6), ("subspace+fp16", 12)]
+)
+def test_bytes_saved(name: str, ratio: float):
+    encoded = _codec(name).encode(*_hidden((8, 128), 0))
+
+    assert encoded.raw_bytes / encoded.wire_bytes == pytest.approx(ratio, rel=0.01)
+
+
+@pytest.mark.parametrize("basis", [_BASIS, _ROTATED], ids=["coordinates", "rotated"])
+def test_what_is_in_the_subspace_travels_and_what_is_not_is_lost(basis: Basis):
+    _, ids = _hidden((2, 8), 0)
+    codec = activation_codec("subspace", basis, _FIXED)
+    generator = torch.Generator().manual_seed(1)
+    hidden = _FIXED[ids] + torch.randn(2, 8, _RANK, generator=generator) @ basis.matrix.T
+    outside = torch.randn(2, 8, _DIM, generator=generator)
+    kept = outside @ basis.matrix @ basis.matrix.T
+    torch.testing.assert_close(codec.grad_decode(codec.grad_encode(outside).tensors), kept, rtol=0, atol=1e-5)
+    outside -= kept
+
+    decoded = codec.decode(codec.encode(hidden + outside, ids).tensors, ids)
+
+    torch.testing.assert_close(decoded, hidden, rtol=0, atol=1e-5)
+
+
+def test_a_constrained_stages_activation_arrives_to_its_last_bits():
+    hidden, ids = _hidden((4, 64), 0, scale=30.0)
+
+    decoded = _codec("subspace").decode(_codec("subspace").encode(hidden, ids).tensors, ids)
+
+    torch.testing.assert_close(decoded, hidden, rtol=1e-6, atol=1e-7)
+
+
+def test_a_gradient_is_the_derivative_by_the_coefficients():
+    hidden, ids = _hidden((2, 5), 3)
+    codec = _codec("subspace")
+    coefficients = codec.encode(hidden, ids).tensors["activation"].clone().requires_grad_()
+    target = torch.randn(2, 5, _DIM, generator=torch.Generator().manual_seed(2))
+    decoded = _FIXED[ids] + coefficients @ _BASIS.matrix.T
+
+    (decoded * target).sum().backward()
+
+    torch.testing.assert_close(codec.grad_encode(target).tensors["gradient"], coefficients.grad)
+
+
+@_all_codecs
+def test_rows_do_not_depend_on_their_neighbours_but_in_int8(name: str):
+    codec = _codec(name)
+    hidden, ids = _hidden((3, 16), 0)
+    hidden[2] *= 1e3
+    if name.endswith("int8"):
+        return
+
+    together, alone = codec.encode(hidden, ids).tensors, codec.encode(hidden[:1], ids[:1]).tensors
+
+    for tensor_name, tensor in alone.items():
+        torch.testing.assert_close(together[tensor_name][:1], tensor, rtol=0, atol=1e-5)
+
+
+@_all_codecs
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_not_sent(name: str, value: float):
+    codec = _codec(name)
+    hidden, ids = _hidden((2, 8), 0)
+    hidden[1, 7, 3] = value
+
+    with pytest.raises(NonFiniteActivationError, match="activation: expected finite"):
+        codec.encode(hidden, ids)
+    with pytest.raises(NonFiniteActivationError, match="gradient: expected finite"):
+        codec.grad_encode(hidden)
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp16", "subspace", "subspace+fp16"])
+def test_what_is_not_finite_is_not_taken(name: str):
+    codec = _codec(name)
+    hidden, ids = _hidden((2, 8), 0)
+    activation, gradient = codec.encode(hidden, ids).tensors, codec.grad_encode(hidden).tensors
+    activation["activation"][0, 0, 0] = math.nan
+    gradient["gradient"][0, 0, 0] = math.inf
+
+    with pytest.raises(NonFiniteActivationError):
+        codec.decode(activation, ids)
+    with pytest.raises(NonFiniteActivationError):
+        codec.grad_decode(gradient)
+
+
+@pytest.mark.parametrize("name", ["fp16", "int8", "subspace+fp16", "subspace+int8"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+def test_a_scale_that_nobody_made_is_refused(name: str, value: float):
+    codec = _codec(name)
+    hidden, ids = _hidden((2, 8), 0)
+    tensors = codec.encode(hidden, ids).tensors
+    tensors["activation.scales"][0] = value
+
+    with pytest.raises(CodecError, match="scales"):
+        codec.decode(tensors, ids)
+
+
+def _without_scales(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"activation": tensors["activation"]}
+
+
+def _renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"gradient": tensors["activation"]}
+
+
+@_all_codecs
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda tensors: {},
+        lambda tensors: tensors | {"more": torch.zeros(1)},
+        lambda tensors: tensors | {"activation": tensors["activation"].double()},
+        lambda tensors: tensors | {"activation": tensors["activation"][:, :-1]},
+        lambda tensors: tensors | {"activation": tensors["activation"].flatten()},
+        lambda tensors: tensors | {"activation": tensors["activation"][..., :-1]},
+        _renamed,
+    ],
+)
+def test_other_tensors_than_announced_are_refused(name: str, spoil: Callable[[dict[str, Tensor]], dict[str, Tensor]]):
+    codec = _codec(name)
+    hidden, ids = _hidden((2, 300), 0)
+    tensors = spoil(codec.encode(hidden, ids).tensors)
+
+    with pytest.raises(CodecError, match="expected"):
+        codec.check(tensors, 2, 300, _DIM, "activation")
+
+
+@pytest.mark.parametrize("name", ["fp16", "int8"])
+def test_missing_scales_are_refused_by_decoding_too(name: str):
+    codec = _codec(name)
+
+    with pytest.raises(CodecError, match="scales"):
+        codec.decode(_without_scales(codec.encode(*_hidden((2, 8), 0)).tensors))
+
+
+def test_decoding_refuses_what_does_not_go_together():
+    codec = _codec("subspace")
+    hidden, ids = _hidden((2, 8), 0)
+    tensors = codec.encode(hidden, ids).tensors
+
+    for wrong in (None, ids[:, :-1], ids + _NUM_IDS, ids - _NUM_IDS, ids.float(), ids.flatten()):
+        with pytest.raises(CodecError, match="ids"):
+            codec.decode(tensors, wrong)
+        with pytest.raises(CodecError, match="ids"):
+            codec.encode(hidden, wrong)
+    with pytest.raises(CodecError, match="4 values"):
+        codec.decode({"activation": torch.zeros(2, 8, 5)}, ids)
+    with pytest.raises(CodecError, match="24 values"):
+        codec.encode(torch.zeros(2, 8, 5), ids)
+    with pytest.raises(CodecError, match="rows, positions"):
+        codec.decode({}, ids)
+    with pytest.raises(CodecError, match=r"\[rows, positions, dim\]"):
+        codec.grad_encode(torch.zeros(2, 8))
+
+
+def test_ids_of_the_wire_serve_as_well():
+    codec = _codec("subspace")
+    hidden, ids = _hidden((2, 8), 0)
+
+    torch.testing.assert_close(codec.decode(codec.encode(hidden, ids).tensors, ids.int()), hidden)
+
+
+def test_half_precision_activations_are_encoded_in_fp32_also_under_autocast():
+    codec = activation_codec("subspace", _ROTATED, _FIXED)
+    _, ids = _hidden((2, 8), 0)
+    hidden = _FIXED[ids] + torch.ones(2, 8, _RANK) @ _ROTATED.matrix.T
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        decoded = codec.decode(codec.encode(hidden, ids).tensors, ids)
+        half = codec.encode(hidden.bfloat16(), ids).tensors["activation"]
+
+    torch.testing.assert_close(decoded, hidden, rtol=0, atol=1e-5)
+    assert half.dtype == torch.float32
+
+
+def test_zeros_and_extremes_of_fp32_survive_fp16():
+    codec = _codec("fp16")
+    gradient = torch.zeros(4, 2, 3)
+    gradient[1] = 3e-38
+    gradient[2] = 3e38
+    gradient[3, 0, 0], gradient[3, 1, 2] = 1e-12, 1e-6
+
+    decoded = codec.grad_decode(codec.grad_encode(gradient).tensors)
+
+    torch.testing.assert_close(decoded, gradient, rtol=2**-10, atol=1e-45)
+
+
+def test_names_and_needs_are_checked():
+    with pytest.raises(TrainerUsageError, match="expected one of fp32"):
+        activation_codec("zstd")
+    for basis, fixed in ((None, _FIXED), (_BASIS, None), (_BASIS, _FIXED[:, :-1])):
+        with pytest.raises(TrainerUsageError, match="basis and fixed rows"):
+            activation_codec("subspace", basis, fixed)
+    with pytest.raises(BasisError, match="orthonormal"):
+        activation_codec("subspace", Basis(torch.ones(_DIM, 2)), _FIXED)
+    with pytest.raises(TrainerUsageError, match="width 24, found 32"):
+        _codec("subspace").specs(1, 1, 32, "activation")

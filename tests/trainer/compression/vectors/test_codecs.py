@@ -1,0 +1,187 @@
+"""What every codec promises: its bound, its size, its refusals, whatever the vector."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from trainer.compression.vectors import BLOCK_VALUES, codec_named
+from trainer.compression.vectors.int8 import SMALLEST_MAGNITUDE
+from trainer.errors import CodecError, TrainerUsageError
+
+NAMES = ("fp32", "fp16", "int8")
+LARGEST = float(np.finfo(np.float32).max)
+
+finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
+lengths = st.one_of(st.integers(0, 40), st.integers(BLOCK_VALUES - 2, BLOCK_VALUES + 2), st.just(3 * BLOCK_VALUES + 7))
+vectors = lengths.flatmap(lambda n: hnp.arrays(np.float32, n, elements=finite, fill=finite))
+
+
+def int8_bound(vector: torch.Tensor) -> torch.Tensor:
+    """Greatest error allowed of each value."""
+    bounds = []
+    for block in vector.double().split(BLOCK_VALUES) if len(vector) else ():
+        largest = float(block.abs().max())
+        # Half a level, and the rounding of the scale, of the quotient and of the product.
+        bound = largest / 127 * 0.50002 + largest * 2.0**-23 if largest >= SMALLEST_MAGNITUDE else largest
+        bounds.append(torch.full_like(block, bound))
+    return torch.cat(bounds) if bounds else torch.zeros(0, dtype=torch.float64)
+
+
+def fp16_bound(vector: torch.Tensor) -> torch.Tensor:
+    magnitudes = vector.double().abs()
+    rounding = torch.maximum(magnitudes * 2.0**-11, torch.tensor(2.0**-25, dtype=torch.float64))
+    return torch.where(magnitudes > 65504, magnitudes - 65504 + 1e-9, rounding)
+
+
+BOUNDS = {"fp32": lambda vector: torch.zeros(len(vector), dtype=torch.float64), "fp16": fp16_bound, "int8": int8_bound}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=150, deadline=None)
+@given(values=vectors)
+def test_round_trip_is_within_the_bound(name, values):
+    vector = torch.from_numpy(values.copy())
+    codec = codec_named(name)
+    encoded = bytes(codec.encode(vector))
+    assert len(encoded) == codec.encoded_bytes(len(vector))
+    decoded = codec.decode(encoded, len(vector))
+    assert decoded.dtype == torch.float32
+    assert torch.isfinite(decoded).all()
+    assert ((decoded.double() - vector.double()).abs() <= BOUNDS[name](vector)).all()
+    assert torch.equal(vector, torch.from_numpy(values)), "encoding changed its argument"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=50, deadline=None)
+@given(values=vectors)
+def test_what_was_decoded_encodes_to_the_same_values(name, values):
+    codec = codec_named(name)
+    once = codec.decode(codec.encode(torch.from_numpy(values.copy())), len(values))
+    twice = codec.decode(codec.encode(once), len(values))
+    assert ((twice.double() - once.double()).abs() <= once.double().abs() * 1e-6).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_vector_longer_than_a_chunk(name):
+    vector = torch.randn(600 * BLOCK_VALUES + 3, generator=torch.Generator().manual_seed(1))
+    codec = codec_named(name)
+    decoded = codec.decode(codec.encode(vector), vector.numel())
+    assert ((decoded.double() - vector.double()).abs() <= BOUNDS[name](vector)).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=150, deadline=None)
+@given(buffer=st.binary(max_size=200), num_values=st.integers(-3, 220))
+def test_any_bytes_decode_or_are_refused(name, buffer, num_values):
+    codec = codec_named(name)
+    try:
+        decoded = codec.decode(buffer, num_values)
+    except CodecError:
+        return
+    assert len(buffer) == codec.encoded_bytes(num_values)
+    assert decoded.shape == (num_values,)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("change", [-1, 1, 4])
+def test_another_size_is_refused(name, change):
+    codec = codec_named(name)
+    encoded = bytes(codec.encode(torch.ones(2000)))
+    wrong = encoded[:change] if change < 0 else encoded + bytes(change)
+    with pytest.raises(CodecError, match=r"expected \d+ bytes for 2000 values"):
+        codec.decode(wrong, 2000)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("position", [0, 1500, -1])
+def test_what_is_not_finite_is_not_encoded(name, value, position):
+    vector = torch.ones(2000)
+    vector[position] = value
+    with pytest.raises(CodecError, match="finite"):
+        codec_named(name).encode(vector)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "vector",
+    [torch.ones(4, dtype=torch.float64), torch.ones(2, 2), torch.ones(8)[::2], torch.ones(4, dtype=torch.int32)],
+    ids=["float64", "matrix", "strided", "integers"],
+)
+def test_only_contiguous_fp32_vectors_are_encoded(name, vector):
+    with pytest.raises(CodecError, match="contiguous fp32 vector"):
+        codec_named(name).encode(vector)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decoding_into_given_memory(name):
+    codec = codec_named(name)
+    vector = torch.linspace(-1, 1, 1500)
+    rows = torch.zeros(2, 1500)
+    encoded = codec.encode(vector)
+    assert codec.decode(encoded, 1500, rows[1]).data_ptr() == rows[1].data_ptr()
+    assert torch.equal(rows[1], codec.decode(encoded, 1500))
+    assert not rows[0].any()
+    with pytest.raises(CodecError, match="room for 1500 values, found 1499"):
+        codec.decode(encoded, 1500, torch.zeros(1499))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_decoded_shares_no_memory_with_the_buffer(name):
+    codec = codec_named(name)
+    buffer = bytearray(codec.encode(torch.ones(1100)))
+    decoded = codec.decode(buffer, 1100)
+    before = decoded.clone()
+    buffer[:] = bytes(len(buffer))
+    assert torch.equal(decoded, before)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_encodings_are_read_only_and_a_gradients_tape_is_no_hindrance(name):
+    encoded = codec_named(name).encode(torch.ones(5, requires_grad=True))
+    assert encoded.readonly
+    assert encoded.format == "B"
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("part_bytes", [1, 1028, 5000, 1 << 20])
+def test_parts_fill_their_size_and_keep_to_it(name, part_bytes):
+    codec = codec_named(name)
+    values = codec.values_per_part(part_bytes)
+    step = BLOCK_VALUES if name == "int8" else 1
+    assert values >= step
+    assert values % step == 0
+    assert values == step or codec.encoded_bytes(values) <= part_bytes
+    assert codec.encoded_bytes(values + step) > part_bytes
+
+
+def test_sizes():
+    assert [codec_named(name).encoded_bytes(1025) for name in NAMES] == [4100, 2050, 1033]
+
+
+def test_fp32_copies_nothing_when_encoding():
+    vector = torch.zeros(4)
+    encoded = codec_named("fp32").encode(vector)
+    vector[0] = 1.0
+    assert bytes(encoded[:4]) == b"\x00\x00\x80\x3f"
+
+
+def test_fp16_saturates():
+    decoded = codec_named("fp16").decode(codec_named("fp16").encode(torch.tensor([1e6, -1e30, 65504.0])), 3)
+    assert decoded.tolist() == [65504.0, -65504.0, 65504.0]
+
+
+def test_fp16_and_fp32_carry_what_is_not_finite_for_the_reducer_to_find():
+    assert torch.isnan(codec_named("fp32").decode(np.float32([np.nan]).tobytes(), 1)).all()
+    assert torch.isinf(codec_named("fp16").decode(np.float16([np.inf]).tobytes(), 1)).all()
+
+
+def test_an_unknown_name():
+    with pytest.raises(TrainerUsageError, match="fp32, fp16, int8, found 'int4'"):
+        codec_named("int4")

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.model_configs import random_tokens, small_config
+from trainer.errors import TrainerUsageError
+from trainer.inner import InnerConfig
+from trainer.inner.optimizer import make_optimizer
+from trainer.model import ModelConfig, Transformer, build_model, build_stage, split, stage_ranges
+from trainer.model.subspace import Basis, SubspaceConfig, SubspaceConstraint, basis_of
+
+_OLMO2 = {"qk_norm": True, "reorder_norm": True}
+_RANK = 3
+_ROTATED = Basis(torch.linalg.qr(torch.randn(16, _RANK, generator=torch.Generator().manual_seed(4))).Q)
+_BASES = pytest.mark.parametrize("basis", [None, _ROTATED], ids=["coordinates", "rotated"])
+
+
+def _config(free_layers: int = 1, **changes: object) -> ModelConfig:
+    return SubspaceConfig(rank=_RANK, seed=5).applied_to(small_config(**changes), free_layers)
+
+
+def _step(model: Transformer, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    ids, labels = random_tokens(model.config.vocab_size, 2, 12, seed=seed)
+    model(ids, labels).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_what_writes_to_the_stream_before_the_last_boundary_is_constrained_and_nothing_else():
+    model = build_model(_config(free_layers=2), 0)
+
+    assert set(SubspaceConstraint(model, model.config).names) == {
+        "embedding.weight",
+        *(
+            f"layers.{layer}.{part}.weight"
+            for layer in (0, 1)
+            for part in ("attention.o_proj", "feed_forward.down_proj")
+        ),
+    }
+
+
+def test_a_tail_of_free_layers_has_nothing_to_constrain():
+    config = _config(free_layers=2)
+    tail = build_stage(config, stage_ranges(4, 2), 1, 0)
+    before = copy.deepcopy(tail.state_dict())
+
+    constraint = SubspaceConstraint(tail, config)
+    constraint.project_()
+
+    assert constraint.names == () and constraint.distance() == constraint.ensure() == 0.0
+    assert all(torch.equal(value, before[name]) for name, value in tail.state_dict().items())
+
+
+@_BASES
+@pytest.mark.parametrize("norms", [{}, _OLMO2], ids=["pre-norm", "re-ordered"])
+def test_one_step_leaves_the_subspace_unless_it_is_projected(norms: dict[str, bool], basis: Basis | None):
+    strays, stays = (build_model(_config(**norms), 0) for _ in range(2))
+    constraints = [SubspaceConstraint(model, model.config, basis) for model in (strays, stays)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (strays, stays)]
+    constraints[1].attach(optimizers[1])
+
+    for model, optimizer in zip((strays, stays), optimizers, strict=True):
+        _step(model, optimizer, seed=0)
+
+    assert constraints[0].distance() > 1e-2
+    assert constraints[1].distance() < 1e-6
+
+
+@pytest.mark.slow
+@_BASES
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**20), scale=st.floats(1e-6, 1e6))
+def test_a_projection_is_orthogonal_and_does_nothing_twice(basis: Basis | None, seed: int, scale: float):
+    model = build_model(_config(), 0)
+    constraint = SubspaceConstraint(model, model.config, basis)
+    generator = torch.Generator().manual_seed(seed)
+    given_ = {name: scale * torch.randn(value.shape, generator=generator) for name, value in model.named_parameters()}
+    once = {name: value.clone() for name, value in given_.items()}
+
+    constraint.project_(once)
+
+    twice = {name: value.clone() for name, value in once.items()}
+    constraint.project_(twice)
+    for name, value in given_.items():
+        if name not in constraint.names:
+            assert torch.equal(once[name], value)
+            continue
+        torch.testing.assert_close(twice[name], once[name], rtol=0, atol=2e-6 * scale)
+        removed = value - once[name]
+        assert abs(float((removed * once[name]).sum())) < 1e-4 * scale * scale * value.numel()
+        assert float(removed.norm()) > 0.5 * float(value.norm())  # 13 of 16 dimensions
+
+
+def test_gradients_projected_by_hand_and_as_they_are_made_are_the_same():
+    by_hand, hooked = (build_model(_config(), 0) for _ in range(2))
+    ids, labels = random_tokens(64, 2, 12)
+    for model in (by_hand, hooked):
+        constraint = SubspaceConstraint(model, model.config)
+        if model is hooked:
+            constraint.attach(torch.optim.AdamW(model.parameters()))
+        model(ids, labels).backward()
+        if model is by_hand:
+            constraint.project_({name: each.grad for name, each in model.named_parameters() if each.grad is not None})
+
+    apart = torch.autograd.grad(hooked(ids, labels), list(hooked.parameters()))
+
+    for (name, ours), theirs, third in zip(by_hand.named_parameters(), hooked.parameters(), apart, strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-7, msg=name)
+        torch.testing.assert_close(ours.grad, third, rtol=0, atol=1e-7, msg=name)
+
+
+@_BASES
+def test_ensure_keeps_the_bits_of_what_is_within_and_heals_what_is_not(basis: Basis | None):
+    model = build_model(_config(), 0)
+    constraint = SubspaceConstraint(model, model.config, basis)
+    constraint.attach(optimizer := torch.optim.AdamW(model.parameters(), lr=1e-2))
+    _step(model, optimizer, seed=1)
+    before = copy.deepcopy(model.state_dict())
+
+    assert constraint.ensure() < 1e-6
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+    with torch.no_grad():
+        model.get_parameter("layers.1.attention.o_proj.weight").add_(0.01)
+    assert constraint.ensure() > 1e-3
+    assert constraint.distance() < 1e-6
+    unchanged = before.keys() - {"layers.1.attention.o_proj.weight"}
+    assert all(torch.equal(model.state_dict()[name], before[name]) for name in unchanged)
+
+
+def test_a_tensor_of_another_shape_is_named():
+    model = build_model(_config(), 0)
+
+    with pytest.raises(TrainerUsageError, match=r"embedding\.weight: expected the shape \[64, 16\], found \[16, 64\]"):
+        SubspaceConstraint(model, model.config).project_({"embedding.weight": torch.zeros(16, 64)})
+
+
+def test_a_projection_on_coordinates_is_exact():
+    model = build_model(_config(), 0)
+    constraint = SubspaceConstraint(model, model.config)
+    coordinates = basis_of(16, _RANK, 5).coordinates()
+    assert coordinates is not None
+    weight = model.get_parameter("layers.0.attention.o_proj.weight")
+    with torch.no_grad():
+        weight.copy_(torch.randn(16, 16, generator=torch.Generator().manual_seed(0)))
+    before = weight.detach().clone()
+
+    constraint.project_()
+
+    assert torch.equal(weight[coordinates], before[coordinates])
+    assert int(torch.count_nonzero(weight)) == _RANK * 16
+    assert constraint.distance() == 0.0
+
+
+def test_a_basis_of_another_shape_and_an_ordinary_model_are_refused():
+    model = build_model(_config(), 0)
+
+    with pytest.raises(TrainerUsageError, match="a basis of 16 by 3, found 16 by 2"):
+        SubspaceConstraint(model, model.config, basis_of(16, 2, 5))
+    with pytest.raises(TrainerUsageError, match="subspace_rank"):
+        SubspaceConstraint(model, replace(small_config()))
+
+
+def test_constant_gains_are_not_trained():
+    model = build_model(_config(free_layers=1, **_OLMO2), 0)
+
+    trained = {id(p) for group in make_optimizer(model, InnerConfig()).param_groups for p in group["params"]}
+
+    names = {name for name, parameter in model.named_parameters() if id(parameter) in trained}
+    assert "layers.0.attention_norm.weight" not in names
+    assert {"layers.3.attention_norm.weight", "layers.0.attention.q_norm.weight"} <= names
+
+
+@pytest.mark.parametrize("norms", [{}, _OLMO2], ids=["pre-norm", "re-ordered"])
+def test_stages_cut_from_a_whole_are_constrained_with_it(norms: dict[str, bool]):
+    model = build_model(_config(**norms), 0)
+    head, *_ = split(model, [range(0, 1), range(1, 3), range(3, 4)])
+
+    assert set(SubspaceConstraint(head, model.config).names) == {
+        "embedding.weight",
+        "layers.0.attention.o_proj.weight",
+        "layers.0.feed_forward.down_proj.weight",
+    }

@@ -1,0 +1,306 @@
+"""The log on a real disk: rotation, kills, a full disk, two writers."""
+
+import errno
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.observing import Report, Step
+from trainer.errors import TrainerUsageError
+from trainer.monitor import EventLog, read_events
+
+ROOT = Path(__file__).parents[3]
+KILLED = """
+import sys
+from pathlib import Path
+from tests.support.observing import Step
+from trainer.monitor import EventLog
+log = EventLog(Path(sys.argv[1]), "n", max_file_bytes=5_000, max_files=1_000).start()
+step = 0
+while True:
+    log.step(Step(step=step))
+    step += 1
+    if step % 100 == 0:
+        log.flush()
+        print(step, flush=True)
+"""
+FULL = """
+import resource, signal, sys, logging
+from pathlib import Path
+from trainer.monitor import EventLog
+logging.basicConfig(level="WARNING")
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_050, resource.RLIM_INFINITY))
+log = EventLog(Path(sys.argv[1]), "n").start()
+for number in range(400):
+    log.event("some", number=number)
+    if number % 7 == 0:
+        log.flush()
+log.flush()
+lost = log.lost_events
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+log.event("some", number=400)
+log.close()
+print(lost)
+"""
+
+
+def numbers(path, name="number"):
+    return [event.fields[name] for event in read_events(path) if name in event.fields]
+
+
+def test_events_of_all_threads_come_in_their_order(tmp_path):
+    with EventLog(tmp_path / "new" / "folder", "pod-1/0") as log:
+
+        def work(thread):
+            for number in range(500):
+                log.event("some", thread=thread, number=number)
+
+        threads = [threading.Thread(target=work, args=(name,)) for name in "abc"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        log.step(Step(step=9), loader_wait_s=0.5)
+        log.round(Report(), outer_step=4, state_digest="ab")
+    events = list(read_events(tmp_path / "new" / "folder"))
+    for name in "abc":
+        assert [event.fields["number"] for event in events if event.fields.get("thread") == name] == list(range(500))
+    assert [event.kind for event in events[-2:]] == ["step", "round"]
+    assert {event.node for event in events} == {"pod-1/0"}
+    assert log.lost_events == 0
+
+
+def test_flush_makes_events_readable_while_the_log_goes_on(tmp_path):
+    with EventLog(tmp_path, "n") as log:
+        log.event("first", x=1)
+        assert log.flush()
+        assert [event.kind for event in read_events(log.path)] == ["first"]
+        log.event("second", x=2)
+    assert [event.kind for event in read_events(tmp_path)] == ["first", "second"]
+
+
+@pytest.mark.slow
+def test_full_files_are_numbered_and_the_oldest_go(tmp_path):
+    with EventLog(tmp_path, "n", max_file_bytes=5_000, max_files=4) as log:
+        for number in range(1_000):
+            log.event("some", number=number)
+            if number % 10 == 0:
+                log.flush()
+    files = sorted(path.name for path in tmp_path.glob("events-*.jsonl"))
+    assert len(files) == 4
+    assert files[-1] == "events-n.jsonl"
+    kept = numbers(tmp_path)
+    assert kept == list(range(1_000 - len(kept), 1_000))
+    assert 100 < len(kept) < 400
+
+
+def test_nodes_with_like_names_do_not_read_each_others_files(tmp_path):
+    for node in ("a", "a.000001", "a.b", "ä b"):
+        with EventLog(tmp_path, node, max_file_bytes=1) as log:
+            for number in range(3):
+                log.event("some", number=number)
+                log.flush()
+    found = [(event.node, event.fields["number"]) for event in read_events(tmp_path)]
+    assert sorted(found) == sorted((node, number) for node in ("a", "a.000001", "a.b", "ä b") for number in range(3))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_kill_loses_the_end_and_never_a_middle(tmp_path, seed):
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
+        try:
+            flushed = [int(process.stdout.readline()) for _ in range(4 + seed)][-1]
+            time.sleep(0.001 * seed)
+        finally:
+            process.kill()
+        told = process.stdout.read()
+    flushed = max(flushed, *(int(line) for line in told.split("\n")[:-1]), 0)
+    steps = numbers(tmp_path, "step")
+    assert steps == list(range(len(steps)))
+    assert len(steps) >= flushed
+    assert len(list(tmp_path.glob("events-n.*.jsonl"))) > 1
+
+
+def test_what_a_kill_left_of_a_line_is_cut_off_by_the_next_start(tmp_path, caplog):
+    whole = b'{"kind":"some","node":"n","number":1,"time":"2026-11-20T17:32:03.000Z"}\n'
+    (tmp_path / "events-n.jsonl").write_bytes(whole + b'{"kind":"some","no' + b"x" * 100_000)
+    assert numbers(tmp_path) == [1]
+    with EventLog(tmp_path, "n") as log:
+        log.event("some", number=2)
+    assert numbers(tmp_path) == [1, 2]
+    assert not caplog.records
+    assert log.path.read_bytes().startswith(whole)
+
+
+@pytest.mark.slow
+def test_a_full_disk_costs_events_and_not_the_run(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True
+    )
+    lost = int(done.stdout)
+    assert lost > 100
+    assert done.stderr.count("cannot write events") == 1
+    found = numbers(tmp_path)
+    assert len(found) == 401 - lost
+    assert found[-1] == 400
+    assert [event.fields["events"] for event in read_events(tmp_path) if event.kind == "lost"] == [lost]
+    for line in (tmp_path / "events-n.jsonl").read_bytes().splitlines():
+        json.loads(line)
+
+
+def test_a_second_process_is_refused_and_another_name_is_not(tmp_path):
+    with EventLog(tmp_path, "n"):
+        with pytest.raises(TrainerUsageError, match=r"another process.*--node-id or --log-dir"):
+            EventLog(tmp_path, "n").start()
+        with EventLog(tmp_path, "m"):
+            pass
+    with EventLog(tmp_path, "n") as log:
+        log.event("again", number=1)
+    assert numbers(tmp_path) == [1]
+
+
+def test_a_folder_that_cannot_be_is_a_usage_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrainerUsageError, match="--log-dir"):
+        EventLog(tmp_path / "file" / "logs", "n").start()
+    for name in ("", "x" * 300):
+        with pytest.raises(TrainerUsageError, match="--node-id"):
+            EventLog(tmp_path, name).start()
+
+
+def test_an_event_that_has_no_spelling_is_told_and_the_others_stay(tmp_path, caplog):
+    class Odd:
+        def __str__(self):
+            raise ValueError("no text")
+
+    with EventLog(tmp_path, "n") as log:
+        log.event("bad", value=Odd())
+        log.event("some", number=1)
+        with pytest.raises(ValueError, match="node"):
+            log.event("some", node="other")
+    assert numbers(tmp_path) == [1]
+    assert log.lost_events == 1
+    assert "no text" in caplog.text
+
+
+def test_after_close_events_are_counted_as_lost(tmp_path):
+    log = EventLog(tmp_path, "n")
+    log.event("before", number=0)
+    log.start()
+    log.close()
+    log.close()
+    log.event("after", number=1)
+    assert log.lost_events == 2
+
+
+def test_strange_lines_are_passed_over_with_one_warning(tmp_path, caplog):
+    good = b'{"kind":"some","node":"n","number":%d,"time":"2026-11-20T17:32:03.000Z"}\n'
+    strange = [
+        b"\n",
+        b"[]\n",
+        b'{"kind":"x"}\n',
+        b"\xff\xfe\n",
+        b"[" * 100_000 + b"\n",
+        b'{"kind":1,"node":"n","time":"x"}\n',
+    ]
+    (tmp_path / "events-n.jsonl").write_bytes(good % 1 + b"".join(strange) + good % 2)
+    assert numbers(tmp_path) == [1, 2]
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "6 lines" in caplog.text
+
+
+def test_no_log_is_a_usage_error(tmp_path):
+    with pytest.raises(TrainerUsageError, match="--log-dir"):
+        list(read_events(tmp_path / "nowhere"))
+    assert list(read_events(tmp_path)) == []
+
+
+def test_a_log_rotated_while_it_is_read_is_read_once(tmp_path):
+    with EventLog(tmp_path, "n", max_file_bytes=1, max_files=100) as log:
+        for number in range(5):
+            log.event("some", number=number)
+            log.flush()
+        reading = read_events(tmp_path)
+        found = [next(reading).fields["number"]]
+        for number in range(5, 8):
+            log.event("some", number=number)
+            log.flush()
+        found += [event.fields["number"] for event in reading if "number" in event.fields]
+    assert found[:5] == list(range(5))
+    assert len(set(found)) == len(found)
+
+
+def test_the_disk_is_written_by_another_thread(tmp_path, monkeypatch):
+    """A disk that hangs holds up nobody who logs."""
+    hanging, writers = threading.Event(), []
+    real_write = os.write
+
+    def slow_write(file, data):
+        writers.append(threading.current_thread())
+        assert hanging.wait(30)
+        return real_write(file, data)
+
+    with EventLog(tmp_path, "n") as log:
+        monkeypatch.setattr("trainer.monitor.event_log.os.write", slow_write)
+        for number in range(1_000):
+            log.event("some", number=number)
+        assert not log.flush(timeout_s=0.05)
+        hanging.set()
+        assert log.flush(30)
+    assert threading.current_thread() not in writers
+    assert numbers(tmp_path) == list(range(1_000))
+
+
+def test_the_queue_is_bounded_and_what_did_not_fit_is_logged(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.monitor.event_log._MAX_WAITING", 50)
+    hanging, entered = threading.Event(), threading.Event()
+    real_write = os.write
+
+    def slow_write(file, data):
+        entered.set()
+        assert hanging.wait(30)
+        return real_write(file, data)
+
+    with EventLog(tmp_path, "n") as log:
+        monkeypatch.setattr("trainer.monitor.event_log.os.write", slow_write)
+        log.event("some", number=0)
+        assert entered.wait(30)
+        for number in range(1, 101):
+            log.event("some", number=number)
+        hanging.set()
+        assert log.flush(30)
+        log.event("some", number=101)
+    assert log.lost_events >= 50
+    found = numbers(tmp_path)
+    assert len(found) == 102 - log.lost_events
+    assert sum(event.fields["events"] for event in read_events(tmp_path) if event.kind == "lost") == log.lost_events
+
+
+def test_rotation_goes_on_after_it_failed_half_way(tmp_path, monkeypatch):
+    real_open = os.open
+    failing = [True]
+
+    def full_open(path, *arguments, **options):
+        if failing and str(path).endswith("events-n.jsonl"):
+            failing.pop()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real_open(path, *arguments, **options)
+
+    with EventLog(tmp_path, "n", max_file_bytes=1) as log:
+        log.event("some", number=0)
+        log.flush()
+        monkeypatch.setattr("trainer.monitor.event_log.os.open", full_open)
+        for number in (1, 2, 3):
+            log.event("some", number=number)
+            log.flush()
+    assert numbers(tmp_path) == [0, 2, 3]
+    assert log.lost_events == 1

@@ -1,0 +1,174 @@
+"""Curves from logs, and pictures of them."""
+
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trainer.errors import TrainerUsageError
+from trainer.monitor import plot
+from trainer.monitor.curves import envelope, read_curves, smoothed, speed
+from trainer.monitor.log_files import active_path
+from trainer.monitor.spelling import event_line
+
+T0 = 1_795_000_000.0
+
+
+def write_log(directory, node, steps, *, loss=lambda step: 4.0, begin_s=T0, every_s=1.0, rounds=()):
+    """A log as a node leaves it; ``rounds`` maps a step to 'round' or 'round_failed' after it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for position, step in enumerate(steps):
+        time_s = begin_s + every_s * position
+        fields = {"step": step, "loss": loss(step), "num_tokens": 100, "seconds": every_s}
+        lines.append(event_line(time_s, node, "step", fields))
+        if step in dict(rounds):
+            lines.append(event_line(time_s, node, dict(rounds)[step], {"round_index": 0}))
+    with active_path(directory, node).open("ab") as file:
+        file.write(b"".join(lines))
+
+
+def png_size(path):
+    head = path.read_bytes()[:24]
+    assert head.startswith(b"\x89PNG\r\n\x1a\n")
+    return struct.unpack(">II", head[16:])
+
+
+def test_a_curve_has_steps_tokens_and_rounds(tmp_path):
+    write_log(tmp_path, "n", range(10), loss=lambda step: 9.0 - step, rounds={5: "round", 8: "round_failed"})
+    (curve,) = read_curves([tmp_path])
+    assert curve.label == "n"
+    assert curve.steps.tolist() == list(range(10))
+    assert curve.tokens.tolist() == list(range(100, 1_100, 100))
+    assert curve.losses.tolist() == [9.0 - index for index in range(10)]
+    assert [(found.step, found.has_failed) for found in curve.rounds] == [(5, False), (8, True)]
+
+
+def test_of_a_step_done_twice_the_last_counts(tmp_path):
+    write_log(tmp_path, "n", range(7), loss=lambda step: 1.0)
+    write_log(tmp_path, "n", range(4, 10), loss=lambda step: 2.0, begin_s=T0 + 100)
+    (curve,) = read_curves([tmp_path])
+    assert curve.steps.tolist() == list(range(10))
+    assert curve.losses.tolist() == [1.0] * 4 + [2.0] * 6
+    assert curve.tokens[-1] == 1_000
+
+
+def test_steps_missing_at_the_beginning_count_as_tokens(tmp_path):
+    write_log(tmp_path, "n", range(500, 502))
+    (curve,) = read_curves([tmp_path])
+    assert curve.tokens.tolist() == [50_100, 50_200]
+
+
+def test_losses_that_are_not_finite_are_gaps(tmp_path):
+    losses = [3.0, float("nan"), float("inf"), 3.0]
+    write_log(tmp_path, "n", range(4), loss=losses.__getitem__)
+    (curve,) = read_curves([tmp_path])
+    assert np.isnan(curve.losses).tolist() == [False, True, True, False]
+    assert smoothed(curve.losses, span=10).tolist() == pytest.approx([3.0] * 4)
+
+
+def test_one_name_in_two_logs_makes_two_curves(tmp_path):
+    write_log(tmp_path / "mon", "n", range(3))
+    write_log(tmp_path / "tue", "n", range(3))
+    write_log(tmp_path / "tue", "m10", range(3))
+    write_log(tmp_path / "tue", "m9", range(3))
+    labels = [curve.label for curve in read_curves([tmp_path / "mon", tmp_path / "tue", tmp_path / "mon"])]
+    assert labels == ["m9", "m10", "mon: n", "tue: n"]
+
+
+def test_one_spike_does_not_bend_the_average_and_a_rise_does():
+    losses = np.full(500, 3.0)
+    losses[200] = 1e9
+    assert smoothed(losses, span=10).max() < 3.5
+    losses[300:] = 9.0
+    assert smoothed(losses, span=10)[-1] == pytest.approx(9.0)
+    assert smoothed(np.array([]), span=10).tolist() == []
+
+
+def test_fewer_points_keep_the_extremes():
+    x, y = np.arange(100_000.0), np.sin(np.arange(100_000) / 5_000)
+    y[54_321], y[12_345] = 50.0, np.nan
+    fewer_x, fewer_y = envelope(x, y, max_points=1_000)
+    assert len(fewer_x) <= 1_002
+    assert fewer_y.max() == 50.0
+    assert np.isfinite(fewer_y).all()
+    assert (np.diff(fewer_x) > 0).all()
+    assert envelope(x[:10], y[:10], max_points=1_000)[0] is not None
+
+
+def test_speed_has_the_waits_in_it(tmp_path):
+    write_log(tmp_path, "n", range(11))
+    write_log(tmp_path, "n", range(11, 21), begin_s=T0 + 20)
+    (curve,) = read_curves([tmp_path])
+    edges = np.linspace(T0 - 10, T0 + 30, 9)
+    found = speed(curve, edges)
+    assert np.isnan(found[:2]).all()
+    assert found[2:4].tolist() == [100.0, 100.0]
+    assert found[5] == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_nodes", [1, 4, 16])
+def test_nodes_are_drawn(tmp_path, num_nodes):
+    for node in range(num_nodes):
+        write_log(
+            tmp_path / "logs",
+            f"gpu-{node}",
+            range(1, 60),
+            loss=lambda step: 10 / step + (1e9 if step == 30 else 0),
+            begin_s=T0 + node,
+            rounds={20: "round", 40: "round_failed"},
+        )
+    picture = plot([tmp_path / "logs"], tmp_path / "new" / "curves.png")
+    width, height = png_size(picture)
+    assert (width, height) == (1430, 935)
+    smaller = plot([tmp_path / "logs"], tmp_path / "small.png", title="A run", size_inches=(6.0, 4.0))
+    assert png_size(smaller) == (660, 440)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("losses", [[3.0], [float("nan")] * 3, [3.0, 3.0], [0.0] * 5])
+def test_a_run_of_hardly_any_steps_is_drawn(tmp_path, losses):
+    write_log(tmp_path, "n", range(len(losses)), loss=losses.__getitem__, every_s=0.0)
+    png_size(plot([tmp_path], tmp_path / "curves.png"))
+
+
+@pytest.mark.slow
+def test_nothing_to_draw_is_a_usage_error(tmp_path):
+    with pytest.raises(TrainerUsageError, match="--log-dir"):
+        plot([], tmp_path / "x.png")
+    with pytest.raises(TrainerUsageError, match="found nothing"):
+        plot([tmp_path / "nowhere"], tmp_path / "x.png")
+    with pytest.raises(TrainerUsageError, match="found no events"):
+        plot([tmp_path], tmp_path / "x.png")
+    active_path(tmp_path, "n").write_bytes(event_line(T0, "n", "started", {}))
+    with pytest.raises(TrainerUsageError, match="events of 1 nodes but no step"):
+        plot([tmp_path], tmp_path / "x.png")
+    assert not (tmp_path / "x.png").exists()
+
+
+@pytest.mark.slow
+def test_a_picture_that_cannot_be_written_is_a_usage_error(tmp_path):
+    write_log(tmp_path, "n", range(3))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrainerUsageError, match="--out"):
+        plot([tmp_path], tmp_path / "file" / "x.png")
+
+
+def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
+    write_log(tmp_path, "n", range(3))
+    for name in ("matplotlib", "matplotlib.backends.backend_agg", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(TrainerUsageError, match=r"pip install matplotlib"):
+        plot([tmp_path], tmp_path / "x.png")
+
+
+def test_importing_the_room_brings_in_nothing_heavy():
+    heavy = ["matplotlib", "fastapi", "uvicorn", "prometheus_client", "numpy", "torch", "grpc", "pydantic"]
+    code = f"import sys, trainer.monitor; print([name for name in {heavy!r} if name in sys.modules])"
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
+    assert done.stdout.strip() == "[]"

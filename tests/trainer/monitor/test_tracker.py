@@ -1,0 +1,327 @@
+"""The status a node gives of its run."""
+
+import json
+import math
+import threading
+
+import numpy as np
+import pytest
+
+from tests.support.observing import Announced, Report, Step
+from trainer.errors import CheckpointMismatchError
+from trainer.monitor import TrainingTracker
+
+ME = "f" * 64
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1_795_000_000.0
+
+    def __call__(self):
+        return self.now
+
+
+CLOCK = Clock()
+"""Goes on by a quarter of a second with each step of `train`."""
+
+
+@pytest.fixture
+def clock():
+    return CLOCK
+
+
+@pytest.fixture
+def tracker(clock):
+    return TrainingTracker("gpu-7", peer_id=ME, inner_steps=100, clock=clock)
+
+
+def train(tracker, losses, **fields):
+    for index, loss in enumerate(losses):
+        CLOCK.now += 0.25
+        tracker.add_step(Step(step=index, loss=float(loss), **fields))
+
+
+def learning(length, seed=0):
+    return 4 + 6 * np.exp(-np.arange(length) / (length / 4)) + np.random.default_rng(seed).normal(0, 0.1, length)
+
+
+def test_before_the_first_step_nothing_is_claimed(tracker):
+    status = tracker.status()
+    assert not status.training_verified
+    assert status.reasons == ("expected 100 losses or more to judge by, found 0; wait",)
+    assert (status.loss_trend, status.global_loss, status.loss) == ("unknown", None, None)
+    assert (status.hash_agreement_rate, status.hash_agreement.reason) == (None, "no outer step yet")
+    assert (status.sync_success_rate, status.sync_success.reason) == (None, "no round yet")
+    assert (status.model_convergence, status.training_nodes, status.total_steps) == (None, 1, 0)
+    assert (tracker.smoothed_loss, tracker.tokens_per_s, tracker.num_steps) == (None, 0.0, 0)
+    assert tracker.health().last_step_age_s is None
+
+
+def test_a_single_node_is_the_whole_run(tracker):
+    """000: with one node all metrics reflect that node, outer syncs show 0 until the first."""
+    tracker.set_shards([3, 4])
+    train(tracker, learning(400))
+    status = tracker.status()
+    assert status.training_verified and not status.reasons
+    assert status.loss_trend == "improving"
+    assert status.global_loss == tracker.smoothed_loss == pytest.approx(4.1, abs=0.2)
+    assert (status.total_steps, status.data_shards, status.training_nodes) == (400, 2, 1)
+    assert status.tokens_per_s == 4096 / 0.25
+    assert (status.diloco.outer_syncs, status.diloco.inner_step) == (0, 400)
+    assert status.sync_success_rate is None
+
+    tracker.add_round(Report(members=(ME,)), outer_step=1, state_digest="d1")
+    status = tracker.status()
+    assert (status.diloco.outer_syncs, status.diloco.rounds_alone, status.diloco.inner_step) == (1, 1, 0)
+    assert (status.hash_agreement_rate, status.model_convergence) == (100.0, 100.0)
+    assert (status.sync_success_rate, status.sync_success.reason) == (None, "no other node was there in any round")
+    assert [node.is_self for node in status.nodes] == [True]
+
+
+def test_a_loss_that_does_not_fall_is_not_verified(tracker):
+    train(tracker, np.random.default_rng(0).normal(4, 0.1, 400))
+    status = tracker.status()
+    assert not status.training_verified
+    assert status.loss_trend == "stable"
+    assert "not below the first ones" in status.reasons[0]
+
+
+def test_a_run_that_diverges_is_not_verified_any_more(tracker):
+    train(tracker, learning(400))
+    assert tracker.status().training_verified
+    train(tracker, np.linspace(4, 12, 100))
+    status = tracker.status()
+    assert (status.training_verified, status.loss_trend) == (False, "degrading")
+
+
+def test_skipped_steps_are_counted_and_many_are_a_reason(tracker):
+    train(tracker, learning(400))
+    train(tracker, [math.nan] * 20, skipped=True)
+    status = tracker.status()
+    assert status.training_verified
+    assert status.steps_skipped == 20
+    train(tracker, [math.inf] * 10, skipped=True)
+    status = tracker.status()
+    assert status.reasons == ("most of the latest steps were skipped: loss or gradient is not finite",)
+    assert math.isfinite(status.global_loss)
+    json.dumps(status.model_dump(), allow_nan=False)
+
+
+def test_nodes_of_one_outer_step_are_compared_and_others_are_behind(tracker):
+    tracker.set_state(5, "good")
+    others = [
+        Announced("a" * 64, outer_step=5, state_digest="good"),
+        Announced("b" * 64, outer_step=5, state_digest="bad"),
+    ]
+    late = Announced("c" * 64, outer_step=4, state_digest="old")
+    tracker.peers([*others, late])
+    status = tracker.status()
+    assert status.hash_agreement_rate == 66.67
+    assert (status.hash_agreement.outer_step, status.hash_agreement.num_compared) == (5, 3)
+    assert (status.hash_agreement.num_agreeing, status.hash_agreement.num_behind) == (2, 1)
+    assert status.model_convergence == 50.0
+    assert status.training_nodes == 4
+
+
+def test_between_two_rounds_nobody_is_called_different_for_an_old_announcement(tracker):
+    others = [Announced(name * 64, outer_step=5, state_digest="d5") for name in "abc"]
+    tracker.add_round(Report(), outer_step=5, state_digest="d5")
+    tracker.peers(others)
+    tracker.add_round(Report(), outer_step=6, state_digest="d6")
+    assert tracker.status().hash_agreement_rate == 100.0
+    assert tracker.status().hash_agreement.num_behind == 0
+    tracker.peers([Announced(name * 64, outer_step=6, state_digest="d6") for name in "abc"])
+    status = tracker.status()
+    assert (status.hash_agreement_rate, status.hash_agreement.outer_step, status.hash_agreement.num_compared) == (
+        100.0,
+        6,
+        4,
+    )
+
+
+def test_two_nodes_without_a_common_step_have_no_rate(tracker):
+    tracker.set_state(5, "d5")
+    tracker.peers([Announced("a" * 64, outer_step=2, state_digest="d2")])
+    status = tracker.status()
+    assert (status.hash_agreement_rate, status.model_convergence) == (None, None)
+    assert status.hash_agreement.reason == "no two nodes have the same outer step"
+
+
+def test_the_run_is_summed_over_its_nodes(tracker):
+    tracker.set_shards([1, 2])
+    train(tracker, [3.0] * 100)
+    peers = [
+        Announced("a" * 64, "gpu-8", inner_step=250, loss=3.2, tokens_per_s=500.0, shards=(2, 3)),
+        Announced("b" * 64, "gpu-9", inner_step=50, loss=3.4, tokens_per_s=250.0, shards=(9,)),
+    ]
+    tracker.peers(peers)
+    status = tracker.status()
+    assert (status.total_steps, status.data_shards, status.training_nodes) == (400, 4, 3)
+    assert status.global_loss == pytest.approx(3.2)
+    assert status.tokens_per_s == pytest.approx(16_384 + 750)
+    assert [node.node_id for node in status.nodes] == ["gpu-7", "gpu-8", "gpu-9"]
+
+
+@pytest.mark.parametrize("lie", [math.nan, math.inf, 1e30, -1.0, 1e308])
+@pytest.mark.parametrize("others", [0, 1, 5])
+def test_a_lying_peer_does_not_poison_the_global_loss(tracker, lie, others):
+    train(tracker, [3.0] * 100)
+    honest = [Announced(f"{number:064x}", loss=3.0) for number in range(others)]
+    tracker.peers([*honest, Announced("e" * 64, loss=lie)])
+    status = tracker.status()
+    assert status.global_loss == pytest.approx(3.0)
+    assert status.losses_left_out == 1
+    assert status.training_nodes == 2 + others
+
+
+def test_what_a_node_hears_of_itself_and_twice_counts_once(tracker):
+    tracker.set_state(1, "d1")
+    tracker.peers([Announced(ME, outer_step=9, state_digest="x"), Announced("a" * 64), Announced("a" * 64)])
+    status = tracker.status()
+    assert (status.training_nodes, status.hash_agreement_rate) == (2, 100.0)
+
+
+def test_announcements_expire(tracker, clock):
+    tracker.set_state(1, "d1")
+    tracker.peers([Announced("a" * 64, expires_at=clock.now + 10), Announced("b" * 64, expires_at=clock.now + 30)])
+    assert tracker.status().training_nodes == 3
+    clock.now += 20
+    assert tracker.status().training_nodes == 2
+    clock.now += 20
+    assert (tracker.status().training_nodes, tracker.status().hash_agreement_rate) == (1, 100.0)
+
+
+def test_rounds_with_others_known_count_as_attempts(tracker, clock):
+    tracker.add_round(Report(members=(ME,)), outer_step=1, state_digest="d")  # Nobody there: no attempt.
+    tracker.peers([Announced("a" * 64, expires_at=clock.now + 10)])
+    tracker.add_round(Report(), outer_step=2, state_digest="d")
+    tracker.add_round(Report(members=(ME,)), outer_step=3, state_digest="d")  # Somebody there, and missed.
+    tracker.add_failed_round()
+    clock.now += 60
+    tracker.add_round(Report(members=(ME,)), outer_step=4, state_digest="d")
+    tracker.add_round(Report(dropped=(("c", "dead"),), completeness=0.75), outer_step=5, state_digest="d")
+    status = tracker.status()
+    assert (status.sync_success.num_attempted, status.sync_success.num_succeeded) == (4, 2)
+    assert status.sync_success_rate == 50.0
+    assert (status.diloco.outer_syncs, status.diloco.rounds_alone, status.diloco.rounds_failed) == (5, 3, 1)
+    assert (status.diloco.last_round.num_dropped, status.diloco.last_round.completeness) == (1, 0.75)
+    for _ in range(150):
+        tracker.add_round(Report(), outer_step=6, state_digest="d")
+    assert tracker.status().sync_success_rate == 100.0  # Of the latest hundred.
+
+
+def test_a_node_that_trains_apart_from_the_others_is_not_verified(tracker):
+    train(tracker, learning(400))
+    tracker.peers([Announced(peer_id="b", node_id="b")])
+    for index in range(4):
+        tracker.add_round(Report(members=(ME,)), outer_step=index + 1, state_digest="d")
+    status = tracker.status()
+    assert (status.training_verified, status.sync_success_rate) == (False, 0.0)
+    assert "apart from the others" in status.reasons[0]
+
+
+def test_memory_does_not_grow_with_peers(tracker):
+    tracker.peers([Announced(f"{number:064x}", expires_at=1e12 + number) for number in range(5_000)])
+    status = tracker.status()
+    assert status.training_nodes == 4_097
+    assert len(status.nodes) == 256
+
+
+def test_a_restarted_node_remembers_where_it_began(tracker, clock):
+    train(tracker, learning(300))
+    state = tracker.state_dict()
+    again = TrainingTracker("gpu-7", clock=clock)
+    again.load_state_dict(state)
+    assert again.state_dict() == state
+    train(again, np.random.default_rng(1).normal(4, 0.1, 200))
+    assert again.status().training_verified
+    assert again.num_steps == 500
+    fresh = TrainingTracker("gpu-7", clock=clock)
+    train(fresh, np.random.default_rng(1).normal(4, 0.1, 200))
+    assert not fresh.status().training_verified
+
+
+def test_the_state_survives_weights_only_loading(tracker, tmp_path):
+    torch = pytest.importorskip("torch")
+    train(tracker, learning(150))
+    torch.save(tracker.state_dict(), tmp_path / "state.pt")
+    loaded = torch.load(tmp_path / "state.pt", weights_only=True)
+    again = TrainingTracker("gpu-7")
+    again.load_state_dict(loaded)
+    assert again.smoothed_loss == tracker.smoothed_loss
+
+
+@pytest.mark.parametrize("state", [{}, {"version": 2}, {"version": 1, "losses": 3, "num_steps": 1, "num_skipped": 0}])
+def test_another_release_s_state_is_refused(tracker, state):
+    with pytest.raises(CheckpointMismatchError, match="version 1"):
+        tracker.load_state_dict(state)
+
+
+def test_one_thread_writes_while_others_read():
+    tracker = TrainingTracker("gpu-7", peer_id=ME)
+    stop, wrong = threading.Event(), []
+
+    def read():
+        last = 0
+        while not stop.is_set():
+            status = tracker.status()
+            if status.total_steps < last or status.steps_skipped * 2 > status.total_steps:
+                wrong.append(status)
+            last = status.total_steps
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for index in range(3_000):
+        tracker.add_step(Step(step=index, loss=3.0, skipped=index % 3 == 2))
+        if index % 100 == 0:
+            tracker.peers([Announced("a" * 64, inner_step=0)])
+            tracker.add_round(Report(), outer_step=index, state_digest=str(index))
+    stop.set()
+    for reader in readers:
+        reader.join(30)
+    assert not wrong
+    assert tracker.num_steps == 3_000
+
+
+def test_health_tells_when_it_last_trained(tracker, clock):
+    tracker.add_step(Step())
+    clock.now += 7.5
+    health = tracker.health()
+    assert (health.status, health.node_id, health.uptime_s, health.last_step_age_s) == ("ok", "gpu-7", 7.5, 7.5)
+
+
+def test_speed_is_by_the_clock_with_the_waits_in_it(tracker, clock):
+    train(tracker, [3.0] * 60)
+    assert tracker.tokens_per_s == 4096 / 0.25
+    clock.now += 12.5  # A round.
+    train(tracker, [3.0])
+    assert tracker.tokens_per_s == pytest.approx(50 * 4096 / 25)
+    clock.now -= 3_600
+    train(tracker, [3.0])
+    assert tracker.tokens_per_s == 0.0
+    clock.now += 3_600
+
+
+def test_the_other_rooms_values_are_taken_as_they_are():
+    from trainer.inner.loop import StepResult
+    from trainer.network.discovery.announcement import Announcement
+    from trainer.outer.engine.collective import RoundReport
+
+    tracker = TrainingTracker("gpu-7", peer_id=ME)
+    tracker.add_step(StepResult(0, 4.0, 0.5, 1e-4, 4096, False, 0.1))
+    tracker.add_round(RoundReport(round_index=0, members=(ME, "a" * 64)), outer_step=1, state_digest="d" * 64)
+    other = Announcement(
+        peer_id="a" * 64,
+        node_id="gpu-8",
+        run_id="run",
+        address="127.0.0.1:1",
+        outer_step=1,
+        state_digest="d" * 64,
+        loss=4.0,
+        expires_at=4e9,
+    )
+    tracker.peers([other])
+    status = tracker.status()
+    assert (status.hash_agreement_rate, status.training_nodes, status.global_loss) == (100.0, 2, 4.0)

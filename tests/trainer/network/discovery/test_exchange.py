@@ -1,0 +1,73 @@
+"""The exchange's messages: what one lacks is told, and nothing that does not fit its head is read."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.errors import RefusedError
+from trainer.network.discovery.announcement import verify_announcement
+from trainer.network.discovery.exchange import (
+    ExchangeReply,
+    ExchangeRequest,
+    pack_request,
+    records_for,
+    split_records,
+    unpack_request,
+)
+from trainer.network.discovery.peer_table import KnownPeer
+from trainer.network.rpc.identity import Identity
+
+
+@pytest.fixture
+def known(announce: Callable[..., bytes]) -> list[KnownPeer]:
+    wires = [announce(Identity.create()) for _ in range(4)]
+    return [KnownPeer(verify_announcement(wire, now=time.time(), max_clock_skew_s=10), wire) for wire in wires]
+
+
+def test_a_request_is_read_back(known: list[KnownPeer]) -> None:
+    body, payload = pack_request(b"own record", known)
+    own, has = unpack_request(body, payload)
+    assert own == b"own record"
+    assert has == {peer.announcement.peer_id: peer.announcement.sent_at for peer in known}
+
+
+def test_only_what_the_asker_lacks_is_told(known: list[KnownPeer]) -> None:
+    has = {known[0].announcement.peer_id: known[0].announcement.sent_at}
+    has[known[1].announcement.peer_id] = known[1].announcement.sent_at - 1
+    asker = known[2].announcement.peer_id
+    body, payload = records_for(asker, has, known, random.Random(0))
+    assert set(split_records(body, payload)) == {known[1].wire, known[3].wire}
+
+
+def test_a_list_of_nonsense_times_hides_nothing(known: list[KnownPeer]) -> None:
+    has = {peer.announcement.peer_id: float("nan") for peer in known}
+    body, _ = records_for("asker", has, known, random.Random(0))
+    assert len(body.sizes) == len(known)
+
+
+def test_an_answer_never_exceeds_a_message(known: list[KnownPeer]) -> None:
+    long = KnownPeer(known[0].announcement, b"x" * 16_000)
+    body, payload = records_for("asker", {}, [long] * 200, random.Random(0))
+    assert sum(body.sizes) == len(payload) <= 1 << 20
+    assert len(body.sizes) == (1 << 20) // 16_000
+
+
+@given(own_bytes=st.integers(0, 100), payload=st.binary(max_size=200))
+def test_a_payload_that_does_not_fit_its_head_is_refused(own_bytes: int, payload: bytes) -> None:
+    body = ExchangeRequest(own_bytes=own_bytes)
+    if len(payload) >= own_bytes and (len(payload) - own_bytes) % 40 == 0:
+        assert unpack_request(body, payload)[0] == payload[:own_bytes]
+    else:
+        with pytest.raises(RefusedError, match="expected a record"):
+            unpack_request(body, payload)
+
+
+def test_an_answer_that_does_not_fit_its_head_is_refused() -> None:
+    with pytest.raises(RefusedError, match="expected records of 5 bytes"):
+        split_records(ExchangeReply(sizes=(2, 3)), b"abcd")

@@ -1,0 +1,235 @@
+"""Where an endpoint connects when addresses come from strangers, and how often."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import pytest
+
+from trainer.network.rpc.config import RpcConfig
+from trainer.network.rpc.dialing import Dialing, DialRefusedError
+from trainer.network.rpc.messages import Peer
+from trainer.network.rpc.remote_address import host_kind
+
+_OWN = "f" * 64
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def _dialing(
+    *named: str, allow_private: bool = False, port: int = 4100, clock: _Clock | None = None, **config: Any
+) -> Dialing:
+    rpc = RpcConfig(**({"host": "8.8.8.8"} | config))
+    dialing = Dialing(rpc, _OWN, clock or _Clock())
+    dialing.guard(named, allow_private=allow_private)
+    dialing.listening_at(f"{rpc.host if rpc.host != '0.0.0.0' else '192.168.1.5'}:{port}", port)
+    return dialing
+
+
+def _admit(dialing: Dialing, address: str, peer_id: str = "a" * 64) -> tuple[tuple[str, int], ...]:
+    return asyncio.run(dialing.admit(Peer(peer_id, address)))
+
+
+def _refusal(dialing: Dialing, address: str) -> str:
+    with pytest.raises(DialRefusedError) as caught:
+        _admit(dialing, address)
+    return caught.value.reason
+
+
+@pytest.mark.parametrize(
+    ("host", "kind"),
+    [
+        ("8.8.8.8", "public"),
+        ("2606:4700::1111", "public"),
+        ("127.8.9.1", "loopback"),
+        ("[::1]", "loopback"),
+        ("::ffff:127.0.0.1", "loopback"),
+        ("10.1.2.3", "private"),
+        ("100.64.0.1", "private"),
+        ("fd00::1", "private"),
+        ("169.254.169.254", "link-local"),
+        ("fe80::1%eth0", "link-local"),
+        ("0.0.0.0", "unusable"),
+        ("255.255.255.255", "unusable"),
+        ("224.0.0.1", "unusable"),
+        ("ff02::1", "unusable"),
+        ("node.example", None),
+    ],
+)
+def test_kinds_of_host(host: str, kind: str | None) -> None:
+    assert host_kind(host) == kind
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("127.0.0.1:4101", "private"),
+        ("[::ffff:10.0.0.1]:4101", "private"),
+        ("169.254.169.254:4101", "private"),
+        ("0.0.0.0:4101", "private"),
+        ("8.8.8.8:4100", "own"),
+        ("1.1.1.1:22", "port"),
+        ("1.1.1.1:1023", "port"),
+        ("1.1.1.1", "name"),
+        ("1.1.1.1:4100", ""),
+        ("8.8.8.8:4101", ""),
+    ],
+)
+def test_what_strangers_may_name_on_a_public_run(address: str, reason: str) -> None:
+    dialing = _dialing("9.9.9.9:443")
+    assert dialing.objection(address) == reason
+    if reason and reason != "name":
+        assert _refusal(dialing, address) == reason
+
+
+def test_what_the_operator_named_is_dialled_whatever_it_is_and_as_often() -> None:
+    dialing = _dialing("9.9.9.9:443", "127.0.0.1:22")
+    for _ in range(30):
+        assert _admit(dialing, "9.9.9.9:443") == (("9.9.9.9", 443),)
+        assert _admit(dialing, "127.0.0.1:22") == (("127.0.0.1", 22),)
+    assert dialing.objection("127.0.0.1:22") == ""
+
+
+@pytest.mark.parametrize(
+    ("named", "config", "address", "is_allowed"),
+    [
+        (("127.0.0.1:4100",), {}, "127.0.0.1:4999", True),
+        (("127.0.0.1:4100",), {}, "10.0.0.1:4999", False),
+        (("127.0.0.1",), {}, "127.0.0.1:4999", True),  # Of a DHT's seed only the host is named.
+        ((), {"host": "127.0.0.1"}, "127.0.0.1:4999", True),
+        ((), {"public_address": "10.0.0.7:4100"}, "10.0.0.8:4999", True),
+        ((), {"host": "0.0.0.0"}, "192.168.1.6:4999", True),  # The first of a run in a private network.
+        (("192.168.1.9:4100",), {"host": "0.0.0.0"}, "192.168.1.6:4999", True),
+        (("8.8.4.4:4100",), {"host": "0.0.0.0"}, "192.168.1.6:4999", False),  # Behind a router, in a public run.
+        ((), {"host": "0.0.0.0", "public_address": "8.8.8.8"}, "192.168.1.6:4999", False),
+    ],
+)
+def test_a_kind_is_dialled_where_the_node_was_told_of_one(
+    named: tuple[str, ...], config: dict[str, str], address: str, is_allowed: bool
+) -> None:
+    assert (_dialing(*named, **config).objection(address) == "") is is_allowed
+    assert _dialing(*named, allow_private=True, **config).objection(address) == ""
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "192.168.1.5"])
+def test_the_own_port_is_not_dialled_whoever_is_claimed_to_be_there(host: str) -> None:
+    dialing = _dialing(host="0.0.0.0", allow_private=True)
+    assert _refusal(dialing, f"{host}:4100") == "own"
+    assert dialing.objection(f"{host}:4101") == ""
+    assert _admit(dialing, f"{host}:4100", _OWN) == ((host, 4100),)  # A node may call itself.
+
+
+@pytest.mark.parametrize("address", ["inside.example:4101", "2130706433:4101", "127.1:4101"])
+def test_a_name_is_judged_by_what_it_resolves_to(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    def resolve(*_: object, **__: object) -> list[tuple[object, ...]]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (it, 0)) for it in found]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    dialing = _dialing()
+    found = ["127.0.0.1"]
+    assert _refusal(dialing, address) == "private"
+    found = ["10.0.0.1", "1.1.1.1"]
+    clock_later = _dialing()
+    assert _admit(clock_later, address) == (("1.1.1.1", 4101),)
+    found = ["127.0.0.1"]  # Rebinding: what was judged is what is dialled.
+    clock_later.answered(("1.1.1.1", 4101))
+    assert _admit(clock_later, address) == (("1.1.1.1", 4101),)
+
+
+def test_a_named_host_name_makes_its_kind_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("172.18.0.2", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    dialing = _dialing("first:4100")
+    assert dialing.objection("172.18.0.3:4100") == "private"
+    assert _admit(dialing, "first:4100") == (("172.18.0.2", 4100),)
+    assert dialing.objection("172.18.0.3:4100") == ""
+
+
+@pytest.mark.slow
+def test_an_address_nobody_answered_at_is_tried_after_pauses_that_grow() -> None:
+    clock = _Clock()
+    dialing = _dialing(clock=clock)
+    tries = []
+    for _ in range(3600):
+        clock.now += 1.0
+        try:
+            _admit(dialing, "1.1.1.1:4100")
+        except DialRefusedError as error:
+            assert error.reason == "pause"
+        else:
+            tries.append(clock.now - 1001.0)
+    assert tries == [0.0, 20.0, 80.0, 260.0, 800.0, 2420.0]
+
+
+@pytest.mark.slow
+def test_a_host_in_contact_is_tried_once_a_minute_at_least() -> None:
+    clock = _Clock()
+    dialing = _dialing(clock=clock)
+    tries = 0
+    for _ in range(600):
+        clock.now += 1.0
+        dialing.in_contact("1.1.1.1")
+        try:
+            _admit(dialing, "1.1.1.1:4100")
+        except DialRefusedError:
+            continue
+        tries += 1
+    assert tries == 12
+
+
+def test_where_a_node_answers_there_is_no_limit_until_it_has_been_gone_for_long() -> None:
+    dialing = _dialing()
+    where = ("1.1.1.1", 4100)
+    for _ in range(2):
+        _admit(dialing, "1.1.1.1:4100")
+        dialing.answered(where)
+        for _ in range(30):
+            _admit(dialing, "1.1.1.1:4100")
+            dialing.failed(where)
+        _admit(dialing, "1.1.1.1:4100")
+        assert _refusal(dialing, "1.1.1.1:4100") == "pause"
+        dialing.answered(where)
+
+
+@pytest.mark.slow
+def test_a_host_that_is_silent_is_not_scanned() -> None:
+    clock = _Clock()
+    dialing = _dialing(clock=clock)
+
+    def num_tried(first_port: int, host: str = "1.1.1.1") -> int:
+        count = 0
+        for port in range(first_port, first_port + 200):
+            try:
+                _admit(dialing, f"{host}:{port}")
+            except DialRefusedError as error:
+                assert error.reason == "budget"
+            else:
+                count += 1
+        return count
+
+    assert num_tried(5000) == 8
+    clock.now += 60
+    assert num_tried(6000) == 6
+    assert num_tried(6000, "[2606:4700::1]") + num_tried(6000, "[2606:4700::2]") == 8  # One /64.
+    dialing.in_contact("1.1.1.1")  # Many nodes behind one address, one of which calls.
+    assert num_tried(7000) == 200
+
+
+@pytest.mark.slow
+def test_what_is_remembered_is_bounded() -> None:
+    dialing = _dialing()
+    for number in range(5000):
+        host = f"1.2.{number // 250}.{number % 250}"
+        _admit(dialing, f"{host}:4100")
+        dialing.in_contact(host)
+        dialing.answered((host, 4101))
+    tables = (dialing._tried, dialing._buckets, dialing._contacts, dialing._answered)
+    assert all(len(table) <= 4096 for table in tables)

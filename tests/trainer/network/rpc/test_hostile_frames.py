@@ -1,0 +1,358 @@
+"""What a hostile peer sends to a live endpoint: refused with its reason, counted, without crash or memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import struct
+import time
+
+import grpc
+import pytest
+
+from tests.support.event_loop import on_event_loop
+from tests.support.hostile_caller import HostileCaller, hostile_caller
+from tests.support.rpc_node import Answer, Question, rpc_node
+from tests.support.rpc_pair import running_endpoint
+from trainer.errors import PeerUnavailableError
+from trainer.network.rpc import Endpoint, Identity
+from trainer.network.rpc.envelope import HEARTBEAT, MAX_FRAME_BYTES, PROTOCOL_VERSION, seal
+
+_REASONS = {
+    "size",
+    "magic",
+    "protocol",
+    "head",
+    "kind",
+    "run",
+    "recipient",
+    "sender",
+    "method",
+    "clock",
+    "signature",
+} | {
+    "digest",
+    "body",
+    "sequence",
+    "replayed",
+    "certificate",
+    "no_request",
+}
+
+
+async def _check(endpoint: Endpoint, hostile: HostileCaller, cases: dict[str, tuple[list[bytes], str]]) -> None:
+    """Sends every case, compares reasons and counters, and calls as an honest node afterwards."""
+    found = {name: await hostile.send(*frames) for name, (frames, _) in cases.items()}
+    assert found == {name: reason for name, (_, reason) in cases.items()}
+    counted = [reason for _, reason in cases.values() if reason != "accepted"]
+    assert endpoint.counters.refused == {reason: counted.count(reason) for reason in counted}
+    async with running_endpoint() as honest:
+        reply = await honest.call(endpoint.peer, "test/echo", Question(text="still here"), Answer, timeout_s=20)
+        assert reply.body.text == "still here"
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_first_frames() -> None:
+    async with running_endpoint() as endpoint, hostile_caller(endpoint.peer) as hostile:
+        frame = hostile.frame
+        good = frame()
+        victim = Identity.create()
+        stolen = seal(victim, {**_honest_fields(hostile), "nonce": "f" * 32})
+        cases: dict[str, tuple[list[bytes], str]] = {
+            "nothing": ([], "no_request"),
+            "only heartbeats": ([HEARTBEAT] * 50, "no_request"),
+            "empty message": ([b""], "size"),
+            "another protocol": ([b"GET / HTTP/1.1\r\n\r\n" * 10], "magic"),
+            "next version": ([good[:4] + struct.pack("<I", PROTOCOL_VERSION + 1) + good[8:]], "protocol"),
+            "too long by one": ([good + b"x"], "size"),
+            "claims 4 GiB": ([good[:8] + struct.pack("<II", 2**32 - 1, 2**32 - 1) + good[16:]], "size"),
+            "accepted": ([good], "accepted"),
+            "replayed": ([good], "replayed"),
+            "replayed with another body": ([frame(nonce=f"{1:032x}", body={"text": "y"})], "replayed"),
+            "unsigned": ([_unsigned(frame())], "signature"),
+            "signed by another": ([_signed_by_another(frame())], "signature"),
+            "replayed in another's name": ([_renamed(frame(), hostile.identity, victim)], "signature"),
+            "for another run": ([frame(run_id="other")], "run"),
+            "for another node": ([frame(recipient=victim.peer_id)], "recipient"),
+            "for anybody": ([frame(recipient="", method="test/cancelled")], "recipient"),
+            "for another certificate": ([frame(certificate_sha256="0" * 64)], "certificate"),
+            "from the past": ([frame(sent_at=time.time() - 121)], "clock"),
+            "from the future": ([frame(sent_at=time.time() + 130)], "clock"),
+            "from 1970": ([frame(sent_at=0.0)], "clock"),
+            "unknown method": ([frame(method="test/none")], "method"),
+            "a call as a stream": ([frame(kind="open")], "method"),
+            "a stream as a call": ([frame(method="test/mirror")], "method"),
+            "a reply first": ([frame(kind="reply")], "kind"),
+            "data first": ([frame(kind="data")], "kind"),
+            "a callee's frame": ([frame(origin="callee")], "kind"),
+            "not the first": ([frame(sequence=1)], "kind"),
+            "payload swapped": ([frame(payload=b"a" * 100)[:-1] + b"b"], "digest"),
+            "large payload swapped": ([frame(payload=bytes(1 << 20))[:-1] + b"b"], "digest"),
+            "body unknown field": ([frame(body={"text": "x", "more": 1})], "body"),
+            "body wrong type": ([frame(body={"text": 5})], "body"),
+            "body of strings for numbers": ([frame(body={"numbers": ["1"]})], "body"),
+            "no body": ([frame(body=None)], "body"),
+            "signed by the victim of a replay": ([stolen], "accepted"),
+            "and once more": ([stolen], "replayed"),
+        }
+        await _check(endpoint, hostile, cases)
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_heads_no_parser_should_be_given() -> None:
+    async with running_endpoint() as endpoint, hostile_caller(endpoint.peer) as hostile:
+        fields = _honest_fields(hostile) | {"sender": hostile.identity.peer_id, "payload_blake3": "0" * 64}
+        text = json.dumps(fields)
+        heads = {
+            "deep lists": b'{"body":' + b"[" * 60_000,
+            "deep objects": b'{"body":' + b'{"a":' * 12_000,
+            "deep and closed": text.replace('"body": {}', '"body": {"a":' + "[" * 20_000 + "]" * 20_000 + "}").encode(),
+            "NaN": text.replace('"index": 0', '"index": NaN').encode(),
+            "infinite time": text.replace(f'"sent_at": {fields["sent_at"]}', '"sent_at": 1e999').encode(),
+            "huge integer": text.replace('"index": 0', '"index": ' + "9" * 60_000).encode(),
+            "huge exponent": text.replace('"index": 0', '"index": 1e99999999').encode(),
+            "repeated key": text.replace('"index": 0', '"index": 0, "index": 1').encode(),
+            "repeated key in the body": text.replace('"body": {}', '"body": {"text": "a", "text": "b"}').encode(),
+            "unknown field": text.replace('"index": 0', '"index": 0, "admin": true').encode(),
+            "not UTF-8": text.encode() + b"\xff",
+            "UTF-16": text.encode("utf-16"),
+            "a list": b"[]",
+            "nothing": b"",
+            "two objects": b"{}{}",
+            "lone surrogate": text.replace('"run_id": "', '"run_id": "\\ud800').encode(),
+            "a key of 60 kB": b'{"' + b"k" * 60_000 + b'": 1}',
+            "60,000 keys": b"{" + b",".join(b'"%d":0' % number for number in range(7000)) + b"}",
+        }
+        await _check(
+            endpoint, hostile, {name: ([_raw(hostile.identity, head)], "head") for name, head in heads.items()}
+        )
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_frames_of_a_stream() -> None:
+    async with running_endpoint() as endpoint, hostile_caller(endpoint.peer) as hostile:
+
+        def stream(nonce: str, *frames: dict[str, object]) -> list[bytes]:
+            opened = hostile.frame(kind="open", method="test/mirror", nonce=nonce)
+            fields: dict[str, object] = {"kind": "data", "method": "test/mirror", "nonce": nonce, "body": None}
+            return [opened, *(hostile.frame(**{**fields, **frame}) for frame in frames)]  # type: ignore[arg-type]
+
+        def first(**changes: object) -> dict[str, object]:
+            return {"sequence": 1, **changes}
+
+        nonces = (f"{number:032x}" for number in range(10**6, 10**7))
+        good = stream(next(nonces), first(), {"sequence": 2, "kind": "end"})
+        repeated = stream(next(nonces), first(), first())
+        # The mirror would have ended by the time the last one comes; this handler is still at work.
+        after_the_end = [
+            hostile.frame(method="test/deaf", nonce=nonce, **frame)  # type: ignore[arg-type]
+            for nonce in [next(nonces)]
+            for frame in (
+                {"kind": "open", "body": {"sleep_s": 0.5}},
+                {"kind": "end", "sequence": 1},
+                {"kind": "data", "sequence": 2},
+            )
+        ]
+        foreign = Identity.create()
+        cases = {
+            "good": (good, "accepted"),
+            "all of it again": (good, "replayed"),
+            "gap": (stream(next(nonces), {"sequence": 2}), "sequence"),
+            "repeated": (repeated, "sequence"),
+            "reordered": (stream(next(nonces), {"sequence": 2}, {"sequence": 1}), "sequence"),
+            "of another stream": ([stream(next(nonces))[0], good[1]], "sequence"),
+            "after the end": (after_the_end, "kind"),
+            "opened twice": ([*stream(next(nonces)), *stream(next(nonces))], "kind"),
+            "a reply in between": (stream(next(nonces), first(kind="reply")), "kind"),
+            "turned back at its sender": (stream(next(nonces), first(origin="callee")), "kind"),
+            "of another method": (stream(next(nonces), first(method="test/deaf")), "method"),
+            "of another run": (stream(next(nonces), first(run_id="x")), "run"),
+            "for another": (stream(next(nonces), first(recipient=foreign.peer_id)), "recipient"),
+            "by another": (stream(next(nonces), first(identity=foreign)), "sender"),
+            "of another certificate": (stream(next(nonces), first(certificate_sha256="0" * 64)), "certificate"),
+            "unsigned": (_last(stream(next(nonces), first()), _unsigned), "signature"),
+            "payload swapped": (
+                _last(stream(next(nonces), first(payload=b"xx")), lambda raw: raw[:-1] + b"y"),
+                "digest",
+            ),
+            "truncated": (_last(stream(next(nonces), first()), lambda raw: raw[:-1]), "size"),
+            "noise": (_last(stream(next(nonces), first()), lambda _: b"noise" * 100), "magic"),
+        }
+        await _check(endpoint, hostile, cases)
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_what_grpc_itself_refuses() -> None:
+    async with running_endpoint() as endpoint, hostile_caller(endpoint.peer) as hostile:
+        assert await hostile.send(bytes(MAX_FRAME_BYTES + 1)) == "status resource_exhausted"
+        assert await hostile.send(bytes(64 << 20)) == "status resource_exhausted"
+        assert await hostile.send(hostile.frame(), path="/other/Method") == "status unimplemented"
+        assert await hostile.send(hostile.frame()) == "accepted"
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_a_caller_that_opens_and_says_nothing_is_cut_off() -> None:
+    async with running_endpoint(request_timeout_s=0.3) as endpoint, hostile_caller(endpoint.peer) as hostile:
+        call = hostile.channel.stream_stream("/genesis.trainer.Rpc/Exchange")(timeout=20)
+        with pytest.raises(grpc.aio.AioRpcError, match=r"within 0\.3 s"):
+            while True:
+                await call.read()
+        assert endpoint.counters.refused == {"no_request": 1}
+
+
+@on_event_loop
+async def test_calls_without_a_sender_are_bounded_by_their_address() -> None:
+    async with running_endpoint(max_waiting_per_host=5) as endpoint, hostile_caller(endpoint.peer) as hostile:
+        calls = [hostile.channel.stream_stream("/genesis.trainer.Rpc/Exchange")(timeout=20) for _ in range(40)]
+        reading = [asyncio.create_task(call.read()) for call in calls]
+        async with asyncio.timeout(10):
+            while endpoint.counters.refused["busy"] < 35:
+                await asyncio.sleep(0.02)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)
+        async with asyncio.timeout(10):
+            while await hostile.send(hostile.frame()) != "accepted":
+                await asyncio.sleep(0.02)
+
+
+@on_event_loop
+async def test_connections_are_bounded() -> None:
+    async with running_endpoint(max_connections=3) as endpoint:
+        host, _, port = endpoint.address.rpartition(":")
+        connections = [await asyncio.open_connection(host, int(port)) for _ in range(6)]
+        # HTTP/2 servers speak first; a connection that is not taken is closed without a word.
+        greetings = await asyncio.gather(*(reader.read(8) for reader, _ in connections))
+        assert sum(bool(greeting) for greeting in greetings) == 3
+        for _, writer in connections:
+            writer.transport.abort()
+        async with running_endpoint() as honest, asyncio.timeout(10):
+            while True:
+                try:
+                    await honest.call(endpoint.peer, "test/echo", Question(), Answer, timeout_s=5)
+                    break
+                except PeerUnavailableError:
+                    await asyncio.sleep(0.05)
+
+
+def _mutated(source: random.Random, valid: bytes) -> bytes:
+    """A valid frame with bits flipped, cut off, cut out, grown, or not valid from the start."""
+    raw = bytearray(valid)
+    kind = source.randrange(6)
+    if kind == 0:
+        for _ in range(source.randint(1, 8)):
+            raw[source.randrange(len(raw))] ^= 1 << source.randrange(8)
+    elif kind == 1:
+        del raw[source.randrange(len(raw)) :]
+    elif kind == 2:
+        start = source.randrange(len(raw))
+        del raw[start : start + source.randint(1, 64)]
+    elif kind == 3:
+        start = source.randrange(len(raw))
+        raw[start:start] = source.randbytes(source.randint(1, 64))
+    elif kind == 4:
+        raw[16 + source.randrange(64)] ^= 1 << source.randrange(8)
+    else:
+        raw[:] = source.randbytes(source.randint(0, 2000))
+    return bytes(raw)
+
+
+async def _flood(hostile: HostileCaller, source: random.Random, num_frames: int) -> dict[str, int]:
+    """Sends mutated frames, 32 exchanges at once; how often each reason came back."""
+    reasons: dict[str, int] = {}
+    for _ in range(num_frames // 32):
+        size_bytes = source.choice((0, 10, 1000, 200_000))
+        frames = [_mutated(source, hostile.frame(payload=bytes(size_bytes))) for _ in range(32)]
+        for reason in await asyncio.gather(*(hostile.send(frame) for frame in frames)):
+            reasons[reason] = reasons.get(reason, 0) + 1
+    return reasons
+
+
+async def _flood_and_measure(num_frames: int) -> None:
+    with rpc_node() as node:
+        async with running_endpoint() as honest, hostile_caller(node.peer) as hostile:
+            source = random.Random(4)
+            await _flood(hostile, source, 1000)
+            before = node.resident_bytes()
+            reasons = await _flood(hostile, source, num_frames)
+            assert set(reasons) <= _REASONS
+            assert len(reasons) >= 5
+            growth = node.resident_bytes() - before
+            assert growth < 32 << 20, f"{growth >> 20} MiB after {num_frames} frames"
+            reply = await honest.call(node.peer, "test/refused", Question(), Answer, timeout_s=20)
+            counted = json.loads(reply.body.text)
+            assert sum(counted.values()) >= sum(reasons.values())
+            assert set(reasons) <= set(counted)
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_memory_stays_where_it_was_under_hostile_frames() -> None:
+    await _flood_and_measure(3000)
+
+
+@pytest.mark.long
+@on_event_loop
+async def test_memory_stays_where_it_was_under_very_many_hostile_frames() -> None:
+    await _flood_and_measure(30_000)
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_a_message_that_would_decompress_to_much_more_is_not_decompressed() -> None:
+    with rpc_node() as node:
+        async with running_endpoint() as honest, hostile_caller(node.peer) as hostile:
+            await honest.call(node.peer, "test/echo", Question(), Answer, timeout_s=20)
+            before = node.resident_bytes()
+            peak = before
+            sending = asyncio.create_task(hostile.send(bytes(256 << 20), compression=grpc.Compression.Gzip))
+            while not sending.done():
+                await asyncio.sleep(0.01)
+                peak = max(peak, node.resident_bytes())
+            assert await sending != "accepted"
+            assert peak - before < 64 << 20
+            await honest.call(node.peer, "test/echo", Question(), Answer, timeout_s=20)
+
+
+def _honest_fields(hostile: HostileCaller) -> dict[str, object]:
+    return {
+        "kind": "request",
+        "origin": "caller",
+        "method": "test/echo",
+        "run_id": "test-run",
+        "recipient": hostile.victim.peer_id,
+        "nonce": "e" * 32,
+        "sequence": 0,
+        "index": 0,
+        "sent_at": time.time(),
+        "certificate_sha256": "",
+        "body": {},
+    }
+
+
+def _raw(identity: Identity, head: bytes) -> bytes:
+    """A signed frame with any head at all."""
+    prefix = HEARTBEAT[:8] + struct.pack("<II", len(head), 0)
+    return prefix + identity.sign(prefix + head) + head
+
+
+def _unsigned(raw: bytes) -> bytes:
+    return raw[:16] + bytes(64) + raw[80:]
+
+
+def _signed_by_another(raw: bytes) -> bytes:
+    return raw[:16] + Identity.create().sign(raw[:16] + raw[80:]) + raw[80:]
+
+
+def _renamed(raw: bytes, signer: Identity, victim: Identity) -> bytes:
+    return raw.replace(signer.peer_id.encode(), victim.peer_id.encode())
+
+
+def _last(frames: list[bytes], change: object) -> list[bytes]:
+    return [*frames[:-1], change(frames[-1])]  # type: ignore[operator]

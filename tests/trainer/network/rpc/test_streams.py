@@ -1,0 +1,411 @@
+"""Streams between endpoints over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.event_loop import on_event_loop
+from tests.support.rpc_node import Answer, Question
+from tests.support.rpc_pair import endpoint_pair, running_endpoint
+from trainer.errors import PeerUnavailableError, RefusedError, TrainerUsageError
+from trainer.network.rpc import Reply, Request, Stream
+from trainer.network.rpc.links import WINDOW_BYTES
+
+_MIB = 1 << 20
+
+
+async def _drain(stream: Stream) -> list[tuple[int, bytes]]:
+    frames = []
+    while (frame := await stream.receive()) is not None:
+        frames.append((frame.index, bytes(frame.payload)))
+    return frames
+
+
+async def _send_all(stream: Stream, frames: list[tuple[int, bytes]]) -> None:
+    for index, payload in frames:
+        await stream.send(index, payload)
+    await stream.end()
+
+
+@pytest.mark.parametrize("tls", [False, True])
+@on_event_loop
+async def test_frames_go_both_ways_at_once_in_order(tls: bool) -> None:
+    frames = [(2 * number, bytes([number]) * (number * 40_000)) for number in range(24)]
+    async with endpoint_pair(tls=tls) as (caller, callee):
+        async with caller.open_stream(callee.peer, "test/mirror", Question(), timeout_s=30) as stream:
+            sending = asyncio.create_task(_send_all(stream, frames))
+            assert await _drain(stream) == frames
+            await sending
+            assert await stream.receive() is None
+        assert caller.counters.sent_bytes == callee.counters.received_bytes > sum(len(body) for _, body in frames)
+
+
+@pytest.mark.slow
+@settings(max_examples=8, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2**53 - 1), st.binary(max_size=3000)), max_size=12))
+def test_any_frames_come_as_they_were_sent(frames: list[tuple[int, bytes]]) -> None:
+    @on_event_loop
+    async def scenario() -> None:
+        async with (
+            endpoint_pair() as (caller, callee),
+            caller.open_stream(callee.peer, "test/mirror", Question(), timeout_s=30) as stream,
+        ):
+            _, received = await asyncio.gather(_send_all(stream, frames), _drain(stream))
+            assert received == frames
+
+    scenario()
+
+
+@on_event_loop
+async def test_sends_from_several_tasks_are_put_in_one_order() -> None:
+    async with (
+        endpoint_pair() as (caller, callee),
+        caller.open_stream(callee.peer, "test/mirror", Question(), timeout_s=30) as stream,
+    ):
+        await asyncio.gather(*(stream.send(index, bytes(300_000)) for index in range(12)))
+        await stream.end()
+        assert sorted(index for index, _ in await _drain(stream)) == list(range(12))
+
+
+@on_event_loop
+async def test_a_payload_may_be_changed_once_it_was_sent() -> None:
+    async with (
+        endpoint_pair() as (caller, callee),
+        caller.open_stream(callee.peer, "test/mirror", Question(), timeout_s=30) as stream,
+    ):
+        buffer = bytearray(_MIB)
+        for number in range(4):
+            buffer[:] = bytes([number]) * _MIB
+            await stream.send(number, buffer)
+        await stream.end()
+        assert await _drain(stream) == [(number, bytes([number]) * _MIB) for number in range(4)]
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_who_does_not_read_is_not_sent_more_than_a_little() -> None:
+    """Backpressure: the queue and a few windows, however long the sender goes on and however busy the machine is."""
+    async with (
+        endpoint_pair(stall_timeout_s=5.0) as (caller, callee),
+        caller.open_stream(callee.peer, "test/deaf", Question(sleep_s=20), timeout_s=30) as stream,
+    ):
+        sent = 0
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(2.0):
+                while True:
+                    await stream.send(sent, bytes(_MIB))
+                    sent += 1
+        assert 4 <= sent <= 7 + 3 * WINDOW_BYTES // _MIB
+        assert callee.counters.received_bytes <= 7 * _MIB
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_a_reader_who_takes_a_pause_longer_than_the_stall_timeout_loses_nothing() -> None:
+    async with (
+        endpoint_pair(stall_timeout_s=0.4) as (caller, callee),
+        caller.open_stream(callee.peer, "test/pour", Question(), timeout_s=60) as stream,
+    ):
+        for index in range(10):
+            if index % 4 == 0:
+                await asyncio.sleep(0.8)
+            frame = await stream.receive()
+            assert frame is not None
+            assert frame.index == index
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_silence_of_both_is_bridged_by_heartbeats() -> None:
+    async with (
+        endpoint_pair(stall_timeout_s=0.4) as (caller, callee),
+        caller.open_stream(callee.peer, "test/mirror", Question(), timeout_s=30) as stream,
+    ):
+        await asyncio.sleep(1.2)
+        await _send_all(stream, [(7, b"after")])
+        await asyncio.sleep(0.8)
+        assert await _drain(stream) == [(7, b"after")]
+
+
+@on_event_loop
+async def test_receive_can_be_cancelled_without_losing_a_frame() -> None:
+    async with (
+        endpoint_pair() as (caller, callee),
+        caller.open_stream(callee.peer, "test/mirror", Question(), timeout_s=30) as stream,
+    ):
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(stream.receive(), 0.05)
+        await _send_all(stream, [(1, b"x")])
+        assert await _drain(stream) == [(1, b"x")]
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_a_cancelled_send_leaves_no_gap() -> None:
+    """Cancelled while it waits, nothing was sent; what is sent later follows on."""
+    got: list[int] = []
+
+    async def late(_request: Request[Question], stream: Stream) -> None:
+        await asyncio.sleep(1.0)
+        while (frame := await stream.receive()) is not None:
+            got.append(frame.index)
+
+    async with endpoint_pair(stall_timeout_s=5.0) as (caller, callee):
+        callee.register_stream("test/late", Question, late)
+        async with caller.open_stream(callee.peer, "test/late", Question(), timeout_s=30) as stream:
+            sent = 0
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.6):
+                    while True:
+                        await stream.send(sent, bytes(_MIB))
+                        sent += 1
+            await stream.send(sent, b"after")
+            await stream.end()
+            assert await stream.receive() is None
+        assert got == list(range(sent + 1))
+
+
+@on_event_loop
+async def test_leaving_early_cancels_the_handler() -> None:
+    ended = asyncio.Event()
+
+    async def handle(_request: Request[Question], _stream: Stream) -> None:
+        try:
+            await asyncio.sleep(30)
+        finally:
+            ended.set()
+
+    async with endpoint_pair() as (caller, callee):
+        callee.register_stream("test/long", Question, handle)
+        async with caller.open_stream(callee.peer, "test/long", Question(), timeout_s=30) as stream:
+            await stream.send(0, b"x")
+            await asyncio.sleep(0.2)
+        await asyncio.wait_for(ended.wait(), 5)
+
+
+@on_event_loop
+async def test_nothing_can_be_sent_after_the_end() -> None:
+    async with (
+        endpoint_pair() as (caller, callee),
+        caller.open_stream(callee.peer, "test/mirror", Question(), timeout_s=30) as stream,
+    ):
+        with pytest.raises(TrainerUsageError, match="index"):
+            await stream.send(-1, b"")
+        with pytest.raises(TrainerUsageError, match="split it"):
+            await stream.send(0, bytes(_MIB + 1))
+        await stream.end()
+        await stream.end()
+        with pytest.raises(TrainerUsageError, match="after the end"):
+            await stream.send(0, b"x")
+        assert await _drain(stream) == []
+
+
+@on_event_loop
+async def test_a_handlers_refusal_ends_sends_and_receives() -> None:
+    async def refuse(_request: Request[Question], stream: Stream) -> None:
+        await stream.receive()
+        raise RefusedError("full", "no more of this")
+
+    async with endpoint_pair() as (caller, callee):
+        callee.register_stream("test/refuse", Question, refuse)
+        with pytest.raises(RefusedError, match="no more of this") as caught:
+            async with caller.open_stream(callee.peer, "test/refuse", Question(), timeout_s=30) as stream:
+                for index in range(100):
+                    await stream.send(index, bytes(_MIB))
+        assert caught.value.reason == "full"
+        with pytest.raises(RefusedError):
+            async with caller.open_stream(callee.peer, "test/refuse", Question(), timeout_s=30) as stream:
+                await stream.end()
+                await stream.receive()
+        assert callee.counters.refused == {"full": 2}
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_a_refusal_is_told_though_heartbeats_and_frames_are_in_flight() -> None:
+    """gRPC cannot send a status while a write is in flight; heartbeats every half millisecond see to it that one is."""
+
+    async def refuse_call(_request: Request[Question]) -> Reply[Answer]:
+        await asyncio.sleep(0.003)
+        raise RefusedError("busy", "later")
+
+    async def refuse_stream(_request: Request[Question], stream: Stream) -> None:
+        await stream.send(0, bytes(_MIB))
+        raise RefusedError("busy", "later")
+
+    async with running_endpoint() as caller, running_endpoint(heartbeat_s=0.0005) as callee:
+        callee.register("test/refuse", Question, refuse_call)
+        callee.register_stream("test/refuse-stream", Question, refuse_stream)
+        for _ in range(60):
+            with pytest.raises(RefusedError, match="later"):
+                await caller.call(callee.peer, "test/refuse", Question(), Answer, timeout_s=20)
+        for _ in range(20):
+            async with caller.open_stream(callee.peer, "test/refuse-stream", Question(), timeout_s=20) as stream:
+                assert await stream.receive() is not None
+                with pytest.raises(RefusedError, match="later"):
+                    await stream.receive()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reader_s", [0.0, 0.5])
+@on_event_loop
+async def test_a_sender_in_full_flow_hears_the_refusal_and_what_came_before_it(reader_s: float) -> None:
+    """Also where the answers are read only after sending has failed."""
+
+    async def refuse(_request: Request[Question], stream: Stream) -> None:
+        for index in range(3):
+            await stream.send(index, b"before")
+        raise RefusedError("not_in_round", "another round")
+
+    async with endpoint_pair() as (caller, callee):
+        callee.register_stream("test/refuse", Question, refuse)
+        for _ in range(8):
+            async with caller.open_stream(callee.peer, "test/refuse", Question(), timeout_s=30) as stream:
+
+                async def pour(stream: Stream = stream) -> None:
+                    for index in range(10_000):
+                        await stream.send(index, bytes(200_000))
+
+                pouring = asyncio.create_task(pour())
+                await asyncio.sleep(reader_s / 8)
+                for index in range(3):
+                    frame = await stream.receive()
+                    assert frame is not None
+                    assert frame.index == index
+                for outcome in (stream.receive(), pouring):
+                    with pytest.raises(RefusedError) as caught:
+                        await outcome
+                    assert caught.value.reason == "not_in_round"
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_a_callee_that_ends_early_leaves_its_answer_to_a_caller_still_sending() -> None:
+    async def answer(_request: Request[Question], stream: Stream) -> None:
+        for index in range(6):
+            await stream.send(index, bytes(1000))
+
+    async with endpoint_pair() as (caller, callee):
+        callee.register_stream("test/answer", Question, answer)
+        for _ in range(2):
+            async with caller.open_stream(callee.peer, "test/answer", Question(), timeout_s=30) as stream:
+                with pytest.raises(PeerUnavailableError):
+                    for index in range(10_000):
+                        await stream.send(index, bytes(200_000))
+                assert [index for index, _ in await _drain(stream)] == list(range(6))
+
+
+@on_event_loop
+async def test_a_callee_that_does_not_wait_for_the_end_is_no_error() -> None:
+    async def glance(_request: Request[Question], stream: Stream) -> None:
+        await stream.receive()
+
+    async with endpoint_pair() as (caller, callee):
+        callee.register_stream("test/glance", Question, glance)
+        for pause_s in (0.0, 0.001, 0.01, 0.1):
+            async with caller.open_stream(callee.peer, "test/glance", Question(), timeout_s=30) as stream:
+                await stream.send(0, b"x")
+                await asyncio.sleep(pause_s)
+                await stream.end()
+                assert await stream.receive() is None
+
+
+@on_event_loop
+async def test_what_a_handler_sent_before_it_failed_arrives_before_the_error(caplog: pytest.LogCaptureFixture) -> None:
+    async def fail(_request: Request[Question], stream: Stream) -> None:
+        for index in range(3):
+            await stream.send(index, b"x")
+        raise ValueError("inside")
+
+    async with endpoint_pair() as (caller, callee):
+        callee.register_stream("test/fail", Question, fail)
+        async with caller.open_stream(callee.peer, "test/fail", Question(), timeout_s=30) as stream:
+            for index in range(3):
+                frame = await stream.receive()
+                assert frame is not None
+                assert frame.index == index
+            with pytest.raises(RefusedError) as caught:
+                await stream.receive()
+        assert caught.value.reason == "internal"
+        assert "inside" in caplog.text
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_streams_at_once_are_bounded() -> None:
+    async with running_endpoint() as caller, running_endpoint(max_streams_per_peer=2) as callee:
+
+        async def hold() -> None:
+            async with caller.open_stream(callee.peer, "test/deaf", Question(sleep_s=0.8), timeout_s=30) as stream:
+                await stream.end()
+                assert await stream.receive() is None
+
+        holding = [asyncio.create_task(hold()) for _ in range(2)]
+        await asyncio.sleep(0.3)
+        with pytest.raises(RefusedError) as caught:
+            await hold()
+        assert caught.value.reason == "busy"
+        await asyncio.gather(*holding)
+        await hold()
+
+
+@on_event_loop
+async def test_a_budget_too_small_for_all_streams_stops_none_of_them() -> None:
+    """Each stream may hold one frame, so that streams that wait for each other do not do so for ever."""
+    options = {"max_queued_bytes": 1, "max_queued_bytes_per_peer": 1}
+    async with running_endpoint() as caller, running_endpoint(**options) as callee:
+
+        async def mirror(number: int) -> None:
+            frames = [(index, bytes([number]) * 100_000) for index in range(8)]
+            async with caller.open_stream(callee.peer, "test/mirror", Question(), timeout_s=30) as stream:
+                _, received = await asyncio.gather(_send_all(stream, frames), _drain(stream))
+                assert received == frames
+
+        await asyncio.gather(*(mirror(number) for number in range(6)))
+        assert callee._serving._budget.total_bytes == 0
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_the_deadline_ends_a_stream() -> None:
+    async with (
+        endpoint_pair() as (caller, callee),
+        caller.open_stream(callee.peer, "test/mirror", Question(), timeout_s=0.5) as stream,
+    ):
+        with pytest.raises(PeerUnavailableError, match="deadline"):
+            await stream.receive()
+        with pytest.raises(PeerUnavailableError, match="deadline"):
+            await stream.send(0, b"x")
+
+
+@on_event_loop
+async def test_stopping_the_callee_ends_its_streams() -> None:
+    async with (
+        endpoint_pair() as (caller, callee),
+        caller.open_stream(callee.peer, "test/mirror", Question(), timeout_s=30) as stream,
+    ):
+        await stream.send(0, b"x")
+        assert await stream.receive() is not None
+        await callee.stop()
+        with pytest.raises(PeerUnavailableError):
+            await stream.receive()
+
+
+@on_event_loop
+async def test_stopping_the_caller_ends_its_streams() -> None:
+    async with (
+        endpoint_pair() as (caller, callee),
+        caller.open_stream(callee.peer, "test/mirror", Question(), timeout_s=30) as stream,
+    ):
+        await stream.send(0, b"x")
+        await caller.stop()
+        with pytest.raises(PeerUnavailableError):
+            while await stream.receive() is not None:
+                pass
+        with pytest.raises(PeerUnavailableError):
+            await stream.send(1, b"x")

@@ -1,0 +1,96 @@
+"""The state most distinct nodes hold is chosen, by all who see the same, whatever anybody claims of himself."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.network.discovery.announcement import Announcement
+from trainer.network.transfer.choose import choose_state
+
+_DIGESTS = [letter * 64 for letter in "abc"]
+
+
+def _said(node: int, step: int, digest: str) -> Announcement:
+    return Announcement(
+        peer_id=f"{node:064x}", node_id=str(node), run_id="r", address="h:1", outer_step=step, state_digest=digest
+    )
+
+
+_sayings = st.lists(
+    st.builds(_said, st.integers(0, 8), st.integers(0, 5), st.sampled_from(["", *_DIGESTS])), max_size=12
+)
+_own = st.tuples(st.integers(0, 5), st.sampled_from(["", *_DIGESTS]))
+
+
+def test_the_most_nodes_win() -> None:
+    others = [_said(1, 3, _DIGESTS[0]), _said(2, 3, _DIGESTS[0]), _said(3, 9, _DIGESTS[1])]
+    assert choose_state((0, ""), others) == _DIGESTS[0]
+    assert choose_state((3, _DIGESTS[0]), others) is None
+
+
+def test_one_liar_is_not_believed_whatever_step_it_claims() -> None:
+    honest = [_said(node, 7, _DIGESTS[1]) for node in range(2)]
+    assert choose_state((7, _DIGESTS[1]), [*honest, _said(9, 2**50, _DIGESTS[0])]) is None
+    assert choose_state((0, ""), [*honest, _said(9, 2**50, _DIGESTS[0])]) == _DIGESTS[1]
+
+
+def test_saying_it_often_does_not_help() -> None:
+    honest = [_said(node, 7, _DIGESTS[1]) for node in range(2)]
+    assert choose_state((0, ""), [*honest, *[_said(9, 8, _DIGESTS[0])] * 5]) == _DIGESTS[1]
+
+
+def test_ties_go_to_the_higher_step_then_the_lower_digest() -> None:
+    assert choose_state((0, ""), [_said(1, 3, _DIGESTS[0]), _said(2, 4, _DIGESTS[1])]) == _DIGESTS[1]
+    assert choose_state((0, ""), [_said(1, 3, _DIGESTS[1]), _said(2, 3, _DIGESTS[0])]) == _DIGESTS[0]
+    assert choose_state((3, _DIGESTS[0]), [_said(2, 3, _DIGESTS[1])]) is None
+    assert choose_state((3, _DIGESTS[1]), [_said(2, 3, _DIGESTS[0])]) == _DIGESTS[0]
+
+
+def test_nobody_has_anything() -> None:
+    assert choose_state((0, ""), []) is None
+    assert choose_state((0, ""), [_said(1, 0, "")]) is None
+    assert choose_state((5, _DIGESTS[0]), []) is None
+
+
+@pytest.mark.slow
+@given(own=_own, others=_sayings, seed=st.randoms(use_true_random=False))
+def test_the_order_of_what_is_heard_does_not_matter(
+    own: tuple[int, str], others: list[Announcement], seed: object
+) -> None:
+    shuffled = list(others)
+    seed.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert choose_state(own, others) == choose_state(own, shuffled)
+
+
+@pytest.mark.slow
+@given(own=_own, others=_sayings)
+def test_nobody_who_is_not_chosen_has_more_nodes_behind_him(own: tuple[int, str], others: list[Announcement]) -> None:
+    last: dict[str, Announcement] = {}
+    for said in sorted(others, key=lambda said: (said.peer_id, said.outer_step, said.state_digest)):
+        last[said.peer_id] = said
+    holders = {digest: sum(said.state_digest == digest for said in last.values()) for digest in _DIGESTS}
+    if own[1]:
+        holders[own[1]] += 1
+    chosen = choose_state(own, others)
+    assert chosen != own[1] or chosen is None
+    winner = chosen if chosen is not None else own[1]
+    assert (holders[winner] if winner else 0) == max(holders.values())
+
+
+@pytest.mark.slow
+@given(
+    others=st.lists(
+        st.builds(_said, st.integers(0, 8), st.integers(0, 5), st.sampled_from(_DIGESTS)),
+        min_size=1,
+        max_size=9,
+        unique_by=lambda said: said.peer_id,
+    )
+)
+def test_all_who_hear_of_each_other_agree(others: list[Announcement]) -> None:
+    decisions = set()
+    for me in others:
+        rest = [said for said in others if said.peer_id != me.peer_id]
+        decisions.add(choose_state((me.outer_step, me.state_digest), rest) or me.state_digest)
+    assert len(decisions) == 1

@@ -1,0 +1,239 @@
+"""Rounds in the background: what is merged when, and what becomes of a round that nobody takes."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.support.toy_models import Quadratic
+from trainer.errors import IncompatiblePeerError, RoundFailedError, TrainerUsageError
+from trainer.outer.diloco import DiLoCoConfig, DiLoCoTrainer
+from trainer.outer.engine.collective import Contribution, RoundReport, RoundResult
+
+CONFIG = DiLoCoConfig(inner_steps=4, outer_lr=1.0, outer_momentum=0.0, overlap_steps=2, merge_alpha=0.25)
+WAIT_S = 30.0
+
+
+class Held:
+    """A round takes until the test lets it go."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.started = threading.Event()
+        self.error: Exception | None = None
+        self.peers_wait = False
+        self.contributions: list[Contribution] = []
+        self.threads: set[str] = set()
+
+    def reduce(self, contribution: Contribution) -> RoundResult:
+        self.contributions.append(contribution)
+        self.threads.add(threading.current_thread().name)
+        self.started.set()
+        assert self.go.wait(WAIT_S)
+        if self.error is not None:
+            raise self.error
+        report = RoundReport(round_index=contribution.round_index, members=("me",))
+        return RoundResult(vector=contribution.vector, report=report)
+
+    def requested(self) -> bool:
+        return self.peers_wait
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def held():
+    collective = Held()
+    yield collective
+    collective.go.set()
+
+
+def node(held: Held, config: DiLoCoConfig = CONFIG) -> tuple[Quadratic, DiLoCoTrainer]:
+    model = Quadratic(0)
+    return model, DiLoCoTrainer(model, config, held)
+
+
+def step(model: Quadratic, trainer: DiLoCoTrainer, times: int = 1):
+    """Inner steps of −1 for every parameter, which is 5 at the start."""
+    for _ in range(times):
+        with torch.no_grad():
+            model.x.sub_(1.0)
+        result = trainer.after_inner_step()
+    return result
+
+
+def test_training_goes_on_and_the_result_is_merged_later(held: Held) -> None:
+    model, trainer = node(held)
+    assert step(model, trainer, 4) is None and held.started.wait(WAIT_S)
+    assert step(model, trainer) is None and model.x[0] == 0.0, "nothing changes while the round runs"
+    held.go.set()
+    result = step(model, trainer)
+    assert result.committed and result.num_batches == 4
+    assert trainer.shared_state().anchor[0] == 1.0, "5 − 4 steps: the anchor has no share of the meanwhile"
+    assert model.x[0] == 0.25 * -1.0 + 0.75 * 1.0
+    assert held.threads == {"diloco-round"}
+    assert step(model, trainer, 2) is None and len(held.contributions) == 2
+    assert held.contributions[1].vector[0] == 1.0 - (0.5 - 2.0), "measured from the anchor, with what alpha kept"
+    assert held.contributions[1].num_batches == 4
+
+
+def test_a_round_says_how_many_steps_were_taken_while_it_ran(held: Held) -> None:
+    model, trainer = node(held)
+    step(model, trainer, 5)
+    held.go.set()
+    drained = trainer.drain()
+    assert drained is not None and drained.contributed_steps_ago == 1
+    landed = step(model, trainer, 5)
+    assert landed is not None and landed.committed and landed.contributed_steps_ago == 2
+    model, alone = node(held, replace(CONFIG, overlap_steps=0))
+    assert step(model, alone, 4).contributed_steps_ago == 0
+    held.error = RoundFailedError("too few")
+    assert step(model, alone, 4).contributed_steps_ago is None
+
+
+def test_alpha_0_puts_parameters_on_the_anchor(held: Held) -> None:
+    model, trainer = node(held, replace(CONFIG, merge_alpha=0.0))
+    held.go.set()
+    step(model, trainer, 6)
+    assert torch.equal(model.x.detach(), trainer.shared_state().anchor)
+
+
+def test_a_failed_round_in_the_background_changes_nothing(held: Held) -> None:
+    model, trainer = node(held)
+    held.error = RoundFailedError("too few")
+    before = trainer.state_digest()
+    held.go.set()
+    result = step(model, trainer, 6)
+    assert not result.committed and "too few" in result.error
+    assert trainer.state_digest() == before and model.x[0] == -1.0
+    held.error = None
+    step(model, trainer, 2)
+    assert held.contributions[1].vector[0] == 8.0 and held.contributions[1].num_batches == 8
+
+
+def test_other_errors_come_out_in_the_training_thread(held: Held) -> None:
+    model, trainer = node(held)
+    held.error = IncompatiblePeerError("another architecture")
+    held.go.set()
+    with pytest.raises(IncompatiblePeerError):
+        step(model, trainer, 6)
+    assert trainer.drain() is None
+
+
+def test_drain_merges_at_once(held: Held) -> None:
+    model, trainer = node(held)
+    step(model, trainer, 4)
+    held.go.set()
+    result = trainer.drain()
+    assert result is not None and result.committed and model.x[0] == 1.0
+    assert trainer.drain() is None
+
+
+def test_peers_that_wait_for_the_next_round_bring_the_merge_forward(held: Held) -> None:
+    model, trainer = node(held, replace(CONFIG, inner_steps=100, overlap_steps=50))
+    held.peers_wait = True
+    assert step(model, trainer) is None and held.started.wait(WAIT_S)
+    assert step(model, trainer, 3) is None, "the round itself is still running"
+    held.go.set()
+    while (result := step(model, trainer)) is None:
+        pass
+    assert result.committed and result.num_batches == 1
+    assert step(model, trainer) is None and held.contributions[-1].round_index == 1
+
+
+def test_a_round_in_flight_survives_a_checkpoint(held: Held) -> None:
+    model, trainer = node(held)
+    step(model, trainer, 5)
+    state, weights = trainer.state_dict(), {name: value.clone() for name, value in model.state_dict().items()}
+    held.go.set()
+    step(model, trainer)
+    again_model, again = node(held)
+    again_model.load_state_dict(weights)
+    again.load_state_dict(state)
+    result = step(again_model, again)
+    assert result.committed and result.num_batches == 4
+    assert again.state_digest() == trainer.state_digest() and torch.equal(again_model.x, model.x)
+
+
+def saved_in_flight(held: Held) -> tuple[Quadratic, DiLoCoTrainer, Held]:
+    """A node as it comes out of a checkpoint with a round in flight, one inner step before the merge."""
+    model, trainer = node(held)
+    step(model, trainer, 5)
+    later = Held()
+    again_model, again = node(later)
+    again_model.load_state_dict(model.state_dict())
+    again.load_state_dict(trainer.state_dict())
+    return again_model, again, later
+
+
+def test_a_saved_round_begins_again_with_the_first_step_and_not_before(held: Held) -> None:
+    """Between loading and the first step the node finds the others; alone, it would commit the round alone."""
+    model, trainer, later = saved_in_flight(held)
+    assert not later.started.wait(0.05)
+    later.go.set()
+    assert step(model, trainer).committed and len(later.contributions) == 1
+
+
+def test_a_saved_round_is_saved_again_before_it_begins(held: Held) -> None:
+    _, trainer, later = saved_in_flight(held)
+    flight = trainer.state_dict()["flight"]
+    assert flight["num_batches"] == 4 and flight["steps_left"] == 1 and flight["vector"][0] == 4.0
+    assert not later.contributions
+
+
+def test_a_saved_round_is_drained(held: Held) -> None:
+    _, trainer, later = saved_in_flight(held)
+    later.go.set()
+    result = trainer.drain()
+    assert result is not None and result.committed and result.num_batches == 4
+    assert trainer.state_dict()["flight"] is None
+
+
+def test_adopting_drops_a_saved_round(held: Held) -> None:
+    model, trainer, later = saved_in_flight(held)
+    trainer.adopt(replace(DiLoCoTrainer(Quadratic(1), CONFIG, Held()).shared_state(), outer_step=9))
+    assert trainer.state_dict()["flight"] is None
+    assert step(model, trainer) is None and not later.contributions
+
+
+def test_a_vocabulary_does_not_grow_over_a_saved_round(held: Held) -> None:
+    model, trainer, _ = saved_in_flight(held)
+    with pytest.raises(TrainerUsageError, match="drain"):
+        trainer.grow(model, 8)
+
+
+def test_adopting_drops_the_round_in_flight(held: Held) -> None:
+    model, trainer = node(held)
+    other = DiLoCoTrainer(Quadratic(1), CONFIG, Held())
+    shared = replace(other.shared_state(), outer_step=9)
+    step(model, trainer, 5)
+    trainer.adopt(shared)
+    assert trainer.round_index == 9 and model.x[0] == 5.0
+    assert step(model, trainer, 2) is None, "the dropped round is not merged"
+    refused = step(model, trainer, 2)
+    assert refused is not None and "has not ended" in refused.error and len(held.contributions) == 1
+    held.go.set()
+    while len(held.contributions) < 2:
+        result = step(model, trainer)
+    trainer.drain()
+    assert (
+        held.contributions[1].round_index == 9
+        and trainer.round_index == 10
+        and (result is None or not result.committed)
+    )
+
+
+def test_a_round_that_does_not_come_back_is_given_up(held: Held) -> None:
+    model, trainer = node(held, replace(CONFIG, round_timeout_s=0.2))
+    result = step(model, trainer, 6)
+    assert not result.committed and "not back after" in result.error and model.x[0] == -1.0
+
+
+def test_a_vocabulary_does_not_grow_under_a_round(held: Held) -> None:
+    model, trainer = node(held)
+    step(model, trainer, 4)
+    with pytest.raises(TrainerUsageError, match="drain"):
+        trainer.grow(model, 8)

@@ -1,0 +1,420 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.replica_group import MeetingCollective, ReplicaGroup, run_replicas
+from tests.support.toy_models import Quadratic, Regression, parameter_bits
+from trainer.errors import IncompatiblePeerError, RoundFailedError, RoundLeftError, StateBehindError, TrainerError
+from trainer.outer.diloco import DiLoCoConfig, DiLoCoTrainer
+from trainer.outer.engine.collective import Collective, Contribution, RoundReport, RoundResult
+from trainer.outer.engine.local import LocalCollective
+from trainer.outer.engine.strategy import OuterResult, OuterStrategy
+
+AVERAGING = DiLoCoConfig(inner_steps=4, outer_lr=1.0, outer_momentum=0.0)
+
+
+class Scripted:
+    """A collective that does what a test says, and remembers what it was given."""
+
+    def __init__(self, answer=None) -> None:
+        self.answer = answer or (lambda contribution: contribution.vector)
+        self.contributions: list[Contribution] = []
+        self.peers_wait = False
+
+    def reduce(self, contribution: Contribution) -> RoundResult:
+        self.contributions.append(contribution)
+        vector = self.answer(contribution)
+        return RoundResult(vector=vector, report=RoundReport(round_index=contribution.round_index, members=("a",)))
+
+    def requested(self) -> bool:
+        return self.peers_wait
+
+    def close(self) -> None: ...
+
+
+def failing(contribution: Contribution) -> torch.Tensor:
+    raise RoundFailedError("nobody came")
+
+
+def drift(model: nn.Module, by: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(by)
+
+
+def rounds_of(model: nn.Module, trainer: DiLoCoTrainer, num_steps: int, lr: float = 0.05) -> list[OuterResult]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    results = []
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        model(step).backward()
+        optimizer.step()
+        result = trainer.after_inner_step()
+        if result is not None:
+            results.append(result)
+    return results
+
+
+def train_together(num_replicas: int, config: DiLoCoConfig, num_steps: int, failing_rounds=(), kind=Regression):
+    group = ReplicaGroup(num_replicas, failing_rounds)
+    models = [kind(replica) for replica in range(num_replicas)]
+    trainers = [DiLoCoTrainer(model, config, MeetingCollective(group, rank)) for rank, model in enumerate(models)]
+    results = run_replicas(
+        [lambda m=model, t=trainer: rounds_of(m, t, num_steps) for model, trainer in zip(models, trainers, strict=True)]
+    )
+    return group, models, trainers, results
+
+
+def test_parts_fit_the_protocols() -> None:
+    assert isinstance(LocalCollective(), Collective)
+    assert isinstance(DiLoCoTrainer(Quadratic(0), AVERAGING, LocalCollective()), OuterStrategy)
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3, 4])
+def test_every_replica_becomes_the_mean_of_the_replicas(num_replicas: int) -> None:
+    group, models, _, _ = train_together(num_replicas, AVERAGING, num_steps=4)
+    assert len({parameter_bits(model) for model in models}) == 1
+    start = DiLoCoTrainer(Regression(0), AVERAGING, LocalCollective()).shared_state().anchor
+    replicas = torch.stack([start - brought.vector for brought in group.history[0]])
+    now = torch.cat([parameter.detach().flatten() for parameter in models[0].parameters()])
+    torch.testing.assert_close(now, replicas.double().mean(dim=0).float(), rtol=0, atol=2**-22)
+    assert (replicas[0] - replicas[1]).abs().max() > 0.001
+
+
+@pytest.mark.parametrize(
+    "config", [DiLoCoConfig(inner_steps=5), DiLoCoConfig(inner_steps=6, num_fragments=3)], ids=["whole", "fragments"]
+)
+def test_members_have_identical_state_after_every_round(config: DiLoCoConfig) -> None:
+    group, models, trainers, results = train_together(3, config, num_steps=30)
+    digests = [[brought.state_digest for brought in meeting] for meeting in group.history]
+    assert len(group.history) == 30 * config.num_fragments // config.inner_steps
+    assert all(len(set(at_once)) == 1 for at_once in digests)
+    assert len({at_once[0] for at_once in digests}) == len(digests)
+    assert len({trainer.state_digest() for trainer in trainers}) == 1
+    assert (len({parameter_bits(model) for model in models}) == 1) == (config.num_fragments == 1)
+    assert all(result.committed for replica in results for result in replica)
+
+
+def test_the_outer_step_is_sgd_with_nesterov_over_rounds() -> None:
+    collective = Scripted()
+    model = Quadratic(0)
+    trainer = DiLoCoTrainer(model, DiLoCoConfig(inner_steps=2), collective)
+    reference = nn.Parameter(model.x.detach().clone())
+    sgd = torch.optim.SGD([reference], lr=0.7, momentum=0.9, nesterov=True)
+    for _ in range(6):
+        rounds_of(model, trainer, 2)
+        reference.grad = collective.contributions[-1].vector.clone()
+        sgd.step()
+        torch.testing.assert_close(model.x.detach(), reference.detach(), rtol=0, atol=1e-5)
+
+
+def test_a_node_alone_applies_its_own_pseudo_gradient() -> None:
+    model = Quadratic(0)
+    start = model.x.detach().clone()
+    trainer = DiLoCoTrainer(model, replace(AVERAGING, outer_lr=0.5), LocalCollective("me"))
+    drift(model, -1.0)
+    results = [trainer.after_inner_step() for _ in range(4)]
+    assert results[:3] == [None] * 3 and results[3].committed and results[3].report.members == ("me",)
+    assert torch.equal(model.x.detach(), start - 0.5)
+    assert (results[3].round_index, trainer.round_index, trainer.outer_step, results[3].num_batches) == (0, 1, 1, 4)
+
+
+def test_a_failed_round_changes_nothing_and_its_work_goes_into_the_next() -> None:
+    collective = Scripted(failing)
+    model = Quadratic(0)
+    trainer = DiLoCoTrainer(model, AVERAGING, collective)
+    before, start = trainer.state_digest(), model.x.detach().clone()
+    drift(model, -1.0)
+    failed = [trainer.after_inner_step() for _ in range(4)][-1]
+    assert not failed.committed and "nobody came" in failed.error and failed.report is None
+    assert trainer.state_digest() == before and trainer.round_index == 0
+    assert torch.equal(model.x.detach(), start - 1.0), "local training goes on from where it was"
+    drift(model, -2.0)
+    collective.answer = lambda contribution: contribution.vector
+    assert [trainer.after_inner_step() for _ in range(4)][-1].committed
+    first, second = collective.contributions
+    assert first.round_index == second.round_index == 0
+    assert torch.equal(second.vector, torch.full((16,), 3.0)), "measured from the old anchor"
+    assert (first.num_batches, second.num_batches) == (4, 8)
+    assert torch.equal(model.x.detach(), start - 3.0)
+
+
+def behind(contribution: Contribution) -> torch.Tensor:
+    raise StateBehindError("they are at outer step 4")
+
+
+def left(contribution: Contribution) -> torch.Tensor:
+    raise RoundLeftError("this node is to stop")
+
+
+@pytest.mark.parametrize(
+    ("answer", "level", "fate"),
+    [
+        (failing, "WARNING", "its work goes into the next: nobody came"),
+        (
+            behind,
+            "WARNING",
+            "the work of 12 batches is dropped when the others' state is taken up: they are at outer step 4",
+        ),
+        (left, "INFO", "its work goes into the next: this node is to stop"),
+    ],
+)
+def test_the_log_says_what_becomes_of_the_work(answer, level: str, fate: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    trainer = DiLoCoTrainer(Quadratic(0), AVERAGING, Scripted(answer))
+    for _ in range(4):
+        trainer.after_inner_step(num_batches=3)
+    told = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert told == [(level, f"round 0 failed, {fate}")]
+
+
+def test_failed_rounds_of_a_group_lose_nothing() -> None:
+    _, models, trainers, results = train_together(3, DiLoCoConfig(inner_steps=5), 30, failing_rounds=[1, 2])
+    assert [result.committed for result in results[0]] == [True, False, False, True, True, True]
+    assert len({parameter_bits(model) for model in models}) == 1 and trainers[0].round_index == 4
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda contribution: contribution.vector * torch.nan,
+        lambda contribution: contribution.vector * torch.inf,
+        lambda contribution: contribution.vector[1:],
+        lambda contribution: torch.full_like(contribution.vector, 3e38),
+    ],
+    ids=["nan", "inf", "short", "overflow"],
+)
+def test_a_result_that_cannot_be_applied_is_a_failed_round(answer) -> None:
+    model = Quadratic(0)
+    trainer = DiLoCoTrainer(model, replace(AVERAGING, outer_lr=2.0), Scripted(answer))
+    before = trainer.state_digest()
+    drift(model, -1.0)
+    parameters = parameter_bits(model)
+    result = [trainer.after_inner_step() for _ in range(4)][-1]
+    assert not result.committed and result.error
+    assert trainer.state_digest() == before and parameter_bits(model) == parameters
+
+
+def test_other_errors_come_out_and_leave_the_state() -> None:
+    def broken(contribution: Contribution) -> torch.Tensor:
+        raise IncompatiblePeerError("another architecture")
+
+    trainer = DiLoCoTrainer(Quadratic(0), replace(AVERAGING, inner_steps=1), Scripted(broken))
+    before = trainer.state_digest()
+    with pytest.raises(TrainerError, match="another architecture"):
+        trainer.after_inner_step()
+    assert trainer.state_digest() == before and trainer.round_index == 0
+
+
+def test_parameters_that_are_not_finite_restart_from_the_anchor_and_count_for_nothing() -> None:
+    collective = Scripted()
+    model = Quadratic(0)
+    trainer = DiLoCoTrainer(model, AVERAGING, collective)
+    start = model.x.detach().clone()
+    with torch.no_grad():
+        model.x[3] = torch.nan
+    for _ in range(4):
+        trainer.after_inner_step()
+    assert collective.contributions[0].num_batches == 0 and not collective.contributions[0].vector.any()
+    assert torch.equal(model.x.detach(), start)
+
+
+def test_peers_that_wait_bring_the_round_forward() -> None:
+    collective = Scripted()
+    model = Quadratic(0)
+    trainer = DiLoCoTrainer(model, replace(AVERAGING, inner_steps=100), collective)
+    assert trainer.after_inner_step() is None
+    collective.peers_wait = True
+    result = trainer.after_inner_step()
+    assert result is not None and result.committed and result.num_batches == 2
+    collective.peers_wait = False
+    assert [trainer.after_inner_step() for _ in range(99)] == [None] * 99
+    assert trainer.after_inner_step() is not None, "the next one is a whole inner loop later"
+
+
+@pytest.mark.parametrize("num_steps", [1, 5, 19])
+def test_a_round_asked_for_early_moves_the_anchor_by_no_more_than_its_share_of_a_full_one(num_steps: int) -> None:
+    def moved_by_seventh_round(steps_of_last: int) -> Tensor:
+        collective, model = Scripted(), Quadratic(0)
+        trainer = DiLoCoTrainer(model, DiLoCoConfig(inner_steps=20), collective)
+        for step in range(6 * 20 + steps_of_last):
+            before = trainer.shared_state().anchor
+            drift(model, -0.01)
+            collective.peers_wait = step == 6 * 20 + steps_of_last - 1
+            result = trainer.after_inner_step()
+        assert result is not None and result.round_index == 6
+        assert collective.contributions[-1].progress == pytest.approx(steps_of_last / 20)
+        return before - trainer.shared_state().anchor
+
+    full, early = moved_by_seventh_round(20), moved_by_seventh_round(num_steps)
+    assert bool((early > 0).all())
+    assert bool((early <= num_steps / 20 * full + 1e-5).all())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked_every", [1, 3, 7])
+def test_rounds_that_are_always_asked_for_early_cost_the_model_nothing(asked_every: int) -> None:
+    def loss_after_rounds(every: int) -> float:
+        collective, model = Scripted(), Regression(0)
+        trainer = DiLoCoTrainer(model, DiLoCoConfig(inner_steps=20), collective)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
+        for step in range(400):
+            optimizer.zero_grad()
+            model(step).backward()
+            optimizer.step()
+            collective.peers_wait = step % every == every - 1
+            trainer.after_inner_step()
+        return model.loss_on(torch.randn(512, 4, generator=torch.Generator().manual_seed(1))).item()
+
+    assert loss_after_rounds(asked_every) <= 1.1 * loss_after_rounds(20)
+
+
+def test_all_members_apply_the_progress_that_they_agreed_on() -> None:
+    class Agreed(Scripted):
+        def reduce(self, contribution: Contribution) -> RoundResult:
+            return replace(super().reduce(contribution), progress=0.25)
+
+    digests = set()
+    for num_steps in (2, 9):  # Of their own they would have another each.
+        collective, model = Agreed(lambda contribution: torch.ones_like(contribution.vector)), Quadratic(0)
+        trainer = DiLoCoTrainer(model, DiLoCoConfig(inner_steps=20), collective)
+        for _ in range(num_steps):
+            trainer.after_inner_step()
+        collective.peers_wait = True
+        trainer.answer_others()
+        digests.add(trainer.state_digest())
+        assert trainer.shared_state().num_inner_steps == 5
+    assert len(digests) == 1
+
+
+def test_a_node_knows_what_of_its_work_the_others_do_not_have() -> None:
+    collective = Scripted()
+    trainer = DiLoCoTrainer(Quadratic(0), replace(AVERAGING, inner_steps=4), collective)
+    for step in range(7):
+        trainer.after_inner_step(num_batches=0 if step == 5 else 2)
+    assert trainer.unshared == (3, 4)
+    collective.answer = failing
+    trainer.after_inner_step(num_batches=2)
+    assert trainer.unshared == (4, 6)
+
+
+def test_others_that_wait_are_answered_between_steps() -> None:
+    collective = Scripted()
+    trainer = DiLoCoTrainer(Quadratic(0), replace(AVERAGING, inner_steps=100), collective)
+    trainer.after_inner_step()
+    assert trainer.answer_others() is None
+    collective.peers_wait = True
+    result = trainer.answer_others()
+    assert result is not None and result.committed and result.num_batches == 1
+
+
+@pytest.mark.parametrize("overlap_steps", [0, 3])
+def test_a_node_that_leaves_shares_what_it_has_and_only_that(overlap_steps: int) -> None:
+    collective = Scripted()
+    config = replace(AVERAGING, inner_steps=100, overlap_steps=overlap_steps)
+    trainer = DiLoCoTrainer(Quadratic(0), config, collective)
+    assert trainer.share() is None and not collective.contributions
+    for _ in range(7):
+        trainer.after_inner_step()
+    result = trainer.share()
+    assert result is not None and result.committed and result.num_batches == 7
+    assert trainer.share() is None and len(collective.contributions) == 1
+
+
+def test_batches_are_counted_by_fragment_and_skipped_steps_are_not() -> None:
+    collective = Scripted()
+    trainer = DiLoCoTrainer(Regression(0), DiLoCoConfig(inner_steps=6, num_fragments=3), collective)
+    for step in range(12):
+        trainer.after_inner_step(num_batches=0 if step == 1 else 1)
+    assert [brought.round_index for brought in collective.contributions] == [0, 1, 2, 3, 4, 5]
+    assert [brought.num_batches for brought in collective.contributions] == [1, 3, 5, 6, 6, 6]
+    assert [brought.vector.numel() for brought in collective.contributions[:3]] == [
+        layout.num_values for layout in trainer.plan.layouts
+    ]
+
+
+def test_the_reference_is_the_last_accepted_result() -> None:
+    collective = Scripted(lambda contribution: contribution.vector * 0.5)
+    model = Quadratic(0)
+    trainer = DiLoCoTrainer(model, replace(AVERAGING, inner_steps=1), collective)
+    for _ in range(2):
+        drift(model, -1.0)
+        trainer.after_inner_step()
+    assert not collective.contributions[0].reference.any()
+    assert torch.equal(collective.contributions[1].reference, torch.full((16,), 0.5))
+
+
+def test_the_residual_goes_from_a_result_into_the_next_contribution() -> None:
+    class Lossy(Scripted):
+        def reduce(self, contribution: Contribution) -> RoundResult:
+            return replace(super().reduce(contribution), residual=torch.full((16,), 0.25))
+
+    collective = Lossy()
+    trainer = DiLoCoTrainer(Quadratic(0), replace(AVERAGING, inner_steps=1), collective)
+    trainer.after_inner_step()
+    collective.answer = failing
+    trainer.after_inner_step()
+    trainer.after_inner_step()
+    assert collective.contributions[0].residual is None
+    assert all(torch.equal(brought.residual, torch.full((16,), 0.25)) for brought in collective.contributions[1:])
+
+
+def test_a_late_joiner_becomes_a_member() -> None:
+    _, _, trainers, _ = train_together(2, DiLoCoConfig(inner_steps=6, num_fragments=3), 10)
+    joiner_model = Regression(9)
+    drift(joiner_model, 0.3)
+    joiner = DiLoCoTrainer(joiner_model, DiLoCoConfig(inner_steps=6, num_fragments=3), LocalCollective())
+    shared = trainers[0].shared_state()
+    assert shared.digest() == trainers[0].state_digest()
+    joiner.adopt(shared)
+    assert joiner.state_digest() == trainers[1].state_digest()
+    assert (joiner.round_index, joiner.outer_step, shared.fragment, shared.num_inner_steps) == (5, 1, 2, 10)
+    named = dict(joiner_model.named_parameters())
+    assert torch.equal(joiner.plan.whole().gather(named), shared.anchor)
+    assert joiner.inner_step == 0
+
+
+def test_a_state_of_another_model_is_refused() -> None:
+    state = DiLoCoTrainer(Quadratic(0), AVERAGING, LocalCollective()).shared_state()
+    trainer = DiLoCoTrainer(Regression(0), AVERAGING, LocalCollective())
+    before = trainer.state_digest()
+    with pytest.raises(IncompatiblePeerError, match="the state to adopt"):
+        trainer.adopt(state)
+    own = trainer.shared_state()
+    for broken in (
+        replace(own, momentum=own.momentum[1:]),
+        replace(own, anchor=own.anchor * torch.nan),
+        replace(own, outer_step=-1),
+        replace(own, fragment=1),
+    ):
+        with pytest.raises(IncompatiblePeerError):
+            trainer.adopt(broken)
+    assert trainer.state_digest() == before
+
+
+def test_shared_state_is_a_snapshot() -> None:
+    model = Quadratic(0)
+    trainer = DiLoCoTrainer(model, replace(AVERAGING, inner_steps=1, outer_momentum=0.5), LocalCollective())
+    shared = trainer.shared_state()
+    before = shared.digest()
+    drift(model, 1.0)
+    trainer.after_inner_step()
+    assert shared.digest() == before != trainer.state_digest()
+
+
+@pytest.mark.parametrize("field", ["outer_step", "fragment", "num_inner_steps", "vocab_rows"])
+def test_the_digest_covers_the_numbers(field: str) -> None:
+    shared = DiLoCoTrainer(Quadratic(0), AVERAGING, LocalCollective()).shared_state()
+    assert replace(shared, **{field: 7}).digest() != shared.digest()
+
+
+@pytest.mark.parametrize("field", ["anchor", "momentum", "reference"])
+def test_the_digest_covers_every_vector(field: str) -> None:
+    shared = DiLoCoTrainer(Quadratic(0), AVERAGING, LocalCollective()).shared_state()
+    changed = getattr(shared, field).clone()
+    changed[-1] += 1
+    assert replace(shared, **{field: changed}).digest() != shared.digest()

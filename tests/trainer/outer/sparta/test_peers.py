@@ -1,0 +1,189 @@
+"""Replicas among strangers: real endpoints, real rounds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.support.sparta_replicas import Replica
+from tests.support.toy_models import parameter_bits
+from trainer.aggregation import RuleConfig
+from trainer.collective import CollectiveConfig, PeerCollective, Terms
+from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig
+from trainer.outer.sparta import SpartaConfig, frontier_of
+from trainer.run.node.loop_thread import LoopThread
+
+RUN_ID = "sparta-test"
+TERMS = Terms(architecture={"dim": 8}, tokenizer_lineage="0" * 64, synchronisation={"strategy": "async_sparta"})
+CONFIG = SpartaConfig(every_steps=2, num_slices=4, ghost_rounds=2)
+
+
+class Known:
+    """The directory of a node: whoever it was told of."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, Peer] = {}
+
+    def peers(self) -> Mapping[str, Peer]:
+        return self.known
+
+    def holds_most_held_state(self) -> bool:
+        return False
+
+
+class Node:
+    """A replica with an endpoint, told of the others' rounds as announcements would."""
+
+    def __init__(self, number: int, compression: str, gather_timeout_s: float, told: bool, every_steps: int) -> None:
+        self.told = told
+        self.loop = LoopThread(f"replica-{number}")
+        self.endpoint = Endpoint(
+            Identity.create(),
+            RUN_ID,
+            RpcConfig(host="127.0.0.1", port=0, tls=False, heartbeat_s=0.25, stop_grace_s=0.1),
+        )
+        self.directory = Known()
+        config = CollectiveConfig(
+            compression=compression,
+            min_members=2,
+            invite_after_s=0.1,
+            gather_timeout_s=gather_timeout_s,
+            stall_timeout_s=2.5,
+            round_timeout_s=20.0,
+        )
+        self.collective = PeerCollective(
+            self.endpoint, self.loop.loop, RUN_ID, TERMS, RuleConfig(), config, self.directory, lambda: 0
+        )
+        self.others: list[Node] = []
+        self.replica = Replica(replace(CONFIG, every_steps=every_steps), self.collective, number=number, others=self)
+
+    def frontier(self) -> int:
+        rounds = [other.replica.trainer.round_index for other in self.others]
+        return frontier_of(rounds) if self.told else 0
+
+    def move_to(self, round_index: int) -> None:
+        self.collective.move_to(round_index)
+
+
+@contextmanager
+def nodes(
+    num_nodes: int,
+    compression: str = "fp32",
+    *,
+    gather_timeout_s: float = 15.0,
+    told: bool = True,
+    every_steps: int = CONFIG.every_steps,
+) -> Iterator[list[Node]]:
+    """Some that know each other; told of each other's rounds, or not."""
+    with ExitStack() as stack:
+        found = [Node(number, compression, gather_timeout_s, told, every_steps) for number in range(num_nodes)]
+        for node in found:
+            node.loop.start()
+            stack.callback(node.loop.stop)
+            node.loop.run(node.endpoint.start(), 10)
+            stack.callback(node.loop.run, node.endpoint.stop(), 10)
+            stack.callback(node.collective.close)
+        for node in found:
+            node.others = [other for other in found if other is not node]
+            node.directory.known = {
+                other.endpoint.peer_id: Peer(other.endpoint.peer_id, other.endpoint.address, None)
+                for other in node.others
+            }
+            node.move_to(0)
+        yield found
+
+
+def turn(taking_part: list[Node], until: Callable[[], bool], *, train: bool, step_s: float = 0.01) -> None:
+    """Lets them take steps, one after the other, until something is so."""
+    deadline_s, index = time.monotonic() + 60, 0
+    while not until():
+        assert time.monotonic() < deadline_s, [node.replica.results[-3:] for node in taking_part]
+        for node in taking_part:
+            if train:
+                node.replica.step(index)
+            node.replica.turn()
+        index += 1
+        time.sleep(step_s)
+
+
+def spread(taking_part: list[Node]) -> float:
+    vectors = torch.stack([node.replica.vector() for node in taking_part])
+    return (vectors - vectors.mean(dim=0)).abs().max().item()
+
+
+def committed(node: Node) -> int:
+    return sum(result.committed for result in node.replica.results)
+
+
+@pytest.mark.slow
+def test_three_train_and_become_alike_when_they_rest() -> None:
+    with nodes(3) as found:
+        turn(found, lambda: min(map(committed, found)) >= 5, train=True)
+        apart, before = spread(found), [committed(node) for node in found]
+        assert apart > 1e-4
+        # The first of these may have begun in training; those behind it are a cycle of rest.
+        rested = 2 + CONFIG.num_slices
+        turn(
+            found,
+            lambda: all(committed(it) >= was + rested for it, was in zip(found, before, strict=True)),
+            train=False,
+        )
+        assert len({parameter_bits(node.replica.model) for node in found}) == 1
+        assert all(result.committed for node in found for result in node.replica.results)
+        assert {len(result.report.members) for node in found for result in node.replica.results} == {3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("told", [True, False])
+def test_one_that_was_away_goes_on_with_the_others_without_a_reload(told: bool) -> None:
+    with nodes(3, gather_timeout_s=1.0, told=told, every_steps=10) as found:
+        turn(found, lambda: min(map(committed, found)) >= 1, train=True)
+        away, present = found[2], found[:2]
+        before = away.replica.trainer.round_index
+        turn(present, lambda: min(it.replica.trainer.round_index for it in present) >= before + 2, train=True)
+        was = len(away.replica.results)
+
+        def with_both() -> bool:
+            reports = [result.report for result in away.replica.results[was:] if result.report is not None]
+            return any(len(report.members) == 3 and report.round_index >= before + 2 for report in reports)
+
+        # Rounds some steps apart, as in training: of rounds that follow each other at once, whoever is late gets none.
+        turn(found, with_both, train=True, step_s=0.1)
+        trainer = away.replica.trainer
+        assert not trainer.behind and not trainer.must_rejoin and trainer.failed_in_a_row == 0
+
+
+@pytest.mark.slow
+def test_a_joiner_takes_over_a_state_and_counts_for_nothing_at_first() -> None:
+    with nodes(3) as found:
+        old, joiner = found[:2], found[2]
+        joiner.move_to(-1)  # It has no state yet, and says so to whoever invites it.
+        turn(old, lambda: min(map(committed, old)) >= 3, train=True)
+        joiner.replica.trainer.adopt(old[0].replica.trainer.shared_state())
+        assert joiner.replica.trainer.is_ghost
+        turn(found, lambda: not joiner.replica.trainer.is_ghost and committed(joiner) >= 4, train=True)
+        reports = [result.report for result in joiner.replica.results if result.report is not None]
+        place = [report.members.index(joiner.endpoint.peer_id) for report in reports]
+        weights = [report.weights[at] for report, at in zip(reports, place, strict=True)]
+        assert weights[:2] == [0, 0] and all(weight > 0 for weight in weights[2:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("compression", "closeness"), [("fp16", 2**-9), ("int8", 2**-5)])
+def test_lossy_rounds_bring_replicas_together_as_far_as_they_can(compression: str, closeness: float) -> None:
+    """As far as their numbers are fine: some units in the last place of the largest value."""
+    with nodes(2, compression) as found:
+        for node in found:
+            for index in range(60):
+                node.replica.step(index)
+        vectors = torch.stack([node.replica.vector() for node in found])
+        apart, mean, largest = spread(found), vectors.mean(dim=0), float(vectors.abs().max())
+        turn(found, lambda: min(map(committed, found)) >= 5, train=False)
+        now = torch.stack([node.replica.vector() for node in found]).mean(dim=0)
+        assert spread(found) < closeness * largest < apart
+        assert float((now - mean).abs().max()) < closeness * largest

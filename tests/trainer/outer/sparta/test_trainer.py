@@ -1,0 +1,421 @@
+"""Rounds of replicas: what they change, and what they leave alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.replica_group import MeetingCollective, ReplicaGroup
+from tests.support.sparta_replicas import Frontier, Replica, Scripted, fail, refuse, same
+from tests.support.toy_models import parameter_bits
+from trainer.errors import IncompatiblePeerError, RoundLeftError, TrainerUsageError
+from trainer.outer.engine.collective import Contribution
+from trainer.outer.engine.strategy import OuterStrategy
+from trainer.outer.sparta import SpartaConfig
+from trainer.pipeline.worker.sharing import SharedThrough
+
+EACH_STEP = SpartaConfig(every_steps=1, num_slices=4, background=False)
+BEHIND_THE_SCENES = SpartaConfig(every_steps=2, num_slices=4)
+
+
+def group_of(num_replicas: int, config: SpartaConfig, failing=(), **options) -> tuple[ReplicaGroup, list[Replica]]:
+    group = ReplicaGroup(num_replicas, failing)
+    return group, [
+        Replica(config, MeetingCollective(group, rank), number=rank, **options) for rank in range(num_replicas)
+    ]
+
+
+def spread(replicas: list[Replica]) -> float:
+    vectors = torch.stack([replica.vector() for replica in replicas])
+    return (vectors - vectors.mean(dim=0)).abs().max().item()
+
+
+def take_turns(replicas: list[Replica], num_steps: int, *, train: bool = True, first: int = 0) -> None:
+    """All of them in one thread; a round begun in a step is over at its end, so that it goes the same way always."""
+    for index in range(first, first + num_steps):
+        for replica in replicas:
+            if train:
+                replica.step(index)
+            replica.turn()
+        for replica in replicas:
+            replica.drain()
+
+
+def wait_for(ready: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not ready():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+def test_it_is_an_outer_strategy() -> None:
+    assert isinstance(Replica(EACH_STEP).trainer, OuterStrategy)
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_replicas_at_rest_are_bit_identical_after_one_cycle(num_replicas: int) -> None:
+    config = SpartaConfig(every_steps=2, num_slices=7)
+    _, replicas = group_of(num_replicas, config)
+    take_turns(replicas, 9)
+    assert spread(replicas) > 1e-3
+    take_turns(replicas, 7 * config.every_steps, train=False)
+    assert len({parameter_bits(replica.model) for replica in replicas}) == 1
+
+
+def test_a_round_makes_its_slice_the_mean_and_nothing_else() -> None:
+    group, replicas = group_of(3, BEHIND_THE_SCENES)
+    for replica in replicas:
+        replica.step(replica.model.replica)
+    before = [replica.vector() for replica in replicas]
+    take_turns(replicas, 2, train=False)
+    mean = torch.stack(before).double().mean(dim=0).float()
+    for replica, was in zip(replicas, before, strict=True):
+        is_mean, is_kept = replica.vector() == mean, replica.vector() == was
+        assert bool(is_mean[::4].all()) and bool((is_mean | is_kept).all())
+        assert int((~is_kept).sum()) <= -(-len(was) // 4)
+    assert len(group.history) == 1
+
+
+def test_steps_taken_while_a_round_runs_are_kept() -> None:
+    collective = Scripted(lambda contribution: contribution.vector + 0.25)
+    collective.gate.clear()
+    replica, twin = Replica(BEHIND_THE_SCENES, collective), Replica(BEHIND_THE_SCENES)
+    replica.train(0, 2)
+    twin.train(0, 2)
+    for index in range(2, 7):
+        assert replica.trainer.round_index == 0
+        replica.train(index, index + 1)
+        twin.step(index)
+    assert parameter_bits(replica.model) == parameter_bits(twin.model), "nothing is touched while the round runs"
+    collective.gate.set()
+    assert replica.drain() is not None
+    moved = replica.vector() - twin.vector()
+    assert torch.allclose(moved[::4], torch.tensor(0.25), atol=1e-6)
+    moved[::4] = 0
+    assert not moved.any()
+
+
+@pytest.mark.parametrize("num_meanwhile", [0, 1, 7])
+def test_a_round_says_how_many_steps_were_taken_while_it_ran(num_meanwhile: int) -> None:
+    """However many more than `every_steps`: what outlives a replica is told from it."""
+    collective = Scripted()
+    collective.gate.clear()
+    replica = Replica(BEHIND_THE_SCENES, collective)
+    for _ in range(2 + num_meanwhile):
+        replica.turn()
+    collective.gate.set()
+    result = replica.drain()
+    assert result is not None and result.committed and result.contributed_steps_ago == num_meanwhile
+
+
+def test_a_round_in_the_foreground_holds_all_steps_and_a_failed_one_none() -> None:
+    collective = Scripted()
+    replica = Replica(EACH_STEP, collective)
+    replica.turn(), replica.turn(num_batches=0)
+    collective.answer = fail
+    replica.turn()
+    assert [result.contributed_steps_ago for result in replica.results] == [0, 0, None]
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=40))
+def test_what_is_said_to_outlive_a_replica_was_in_the_rounds(steps: list[tuple[int, bool]]) -> None:
+    """However long each of them takes: against what had been counted when it began."""
+    collective, shared = Scripted(), SharedThrough(BEHIND_THE_SCENES.num_slices)
+    replica = Replica(BEHIND_THE_SCENES, collective)
+    by_slice, applied, brought = [0] * BEHIND_THE_SCENES.num_slices, 0, 0
+    collective.gate.clear()
+    for version, (num_batches, lands) in enumerate(steps, start=1):
+        applied += num_batches
+        shared.stepped(version, applied)
+        assert replica.turn(num_batches) is None
+        if not replica.trainer.inner_step:
+            brought = applied
+        if lands:
+            collective.gate.set()
+        result = replica.drain() if lands else None
+        collective.gate.clear()
+        if result is not None:
+            by_slice[result.fragment] = brought
+            if result.contributed_steps_ago is not None:
+                shared.committed(result.fragment, result.contributed_steps_ago)
+        assert shared.count == min(by_slice)
+    collective.gate.set()
+    replica.drain()
+
+
+def test_a_round_lands_by_itself_at_the_next_step() -> None:
+    collective = Scripted()
+    collective.gate.clear()
+    replica = Replica(BEHIND_THE_SCENES, collective)
+    for _ in range(9):
+        assert replica.turn() is None
+    assert len(collective.contributions) == 1, "one at most is in flight"
+    collective.gate.set()
+    wait_for(lambda: replica.turn() is not None)
+    assert replica.results[0].committed and replica.results[0].report is not None
+    assert replica.results[0].waited_s < 30
+
+
+def test_moments_are_nobodys_but_ones_own() -> None:
+    """AdamW's memory is what a replica's own gradients make of it, never negative, whatever is averaged."""
+    _, replicas = group_of(2, EACH_STEP.__class__(every_steps=1, num_slices=3))
+    for index in range(12):
+        for replica in replicas:
+            replica.step(index)
+        before = [replica.moments() for replica in replicas]
+        take_turns(replicas, 1, train=False)
+        for replica, was in zip(replicas, before, strict=True):
+            now = replica.moments()
+            assert now.keys() == was.keys() and all(torch.equal(now[name], was[name]) for name in was)
+            assert all(bool((now[name] >= 0).all()) for name in now if name.endswith("exp_avg_sq"))
+
+
+BAD_RESULTS = {
+    "failed": fail,
+    "refused": refuse,
+    "nan": lambda contribution: contribution.vector * torch.nan,
+    "short": lambda contribution: contribution.vector[1:],
+}
+
+
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("answer", BAD_RESULTS.values(), ids=BAD_RESULTS)
+def test_a_round_without_a_result_leaves_every_bit(answer, background: bool) -> None:
+    projected: list[int] = []
+    collective = Scripted(answer)
+    replica = Replica(
+        SpartaConfig(every_steps=3, num_slices=4, background=background),
+        collective,
+        after_average=lambda model: projected.append(1),
+    )
+    for index in range(3):
+        replica.step(index)
+        before, moments = parameter_bits(replica.model), replica.moments()
+        replica.turn()
+        replica.drain()
+    assert parameter_bits(replica.model) == before and not projected
+    assert all(torch.equal(value, moments[name]) for name, value in replica.moments().items())
+    (result,) = replica.results
+    assert not result.committed and result.error and result.report is None
+    assert replica.trainer.failed_in_a_row == 1
+
+
+def test_a_round_that_is_given_up_goes_nowhere_and_blocks_the_next_until_it_is_over() -> None:
+    collective = Scripted(lambda contribution: contribution.vector + 1)
+    collective.gate.clear()
+    replica = Replica(SpartaConfig(every_steps=1, num_slices=4, round_timeout_s=0.02), collective)
+    before = parameter_bits(replica.model)
+    replica.turn()
+    time.sleep(0.03)
+    result = replica.turn()
+    assert result is not None and not result.committed and "given up" in result.error
+    assert replica.turn() is None and len(collective.contributions) == 1, "the collective is for one at a time"
+    collective.gate.set()
+    wait_for(lambda: replica.turn() is None and len(collective.contributions) == 2)
+    assert parameter_bits(replica.model) == before
+    assert replica.drain() is not None
+
+
+def test_a_failed_round_is_tried_again_with_the_same_slice() -> None:
+    _, replicas = group_of(2, EACH_STEP.__class__(every_steps=1, num_slices=3), failing=[1, 2])
+    take_turns(replicas, 6)
+    for replica in replicas:
+        assert [result.committed for result in replica.results] == [True, False, False, True, True, True]
+        assert [result.fragment for result in replica.results] == [0, 1, 1, 1, 2, 0]
+        assert not replica.trainer.must_rejoin and replica.trainer.round_index == 4
+
+
+def test_other_errors_come_out_and_change_nothing() -> None:
+    def broken(contribution: Contribution) -> torch.Tensor:
+        raise IncompatiblePeerError("another architecture")
+
+    replica = Replica(BEHIND_THE_SCENES, Scripted(broken))
+    before = parameter_bits(replica.model)
+    replica.turn()
+    replica.turn()
+    with pytest.raises(IncompatiblePeerError, match="another architecture"):
+        replica.drain()
+    assert parameter_bits(replica.model) == before and replica.trainer.round_index == 0
+
+
+def test_who_is_refused_goes_on_with_the_round_the_others_are_at() -> None:
+    frontier = Frontier()
+    collective = Scripted(refuse)
+    replica = Replica(SpartaConfig(every_steps=5, num_slices=4, background=False), collective, others=frontier)
+    for _ in range(5):
+        replica.turn()
+    assert frontier.moved_to == [1] and replica.trainer.missed_rounds == 1
+    collective.answer = same
+    result = replica.turn()
+    assert result is not None and result.committed and result.round_index == 1, "at once: the others are there already"
+    assert replica.trainer.missed_rounds == 0 and replica.trainer.failed_in_a_row == 0
+
+
+def leave(contribution: Contribution) -> torch.Tensor:
+    raise RoundLeftError("this node is to stop")
+
+
+@pytest.mark.parametrize(("answer", "level"), [(refuse, "INFO"), (leave, "INFO"), (fail, "WARNING")])
+def test_only_a_round_that_failed_for_all_is_a_warning(
+    answer: Callable[[Contribution], torch.Tensor], level: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    replica = Replica(EACH_STEP, Scripted(answer))
+    replica.turn()
+    assert [record.levelname for record in caplog.records if "round 0: no average" in record.message] == [level]
+
+
+def test_rounds_made_by_others_are_skipped_up_to_five() -> None:
+    frontier = Frontier()
+    collective = Scripted()
+    replica = Replica(SpartaConfig(every_steps=50, num_slices=4, background=False), collective, others=frontier)
+    assert replica.turn() is None
+    frontier.at = 5
+    result = replica.turn()
+    assert result is not None and (result.round_index, result.fragment, result.committed) == (5, 1, True)
+    frontier.at = 12
+    result = replica.turn()
+    assert result is not None and not result.committed and "their state has to be taken up" in result.error
+    assert replica.trainer.behind and replica.trainer.must_rejoin and replica.trainer.round_index == 6
+    assert len(collective.contributions) == 1 and replica.turn() is None
+
+
+def test_batches_are_counted_since_the_slices_last_round() -> None:
+    collective = Scripted()
+    replica = Replica(SpartaConfig(every_steps=2, num_slices=3, background=False), collective)
+    for _ in range(12):
+        replica.turn(num_batches=5)
+    assert [brought.num_batches for brought in collective.contributions] == [10, 20, 30, 30, 30, 30]
+    collective.answer = fail
+    replica.turn(5), replica.turn(5)
+    collective.answer = same
+    replica.turn(5), replica.turn(0)
+    assert collective.contributions[-1].num_batches == 30 + 5 + 0 + 0 + 0
+
+
+def test_a_joiner_counts_for_nothing_until_its_ghost_rounds_are_over() -> None:
+    collective = Scripted(lambda contribution: contribution.vector + 1)
+    config = SpartaConfig(every_steps=1, num_slices=3, ghost_rounds=2, background=False)
+    donor, joiner = Replica(config), Replica(config, collective, number=1)
+    donor.train(0, 4)
+    joiner.trainer.adopt(donor.trainer.shared_state())
+    was = joiner.vector()
+    ghost = []
+    for _ in range(4):
+        ghost.append(joiner.trainer.is_ghost)
+        joiner.turn(num_batches=3)
+    assert ghost == [True, True, False, False]
+    assert [brought.num_batches for brought in collective.contributions] == [0, 0, 9, 9]
+    assert [result.contributed_steps_ago for result in joiner.results] == [None, None, 0, 0], "not theirs"
+    assert [brought.round_index for brought in collective.contributions] == [4, 5, 6, 7]
+    assert all(bool(brought.vector.any()) for brought in collective.contributions), "were all ghosts, zeros would win"
+    moved = joiner.vector() - was
+    assert bool((moved > 0.9).all()), "it takes the average meanwhile"
+
+
+def test_parameters_that_are_not_finite_are_not_sent_and_a_state_is_asked_for() -> None:
+    collective = Scripted()
+    replica, donor = Replica(EACH_STEP, collective), Replica(EACH_STEP)
+    donor.train(0, 3)
+    with torch.no_grad():
+        next(replica.model.parameters()).view(-1)[0] = torch.nan
+    result = replica.turn()
+    assert result is not None and not result.committed and "not finite" in result.error
+    assert replica.trainer.behind and not collective.contributions
+    assert [replica.turn() for _ in range(5)] == [None] * 5
+    replica.trainer.adopt(donor.trainer.shared_state())
+    assert not replica.trainer.behind and replica.turn() is not None and collective.contributions
+
+
+def test_the_hook_is_called_after_each_average_with_the_model() -> None:
+    seen: list[int] = []
+    replica = Replica(EACH_STEP, Scripted(lambda it: it.vector + 1), after_average=lambda model: seen.append(id(model)))
+    replica.train(0, 3)
+    assert seen == [id(replica.model)] * 3
+
+
+def test_peers_that_wait_bring_a_round_forward() -> None:
+    collective = Scripted()
+    replica = Replica(SpartaConfig(every_steps=100, num_slices=4, background=False), collective)
+    assert replica.turn() is None
+    collective.peers_wait = True
+    result = replica.turn()
+    assert result is not None and result.committed and result.num_batches == 2
+    collective.peers_wait = False
+    assert [replica.turn() for _ in range(99)] == [None] * 99
+    assert replica.turn() is not None
+
+
+def test_a_node_alone_trains_as_if_there_were_no_rounds() -> None:
+    config = SpartaConfig(every_steps=2, num_slices=4)
+    replica, twin = Replica(config), Replica(config)
+    for index in range(20):
+        replica.train(index, index + 1)
+        twin.step(index)
+    replica.drain()
+    assert replica.results and parameter_bits(replica.model) == parameter_bits(twin.model)
+
+
+def test_all_members_of_a_round_name_the_same_state_and_others_do_not() -> None:
+    one, other = Replica(EACH_STEP), Replica(EACH_STEP, number=3)
+    other.train(0, 5)
+    assert one.trainer.state_digest() == other.trainer.state_digest()
+    assert len(one.trainer.state_digest()) == 64
+    unlike = Replica(SpartaConfig(every_steps=1, num_slices=5))
+    assert unlike.trainer.state_digest() != one.trainer.state_digest()
+
+
+def test_bf16_parameters_become_alike_too() -> None:
+    group = ReplicaGroup(2)
+    replicas = [
+        Replica(EACH_STEP.__class__(every_steps=1, num_slices=3), MeetingCollective(group, rank), model=model)
+        for rank, model in enumerate(torch.nn.Linear(5, 3).to(torch.bfloat16) for _ in range(2))
+    ]
+    assert spread(replicas) > 0
+    take_turns(replicas, 3, train=False)
+    assert spread(replicas) == 0
+
+
+class TestUsage:
+    @pytest.mark.slow
+    def test_more_slices_than_values(self) -> None:
+        with pytest.raises(TrainerUsageError, match=r"sparta.num_slices"):
+            Replica(SpartaConfig(num_slices=10_000))
+
+    def test_an_optimizer_whose_state_cannot_be_handed_on(self) -> None:
+        from trainer.outer.engine.local import LocalCollective
+        from trainer.outer.sparta import SpartaTrainer
+
+        model = torch.nn.Linear(5, 5)
+        with pytest.raises(TrainerUsageError, match="expected AdamW"):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            SpartaTrainer(model, EACH_STEP, LocalCollective(), optimizer=optimizer)
+        with pytest.raises(TrainerUsageError, match="all trainable parameters"):
+            half = torch.optim.AdamW([model.weight])
+            SpartaTrainer(model, EACH_STEP, LocalCollective(), optimizer=half)
+
+    def test_parameters_that_are_not_contiguous(self) -> None:
+        model = torch.nn.Linear(5, 4)
+        model.weight = torch.nn.Parameter(torch.randn(5, 4).t())
+        with pytest.raises(TrainerUsageError, match="contiguous"):
+            Replica(EACH_STEP, model=model)
+
+    def test_the_vocabulary_does_not_grow(self) -> None:
+        replica = Replica(EACH_STEP)
+        with pytest.raises(TrainerUsageError, match="rows of vocabulary"):
+            replica.trainer.grow(replica.model, 64)
+
+    @pytest.mark.parametrize(
+        "options",
+        [{"every_steps": 0}, {"num_slices": 0}, {"salt": -1}, {"ghost_rounds": -1}, {"round_timeout_s": 0.0}],
+    )
+    def test_options_that_make_no_sense(self, options) -> None:
+        with pytest.raises(TrainerUsageError, match=f"sparta.{next(iter(options))}"):
+            SpartaConfig(**options)

@@ -1,0 +1,279 @@
+"""Workers that answer in the right form what they did not compute."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.event_loop import on_event_loop
+from tests.support.toy_drive import FAST, ONE_EACH, STAGES, TWO_EACH, Drive, driving, until
+from tests.support.toy_stage import Fault, Reply_, ToyStage, distort, garble
+from trainer.compression.activations import ACTIVATION_CODECS, activation_codec
+from trainer.model.subspace import basis_of
+from trainer.pipeline.driver.audit_rates import FORGIVEN_AFTER, STRIKES, AuditRates
+from trainer.pipeline.driver.likeness import StageOutput, difference, midpoint, nudge, output_of, slope_ratio
+from trainer.pipeline.driver.links import LinkForm
+from trainer.pipeline.protocol.messages import BACKWARD, EVALUATE, FORWARD, TAIL
+from trainer.pipeline.protocol.tensors import TensorAnswer
+
+AUDITED = replace(FAST, audit_every=2, malformed_ban_s=600.0, request_timeout_s=10.0, unclear_s=10.0)
+THREE_EACH = dict.fromkeys(STAGES, 3)
+
+
+def spike(tensor: Tensor) -> Tensor:
+    """Of the right shape, and nothing like it."""
+    return torch.zeros_like(tensor).index_put_((torch.tensor(0), torch.tensor(0), torch.tensor(0)), torch.tensor(1.0))
+
+
+LIES: dict[str, Fault] = {
+    "a spike": distort(spike),
+    "a loss too good": garble(loss_sum=0.0),
+    "-3 times": distort(lambda values: -3 * values),
+    "1,000 times": distort(lambda values: 1000 * values),
+}
+COUNTING = {"head": (FORWARD,), "body-1": (FORWARD, BACKWARD), "tail": (TAIL,)}
+"""Methods by which a lie is told, beside evaluations."""
+
+
+async def run_with(drive: Drive) -> None:
+    for toy in drive.swarm.all:
+        toy.delay_s = 0.002
+    await drive.driver.run()
+
+
+def lie_for_ever(drive: Drive, stage: str, lie: str, *methods: str) -> str:
+    """The liar's name."""
+    liar = drive.swarm.at(stage)
+    for method in methods:
+        liar.faults[method].extend([LIES[lie]] * 10_000)
+    assert liar.worker is not None
+    return liar.worker.uid
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("routing", ["hub", "chain"])
+@pytest.mark.parametrize(
+    ("stage", "lie"),
+    [
+        ("head", "a spike"),
+        ("head", "1,000 times"),
+        ("body-1", "a spike"),
+        ("body-1", "1,000 times"),
+        ("tail", "a loss too good"),
+        ("tail", "-3 times"),
+    ],
+)
+def test_a_liar_among_three_is_named_and_banned_for_long_and_nobody_else(stage: str, lie: str, routing: str) -> None:
+    @on_event_loop
+    async def test() -> None:
+        async with driving(THREE_EACH, 80, replace(AUDITED, routing=routing), audit_seed=4) as drive:
+            name = lie_for_ever(drive, stage, lie, EVALUATE, *COUNTING[stage])
+            await run_with(drive)
+            status = drive.driver.status()
+            assert set(status.audit.liars) == {name}
+            assert status.failures["audit"] == sum(status.audit.liars.values())
+            for pool in status.stages:
+                banned = {pool.names[key]: left_s for key, left_s in pool.banned.items()}
+                assert set(banned) == ({name} if pool.stage == stage else set())
+                assert all(left_s > 500 for left_s in banned.values())
+            assert drive.work.fates() == ["done"] * 80
+
+    test()
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_an_honest_swarm_is_compared_and_nobody_suspected() -> None:
+    async with driving(THREE_EACH, 30, AUDITED, audit_seed=4) as drive:
+        await run_with(drive)
+        audit = drive.driver.status().audit
+        assert (audit.disputed, audit.unopposed, audit.liars) == (0, (), {})
+        assert audit.compared > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", [(EVALUATE,), ()], ids=["lies when asked", "honest when asked"])
+@pytest.mark.parametrize(("stage", "method"), [("body-1", BACKWARD), ("tail", TAIL)])
+@pytest.mark.parametrize(("replicas", "factor"), [(1, -3), (2, -3), (2, 0)])
+def test_a_gradient_that_is_not_the_output_s_convicts_by_itself(
+    replicas: int, factor: int, stage: str, method: str, asked: tuple[str, ...]
+) -> None:
+    @on_event_loop
+    async def test() -> None:
+        async with driving(TWO_EACH | {stage: replicas}, 40, AUDITED, audit_seed=4) as drive:
+            liar = drive.swarm.at(stage)
+
+            async def lie(toy: ToyStage, key: str, work: Callable[[], Awaitable[Reply_]]) -> Reply_:
+                answer = await work()
+                gradient = {name: factor * found for name, found in answer.tensors.items() if name == "gradient"}
+                return TensorAnswer(answer.body, {**answer.tensors, **gradient})
+
+            for each in (method, *asked):
+                liar.faults[each].extend([lie] * 10_000)
+            running = asyncio.create_task(drive.driver.run())
+            await until(lambda: bool(drive.driver.status().audit.liars) or running.done())
+            drive.driver.stop()
+            await running
+            assert liar.worker is not None
+            assert drive.driver.status().audit.liars == {liar.worker.uid: 1}
+            assert drive.driver.status().audit.undecided == ()
+
+    test()
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_most_of_a_stage_may_lie_where_they_contradict_themselves() -> None:
+    async with driving(THREE_EACH, 60, AUDITED, audit_seed=4) as drive:
+        liars = []
+        for toy in drive.swarm.workers_by_stage["tail"][:2]:
+            toy.faults[TAIL].extend([LIES["-3 times"]] * 10_000)
+            toy.faults[EVALUATE].extend([LIES["-3 times"]] * 10_000)
+            assert toy.worker is not None
+            liars.append(toy.worker.uid)
+        await run_with(drive)
+        assert set(drive.driver.status().audit.liars) == set(liars)
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_one_of_two_heads_whose_output_is_another_each_time_is_found() -> None:
+    async with driving(TWO_EACH, 40, AUDITED, audit_seed=4) as drive:
+        liar = drive.swarm.at("head")
+        for method in (FORWARD, EVALUATE):
+            liar.faults[method].extend([distort(torch.randn_like)] * 10_000)
+        await run_with(drive)
+        assert liar.worker is not None
+        assert drive.driver.status().audit.liars == {liar.worker.uid: 1}
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_of_two_heads_that_differ_none_is_banned_and_both_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    async with driving(TWO_EACH, 40, AUDITED, audit_seed=4) as drive:
+        lie_for_ever(drive, "head", "a spike", FORWARD, EVALUATE)
+        await run_with(drive)
+        status = drive.driver.status()
+        assert status.audit.disputed
+        assert not status.audit.liars
+        assert not any(pool.banned for pool in status.stages)
+        assert status.audit.undecided == (("head.0.32", "head.0.33"),)
+    assert "one of them is wrong, a third worker would show who" in caplog.text
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_in_a_stage_with_one_worker_nothing_can_be_compared_and_the_status_says_so() -> None:
+    async with driving(ONE_EACH | {"tail": 2}, 40, AUDITED, audit_seed=4) as drive:
+        await run_with(drive)
+        audit = drive.driver.status().audit
+        assert audit.unopposed == ("body-1", "head")
+        assert audit.compared
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_a_comparison_that_nobody_answers_holds_up_nothing() -> None:
+    async def stay(*_: object) -> object:
+        await asyncio.sleep(60)
+        raise AssertionError("nobody waits so long")
+
+    async with driving(TWO_EACH, 20, replace(AUDITED, audit_every=1, request_timeout_s=30.0)) as drive:
+        for toy in drive.swarm.all:
+            toy.faults[EVALUATE].extend([stay] * 100)
+        await drive.driver.run()
+        assert drive.work.fates() == ["done"] * 20
+        assert not drive.driver.status().audit.compared
+
+
+@pytest.mark.parametrize("name", ACTIVATION_CODECS)
+def test_by_every_codec_drifted_replicas_are_alike_and_noise_is_not(name: str) -> None:
+    dim, rank = 32, 8
+    generator = torch.Generator().manual_seed(5)
+    basis = basis_of(dim, rank, 3) if name.startswith("subspace") else None
+    table = 0.1 * torch.randn(50, dim, generator=generator)
+    codec = activation_codec(name, basis, table if basis is not None else None)
+    ids = torch.randint(50, (2, 16), generator=generator)
+
+    def activation(values: Tensor) -> Tensor:
+        return values if basis is None else values @ basis.matrix.T + table[ids]
+
+    own = torch.randn(2, 16, rank if basis is not None else dim, generator=generator)
+    drifted = own + 0.3 * torch.randn(own.shape, generator=generator)
+    noise = torch.randn(own.shape, generator=generator)
+    form = LinkForm(codec, dim)
+    said = [
+        output_of(form, codec.encode(activation(each), ids).tensors, ids)
+        for each in (own, drifted, noise, torch.zeros_like(own) + own.mean(), 1000 * own, torch.zeros_like(own))
+    ]
+    assert [difference(said[0], other) is None for other in said] == [True, True, False, False, False, False]
+
+
+@pytest.mark.parametrize("name", ACTIVATION_CODECS)
+def test_by_every_codec_a_gradient_is_compared_before_it_was_scaled_down(name: str) -> None:
+    dim, rank = 32, 8
+    basis = basis_of(dim, rank, 3) if name.startswith("subspace") else None
+    form = LinkForm(activation_codec(name, basis, torch.zeros(50, dim) if basis is not None else None), dim)
+    values = torch.randn(2, 16, dim, generator=torch.Generator().manual_seed(5))
+
+    def said(factor: float, scale: float = 1.0) -> StageOutput:
+        tensors = activation_codec(name, basis, torch.zeros(50, dim) if basis is not None else None)
+        encoded = tensors.grad_encode(factor * scale * values).tensors
+        return output_of(form, encoded, torch.zeros(2, 16, dtype=torch.int64), scale=scale)
+
+    assert difference(said(1.0), said(1.0, scale=1 / 64)) is None
+    assert difference(said(1.0), said(1.7)) is None
+    for factor in (-3.0, -1.0, 0.0, 5.0, 0.2):
+        assert str(difference(said(1.0), said(factor))).startswith("gradient: ")
+
+
+def test_replicas_of_first_weights_that_are_zeros_are_alike() -> None:
+    zeros, ones = StageOutput(torch.zeros(2, 3)), StageOutput(torch.ones(2, 3))
+    assert difference(zeros, zeros) is None
+    assert difference(zeros, ones)
+
+
+def test_losses_are_alike_within_half_or_a_nat() -> None:
+    said = [StageOutput(loss=loss) for loss in (8.0, 4.5, 3.5, 0.5, 0.0)]
+    assert [difference(said[0], other) is None for other in said] == [True, True, False, False, False]
+    assert difference(said[3], said[4]) is None
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(1.0, 1.0), (-3.0, -1 / 3), (10.0, 0.1)])
+def test_the_slope_of_an_output_shows_by_how_much_a_gradient_is_wrong(factor: float, expected: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, grad_y = torch.randn(2, 8, 16, generator=generator), torch.randn(2, 8, 16, generator=generator)
+    matrix = torch.randn(16, 16, generator=generator)
+
+    def stage(values: Tensor) -> Tensor:
+        return values + torch.tanh(values @ matrix / 4)
+
+    leaf = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(stage(leaf), leaf, grad_y)
+    claimed = factor * gradient
+    step = nudge(x, claimed)
+    sides = [StageOutput(stage(side)) for side in (x + step, x - step)]
+    ratio = slope_ratio(2 * step, claimed, *sides, grad_y=grad_y, num_labels=1)
+    assert ratio == pytest.approx(expected, rel=0.05)
+    assert difference(midpoint(*sides), StageOutput(stage(x))) is None
+
+
+def test_whoever_does_well_is_audited_less_and_whoever_was_wrong_always() -> None:
+    rates, seen = AuditRates(64), []
+    for _ in range(20):
+        seen.append(rates.rate("a"))
+        rates.passed("a")
+    assert seen[:6] == [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
+    assert seen[-1] == 1 / 64
+    assert not any(rates.struck("a") for _ in range(STRIKES - 1))
+    assert rates.rate("a") == 1.0
+    for _ in range(FORGIVEN_AFTER):
+        rates.passed("a")
+    assert rates.rate("a") == 1 / 64
+    assert [rates.struck("b") for _ in range(STRIKES)] == [False] * (STRIKES - 1) + [True]
+    assert AuditRates(0).rate("a") == 0.0

@@ -1,0 +1,275 @@
+"""Shares in the ratio of speeds; newcomers found out soon and at a bounded cost."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scripts.swarm_bench.churn import ChurnPlan, compare, simulate
+from trainer.pipeline.driver import Balancer, BalancerConfig, Grant
+
+
+class Queues:
+    """Workers that serve one after another, each at its speed, on a simulated clock."""
+
+    def __init__(self, in_flight: int) -> None:
+        self.balancer = Balancer(BalancerConfig(max_in_flight_per_worker=4))
+        self.in_flight = in_flight
+        self.service_s: dict[str, float] = {}
+        self.free_s: dict[str, float] = {}
+        self.under_way: list[tuple[float, Grant]] = []
+        self.granted: Counter[str] = Counter()
+        self.order: list[str] = []
+        self.now = 0.0
+
+    def join(self, worker: str, service_s: float) -> None:
+        self.service_s[worker], self.free_s[worker] = service_s, self.now
+        self.balancer.add(worker)
+
+    def run(self, num: int) -> None:
+        """Until so many more are granted."""
+        done = len(self.order) + num
+        while len(self.order) < done:
+            while len(self.under_way) < self.in_flight and (grant := self.balancer.acquire(1.0, self.now)) is not None:
+                begin_s = max(self.now, self.free_s[grant.worker])
+                self.free_s[grant.worker] = begin_s + self.service_s[grant.worker]
+                self.under_way.append((self.free_s[grant.worker], grant))
+                self.granted[grant.worker] += 1
+                self.order.append(grant.worker)
+            self.under_way.sort(key=lambda each: each[0])
+            self.now, grant = self.under_way.pop(0)
+            self.balancer.measured(grant, 1.0, grant.granted_s, self.now)
+            self.balancer.done(grant)
+
+
+def granted(balancer: Balancer, worker: str) -> Grant:
+    grant = balancer.acquire(1.0, 0.0, lambda other: other != worker)
+    assert grant is not None
+    return grant
+
+
+def known(balancer: Balancer, workers: str, s_per_unit: float) -> None:
+    """Adds workers that have proved themselves, level with each other."""
+    for number, worker in enumerate(workers):
+        balancer.add(worker)
+        grant = granted(balancer, worker)
+        balancer.told(grant, 1.0, s_per_unit)
+        (balancer.released if number else balancer.done)(grant)
+    assert len({load.runtime_s for load in balancer.loads()}) == 1
+
+
+def test_shares_are_in_the_ratio_of_speeds() -> None:
+    queues = Queues(in_flight=8)
+    for worker, service_s in {"a": 1.0, "b": 1.0, "c": 2.0, "d": 4.0}.items():
+        queues.join(worker, service_s)
+    queues.run(550)
+    shares = {worker: count / 550 * 2.75 for worker, count in queues.granted.items()}
+    assert shares == pytest.approx({"a": 1.0, "b": 1.0, "c": 0.5, "d": 0.25}, rel=0.1)
+
+
+def test_two_requests_in_a_row_do_not_take_the_same_worker_for_free() -> None:
+    balancer = Balancer(BalancerConfig())
+    known(balancer, "ab", 1.0)
+    chosen = [balancer.acquire(1.0, 0.0) for _ in range(4)]
+    assert Counter(grant.worker for grant in chosen if grant) == {"a": 2, "b": 2}
+
+
+def test_charged_with_the_estimate_and_corrected_to_what_it_took() -> None:
+    balancer = Balancer(BalancerConfig())
+    known(balancer, "ab", 2.0)
+    grant = balancer.acquire(3.0, 10.0)
+    assert grant is not None
+    runtimes = {load.worker: load.runtime_s for load in balancer.loads()}
+    assert runtimes[grant.worker] == pytest.approx(6.0)
+    balancer.measured(grant, 3.0, 10.0, 11.5)
+    balancer.done(grant)
+    runtimes = {load.worker: load.runtime_s for load in balancer.loads()}
+    assert runtimes[grant.worker] == pytest.approx(1.5)
+
+
+def test_requests_that_wait_in_line_at_a_worker_count_once() -> None:
+    balancer = Balancer(BalancerConfig())
+    known(balancer, "a", 1.0)
+    grants = [granted(balancer, "a") for _ in range(3)]
+    for number, grant in enumerate(grants, start=1):
+        balancer.measured(grant, 1.0, 0.0, float(number))
+        balancer.done(grant)
+    assert balancer.estimate_s("a", 1.0) == pytest.approx(1.0)
+
+
+def test_a_newcomer_enters_at_the_bottom_with_the_slowest_estimate() -> None:
+    queues = Queues(in_flight=4)
+    queues.join("fast", 1.0)
+    queues.join("slow", 5.0)
+    queues.run(40)
+    queues.balancer.add("new")
+    loads = {load.worker: load for load in queues.balancer.loads()}
+    assert loads["new"].runtime_s == max(load.runtime_s for load in loads.values())
+    assert loads["new"].s_per_unit == pytest.approx(5.0, rel=0.01)
+    assert not loads["new"].proven
+
+
+@pytest.mark.parametrize("num_slow", [4, 16])
+def test_a_fast_newcomer_gets_its_share_within_a_few_requests(num_slow: int) -> None:
+    queues = Queues(in_flight=2 * num_slow)
+    for number in range(num_slow):
+        queues.join(f"slow-{number}", 10.0)
+    queues.run(20 * num_slow)
+    queues.join("new", 1.0)
+    joined = len(queues.order)
+    queues.run(10 * num_slow)
+    after = queues.order[joined:]
+    assert "new" in after[:5]  # BalancerConfig.probe_every is 4
+    found_out = after.index("new") + num_slow  # Its first answer comes within a second.
+    share = 10 / (10 + num_slow)  # It is ten times as fast as each of the others.
+    following = after[found_out : found_out + 4 * num_slow]
+    assert following.count("new") / len(following) > 0.7 * share
+
+
+def test_newcomers_draw_a_bounded_share_while_others_are_known() -> None:
+    queues = Queues(in_flight=8)
+    for number in range(4):
+        queues.join(f"known-{number}", 1.0)
+    queues.run(50)
+    for number in range(100):
+        queues.join(f"slow-{number}", 1000.0)
+    queues.run(200)
+    slow = sum(count for worker, count in queues.granted.items() if worker.startswith("slow"))
+    assert slow <= 2  # A quarter of what is under way.
+
+
+def test_a_worker_that_was_banned_proves_itself_anew_and_makes_up_for_nothing() -> None:
+    queues = Queues(in_flight=4)
+    for worker in "abc":
+        queues.join(worker, 1.0)
+    queues.run(60)
+    queues.balancer.distrust("c")
+    banned = queues.order.count("c")
+    for _ in range(30):
+        grant = queues.balancer.acquire(1.0, queues.now, lambda worker: worker == "c")
+        assert grant is not None
+        queues.now += 0.5
+        queues.balancer.measured(grant, 1.0, queues.now - 0.5, queues.now)
+        queues.balancer.done(grant)
+    queues.run(60)
+    assert 10 <= queues.order.count("c") - banned <= 30
+
+
+def test_no_more_than_the_cap_at_one_worker_and_none_where_nobody_may() -> None:
+    balancer = Balancer(BalancerConfig(max_in_flight_per_worker=2))
+    balancer.add("a")
+    first = balancer.acquire(1.0, 0.0)
+    assert first is not None
+    assert balancer.acquire(1.0, 0.0) is None  # It has not answered anything yet.
+    balancer.measured(first, 1.0, 0.0, 1.0)
+    second = balancer.acquire(1.0, 1.0)
+    assert second is not None
+    assert balancer.acquire(1.0, 1.0) is None
+    balancer.done(first)
+    assert balancer.acquire(1.0, 1.0, lambda _worker: True) is None
+    balancer.rest("a", 5.0)
+    assert balancer.acquire(1.0, 4.0) is None
+    assert balancer.next_rested_s(4.0) == 5.0
+    assert balancer.acquire(1.0, 5.0) is not None
+
+
+def test_a_newcomer_alone_gets_more_when_its_first_is_held_up_elsewhere() -> None:
+    balancer = Balancer(BalancerConfig(max_in_flight_per_worker=3, held_up_s=2.0))
+    balancer.add("a")
+    times = [now for now in range(12) if balancer.acquire(1.0, now) is not None]
+    assert times == [0, 2, 4]
+    beside = Balancer(BalancerConfig(max_in_flight_per_worker=3, held_up_s=2.0))
+    known(beside, "b", 1.0)
+    beside.add("a")
+    taken = [grant.worker for now in range(6) if (grant := beside.acquire(1.0, 10.0 * now)) is not None]
+    assert taken == ["b"] * 3, "there is one that is known, if full"
+
+
+def test_a_place_that_was_released_is_taken_again_however_full_its_worker_is() -> None:
+    balancer = Balancer(BalancerConfig(max_in_flight_per_worker=1))
+    known(balancer, "a", 2.0)
+    before_s = balancer.loads()[0].runtime_s
+    first = granted(balancer, "a")
+    balancer.released(first)
+    second = granted(balancer, "a")
+    balancer.resume(first, 3.0)
+    balancer.resume(second, 3.0)  # It is open, and stays as it is.
+    assert balancer.waits() == {"a": (pytest.approx(0.0), 2)}
+    balancer.done(first)
+    balancer.done(second)
+    assert balancer.loads()[0].in_flight == 0
+    assert balancer.loads()[0].runtime_s == before_s
+    balancer.remove("a")
+    balancer.resume(first, 4.0)
+    assert not first.open
+
+
+def test_a_worker_that_left_and_came_back_is_a_newcomer() -> None:
+    balancer = Balancer(BalancerConfig())
+    balancer.add("a")
+    grant = balancer.acquire(1.0, 0.0)
+    assert grant is not None
+    balancer.remove("a")
+    balancer.add("a")
+    balancer.done(grant)  # Of its former life: nothing of it is booked here.
+    assert [(load.in_flight, load.runtime_s) for load in balancer.loads()] == [(0, 0.0)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 6), st.integers(1, 8))
+def test_nothing_is_granted_twice_or_forgotten(seed: int, num_workers: int, cap: int) -> None:
+    draw = random.Random(seed)
+    balancer = Balancer(BalancerConfig(max_in_flight_per_worker=cap))
+    names = [f"w{number}" for number in range(num_workers)]
+    held: list[Grant] = []
+    now = 0.0
+    for _ in range(120):
+        now += draw.random()
+        worker, event = draw.choice(names), draw.randrange(8)
+        if event == 0:
+            balancer.add(worker)
+        elif event == 1:
+            balancer.remove(worker)
+            held = [grant for grant in held if grant.worker != worker]
+        elif event == 2:
+            balancer.distrust(worker)
+        elif event <= 4 and (grant := balancer.acquire(draw.uniform(0.1, 9), now)) is not None:
+            held.append(grant)
+        elif held:
+            grant = held.pop(draw.randrange(len(held)))
+            if event == 5:
+                balancer.failed(grant, now)
+            elif event == 6:
+                balancer.released(grant)
+            else:
+                balancer.measured(grant, grant.units, grant.granted_s, now)
+                balancer.done(grant)
+        loads = {load.worker: load for load in balancer.loads()}
+        assert set(loads) == set(balancer.workers)
+        assert Counter(grant.worker for grant in held) == Counter(
+            {name: load.in_flight for name, load in loads.items() if load.in_flight}
+        )
+        assert all(load.in_flight <= cap for load in loads.values())
+        assert all(load.s_per_unit > 0 and load.runtime_s >= 0 for load in loads.values())
+    for grant in held:
+        balancer.done(grant)
+    if balancer.workers:
+        assert balancer.acquire(1.0, now + 10) is not None
+
+
+@pytest.mark.parametrize("stay_s", [12.0, 25.0, 50.0])
+def test_slow_workers_that_come_and_go_cost_less_than_half_of_what_they_cost_other_rules(stay_s: float) -> None:
+    ratios = compare(ChurnPlan(stay_s=stay_s, duration_s=400.0), seeds=3)
+    assert ratios["ours_over_swarm"] >= 2
+    assert ratios["ours_over_bottom"] >= 1.8 if stay_s > 25 else ratios["ours_over_bottom"] >= 2
+    assert ratios["ours_per_s"] >= 3.9  # The four fast ones alone could do 4.
+
+
+def test_the_simulation_is_the_same_for_the_same_seed() -> None:
+    plan = ChurnPlan(duration_s=100.0, seed=5)
+    assert simulate("ours", plan) == simulate("ours", plan)
+    assert simulate("ours", plan) != simulate("ours", ChurnPlan(duration_s=100.0, seed=6))

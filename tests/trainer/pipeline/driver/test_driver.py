@@ -1,0 +1,236 @@
+"""Leases that run out, stages without workers, stopping, steps, and what the driver says of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+
+import pytest
+
+from tests.support.event_loop import on_event_loop
+from tests.support.toy_drive import FAST, ONE_EACH, STAGES, TWO_EACH, driving, until
+from tests.support.toy_stage import POSITIONS, ROWS, lose_answer, loss_of, refuse, say_nothing
+from trainer.errors import TrainerUsageError
+from trainer.pipeline.driver import DriverConfig, StepLoss
+from trainer.pipeline.protocol.messages import BACKWARD, FORWARD, TAIL
+
+TOKENS = ROWS * POSITIONS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("routing", ["hub", "chain"])
+def test_an_empty_stage_stalls_everything_and_is_named(routing: str, caplog: pytest.LogCaptureFixture) -> None:
+    @on_event_loop
+    async def test() -> None:
+        config = replace(FAST, routing=routing)
+        async with driving({"head": 1, "body-1": 0, "tail": 1}, 3, config) as drive:
+            running = asyncio.create_task(drive.driver.run())
+            await until(lambda: drive.driver.status().stages[1].stalled_s > 0.05)
+            status = drive.driver.status()
+            assert status.stalls["head"] == 0
+            assert status.stalls["body-1"] > 0
+            assert status.in_flight == 3
+            await drive.swarm.join("body-1")
+            await running
+            assert drive.work.fates() == ["done"] * 3
+
+    with caplog.at_level(logging.WARNING, "trainer.pipeline.driver"):
+        test()
+    said = "stage body-1 has no worker to send to; everything waits for one"
+    assert said in [record.message for record in caplog.records]
+    assert not [record.message for record in caplog.records if "stage head has no worker" in record.message]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("routing", ["hub", "chain"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_others_go_on_while_some_wait_for_a_worker_that_is_stopped(stage: str, routing: str) -> None:
+    """It holds as many as may be under way, and is asked again for long: nothing of it is lost."""
+
+    @on_event_loop
+    async def test() -> None:
+        config = replace(FAST, routing=routing, max_in_flight=1, request_timeout_s=1.0, unclear_s=60.0)
+        async with driving(TWO_EACH, 40, config) as drive:
+            stopped = drive.swarm.at(stage)
+            for toy in drive.swarm.all:
+                toy.delay_s = 0.005
+            running = asyncio.create_task(drive.driver.run())
+            await until(lambda: drive.driver.status().done >= 8)
+            stopped.stopped = asyncio.Event()
+            async with asyncio.timeout(20):
+                await until(lambda: drive.driver.status().done >= 40 - 3 * config.max_in_flight)
+            stopped.stopped.set()
+            await running
+            assert drive.work.fates() == ["done"] * 40
+
+    test()
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_a_lease_that_runs_out_before_anybody_counted_is_handed_back() -> None:
+    async with driving({"head": 1, "body-1": 0, "tail": 1}, 2, FAST, lease_s=0.3) as drive:
+        await drive.driver.run()
+        assert sorted(drive.work.handed_back) == sorted(drive.work.given)
+        assert not drive.work.settled
+        assert {result.outcome.reason for result in drive.results} == {"lease"}
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_a_lease_that_runs_out_when_some_have_counted_is_left_to_the_keeper() -> None:
+    async with driving({"head": 1, "body-1": 1, "tail": 1}, 1, FAST, lease_s=0.5) as drive:
+        drive.swarm.at("body-1").faults[BACKWARD].extend([lose_answer] * 20)
+        await drive.driver.run()
+        assert not drive.work.settled
+        assert not drive.work.handed_back
+        assert drive.driver.status().left == 1
+        asked = list(drive.swarm.at("body-1").asked)
+        await asyncio.sleep(0.1)
+        assert drive.swarm.at("body-1").asked == asked  # Nothing of it is sent any more.
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_a_renewed_lease_goes_on() -> None:
+    async with driving(ONE_EACH, 1, FAST, lease_s=0.3) as drive:
+        drive.swarm.at("body-1").faults[FORWARD].append(refuse("busy"))
+        terms = []
+        give = drive.work.next
+
+        async def next_with_term() -> object:
+            micro_batch = await give()
+            if micro_batch is not None:
+                terms.append(micro_batch.term)
+            return micro_batch
+
+        drive.work.next = next_with_term  # type: ignore[method-assign,assignment]
+        drive.swarm.announced.discard("tail.0.32")
+        running = asyncio.create_task(drive.driver.run())
+        await until(lambda: bool(terms))
+        terms[0].send_before_s += 30
+        await asyncio.sleep(0.5)
+        drive.swarm.announced.add("tail.0.32")
+        await running
+        assert drive.work.fates() == ["done"]
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_stop_lets_what_is_under_way_end() -> None:
+    async with driving(ONE_EACH, 100) as drive:
+        for toy in drive.swarm.all:
+            toy.delay_s = 0.01
+        running = asyncio.create_task(drive.driver.run())
+        await until(lambda: drive.driver.status().done >= 3)
+        drive.driver.stop()
+        await running
+        assert len(drive.work.given) < 100
+        assert set(drive.work.fates()) == {"done"}
+        assert drive.driver.status().in_flight == 0
+
+
+@pytest.mark.parametrize(("stage", "method", "fate"), [("head", FORWARD, "handed-back"), ("tail", TAIL, "left")])
+def test_what_does_not_end_in_time_is_handed_back_or_left(stage: str, method: str, fate: str) -> None:
+    @on_event_loop
+    async def test() -> None:
+        async with driving(ONE_EACH, 1, replace(FAST, drain_s=0.1, request_timeout_s=30.0)) as drive:
+            drive.swarm.at(stage).faults[method].append(lose_answer if fate == "left" else say_nothing)
+            running = asyncio.create_task(drive.driver.run())
+            await until(lambda: any(asked == method for asked, _ in drive.swarm.at(stage).asked))
+            drive.driver.stop()
+            await running
+            assert [result.outcome.fate for result in drive.results] == [fate]
+            assert drive.driver.status().in_flight == 0
+
+    test()
+
+
+@on_event_loop
+async def test_a_micro_batch_that_everybody_calls_malformed_is_given_up_by_name() -> None:
+    async with driving(ONE_EACH | {"body-1": 2}, 1) as drive:
+        for toy in drive.swarm.workers_by_stage["body-1"]:
+            toy.faults[FORWARD].extend([refuse("malformed")] * 9)
+        await drive.driver.run()
+        settled = drive.work.settled["e0.s1.r0"]
+        assert (settled.outcome, settled.lost_at, settled.reason) == ("lost", "body-1", "malformed")
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_losses_by_step_weigh_by_tokens() -> None:
+    steps: list[StepLoss] = []
+    async with driving(
+        ONE_EACH, 6, replace(FAST, max_in_flight=1), target_tokens=3 * TOKENS, on_step=steps.append
+    ) as d:
+        await d.driver.run()
+    assert [step.step for step in steps] == [0, 1]
+    assert [step.micro_batches for step in steps] == [3, 3]
+    assert steps[0].loss == pytest.approx(sum(loss_of(number, STAGES) for number in range(3)) / (3 * TOKENS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("max_in_flight", "routing"), [(1, "hub"), (8, "hub"), (3, "chain")])
+def test_synchronous_nothing_of_a_step_is_sent_before_the_last_is_taken(max_in_flight: int, routing: str) -> None:
+    @on_event_loop
+    async def test() -> None:
+        config = replace(FAST, synchronous=True, max_in_flight=max_in_flight, routing=routing)
+        async with driving(ONE_EACH, 12, config, target_tokens=4 * TOKENS) as drive:
+            for number, toy in enumerate(drive.swarm.all):
+                toy.step_every, toy.step_delay_s = 4, 0.02 * (1 + number)
+            await drive.driver.run()
+            versions = [{hop.version for hop in result.hops} for result in drive.results]
+            assert versions == [{number // 4} for number in range(12)]
+            for toy in drive.swarm.all:
+                assert [answer.body.version for answer in toy.counted.values()] == [number // 4 for number in range(12)]
+
+    test()
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_synchronous_what_is_not_counted_is_made_up_for_within_the_step() -> None:
+    config = replace(FAST, synchronous=True, max_in_flight=2, max_attempts=1)
+    async with driving(ONE_EACH, 5, config, target_tokens=2 * TOKENS) as drive:
+        for toy in drive.swarm.all:
+            toy.step_every = 2
+        drive.swarm.at("head").faults[FORWARD].append(refuse("malformed"))
+        await drive.driver.run()
+        done = [result for result in drive.results if result.outcome.fate == "done"]
+        assert len(done) == 4
+        assert [result.hops[0].version for result in done] == [0, 0, 1, 1]
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_synchronous_stop_does_not_wait_for_a_step() -> None:
+    config = replace(FAST, synchronous=True, request_timeout_s=30.0)
+    async with driving(ONE_EACH, 4, config, target_tokens=2 * TOKENS) as drive:
+        running = asyncio.create_task(drive.driver.run())
+        await until(lambda: drive.driver.status().done == 2)
+        drive.driver.stop()
+        await running
+        assert len(drive.work.given) == 2
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_what_goes_wrong_with_the_account_ends_the_run() -> None:
+    async with driving(ONE_EACH, 3) as drive:
+
+        def settle(_settlement: object) -> None:
+            raise OSError("the disk is full")
+
+        drive.work.settle = settle  # type: ignore[method-assign,assignment]
+        with pytest.raises(OSError, match="the disk is full"):
+            await drive.driver.run()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("max_in_flight", 0), ("ban_s", 0.0), ("unclear_s", float("nan")), ("routing", "star"), ("max_ban_s", 1.0)],
+)
+def test_options_out_of_range_are_named(field: str, value: object) -> None:
+    with pytest.raises(TrainerUsageError, match=f"driver.{field}"):
+        DriverConfig(**{field: value})  # type: ignore[arg-type]

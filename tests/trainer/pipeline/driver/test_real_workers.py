@@ -1,0 +1,192 @@
+"""Drivers and real workers of a small model: the losses of one process, and a process that is killed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.support.event_loop import on_event_loop
+from tests.support.lying_replica import lie_named
+from tests.support.rpc_pair import running_endpoint
+from tests.support.small_pipeline import POSITIONS, ROWS, Directory, Windows, announced, driver_of, window
+from tests.support.stage_worker import RUN_ID, WorkerSetup, running_worker, stage_worker_processes
+from tests.support.toy_drive import until
+from trainer.inner import make_optimizer
+from trainer.model import build_model
+from trainer.model.config import stage_names
+from trainer.pipeline.driver import MicroBatchResult, StepLoss
+
+PER_STEP = 4
+TARGET = ROWS * POSITIONS * PER_STEP
+
+
+@asynccontextmanager
+async def real_swarm(setup: WorkerSetup, replicas: int = 1) -> AsyncIterator[Directory]:
+    """Workers in this process."""
+    directory = Directory()
+    async with AsyncExitStack() as stack:
+        for stage in stage_names(setup.num_stages):
+            for number in range(replicas):
+                fields = {name: getattr(setup, name) for name in setup.__dataclass_fields__} | {"stage": stage}
+                running = await stack.enter_async_context(running_worker(WorkerSetup(**fields)))
+                directory.found.append(announced(stage, 32 + number, running.peer))
+        yield directory
+
+
+def reference_losses(setup: WorkerSetup, num_steps: int) -> list[float]:
+    """Of the same model and data in one process."""
+    model = build_model(setup.plan.config, setup.seed)
+    optimizer = make_optimizer(model, setup.inner_config)
+    losses = []
+    for step in range(num_steps):
+        total = torch.zeros(())
+        for number in range(step * PER_STEP, (step + 1) * PER_STEP):
+            loss_sum, _ = model.loss_sum(*window(number))
+            loss_sum.backward()
+            total += loss_sum.detach()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= TARGET
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(total) / TARGET)
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("routing", ["hub", "chain"])
+def test_step_for_step_the_losses_of_one_process(routing: str) -> None:
+    @on_event_loop
+    async def test() -> None:
+        inf = float("inf")
+        setup = WorkerSetup(
+            target_tokens=TARGET,
+            inner={"lr": 1e-2},
+            stage_config={"clip_factor": inf, "tail_clip_factor": inf},
+        )
+        steps: list[StepLoss] = []
+        async with real_swarm(setup) as directory, running_endpoint(run_id=RUN_ID) as endpoint:
+            work = Windows(5 * PER_STEP)
+            driver = driver_of(
+                endpoint,
+                setup,
+                directory,
+                work,
+                config={"routing": routing, "synchronous": True},
+                target_tokens=TARGET,
+                on_step=steps.append,
+            )
+            await driver.run()
+        assert work.fates() == ["done"] * 5 * PER_STEP
+        expected = reference_losses(setup, 5)
+        assert [step.loss for step in steps] == pytest.approx(expected, rel=1e-5)
+        assert abs(expected[0] - expected[-1]) > 1e-3  # The weights have moved.
+
+    test()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("routing", ["hub", "chain"])
+@pytest.mark.parametrize("codec", ["int8", "subspace+fp16"])
+def test_what_a_codec_sends_is_handed_on_as_it_is(routing: str, codec: str) -> None:
+    @on_event_loop
+    async def test() -> None:
+        setup = WorkerSetup(codec=codec, model={"subspace_rank": 4} if codec.startswith("subspace") else {})
+        results: list[MicroBatchResult] = []
+        async with real_swarm(setup) as directory, running_endpoint(run_id=RUN_ID) as endpoint:
+            work = Windows(3)
+            driver = driver_of(endpoint, setup, directory, work, config={"routing": routing}, on_result=results.append)
+            await driver.run()
+        assert work.fates() == ["done"] * 3
+        assert all(0 < result.outcome.loss_sum / result.outcome.num_tokens < 10 for result in results)
+
+    test()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("routing", ["hub", "chain"])
+def test_workers_that_compute_the_same_are_compared_and_alike(routing: str) -> None:
+    @on_event_loop
+    async def test() -> None:
+        setup = WorkerSetup(codec="subspace+fp16", model={"subspace_rank": 4})
+        async with real_swarm(setup, replicas=2) as directory, running_endpoint(run_id=RUN_ID) as endpoint:
+            work = Windows(12)
+            config = {"routing": routing, "audit_every": 1, "max_in_flight": 1}
+            driver = driver_of(endpoint, setup, directory, work, config=config)
+            await driver.run()
+        audit = driver.status().audit
+        assert audit.compared
+        assert (audit.disputed, audit.unopposed, work.fates()) == (0, (), ["done"] * 12)
+
+    test()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("routing", ["hub", "chain"])
+@pytest.mark.parametrize("lie", ["-3 x gradient", "-3 x gradient, honest when asked", "1,000 x activation"])
+def test_one_of_two_that_lies_is_found_early_and_the_honest_one_is_not_accused(lie: str, routing: str) -> None:
+    @on_event_loop
+    async def test() -> None:
+        setup = WorkerSetup(codec="int8")
+        stage, lying = lie_named(lie)
+        liar = ""
+        async with AsyncExitStack() as stack:
+            directory = Directory()
+            for name in stage_names(setup.num_stages):
+                for number in range(2):
+                    running = await stack.enter_async_context(running_worker(replace(setup, stage=name)))
+                    directory.found.append(announced(name, 32 + number, running.peer))
+                    if name == stage and not number:
+                        lying.begin(running.worker)
+                        liar = directory.found[-1].uid
+            endpoint = await stack.enter_async_context(running_endpoint(run_id=RUN_ID))
+            work = Windows(40)
+            driver = driver_of(
+                endpoint, setup, directory, work, config={"routing": routing, "max_in_flight": 2}, audit_seed=1
+            )
+            await driver.run()
+        assert driver.status().audit.liars == {liar: 1}
+        assert work.fates() == ["done"] * 40
+
+    test()
+
+
+@pytest.mark.slow
+def test_a_process_is_stopped_for_a_while_and_another_killed() -> None:
+    body = WorkerSetup(stage="body-1")
+    with stage_worker_processes([body, body]) as (doomed, stopped):
+        announcements = [announced("body-1", 40, doomed.peer), announced("body-1", 41, stopped.peer)]
+
+        @on_event_loop
+        async def test(routing: str, hurt: Callable[[], Awaitable[None]]) -> None:
+            async with real_swarm(WorkerSetup(), replicas=2) as directory, running_endpoint(run_id=RUN_ID) as endpoint:
+                others = [worker for worker in directory.found if worker.stage != "body-1"]
+                directory.found = [*others, *announcements]
+                work = Windows(60)
+                work.left = deque(range(60) if routing == "hub" else range(60, 120))
+                results: list[MicroBatchResult] = []
+                config = {"routing": routing, "request_timeout_s": 20.0, "unclear_s": 30.0}
+                driver = driver_of(endpoint, WorkerSetup(), directory, work, config=config, on_result=results.append)
+                running = asyncio.create_task(driver.run())
+                await until(lambda: driver.status().done >= 10)
+                await hurt()
+                await running
+            assert not [result for result in results if result.outcome.fate != "done"]
+            assert len(results) == 60
+
+        async def pause() -> None:
+            stopped.stop()
+            await asyncio.sleep(0.5)
+            stopped.resume()
+
+        async def kill() -> None:
+            doomed.kill()
+
+        test("chain", pause)
+        test("hub", kill)

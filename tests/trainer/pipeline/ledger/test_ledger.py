@@ -1,0 +1,442 @@
+"""What the rules of the account are, one at a time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.ledger_cast import (
+    LAYOUT,
+    SHARDS,
+    STAGES,
+    WORKER,
+    ListedLedger,
+    credits,
+    done,
+    lost,
+    micro_batches,
+    report,
+)
+from trainer.errors import LedgerError, RefusedError
+from trainer.pipeline.ledger import LedgerConfig
+from trainer.pipeline.ledger.books import Books
+from trainer.pipeline.ledger.records import RECORD, WorkerSeen
+from trainer.pipeline.ledger.units import runs_of
+from trainer.pipeline.protocol.micro_batch import MicroBatchId
+from trainer.pipeline.protocol.work import Settlement
+
+CONFIG = LedgerConfig(lease_s=10, lease_margin_s=2, epochs=2, worker_gone_s=5, reissue_after_s=3)
+A, B, C = "a" * 32, "b" * 32, "c" * 32
+ALIVE = [WorkerSeen(stage=stage, incarnation=WORKER[stage]) for stage in STAGES]
+
+
+@pytest.fixture
+def kept() -> ListedLedger:
+    return ListedLedger(CONFIG)
+
+
+def all_rows(kept: ListedLedger, driver: str = "one", units: int = 2) -> list[MicroBatchId]:
+    """Everything, leased and settled as done."""
+    found: list[MicroBatchId] = []
+    while True:
+        token = f"{len(found):032x}"
+        grant = kept.ledger.lease(driver, token, (), units, 0.0)
+        if not grant.runs:
+            return found
+        given = micro_batches(grant.runs)
+        kept.ledger.settle(driver, token, [done(each, len(found) + n) for n, each in enumerate(given, 1)])
+        found.extend(given)
+
+
+def test_an_epoch_is_every_row_of_every_shard_once_and_then_the_next_begins(kept: ListedLedger) -> None:
+    found = all_rows(kept)
+    rows = Counter((each.epoch, each.shard, each.row + n) for each in found for n in range(LAYOUT.rows_of(each)))
+    assert rows == Counter((epoch, shard, row) for epoch in (0, 1) for shard in SHARDS for row in range(23))
+    epochs = [each.epoch for each in found]
+    assert epochs == sorted(epochs)
+
+
+def test_the_next_epoch_begins_while_the_last_units_of_this_are_at_work(kept: ListedLedger) -> None:
+    first = micro_batches(kept.ledger.lease("one", A, (), 9, 0.0).runs)
+    assert len(first) == 18
+    second = micro_batches(kept.ledger.lease("two", B, (), 1, 0.0).runs)
+    assert {each.epoch for each in second} == {1}
+    assert kept.ledger.settle("one", A, [done(each) for each in first]).accepted == 18
+
+
+def test_a_driver_gets_the_shards_it_prefers_then_some_that_nobody_reads(kept: ListedLedger) -> None:
+    one = micro_batches(kept.ledger.lease("one", A, (5,), 4, 0.0).runs)
+    assert [each.shard for each in one] == [5, 5, 5, 5, 5, 5, 2, 2]
+    two = micro_batches(kept.ledger.lease("two", B, (), 1, 0.0).runs)
+    assert {each.shard for each in two} == {3}
+    three = micro_batches(kept.ledger.lease("three", C, (5, 99), 1, 0.0).runs)
+    assert {(each.epoch, each.shard) for each in three} == {(0, 2)}
+
+
+def test_sources_are_read_by_their_weights_each_with_its_own_epochs() -> None:
+    kept = ListedLedger(LedgerConfig(max_open=10**6), shards=((0, 2, 4, 6), (1,)))
+    shards = Counter(
+        each.shard for n in range(60) for each in micro_batches(kept.ledger.lease("one", f"{n:032x}", (), 1, 0.0).runs)
+    )
+    of_first = sum(count for shard, count in shards.items() if shard != 1)
+    assert of_first / shards.total() == pytest.approx(1 / 3, abs=0.03)
+    assert [lane.epoch for lane in kept.ledger.account().lanes] == [1, 13]
+
+
+def test_one_source_may_be_through_before_another() -> None:
+    kept = ListedLedger(LedgerConfig(epochs=1), shards=((0, 2), (1,)))
+    assert Counter(each.shard for each in all_rows(kept)) == {0: 6, 1: 6, 2: 6}
+    assert kept.ledger.lease("one", A, (), 1, 0.0).finished
+
+
+@pytest.mark.slow
+@given(st.lists(st.sampled_from(["done", "lost", "back", "restart"]), max_size=40), st.integers(1, 4))
+def test_no_more_is_given_than_the_run_is_to_train_on_and_what_is_lost_is_made_up_for(
+    fates: list[str], units: int
+) -> None:
+    tokens = 4 * LAYOUT.seq_len
+    kept = ListedLedger(CONFIG, max_tokens=5 * tokens)
+    num_done, number, follows = 0, 0, iter(fates)
+    while True:
+        token = f"{number:032x}"
+        grant = kept.ledger.lease("one", token, (), units, 100.0)
+        assert kept.ledger.lease("two", f"{number + 1:032x}", (), 1, 100.0).finished is grant.finished
+        if grant.finished:
+            break
+        given_now = micro_batches(grant.runs)
+        number += 2
+        held = kept.ledger.books.num_held_by("two")
+        assert num_done + len(given_now) + held <= 6  # The last of a shard has 3 rows of 4.
+        for driver, each_token in (("one", token), ("two", f"{number - 1:032x}")):
+            lease = kept.ledger.books.leases.get(each_token)
+            for each in sorted(lease.open) if lease is not None else ():
+                fate = next(follows, "done")
+                if fate == "restart":
+                    kept.restart(100.0)
+                    fate = "done"
+                size = LAYOUT.rows_of(each) * LAYOUT.seq_len
+                said = done(each, number, tokens=size) if fate == "done" else lost(each)
+                kept.ledger.settle(driver, each_token, [] if fate == "back" else [said], [each] * (fate == "back"))
+                num_done += fate == "done"
+    account = kept.ledger.account()
+    assert 5 * tokens <= account.trained_tokens < 6 * tokens
+    assert account.micro_batches.open == account.waiting
+
+
+def test_asking_again_with_the_same_token_is_not_asking_for_more(kept: ListedLedger) -> None:
+    grant = kept.ledger.lease("one", A, (), 1, 0.0)
+    assert kept.ledger.lease("one", A, (), 1, 5.0) == grant
+    assert kept.ledger.account().micro_batches.leased == 2
+    assert kept.ledger.due(16.9) == ()
+    assert kept.ledger.due(17.0) == (A,)
+    with pytest.raises(RefusedError, match="run out") as refused:
+        kept.ledger.lease("one", A, (), 1, 17.0)
+    assert refused.value.reason == "lease-over"
+    with pytest.raises(RefusedError, match="another driver"):
+        kept.ledger.lease("two", A, (), 1, 17.0)
+
+
+@pytest.mark.parametrize(("asked", "given"), [(1, 2), (3, 6), (200, 10)])
+def test_a_driver_gets_what_it_asks_for_ahead_and_never_more_than_it_may_hold(asked: int, given: int) -> None:
+    kept = ListedLedger(LedgerConfig(max_open=10))
+    assert len(micro_batches(kept.ledger.lease("one", A, (), asked, 0.0).runs)) == given
+    assert len(micro_batches(kept.ledger.lease("two", B, (), asked, 0.0).runs)) == given
+
+
+@pytest.mark.parametrize("end", [{"epochs": 4}, {"epochs": 0, "max_tokens": 64 * 40}])
+def test_near_the_end_drivers_share_what_is_left_however_much_each_asks_for(end: dict[str, int]) -> None:
+    """64 micro-batches or 72: one driver alone gets half of them ahead, and then the second still gets enough."""
+    config = replace(CONFIG, lease_units=1, epochs=end["epochs"])
+    kept = ListedLedger(config, max_tokens=end.get("max_tokens", 0))
+    one, two = (all_ahead(kept, driver) for driver in ("one", "two"))
+    assert 30 <= one <= 38
+    assert 14 <= two <= 20
+
+
+def all_ahead(kept: ListedLedger, driver: str) -> int:
+    """How many a driver gets that settles nothing."""
+    found = 0
+    with pytest.raises(RefusedError, match="its share"):
+        while True:
+            grant = kept.ledger.lease(driver, hashlib.md5(f"{driver} {found}".encode()).hexdigest(), (), 200, 0.0)
+            found += len(micro_batches(grant.runs))
+    return found
+
+
+def test_while_it_is_not_known_whose_account_it_is_nothing_new_is_leased(kept: ListedLedger) -> None:
+    kept.ledger.leases_nothing = True
+    grant = kept.ledger.lease("one", A, (), 1, 0.0)
+    assert (grant.runs, grant.finished) == ((), False)
+    assert kept.ledger.account().micro_batches.leased == 0
+    kept.ledger.leases_nothing = False
+    assert kept.ledger.lease("one", A, (), 1, 0.0).runs
+
+
+def test_the_versions_that_stages_can_have_follow_from_what_was_noted_and_leased_since(kept: ListedLedger) -> None:
+    """A step of 80 tokens is two micro-batches of 4 rows of 10."""
+    assert kept.ledger.books.highest_version(80) == 0
+    given = micro_batches(kept.ledger.lease("one", A, (), 2, 0.0).runs)
+    assert kept.ledger.books.highest_version(80) is None, "leased by a release that noted nothing"
+    kept.ledger.note_workers(ALIVE, 0.0, 7)
+    assert kept.ledger.books.highest_version(80) == 7 + 2
+    kept.ledger.settle("one", A, [done(each) for each in given[:2]])
+    kept.ledger.note_workers(ALIVE, 1.0, 8)
+    assert kept.ledger.books.highest_version(80) == 8 + 1
+    before = len(kept.records)
+    kept.ledger.note_workers(ALIVE, 2.0, 8)
+    kept.ledger.note_workers(ALIVE, 3.0)
+    assert len(kept.records) == before
+    kept.restart(4.0)
+    assert kept.ledger.books.highest_version(80) == 8 + 1
+    kept.records[:] = [kept.ledger.books.snapshot()]
+    kept.restart(5.0)
+    assert (kept.ledger.books.highest_version(80), kept.ledger.books.noted_version) == (9, 8)
+
+
+def test_a_driver_can_hold_only_so_much() -> None:
+    kept = ListedLedger(LedgerConfig(max_open=2))
+    kept.ledger.lease("one", A, (), 1, 0.0)
+    with pytest.raises(RefusedError, match="fewer than 2") as refused:
+        kept.ledger.lease("one", B, (), 1, 0.0)
+    assert refused.value.reason == "enough"
+    assert kept.ledger.lease("two", B, (), 1, 0.0).runs
+
+
+def test_what_is_handed_back_goes_to_whoever_asks_next(kept: ListedLedger) -> None:
+    given = micro_batches(kept.ledger.lease("one", A, (), 2, 0.0).runs)
+    kept.ledger.settle("one", A, [done(given[0])], given[1:3])
+    assert kept.ledger.account().waiting == 2
+    assert micro_batches(kept.ledger.lease("two", B, (), 2, 0.0).runs) == given[1:3]
+    assert kept.ledger.account().reissued == 2
+
+
+@pytest.mark.parametrize("answered", [(), tuple(WORKER.values())])
+def test_a_dead_drivers_micro_batches_are_what_the_workers_say(kept: ListedLedger, answered: tuple[str, ...]) -> None:
+    kept.ledger.note_workers(ALIVE, 0.0)
+    everywhere, somewhere, nowhere, _ = micro_batches(kept.ledger.lease("one", A, (), 2, 0.0).runs)
+    assert kept.ledger.due(12.0) == (A,)
+    said = report(
+        {"head": [everywhere], "body-1": [everywhere, somewhere], "tail": [everywhere, somewhere]}, answered=answered
+    )
+    kept.ledger.resolve(A, said, 12.0)
+    account = kept.ledger.account()
+    found = {(each.stage, each.reason): each.micro_batches for each in account.lost}
+    if answered:
+        assert (account.micro_batches.done, found, account.waiting) == (1, {("head", "driver-lost"): 1}, 2)
+        assert nowhere not in micro_batches(kept.ledger.lease("two", B, (), 1, 14.9).runs)  # Workers refuse it still.
+        assert micro_batches(kept.ledger.lease("two", C, (), 1, 15.0).runs)[0] == nowhere
+    else:
+        assert (account.micro_batches.done, account.waiting) == (1, 0)
+        assert found == {("head", "driver-lost"): 1, ("head", "unclear"): 2}
+    assert kept.ledger.settle("one", A, [done(somewhere), done(nowhere)]).accepted == 0
+    assert kept.ledger.account().micro_batches.done == 1
+
+
+def test_a_keeper_that_is_back_waits_for_the_leases_of_others_and_not_for_its_own(kept: ListedLedger) -> None:
+    kept.ledger.lease("one", A, (), 1, 0.0)
+    kept.ledger.lease("two", B, (), 1, 0.0)
+    kept.restart(20.0)
+    kept.ledger.release_all("one", 20.0)
+    assert kept.ledger.due(22.0) == (A,)
+    assert set(kept.ledger.due(32.0)) == {A, B}
+
+
+@pytest.mark.parametrize("vanished", STAGES)
+def test_what_a_tail_that_vanished_meanwhile_may_have_counted_is_not_given_again(
+    vanished: str, kept: ListedLedger
+) -> None:
+    """A worker of another stage counts what a tail has counted before, and no tail that is there has."""
+    kept.ledger.note_workers(ALIVE, 0.0)
+    kept.ledger.lease("one", A, (), 1, 0.0)
+    left = [each for each in ALIVE if each.stage != vanished]
+    for now_s in (0.0, 4.0, 8.0):
+        kept.ledger.note_workers(left, now_s)
+    kept.restart(8.0)
+    kept.ledger.resolve(A, report(answered=[each.incarnation for each in left]), 30.0)
+    account = kept.ledger.account()
+    lost = [(each.reason, each.micro_batches) for each in account.lost]
+    assert (lost, account.waiting) == (([("unclear", 2)], 0) if vanished == "tail" else ([], 2))
+
+
+def test_what_perished_with_a_worker_is_what_it_is_not_known_to_have_shared(kept: ListedLedger) -> None:
+    kept.ledger.note_workers(ALIVE, 0.0)
+    given = micro_batches(kept.ledger.lease("one", A, (), 3, 0.0).runs)
+    kept.ledger.settle("one", A, [done(each, number) for number, each in enumerate(given[:4], 1)])
+    kept.ledger.settle("one", A, [done(given[4], 5, shared_through=99)])  # That is for the worker itself to say.
+    assert kept.ledger.account().perished == ()
+    shared = {"head": 5, "body-1": 3, "tail": 0}
+    kept.ledger.note_workers([each.model_copy(update={"shared_through": shared[each.stage]}) for each in ALIVE], 1.0)
+    kept.restart(1.0)
+    kept.ledger.note_workers(ALIVE[2:], 5.9)
+    assert kept.ledger.account().perished == ()  # Not for long enough.
+    kept.ledger.note_workers(ALIVE[2:], 6.0)
+    found = {each.stage: each.micro_batches for each in kept.ledger.account().perished}
+    assert found == {"body-1": 2}  # Numbers 4 and 5; the head had shared all of its own.
+    assert set(kept.ledger.books.workers) == {WORKER["tail"]}
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+@pytest.mark.parametrize("compacted", [False, True])
+def test_what_a_worker_goes_on_with_of_one_before_has_not_perished(
+    kept: ListedLedger, is_gone: bool, compacted: bool
+) -> None:
+    kept.ledger.note_workers(ALIVE, 0.0)
+    given = micro_batches(kept.ledger.lease("one", A, (), 3, 0.0).runs)
+    kept.ledger.settle("one", A, [done(each, number) for number, each in enumerate(given[:5], 1)])
+    kept.restart(0.0)
+    if is_gone:
+        kept.ledger.note_workers([], 5.0)
+        assert {each.stage: each.micro_batches for each in kept.ledger.account().perished} == dict.fromkeys(STAGES, 5)
+    if compacted:
+        kept.records[:] = [RECORD.validate_json(kept.ledger.books.snapshot().model_dump_json())]
+        kept.restart(5.0)
+    head, body, tail = (
+        WorkerSeen(stage=stage, incarnation=f"{number:016x}", resumed=WORKER[stage], resumed_through=through)
+        for number, (stage, through) in enumerate({"head": 5, "body-1": 3, "tail": 5}.items())
+    )
+    not_its_stage = head.model_copy(update={"incarnation": "9" * 16, "resumed": WORKER["tail"]})
+    for now_s in (6.0, 11.0):
+        kept.ledger.note_workers([head, body, not_its_stage], now_s)
+    assert {each.stage: each.micro_batches for each in kept.ledger.account().perished} == {"body-1": 2, "tail": 5}
+    num_records = len(kept.records)
+    kept.ledger.note_workers([head, body, not_its_stage], 12.0)
+    assert len(kept.records) == num_records  # Said again, it is no news.
+    kept.ledger.note_workers([head, body, not_its_stage, tail], 12.0)
+    assert {each.stage: each.micro_batches for each in kept.ledger.account().perished} == {"body-1": 2}
+    before = kept.ledger.account()
+    kept.restart(12.0)
+    assert kept.ledger.account() == before
+
+
+def test_workers_that_a_driver_invents_hurt_nobody_and_do_not_pile_up(
+    kept: ListedLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.pipeline.ledger.books._MOST_UNANNOUNCED", 6)
+    kept.ledger.note_workers(ALIVE, 0.0)
+    kept.ledger.lease("honest", B, (), 1, 0.0)
+    given = micro_batches(kept.ledger.lease("liar", A, (), 3, 0.0).runs)
+    for number, each in enumerate(given):
+        invented = tuple(
+            credit.model_copy(update={"incarnation": f"{3 * number + n:016x}", "applied_number": 7 * number + 1})
+            for n, credit in enumerate(credits(1))
+        )
+        kept.ledger.settle("liar", A, [done(each).model_copy(update={"credits": invented})])
+    assert len(kept.ledger.books.workers) == 3 + 6
+    kept.restart(1.0)
+    kept.ledger.note_workers(ALIVE, 1.0)
+    assert kept.ledger.is_complete(B, report())  # Nobody waits for those whom nobody has seen.
+    for now_s in (5.0, 9.0):
+        kept.ledger.note_workers(ALIVE, now_s)
+    assert set(kept.ledger.books.workers) == set(WORKER.values())
+    assert not kept.ledger.books.leases[B].bereaved
+    assert kept.ledger.account().perished == ()
+
+
+_FIRST = MicroBatchId(0, SHARDS[0], 0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        done(_FIRST).model_copy(update={"credits": credits(1, stages=STAGES[:2])}),
+        done(_FIRST).model_copy(update={"credits": (*credits(1), *credits(1))}),
+        done(_FIRST).model_copy(update={"lost_at": "tail"}),
+        done(_FIRST).model_copy(update={"num_tokens": 41}),
+        lost(_FIRST).model_copy(update={"reason": None}),
+        lost(_FIRST, stage="body-9"),
+        done(MicroBatchId(0, SHARDS[0], 1)),
+        done(MicroBatchId(0, SHARDS[0], 24)),
+        done(MicroBatchId(0, 4, 0)),
+    ],
+)
+def test_a_settlement_that_makes_no_sense_changes_nothing(kept: ListedLedger, wrong: Settlement) -> None:
+    kept.ledger.lease("one", A, (), 1, 0.0)
+    before, records = kept.ledger.account(), len(kept.records)
+    with pytest.raises(RefusedError, match="expected") as refused:
+        kept.ledger.settle("one", A, [done(MicroBatchId(0, SHARDS[0], 4)), wrong])
+    assert refused.value.reason == "malformed"
+    assert (kept.ledger.account(), len(kept.records)) == (before, records)
+
+
+def test_a_released_lease_is_looked_into_after_the_margin(kept: ListedLedger) -> None:
+    kept.ledger.lease("one", A, (), 1, 0.0)
+    kept.ledger.release("one", A, 1.0)
+    assert kept.ledger.due(2.9) == ()
+    assert kept.ledger.due(3.0) == (A,)
+
+
+def test_a_store_that_grew_is_read_from_the_next_epoch_on(kept: ListedLedger) -> None:
+    kept.ledger.lease("one", A, (), 1, 0.0)
+    grown = ((*SHARDS, 6),)
+    kept.ledger.grow(grown)
+    kept.shards = grown
+    kept.restart(0.0)
+    found = micro_batches(kept.ledger.lease("one", A, (), 1, 0.0).runs)
+    found += all_rows(kept, "two")
+    assert Counter((each.epoch, each.shard) for each in found) == {
+        **{(0, shard): 6 for shard in SHARDS},
+        **{(1, shard): 6 for shard in grown[0]},
+    }
+    with pytest.raises(LedgerError, match="grown at its end"):
+        kept.ledger.grow(((2, 3, 4, 5, 6),))
+
+
+def test_an_account_of_something_else_is_not_gone_on_with(kept: ListedLedger) -> None:
+    for field, other in (("seed", 8), ("stages", ("head", "tail"))):
+        with pytest.raises(LedgerError, match=f"an account with {field} "):
+            Books.of(kept.records, kept.spec.model_copy(update={field: other}), kept.shards)
+    with pytest.raises(LedgerError, match=r"at least \[3\] shards"):
+        Books.of(kept.records, kept.spec, (SHARDS[:2],))
+
+
+def test_nothing_is_counted_once_writing_has_failed(kept: ListedLedger) -> None:
+    given = micro_batches(kept.ledger.lease("one", A, (), 1, 0.0).runs)
+    before = kept.ledger.account()
+
+    class FullDisk(list):
+        def append(self, record: object) -> None:
+            raise LedgerError("expected to write, found the disk full")
+
+    ledger = type(kept.ledger)(kept.ledger.books, CONFIG, FullDisk().append, 0.0)
+    with pytest.raises(LedgerError, match="disk full"):
+        ledger.settle("one", A, [done(given[0])])
+    with pytest.raises(LedgerError, match="writing has failed"):
+        ledger.lease("two", B, (), 1, 0.0)
+    assert ledger.account() == before
+
+
+def test_what_is_settled_takes_no_memory() -> None:
+    kept = ListedLedger(LedgerConfig(epochs=8), shards=(tuple(range(50)),))
+    sizes = set()
+    settled = 0
+    for n in range(8 * 50 * 3):
+        given = micro_batches(kept.ledger.lease("one", f"{n:032x}", (), 25, 0.0).runs)
+        if not given:
+            break
+        kept.ledger.settle("one", f"{n:032x}", [done(each, settled + k) for k, each in enumerate(given, 1)])
+        settled += len(given)
+        sizes.add(len(kept.ledger.books.snapshot().model_dump_json()))
+    assert kept.ledger.account().micro_batches.done == 8 * 50 * 6
+    assert max(sizes) < 2000
+
+
+def test_runs_are_the_fewest_that_hold_the_same() -> None:
+    some = [MicroBatchId(0, 2, 4), MicroBatchId(0, 2, 0), MicroBatchId(0, 2, 20), MicroBatchId(1, 2, 8)]
+    runs = runs_of(some, LAYOUT)
+    assert [(run.epoch, run.row, run.num_rows) for run in runs] == [(0, 0, 8), (0, 20, 3), (1, 8, 4)]
+    assert sorted(micro_batches(runs)) == sorted(some)
+
+
+def test_drivers_cannot_make_the_account_long() -> None:
+    kept = ListedLedger(LedgerConfig(max_open=10**6, epochs=100), shards=(tuple(range(50)),))
+    given = micro_batches(kept.ledger.lease("one", A, (), 150, 0.0).runs)
+    assert len(given) == 300
+    kept.ledger.settle("one", A, [lost(each, "head", f"r{n}") for n, each in enumerate(given)])
+    counted = {each.reason: each.micro_batches for each in kept.ledger.account().lost}
+    assert len(counted) == 257
+    assert counted["other"] == 300 - 256

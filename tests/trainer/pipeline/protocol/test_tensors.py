@@ -1,0 +1,254 @@
+"""Tensors beside messages, over real connections."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.support.event_loop import on_event_loop
+from tests.support.rpc_node import RUN_ID, fast_config
+from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedError
+from trainer.network.rpc import Endpoint, Identity, PeerId, Reply, Request, Stream
+from trainer.network.transfer.descriptor import TensorSpec
+from trainer.pipeline.protocol.tensors import Admit, Parcel, TensorAnswer, TensorService, ask_tensors, size_bytes_of
+
+MIB = 1 << 20
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.int32, torch.int64, torch.bool)
+
+
+class Ask(Parcel):
+    """What tests ask."""
+
+    factor: int = 1
+
+
+class Told(Parcel):
+    """What they get."""
+
+    num_values: int
+
+
+@dataclass
+class Mirror:
+    """Gives back what it gets, as often as it is asked to; remembers how often it was asked."""
+
+    asked: int = 0
+    seen: list[PeerId] = field(default_factory=list)
+
+    async def __call__(self, sender: PeerId, ask: Ask, tensors: dict[str, Tensor]) -> TensorAnswer[Told]:
+        self.asked += 1
+        self.seen.append(sender)
+        answer = {
+            name: torch.cat([tensor] * ask.factor) if ask.factor > 1 else tensor for name, tensor in tensors.items()
+        }
+        return TensorAnswer(Told(num_values=sum(tensor.numel() for tensor in answer.values())), answer)
+
+
+@asynccontextmanager
+async def pair(
+    mirror: Mirror, max_bytes: int = 64 * MIB, admit: Admit[Ask] | None = None
+) -> AsyncIterator[tuple[Endpoint, Endpoint]]:
+    caller, callee = (Endpoint(Identity.create(), RUN_ID, fast_config()) for _ in range(2))
+    TensorService(callee).register("test/mirror", Ask, mirror, max_bytes=max_bytes, timeout_s=20.0, admit=admit)
+    await callee.start()
+    await caller.start()
+    try:
+        yield caller, callee
+    finally:
+        await caller.stop()
+        await callee.stop()
+
+
+async def mirrored(
+    caller: Endpoint, callee: Endpoint, tensors: dict[str, Tensor], answer_bytes: int, factor: int = 1
+) -> TensorAnswer[Told]:
+    return await ask_tensors(
+        caller, callee.peer, "test/mirror", Ask(factor=factor), tensors, Told, answer_bytes=answer_bytes, timeout_s=20.0
+    )
+
+
+def random_tensor(draw: st.DrawFn, dtype: torch.dtype) -> Tensor:
+    shape = draw(st.lists(st.integers(0, 7), max_size=4))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    return (torch.randn(shape, generator=generator) * 50).to(dtype)
+
+
+@st.composite
+def some_tensors(draw: st.DrawFn) -> dict[str, Tensor]:
+    names = draw(st.lists(st.text("abc.", min_size=1, max_size=4), max_size=8, unique=True))
+    return {name: random_tensor(draw, draw(st.sampled_from(DTYPES))) for name in names}
+
+
+def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(
+        found[name].dtype == tensor.dtype and torch.equal(found[name], tensor) for name, tensor in expected.items()
+    )
+
+
+@settings(max_examples=12, deadline=None)
+@given(some_tensors())
+def test_whatever_is_sent_comes_back(tensors: dict[str, Tensor]) -> None:
+    @on_event_loop
+    async def exchanged() -> None:
+        async with pair(Mirror()) as (caller, callee):
+            for answer_bytes in (size_bytes_of(tensors), 2 * MIB):  # As a call, and as a stream.
+                answer = await mirrored(caller, callee, tensors, answer_bytes)
+                assert equal(dict(answer.tensors), tensors)
+
+    exchanged()
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_what_does_not_fit_into_one_message_goes_as_a_stream() -> None:
+    values = torch.arange(700_001, dtype=torch.float32).view(-1, 1)  # 2.67 MiB: frames end within values.
+    ids = torch.arange(100_001, dtype=torch.int8)
+    mirror = Mirror()
+    async with pair(mirror) as (caller, callee):
+        answer = await mirrored(caller, callee, {"h": values, "ids": ids}, 8 * MIB, factor=2)
+        assert torch.equal(answer.tensors["h"], torch.cat([values, values]))
+        assert torch.equal(answer.tensors["ids"], torch.cat([ids, ids]))
+        assert answer.body.num_values == 2 * (values.numel() + ids.numel())
+        assert mirror.seen == [caller.peer_id]
+
+
+@on_event_loop
+async def test_more_than_is_allowed_is_refused_before_it_is_read() -> None:
+    mirror = Mirror()
+    async with pair(mirror, max_bytes=MIB) as (caller, callee):
+        for num_values in (300_000, 3_000_000):
+            with pytest.raises(RefusedError, match="at most 1048576 bytes") as refused:
+                await mirrored(caller, callee, {"h": torch.zeros(num_values)}, 4 * num_values)
+            assert refused.value.reason == "size"
+        assert mirror.asked == 0
+        await mirrored(caller, callee, {"h": torch.zeros(4)}, 16)
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_calls_and_streams_are_let_in_by_what_their_message_names_and_held_until_they_are_answered() -> None:
+    mirror, held = Mirror(), list[tuple[str, int, int]]()
+
+    @contextmanager
+    def admit(sender: PeerId, ask: Ask) -> Iterator[None]:
+        asked, size_bytes = mirror.asked, sum(spec.size_bytes for spec in ask.tensors)
+        if size_bytes == 12:
+            raise RefusedError("busy", "no room for twelve bytes")
+        yield
+        held.append((sender, size_bytes, mirror.asked - asked))
+
+    async with pair(mirror, admit=admit) as (caller, callee):
+        for num_values in (4, MIB):
+            await mirrored(caller, callee, {"h": torch.zeros(num_values)}, 4 * num_values)
+        assert held == [(caller.peer_id, 16, 1), (caller.peer_id, 4 * MIB, 1)]
+        for answer_bytes in (12, 2 * MIB):
+            with pytest.raises(RefusedError, match="no room for twelve bytes"):
+                await mirrored(caller, callee, {"h": torch.zeros(3)}, answer_bytes)
+        assert mirror.asked == 2
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_a_larger_answer_than_expected_is_no_answer() -> None:
+    async with pair(Mirror()) as (caller, callee):
+        with pytest.raises(MalformedAnswerError, match="at most 32 bytes"):
+            await mirrored(caller, callee, {"h": torch.zeros(8)}, 32, factor=2)
+        with pytest.raises(MalformedAnswerError, match="at most 2097152 bytes"):
+            await mirrored(caller, callee, {"h": torch.zeros(MIB)}, 2 * MIB)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("specs", "payload", "said"),
+    [
+        ((("b", (2,)), ("a", (2,))), 16, "by name, each once"),
+        ((("a", (2,)), ("a", (2,))), 16, "by name, each once"),
+        ((("a", (4,)),), 8, "expected 16 bytes of tensors, found 8"),
+        ((("a", (1,)),), 8, "expected 4 bytes of tensors, found 8"),
+        ((), 8, "expected 0 bytes of tensors, found 8"),
+    ],
+)
+def test_what_is_announced_is_what_must_come(
+    specs: tuple[tuple[str, tuple[int, ...]], ...], payload: int, said: str
+) -> None:
+    @on_event_loop
+    async def refused() -> None:
+        mirror = Mirror()
+        ask = Ask(tensors=tuple(TensorSpec(name=name, dtype="float32", shape=shape) for name, shape in specs))
+        async with pair(mirror) as (caller, callee):
+            with pytest.raises(RefusedError, match=said) as error:
+                await caller.call(callee.peer, "test/mirror", ask, Told, payload=bytes(payload), timeout_s=10.0)
+            assert error.value.reason == "malformed"
+            assert mirror.asked == 0
+
+    refused()
+
+
+@pytest.mark.parametrize("frames", [(), (MIB,), (MIB, MIB), (100, MIB), (MIB, 99), (MIB, 100, 1)])
+def test_a_stream_has_the_announced_bytes_in_frames_of_a_mebibyte(frames: tuple[int, ...]) -> None:
+    @on_event_loop
+    async def refused() -> None:
+        mirror = Mirror()
+        ask = Ask(tensors=(TensorSpec(name="a", dtype="uint8", shape=(MIB + 100,)),))
+        async with pair(mirror) as (caller, callee):
+            with pytest.raises((RefusedError, PeerUnavailableError)) as error:
+                async with caller.open_stream(callee.peer, "test/mirror/stream", ask, timeout_s=10.0) as stream:
+                    for index, size in enumerate(frames, start=1):
+                        await stream.send(index, bytes(size))
+                    await stream.end()
+                    assert await stream.receive() is None
+            assert mirror.asked == 0
+            assert not isinstance(error.value, RefusedError) or error.value.reason == "malformed"
+
+    refused()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "first",
+    [
+        b"",
+        b"{}",
+        b'{"num_values": 1, "tensors": [{"name": "a", "dtype": "object", "shape": [1]}]}',
+        b'{"num_values": 1, "tensors": [{"name": "a", "dtype": "float32", "shape": [281474976710655]}]}',
+        b'{"num_values": 1, "tensors": [{"name": "a", "dtype": "float32", "shape": [2]}]}',
+    ],
+)
+def test_an_answer_that_is_none_is_called_so(first: bytes) -> None:
+    async def lie(request: Request[Ask], stream: Stream) -> None:
+        while await stream.receive() is not None:
+            pass
+        await stream.send(0, first)
+        await stream.send(1, b"1234")
+
+    async def unused(request: Request[Ask]) -> Reply[Told]:
+        raise AssertionError("the answer would fit into one message, but was not asked for so")
+
+    @on_event_loop
+    async def told() -> None:
+        caller, callee = (Endpoint(Identity.create(), RUN_ID, fast_config()) for _ in range(2))
+        callee.register("test/mirror", Ask, unused)
+        callee.register_stream("test/mirror/stream", Ask, lie)
+        await callee.start()
+        await caller.start()
+        try:
+            with pytest.raises(MalformedAnswerError):
+                await mirrored(caller, callee, {"a": torch.zeros(1)}, 2 * MIB)
+        finally:
+            await caller.stop()
+            await callee.stop()
+
+    told()
+
+
+def test_sizes_are_those_of_the_values() -> None:
+    tensors = {"a": torch.zeros(3, 5), "b": torch.zeros(7, dtype=torch.int8)}
+    assert size_bytes_of(tensors) == sum(np.asarray(tensor).nbytes for tensor in tensors.values()) == 67

@@ -1,0 +1,231 @@
+"""Chains that break: who is named, what is counted, and that asking again the same way mends what can be mended."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.event_loop import on_event_loop
+from tests.support.model_configs import random_tokens
+from tests.support.stage_driver import StageDriver, running_driver
+from tests.support.stage_worker import RunningWorker, WorkerSetup, held, running_worker, until
+from trainer.errors import RefusedError
+from trainer.network.rpc import Peer
+from trainer.pipeline.protocol.messages import Hop
+
+KEY = "e0.s0.r0"
+IDS, LABELS = random_tokens(64, 2, 8)
+SETUPS = {stage: WorkerSetup(stage) for stage in ("head", "body-1", "tail")}
+
+
+@asynccontextmanager
+async def _chain(
+    setups: Sequence[WorkerSetup] = tuple(SETUPS.values()),
+) -> AsyncIterator[tuple[list[RunningWorker], StageDriver]]:
+    async with AsyncExitStack() as stack:
+        workers = [await stack.enter_async_context(running_worker(setup)) for setup in setups]
+        yield workers, await stack.enter_async_context(running_driver())
+
+
+async def _refused(asking: StageDriver, workers: list[RunningWorker], **changes: object) -> RefusedError:
+    with pytest.raises(RefusedError) as caught:
+        await asking.chain(workers, KEY, IDS, LABELS, **changes)
+    return caught.value
+
+
+def _counts(workers: list[RunningWorker]) -> list[int]:
+    return [running.worker.replica.accumulated.num_micro_batches for running in workers]
+
+
+@on_event_loop
+async def test_a_later_worker_that_is_gone_is_named_and_another_takes_its_place() -> None:
+    async with _chain() as (workers, driver), running_worker(SETUPS["tail"]) as other_tail:
+        tail = workers[2]
+        await tail.endpoint.stop()
+        error = await _refused(driver, workers)
+        assert error.reason == "hop"
+        assert f"tail {tail.endpoint.peer_id}: " in str(error)
+        assert f"body-1 {workers[1].endpoint.peer_id}: " not in str(error)
+        workers[2] = other_tail
+        assert (await driver.chain(workers, KEY, IDS, LABELS)).body.applied == ("head", "body-1", "tail")
+        assert _counts(workers) == [1, 1, 1]
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_an_answer_that_was_lost_on_the_way_is_had_by_asking_again_the_same_way() -> None:
+    async with _chain() as (workers, driver):
+        async with held(workers[1]) as release:
+            asked = asyncio.create_task(driver.chain(workers, KEY, IDS, LABELS))
+            await until(lambda: workers[1].worker.runtime.figures.queued == 1)
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+            await until(lambda: workers[1].worker.runtime.figures.queued == 0)
+            release()
+        assert _counts(workers) == [0, 0, 0]
+        first = await driver.chain(workers, KEY, IDS, LABELS)
+        again = await driver.chain(workers, KEY, IDS, LABELS)
+        assert again.body == first.body
+        assert _counts(workers) == [1, 1, 1]
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_counted_behind_and_not_here_is_said_and_a_second_head_finds_the_answers() -> None:
+    async with _chain() as (workers, driver), running_worker(SETUPS["head"]) as other_head:
+        await driver.applied(workers[0], KEY)
+        backward = workers[0].worker.replica.backward
+
+        def fail(*arguments: object, **options: object) -> object:
+            raise RefusedError("expired", "a stop of some seconds")
+
+        workers[0].worker.replica.backward = fail
+        error = await _refused(driver, workers)
+        assert error.reason == "partly"
+        assert _counts(workers) == [0, 1, 1]
+        workers[0].worker.replica.backward = backward
+        reply = await driver.chain([other_head, *workers[1:]], KEY, IDS, LABELS)
+        assert reply.body.applied == ("head", "body-1", "tail")
+        assert _counts([other_head, *workers[1:]]) == [1, 1, 1]
+
+
+@on_event_loop
+async def test_refusals_of_later_workers_keep_their_reason_and_name() -> None:
+    setups = [SETUPS["head"], SETUPS["body-1"], replace(SETUPS["tail"], worker={"max_request_tokens": 4})]
+    async with _chain(setups) as (workers, driver):
+        error = await _refused(driver, workers)
+        assert error.reason == "hop-size"
+        assert str(error).count(workers[2].endpoint.peer_id) == 1
+        assert _counts(workers) == [0, 0, 0]
+        assert all(running.worker.replica.cached_bytes == 0 for running in workers)
+        assert (await _refused(driver, workers, route=())).reason == "malformed"
+        assert (await driver.status(workers[0])).refused == {"hop-size": 1, "malformed": 1}
+
+
+@on_event_loop
+async def test_a_later_worker_that_answers_nonsense_is_named() -> None:
+    async with _chain() as (workers, driver):
+        link = workers[1].worker.service._link
+        gradient = link.gradient
+
+        async def nonsense(value: Tensor) -> dict[str, Tensor]:
+            return {"gradient": torch.full_like(value, float("nan"))}
+
+        link.gradient = nonsense
+        error = await _refused(driver, workers)
+        assert error.reason == "hop-malformed-answer"
+        assert str(error).startswith(f"peer {workers[0].endpoint.peer_id[:12]}")
+        assert f"body-1 {workers[1].endpoint.peer_id}: " in str(error)
+        link.gradient = gradient
+        assert _counts(workers) == [0, 1, 1]
+
+
+@on_event_loop
+async def test_too_little_time_is_expired_before_anybody_is_asked() -> None:
+    async with _chain() as (workers, driver):
+        assert (await _refused(driver, workers, apply_within_s=0.0)).reason == "expired"
+        assert _counts(workers) == [0, 0, 0]
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_a_chain_that_waits_for_the_next_worker_takes_room_and_keeps_no_output() -> None:
+    outputs: list[weakref.ref[Tensor]] = []
+    setups = [replace(SETUPS["head"], worker={"max_received_bytes": 8000}), *list(SETUPS.values())[1:]]
+    async with _chain(setups) as (workers, driver):
+        service = workers[0].worker.service
+        activation = service._link.activation
+
+        async def noted(y: Tensor, ids: Tensor | None) -> dict[str, Tensor]:
+            outputs.append(weakref.ref(y))
+            return {name: tensor.clone() for name, tensor in (await activation(y, ids)).items()}
+
+        service._link.activation = noted
+        async with held(workers[2]) as release:
+            waiting = asyncio.create_task(driver.chain(workers, KEY, IDS, LABELS))
+            await until(lambda: workers[2].worker.runtime.figures.queued == 1)
+            assert service._room.size_bytes == 2 * 64 + 2 * 128 + 3 * 1024
+            assert (await _refused(driver, workers, micro_batch="e0.s0.r2")).reason == "busy"
+            assert [output() for output in outputs] == [None]
+            release()
+        assert (await waiting).body.applied == ("head", "body-1", "tail")
+        await until(lambda: service._room.size_bytes == 0)
+
+
+class _Known:
+    """Whom workers have heard of."""
+
+    def __init__(self) -> None:
+        self.drivers: set[str] = set()
+        self.workers: dict[str, dict[str, Peer]] = {stage: {} for stage in SETUPS}
+
+    @asynccontextmanager
+    async def chain(self) -> AsyncIterator[tuple[list[RunningWorker], StageDriver]]:
+        """Workers and a driver that have heard of each other."""
+        async with AsyncExitStack() as stack:
+            workers = [await stack.enter_async_context(self.worker(stage)) for stage in SETUPS]
+            driver = await stack.enter_async_context(running_driver())
+            self.drivers.add(driver.endpoint.peer_id)
+            yield workers, driver
+
+    @asynccontextmanager
+    async def worker(self, stage: str) -> AsyncIterator[RunningWorker]:
+        """One that is announced."""
+        async with running_worker(SETUPS[stage], keepers=lambda: self.drivers) as running:
+            running.worker.service.workers = lambda stage: self.workers[stage]
+            self.workers[stage][running.endpoint.peer_id] = running.peer
+            yield running
+
+
+@on_event_loop
+async def test_a_chain_is_passed_on_by_workers_of_the_stage_before_for_a_driver_that_is_known() -> None:
+    known = _Known()
+    async with known.chain() as (workers, driver), known.worker("head") as other_head:
+        await driver.chain(workers, KEY, IDS, LABELS)
+        again = await driver.chain([other_head, *workers[1:]], KEY, IDS, LABELS)
+        assert again.body.applied == ("head", "body-1", "tail")
+        assert _counts([other_head, *workers[1:]]) == [1, 1, 1], "whose micro-batch it is was not passed on"
+        known.workers["head"].clear()
+        error = await _refused(driver, workers, micro_batch="e0.s0.r2")
+        assert error.reason == "hop-not-a-driver"
+        assert f"body-1 {workers[1].endpoint.peer_id}: " in str(error)
+        known.drivers.clear()
+        assert (await _refused(driver, workers, micro_batch="e0.s0.r2")).reason == "not-a-driver"
+        assert _counts(workers) == [1, 1, 1]
+
+
+@on_event_loop
+async def test_a_worker_of_the_stage_before_names_no_driver_but_those_that_are_known() -> None:
+    known = _Known()
+    async with known.chain() as (workers, driver), running_driver() as body:
+        known.workers["body-1"][body.endpoint.peer_id] = body.endpoint.peer
+        for named in ("", "0" * 64):
+            assert (await _refused(body, workers[2:], driver=named)).reason == "not-a-driver"
+        assert (await _refused(body, workers[2:], driver=driver.endpoint.peer_id)).reason == "malformed"  # It has ids.
+        assert _counts(workers) == [0, 0, 0]
+
+
+@on_event_loop
+async def test_a_worker_connects_only_to_where_announced_workers_are() -> None:
+    known = _Known()
+    connections: list[object] = []
+    server = await asyncio.start_server(lambda *streams: connections.append(streams), "127.0.0.1", 0)
+    async with server, known.chain() as (workers, driver):
+        elsewhere = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        route = [
+            Hop(stage=stage, peer_id=running.endpoint.peer_id, address=elsewhere)
+            for stage, running in zip(("body-1", "tail"), workers[1:], strict=True)
+        ]
+        reply = await driver.chain(workers, KEY, IDS, LABELS, route=tuple(route))
+        assert reply.body.applied == ("head", "body-1", "tail")
+        unknown = route[0].model_copy(update={"peer_id": "0" * 64})
+        error = await _refused(driver, workers, micro_batch="e0.s0.r2", route=(unknown, route[1]))
+        assert (error.reason, "body-1 " + "0" * 64 in str(error)) == ("hop-busy", True)
+        assert not connections

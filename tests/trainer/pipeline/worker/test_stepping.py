@@ -1,0 +1,416 @@
+"""When stages step: at their target, together, following who is ahead, and never with samples that are none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.support.event_loop import on_event_loop
+from tests.support.model_configs import random_tokens
+from tests.support.stage_driver import running_driver
+from tests.support.stage_worker import FAST, RUN_ID, RunningWorker, WorkerSetup, running_worker, until, weights
+from trainer.network.rpc import Endpoint, Identity, Peer, Reply, Request, RpcConfig
+from trainer.outer.engine.collective import RoundReport
+from trainer.outer.engine.strategy import OuterResult
+from trainer.pipeline.protocol.messages import ProgressReport
+from trainer.pipeline.stage import StepInfo
+from trainer.pipeline.worker.progress import StageProgress
+from trainer.pipeline.worker.sharing import SharedThrough
+
+TAIL = WorkerSetup("tail", target_tokens=32, worker={"progress_interval_s": 0.05, "auto_step_s": 3600.0})
+
+
+OWN = Identity.create()
+OTHER = "b" * 64
+
+
+@dataclass
+class Rounds:
+    """A strategy that commits every second step."""
+
+    batches: list[int] = field(default_factory=list)
+    members: tuple[str, ...] = (OWN.peer_id, OTHER)
+    dropped: tuple[tuple[str, str], ...] = ()
+    steps_ago: int | None = 0
+    others_wait: bool = False
+
+    def after_inner_step(self, num_batches: int = 1) -> OuterResult | None:
+        self.batches.append(num_batches)
+        return None if len(self.batches) % 2 else self.committed()
+
+    def answer_others(self) -> OuterResult | None:
+        if not self.others_wait:
+            return None
+        self.others_wait = False
+        return self.committed()
+
+    def committed(self) -> OuterResult:
+        index = len(self.batches) // 2
+        return OuterResult(
+            round_index=index,
+            fragment=0,
+            outer_step=index + 1,
+            committed=True,
+            num_batches=1,
+            waited_s=0.0,
+            report=RoundReport(round_index=index, members=self.members, dropped=self.dropped),
+            contributed_steps_ago=self.steps_ago,
+        )
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_others_that_wait_for_a_round_need_not_wait_for_a_step(tail_input: dict[str, Tensor]) -> None:
+    rounds: list[OuterResult] = []
+    async with AsyncExitStack() as stack:
+        strategy = Rounds(others_wait=True)
+        tail = await stack.enter_async_context(running_worker(TAIL, strategy=strategy, on_round=rounds.append))
+        driver = await stack.enter_async_context(running_driver())
+        await until(lambda: bool(rounds))
+        await driver.tail(tail, "e0.s0.r0", tail_input)
+        assert (len(rounds), strategy.batches, strategy.others_wait) == (1, [], False)
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_a_stage_of_one_steps_at_its_target_and_says_what_is_shared(tail_input: dict[str, Tensor]) -> None:
+    steps: list[StepInfo] = []
+    strategy = Rounds()
+    async with AsyncExitStack() as stack:
+        options = {"identity": OWN, "strategy": strategy, "on_step": steps.append}
+        tail = await stack.enter_async_context(running_worker(TAIL, **options))
+        driver = await stack.enter_async_context(running_driver())
+        replies = [await driver.tail(tail, f"e0.s0.r{2 * row}", tail_input) for row in range(6)]
+        await until(lambda: len(steps) == 3)
+        assert [reply.body.version for reply in replies] == [0, 0, 1, 1, 2, 2]
+        assert [(info.num_tokens, info.num_micro_batches, info.applied) for info in steps] == [(32, 2, True)] * 3
+        assert strategy.batches == [2, 2, 2]
+        status = await driver.status(tail)
+        assert (status.version, status.applied, status.shared_through) == (3, 6, 4)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_shared"),
+    [
+        (Rounds(), 4),
+        (Rounds(steps_ago=1), 2),  # The second step was taken while the round ran: its weights are in none.
+        (Rounds(steps_ago=30), 0),  # It began before anything was counted.
+        (Rounds(steps_ago=None), 0),  # A newcomer's weights are in no average.
+        (Rounds(members=(OWN.peer_id,)), 0),  # Alone, nothing outlives the worker.
+        (Rounds(members=(OTHER, "c" * 64)), 0),
+        (Rounds(dropped=((OWN.peer_id, "late"),)), 0),
+        (Rounds(dropped=((OTHER, "late"),)), 4),
+    ],
+)
+@on_event_loop
+async def test_a_round_shares_what_others_hold_of_it_and_no_more(
+    tail_input: dict[str, Tensor], strategy: Rounds, num_shared: int
+) -> None:
+    async with AsyncExitStack() as stack:
+        mine = replace(strategy, batches=[])
+        tail = await stack.enter_async_context(running_worker(TAIL, identity=OWN, strategy=mine))
+        driver = await stack.enter_async_context(running_driver())
+        for row in range(4):
+            await driver.tail(tail, f"e0.s0.r{2 * row}", tail_input)
+        await until(lambda: len(mine.batches) == 2)
+        await tail.worker.runtime.control(lambda: None)  # Behind what follows the round.
+        assert (await driver.status(tail)).shared_through == num_shared
+
+
+@on_event_loop
+async def test_a_round_on_the_way_out_shares_what_was_handed_over(tail_input: dict[str, Tensor]) -> None:
+    rounds: list[OuterResult] = []
+    async with AsyncExitStack() as stack:
+        strategy = Rounds()
+        options = {"identity": OWN, "strategy": strategy, "on_round": rounds.append}
+        tail = await stack.enter_async_context(running_worker(TAIL, **options))
+        driver = await stack.enter_async_context(running_driver())
+        await driver.tail(tail, "e0.s0.r0", tail_input)
+
+        def hand_over() -> None:
+            tail.worker.stepper.flush()
+            tail.worker.stepper.note(None)
+            tail.worker.stepper.note(strategy.committed())
+
+        await tail.worker.runtime.control(hand_over)
+        assert (len(rounds), strategy.batches) == (1, [1])
+        assert (await driver.status(tail)).shared_through == 1
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_workers_of_a_stage_step_together_and_who_has_nothing_follows_without_an_update() -> None:
+    _, labels = random_tokens(64, 2, 8)
+    async with AsyncExitStack() as stack:
+        workers: list[RunningWorker] = []
+        peers: Callable[[], tuple[Peer, ...]] = lambda: tuple(running.peer for running in workers)  # noqa: E731
+        strategies = [Rounds() for _ in range(3)]
+        for strategy in strategies:
+            options = {"peers": peers, "strategy": strategy}
+            workers.append(await stack.enter_async_context(running_worker(TAIL, **options)))
+        driver = await stack.enter_async_context(running_driver())
+        before = weights(workers[2].worker)
+        hidden = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(1))
+        given = {"activation": hidden, "labels": labels.int()}
+        await driver.tail(workers[0], "e0.s0.r0", given)
+        await until(lambda: workers[1].worker.stepper._progress.stage_tokens(0, 16) == 32)
+        await driver.tail(workers[1], "e0.s0.r2", given)
+        await until(lambda: all(running.worker.replica.version == 1 for running in workers))
+        assert [strategy.batches for strategy in strategies] == [[1], [1], [0]]
+        assert weights(workers[2].worker) == before != weights(workers[1].worker)
+        assert weights(workers[0].worker) == weights(workers[1].worker)  # The same micro-batch, from the same start.
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_an_idle_stage_steps_with_what_it_has_and_not_at_all_with_nothing(tail_input: dict[str, Tensor]) -> None:
+    setup = replace(TAIL, worker={"auto_step_s": 0.2})
+    async with running_worker(setup) as tail, running_worker(setup) as idle, running_driver() as driver:
+        await driver.tail(tail, "e0.s0.r0", tail_input)
+        await until(lambda: tail.worker.replica.version == 1)
+        await until(lambda: idle.worker.runtime._clock() - idle.worker.stepper._counted_s > 1.0)
+        assert tail.worker.replica.version == 1
+        assert idle.worker.replica.version == 0
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_a_joining_worker_neither_steps_nor_counts(tail_input: dict[str, Tensor]) -> None:
+    async with AsyncExitStack() as stack:
+        workers: list[RunningWorker] = []
+        peers: Callable[[], tuple[Peer, ...]] = lambda: tuple(running.peer for running in workers)  # noqa: E731
+        first = await stack.enter_async_context(running_worker(TAIL, peers=peers))
+        joining = await stack.enter_async_context(running_worker(TAIL, peers=peers))
+        workers += [first, joining]
+        joining.worker.stepper.joining = True
+        driver = await stack.enter_async_context(running_driver())
+        for row in range(4):
+            await driver.tail(first, f"e0.s0.r{2 * row}", tail_input)
+        await until(lambda: first.worker.replica.version == 2)
+        assert joining.worker.replica.version == 0
+        state = first.worker.replica.state_dict()
+        await joining.worker.runtime.control(lambda: joining.worker.replica.load_state_dict(state))
+        incarnation = joining.worker.replies.incarnation
+        await joining.worker.runtime.control(lambda: joining.worker.stepper.start_over(2))
+        joining.worker.stepper.joining = False
+        assert joining.worker.replies.incarnation != incarnation
+        for row in range(4, 6):
+            await driver.tail(first, f"e0.s0.r{2 * row}", tail_input)
+        await until(lambda: joining.worker.replica.version == 3)
+
+
+@on_event_loop
+async def test_who_is_no_worker_of_the_stage_moves_nothing(tail_input: dict[str, Tensor]) -> None:
+    async with running_worker(TAIL) as tail, running_driver() as stranger:
+        report = ProgressReport(incarnation="0" * 16, version=7, num_tokens=1 << 40)
+        answer = await stranger.endpoint.call(tail.peer, "stage/progress", report, ProgressReport, timeout_s=10)
+        assert (answer.body.version, answer.body.num_tokens) == (0, 0)
+        await stranger.tail(tail, "e0.s0.r0", tail_input)
+        assert tail.worker.replica.version == 0
+
+
+def _report(version: int, num_tokens: int, *, joining: bool = False) -> ProgressReport:
+    return ProgressReport(incarnation="0" * 16, version=version, num_tokens=num_tokens, joining=joining)
+
+
+def _progress() -> tuple[StageProgress, list[float]]:
+    now_s = [100.0]
+    return StageProgress(1.0, 50, lambda: now_s[0]), now_s
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=6), st.integers(1, 2**50))
+def test_a_liar_makes_the_others_step_with_a_share_of_the_target_at_least(honest: list[int], lie: int) -> None:
+    progress, _ = _progress()
+    own, *others = honest
+    for number, num_tokens in enumerate(others):
+        progress.hear(f"honest {number}", _report(3, num_tokens))
+    progress.hear("liar", _report(3, lie))
+    assert progress.stage_tokens(3, own) <= sum(honest) + 4 * max(honest)
+
+
+@given(st.lists(st.integers(0, 10**6), min_size=2, max_size=6))
+def test_who_has_the_most_knows_of_all(tokens: list[int]) -> None:
+    progress, _ = _progress()
+    *others, most = sorted(tokens)
+    for number, num_tokens in enumerate(others):
+        progress.hear(f"peer {number}", _report(0, num_tokens))
+    assert progress.stage_tokens(0, most) == sum(tokens)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.integers(2, 6),
+    st.lists(st.tuples(st.integers(0, 8), st.integers(-3, 60), st.integers(0, 2**50)), min_size=1, max_size=60),
+    st.data(),
+)
+def test_liars_that_are_fewer_than_half_of_the_others_lead_nobody_away(
+    num_honest: int, turns: list[tuple[int, int, int]], data: st.DataObject
+) -> None:
+    """No honest worker steps with less than half of the target in what honest ones have and liars may add to it."""
+    target_tokens = 1000
+    num_liars = data.draw(st.integers(1, max(1, (num_honest - 1) // 2)))
+    views = [_progress()[0] for _ in range(num_honest)]
+    versions = [0] * num_honest
+    counted: list[dict[int, int]] = [{0: 0} for _ in range(num_honest)]
+    for more, ahead, claimed in turns:
+        counted[more % num_honest][versions[more % num_honest]] += 10 * more
+        for index, view in enumerate(views):
+            for other in set(range(num_honest)) - {index}:
+                view.hear(f"honest {other}", _report(versions[other], counted[other][versions[other]]))
+            for liar in range(num_liars):
+                view.hear(f"liar {liar}", _report(max(0, versions[index] + ahead), claimed))
+        for index, view in enumerate(views):
+            at = versions[index]
+            followed = view.version_to_follow(at, counted[index][at], target_tokens, 0.0)
+            if at < followed and max(versions) < followed:
+                honest = [tokens.get(at, 0) for tokens in counted]
+                assert followed == at + 1
+                assert sum(honest) + num_liars * 4 * max(honest) >= target_tokens / 2
+                versions[index] = followed
+                counted[index][followed] = 0
+
+
+def test_one_of_five_that_is_ahead_leads_by_a_step_and_not_at_once() -> None:
+    progress, now_s = _progress()
+    for name in "abcd":
+        progress.hear(name, _report(7, 0))
+    progress.hear("liar", _report(7, 2**50))
+    progress.hear("liar", _report(57, 2**50))
+    assert progress.version_to_follow(7, 0, 1000, 0.0) == 7
+    assert progress.version_to_follow(7, 0, 1000, 2.1) == 8
+    for name in "ab":
+        progress.hear(name, _report(9, 0))
+    assert progress.version_to_follow(7, 0, 1000, 0.0) == 9
+    now_s[0] += 10.0
+    assert progress.version_to_follow(7, 0, 1000, 3600.0) == 7
+
+
+def test_what_a_worker_stepped_with_is_remembered() -> None:
+    progress, _ = _progress()
+    progress.hear("idle", _report(3, 0))
+    progress.hear("idle too", _report(3, 0))
+    progress.hear("ahead", _report(3, 700))
+    progress.hear("ahead", _report(4, 0))
+    assert progress.stage_tokens(3, 300) == 1000
+    assert progress.version_to_follow(3, 300, 1000, 0.0) == 4
+
+
+def test_what_is_old_joining_or_too_far_ahead_counts_for_nothing() -> None:
+    progress, now_s = _progress()
+    progress.hear("a", _report(5, 10))
+    progress.hear("b", _report(9, 0))
+    progress.hear("c", _report(5 + 51, 10))
+    progress.hear("d", _report(5, 10, joining=True))
+    assert progress.stage_tokens(5, 10) == 20
+    assert progress.version_to_follow(5, 10, 40, 0.0) == 9  # Most of the others are there, or further.
+    assert not progress.is_left_behind(5)
+    progress.hear("a", _report(99, 10))
+    assert progress.is_left_behind(5)
+    progress.keep({"b"})
+    assert not progress.is_left_behind(5)
+    now_s[0] += 10.0
+    assert progress.version_to_follow(5, 40, 40, 3600.0) == 5
+
+
+@given(
+    st.integers(1, 4),
+    st.lists(st.tuples(st.integers(0, 5), st.none() | st.integers(0, 12)), min_size=1, max_size=40),
+)
+def test_what_is_said_to_be_shared_is(num_fragments: int, steps: list[tuple[int, int | None]]) -> None:
+    """Against a model: a fragment holds what was counted when the latest of its committed rounds began."""
+    shared = SharedThrough(num_fragments)
+    history, fragments, applied = [0], [0] * num_fragments, 0
+    for version, (num_applied, steps_ago) in enumerate(steps, start=1):
+        applied += num_applied
+        history.append(applied)
+        shared.stepped(version, applied)
+        if steps_ago is not None:
+            fragment = version % num_fragments
+            shared.committed(fragment, steps_ago)
+            fragments[fragment] = max(fragments[fragment], history[max(0, version - steps_ago)])
+        assert shared.count == min(fragments)
+
+
+def test_a_checkpoint_shares_what_it_holds() -> None:
+    shared = SharedThrough()
+    for version, applied in ((1, 4), (2, 8), (3, 12)):
+        shared.stepped(version, applied)
+    shared.saved(2)
+    assert (shared.count, shared.in_weights) == (8, 12)
+    shared.start_over()
+    assert (shared.count, shared.in_weights) == (0, 0)
+
+
+def test_a_checkpoint_of_a_former_incarnation_shares_nothing_of_this_one() -> None:
+    """A worker that ran ahead alone took up a state further back: its newest file is still that of before."""
+    shared = SharedThrough()
+    shared.stepped(480, 100)
+    shared.saved(479)
+    shared.start_over()
+    for version, applied in ((451, 2), (452, 4)):
+        shared.stepped(version, applied)
+        shared.saved(480)
+        assert shared.count == 0
+    shared.start_over()
+    shared.stepped(480, 6)
+    shared.saved(480)
+    assert shared.count == 0
+    shared.stepped(481, 8)
+    shared.saved(481)
+    assert shared.count == 8
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_a_worker_that_does_not_answer_holds_up_nobody(tail_input: dict[str, Tensor]) -> None:
+    async with AsyncExitStack() as stack:
+        driver = await stack.enter_async_context(running_driver())
+        silent = Endpoint(Identity.create(), RUN_ID, RpcConfig(**FAST))
+        silent.register("stage/progress", ProgressReport, _never)
+        await silent.start()
+        stack.push_async_callback(silent.stop)
+        peers = [silent.peer]
+        # A step is told at once; what a busy machine would lose to a stall is told again an hour later only.
+        setup = replace(TAIL, worker={"progress_interval_s": 3600.0}, rpc={"stall_timeout_s": 60.0})
+        first = await stack.enter_async_context(running_worker(setup, peers=lambda: tuple(peers)))
+        second = await stack.enter_async_context(running_worker(setup, peers=lambda: tuple(peers)))
+        peers += [first.peer, second.peer]
+        progress = second.worker.stepper._progress
+        for step in range(4):
+            await driver.tail(first, f"e0.s0.r{4 * step}", tail_input)
+            # Who has not heard of half a step follows two intervals later only.
+            await until(lambda step=step: any(it.tokens(step) == 16 for it in progress._recent()))
+            await driver.tail(first, f"e0.s0.r{4 * step + 2}", tail_input)
+            await until(lambda step=step: second.worker.replica.version == step + 1)
+
+
+async def _never(_: Request[ProgressReport]) -> Reply[ProgressReport]:
+    await asyncio.sleep(3600)
+    raise AssertionError
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_short_steps_are_not_overshot_between_two_exchanges(tail_input: dict[str, Tensor]) -> None:
+    """An eighth of a step is told at once, however long the interval: the second steps although it has not enough."""
+    setup = replace(TAIL, target_tokens=64, worker={"progress_interval_s": 3600.0}, rpc={"stall_timeout_s": 60.0})
+    async with AsyncExitStack() as stack:
+        peers: list[Peer] = []
+        first = await stack.enter_async_context(running_worker(setup, peers=lambda: tuple(peers)))
+        second = await stack.enter_async_context(running_worker(setup, peers=lambda: tuple(peers)))
+        peers += [first.peer, second.peer]
+        driver = await stack.enter_async_context(running_driver())
+        await driver.tail(first, "e0.s0.r0", tail_input)
+        await until(lambda: second.worker.stepper._progress.stage_tokens(0, 16) == 32)
+        for row in range(1, 4):
+            assert second.worker.replica.version == 0
+            await driver.tail(second, f"e0.s0.r{2 * row}", tail_input)
+        await until(lambda: first.worker.replica.version == second.worker.replica.version == 1)

@@ -1,0 +1,139 @@
+"""The command line: what wins over what, and what is said of a line that makes no sense."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.text_store import text_store
+from tests.support.trainer_command import ROOT, WAIT_S, TrainerCommand, finished
+from trainer.run.cli.app import run
+from trainer.run.cli.train import config_of
+
+
+def test_options_win_over_set_which_wins_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("node_id: a\ninner: {lr: 1.0e-3, seq_len: 128, accumulation_steps: 2}\ncheckpoint: {keep: 5}\n")
+    config = config_of(file, ["inner.lr=2e-3", "inner.seq_len=256", "inner.seq_len=64"], {"lr": 3e-3})
+    inner = config.inner
+    assert (inner.lr, inner.seq_len, inner.accumulation_steps, inner.eps) == (3e-3, 64, 2, 1e-8)
+    assert config_of(file, [], {"api_host": "0.0.0.0"}).api.host == "0.0.0.0"
+    assert config_of(file, [], {"routing": "chain"}).swarm.driver.routing == "chain"
+    assert (config.node_id, config.checkpoint.keep, config.checkpoint.every_steps) == ("a", 5, 10)
+
+
+def test_set_without_a_value_takes_back_what_the_file_says(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("node_id: a\nswarm: {num_stages: 4, start_from: /models/other}\n")
+    assert config_of(file, [], {}).swarm.start_from == "/models/other"
+    swarm = config_of(file, ["swarm.start_from="], {}).swarm
+    assert (swarm.start_from, swarm.num_stages) == ("", 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "--node-id: expected a name for this node, found none"),
+        (("--node-id", "a", "--strategy", "ddp"), "strategy ddp: expected engine torch"),
+        (("--node-id", "a", "--engine", "torch"), "expected to be started by torchrun"),
+        (("--node-id", "a", "--engine", "mpi"), "engine: input should be 'p2p' or 'torch', found 'mpi'"),
+        (("--node-id", "a", "--preset", "huge"), "preset: expected one of tiny, 15m"),
+        (("--node-id", "a", "--routing", "star"), "routing: input should be 'hub' or 'chain', found 'star'"),
+        (("--node-id", "a", "--device", "tpu"), "device: expected auto, cpu, cuda or cuda:N, found 'tpu'"),
+        (
+            ("--node-id", "a", "--set", "inner.warmup=1"),
+            "inner.warmup: there is no such option; did you mean warmup_steps?",
+        ),
+        (("--node-id", "a", "--set", "inner"), "--set: expected name.name=value, found 'inner'"),
+        (("--node-id", "a", "--config", "none.yaml"), "none.yaml: cannot be read: No such file or directory"),
+        (("--node-id", "a", "--rule", "vote"), "rule.rule: "),
+        (("--node-id", "a", "--compression", "zip"), "collective.compression: "),
+        (("--node-id", "a", "--set", "data.cache_bytes=much"), "much"),
+        (("--node-id", "a", "--set", "data.sources.nowhere=1"), "nowhere"),
+        (("--node-id", "a", "--holdout", "99"), "99 of each source are held out"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(
+    arguments: tuple[str, ...],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GENESIS_CACHE_DIR", str(tmp_path / "cache"))
+    places = ("--store", str(text_store()), "--checkpoint-dir", str(tmp_path / "checkpoints"), "--no-api")
+    code = run([*places, "--preset", "tiny", "--max-steps", "1", *arguments])
+    output, errors = capsys.readouterr()
+    assert (code, output) == (2, "")
+    assert errors.count("\n") == 1
+    assert said in errors
+    assert not list(tmp_path.glob("checkpoints/*.pt"))
+
+
+@pytest.mark.parametrize("address", ["foo", "/ip4/127.0.0.1/tcp/24001"])
+@pytest.mark.parametrize(
+    "process",
+    [
+        ("--node-id", "a"),
+        ("--node-id", "driver-1", "--pipeline", "swarm", "--run", "RUN"),
+        ("worker", "--stage", "head", "--run", "RUN"),
+        ("seed",),
+        ("swarm", "up", "--run", "RUN"),
+    ],
+)
+def test_where_to_begin_is_checked_before_anything_is_opened(
+    process: tuple[str, ...], address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There is no such store, nor would there be anything to read or to join: none of it is looked at."""
+    file = tmp_path / "run.yaml"
+    begin = f"discovery: {{initial_peers: [{address}]}}\n" if "up" in process else ""
+    file.write_text(f"data: {{store: {tmp_path / 'none'}}}\nstate_dir: {tmp_path / 'state'}\n{begin}")
+    options = [] if begin else ["--initial-peers", address]
+    code = run([str(file) if part == "RUN" else part for part in process] + options)
+    output, errors = capsys.readouterr()
+    assert (code, output) == (2, "")
+    assert errors.startswith("trainer: ")
+    assert "initial_peers: expected " in errors
+    assert repr(address) in errors
+    assert errors.count("\n") == 1
+    assert [found.name for found in tmp_path.iterdir()] == ["run.yaml"]
+
+
+def test_what_typer_refuses_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--lr", "fast"]) == 2
+    assert run(["--no-such-option"]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_help_and_version_do_not_wait_for_torch() -> None:
+    look = "import sys; from trainer.run.cli.app import run; sys.exit(run(sys.argv[1:]) or 'torch' in sys.modules)"
+    for arguments, said in (
+        (["--help"], "--initial-peers"),
+        (["--version"], "trainer "),
+        (["plot", "--help"], "LOGDIR"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", look, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert said in done.stdout
+
+
+@pytest.mark.slow
+def test_a_mistake_of_a_real_command_line(tmp_path: Path) -> None:
+    done = TrainerCommand(text_store(), tmp_path)("--node-id", "a", "--set", "inner.warmup=1", expect=2)
+    assert done.stderr == "trainer: inner.warmup: there is no such option; did you mean warmup_steps?\n"
+    assert done.stdout == ""
+
+
+@pytest.mark.slow
+def test_a_reader_that_has_seen_enough_ends_the_run_quietly(tmp_path: Path) -> None:
+    trainer = TrainerCommand(text_store(), tmp_path)
+    line = trainer.line("--node-id", "a", "--max-steps", "1000", "--json")
+    done = finished(["bash", "-c", 'set -o pipefail; "$@" | head -n 2', "_", *line], trainer.environment(), 0, WAIT_S)
+    assert len(done.stdout.splitlines()) == 2
+    assert "cannot go on" not in done.stderr

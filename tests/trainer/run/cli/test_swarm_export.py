@@ -1,0 +1,152 @@
+"""`export --run FILE --at TIME` and `rollback`: what the stages of a swarm were, out of their checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.model_configs import small_config
+from tests.support.stage_files import random_model, write_model
+from tests.support.token_store import TokenStore
+from tests.support.trainer_command import TrainerCommand
+from tests.support.trainer_here import TrainerHere, trainer_here
+from trainer.checkpoint.stages import load_initial_state
+from trainer.model import Transformer
+from trainer.model.plan import StagePlan
+
+_CONFIG = small_config(vocab_size=1024)
+_PLAN = StagePlan.of(_CONFIG, 3)
+_NAMED = {"head": 1200.0, "body-1": 1201.5, "tail": 1230.0}
+
+
+@pytest.fixture
+def here(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[TrainerHere]:
+    """The command line, with a store of one shard and 1,000 ids."""
+    store = TokenStore.of(tmp_path / "store", 1)
+    with trainer_here(TrainerCommand(store.url, tmp_path), capsys, caplog, monkeypatch) as command:
+        yield command
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    """Of a run whose stages were written twice, 10 minutes apart."""
+    for number in (1, 2):
+        times = {stage: at + (number - 1) * 600 for stage, at in _NAMED.items()}
+        write_model(tmp_path / "swarm", _model(number), _PLAN, times, run_id="trial", version=number * 10)
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"run_id: trial\ndata: {{store: {tmp_path / 'store'}}}\ninner: {{seq_len: 32}}\n"
+        f"swarm: {{num_stages: 3, checkpoint: {{directory: {tmp_path / 'swarm'}}}}}\n"
+    )
+    return path
+
+
+def _model(number: int) -> Transformer:
+    return random_model(_CONFIG, number)
+
+
+@pytest.mark.slow
+def test_transformers_computes_what_the_stages_did_then(here: TrainerHere, run_file: Path, tmp_path: Path) -> None:
+    said = here.other("export", "--run", run_file, "--at", "1970-01-01T00:25", "--to", "hf", tmp_path / "hf")
+    assert "head 19700101T002000.000000Z step 10, body-1 19700101T002001.500000Z step 10" in said
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    ids = torch.tensor([AutoTokenizer.from_pretrained(tmp_path / "hf")("Of the history.")["input_ids"]])
+    with torch.inference_mode():
+        expected = _model(1)(ids)[..., : theirs.config.vocab_size]
+        torch.testing.assert_close(theirs(ids).logits, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_torchtitan_s_form_is_the_newest_by_default_and_a_run_can_begin_with_it(
+    here: TrainerHere, run_file: Path, tmp_path: Path
+) -> None:
+    here.other("export", "--run", run_file, "--to", "torchtitan", tmp_path / "titan")
+    found = {
+        name: value
+        for stage in _PLAN.names
+        for name, value in load_initial_state(tmp_path / "titan", _PLAN, stage).items()
+    }
+    expected = _model(2).state_dict()
+    assert found.keys() == expected.keys()
+    num_ids = json.loads((tmp_path / "titan" / "genesis_model.json").read_text())["torchtitan"]["vocab_size"]
+    for name in expected:  # Rows that are no ids are left out of the export.
+        rows = slice(num_ids) if name in ("embedding.weight", "readout.output.weight") else slice(None)
+        assert torch.equal(found[name][rows], expected[name][rows]), name
+
+
+@pytest.mark.slow
+def test_settings_of_its_workers_are_settings_of_an_export_and_of_a_rollback(
+    here: TrainerHere, run_file: Path, tmp_path: Path
+) -> None:
+    moved = (tmp_path / "swarm").rename(tmp_path / "moved")
+    settings = ("--set", f"swarm.checkpoint.directory={moved}")
+    assert "step 20" in here.other("export", "--run", run_file, *settings, tmp_path / "out")
+    said = here.other("rollback", "--run", run_file, *settings, "--at", "1970-01-01T00:25", "--dry-run")
+    assert "3 newer files would be set aside" in said
+    assert "--set: expected --run" in here.other("export", *settings, tmp_path / "none", expect=2)
+
+
+@pytest.mark.slow
+def test_rolled_back_the_newest_is_the_older(here: TrainerHere, run_file: Path, tmp_path: Path) -> None:
+    line = ("rollback", "--run", run_file, "--at", "1970-01-01T00:25")
+    assert "3 newer files would be set aside" in here.other(*line, "--dry-run")
+    said = here.other(*line)
+    assert "tail: 19700101T002030.000000Z, step 10" in said
+    assert "3 newer files set aside in" in said
+    assert "step 10" in here.other("export", "--run", run_file, "--at", "now", tmp_path / "hf")
+    assert "0 newer files" in here.other(*line)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (("--at", "noon"), 2, "expected a time such as"),
+        (("--at", "1970-01-01T00:20:01"), 1, "found none of body-1, tail"),
+        (("--checkpoint-dir", "/nowhere"), 1, "found no whole one"),
+        (("--node-id", "a"), 2, "--run: expected neither"),
+        (("--to", "gguf"), 2, "--to: expected hf or torchtitan"),
+    ],
+)
+def test_what_cannot_be_exported(
+    here: TrainerHere, run_file: Path, tmp_path: Path, options: tuple[str, ...], code: int, said: str
+) -> None:
+    assert said in here.other("export", "--run", run_file, tmp_path / "out", *options, expect=code)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_moment_needs_a_swarm_and_a_run_file_must_make_sense(here: TrainerHere, tmp_path: Path) -> None:
+    assert "--at: expected --run" in here.other("export", tmp_path / "out", "--at", "now", expect=2)
+    (tmp_path / "run.yaml").write_text("swarm: {checkpoint: {every: 5}}\n")
+    said = here.other("export", "--run", tmp_path / "run.yaml", tmp_path / "out", expect=2)
+    assert "swarm.checkpoint.every: there is no such option" in said
+
+
+@pytest.mark.slow
+def test_a_store_of_another_vocabulary_is_refused(here: TrainerHere, run_file: Path, tmp_path: Path) -> None:
+    times = {stage: at + 6000 for stage, at in _NAMED.items()}
+    write_model(tmp_path / "swarm", _model(3), _PLAN, times, run_id="trial", vocabulary="0" * 64)
+    said = here.other("export", "--run", run_file, tmp_path / "out", expect=1)
+    assert "expected the vocabulary the model was trained with (000000000000), found another" in said
+
+
+@pytest.mark.slow
+def test_a_run_whose_store_is_not_there_says_how_to_name_another(
+    here: TrainerHere, run_file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "store").rename(tmp_path / "moved")
+    said = here.other("export", "--run", run_file, tmp_path / "hf", expect=1)
+    assert (
+        "found no such folder; check the path (the tokenizer's store, as the run has it; --store names another)" in said
+    )
+    assert "files, of head" in here.other("export", "--run", run_file, "--store", tmp_path / "moved", tmp_path / "hf")

@@ -1,0 +1,112 @@
+"""What a finished run leaves: a model that has learned, lines and events for programs, a configuration to repeat it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from genesis.store import FolderStore
+from loader import GenesisDataset
+from manifests import decode_shard, shard_key
+from tests.support.trainer_command import TrainerCommand, differences
+from tests.support.trainer_here import TrainerHere
+from tests.trainer.run.cli.conftest import INNER_STEPS, STEPS, TOKEN, Trained
+from trainer.checkpoint.node import load_newest, wallet_id
+from trainer.model import ModelConfig, Transformer, build_model
+from trainer.monitor import read_events
+from trainer.run.node.replica import parameters_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+NATS_UNDER_UNIGRAM = 0.5
+
+
+def saved_model(trained: Trained) -> Transformer:
+    saved = trained.command.saved("a", token=TOKEN)
+    model = build_model(ModelConfig.from_dict(saved["architecture"]), 0)
+    model.load_state_dict(parameters_of(saved["layers"]))
+    return model.eval()
+
+
+def unigram_entropy(trained: Trained) -> float:
+    """Of the tokens of all shards, in nats: the loss of a model that knows how frequent each is, and nothing else."""
+    store = FolderStore(Path(trained.command.store))
+    ids = np.concatenate([decode_shard(store.get(shard_key(shard)).body) for shard in range(10)])
+    shares = np.bincount(ids) / len(ids)
+    return float(-(shares[shares > 0] * np.log(shares[shares > 0])).sum())
+
+
+def test_the_loss_falls_from_that_of_guessing_to_well_under_the_unigram_entropy(trained: Trained) -> None:
+    losses = [line["loss"] for line in map(json.loads, trained.output.splitlines()) if line["kind"] == "step"]
+    assert losses[0] == pytest.approx(math.log(1024), abs=0.4)
+    assert np.mean(losses[-20:]) < unigram_entropy(trained) - NATS_UNDER_UNIGRAM
+
+
+def test_it_has_learned_what_it_has_not_seen(trained: Trained) -> None:
+    held_out = GenesisDataset(
+        trained.command.store, "a", seq_len=64, batch_size=32, split="holdout", holdout=1, epochs=1,
+        cache_dir=trained.command.folder / "cache",
+    )  # fmt: skip
+    model = saved_model(trained)
+    with torch.inference_mode():
+        losses = [
+            float(model(batch["input_ids"], batch["labels"])) for batch, _ in zip(held_out, range(8), strict=False)
+        ]
+    held_out.close()
+    assert np.mean(losses) < unigram_entropy(trained) - NATS_UNDER_UNIGRAM
+
+
+def test_json_lines_tell_every_step_and_every_round(trained: Trained) -> None:
+    lines = [json.loads(line) for line in trained.output.splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(STEPS))
+    rounds = [line for line in lines if line["kind"] == "round"]
+    assert [line["outer_step"] for line in rounds] == list(range(1, STEPS // INNER_STEPS + 1))
+    assert all(line["committed"] and line["members"] == ["a"] and line["completeness"] == 1.0 for line in rounds)
+
+
+def test_the_log_has_every_step_round_and_checkpoint(trained: Trained) -> None:
+    events = list(read_events(trained.logs))
+    steps = [event.fields for event in events if event.kind == "step"]
+    assert [step["step"] for step in steps] == list(range(STEPS))
+    assert sum(step["num_tokens"] for step in steps) == STEPS * 4 * 64
+    rounds = [event.fields for event in events if event.kind == "round"]
+    assert [found["outer_step"] for found in rounds] == [1, 2, 3]
+    assert all(len(found["state_digest"]) == 64 for found in rounds)
+    checkpoints = [event.fields for event in events if event.kind == "checkpoint"]
+    assert {found["step"] for found in checkpoints} >= {40, 80, 120, STEPS}
+    assert {found["outcome"] for found in checkpoints} <= {"saved", "skipped"}
+    assert checkpoints[-1]["outcome"] == "saved"
+
+
+def test_the_token_is_in_no_file_and_no_line(trained: Trained) -> None:
+    files = [path for path in trained.command.folder.rglob("*") if path.is_file()]
+    assert any(path.suffix == ".yaml" for path in files)
+    assert any(path.suffix == ".pt" and "dynamic_node" in path.name for path in files)
+    assert not [path for path in files if TOKEN.encode() in path.read_bytes()]
+    assert TOKEN not in trained.output + trained.errors
+
+
+def test_the_configuration_is_told_and_kept_and_repeats_the_run(
+    trained: Trained, here: TrainerHere, tmp_path: Path
+) -> None:
+    kept = trained.command.checkpoints / f"dynamic_node_{wallet_id(TOKEN, 'a')}.yaml"
+    told = next(line for line in trained.errors.splitlines() if "configuration:" in line)
+    assert all(text in told for text in ("inner.lr=0.005", "diloco.inner_steps=40", str(kept)))
+    assert yaml.safe_load(kept.read_text())["inner"]["betas"] == [0.9, 0.95]  # Those at their defaults, too.
+    whole = TrainerCommand(trained.command.store, tmp_path / "whole", trained.command.common)
+    here.other(*whole.line("--node-id", "a", "--max-steps", "5")[3:])
+    again = ("--max-steps", "5", "--checkpoint-dir", tmp_path / "again", "--log-dir", tmp_path)
+    here.other("--config", kept, *again)
+    assert not differences(load_newest(tmp_path / "again", wallet_id("", "a")), whole.saved("a"))
+
+
+def test_curves_are_drawn_from_the_log(trained: Trained, tmp_path: Path) -> None:
+    picture = tmp_path / "curves.png"
+    assert str(picture) in trained.command.other("plot", trained.logs, "--out", picture).stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,212 @@
+"""Plain values to dataclasses and back: what is read is what was written, and mistakes are told by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from trainer.run.config.reading import SECRET
+
+from trainer.errors import TrainerUsageError
+from trainer.run.config import (
+    RunConfig,
+    changed_options,
+    from_mapping,
+    merged,
+    parse_override,
+    read_yaml,
+    to_mapping,
+    to_yaml,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    rate: float = 0.5
+    names: tuple[str, ...] = ()
+    weights: dict[str, float] = field(default_factory=dict)
+    password: str = field(default="", metadata=SECRET)
+
+    def __post_init__(self) -> None:
+        if self.rate < 0:
+            raise TrainerUsageError(f"rate: expected 0 or more, found {self.rate}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    count: int = 3
+    kind: Literal["red", "blue"] = "red"
+    is_on: bool = False
+    part: Part = field(default_factory=Part)
+
+
+wholes = st.builds(
+    Whole,
+    count=st.integers(),
+    kind=st.sampled_from(["red", "blue"]),
+    is_on=st.booleans(),
+    part=st.builds(
+        Part,
+        rate=st.floats(0, 1e30),
+        names=st.lists(st.text(max_size=5), max_size=3).map(tuple),
+        weights=st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False, allow_infinity=False), max_size=3),
+    ),
+)
+
+
+@pytest.mark.slow
+@given(wholes)
+def test_yaml_gives_back_what_it_was_given(whole: Whole) -> None:
+    assert from_mapping(Whole, yaml.safe_load(to_yaml(whole))) == whole
+
+
+@pytest.mark.slow
+@given(wholes)
+def test_changed_options_given_by_set_make_the_same(whole: Whole) -> None:
+    """Weights aside: their names can be no part of an option's name."""
+    whole = replace(whole, part=replace(whole.part, weights={}))
+    values: dict[str, Any] = {}
+    for name, value in changed_options(whole).items():
+        values = merged(values, parse_override(f"{name}={yaml.safe_dump(value, default_flow_style=True, width=10**9)}"))
+    assert from_mapping(Whole, values) == whole
+
+
+def test_what_is_at_its_default_is_not_among_the_changed() -> None:
+    assert changed_options(Whole()) == {}
+    assert changed_options(Whole(count=4, part=Part(weights={"a": 1.0}))) == {"count": 4, "part.weights": {"a": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"cuont": 1}, "cuont: there is no such option; did you mean count?"),
+        ({"zzz": 1}, "zzz: there is no such option; expected one of count, kind, is_on, part"),
+        ({"part": {"raet": 1}}, "part.raet: there is no such option; did you mean rate?"),
+        ({"part": 7}, "part: expected a mapping of options, found 7"),
+        ({"part": {"rate": "fast"}}, "part.rate: input should be a valid number"),
+        ({"part": {"rate": -1}}, "part.rate: expected 0 or more, found -1.0"),
+        ({"part": {"names": "one"}}, "part.names: input should be a valid tuple"),
+        ({"count": 1.5}, "count: input should be a valid integer"),
+        ({"count": None}, "count: input should be a valid integer"),
+        ({"count": True}, "count: expected a number, found True"),
+        ({"kind": "green"}, "kind: input should be 'red' or 'blue', found 'green'"),
+        ({"is_on": "maybe"}, "is_on: input should be a valid boolean"),
+    ],
+)
+def test_mistakes_are_told_with_the_name_of_the_option(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(TrainerUsageError) as told:
+        from_mapping(Whole, values)
+    assert str(told.value).startswith(said)
+    assert "\n" not in str(told.value)
+
+
+def test_what_yaml_is_odd_about_is_taken_as_it_is_meant() -> None:
+    assert from_mapping(Whole, yaml.safe_load("part: {rate: 3e-4}")).part.rate == 3e-4  # Text, to YAML 1.1.
+    assert from_mapping(Whole, yaml.safe_load("part:\ncount: 4")) == Whole(count=4)  # A heading with nothing under it.
+
+
+def test_a_secret_is_read_and_never_comes_out() -> None:
+    whole = from_mapping(Whole, {"part": {"password": "hunter2"}})
+    assert whole.part.password == "hunter2"
+    assert "hunter2" not in f"{to_mapping(whole)} {to_yaml(whole)} {changed_options(whole)}"
+    with pytest.raises(TrainerUsageError) as told:
+        from_mapping(Whole, {"part": {"password": 4711}})
+    assert "4711" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("- a\n- b\n", "expected a mapping of options, found list"),
+        ("7: 1\n", "expected a mapping of options"),
+        ("a: [1\nb: hunter2", "expected YAML, found"),
+        ("a: \x00hunter2", "expected YAML, found"),
+    ],
+)
+def test_files_that_are_no_configuration(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(TrainerUsageError, match=said) as told:
+        read_yaml(path)
+    assert "hunter2" not in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(TrainerUsageError, match=r"none\.yaml: cannot be read: No such file"):
+        read_yaml(tmp_path / "none.yaml")
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(TrainerUsageError, match=r"bytes\.yaml: expected"):
+        read_yaml(tmp_path / "bytes.yaml")
+    (tmp_path / "empty.yaml").write_text("# nothing yet\n")
+    assert read_yaml(tmp_path / "empty.yaml") == {}
+
+
+@pytest.mark.parametrize("text", ["lr", "=1", "inner..lr=1", "inner.lr.=1", "a b=1", "inner.lr=[1"])
+def test_overrides_that_are_none(text: str) -> None:
+    with pytest.raises(TrainerUsageError, match="--set"):
+        parse_override(text)
+
+
+@pytest.mark.parametrize("nothing", ["", " ", "null", "~"])
+def test_an_override_without_a_value_takes_back_what_the_file_says(nothing: str) -> None:
+    file = {"count": 7, "kind": "blue", "part": {"rate": 2.0, "names": ["a"], "weights": {"a": 1.0, "b": 2.0}}}
+
+    def overridden(*texts: str) -> Whole:
+        values: dict[str, Any] = file
+        for text in texts:
+            values = merged(values, parse_override(text))
+        return from_mapping(Whole, values)
+
+    assert overridden(f"count={nothing}", f"part.names={nothing}") == Whole(
+        kind="blue", part=Part(rate=2.0, weights={"a": 1.0, "b": 2.0})
+    )
+    assert overridden(f"part.weights.a={nothing}").part.weights == {"b": 2.0}
+    assert overridden(f"part={nothing}").part == Part()
+    assert overridden(f"part={nothing}", "part.rate=3").part == Part(rate=3.0), "what comes later wins"
+    with pytest.raises(TrainerUsageError, match="cuont: there is no such option; did you mean count"):
+        overridden(f"cuont={nothing}")
+
+
+def test_an_empty_text_is_a_value() -> None:
+    assert parse_override('part.password=""') == {"part": {"password": ""}}
+
+
+def test_what_lies_above_wins_name_by_name() -> None:
+    below = {"a": 1, "part": {"x": 1, "y": {"z": 1}}, "list": [1, 2]}
+    above = {"part": {"y": {"z": 2}}, "list": [3]}
+    assert merged(below, above) == {"a": 1, "part": {"x": 1, "y": {"z": 2}}, "list": [3]}
+    assert below["part"] == {"x": 1, "y": {"z": 1}}
+
+
+def test_every_option_of_a_run_can_be_written_and_read() -> None:
+    assert from_mapping(RunConfig, yaml.safe_load(to_yaml(RunConfig()))) == RunConfig()
+
+
+def test_every_option_says_what_it_means() -> None:
+    """A string under each field, in the module that defines it."""
+    import ast
+    import inspect
+
+    def check(kind: type[Any]) -> None:
+        tree = ast.parse(inspect.getsource(kind)).body[0]
+        assert isinstance(tree, ast.ClassDef)
+        told = {
+            node.target.id
+            for node, below in zip(tree.body, tree.body[1:], strict=False)
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+            if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+        }
+        for option in fields(kind):
+            default = option.default_factory() if callable(option.default_factory) else option.default
+            if is_dataclass(default):
+                check(type(default))
+            else:
+                assert option.name in told, f"{kind.__name__}.{option.name}"
+
+    check(RunConfig)

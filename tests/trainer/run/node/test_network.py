@@ -1,0 +1,302 @@
+"""A node's state among others: which of theirs it takes up, what it hands out when states come faster than they go."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.trainer_command import TrainerCommand
+from tests.support.training_swarm import free_port, wait_until
+from trainer.collective import Terms
+from trainer.errors import IncompatiblePeerError
+from trainer.model import ModelConfig, build_model
+from trainer.network.discovery import Announcement, Discovery, DiscoveryConfig, open_discovery
+from trainer.network.rpc import Endpoint, Identity, RpcConfig
+from trainer.network.transfer import StateConfig, describe
+from trainer.outer.diloco import DiLoCoConfig, DiLoCoTrainer, SharedState
+from trainer.outer.engine.local import LocalCollective
+from trainer.run.config import RunConfig
+from trainer.run.node.fitting import StateFit, state_layout
+from trainer.run.node.loop_thread import LoopThread
+from trainer.run.node.network import Network
+from trainer.run.node.progress import Progress
+from trainer.run.node.saying import announcement_of
+from trainer.run.node.shared_files import snapshot_meta, snapshot_tensors
+from trainer.run.node.strangers import register_terms
+
+SHAPE = ModelConfig(vocab_size=1024, dim=8, num_layers=1, num_heads=2, num_kv_heads=1, ffn_dim=16, max_seq_len=16)
+FIT = StateFit(SHAPE, 1, max_bytes=1 << 24)
+TERMS = Terms(architecture={"dim": 8}, tokenizer_lineage="ab" * 32, synchronisation={"seed": 1})
+WAIT_S = 30.0
+
+
+def state(outer_step: int = 3, rows: int = 1024, **changes: object) -> SharedState:
+    """One that fits, but for the changes."""
+    layout = state_layout(replace(SHAPE, vocab_size=rows), 1)
+    vector = torch.full((layout.num_values,), float(outer_step))
+    fits = SharedState(
+        outer_step=outer_step,
+        num_inner_steps=7 * outer_step,
+        vocab_rows=rows,
+        layout_digest=layout.digest(),
+        anchor=vector,
+        momentum=vector,
+        reference=vector,
+    )
+    return replace(fits, **changes)
+
+
+class Listening:
+    """Remembers the states that others can fetch; in the event loop's thread, which a test may hold up."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.news = threading.Event()
+        self.go_on = threading.Event()
+        self.go_on.set()
+        self.others: tuple[Announcement, ...] = ()
+
+    def progress(self) -> Progress:
+        return Progress()
+
+    def peers(self, announcements: tuple[Announcement, ...]) -> None:
+        self.others = announcements
+
+    def state(self, outer_step: int, digest: str) -> None:
+        self.steps.append(outer_step)
+        self.news.set()
+        assert self.go_on.wait(WAIT_S)
+
+
+Begin = Callable[[str], tuple[Network, Listening]]
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Begin]:
+    """Starts nodes that look for others at the addresses of those before them."""
+    addresses: list[str] = []
+    with ExitStack() as stack:
+
+        def start(name: str) -> tuple[Network, Listening]:
+            port = free_port()
+            config = RunConfig(
+                node_id=name,
+                run_id="test",
+                state_dir=str(tmp_path / name),
+                rpc=RpcConfig(host="127.0.0.1", port=port, public_address="127.0.0.1", stop_grace_s=0.1),
+                discovery=DiscoveryConfig(initial_peers=tuple(addresses), announce_interval_s=0.2, poll_interval_s=0.1),
+                state=StateConfig(retry_pause_s=0.05),
+            )
+            network, listening = (
+                Network(config, Identity.create(), TERMS, lambda: 1024, FIT, lambda: False),
+                Listening(),
+            )
+            network.start(listening)
+            stack.callback(network.stop)
+            addresses.append(f"127.0.0.1:{port}")
+            return network, listening
+
+        yield start
+
+
+def test_states_that_do_not_fit_are_passed_over_and_the_one_that_does_is_taken(
+    begin: Begin, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They claim to be further, and would be taken first; the model of the first would not fit into any memory."""
+    short = torch.zeros(8)
+    offered = {
+        "vast": state(9, vocab_rows=2**40, anchor=short, momentum=short, reference=short),
+        "other": state(8, layout_digest="cd" * 32),
+        "honest": state(3),
+    }
+    for name, shared in offered.items():
+        network, _ = begin(name)
+        network.publish(shared)
+        network.settle(WAIT_S)
+    newcomer, listening = begin("newcomer")
+    wait_until(lambda: len([it for it in listening.others if it.state_digest]) == 3, "three states announced")
+    for _ in range(2):
+        taken = newcomer.catch_up(wait_s=WAIT_S)
+        assert taken is not None
+        assert taken.digest() == offered["honest"].digest()
+    told = [record.getMessage() for record in caplog.records if "does not fit this node" in record.message]
+    assert len(told) == 2
+    assert "found one of 1099511627776" in told[0]
+    assert "expected the layout" in told[1]
+    fetched = {path.name for path in (tmp_path / "newcomer" / "state" / "test" / "newcomer").iterdir()}
+    assert fetched == {it.state_digest for it in listening.others if it.outer_step == 3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["expectation", "unpack"])
+def test_a_state_that_nobody_foresaw_is_passed_over_and_ends_no_node(
+    begin: Begin, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    holder, held = begin("a")
+    holder.publish(state())
+    assert held.news.wait(WAIT_S)
+    newcomer, _ = begin("b")
+
+    def unforeseen(*_: object) -> None:
+        raise RuntimeError("no such storage")
+
+    monkeypatch.setattr(StateFit, step, unforeseen)
+    assert newcomer.catch_up(wait_s=3.0) is None
+    said = [record.getMessage() for record in caplog.records if "does not fit this node" in record.getMessage()]
+    assert len(said) == 1 and "no such storage" in said[0]
+
+
+@pytest.mark.slow
+def test_a_newcomer_that_hears_of_a_stranger_first_hears_the_others_out(tmp_path: Path) -> None:
+    """The stranger is the one it was pointed at, and passes on who else is there."""
+    other = TERMS.model_copy(update={"synchronisation": {"seed": 2}})
+    loop = LoopThread("test-others")
+    loop.start()
+    others: list[tuple[Discovery, Endpoint]] = []
+
+    async def begin_one(terms: Terms, initial_peers: tuple[str, ...]) -> str:
+        endpoint = Endpoint(Identity.create(), "test", RpcConfig(host="127.0.0.1", public_address="127.0.0.1"))
+        register_terms(endpoint, terms)
+        config = DiscoveryConfig(initial_peers=initial_peers, announce_interval_s=0.2, poll_interval_s=0.1)
+        discovery = open_discovery(endpoint, config)
+        await endpoint.start()
+        await discovery.start()
+        progress, named = Progress(), RunConfig(node_id="other", run_id="test")
+        await discovery.announce(announcement_of(named, endpoint, terms, progress))
+        others.append((discovery, endpoint))
+        return endpoint.address
+
+    async def end_all() -> None:
+        for discovery, endpoint in others:
+            await discovery.close()
+            await endpoint.stop()
+
+    try:
+        stranger = loop.run(begin_one(other, ()), WAIT_S)
+        config = RunConfig(
+            node_id="newcomer",
+            run_id="test",
+            state_dir=str(tmp_path),
+            rpc=RpcConfig(host="127.0.0.1", public_address="127.0.0.1", stop_grace_s=0.1),
+            discovery=DiscoveryConfig(initial_peers=(stranger,), announce_interval_s=0.2, poll_interval_s=0.1),
+        )
+        network = Network(config, Identity.create(), TERMS, lambda: 1024, FIT, lambda: False)
+        starting = concurrent.futures.ThreadPoolExecutor(1).submit(network.start, Listening())
+        try:
+            wait_until(lambda: network.announcements, "the newcomer to hear of the stranger")
+            loop.run(begin_one(TERMS, (stranger,)), WAIT_S)
+            starting.result(WAIT_S)
+            assert len(network.alike()) == 1
+        finally:
+            concurrent.futures.wait([starting], WAIT_S)
+            network.stop()
+    finally:
+        loop.run(end_all(), WAIT_S)
+        loop.stop()
+
+
+@pytest.mark.slow
+def test_a_node_that_is_asked_to_stop_waits_for_no_state(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:
+    donor, donors = begin("donor")
+    donor.publish(state(3))
+    donor.settle(WAIT_S)
+    newcomer, listening = begin("newcomer")
+    wait_until(lambda: any(it.state_digest for it in listening.others), "a state announced")
+    donors.news.clear()
+    donors.go_on.clear()
+    donor.publish(state(4))
+    assert donors.news.wait(WAIT_S)  # From now on the donor hangs.
+    asked = iter([False])
+    try:
+        assert newcomer.catch_up(wait_s=WAIT_S, stop=lambda: next(asked, True)) is None
+    finally:
+        donors.go_on.set()
+    assert not [record for record in caplog.records if record.levelname == "WARNING"], "it gave up by itself"
+
+
+@pytest.mark.slow
+def test_a_node_that_is_stopped_while_it_looks_for_others_saves_and_leaves(trainer: TrainerCommand) -> None:
+    nobody = f"127.0.0.1:{free_port()}"
+    with trainer.running("--node-id", "a", "--initial-peers", nobody, "--set", "rpc.host=127.0.0.1") as node:
+        wait_until(lambda: "answers at" in "".join(node.errors), "the node to look for others", WAIT_S)
+        assert node.stop() == 143
+    assert "answers yet" not in "".join(node.errors)
+    assert trainer.saved("a")["training_rounds"] == 0
+
+
+def test_of_states_that_come_while_one_is_written_the_newest_is_handed_out(begin: Begin) -> None:
+    network, listening = begin("a")
+    listening.go_on.clear()
+    network.publish(state(1))
+    assert listening.news.wait(WAIT_S)
+    for outer_step in range(2, 7):
+        network.publish(state(outer_step))
+    listening.go_on.set()
+    network.settle(WAIT_S)
+    assert listening.steps == [1, 6]
+
+
+def test_a_layout_is_that_of_a_built_model() -> None:
+    shape = replace(SHAPE, num_layers=3, vocab_size=2048)
+    shared = DiLoCoTrainer(build_model(shape, 0), DiLoCoConfig(num_fragments=2), LocalCollective()).shared_state()
+    layout = state_layout(shape, 2)
+    assert (layout.digest(), layout.num_values) == (shared.layout_digest, shared.anchor.numel())
+
+
+@pytest.mark.parametrize("rows", [1024, 5 * 1024])
+def test_a_state_fits_with_any_full_number_of_rows(rows: int) -> None:
+    shared = state(rows=rows)
+    expectation = FIT.expectation(describe(snapshot_meta(shared), snapshot_tensors(shared)))
+    assert expectation.tensors == {
+        name: ("float32", (shared.anchor.numel(),)) for name in ("anchor", "momentum", "reference")
+    }
+
+
+@pytest.mark.parametrize(
+    ("meta", "said"),
+    [
+        ({"vocab_rows": 0}, "rows of vocabulary"),
+        ({"vocab_rows": 1025}, "in steps of 1024"),
+        ({"vocab_rows": 10_001_408}, "rows of vocabulary"),
+        ({"vocab_rows": 2048}, "layout"),
+        ({"vocab_rows": True}, "vocab_rows"),
+        ({"vocab_rows": "1024"}, "vocab_rows"),
+        ({"fragment": 1}, "fragment"),
+        ({"outer_step": 2**53}, "outer_step"),
+        ({"num_inner_steps": -1}, "num_inner_steps"),
+        ({"layout_digest": "cd" * 32}, "layout"),
+        ({"layout_digest": 3}, "version 1"),
+        ({"version": 2}, "version 1"),
+    ],
+)
+def test_a_descriptor_of_another_state_is_refused(meta: dict[str, int | str], said: str) -> None:
+    shared = state()
+    with pytest.raises(IncompatiblePeerError, match=said):
+        FIT.expectation(describe({**snapshot_meta(shared), **meta}, snapshot_tensors(shared)))
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"anchor": torch.zeros(8)},
+        {"anchor": torch.zeros(8), "momentum": torch.zeros(8), "reference": torch.zeros(8)},
+        {name: torch.zeros(state().anchor.shape).half() for name in ("anchor", "momentum", "reference")},
+        {},
+    ],
+)
+def test_tensors_of_another_state_are_refused(tensors: dict[str, torch.Tensor]) -> None:
+    with pytest.raises(IncompatiblePeerError, match="expected a state of anchor, momentum, reference with"):
+        FIT.expectation(describe(snapshot_meta(state()), tensors))
+
+
+def test_a_state_larger_than_this_node_takes_is_refused() -> None:
+    shared = state()
+    with pytest.raises(IncompatiblePeerError, match="at most 1000 bytes"):
+        replace(FIT, max_bytes=1000).expectation(describe(snapshot_meta(shared), snapshot_tensors(shared)))

@@ -1,0 +1,181 @@
+"""A vocabulary that grows while a run goes on: taken up at an outer step, old rows bit for bit, nothing lost before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from loader.options import StoreOptions
+from loader.session import Session
+from manifests import VocabularyFile
+from tests.support.growing_store import GROWN_SHARDS, copy_text_store, grow_text_store
+from tests.support.text_store import NUM_SHARDS, text_store
+from tests.support.trainer_command import TrainerCommand
+from tests.support.trainer_here import TrainerHere
+from trainer.checkpoint.node import checkpoint_path, read_checkpoint, wallet_id
+from trainer.checkpoint.node.naming import kept_path, kept_paths
+from trainer.model import ModelConfig, build_model, preset
+from trainer.outer.diloco import FlatLayout
+from trainer.outer.engine.local import LocalCollective
+from trainer.run.config import RunConfig, from_mapping
+from trainer.run.node.data import endless, open_dataset
+from trainer.run.node.replica import Replica
+from trainer.run.node.vocabulary import lineage_of, within_vocabulary
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+ROUNDS = ("--node-id", "a", "--inner-steps", "5", "--plateau", "off", "--set", "checkpoint.keep=20")
+ROWS = {"embedding": "weight", "readout": "output.weight"}
+
+
+def embeddings(saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {layer: saved["layers"][layer][name] for layer, name in ROWS.items()}
+
+
+def at_step(command: TrainerCommand, step: int) -> dict[str, Any]:
+    return read_checkpoint(kept_path(checkpoint_path(command.checkpoints, wallet_id("", "a")), step))
+
+
+def check_grown(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """All of the state before is in the state after; what is new is drawn, or zero."""
+    assert (before["architecture"]["vocab_size"], after["architecture"]["vocab_size"]) == (1024, 2048)
+    for layer, rows in embeddings(before).items():
+        grown = embeddings(after)[layer]
+        assert torch.equal(grown[:1024], rows)
+        assert grown[1024:].std() > 0.001
+    for old, new in zip(before["optimizer"]["state"].values(), after["optimizer"]["state"].values(), strict=True):
+        for name in ("exp_avg", "exp_avg_sq"):
+            same = new[name][: len(old[name])] if old[name].ndim > 1 else new[name]
+            assert torch.equal(same, old[name])
+            assert not new[name][len(old[name]) :].any()
+    (old_state,), (new_state,) = before["diloco"]["fragments"], after["diloco"]["fragments"]
+    for name in ("anchor", "momentum", "reference"):
+        old, new = (by_name(saved, state[name]) for saved, state in ((before, old_state), (after, new_state)))
+        assert old.keys() == new.keys()
+        assert all(torch.equal(new[key][: len(values)], values) for key, values in old.items())
+    assert after["diloco"]["vocab_rows"] == 2048
+
+
+def by_name(saved: Mapping[str, Any], vector: Tensor) -> dict[str, Tensor]:
+    """What a flat vector holds of each parameter, in the parameter's shape."""
+    model = build_model(ModelConfig.from_dict(saved["architecture"]), 0)
+    return {
+        name: vector[place].view(shape) for name, shape, place in FlatLayout.of(dict(model.named_parameters())).slices()
+    }
+
+
+def test_adopted_at_the_next_outer_step_across_a_restart(
+    here: TrainerHere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped at step 3, the store grows, started again: rows are added behind the outer step, at step 5."""
+    store = copy_text_store(tmp_path / "store")
+    grown = TrainerCommand(store, tmp_path)
+    still = TrainerCommand(text_store(), tmp_path / "still")
+    here.other(*grown.line(*ROUNDS, "--max-steps", "3")[3:])
+    grow_text_store(store)
+    monkeypatch.setenv("GENESIS_CACHE_DIR", str(tmp_path / "cache of another day"))  # The manifest is kept for minutes.
+    said = here.other(*grown.line(*ROUNDS, "--max-steps", "5")[3:])
+    assert "vocabulary: 2048 rows, before 1024" in said
+    here.other(*still.line(*ROUNDS, "--max-steps", "5")[3:])
+    check_grown(still.saved("a"), grown.saved("a"))
+
+    told = here.other(*grown.line(*ROUNDS, "--max-steps", "12")[3:])
+    assert "going on from step 5" in told
+    assert "vocabulary:" not in told
+    assert grown.saved("a")["architecture"]["vocab_size"] == 2048
+
+
+def test_adopted_by_a_running_node_which_then_reads_the_new_shards(tmp_path: Path) -> None:
+    """The rows of before are those of a run whose store stayed as it was."""
+    store = copy_text_store(tmp_path / "store")
+    grown = TrainerCommand(store, tmp_path)
+    options = (*ROUNDS, "--set", "data.refresh_s=0.1", "--set", "checkpoint.every_steps=5")
+    with grown.running(*options, "--set", "checkpoint.keep=100000") as node:
+        node.wait_for("round", 1)
+        grow_text_store(store)
+        reached = max(event["outer_step"] for event in node.events if event["kind"] == "round")
+        node.wait_for("round", reached + 6)
+        assert node.stop() == 143
+    told = "".join(node.errors)
+    assert "vocabulary: 2048 rows, before 1024" in told
+    assert f"the store has {NUM_SHARDS + GROWN_SHARDS} shards now" in told
+    kept = trained_rows(grown)
+    step = min(step for step, rows in kept.items() if rows == 2048)
+    assert step % 5 == 0
+    assert all(rows == 1024 for earlier, rows in kept.items() if earlier < step)
+    still = TrainerCommand(text_store(), tmp_path / "still")
+    still(*ROUNDS, "--max-steps", str(step))
+    check_grown(still.saved("a"), at_step(grown, step))
+
+
+def trained_rows(command: TrainerCommand) -> dict[int, int]:
+    """Rows by step, of all checkpoints that were kept."""
+    paths = kept_paths(checkpoint_path(command.checkpoints, wallet_id("", "a")))
+    kept = [read_checkpoint(path) for path in paths]
+    return {saved["training_rounds"]: saved["architecture"]["vocab_size"] for saved in kept}
+
+
+def test_ids_without_a_row_are_read_as_unknown_and_not_learned() -> None:
+    batch = {"input_ids": torch.tensor([[5, 1023, 1024]]), "labels": torch.tensor([[1023, 1024, 4000]])}
+    (read,) = within_vocabulary(iter([batch]), lambda: 1024)
+    assert read["input_ids"].tolist() == [[5, 1023, 3]]
+    assert read["labels"].tolist() == [[1023, -100, -100]]
+    (whole,) = within_vocabulary(iter([batch]), lambda: 4001)
+    assert whole is batch
+
+
+def test_a_model_of_fewer_rows_trains_on_a_store_that_is_ahead(tmp_path: Path) -> None:
+    """As a joiner does whose run has not adopted the newest vocabulary yet; what it cannot read is not counted."""
+    store = copy_text_store(tmp_path / "store")
+    grow_text_store(store)
+    values = {
+        "node_id": "a",
+        "data": {"store": str(store), "sources": {"more": 1.0}, "cache_dir": str(tmp_path / "cache")},
+        "inner": {"seq_len": 64, "micro_batch_size": 4},
+    }
+    config = from_mapping(RunConfig, values)
+    dataset = open_dataset(config)
+    replica = Replica(
+        config,
+        preset("tiny", 1024),
+        LocalCollective(),
+        torch.device("cpu"),
+        endless(dataset),
+        1024,
+        dataset.report_loss,
+    )
+    fewer = [replica.inner.step() for _ in range(3)]
+    assert not any(result.skipped for result in fewer)
+    assert all(0 < result.num_tokens < 256 for result in fewer)
+    for agreed in (0, 1025, 2047):  # What one liar's number makes of the least of all.
+        replica.grow(agreed, 1)
+        assert replica.vocab_rows == replica.model.readout.num_ids == 1024
+    replica.grow(2048, 2048)
+    assert replica.inner.step().num_tokens == 256
+    dataset.close()
+
+
+def test_rows_are_asked_for_each_batch() -> None:
+    batch = {"input_ids": torch.tensor([[1500]]), "labels": torch.tensor([[1500]])}
+    rows = iter([1024, 2048])
+    first, second = within_vocabulary(iter([batch, batch]), lambda: next(rows))
+    assert (first["labels"].item(), second["labels"].item()) == (-100, 1500)
+
+
+def test_a_vocabulary_keeps_its_lineage_as_it_grows(tmp_path: Path) -> None:
+    def vocabulary_of(store: Path) -> VocabularyFile:
+        session = Session.open(StoreOptions.of(store, cache_dir=tmp_path / "cache"))
+        return session.newest_catalog().vocabulary()
+
+    store = copy_text_store(tmp_path / "store")
+    before = vocabulary_of(store)
+    grow_text_store(store)
+    after = vocabulary_of(store)
+    assert after.next_merge_id > before.next_merge_id
+    assert lineage_of(after) == lineage_of(before)
+    assert lineage_of(vocabulary_of(text_store("other"))) != lineage_of(before)

@@ -1,0 +1,380 @@
+"""Which processes `swarm up` starts, how they are told of each other, and what is shown of them."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.support.dht_processes import descendants, wait_until_gone
+from tests.support.pipeline_view import SeenPipeline, a_worker, an_account, some_stages
+from tests.support.pretended_swarm import PROGRAM
+from trainer.errors import MalformedAnswerError, PeerUnavailableError, TrainerUsageError
+from trainer.monitor import ApiConfig, ApiServer, TrainingMetrics, TrainingTracker, create_app
+from trainer.monitor.metrics import Sources
+from trainer.run.cli.app import run
+from trainer.run.cli.swarm_lines import _JsonLines, _PlainLines, _Table, account_text, stage_table, workers_table
+from trainer.run.swarm.asking import ask_account, ask_stages
+from trainer.run.swarm.children import RestartPolicy
+from trainer.run.swarm.local import LocalSwarm, Ports, seed_address, seed_spec, swarm_specs
+from trainer.run.swarm.ports import free_ports
+from trainer.run.swarm.running import run_local
+from trainer.run.swarm.sight import ProcessCount, Sight, sight_through
+
+_ROOT = Path(__file__).resolve().parents[4]
+_STAGES = ("head", "body-1", "tail")
+
+
+def _swarm(**changes: object) -> LocalSwarm:
+    options: dict[str, object] = {"run": Path("/run.yaml"), "stages": _STAGES, "program": PROGRAM}
+    return LocalSwarm(**(options | changes))
+
+
+class Shown:
+    """A display that remembers."""
+
+    every_s = 0.2
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.sights: list[Sight] = []
+
+    def event(self, text: str) -> None:
+        self.events.append(text)
+
+    def show(self, sight: Sight) -> None:
+        self.sights.append(sight)
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    file = tmp_path / "calls"
+    monkeypatch.setenv("PRETENDED_SWARM_CALLS", str(file))
+    monkeypatch.setenv("PYTHONPATH", str(_ROOT))
+    return file
+
+
+@pytest.fixture
+def driver_url() -> Iterator[str]:
+    tracker = TrainingTracker("driver-1", peer_id="f" * 64)
+    sources = Sources(status=tracker.status, refused=dict, rpc_bytes=lambda: (0, 0), lost_events=lambda: 0)
+    metrics = TrainingMetrics(sources, node_id="driver-1", run_id="run")
+    config = ApiConfig(port=0)
+    with ApiServer(create_app(tracker, metrics, config=config, pipeline=SeenPipeline()), config) as server:
+        yield server.url
+
+
+def test_all_workers_and_drivers_get_names_ports_and_places_to_begin() -> None:
+    swarm = _swarm(num_workers=2, num_drivers=2, store="/store", max_steps=7, settings=("seed=3",))
+    ports = Ports.dealt(swarm, range(1, swarm.num_ports + 1))
+    specs = swarm_specs(swarm, ports, [])
+    assert [spec.name for spec in specs] == [
+        *(f"{stage}.{number}" for stage in _STAGES for number in (1, 2)),
+        "driver-1",
+        "driver-2",
+    ]
+    lines = [" ".join(spec.command) for spec in specs]
+    own = [spec.command[spec.command.index("--port") + 1] for spec in specs]
+    assert len(set(own)) == len(own)
+    begin = [f"--initial-peers 127.0.0.1:{port}" for port in (own[6], own[7], own[0], own[2], own[4])]
+    for line in lines:
+        assert all(text in line for text in begin)
+        assert "--run /run.yaml" in line and "--store /store" in line and "--set seed=3" in line
+        assert "--set rpc.host=127.0.0.1 --set rpc.public_address=127.0.0.1" in line
+    assert "worker --stage body-1 --node-id body-1.2" in lines[3] and "--no-api" in lines[3]
+    assert "--pipeline swarm" in lines[6] and "--max-steps 7" in lines[6]
+    assert specs[6].api_url.rpartition(":")[2] == specs[6].command[specs[6].command.index("--api-port") + 1]
+    assert [spec.stage for spec in specs] == ["head", "head", "body-1", "body-1", "tail", "tail", "", ""]
+
+
+def test_seeds_know_those_before_them_and_all_others_know_the_seeds(tmp_path: Path) -> None:
+    swarm = _swarm(num_seeds=2)
+    ports = Ports.dealt(swarm, range(1, swarm.num_ports + 1))
+    first = seed_spec(swarm, ports, tmp_path, [])
+    second = seed_spec(swarm, ports, tmp_path, ["/ip4/a"])
+    assert "--initial-peers" not in first.command
+    assert second.command[-2:] == ("--initial-peers", "/ip4/a")
+    assert (first.name, second.name) == ("seed-1", "seed-2")
+    for spec in swarm_specs(swarm, ports, ["/ip4/a", "/ip4/b"]):
+        given = [
+            value for name, value in zip(spec.command, spec.command[1:], strict=False) if name == "--initial-peers"
+        ]
+        assert given == ["/ip4/a", "/ip4/b"]
+
+
+def test_a_seed_is_ready_when_it_has_printed_a_whole_line() -> None:
+    header = "--- 2026-11-21 python -m trainer seed --initial-peers /ip4/other\n"
+    assert seed_address(header) is None
+    assert seed_address(header + "ready\n  --initial-peers /ip4/127.0.0.1/tc") is None
+    assert (
+        seed_address(header + "ready\n  --initial-peers /ip4/x/p2p/Qm\n  --initial-peers /ip4/y\n") == "/ip4/x/p2p/Qm"
+    )
+
+
+def test_free_ports_are_free_and_different() -> None:
+    ports = free_ports(20)
+    assert len(set(ports)) == 20
+    for port in ports:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", port))
+
+
+@pytest.mark.slow
+def test_a_whole_swarm_runs_until_its_drivers_are_done(calls: Path, tmp_path: Path) -> None:
+    shown = Shown()
+    swarm = _swarm(num_seeds=2, max_steps=8)
+    outcome = run_local(swarm, tmp_path / "logs", RestartPolicy(), shown, lambda: False)
+    assert (outcome.exit_code, outcome.reason) == (0, "all drivers are done")
+    started = [json.loads(line) for line in calls.read_text().splitlines()]
+    assert [call[0] for call in started[:2]] == ["seed", "seed"]
+    assert sorted(call[2] for call in started if call[0] == "worker") == ["body-1", "head", "tail"]
+    seen = [sight for sight in shown.sights if sight.stages is not None]
+    assert an_account() in [sight.account for sight in seen]
+    assert shown.sights[-1].stages is not None, "what was said last is shown last, though nobody answers any more"
+    assert [count.running for count in shown.sights[-1].processes if count.name == "drivers"] == [0]
+    assert {count.name: count.wanted for count in seen[0].processes} == {
+        "seeds": 2,
+        "head": 1,
+        "body-1": 1,
+        "tail": 1,
+        "drivers": 1,
+    }
+    assert {path.name for path in (tmp_path / "logs").glob("*.log")} == {
+        *("seed-1.log", "seed-2.log", "head.1.log", "body-1.1.log", "tail.1.log", "driver-1.log")
+    }
+
+
+def test_all_that_could_not_save_are_named_with_their_reasons(
+    calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRETENDED_SWARM_UNSAVED", "head,tail")
+
+    def are_up() -> bool:
+        return calls.exists() and len(calls.read_text().splitlines()) == 4
+
+    outcome = run_local(_swarm(), tmp_path, RestartPolicy(), Shown(), are_up)
+    assert outcome.exit_code == 1
+    assert outcome.reason == "; ".join(
+        f"{name} ended with an error: no room for {name}" for name in ("head.1", "tail.1")
+    )
+
+
+def test_one_folder_has_one_swarm(calls: Path, tmp_path: Path) -> None:
+    asked = threading.Event()
+    shown = Shown()
+    first = threading.Thread(target=run_local, args=(_swarm(), tmp_path, RestartPolicy(), shown, asked.is_set))
+    first.start()
+    try:
+        deadline_s = time.monotonic() + 30
+        while not shown.events:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+        with pytest.raises(TrainerUsageError, match="another swarm runs there; give this one another --folder"):
+            run_local(_swarm(), tmp_path, RestartPolicy(), Shown(), lambda: False)
+    finally:
+        asked.set()
+        first.join(60)
+    assert shown.events[-1].startswith("asked to stop; ending all processes; Ctrl+C again kills them at once")
+
+
+_UP = """
+import sys
+from tests.support.pretended_swarm import PROGRAM
+from trainer.run.swarm import local
+local.LocalSwarm.__init__.__kwdefaults__["program"] = PROGRAM
+from trainer.run.cli.app import run
+sys.exit(run(["swarm", "up", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.slow
+def test_the_command_ends_whole_on_ctrl_c(calls: Path, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("run_id: look\nswarm: {num_stages: 2, vocab_rows: 2048}\nmodel: {preset: tiny}\n")
+    command = [sys.executable, "-c", _UP, "--run", str(file), "--folder", str(tmp_path / "all"), "--json"]
+    process = subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        first = json.loads(process.stdout.readline())
+        assert first["kind"] == "event" and "driver-1 answers at http://127.0.0.1:" in first["text"]
+        deadline_s = time.monotonic() + 60
+        while not calls.exists() or len(calls.read_text().splitlines()) < 3:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        family = descendants(process.pid)
+        assert len(family) == 3
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 130, errors
+        wait_until_gone(family)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+    told = [json.loads(line) for line in calls.read_text().splitlines()]
+    settings = [value for call in told for name, value in pairwise(call) if name == "--set"]
+    assert f"state_dir={tmp_path / 'all' / 'state'}" in settings
+
+
+def test_an_interrupt_is_said_and_exit_code_130(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trainer.run.swarm.running.run_local", interrupted)
+    file = tmp_path / "run.yaml"
+    file.write_text("swarm: {num_stages: 2, vocab_rows: 2048}\nmodel: {preset: tiny}\n")
+    assert run(["swarm", "up", "--run", str(file), "--folder", str(tmp_path)]) == 130
+    assert capsys.readouterr().err == "trainer: interrupted; nothing was saved since the last checkpoint\n"
+
+
+def test_mistakes_are_one_line_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("swarm: {num_stages: 1}\n")
+    assert run(["swarm", "up", "--run", str(file)]) == 2
+    assert capsys.readouterr().err == "trainer: swarm.num_stages: expected 2 or more, found 1\n"
+    assert run(["swarm", "up", "--run", str(file), "--workers", "0"]) == 2
+
+
+@pytest.mark.slow
+def test_a_driver_tells_its_stages_and_the_account(driver_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ask_stages(driver_url + "/") == some_stages()
+    assert ask_account(driver_url) == an_account()
+    assert run(["swarm", "status", "--api", driver_url]) == 0
+    text = capsys.readouterr().out
+    heading, first, *_ = text.splitlines()
+    assert heading.split() == ["stage", "serving", "version", "rows/s", "busy", "queued"], "whose processes, none knows"
+    assert first.split() == ["head", "1/2", "12", "30.0", "75%", "2"] and len(first) == len(heading)
+    assert "120 leased = 100 done + 3 lost + 17 open; 2 given again; at most 1 of them perished in a stage" in text
+    assert "head.0.43" in text and "empty for 8 s" in text and "lost at body-1: 3 (unclear)" in text
+    assert run(["swarm", "status", "--api", driver_url, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["account"]["micro_batches"]["done"] == 100
+
+
+def test_an_account_that_does_not_add_up_is_a_failure(
+    driver_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = an_account(micro_batches={"leased": 120, "done": 100, "lost": 3, "open": 16})
+    monkeypatch.setattr(SeenPipeline, "account", lambda _: wrong)
+    assert run(["swarm", "status", "--api", driver_url]) == 1
+    assert "does NOT add up" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_whoever_is_no_driver_is_told_so(driver_url: str) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        pytest.raises(PeerUnavailableError, match="no driver answers"),
+    ):
+        ask_stages(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.2)
+    with pytest.raises(MalformedAnswerError, match="status 404"):
+        ask_stages(driver_url + "/elsewhere")
+    with pytest.raises(TrainerUsageError, match="--api: expected http://host:port"):
+        ask_stages("127.0.0.1:8000")
+    assert sight_through(["http://127.0.0.1:1", driver_url, driver_url]).tokens_per_s == 2 * 1234.5
+
+
+def _sight() -> Sight:
+    counts = (ProcessCount("drivers", 1, 1, 0), ProcessCount("head", 2, 2, 1), ProcessCount("tail", 0, 1, 4))
+    return Sight(counts, some_stages(), an_account(), 1234.5)
+
+
+def test_the_table_has_a_line_a_stage_and_says_which_is_empty() -> None:
+    lines = stage_table(_sight())
+    assert [line.split()[0] for line in lines] == ["stage", "head", "tail", "drivers", "step", "micro-batches:"]
+    assert lines[0].split()[1] == "processes"
+    assert lines[1].split()[1:5] == ["2/2", "1/2", "12", "30.0"] and lines[1].endswith("restarts: 1")
+    assert "empty for 8 s" in lines[2] and lines[2].endswith("restarts: 4")
+    assert lines[4] == "step 12  loss 5.2500  1,234 tokens/s"
+    assert not any("\x1b" in line for line in lines)
+    assert "\x1b[31mtail" in stage_table(_sight(), is_coloured=True)[2]
+    assert stage_table(Sight())[-2:] == ["no driver answers yet", account_text(None)]
+
+
+def test_a_terminal_is_redrawn_in_place_with_lines_cut_to_its_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    stream = io.StringIO()
+    table = _Table(stream, is_coloured=False)
+    table.show(_sight())
+    first = stream.getvalue().splitlines()
+    assert len(first) == 6 and max(map(len, first)) < 40
+    table.event("head.1 ended (SIGKILL)")
+    table.show(_sight())
+    assert stream.getvalue().count("\x1b[6F\x1b[J") == 2
+    assert "head.1 ended (SIGKILL)\n" in stream.getvalue()
+
+
+def test_elsewhere_it_is_one_line_or_one_object() -> None:
+    plain, objects = io.StringIO(), io.StringIO()
+    _PlainLines(plain).show(_sight())
+    assert plain.getvalue().count("\n") == 1
+    assert "3/4 processes" in plain.getvalue() and plain.getvalue().endswith("nobody serves tail\n")
+    lines = _JsonLines(objects)
+    lines.event("x")
+    lines.show(_sight())
+    event, sight = (json.loads(line) for line in objects.getvalue().splitlines())
+    assert event == {"kind": "event", "text": "x"}
+    assert sight["stages"]["step"] == 12 and sight["processes"][1]["restarts"] == 1
+
+
+def test_what_is_wrong_with_workers_is_shown_and_whose_it_is() -> None:
+    stages = some_stages()
+    worker = a_worker("head.0.42", node_id="head.1", unsaved_s=63.2, unsaved_because="No space left\x1b[2J")
+    troubled = stages.model_copy(update={"stages": (stages.stages[0].model_copy(update={"workers": (worker,) * 10}),)})
+    sight = Sight((ProcessCount("head", 1, 1, 0),), troubled)
+    said = "head.1: no checkpoint for 63 s: No space left?[2J"
+    assert stage_table(sight)[2:-2] == [said] * 8 + ["and 2 more of this kind: see swarm status"]
+    plain = io.StringIO()
+    _PlainLines(plain).show(sight)
+    assert f"; {said}; {said}" in plain.getvalue()
+    assert "no checkpoint for 63 s: No space left" in workers_table(troubled, None)[1]
+    assert "no checkpoint" not in "\n".join(stage_table(Sight(stages=troubled))), "the table of workers says it"
+
+
+def test_workers_that_disagree_are_both_named() -> None:
+    stages = some_stages()
+    workers = tuple(
+        a_worker(f"tail.0.{one}", node_id=f"tail.{one}", differs_from=(f"tail.0.{other}",))
+        for one, other in ((42, 43), (43, 42))
+    )
+    seen = stages.model_copy(update={"stages": (stages.stages[0].model_copy(update={"workers": workers}),)})
+    said = "\n".join(workers_table(seen, None))
+    assert "computes something else than tail.0.43; one of them is wrong" in said
+    assert "tail.42: computes something else than tail.0.43" in "\n".join(
+        stage_table(Sight((ProcessCount("tail", 2, 2, 0),), seen))
+    )
+
+
+def test_a_worker_that_does_not_answer_is_not_shown_as_busy() -> None:
+    stages = some_stages()
+    worker = a_worker("tail.0.42", node_id="tail.1", silent_s=12.3, age_s=30.0, in_flight=3)
+    tail = stages.stages[1].model_copy(update={"workers": (worker,), "version": 12, "empty_for_s": 0.0})
+    sight = Sight((ProcessCount("tail", 1, 1, 0),), stages.model_copy(update={"stages": (tail,)}))
+    _, row, *troubles, _, _ = stage_table(sight)
+    assert row.split() == ["tail", "1/1", "0/1", "12", "–", "–", "–"]
+    assert troubles == [
+        "tail.1: has not answered for 12 s; micro-batches wait for it (3)",
+        "tail.1: last heard of 30 s ago",
+    ]
+    assert sight.stages is not None
+    assert workers_table(sight.stages, None)[1].split()[:7] == ["tail.0.42", "tail.1", "silent", "12", "–", "–", "–"]
+    assert stage_table(sight, is_coloured=True)[1].startswith("\x1b[31mtail")
+
+
+def test_a_name_of_a_node_cannot_break_the_table() -> None:
+    stages = some_stages()
+    strange = stages.stages[0].model_copy(update={"workers": (a_worker("head.0.42", node_id="a\nb\x1b[2J" * 20),)})
+    lines = workers_table(stages.model_copy(update={"stages": (strange,)}), None)
+    assert len(lines) == 2
+    assert not any(character in line for line in lines for character in "\n\x1b")

@@ -1,0 +1,59 @@
+"""Aggregation that a minority of broken or lying members cannot turn: rules, gradient validation, weights.
+
+    found = sum of moments(part_rows, reference_part) over the parts, the slices of all reducers added in one order
+    decision = decide(found, weights, config)            # the same at every member
+    result = reduce_part(part_rows, weights, config, decision, reference_part)   # part by part, by its reducer
+
+Rules that look at one coordinate at a time (mean, median, trimmed mean) wait for nothing: a part is reduced when its
+copies have come, and enforced validation decides from the moments of that part. Krum, multi-Krum and centred clip look
+at whole vectors through ``Moments``, the one barrier of a round (``needs_moments``).
+
+Guarantees: a NaN, an infinity or a claimed weight of 1e12 changes nothing or is bounded; every function is
+deterministic, and ``decide`` is so across machines; where the members are too few for a rule the note says what was
+done instead. The trade-off: exact second moments (float64) cost 1.3 ms of one core for 4 contributions of 1 MiB, and
+only where a rule needs them or validation is on. Reducing the same takes 0.25 ms (mean) to 0.6 ms (trimmed mean).
+"""
+
+from __future__ import annotations
+
+from trainer.aggregation.config import RuleConfig, RuleName, ValidationMode
+from trainer.aggregation.deciding import (
+    Decision,
+    EffectiveRule,
+    decide,
+    effective_rule,
+    needs_decision,
+    needs_moments,
+    trim_count,
+)
+from trainer.aggregation.progress import common_progress
+from trainer.aggregation.reducing import reduce_part
+from trainer.aggregation.second_moments import MAX_MEMBERS, Moments, finite_rows, moments
+from trainer.aggregation.validation import Finding, validate, validate_gradient
+from trainer.aggregation.weights import DEFAULT_MAX_RATIO, cap_weights, contribution_weight, freshness
+
+__all__ = [
+    "DEFAULT_MAX_RATIO",
+    "MAX_MEMBERS",
+    "Decision",
+    "EffectiveRule",
+    "Finding",
+    "Moments",
+    "RuleConfig",
+    "RuleName",
+    "ValidationMode",
+    "cap_weights",
+    "common_progress",
+    "contribution_weight",
+    "decide",
+    "effective_rule",
+    "finite_rows",
+    "freshness",
+    "moments",
+    "needs_decision",
+    "needs_moments",
+    "reduce_part",
+    "trim_count",
+    "validate",
+    "validate_gradient",
+]

@@ -1,0 +1,253 @@
+"""What is in a stage's checkpoint: whose it is and of when, then all that its worker goes on from.
+
+The file is `trainer.checkpoint.node`'s form, a digest over everything in it included, so
+``torch.load(weights_only=True)`` opens it and its ``parameters`` have the names they have in the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Self
+
+import torch
+from torch import Tensor
+
+from trainer.checkpoint.node import read_checkpoint
+from trainer.checkpoint.stages.damage import what_is_wrong
+from trainer.checkpoint.stages.naming import StageName
+from trainer.errors import CheckpointMismatchError, CorruptCheckpointError, TrainerUsageError
+from trainer.model import ModelConfig
+from trainer.model.plan import StagePlan
+
+__all__ = ["RunShape", "StageCheckpoint", "StageHeader", "StageState", "document_of", "peek", "read_stage"]
+
+_KIND: Final = "genesis-stage"
+_FIELDS: Final = 1
+"""Release of the fields below."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunShape:
+    """What all files of a set have in common."""
+
+    run_id: str
+    config: ModelConfig
+    """Of the whole model."""
+    layers: tuple[int, ...]
+    """Layers of each stage, head first: the cut."""
+    vocabulary: str = ""
+    """Lineage of the vocabulary (`trainer.run.node.vocabulary.lineage_of`); empty where nobody said."""
+    basis: str = ""
+    """Digest of the subspace's basis; empty without one."""
+
+    @property
+    def plan(self) -> StagePlan:
+        """The stages: names and ranges."""
+        return StagePlan.of(self.config, len(self.layers), self.layers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageHeader:
+    """Which state of which stage."""
+
+    shape: RunShape
+    stage: str
+    saved_us: int
+    """When the state was taken, microseconds since 1970."""
+    version: int
+    """Optimizer steps behind it."""
+    num_tokens: int
+    """Tokens the stage had seen, of all its workers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageState:
+    """What a worker hands over to be saved, and gets back: tensors, and plain values that ``weights_only`` takes."""
+
+    config: ModelConfig
+    """Of the whole model as it is now: its vocabulary may have grown since the plan was made."""
+    version: int
+    """Optimizer steps taken."""
+    parameters: Mapping[str, Tensor]
+    """By their names in the whole model."""
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    """`torch.optim.Optimizer.state_dict`."""
+    strategy: Mapping[str, Any] = field(default_factory=dict)
+    """Of what keeps a stage's workers together: anchor, momentum, rounds."""
+    accumulators: Mapping[str, Any] = field(default_factory=dict)
+    """Gradients of micro-batches that no step has taken yet, and counts."""
+    num_tokens: int = 0
+    """Tokens the stage has seen."""
+    vocabulary: str = ""
+    """As in `RunShape`."""
+    basis: str = ""
+    """As in `RunShape`."""
+    incarnation: str = ""
+    """Of the worker that counted what is in it."""
+    applied: int = 0
+    """The first so many micro-batches that one counted are in it."""
+
+    @classmethod
+    def of_replica(
+        cls,
+        config: ModelConfig,
+        replica: Mapping[str, Any],
+        *,
+        strategy: Mapping[str, Any] | None = None,
+        num_tokens: int = 0,
+        vocabulary: str = "",
+        basis: str = "",
+        incarnation: str = "",
+        applied: int = 0,
+    ) -> Self:
+        """From `StageReplica.state_dict`: weights and optimizer apart from what is accumulated and counted."""
+        return cls(
+            config=config,
+            version=replica["stage_version"],
+            parameters=replica["module"],
+            optimizer=replica["optimizer"],
+            strategy=strategy or {},
+            accumulators={name: value for name, value in replica.items() if name not in ("module", "optimizer")},
+            num_tokens=num_tokens,
+            vocabulary=vocabulary,
+            basis=basis,
+            incarnation=incarnation,
+            applied=applied,
+        )
+
+    def for_replica(self) -> dict[str, Any]:
+        """The inverse: what `StageReplica.load_state_dict` takes."""
+        return {**self.accumulators, "module": self.parameters, "optimizer": self.optimizer}
+
+
+@dataclass(frozen=True, slots=True)
+class StageCheckpoint:
+    """A file's contents."""
+
+    header: StageHeader
+    state: StageState
+
+
+def document_of(run_id: str, plan: StagePlan, stage: str, saved_us: int, state: StageState) -> dict[str, Any]:
+    """The fields of a file by name; nothing is copied."""
+    return {
+        "kind": _KIND,
+        "fields": _FIELDS,
+        "run_id": run_id,
+        "stage": stage,
+        "saved_us": saved_us,
+        "names": list(plan.names),
+        "layers": [len(numbers) for numbers in plan.ranges],
+        "architecture": state.config.to_dict(),
+        "version": state.version,
+        "num_tokens": state.num_tokens,
+        "vocabulary": state.vocabulary,
+        "basis": state.basis,
+        "incarnation": state.incarnation,
+        "applied": state.applied,
+        "parameters": state.parameters,
+        "optimizer": state.optimizer,
+        "strategy": state.strategy,
+        "accumulators": state.accumulators,
+    }
+
+
+def peek(named: StageName) -> StageHeader:
+    """What a file says of itself; its tensors are mapped, not read, so the digest is not looked at.
+
+    Raises:
+        CorruptCheckpointError: it cannot be opened, or is not what its name says.
+        CheckpointMismatchError: it is of a release to come.
+    """
+    wrong = what_is_wrong(named.path)
+    if wrong:
+        raise CorruptCheckpointError(f"{named.path}: damaged: not a whole checkpoint, but {wrong}")
+    try:
+        document = torch.load(named.path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        # Damage shows as any of a dozen errors, by where it sits; what they say is of torch's inside.
+        raise CorruptCheckpointError(
+            f"{named.path}: damaged: not a whole checkpoint, but an archive whose contents cannot be read"
+        ) from error
+    return _header(named, document)
+
+
+def read_stage(named: StageName) -> StageCheckpoint:
+    """A file's contents, once their digest fits.
+
+    Raises:
+        CorruptCheckpointError: it is damaged, or not what its name says.
+        CheckpointMismatchError: it is of a release to come.
+    """
+    wrong = what_is_wrong(named.path)
+    if wrong:
+        raise CorruptCheckpointError(f"{named.path}: damaged: not a whole checkpoint, but {wrong}")
+    document = read_checkpoint(named.path)
+    header = _header(named, document)
+    try:
+        parts = {name: _tree(document[name]) for name in ("parameters", "optimizer", "strategy", "accumulators")}
+    except (KeyError, TypeError) as error:
+        raise CorruptCheckpointError(f"{named.path}: expected the parts of a stage's state, found {error}") from error
+    shape = header.shape
+    state = StageState(
+        config=shape.config,
+        version=header.version,
+        num_tokens=header.num_tokens,
+        vocabulary=shape.vocabulary,
+        basis=shape.basis,
+        incarnation=str(document.get("incarnation", "")),  # Older files do not say.
+        applied=int(document.get("applied", 0)),
+        **parts,
+    )
+    return StageCheckpoint(header, state)
+
+
+def _header(named: StageName, document: object) -> StageHeader:
+    if not isinstance(document, dict) or document.get("kind") != _KIND:
+        raise CorruptCheckpointError(f"{named.path}: expected a stage's checkpoint, found a file of another kind")
+    if document.get("fields") != _FIELDS:
+        raise CheckpointMismatchError(
+            f"{named.path}: expected a stage's checkpoint of version {_FIELDS}, found {document.get('fields')!r}; "
+            "use the release that wrote it"
+        )
+    try:
+        header = _parsed(document)
+    except (KeyError, TypeError, ValueError, TrainerUsageError) as error:
+        raise CorruptCheckpointError(
+            f"{named.path}: expected run, stage, time and cut, found {type(error).__name__}: {error}"
+        ) from error
+    said = (header.stage, header.saved_us, header.shape.run_id)
+    if said != (named.stage, named.saved_us, named.path.parent.parent.name):
+        raise CorruptCheckpointError(
+            f"{named.path}: expected the stage, time and run of its name, found {header.stage} of {header.shape.run_id}"
+            f" at {header.saved_us}; give it back the name it was written under"
+        )
+    return header
+
+
+def _parsed(document: Mapping[str, Any]) -> StageHeader:
+    shape = RunShape(
+        run_id=str(document["run_id"]),
+        config=ModelConfig.from_dict(_tree(document["architecture"])),
+        layers=tuple(int(count) for count in document["layers"]),
+        vocabulary=str(document["vocabulary"]),
+        basis=str(document["basis"]),
+    )
+    plan = shape.plan
+    if list(plan.names) != document["names"]:
+        raise ValueError(f"stages {document['names']}")
+    plan.index(document["stage"])
+    return StageHeader(
+        shape=shape,
+        stage=document["stage"],
+        saved_us=int(document["saved_us"]),
+        version=int(document["version"]),
+        num_tokens=int(document["num_tokens"]),
+    )
+
+
+def _tree(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"expected names and values, found {type(value).__name__}")
+    return value

@@ -1,0 +1,156 @@
+"""A stage's first weights from a model that exists: a Hugging Face folder (Llama, OLMo-2) or torchtitan's checkpoint.
+
+Only the stage's own tensors are read. Where the run's vocabulary has grown since, or is padded to a full step, rows
+that the model lacks get the values they would have had from the start, a function of seed and row, so that all workers
+of a stage begin alike. That ids mean the same in both vocabularies is for the caller to know: tensors do not say.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trainer.checkpoint.stages.dcp import METADATA_NAME, DcpFolder
+from trainer.checkpoint.stages.huggingface import CONFIG_NAME, HfFolder
+from trainer.checkpoint.stages.parts import EMBEDDING, OUTPUT, stage_shapes
+from trainer.checkpoint.stages.torchtitan import MODEL_NAME, rotated_heads, to_halves, torchtitan_names
+from trainer.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError, TrainerUsageError
+from trainer.model import ModelConfig, grow_rows
+from trainer.model.init import init_std, seeded_normal
+from trainer.model.plan import StagePlan
+
+__all__ = ["load_initial_state"]
+
+_BEFORE = {"attention.qkv_linear.": "attention.", "lm_head.weight": "output.weight"}
+"""torchtitan's names before 0.3, by those of today."""
+
+logger = logging.getLogger(__name__)
+
+
+def load_initial_state(path: str | Path, plan: StagePlan, stage: str, *, seed: int = 0) -> dict[str, Tensor]:
+    """The parameters of a stage, fp32 on the CPU, by their names in the whole model.
+
+    Args:
+        path: a folder of safetensors with config.json, or of torch.distributed.checkpoint.
+        plan: the run's.
+        stage: which of its stages.
+        seed: the run's: of rows that the model has not.
+
+    Raises:
+        CheckpointMismatchError: it is a model of another architecture, or has more ids than the run; or the run trains
+            in a subspace, where no ordinary model's weights are.
+        CorruptCheckpointError: it cannot be read.
+        CheckpointError: it is no such folder.
+    """
+    if plan.config.subspace_rank:
+        raise CheckpointMismatchError(
+            f"{path}: expected a run without a subspace to start from it, found swarm.subspace.rank "
+            f"{plan.config.subspace_rank}; an ordinary model's weights are in no subspace"
+        )
+    folder = Path(path).expanduser()
+    if (folder / METADATA_NAME).is_file():
+        found = _of_torchtitan(folder, plan, stage)
+    elif (folder / CONFIG_NAME).is_file():
+        found = _of_huggingface(folder, plan, stage)
+    else:
+        raise CheckpointError(
+            f"{folder}: expected a Hugging Face folder ({CONFIG_NAME} and safetensors) or a torchtitan checkpoint "
+            f"({METADATA_NAME}), found neither; name the folder of one step"
+        )
+    state = {name: _padded(name, tensor.float(), plan.config, seed) for name, tensor in found.items()}
+    for name, tensor in state.items():
+        if not torch.isfinite(tensor).all():
+            raise CorruptCheckpointError(f"{folder}: expected finite weights, found NaN or infinity in {name}")
+    return state
+
+
+def _of_huggingface(folder: Path, plan: StagePlan, stage: str) -> dict[str, Tensor]:
+    source = HfFolder(folder)
+    source.require(plan.config)
+    names, shapes = source.names(plan.config), stage_shapes(plan, stage)
+    for name, shape in shapes.items():
+        _require_shape(folder, name, source.shape(names[name]), shape)
+    return {name: source.read(names[name]) for name in shapes}
+
+
+def _of_torchtitan(folder: Path, plan: StagePlan, stage: str) -> dict[str, Tensor]:
+    source = DcpFolder(folder)
+    config = plan.config
+    _require_stated(folder, config)
+    names, shapes = torchtitan_names(config), stage_shapes(plan, stage)
+    there = source.shapes
+    _require_depth(folder, there, config)
+    places: dict[str, str] = {}
+    for name, shape in shapes.items():
+        place = _place(names[name], there)
+        if place is None:
+            raise CheckpointMismatchError(f"{folder}: expected a tensor {names[name]}, found none")
+        _require_shape(folder, name, there[place], shape)
+        places[name] = place
+    read = source.read(places.values())
+    return {name: _halved(name, read[place], config) for name, place in places.items()}
+
+
+def _place(name: str, there: Mapping[str, object]) -> str | None:
+    """What a tensor is called in a checkpoint of any release: at its top or under ``model``, before 0.3 or since."""
+    before = name
+    for today, former in _BEFORE.items():
+        before = before.replace(today, former)
+    candidates = [f"{prefix}{each}" for prefix in ("", "model.") for each in (name, before)]
+    return next((each for each in candidates if each in there), None)
+
+
+def _require_depth(folder: Path, there: Mapping[str, object], config: ModelConfig) -> None:
+    """A deeper model has all tensors that a stage asks for, and is another model."""
+    deeper = f"layers.{config.num_layers}."
+    if any(name.removeprefix("model.").startswith(deeper) for name in there):
+        raise CheckpointMismatchError(f"{folder}: expected a model of {config.num_layers} layers, found more")
+
+
+def _require_stated(folder: Path, config: ModelConfig) -> None:
+    """Compares with what an export from here says beside it; torchtitan's own checkpoints do not say."""
+    path = folder / MODEL_NAME
+    if not path.is_file():
+        logger.info("%s does not say its heads, rope_theta and norm_eps; taken to be the run's", folder)
+        return
+    try:
+        stated = ModelConfig.from_dict(json.loads(path.read_bytes())["genesis"])
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, TrainerUsageError) as error:
+        raise CorruptCheckpointError(f"{path}: expected an architecture, found: {str(error)[:120]}") from error
+    ours, theirs = config.to_dict(), stated.to_dict()
+    wrong = [
+        f"{name} {theirs[name]!r} (here {ours[name]!r})"
+        for name in ours
+        if ours[name] != theirs[name] and name not in ("vocab_size", "max_seq_len")
+    ]
+    if wrong:
+        raise CheckpointMismatchError(f"{folder}: expected the run's architecture, found {', '.join(wrong)}")
+
+
+def _require_shape(folder: Path, name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    fewer_rows = name in (EMBEDDING, OUTPUT) and found[1:] == expected[1:] and 0 < found[0] < expected[0]
+    if found != expected and not fewer_rows:
+        raise CheckpointMismatchError(f"{folder}: expected {name} of shape {expected}, found {found}")
+
+
+def _halved(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
+    num_heads = rotated_heads(name, config)
+    return to_halves(tensor, num_heads) if num_heads else tensor
+
+
+def _padded(name: str, tensor: Tensor, config: ModelConfig, seed: int) -> Tensor:
+    """With all rows of the run's vocabulary."""
+    if name not in (EMBEDDING, OUTPUT) or tensor.shape[0] == config.vocab_size:
+        return tensor
+    start = tensor.numel()
+    grown = grow_rows(tensor, config.vocab_size)
+    flat = grown.view(-1)
+    for values in seeded_normal(seed, name, start, grown.numel() - start, init_std(name, config)):
+        flat[start : start + values.numel()].copy_(values)
+        start += values.numel()
+    return grown

@@ -1,0 +1,58 @@
+"""Which parameters of the whole model a stage has, and of what shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from trainer.model import ModelConfig
+from trainer.model.layers import make_blocks
+from trainer.model.plan import StagePlan
+from trainer.model.stages import Readout
+
+__all__ = ["EMBEDDING", "OUTPUT", "differences", "model_shapes", "stage_shapes"]
+
+EMBEDDING, OUTPUT = "embedding.weight", "readout.output.weight"
+"""The two with a row for each id."""
+
+
+def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of all parameters by name, in the model's order.
+
+    Of the model's own parts, made without values; not of the whole, whose table of positions would have torch import
+    sympy on the meta device: 2 s at the start of each worker.
+    """
+    with torch.device("meta"):
+        parts = {"layers": nn.ModuleDict(make_blocks(config, range(config.num_layers))), "readout": Readout(config)}
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.dim)}
+    for part, module in parts.items():
+        shapes |= {f"{part}.{name}": tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    return shapes
+
+
+def stage_shapes(plan: StagePlan, stage: str) -> dict[str, tuple[int, ...]]:
+    """Those of one stage.
+
+    Raises:
+        TrainerUsageError: the plan has no such stage.
+    """
+    index = plan.index(stage)
+    prefixes = tuple(f"layers.{number}." for number in plan.ranges[index])
+    if index == 0:
+        prefixes = ("embedding.", *prefixes)
+    if index == plan.num_stages - 1:
+        prefixes = (*prefixes, "readout.")
+    return {name: shape for name, shape in model_shapes(plan.config).items() if name.startswith(prefixes)}
+
+
+def differences(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """In what a state is not of these names and shapes; empty if it is."""
+    missing, unknown = sorted(shapes.keys() - state.keys()), sorted(state.keys() - shapes.keys())
+    if missing or unknown:
+        return f"missing {missing[:3] or 'none'}, unknown {unknown[:3] or 'none'}"
+    for name, shape in shapes.items():
+        if tuple(state[name].shape) != shape:
+            return f"{name} of shape {tuple(state[name].shape)} in the place of {shape}"
+    return ""

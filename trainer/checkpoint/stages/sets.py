@@ -1,0 +1,198 @@
+"""Which files make the model of a moment: of every stage the newest whole one up to then, all of one run and one cut.
+
+Where a run changed its shape (a vocabulary that grew, another cut, another basis) there are several candidates; taken
+is the complete one whose oldest file is the newest. Files are opened for what they say of themselves first (mapped,
+not read: 10 ms each), and only those that are chosen are read whole against their digests (1.8 GB/s).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.checkpoint.stages.contents import RunShape, StageCheckpoint, StageHeader, peek, read_stage
+from trainer.checkpoint.stages.naming import StageName, misnamed_files, named_files, run_folder, spell_time
+from trainer.errors import CheckpointError
+from trainer.model.plan import StagePlan
+
+__all__ = ["StageFile", "StageSet", "choose", "newest_set"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StageFile:
+    """A stage's checkpoint on the disk, and what it says of itself."""
+
+    named: StageName
+    header: StageHeader
+
+    def read(self) -> StageCheckpoint:
+        """Its contents.
+
+        Raises:
+            CorruptCheckpointError: it is damaged, or not there any more.
+        """
+        return read_stage(self.named)
+
+
+@dataclass(frozen=True, slots=True)
+class StageSet:
+    """One file of every stage, or of those that were asked for."""
+
+    files: Mapping[str, StageFile]
+    """By stage, head first."""
+
+    @property
+    def shape(self) -> RunShape:
+        """What they have in common."""
+        return next(iter(self.files.values())).header.shape
+
+    @property
+    def first_us(self) -> int:
+        """When the oldest of them was taken."""
+        return min(file.header.saved_us for file in self.files.values())
+
+    @property
+    def last_us(self) -> int:
+        """When the newest of them was taken."""
+        return max(file.header.saved_us for file in self.files.values())
+
+
+def newest_set(
+    directory: str | Path,
+    run_id: str,
+    at_us: int,
+    *,
+    plan: StagePlan | None = None,
+    stages: Collection[str] = (),
+) -> StageSet:
+    """The newest set at or before a time, every file of it read against its digest; damaged ones are passed over.
+
+    Args:
+        directory: of `StagewiseConfig.directory`.
+        run_id: the run's.
+        at_us: the time, microseconds since 1970.
+        plan: take only files of this architecture and cut; None: of any one.
+        stages: which are needed, such as a worker's own where the others' files are elsewhere; none named: all.
+
+    Raises:
+        CheckpointError: a stage has no file up to then; the message names it.
+    """
+    named = (found for found in named_files(directory, run_id) if not stages or found.stage in stages)
+    for stage, path in misnamed_files(directory, run_id):
+        if not stages or stage in stages:
+            logger.warning("%s: expected a checkpoint's name, TIME-WORKER.pt, found another; going on without it", path)
+    files = list(_openable(named))
+    whole: set[Path] = set()
+    while True:
+        found = choose(files, at_us, plan, stages)
+        if found is None:
+            raise CheckpointError(_none(run_folder(directory, run_id), files, at_us, plan, stages))
+        damaged = {file.named.path for file in found.values() if file.named.path not in whole and not _is_whole(file)}
+        if not damaged:
+            return StageSet(found)
+        whole |= {file.named.path for file in found.values()} - damaged
+        files = [file for file in files if file.named.path not in damaged]
+
+
+def choose(
+    files: Iterable[StageFile], at_us: int, plan: StagePlan | None = None, stages: Collection[str] = ()
+) -> dict[str, StageFile] | None:
+    """The files of the newest set, by stage; None if no shape has a file of all of them.
+
+    Args:
+        files: that are whole, as far as is known.
+        at_us: none newer is taken.
+        plan: as for `newest_set`.
+        stages: as for `newest_set`.
+    """
+    newest = _newest_by_shape(files, at_us, plan)
+    complete = [
+        {name: found[name] for name in _wanted(shape, stages)}
+        for shape, found in newest.items()
+        if found.keys() >= set(_wanted(shape, stages))
+    ]
+    return max(complete, key=_order, default=None)
+
+
+def _wanted(shape: RunShape, stages: Collection[str]) -> tuple[str, ...]:
+    """The stages of a set, head first; names the run does not have come last, and are never found."""
+    if not stages:
+        return shape.plan.names
+    return (*(name for name in shape.plan.names if name in stages), *sorted(set(stages) - set(shape.plan.names)))
+
+
+def _newest_by_shape(
+    files: Iterable[StageFile], at_us: int, plan: StagePlan | None
+) -> dict[RunShape, dict[str, StageFile]]:
+    newest: dict[RunShape, dict[str, StageFile]] = {}
+    for file in files:
+        header = file.header
+        if header.saved_us > at_us or (plan is not None and header.shape.plan != plan):
+            continue
+        of_shape = newest.setdefault(header.shape, {})
+        other = of_shape.get(header.stage)
+        if other is None or _age(file) > _age(other):
+            of_shape[header.stage] = file
+    return newest
+
+
+def _age(file: StageFile) -> tuple[int, int, str]:
+    """Of two of the same moment the one that is further; then by name, so that all choose alike."""
+    return file.header.saved_us, file.header.version, file.named.who
+
+
+def _order(found: Mapping[str, StageFile]) -> tuple[int, int, int]:
+    times = [file.header.saved_us for file in found.values()]
+    return min(times), max(times), sum(file.header.version for file in found.values())
+
+
+def _openable(names: Iterable[StageName]) -> Iterable[StageFile]:
+    for named in names:
+        try:
+            yield StageFile(named, peek(named))
+        except CheckpointError as error:
+            logger.warning("%s; going on without it", error)
+
+
+def _is_whole(file: StageFile) -> bool:
+    try:
+        return file.read().header == file.header
+    except CheckpointError as error:
+        logger.warning("%s; going on to the one before it", error)
+        return False
+
+
+def _none(folder: Path, files: list[StageFile], at_us: int, plan: StagePlan | None, stages: Collection[str]) -> str:
+    """What is missing, in a line."""
+    moment = spell_time(at_us)
+    if not files:
+        return (
+            f"expected checkpoints of {', '.join(stages) or 'all stages'} in {folder}, found no whole one; check the "
+            "folder and run_id"
+        )
+    fitting = [file for file in files if plan is None or file.header.shape.plan == plan]
+    if not fitting:
+        return (
+            f"{folder}: expected checkpoints of the run's architecture and cut, found {len(files)} of others; "
+            "check model and swarm.num_stages"
+        )
+    newest = _newest_by_shape(fitting, at_us, plan)
+    if not newest:
+        oldest = min(file.header.saved_us for file in fitting)
+        return f"{folder}: expected checkpoints at or before {moment}, found none before {spell_time(oldest)}"
+    shape, found = max(newest.items(), key=lambda pair: (len(pair[1]), _order(pair[1])))
+    missing = [name for name in _wanted(shape, stages) if name not in found]
+    return (
+        f"{folder}: expected a whole checkpoint of every stage at or before {moment}, found none of "
+        f"{', '.join(missing)}{_oldest_of(missing, fitting)}; name a later time, or copy the files of the machine that "
+        "holds it here"
+    )
+
+
+def _oldest_of(missing: list[str], files: list[StageFile]) -> str:
+    times = [file.header.saved_us for file in files if file.header.stage in missing]
+    return f" (the oldest is of {spell_time(min(times))})" if times else ""

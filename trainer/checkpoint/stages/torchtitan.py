@@ -1,0 +1,222 @@
+"""A model as torchtitan's Llama 3 has it: names, layout of queries and keys, and the checkpoint folder it starts from.
+
+torchtitan rotates neighbouring values of a head as one complex number; here, as in Hugging Face, a head's first half is
+rotated with its second. So rows of ``wq`` and ``wk`` are interleaved head by head, which changes their order and no
+bit. Names are those of torchtitan 0.3 (``attention.qkv_linear.wq``, ``lm_head``), whose fused projection reads and
+writes them too; reading also takes those of releases before (``attention.wq``, ``output``). OLMo-2 (``qk_norm``,
+``reorder_norm``) has no model there: such a one goes through Hugging Face.
+
+The folder is torch.distributed.checkpoint's, written by one process without a process group, and has beside it:
+
+- ``genesis_model.json``: the architecture, and torchtitan's arguments for it. Its Llama 3 stretches rotary wavelengths
+  by default (``rope_scaling_args``); these weights know no stretching, so it has to be switched off there.
+- ``assets/``: the tokenizer, for ``model.hf_assets_path``.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from genesis.errors import GenesisError
+from genesis.tokenizer.export import hf_tokenizer_config, hf_tokenizer_json
+from manifests import VocabularyFile
+from trainer.checkpoint.stages.dcp import without_process_group
+from trainer.checkpoint.stages.parts import EMBEDDING, OUTPUT, differences, model_shapes
+from trainer.errors import ExportError
+from trainer.model import ModelConfig
+from trainer.model.export import ExportType, read_vocabulary, without_padding
+from trainer.model.subspace.plain import plain_config, plain_state
+
+__all__ = [
+    "MODEL_NAME",
+    "RELEASE",
+    "export_torchtitan",
+    "from_halves",
+    "rotated_heads",
+    "to_halves",
+    "torchtitan_arguments",
+    "torchtitan_names",
+]
+
+MODEL_NAME: Final = "genesis_model.json"
+RELEASE: Final = "0.3"
+"""The release of torchtitan whose names and arguments are written."""
+
+_NAMES: Final = {
+    "attention.q_proj": "attention.qkv_linear.wq",
+    "attention.k_proj": "attention.qkv_linear.wk",
+    "attention.v_proj": "attention.qkv_linear.wv",
+    "attention.o_proj": "attention.wo",
+    "feed_forward.gate_proj": "feed_forward.w1",
+    "feed_forward.down_proj": "feed_forward.w2",
+    "feed_forward.up_proj": "feed_forward.w3",
+    "attention_norm": "attention_norm",
+    "feed_forward_norm": "ffn_norm",
+}
+
+
+def torchtitan_names(config: ModelConfig) -> dict[str, str]:
+    """Our parameter names and torchtitan's, in the model's order.
+
+    Raises:
+        ExportError: its Llama 3 is another model.
+    """
+    if config.qk_norm or config.reorder_norm:
+        raise ExportError(
+            "expected a model of the Llama form for torchtitan, found qk_norm or reorder_norm (OLMo-2), which its "
+            "Llama 3 has not; export it --to hf"
+        )
+    if config.tie_embeddings:
+        raise ExportError("expected a model whose output is not its embedding for torchtitan, found tie_embeddings")
+    names = {EMBEDDING: "tok_embeddings.weight"}
+    for number in range(config.num_layers):
+        for ours, theirs in _NAMES.items():
+            names[f"layers.{number}.{ours}.weight"] = f"layers.{number}.{theirs}.weight"
+    return names | {"readout.norm.weight": "norm.weight", OUTPUT: "lm_head.weight"}
+
+
+def torchtitan_arguments(config: ModelConfig, num_rows: int) -> dict[str, object]:
+    """The model arguments that say the same to torchtitan."""
+    return {
+        "dim": config.dim,
+        "n_layers": config.num_layers,
+        "n_heads": config.num_heads,
+        "n_kv_heads": config.num_kv_heads,
+        "vocab_size": num_rows,
+        "hidden_dim": config.ffn_dim,
+        "norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": "none",
+        "max_seq_len": config.max_seq_len,
+    }
+
+
+def rotated_heads(name: str, config: ModelConfig) -> int:
+    """How many heads a matrix has the rows of that are rotated; 0: none."""
+    if name.endswith("attention.q_proj.weight"):
+        return config.num_heads
+    return config.num_kv_heads if name.endswith("attention.k_proj.weight") else 0
+
+
+def from_halves(matrix: Tensor, num_heads: int) -> Tensor:
+    """Rows of a head whose halves are rotated together, as rows whose neighbours are.
+
+    Args:
+        matrix: [num_heads · head_dim, dim].
+        num_heads: how many heads it has.
+    """
+    rows, dim = matrix.shape
+    return matrix.view(num_heads, 2, rows // num_heads // 2, dim).transpose(1, 2).reshape(rows, dim)
+
+
+def to_halves(matrix: Tensor, num_heads: int) -> Tensor:
+    """The inverse of `from_halves`."""
+    rows, dim = matrix.shape
+    return matrix.view(num_heads, rows // num_heads // 2, 2, dim).transpose(1, 2).reshape(rows, dim)
+
+
+def export_torchtitan(
+    state: Mapping[str, Tensor],
+    config: ModelConfig,
+    tokenizer_json_path: Path,
+    out_dir: Path,
+    *,
+    dtype: ExportType = "float32",
+) -> list[Path]:
+    """Writes a folder that torchtitan starts from (``checkpoint.initial_load_path``).
+
+    Embedding and output have the tokenizer's ids. The rows that only pad the vocabulary are left out, so nothing can be
+    generated that cannot be decoded.
+
+    Args:
+        state: the whole model's.
+        config: its shape; ``vocab_size`` may be older than the state, whose rows count. A subspace network is written
+            as the ordinary model that computes the same.
+        tokenizer_json_path: the store's tokenizer.json.
+        out_dir: the folder to make; it may be there, but empty.
+        dtype: of the weights on disk.
+
+    Returns:
+        The files written.
+
+    Raises:
+        ExportError: torchtitan has no such model, a weight is missing, unknown, of the wrong shape or not finite, or
+            the folder cannot be written.
+    """
+    state, config = plain_state(state, config), plain_config(config)
+    vocabulary = read_vocabulary(tokenizer_json_path)
+    num_ids = vocabulary.next_merge_id
+    weights = _weights(state, config, num_ids, getattr(torch, dtype))
+    about = {
+        "genesis": config.to_dict() | {"vocab_size": num_ids},
+        "torchtitan": torchtitan_arguments(config, num_ids),
+        "torchtitan_release": RELEASE,
+    }
+    assets = _assets(vocabulary)
+    try:
+        with _new_folder(out_dir) as folder:
+            with without_process_group():
+                save(weights, storage_writer=FileSystemWriter(folder), no_dist=True)
+            (folder / MODEL_NAME).write_text(json.dumps(about, indent=2) + "\n")
+            (folder / "assets").mkdir()
+            for name, body in assets.items():
+                (folder / "assets" / name).write_bytes(body)
+    except OSError as error:
+        raise ExportError(f"cannot write the export {out_dir}: {error}") from error
+    return sorted(path for path in out_dir.rglob("*") if path.is_file())
+
+
+def _weights(state: Mapping[str, Tensor], config: ModelConfig, num_ids: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    names = torchtitan_names(config)
+    shapes = model_shapes(config)
+    if EMBEDDING in state:
+        rows = state[EMBEDDING].shape[0]
+        shapes |= dict.fromkeys((EMBEDDING, OUTPUT), (rows, config.dim))
+    wrong = differences(state, shapes)
+    if wrong:
+        raise ExportError(f"expected the weights of a model of {config.num_layers} layers, found {wrong}")
+    weights = {}
+    for ours, theirs in names.items():
+        num_heads = rotated_heads(ours, config)
+        tensor = without_padding(ours, state[ours].detach(), num_ids).to(device="cpu", dtype=dtype)
+        tensor = from_halves(tensor, num_heads) if num_heads else tensor.contiguous()
+        if not torch.isfinite(tensor).all():
+            raise ExportError(f"{ours}: expected finite weights in {dtype}, found NaN or infinity; take an older state")
+        weights[theirs] = tensor
+    return weights
+
+
+def _assets(vocabulary: VocabularyFile) -> dict[str, bytes]:
+    try:
+        return {
+            "tokenizer.json": hf_tokenizer_json(vocabulary),
+            "tokenizer_config.json": hf_tokenizer_config(vocabulary),
+        }
+    except GenesisError as error:
+        raise ExportError(f"the tokenizer cannot be exported: {error}") from error
+
+
+@contextmanager
+def _new_folder(out_dir: Path) -> Iterator[Path]:
+    """A folder that gets its name when it is full, and not at all if that fails."""
+    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
+        raise ExportError(f"expected {out_dir} to be a new or empty folder; name another, or remove what is there")
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", dir=out_dir.parent))
+    try:
+        yield folder
+        folder.chmod(0o755)
+        folder.replace(out_dir)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

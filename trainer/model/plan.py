@@ -1,0 +1,112 @@
+"""How a model is cut: which layers each stage has, evenly or so that the heaviest stage is as light as can be.
+
+Even shares suit many layers; with few, the head's embedding and the tail's output matrix and logits weigh as much as
+several layers, and a cut by memory gives the bodies more of them: of ``tiny`` with 32,000 ids in three stages, an even
+cut's heaviest stage has 4.3 M of 9.1 M parameters whatever one does, so that the body takes all it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Literal
+
+from trainer.errors import TrainerUsageError
+from trainer.model import ModelConfig
+from trainer.model.config import stage_names
+from trainer.model.cutting import stage_ranges
+
+__all__ = ["CutRule", "StagePlan", "cut_by_memory"]
+
+CutRule = Literal["even", "memory"]
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """The stages of a run, in order; the same at all its nodes."""
+
+    config: ModelConfig
+    """Of the whole model."""
+    names: tuple[str, ...]
+    ranges: tuple[range, ...]
+    """Layers of each."""
+
+    @classmethod
+    def of(cls, config: ModelConfig, num_stages: int, layers: Sequence[int] = (), cut: CutRule = "even") -> StagePlan:
+        """Cuts a model.
+
+        Args:
+            config: the whole.
+            num_stages: how many, 2 or more.
+            layers: of each stage; empty: by ``cut``.
+            cut: ``even`` shares, or by ``memory``.
+
+        Raises:
+            TrainerUsageError: the numbers do not go together.
+        """
+        names = stage_names(num_stages)
+        if layers:
+            if len(layers) != num_stages or sum(layers) != config.num_layers or min(layers) < 0:
+                raise TrainerUsageError(
+                    f"swarm.layers: expected {num_stages} numbers that add up to {config.num_layers}, "
+                    f"found {list(layers)}"
+                )
+            return cls(config, names, _ranges(layers))
+        if cut == "memory":
+            return cls(config, names, _ranges(cut_by_memory(config, num_stages)))
+        return cls(config, names, stage_ranges(config.num_layers, num_stages))
+
+    @property
+    def num_stages(self) -> int:
+        """How many there are."""
+        return len(self.names)
+
+    def around(self, name: str) -> tuple[str, ...]:
+        """A stage and those next to it, head first.
+
+        Raises:
+            TrainerUsageError: the run has no such stage.
+        """
+        index = self.index(name)
+        return self.names[max(0, index - 1) : index + 2]
+
+    def index(self, name: str) -> int:
+        """The place of a stage.
+
+        Raises:
+            TrainerUsageError: the run has none of that name.
+        """
+        if name not in self.names:
+            raise TrainerUsageError(f"stage: expected one of {', '.join(self.names)}, found {name!r}")
+        return self.names.index(name)
+
+
+def cut_by_memory(config: ModelConfig, num_stages: int) -> tuple[int, ...]:
+    """Layers of each stage such that the stage with the most parameters has as few as can be.
+
+    Of the cuts that are equally good for the heaviest stage, the one that fills the earlier stages last.
+
+    Raises:
+        TrainerUsageError: there are more bodies than layers.
+    """
+    if num_stages - 2 > config.num_layers:
+        raise TrainerUsageError(f"expected at most {config.num_layers} bodies, found {num_stages - 2} to cut")
+    layer = _layer_parameters(config)
+    vocabulary = config.vocab_size * config.dim
+    fixed = [vocabulary, *[0] * (num_stages - 2), vocabulary + config.dim]
+    counts = [0, *[1] * (num_stages - 2), 0]
+    for _ in range(config.num_layers - sum(counts)):
+        lightest = min(range(num_stages), key=lambda stage: (fixed[stage] + (counts[stage] + 1) * layer, -stage))
+        counts[lightest] += 1
+    return tuple(counts)
+
+
+def _layer_parameters(config: ModelConfig) -> int:
+    attention = 2 * config.dim * config.dim + 2 * config.dim * config.kv_dim
+    norms = 2 * config.dim + (config.dim + config.kv_dim if config.qk_norm else 0)
+    return attention + 3 * config.dim * config.ffn_dim + norms
+
+
+def _ranges(counts: Sequence[int]) -> tuple[range, ...]:
+    return tuple(range(start, stop) for start, stop in pairwise(accumulate(counts, initial=0)))

@@ -1,0 +1,142 @@
+"""The other nodes, by what they announce: do they hold the same state, and how does the run go as a whole?
+
+What a node announces is signed but not checked: any of it may be a lie. So a loss that no cross entropy can have is
+left out, and the others count no further than a bound around their median; a state counts only where several hold it.
+Digests are compared between nodes of the same outer step: a node that missed a round cannot hold what the others do and
+is *behind*, not different. Announcements are some seconds old, so each node's digests of its last 8 outer steps are
+remembered; otherwise every round would begin with nobody to compare with. At most 4,096 nodes are remembered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median
+
+from trainer.monitor.facts import AnnouncedNode
+
+__all__ = ["Agreement", "DigestMemory", "Peer", "agreement", "average_loss", "plausible_peer"]
+
+_MAX_LOSS = 100.0
+"""Nats; a model that knows nothing has ln(10,000,000) = 16.1 at most."""
+_MAX_COUNT = 10**9
+_MAX_TOKENS_PER_S = 1e9
+_MAX_SHARDS = 10_000
+_MAX_NAME = 128
+_REMEMBERED_STEPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A node as it announces itself, what is out of all reason left out."""
+
+    peer_id: str
+    node_id: str
+    outer_step: int
+    state_digest: str
+    num_steps: int
+    loss: float | None
+    tokens_per_s: float
+    shards: frozenset[int]
+    expires_at: float
+    has_strange_loss: bool = False
+    """It announced a loss that was left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Who holds the same state."""
+
+    outer_step: int | None
+    """The newest one that more than half of the nodes have; failing that, the one most nodes have."""
+    num_compared: int
+    num_agreeing: int
+    """Nodes with the state that most have."""
+    num_behind: int
+    """Nodes with an older one, or none at all."""
+
+
+def plausible_peer(announced: AnnouncedNode) -> Peer:
+    """An announcement without what cannot be."""
+    loss = announced.loss
+    is_plausible = loss is not None and math.isfinite(loss) and 0.0 <= loss <= _MAX_LOSS
+    speed = announced.tokens_per_s
+    return Peer(
+        peer_id=announced.peer_id,
+        node_id=_shown(announced.node_id),
+        outer_step=max(0, announced.outer_step),
+        state_digest=_shown(announced.state_digest),
+        num_steps=announced.inner_step if 0 <= announced.inner_step <= _MAX_COUNT else 0,
+        loss=loss if is_plausible else None,
+        tokens_per_s=speed if 0.0 <= speed <= _MAX_TOKENS_PER_S else 0.0,
+        shards=frozenset(announced.shards) if len(announced.shards) <= _MAX_SHARDS else frozenset(),
+        expires_at=announced.expires_at,
+        has_strange_loss=loss is not None and not is_plausible,
+    )
+
+
+def _shown(text: str) -> str:
+    """As much as anyone needs to see, and nothing that UTF-8 has not."""
+    return text[:_MAX_NAME].encode("utf-8", "replace").decode()
+
+
+def average_loss(losses: Collection[float], own: float | None) -> float | None:
+    """The mean over nodes, none counting beyond a bound around the middle.
+
+    With three nodes or more the middle is their median and the bound three of their (normal-consistent) median absolute
+    deviations, at least a quarter of the median; with fewer, where a median says nothing, the node's own loss and a
+    quarter of that. One liar among n moves the mean by about a quarter of the loss, divided by n.
+
+    Args:
+        losses: of all nodes, this one's included; finite.
+        own: this node's, if it has one.
+    """
+    if not losses:
+        return None
+    middle = own if own is not None and len(losses) < 3 else median(losses)
+    spread = 3.0 * 1.4826 * median(abs(loss - middle) for loss in losses) if len(losses) >= 3 else 0.0
+    bound = max(spread, 0.25 * abs(middle))
+    return math.fsum(min(max(loss, middle - bound), middle + bound) for loss in losses) / len(losses)
+
+
+class DigestMemory:
+    """Which state each node held after which of its latest outer steps."""
+
+    def __init__(self) -> None:
+        self._digests: dict[str, dict[int, str]] = {}
+
+    def add(self, node: str, outer_step: int, digest: str) -> None:
+        """A node holds a state; one that went back to an older step no longer holds the newer ones."""
+        if not digest:
+            return
+        held = {step: known for step, known in self._digests.get(node, {}).items() if step < outer_step}
+        held[outer_step] = digest
+        self._digests[node] = dict(sorted(held.items())[-_REMEMBERED_STEPS:])
+
+    def keep(self, nodes: Iterable[str]) -> None:
+        """Forgets all nodes but these."""
+        self._digests = {node: self._digests[node] for node in nodes if node in self._digests}
+
+    def of(self, nodes: Iterable[str]) -> dict[str, Mapping[int, str]]:
+        """The digests by outer step, of each of these nodes."""
+        return {node: self._digests.get(node, {}) for node in nodes}
+
+
+def agreement(digests: Mapping[str, Mapping[int, str]]) -> Agreement:
+    """Compares the nodes at the newest outer step that they have in common.
+
+    Args:
+        digests: of each node, its state's digest by outer step; empty if it announced none.
+    """
+    nodes_at = Counter(step for held in digests.values() for step in held)
+    by_majority = [step for step, nodes in nodes_at.items() if 2 * nodes > len(digests)]
+    common = max(by_majority, default=None)
+    if common is None and nodes_at:
+        common = max(nodes_at, key=lambda step: (nodes_at[step], step))
+    if common is None or (nodes_at[common] < 2 and len(digests) > 1):
+        return Agreement(None, 0, 0, 0)
+    compared = [held[common] for held in digests.values() if common in held]
+    num_behind = sum(max(held, default=-1) < common for held in digests.values())
+    return Agreement(common, len(compared), max(Counter(compared).values()), num_behind)

@@ -1,0 +1,317 @@
+"""How training goes: this node's steps and rounds, and what the other nodes announce, made into one status.
+
+The training thread writes, the API's thread reads; a lock is held for a copy of some 2,000 numbers at most (20 µs), the
+arithmetic happens outside. What it takes to verify training (the run's first losses, steps done) goes into the
+checkpoint by `state_dict`: without it, a node restarted on a plateau would have to better its own plateau.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from trainer.errors import CheckpointMismatchError
+from trainer.monitor.facts import AnnouncedNode, RoundFacts, StepFacts
+from trainer.monitor.losses import FIRST_LOSSES, LossHistory, has_fallen, loss_trend
+from trainer.monitor.rounds import RoundHistory
+from trainer.monitor.status import DiLoCoStatus, HashAgreement, Health, NodeStatus, SyncSuccess, TrainingStatus
+from trainer.monitor.swarm import Agreement, DigestMemory, Peer, agreement, average_loss, plausible_peer
+
+__all__ = ["TrainingTracker"]
+
+_VERSION = 1
+_MAX_PEERS = 4_096
+_MAX_NODES_SHOWN = 256
+_SPEED_STEPS = 50
+_MIN_STEPS = 2 * FIRST_LOSSES
+"""Before that many losses, the latest are still among the first."""
+_MIN_ROUNDS = 4
+"""Fewer attempted rounds say nothing of being cut off."""
+
+
+class TrainingTracker:
+    """One node's view of the run. Thread safe."""
+
+    def __init__(
+        self, node_id: str, *, peer_id: str = "", inner_steps: int = 0, clock: Callable[[], float] = time.time
+    ) -> None:
+        """A tracker that knows nothing yet.
+
+        Args:
+            node_id: this node's name.
+            peer_id: its key, as other nodes know it; what they announce under it is this node's own and left out.
+            inner_steps: inner steps from one outer step to the next; 0 without outer steps.
+            clock: seconds since the epoch, by which announcements expire.
+        """
+        self._lock = threading.Lock()
+        self._node_id = node_id
+        self._peer_id = peer_id
+        self._inner_steps = inner_steps
+        self._clock = clock
+        self._started_at = clock()
+        self._losses = LossHistory()
+        self._rounds = RoundHistory()
+        self._was_applied: deque[bool] = deque(maxlen=_SPEED_STEPS)
+        self._ended: deque[tuple[float, int]] = deque(maxlen=_SPEED_STEPS + 1)  # When a step did, and its tokens.
+        self._num_steps = 0
+        self._num_skipped = 0
+        self._last_step_at: float | None = None
+        self._inner_step = 0
+        self._outer_step = 0
+        self._state_digest = ""
+        self._shards: frozenset[int] = frozenset()
+        self._peers: tuple[Peer, ...] = ()
+        self._digests = DigestMemory()
+
+    def add_step(self, step: StepFacts) -> None:
+        """An inner step is done: 1 µs."""
+        now = self._clock()
+        with self._lock:
+            self._losses.add(step.loss)
+            self._was_applied.append(not step.skipped)
+            self._ended.append((now, step.num_tokens))
+            self._num_steps += 1
+            self._num_skipped += step.skipped
+            self._inner_step += 1
+            self._last_step_at = now
+
+    def add_round(self, report: RoundFacts, *, outer_step: int, state_digest: str) -> None:
+        """A round ended with an outer step; step and digest are the state's after it."""
+        now = self._clock()
+        with self._lock:
+            knew_others = any(peer.expires_at > now for peer in self._peers)
+            self._rounds.add(report, knew_others=knew_others)
+            self._set_state(outer_step, state_digest, inner_step=0)
+
+    def add_failed_round(self) -> None:
+        """A round ended without a result; the node trains on from where it was."""
+        with self._lock:
+            self._rounds.add_failed()
+
+    def set_state(self, outer_step: int, state_digest: str, *, inner_step: int = 0) -> None:
+        """Which state the node holds after it was started, restored, or adopted others' state."""
+        with self._lock:
+            self._set_state(outer_step, state_digest, inner_step)
+
+    def set_shards(self, shards: Collection[int]) -> None:
+        """The shards this node trains on."""
+        with self._lock:
+            self._shards = frozenset(shards)
+
+    def peers(self, announcements: Iterable[AnnouncedNode]) -> None:
+        """All that other nodes announce now, in place of what they announced before."""
+        known = {found.peer_id: plausible_peer(found) for found in announcements}
+        known.pop(self._peer_id, None)
+        kept = tuple(sorted(known.values(), key=lambda peer: -peer.expires_at)[:_MAX_PEERS])
+        with self._lock:
+            self._peers = kept
+            for peer in kept:
+                self._digests.add(peer.peer_id, peer.outer_step, peer.state_digest)
+            self._digests.keep([self._peer_id, *(peer.peer_id for peer in kept)])
+
+    @property
+    def smoothed_loss(self) -> float | None:
+        """The loss to announce: averaged over some 50 steps; None before the first."""
+        with self._lock:
+            return self._losses.smoothed
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second over the latest 50 steps, rounds and all other waits included; 0 before the second step."""
+        with self._lock:
+            return self._tokens_per_s()
+
+    @property
+    def num_steps(self) -> int:
+        """Inner steps this node has done, before restarts included: what to announce."""
+        with self._lock:
+            return self._num_steps
+
+    def status(self) -> TrainingStatus:
+        """All that can be told now."""
+        with self._lock:
+            now = self._clock()
+            seen = _Seen(
+                own=self._own(),
+                others=tuple(peer for peer in self._peers if peer.expires_at > now),
+                first=self._losses.first,
+                recent=self._losses.recent,
+                was_applied=tuple(self._was_applied),
+                num_skipped=self._num_skipped,
+                sync=self._rounds.success(),
+                diloco=self._diloco(),
+            )
+            agreed = agreement(self._digests.of(peer.peer_id for peer in (seen.own, *seen.others)))
+        return _status(seen, agreed, self._peer_id, now)
+
+    def health(self) -> Health:
+        """That the process answers, and when it last trained."""
+        now = self._clock()
+        with self._lock:
+            age_s = None if self._last_step_at is None else round(now - self._last_step_at, 3)
+        return Health(
+            status="ok", node_id=self._node_id, uptime_s=round(now - self._started_at, 3), last_step_age_s=age_s
+        )
+
+    def state_dict(self) -> dict[str, object]:
+        """What a restarted node has to know, for its checkpoint: 2,050 losses and three counts."""
+        with self._lock:
+            return {
+                "version": _VERSION,
+                "losses": self._losses.state_dict(),
+                "num_steps": self._num_steps,
+                "num_skipped": self._num_skipped,
+            }
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Goes on from a checkpoint.
+
+        Raises:
+            CheckpointMismatchError: another release wrote it.
+        """
+        losses, num_steps, num_skipped = (state.get(name) for name in ("losses", "num_steps", "num_skipped"))
+        if (
+            state.get("version") != _VERSION
+            or not isinstance(losses, dict)
+            or not isinstance(num_steps, int)
+            or not isinstance(num_skipped, int)
+        ):
+            raise CheckpointMismatchError(
+                f"expected the tracker's state of version {_VERSION}, found {state.get('version')!r} with "
+                f"{sorted(state)}; resume with the release that wrote the checkpoint"
+            )
+        with self._lock:
+            self._losses.load_state_dict(losses)
+            self._num_steps, self._num_skipped = num_steps, num_skipped
+
+    # With the lock held.
+
+    def _set_state(self, outer_step: int, state_digest: str, inner_step: int) -> None:
+        self._outer_step, self._state_digest, self._inner_step = outer_step, state_digest, inner_step
+        self._digests.add(self._peer_id, outer_step, state_digest)
+
+    def _tokens_per_s(self) -> float:
+        if len(self._ended) < 2:
+            return 0.0
+        seconds = self._ended[-1][0] - self._ended[0][0]
+        num_tokens = sum(num_tokens for _, num_tokens in self._ended) - self._ended[0][1]
+        return num_tokens / seconds if seconds > 0 else 0.0  # A clock may be set back.
+
+    def _own(self) -> Peer:
+        """This node as it would announce itself."""
+        return Peer(
+            peer_id=self._peer_id,
+            node_id=self._node_id,
+            outer_step=self._outer_step,
+            state_digest=self._state_digest,
+            num_steps=self._num_steps,
+            loss=self._losses.smoothed,
+            tokens_per_s=self._tokens_per_s(),
+            shards=self._shards,
+            expires_at=float("inf"),
+        )
+
+    def _diloco(self) -> DiLoCoStatus:
+        rounds = self._rounds
+        return DiLoCoStatus(
+            inner_step=self._inner_step,
+            inner_steps=self._inner_steps,
+            outer_step=self._outer_step,
+            outer_syncs=rounds.num_done,
+            rounds_alone=rounds.num_alone,
+            rounds_failed=rounds.num_failed,
+            last_round=rounds.last,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A copy of all that a status is made of."""
+
+    own: Peer
+    others: tuple[Peer, ...]
+    first: list[float]
+    recent: list[float]
+    was_applied: tuple[bool, ...]
+    num_skipped: int
+    sync: SyncSuccess
+    diloco: DiLoCoStatus
+
+
+def _status(seen: _Seen, agreed: Agreement, peer_id: str, now: float) -> TrainingStatus:
+    nodes = (seen.own, *sorted(seen.others, key=lambda peer: (peer.node_id, peer.peer_id)))
+    reasons = _reasons_against(seen)
+    return TrainingStatus(
+        training_verified=not reasons,
+        reasons=reasons,
+        hash_agreement_rate=_percent(agreed.num_agreeing, agreed.num_compared),
+        hash_agreement=_hash_agreement(agreed, len(nodes)),
+        loss_trend=loss_trend(seen.recent),
+        sync_success_rate=_percent(seen.sync.num_succeeded, seen.sync.num_attempted),
+        sync_success=seen.sync,
+        training_nodes=len(nodes),
+        node_id=seen.own.node_id,
+        time=datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        global_loss=average_loss([node.loss for node in nodes if node.loss is not None], seen.own.loss),
+        losses_left_out=sum(node.has_strange_loss for node in nodes),
+        loss=seen.recent[-1] if seen.recent else None,
+        total_steps=sum(node.num_steps for node in nodes),
+        steps_skipped=seen.num_skipped,
+        data_shards=len(frozenset[int]().union(*(node.shards for node in nodes))),
+        model_convergence=_percent(agreed.num_agreeing, len(nodes)) if agreed.num_compared else None,
+        tokens_per_s=round(sum(node.tokens_per_s for node in nodes), 1),
+        diloco=seen.diloco,
+        nodes=tuple(_node_status(node, is_self=node is seen.own) for node in nodes[:_MAX_NODES_SHOWN]),
+    )
+
+
+def _reasons_against(seen: _Seen) -> tuple[str, ...]:
+    """Why training cannot be called verified; none if it can."""
+    reasons = []
+    if len(seen.recent) < _MIN_STEPS:
+        reasons.append(f"expected {_MIN_STEPS} losses or more to judge by, found {len(seen.recent)}; wait")
+    elif not has_fallen(seen.first, seen.recent[-FIRST_LOSSES:]):
+        reasons.append("the latest losses are not below the first ones by more than their noise")
+    if seen.was_applied and 2 * sum(seen.was_applied) < len(seen.was_applied):
+        reasons.append("most of the latest steps were skipped: loss or gradient is not finite")
+    if seen.sync.num_attempted >= _MIN_ROUNDS and 2 * seen.sync.num_succeeded < seen.sync.num_attempted:
+        reasons.append(
+            f"of the latest {seen.sync.num_attempted} rounds {seen.sync.num_succeeded} had another node's work in "
+            "them: this node trains, but mostly apart from the others"
+        )
+    return tuple(reasons)
+
+
+def _hash_agreement(agreed: Agreement, num_nodes: int) -> HashAgreement:
+    reason = None
+    if not agreed.num_compared:
+        reason = "no two nodes have the same outer step" if num_nodes > 1 else "no outer step yet"
+    return HashAgreement(
+        outer_step=agreed.outer_step,
+        num_compared=agreed.num_compared,
+        num_agreeing=agreed.num_agreeing,
+        num_behind=agreed.num_behind,
+        reason=reason,
+    )
+
+
+def _node_status(node: Peer, *, is_self: bool) -> NodeStatus:
+    return NodeStatus(
+        node_id=node.node_id,
+        peer_id=node.peer_id,
+        is_self=is_self,
+        outer_step=node.outer_step,
+        inner_steps_trained=node.num_steps,
+        loss=node.loss,
+        tokens_per_s=round(node.tokens_per_s, 1),
+        state_digest=node.state_digest,
+        num_shards=len(node.shards),
+    )
+
+
+def _percent(part: int, whole: int) -> float | None:
+    return round(100.0 * part / whole, 2) if whole else None

@@ -1,0 +1,291 @@
+"""Which addresses this node connects to, and how often: addresses come from strangers, who may name anybody's.
+
+Without this, whoever can announce himself has all nodes of a run connect wherever he likes: to services of their own
+machines and networks, or all at once to a victim. So every connection that an endpoint opens is judged here, by the
+address it goes to and not by the identity that is claimed for it:
+
+- Loopback, private and link-local addresses are dialled where the operator named one of that kind, or said that the run
+  is private. A host name is resolved, what it resolves to is judged, and that is dialled.
+- This node's own listening address is never dialled for another node, nor are ports below 1024.
+- An address at which no node has answered is tried once, then after pauses that grow. Hosts that have not been in
+  contact with this node have a small budget for all their ports together.
+
+What the operator named himself (`guard`) is exempt. The trade-off: a node that was silent when it was first tried waits
+for the end of the pause, 10 s where its host has been in contact and 20 s elsewhere. An endpoint that was not told to
+guard itself dials what its program names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from trainer.errors import PeerUnavailableError, TrainerUsageError
+from trainer.network.rpc.config import RpcConfig, has_port, split_address
+from trainer.network.rpc.messages import Peer, PeerId
+from trainer.network.rpc.remote_address import HostKind, address_group, host_kind
+
+__all__ = ["DialRefusedError", "Dialing", "Socket"]
+
+Socket = tuple[str, int]
+"""An IP address and a port."""
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+_MIN_STRANGERS_PORT = 1024
+_PAUSE_GROWTH = 3.0
+_PAUSES_S = (20.0, 3600.0)
+"""The first and the longest."""
+_PAUSES_IN_CONTACT_S = (10.0, 60.0)
+"""Of addresses at a host that talks to this node: it can spare itself the calls it brings about."""
+_CONTACT_S = 600.0
+_HOST_BURST = 8.0
+_HOST_DIALS_PER_S = 0.1
+_MAX_FAILURES = 30
+"""So often in a row an address where a node once answered may fail before it counts as a stranger's."""
+_MAX_REMEMBERED = 4096
+_RESOLVED_FOR_S = 60.0
+_MAX_RESOLVED_ADDRESSES = 4
+_MAX_RESOLVING = 8
+
+
+class DialRefusedError(PeerUnavailableError):
+    """An address is not dialled.
+
+    Args:
+        reason: one word: ``private``, ``own``, ``port``, ``name``, ``pause`` or ``budget``.
+        text: one line for people.
+    """
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+@dataclass(slots=True)
+class _Tried:
+    """A stranger's address that has been tried."""
+
+    until_s: float
+    pause_s: float
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """A token bucket."""
+
+    tokens: float
+    filled_s: float
+
+
+class Dialing:
+    """Judges and counts the connections of one endpoint.
+
+    Args:
+        config: where the endpoint listens.
+        peer_id: this node, which may call itself.
+        clock: seconds of any clock.
+    """
+
+    def __init__(self, config: RpcConfig, peer_id: PeerId, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config = config
+        self.peer_id = peer_id
+        self._clock = clock
+        self._is_guarded = False
+        self._allows_private = False
+        self._kinds: set[HostKind] = {"public"}
+        """Kinds of address that the operator has named."""
+        self._kinds_of_named: set[HostKind] = set()
+        """Of them, those of the nodes to begin with."""
+        self._derived_kind: HostKind | None = None
+        self._named: set[str] = set()
+        self._named_sockets: set[Socket] = set()
+        self._own: set[Socket] = set()
+        self._own_loopback_port = 0
+        self._answered: OrderedDict[Socket, int] = OrderedDict()
+        """Where a node has answered, and how often in a row connecting has failed since."""
+        self._tried: OrderedDict[Socket, _Tried] = OrderedDict()
+        self._contacts: OrderedDict[str, float] = OrderedDict()
+        self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
+        self._resolved: OrderedDict[str, tuple[float, tuple[str, ...]]] = OrderedDict()
+        self._resolving = asyncio.Semaphore(_MAX_RESOLVING)
+        told = (config.host, split_address(config.public_address)[0] if has_port(config.public_address) else "")
+        for host in (*told, config.public_address):
+            self._learn_kind(host, self._kinds)
+
+    def guard(self, named: Iterable[str], *, allow_private: bool) -> None:
+        """From now on addresses may come from strangers.
+
+        Args:
+            named: ``host:port`` (or a host alone) of the nodes the operator named to begin with.
+            allow_private: dial loopback, private and link-local addresses, whoever names them.
+        """
+        self._is_guarded = True
+        self._allows_private = allow_private
+        for address in named:
+            self._named.add(address)
+            host = split_address(address)[0] if has_port(address) else address
+            self._learn_kind(host, self._kinds, self._kinds_of_named)
+
+    def listening_at(self, address: str, port: int) -> None:
+        """This node is reached at ``address`` (``host:port``), and listens on ``port`` of its own host."""
+        host, public_port = split_address(address)
+        self._own = {(host, public_port), (host, port), (self._config.host, port)}
+        if self._config.host in ("0.0.0.0", "::", ""):
+            self._own_loopback_port = port
+            if not self._config.public_address:
+                self._derived_kind = host_kind(host)
+
+    def is_own(self, address: str) -> bool:
+        """Whether this node listens at ``host:port``."""
+        host, port = split_address(address)
+        return self._is_own(host, port)
+
+    def objection(self, address: str) -> str:
+        """Why a stranger's address would not be dialled, as `DialRefusedError.reason`; empty: it may be.
+
+        A name is objected to only once it is resolved, when it is dialled.
+        """
+        if not self._is_guarded or address in self._named:
+            return ""
+        try:
+            host, port = split_address(address)
+        except TrainerUsageError:
+            return "name"
+        if (host, port) in self._named_sockets:
+            return ""
+        return self._objection(host, port)
+
+    async def admit(self, peer: Peer) -> tuple[Socket, ...]:
+        """Where to connect for this peer, in order; counts as a try of an address where nobody has answered yet.
+
+        Raises:
+            DialRefusedError: nowhere, or not now.
+            TrainerUsageError: the address is none.
+        """
+        host, port = split_address(peer.address)
+        if not self._is_guarded or peer.peer_id == self.peer_id:
+            return ((host, port),)
+        hosts = await self._resolve(host)
+        if peer.address in self._named:
+            for ip in hosts:
+                self._learn_kind(ip, self._kinds, self._kinds_of_named)
+                self._named_sockets.add((ip, port))
+            return tuple((ip, port) for ip in hosts)
+        reason = "name"
+        for ip in hosts:
+            is_named = (ip, port) in self._named_sockets
+            reason = "" if is_named else self._objection(ip, port)
+            if not reason:
+                self._count_try(peer.address, (ip, port))
+                return ((ip, port),)  # The others would be further tries.
+        raise DialRefusedError(reason, f"{peer.address} is not dialled because a stranger names it ({reason})")
+
+    def answered(self, where: Socket) -> None:
+        """A node has answered there, with a signed message."""
+        self._tried.pop(where, None)
+        _remember(self._answered, where, 0)
+        self.in_contact(address_group(where[0]))
+
+    def failed(self, where: Socket) -> None:
+        """Connecting did not work."""
+        if where in self._answered:
+            self._answered[where] += 1
+            if self._answered[where] >= _MAX_FAILURES:
+                del self._answered[where]
+
+    def in_contact(self, host: str) -> None:
+        """A node at this host (`address_group`) talks to this one: it is no bystander."""
+        _remember(self._contacts, host, self._clock())
+
+    def _objection(self, ip: str, port: int) -> str:
+        kind = host_kind(ip)
+        if kind == "unusable" or (kind is not None and not self._is_allowed(kind)):
+            return "private"
+        if self._is_own(ip, port):
+            return "own"
+        return "port" if port < _MIN_STRANGERS_PORT else ""
+
+    def _is_allowed(self, kind: HostKind) -> bool:
+        if kind in self._kinds or self._allows_private:
+            return True
+        # A machine in a private network: where no public node was named, the run is there.
+        return kind == self._derived_kind and "public" not in self._kinds_of_named
+
+    def _is_own(self, ip: str, port: int) -> bool:
+        return (ip, port) in self._own or (host_kind(ip) == "loopback" and port == self._own_loopback_port)
+
+    def _count_try(self, address: str, where: Socket) -> None:
+        """Counts a try.
+
+        Raises:
+            DialRefusedError: ``pause`` or ``budget``.
+        """
+        if where in self._answered or where in self._named_sockets:
+            return
+        now_s = self._clock()
+        group = address_group(where[0])
+        is_in_contact = now_s - self._contacts.get(group, -_CONTACT_S) < _CONTACT_S
+        tried = self._tried.get(where)
+        if tried is not None and tried.until_s > now_s:
+            wait_s = tried.until_s - now_s
+            raise DialRefusedError(
+                "pause", f"{address} is not dialled for another {wait_s:.0f} s: no node answered there"
+            )
+        if not is_in_contact and not self._takes_token(group, now_s):
+            raise DialRefusedError("budget", f"{address} is not dialled now: too many ports of its host were")
+        first_s, longest_s = _PAUSES_IN_CONTACT_S if is_in_contact else _PAUSES_S
+        pause_s = first_s if tried is None else min(_PAUSE_GROWTH * tried.pause_s, longest_s)
+        _remember(self._tried, where, _Tried(now_s + pause_s, pause_s))
+
+    def _takes_token(self, group: str, now_s: float) -> bool:
+        bucket = self._buckets.get(group) or _Bucket(_HOST_BURST, now_s)
+        bucket.tokens = min(_HOST_BURST, bucket.tokens + _HOST_DIALS_PER_S * (now_s - bucket.filled_s))
+        bucket.filled_s = now_s
+        has_token = bucket.tokens >= 1.0
+        bucket.tokens -= has_token
+        _remember(self._buckets, group, bucket)
+        return has_token
+
+    async def _resolve(self, host: str) -> tuple[str, ...]:
+        """The addresses of a host.
+
+        Raises:
+            DialRefusedError: ``name``: there is no such host, or it cannot be looked up now.
+        """
+        if host_kind(host) is not None:
+            return (host,)
+        known = self._resolved.get(host)
+        if known is not None and known[0] > self._clock():
+            return known[1]
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._config.connect_timeout_s), self._resolving:
+                found = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError, TimeoutError) as error:
+            is_later = isinstance(error, TimeoutError) or getattr(error, "errno", None) == socket.EAI_AGAIN
+            text = "its name cannot be looked up now" if is_later else "no such host"
+            raise DialRefusedError("name", f"{host} cannot be reached: {text}") from None
+        hosts = tuple(dict.fromkeys(str(entry[4][0]) for entry in found))[:_MAX_RESOLVED_ADDRESSES]
+        _remember(self._resolved, host, (self._clock() + _RESOLVED_FOR_S, hosts))
+        return hosts
+
+    def _learn_kind(self, host: str, *into: set[HostKind]) -> None:
+        kind: HostKind | None = "loopback" if host == "localhost" else host_kind(host)
+        if kind is not None and kind != "unusable":
+            for kinds in into:
+                kinds.add(kind)
+
+
+def _remember(table: OrderedDict[K, V], key: K, value: V) -> None:
+    """Sets an entry, as the newest; forgets the oldest beyond the bound."""
+    table[key] = value
+    table.move_to_end(key)
+    if len(table) > _MAX_REMEMBERED:
+        table.popitem(last=False)

@@ -1,0 +1,207 @@
+"""How much peers may have a node do and hold at once: each of them, each address, and all together.
+
+What does not fit is refused at once (calls, streams), or waits on the peer's side of the connection (frames of a
+stream: `ByteBudget` never blocks, its users leave the next frame unread).
+
+Peers that are not proven (`trainer.network.rpc.standing`) share what their address may take, half of everything, and
+leave a quarter of everything to the proven. Where a limit is reached, a newcomer gets the slot of the call that has
+stood still for longest, of the address and holder that have most, instead of being refused. So slots that are taken and
+left lying keep nobody out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from trainer.errors import RefusedError
+from trainer.network.rpc.config import RpcConfig
+from trainer.network.rpc.reasons import Reason
+from trainer.network.rpc.standing import Share
+
+__all__ = ["ByteBudget", "Claim", "ServingLimits", "Slot", "Slots", "unproven_part"]
+
+K = TypeVar("K")
+
+_MAX_GREYLISTED = 1024
+"""Calls of one address; 15 KiB each."""
+
+
+def unproven_part(total: int) -> int:
+    """How much of ``total`` all peers that are not proven may take together: three quarters, rounded up."""
+    return total - total // 4
+
+
+class ByteBudget:
+    """Counts bytes held for peers; says whether more fit."""
+
+    def __init__(self, max_total_bytes: int, max_bytes_per_share: int) -> None:
+        self._max_total_bytes = max_total_bytes
+        self._max_bytes_per_share = max_bytes_per_share
+        self._by_share: Counter[Share] = Counter()
+        self._total_bytes = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Held now."""
+        return self._total_bytes
+
+    def has_room(self, share: Share, size_bytes: int) -> bool:
+        """Whether ``size_bytes`` more fit."""
+        max_bytes = self._max_total_bytes if share.is_proven else unproven_part(self._max_total_bytes)
+        return (
+            self._total_bytes + size_bytes <= max_bytes
+            and self._by_share[share] + size_bytes <= self._max_bytes_per_share
+        )
+
+    def take(self, share: Share, size_bytes: int) -> None:
+        """Counts bytes that are held from now on, whether there was room or not."""
+        self._by_share[share] += size_bytes
+        self._total_bytes += size_bytes
+
+    def give(self, share: Share, size_bytes: int) -> None:
+        """Counts them as no longer held."""
+        self._total_bytes -= size_bytes
+        self._by_share[share] -= size_bytes
+        if not self._by_share[share]:
+            del self._by_share[share]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Claim:
+    """What wants a slot."""
+
+    share: Share
+    holder: str
+    """Of those that share, whose it is: an identity, or a connection whose caller is not known yet."""
+    stalled_since: Callable[[], float | None]
+    """Since when the other side has not taken or sent what it has to (the event loop's clock); None: it moves."""
+    shed: Callable[[], None]
+    """Ends it; called once at most, and returns at once."""
+    keep_s: float = 0.0
+    """How long it may stand still before a newcomer gets its place."""
+
+
+class Slot:
+    """One thing that goes on; given back once, by its holder or by `Slots` when it is shed."""
+
+    def __init__(self, claim: Claim, slots: Slots) -> None:
+        self.claim = claim
+        self._slots = slots
+
+    def give(self) -> None:
+        """Gives it back; may be called again."""
+        self._slots.drop(self)
+
+    def shed(self) -> None:
+        """Ends what holds it, and gives it back."""
+        if self._slots.drop(self):
+            self.claim.shed()
+
+
+class Slots:
+    """Things going on at once.
+
+    Args:
+        what: their name, for messages.
+        max_total: in all.
+        max_per_holder: of one holder.
+        max_per_address: of all peers of one address that are not proven.
+    """
+
+    def __init__(self, what: str, max_total: int, max_per_holder: int, max_per_address: int) -> None:
+        self._what = what
+        self._max_total = max_total
+        self._max_per_holder = max_per_holder
+        self._max_per_address = max_per_address
+        self._held: set[Slot] = set()
+        self._by_share: Counter[Share] = Counter()
+        self._by_holder: Counter[str] = Counter()
+        self._num_unproven = 0
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def take(self, claim: Claim) -> Slot:
+        """A slot; where there is none left, that of the one that has stalled for longest.
+
+        Raises:
+            RefusedError: ``busy``.
+        """
+        if self._by_holder[claim.holder] >= self._max_per_holder:
+            raise self._busy()
+        if not claim.share.is_proven:
+            if self._by_share[claim.share] >= self._max_per_address:
+                self._shed_one(slot for slot in self._held if slot.claim.share == claim.share)
+            if self._num_unproven >= unproven_part(self._max_total):
+                self._shed_one(slot for slot in self._held if not slot.claim.share.is_proven)
+        if len(self._held) >= self._max_total:
+            self._shed_one(self._held)
+        slot = Slot(claim, self)
+        self._held.add(slot)
+        self._by_share[claim.share] += 1
+        self._by_holder[claim.holder] += 1
+        self._num_unproven += not claim.share.is_proven
+        return slot
+
+    def drop(self, slot: Slot) -> bool:
+        """Counts a slot as free; whether it was held."""
+        if slot not in self._held:
+            return False
+        self._held.remove(slot)
+        claim = slot.claim
+        _count_down(self._by_share, claim.share)
+        _count_down(self._by_holder, claim.holder)
+        self._num_unproven -= not claim.share.is_proven
+        return True
+
+    def stalled(self, before_s: float) -> list[Slot]:
+        """Those that have stood still since ``before_s`` or longer."""
+        return [slot for slot in self._held if (since := slot.claim.stalled_since()) is not None and since <= before_s]
+
+    def _shed_one(self, candidates: Iterable[Slot]) -> None:
+        now_s = asyncio.get_running_loop().time()
+        stalled = [
+            (*self._rank(slot.claim), now_s - since, id(slot), slot)
+            for slot in candidates
+            if (since := slot.claim.stalled_since()) is not None and now_s - since >= slot.claim.keep_s
+        ]
+        if not stalled:
+            raise self._busy()
+        max(stalled)[-1].shed()
+
+    def _rank(self, claim: Claim) -> tuple[bool, int, int]:
+        return not claim.share.is_proven, self._by_share[claim.share], self._by_holder[claim.holder]
+
+    def _busy(self) -> RefusedError:
+        return RefusedError(
+            Reason.BUSY,
+            f"expected at most {self._max_per_holder} {self._what} of one peer, {self._max_per_address} of one address "
+            f"and {self._max_total} of all at once, found more; try again later",
+        )
+
+
+class ServingLimits:
+    """The limits of one endpoint's server."""
+
+    def __init__(self, config: RpcConfig) -> None:
+        everything = config.max_calls + config.max_streams + config.max_waiting_per_host
+        waiting = config.max_waiting_per_host
+        self.waiting = Slots("unidentified calls", everything, waiting, waiting)
+        self.greylisted = Slots("calls of greylisted addresses", 2 * _MAX_GREYLISTED, waiting, _MAX_GREYLISTED)
+        """Those that wait for the one before them; they stand still by this node's will, so none gives way."""
+        self.calls = _slots("calls", config.max_calls, config.max_calls_per_peer)
+        self.streams = _slots("streams", config.max_streams, config.max_streams_per_peer)
+
+
+def _slots(what: str, max_total: int, max_per_peer: int) -> Slots:
+    return Slots(what, max_total, max_per_peer, max(max_per_peer, max_total // 2))
+
+
+def _count_down(counter: Counter[K], key: K) -> None:
+    counter[key] -= 1
+    if not counter[key]:
+        del counter[key]

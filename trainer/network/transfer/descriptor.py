@@ -1,0 +1,203 @@
+"""What a snapshot consists of, so that one digest vouches for every byte of it.
+
+The tensors' bytes, in the order of their names, are one long string cut into chunks of 1 MiB. The SHA-256 of the
+chunks, 32 bytes each, fill pages of 16,384 (16 GiB of data a page). The descriptor, canonical JSON, names the tensors,
+the caller's `meta` and the SHA-256 of each page; its own SHA-256 is the snapshot's digest:
+
+    digest → descriptor → page → chunk
+
+So 90 GB (85,000 chunks) have six pages of half a MiB and a descriptor of 1 kB, and a chunk is proved by two look-ups.
+Equal tensors and equal `meta` give an equal digest on every machine, so members of a run compare digests to see whether
+they agree; `meta` must hold nothing that differs between them (no times, no names).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Final, Literal, Self, TypeAlias
+
+from pydantic import Field, JsonValue, ValidationError, model_validator
+
+from manifests.spelling import canonical_json, sha256_hex
+from trainer.errors import StateTransferError, TrainerUsageError
+from trainer.network.rpc.messages import Message
+
+__all__ = [
+    "CHUNK_BYTES",
+    "DIGEST_BYTES",
+    "MAX_DESCRIPTOR_BYTES",
+    "MAX_EXTENT",
+    "PAGE_CHUNKS",
+    "Descriptor",
+    "Expectation",
+    "Meta",
+    "TensorSpec",
+    "make_descriptor",
+    "parse_descriptor",
+]
+
+CHUNK_BYTES: Final = 1 << 20
+DIGEST_BYTES: Final = 32
+PAGE_CHUNKS: Final = 16_384
+MAX_DESCRIPTOR_BYTES: Final = 1 << 20
+"""A descriptor travels in one message; 1 MiB holds some 10,000 tensors."""
+
+_ITEM_BYTES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "float16": 2,
+    "bfloat16": 2,
+    "int32": 4,
+    "float32": 4,
+    "int64": 8,
+    "float64": 8,
+}
+_MAX_SIZE_BYTES = 1 << 50
+MAX_EXTENT: Final = 1 << 48
+"""Above the product of a tensor's dimensions, those of 0 left out: torch counts strides of empty tensors as well."""
+
+Meta: TypeAlias = Mapping[str, JsonValue]
+DigestField = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Dtype = Literal["bool", "uint8", "int8", "int16", "float16", "bfloat16", "int32", "float32", "int64", "float64"]
+
+
+class TensorSpec(Message):
+    """Name, type and shape of a tensor."""
+
+    name: Annotated[str, Field(min_length=1, max_length=512)]
+    dtype: Dtype
+    shape: Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_EXTENT)], ...], Field(max_length=16)]
+
+    @model_validator(mode="after")
+    def _has_a_possible_shape(self) -> Self:
+        if math.prod(filter(None, self.shape)) >= MAX_EXTENT:
+            raise ValueError(f"expected dimensions whose product, those of 0 left out, is below {MAX_EXTENT}")
+        return self
+
+    @property
+    def num_values(self) -> int:
+        """Product of the shape."""
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its values."""
+        return self.num_values * _ITEM_BYTES[self.dtype]
+
+
+class Descriptor(Message):
+    """A snapshot's table of contents."""
+
+    format: Literal["genesis state 1"] = "genesis state 1"
+    meta: dict[str, JsonValue]
+    tensors: tuple[TensorSpec, ...]
+    """By name, ascending; their values follow each other in this order, little endian."""
+    pages: tuple[DigestField, ...]
+    """SHA-256 of each page of chunk digests."""
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON, of which the digest is taken."""
+        return canonical_json(self.model_dump(mode="json"))
+
+    @property
+    def digest(self) -> str:
+        """The snapshot's digest: SHA-256 of `to_bytes`."""
+        return sha256_hex(self.to_bytes())
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.size_bytes for tensor in self.tensors)
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of `CHUNK_BYTES`; the last may be shorter."""
+        return -(-self.size_bytes // CHUNK_BYTES)
+
+    def chunk_bytes(self, index: int) -> int:
+        """Length of a chunk."""
+        return min(CHUNK_BYTES, self.size_bytes - index * CHUNK_BYTES)
+
+    def page_chunks(self, page: int) -> int:
+        """Number of chunks whose digests a page holds."""
+        return min(PAGE_CHUNKS, self.num_chunks - page * PAGE_CHUNKS)
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """What a caller is ready to take; checked before anything of the size claimed is allocated.
+
+    Args:
+        max_bytes: most bytes of tensors.
+        tensors: type and shape by name, exactly these; None takes any.
+        finite: refuse NaN and infinities in any tensor.
+    """
+
+    max_bytes: int
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]] | None = None
+    finite: bool = True
+
+    def check(self, descriptor: Descriptor) -> None:
+        """Compares.
+
+        Raises:
+            StateTransferError: the descriptor does not fit; the message names the first difference.
+        """
+        if descriptor.size_bytes > self.max_bytes:
+            raise StateTransferError(
+                f"expected a state of at most {self.max_bytes} bytes, found one of {descriptor.size_bytes}"
+            )
+        if self.tensors is None:
+            return
+        found = {tensor.name: (tensor.dtype, tensor.shape) for tensor in descriptor.tensors}
+        for name in sorted(self.tensors.keys() | found.keys()):
+            if name not in found or name not in self.tensors:
+                what = "is missing" if name not in found else "is not expected"
+                raise StateTransferError(f"the state's tensor {name!r} {what}; is it of another architecture?")
+            dtype, shape = self.tensors[name]
+            if found[name] != (dtype, tuple(shape)):
+                raise StateTransferError(
+                    f"the state's tensor {name!r}: expected {dtype} {list(shape)}, found {found[name][0]} "
+                    f"{list(found[name][1])}; is it of another architecture?"
+                )
+
+
+def make_descriptor(meta: Meta, tensors: tuple[TensorSpec, ...], pages: tuple[str, ...]) -> Descriptor:
+    """Builds one of what the caller gives.
+
+    Raises:
+        TrainerUsageError: a name or `meta` cannot be written as JSON, or it would be too long.
+    """
+    try:
+        descriptor = Descriptor(meta=dict(meta), tensors=tensors, pages=pages)
+        size_bytes = len(descriptor.to_bytes())
+    except (ValidationError, ValueError) as error:
+        raise TrainerUsageError(f"a snapshot's meta: expected JSON with finite numbers ({error})") from None
+    if size_bytes > MAX_DESCRIPTOR_BYTES:
+        raise TrainerUsageError(f"expected a descriptor of at most {MAX_DESCRIPTOR_BYTES} bytes, found {size_bytes}")
+    return descriptor
+
+
+def parse_descriptor(data: bytes, digest: str) -> Descriptor:
+    """Reads a descriptor and verifies it against the digest it was asked for by.
+
+    Raises:
+        StateTransferError: it is another's, or no descriptor as this release writes it.
+    """
+    if len(data) > MAX_DESCRIPTOR_BYTES or sha256_hex(data) != digest:
+        raise StateTransferError(f"expected the descriptor of {digest[:16]}…, found other bytes ({len(data)})")
+    try:
+        descriptor = Descriptor.model_validate_json(data)
+    except ValidationError as error:
+        problem = error.errors(include_input=False, include_url=False)[0]["msg"]
+        raise StateTransferError(f"the state {digest[:16]}… is none this release reads: {problem}") from None
+    names = [tensor.name for tensor in descriptor.tensors]
+    if descriptor.to_bytes() != data or names != sorted(set(names)):
+        raise StateTransferError(f"the state {digest[:16]}… is not described in canonical form")
+    if descriptor.size_bytes > _MAX_SIZE_BYTES or len(descriptor.pages) != -(-descriptor.num_chunks // PAGE_CHUNKS):
+        raise StateTransferError(f"the state {digest[:16]}…: its pages do not fit its {descriptor.size_bytes} bytes")
+    return descriptor

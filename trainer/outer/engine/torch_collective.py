@@ -1,0 +1,286 @@
+"""A round inside a trusted cluster: the ranks of a torch process group, each reducing one slice.
+
+Heads are compared, contributions cut into a slice a rank and exchanged all to all, each rank reduces its slice with the
+configured rule, and the encoded results go to everybody. Every rank, the one that made it included, takes what a result
+decodes to, so all ranks end bit-identical under any codec. Each rank sends its vector about once and gets it once,
+``2·(n−1)/n`` vectors in all, as an all-reduce does, but the rule sees single contributions and not sums.
+
+Weights, validation and rules are those of the rounds among strangers (``trainer/aggregation``), and so is the report.
+What is missing is their tolerance of deaths: a rank that dies ends the job. Moments of all contributions are always
+taken, about as much time as the exchange over the loopback, so that all ranks leave out the same contributions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.aggregation import (
+    DEFAULT_MAX_RATIO,
+    Decision,
+    Moments,
+    RuleConfig,
+    cap_weights,
+    common_progress,
+    contribution_weight,
+    decide,
+    moments,
+    reduce_part,
+)
+from trainer.compression.vectors import BLOCK_VALUES, Codec
+from trainer.errors import CodecError, RoundFailedError, TrainerError
+from trainer.outer.engine.collective import Contribution, MemberFinding, RoundReport, RoundResult
+from trainer.outer.engine.process_group import RankedBytes
+
+__all__ = ["TorchCollective", "rank_slices"]
+
+logger = logging.getLogger(__name__)
+
+_HEAD = struct.Struct("<QQQdd?32s")
+_OK, _FAILED = b"\x01", b"\x00"
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What the ranks tell each other before any tensor moves."""
+
+    round_index: int
+    num_values: int
+    num_batches: int
+    age_s: float
+    progress: float
+    usable: bool
+    terms: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """This rank's contribution as it is sent: a slice for each rank, and what is left unsaid."""
+
+    slices: tuple[memoryview, ...]
+    residual: Tensor | None
+    usable: bool
+
+
+class TorchCollective:
+    """Aggregates over the ranks of a process group; for one thread at a time, all ranks in the same order.
+
+    Args:
+        ranks: the group.
+        codec: how values travel.
+        rule: how they are aggregated.
+        max_weight_ratio: no rank counts for more than so many times the median rank.
+    """
+
+    def __init__(
+        self, ranks: RankedBytes, codec: Codec, rule: RuleConfig, max_weight_ratio: float = DEFAULT_MAX_RATIO
+    ) -> None:
+        self._ranks = ranks
+        self._codec = codec
+        self._rule = rule
+        self._max_weight_ratio = max_weight_ratio
+
+    @classmethod
+    def of(
+        cls,
+        codec: Codec,
+        rule: RuleConfig,
+        group: dist.ProcessGroup | None = None,
+        max_weight_ratio: float = DEFAULT_MAX_RATIO,
+    ) -> TorchCollective:
+        """Over a process group; by default over all ranks.
+
+        Raises:
+            TrainerUsageError: there is no process group.
+        """
+        return cls(RankedBytes.of(group), codec, rule, max_weight_ratio)
+
+    def reduce(self, contribution: Contribution) -> RoundResult:
+        """One round among all ranks; see :class:`~trainer.outer.engine.collective.Collective`.
+
+        Raises:
+            RoundFailedError: the ranks are not at the same round or state, or nothing can be aggregated; all raise it.
+            PeerUnavailableError: a rank is gone, and with it the group.
+        """
+        started_s = time.monotonic()
+        places = rank_slices(contribution.vector.numel(), self._ranks.num_ranks)
+        own = self._encode(contribution, places)
+        heads = self._agree(contribution, own.usable)
+        weights = self._weights(heads)
+        rows = self._exchange(own, places)
+        decision = self._decide(rows, contribution.reference[places[self._ranks.rank]], weights)
+        vector = self._collect(self._reduce_own(rows, weights, decision, contribution, places), places)
+        return RoundResult(
+            vector=vector,
+            residual=own.residual,
+            progress=common_progress([head.progress for head in heads], weights),
+            report=self._report(contribution, places, weights, decision, time.monotonic() - started_s),
+        )
+
+    def requested(self) -> bool:
+        """Never: ranks take equally many steps, and meet by themselves."""
+        return False
+
+    def close(self) -> None:
+        """Nothing: the process group is its maker's."""
+
+    def _encode(self, contribution: Contribution, places: Sequence[slice]) -> _Own:
+        """Each rank's slice of vector plus residual; of zeros, if that is not finite, so that no rank waits in vain."""
+        carried = contribution.vector
+        if contribution.residual is not None:
+            carried = carried + contribution.residual
+        try:
+            encoded = tuple(self._codec.encode(carried[place]) for place in places)
+            usable = True
+        except CodecError as error:
+            logger.warning("round %d: this rank contributes nothing: %s", contribution.round_index, error)
+            carried = torch.zeros_like(carried)
+            encoded, usable = tuple(self._codec.encode(carried[place]) for place in places), False
+        if self._codec.name == "fp32":
+            return _Own(encoded, None, usable)
+        if not usable:
+            return _Own(encoded, contribution.residual, usable)
+        residual = carried.clone()
+        for place, piece in zip(places, encoded, strict=True):
+            residual[place].sub_(self._codec.decode(piece, place.stop - place.start))
+        return _Own(encoded, residual, usable)
+
+    def _agree(self, contribution: Contribution, usable: bool) -> list[_Head]:
+        """Everybody's head.
+
+        Raises:
+            RoundFailedError: they do not fit together; everybody sees the same heads and raises it.
+        """
+        terms = f"{contribution.state_digest}|{self._codec.name}|{self._rule}|{self._max_weight_ratio}"
+        own = _HEAD.pack(
+            contribution.round_index,
+            contribution.vector.numel(),
+            contribution.num_batches,
+            contribution.age_s,
+            contribution.progress,
+            usable,
+            hashlib.sha256(terms.encode()).digest(),
+        )
+        heads = [_Head(*_HEAD.unpack(head)) for head in self._ranks.gather(own, _HEAD.size)]
+        for field in ("round_index", "num_values", "terms"):
+            values = [getattr(head, field) for head in heads]
+            if len(set(values)) > 1:
+                what = "state, rule or codec" if field == "terms" else field
+                found = [value.hex()[:12] if isinstance(value, bytes) else value for value in values]
+                raise RoundFailedError(f"expected one {what} at all ranks, found {found}; restart from one checkpoint")
+        return heads
+
+    def _weights(self, heads: Sequence[_Head]) -> list[float]:
+        claimed = [contribution_weight(head.num_batches, head.age_s) if head.usable else 0.0 for head in heads]
+        return cap_weights(claimed, self._max_weight_ratio)
+
+    def _exchange(self, own: _Own, places: Sequence[slice]) -> Tensor:
+        """[n, values of this rank's slice] fp32: everybody's contribution to it."""
+        place = places[self._ranks.rank]
+        num_values = place.stop - place.start
+        pieces = self._ranks.exchange(own.slices, self._codec.encoded_bytes(num_values))
+        rows = torch.empty(len(pieces), num_values)
+        for row, piece in zip(rows, pieces, strict=True):
+            self._codec.decode(piece, num_values, out=row)
+        return rows
+
+    def _decide(self, rows: Tensor, reference: Tensor, weights: Sequence[float]) -> Decision:
+        """The same decision at every rank, from the moments of all slices added up in the order of the ranks.
+
+        Raises:
+            RoundFailedError: no contribution is usable; everybody raises it.
+        """
+        own = moments(rows, reference).to_bytes()
+        found = [Moments.from_bytes(theirs, len(rows)) for theirs in self._ranks.gather(own, len(own))]
+        total = found[0]
+        for more in found[1:]:
+            total = total + more
+        decision = decide(total, weights, self._rule)
+        if decision.rule_used == "none":
+            raise RoundFailedError(f"expected a usable contribution of {len(rows)} ranks, found none: {decision.note}")
+        return decision
+
+    def _reduce_own(
+        self,
+        rows: Tensor,
+        weights: Sequence[float],
+        decision: Decision,
+        contribution: Contribution,
+        places: Sequence[slice],
+    ) -> bytes:
+        """This rank's slice of the result, encoded, behind a byte that says whether there is one."""
+        reference = contribution.reference[places[self._ranks.rank]]
+        try:
+            return _OK + self._codec.encode(reduce_part(rows, weights, self._rule, decision, reference))
+        except TrainerError as error:
+            # The others wait for this rank's slice: they are told, and all fail the round together.
+            logger.warning("round %d: this rank cannot reduce its slice: %s", contribution.round_index, error)
+            return _FAILED
+
+    def _collect(self, own: bytes, places: Sequence[slice]) -> Tensor:
+        """The whole result from everybody's slices.
+
+        Raises:
+            RoundFailedError: a rank has none; everybody raises it.
+        """
+        sizes = [len(_OK) + self._codec.encoded_bytes(place.stop - place.start) for place in places]
+        pieces = self._ranks.gather(own, max(sizes))
+        failed = [rank for rank, piece in enumerate(pieces) if bytes(piece[:1]) != _OK]
+        if failed:
+            raise RoundFailedError(f"expected a result from every rank, found none from rank {failed[0]}; see its log")
+        vector = torch.empty(places[-1].stop)
+        for place, size, piece in zip(places, sizes, pieces, strict=True):
+            self._codec.decode(piece[len(_OK) : size], place.stop - place.start, out=vector[place])
+        return vector
+
+    def _report(
+        self,
+        contribution: Contribution,
+        places: Sequence[slice],
+        weights: Sequence[float],
+        decision: Decision,
+        seconds: float,
+    ) -> RoundReport:
+        slice_bytes = [self._codec.encoded_bytes(place.stop - place.start) for place in places]
+        own_bytes, num_others = slice_bytes[self._ranks.rank], self._ranks.num_ranks - 1
+        others_bytes = sum(slice_bytes) - own_bytes
+        included = [rank for rank in range(self._ranks.num_ranks) if rank not in decision.excluded]
+        return RoundReport(
+            round_index=contribution.round_index,
+            members=tuple(f"rank {rank}" for rank in included),
+            dropped=tuple((f"rank {rank}", reason) for rank, reason in sorted(decision.excluded.items())),
+            completeness=len(included) / self._ranks.num_ranks,
+            sent_bytes=others_bytes + own_bytes * num_others,
+            received_bytes=own_bytes * num_others + others_bytes,
+            seconds=seconds,
+            rule=decision.rule_used,
+            weights=tuple(weights[rank] for rank in included),
+            validation=tuple(
+                (f"rank {finding.member}", finding.reason) for finding in decision.findings if not finding.passed
+            ),
+            findings=tuple(
+                MemberFinding(
+                    member=f"rank {finding.member}",
+                    reason="" if finding.passed else finding.reason,
+                    cosine=finding.cosine,
+                    norm_ratio=finding.norm_ratio,
+                )
+                for finding in decision.findings
+            ),
+            note=decision.note,
+        )
+
+
+def rank_slices(num_values: int, num_ranks: int) -> list[slice]:
+    """The vector cut into a slice a rank, at the borders of codec blocks; sizes differ by one block at most."""
+    num_blocks = -(-num_values // BLOCK_VALUES)
+    borders = [min(num_values, BLOCK_VALUES * (rank * num_blocks // num_ranks)) for rank in range(num_ranks)]
+    return [slice(start, stop) for start, stop in zip(borders, [*borders[1:], num_values], strict=True)]

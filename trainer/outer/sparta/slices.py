@@ -1,0 +1,163 @@
+"""Which values a round averages: a function of its number and the layout alone; no random numbers, no index in memory.
+
+Value ``i`` of all values laid end to end belongs to slice ``i mod num_slices``, and round ``r`` averages slice
+``(r + salt) mod num_slices``. So any ``num_slices`` rounds in a row touch each value exactly once; slices differ by one
+value at most; and a slice of a tensor is a strided view of it: 0 bytes a parameter, on any device alike (a mask of
+random numbers costs 1 to 8 bytes a parameter and differs between CPU and GPU).
+
+**Kept axes.** Where a constraint binds the values along an axis of a matrix (subspace networks: each column of an
+output projection lies in span(U)), averaging some of them breaks it, and projecting back undoes most of the average:
+with single values, a cycle of 20 rounds takes away no more than some 1 − 0.95^20 = 64 % of a difference. Tensors with
+a kept axis are therefore cut into whole columns or rows, whose averages satisfy the constraint as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer.errors import TrainerUsageError
+from trainer.outer.diloco.flat import FlatLayout
+
+__all__ = ["ParameterSlice", "check_kept_axes", "schedule_digest", "slice_index", "slice_of"]
+
+_NOTHING_KEPT: Mapping[str, int] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class SlicePiece:
+    """A slice's part of one tensor: every ``stride``-th value from ``start``, or row, or column.
+
+    Args:
+        name: of the tensor.
+        start: first value, row or column.
+        stride: from one to the next.
+        num_values: in the piece.
+        kept_axis: values along it stay together (0: whole columns, 1: whole rows); None: single values.
+    """
+
+    name: str
+    start: int
+    stride: int
+    num_values: int
+    kept_axis: int | None
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """The piece as a view of its tensor; writing to it writes to the tensor."""
+        values = tensor.detach()
+        if self.kept_axis is None:
+            return values.view(-1)[self.start :: self.stride]
+        if self.kept_axis == 1:
+            return values[self.start :: self.stride]
+        return values[:, self.start :: self.stride]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSlice:
+    """The values of one round.
+
+    Args:
+        index: of the slice, 0 to num_slices − 1.
+        pieces: of each tensor that has some, in the layout's order.
+    """
+
+    index: int
+    pieces: tuple[SlicePiece, ...]
+
+    @property
+    def num_values(self) -> int:
+        """Length of the vector."""
+        return sum(piece.num_values for piece in self.pieces)
+
+    def gather(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Copy the slice's values.
+
+        Args:
+            tensors: those of the layout, contiguous, on any device, of any floating point type.
+
+        Returns:
+            [num_values] fp32 on the CPU.
+        """
+        vector = torch.empty(self.num_values)
+        for piece, place in self._placed():
+            view = piece.view(tensors[piece.name])
+            vector[place].view(view.shape).copy_(view)
+        return vector
+
+    def scatter(self, vector: Tensor, tensors: Mapping[str, Tensor]) -> None:
+        """Write the slice's values, in place; autograd does not see it.
+
+        Args:
+            vector: [num_values] fp32 on the CPU.
+            tensors: as in :meth:`gather`.
+        """
+        for piece, place in self._placed():
+            view = piece.view(tensors[piece.name])
+            view.copy_(vector[place].view(view.shape))
+
+    def _placed(self) -> Iterator[tuple[SlicePiece, slice]]:
+        start = 0
+        for piece in self.pieces:
+            yield piece, slice(start, start + piece.num_values)
+            start += piece.num_values
+
+
+def slice_index(round_index: int, num_slices: int, salt: int = 0) -> int:
+    """The slice a round averages."""
+    return (round_index + salt) % num_slices
+
+
+def slice_of(
+    round_index: int,
+    layout: FlatLayout,
+    num_slices: int,
+    salt: int = 0,
+    kept_axes: Mapping[str, int] = _NOTHING_KEPT,
+) -> ParameterSlice:
+    """The values that a round averages.
+
+    Args:
+        round_index: rounds before it, 0 or more.
+        layout: of the parameters.
+        num_slices: rounds in a cycle.
+        salt: moves the order round.
+        kept_axes: by name of a matrix, the axis along which values are always averaged together.
+    """
+    index = slice_index(round_index, num_slices, salt)
+    pieces, num_before = [], 0
+    for name, shape, _ in layout.slices():
+        axis = kept_axes.get(name)
+        num_units = math.prod(shape) if axis is None else shape[1 - axis]
+        start = (index - num_before) % num_slices
+        found = len(range(start, num_units, num_slices))
+        if found:
+            pieces.append(SlicePiece(name, start, num_slices, found * (1 if axis is None else shape[axis]), axis))
+        num_before += num_units
+    return ParameterSlice(index, tuple(pieces))
+
+
+def check_kept_axes(layout: FlatLayout, kept_axes: Mapping[str, int]) -> None:
+    """Refuse axes that tensors do not have.
+
+    Raises:
+        TrainerUsageError: a name is unknown, its tensor no matrix, or the axis neither 0 nor 1.
+    """
+    shapes = dict(zip(layout.names, layout.shapes, strict=True))
+    for name, axis in kept_axes.items():
+        shape = shapes.get(name)
+        if shape is None or len(shape) != 2 or axis not in (0, 1):
+            raise TrainerUsageError(f"kept axis {axis} of {name!r}: expected axis 0 or 1 of a matrix, found {shape}")
+
+
+def schedule_digest(
+    layout: FlatLayout, num_slices: int, salt: int = 0, kept_axes: Mapping[str, int] = _NOTHING_KEPT
+) -> str:
+    """SHA-256, lower-case hex, of what decides the slices of all rounds: equal where vectors mean the same."""
+    schedule = ["sparta", 1, layout.digest(), num_slices, salt % num_slices, sorted(kept_axes.items())]
+    return hashlib.sha256(json.dumps(schedule, separators=(",", ":"), ensure_ascii=True).encode()).hexdigest()

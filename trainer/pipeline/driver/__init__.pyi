@@ -1,0 +1,21 @@
+"""What `trainer.pipeline.driver` offers, by module; a name's module is imported when the name is first used."""
+
+from .balancer import Balancer as Balancer
+from .balancer import BalancerConfig as BalancerConfig
+from .balancer import Grant as Grant
+from .balancer import WorkerLoad as WorkerLoad
+from .bans import Bans as Bans
+from .config import DriverConfig as DriverConfig
+from .config import Routing as Routing
+from .driver import PipelineDriver as PipelineDriver
+from .links import LinkForm as LinkForm
+from .results import DriverStatus as DriverStatus
+from .results import Fate as Fate
+from .results import HopTime as HopTime
+from .results import MicroBatchResult as MicroBatchResult
+from .results import Outcome as Outcome
+from .results import StageStatus as StageStatus
+from .steps import StepLoss as StepLoss
+from .workers import StageDirectory as StageDirectory
+from .workers import StageWorker as StageWorker
+from .workers import workers_in as workers_in

@@ -1,0 +1,345 @@
+"""Whether workers compute what they say: now and then one's answers are compared with another worker's.
+
+An answer of the right form and full of noise passes every other check, and a worker that makes such answers is the
+fastest of its stage. So of a share of the micro-batches that a worker has counted, drawn where nobody can foresee it
+(`trainer.pipeline.driver.audit_rates`), a second worker of the stage evaluates the same input and the same upstream
+gradient, which counts nothing: output or loss, and the gradient of the input, have to be alike
+(`trainer.pipeline.driver.likeness`). Where they differ, a third one is asked, and each of them is examined by itself
+(`_contradicts_itself`): asked for its output on both sides of the input, an honest worker's gradient foretells how that
+changes. So
+
+- who contradicts itself while another does not is wrong, also where it is one of two, or where most of them lie;
+- else who differs from two others that are alike;
+- else it is not decided: the two are named, and both are given work.
+
+Who is found to be wrong twice, or four times of answers of different versions, is banned as one that answers nonsense.
+A stage's only worker is examined alone.
+
+What a comparison costs is 0.77 of a counted pass at another worker; at one in 64 that is 1.2 %.
+
+By chain (spec P-12) the driver sees no activation and no gradient. There a drawn micro-batch is sent by hub, to be
+counted as any other (`draws`).
+
+Not found are: a worker that lies in chains only; one whose answers come closer than replicas are to each other; one
+that lies to whoever asks about the same input as before as it did then, and whose lie is the gradient of its other lie
+(a body that hands on its input, and the gradient as it came), where it is one of two or most lie alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from trainer.errors import CodecError, NonFiniteActivationError, RpcError
+from trainer.network.rpc.boundary import peer_boundary
+from trainer.pipeline.driver.asking import Answered, StageCaller
+from trainer.pipeline.driver.audit_rates import AuditRates
+from trainer.pipeline.driver.likeness import (
+    MAX_SLOPE_RATIO,
+    StageOutput,
+    difference,
+    midpoint,
+    nudge,
+    output_of,
+    own_part,
+    slope_ratio,
+)
+from trainer.pipeline.driver.links import LinkForm
+from trainer.pipeline.driver.pool import StagePool
+from trainer.pipeline.driver.refusals import Verdict
+from trainer.pipeline.driver.results import AuditStatus
+from trainer.pipeline.driver.workers import StageWorker
+from trainer.pipeline.protocol.wire import ACTIVATION, part_of
+from trainer.pipeline.protocol.work import MicroBatch
+
+__all__ = ["Auditor", "Visit"]
+
+logger = logging.getLogger(__name__)
+
+_WITNESSES = 2
+_EXAMINED_TIMES = 3
+_LIED = Verdict("audit", "none", "long-ban")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Visit:
+    """A micro-batch's at one worker, which has counted it."""
+
+    worker: StageWorker
+    micro_batch: MicroBatch
+    given: Mapping[str, Tensor]
+    """The stage's input, as it was sent."""
+    answers: tuple[Answered, ...]
+    """The worker's: of the forward and backward pass, or the tail's one."""
+    gradient: Mapping[str, Tensor] | None = None
+    """Body: by the stage's output, as it was sent."""
+
+
+class Auditor:
+    """Compares workers of a stage with each other, one comparison a stage at a time, beside the work.
+
+    Args:
+        pools: of the stages, in order.
+        caller: asks the workers.
+        form: of the links.
+        every: one micro-batch in so many of a worker that has proven itself; 0: none.
+        failures: where liars are counted, as ``audit``.
+        seed: of the draws; None: not to be foreseen.
+    """
+
+    def __init__(
+        self,
+        pools: Mapping[str, StagePool],
+        caller: StageCaller,
+        form: LinkForm,
+        every: int,
+        failures: Counter[str],
+        seed: int | None = None,
+    ) -> None:
+        self._pools = pools
+        self._caller = caller
+        self._form = form
+        self._rates = AuditRates(every)
+        self._failures = failures
+        self._random = random.Random(seed)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._compared = self._disputed = 0
+        self._unopposed: set[str] = set()
+        self._liars: Counter[str] = Counter()
+        self._undecided: dict[frozenset[str], tuple[str, str]] = {}
+        """Keys of two workers that differ, and their names."""
+
+    def status(self) -> AuditStatus:
+        """What has come of it."""
+        return AuditStatus(
+            self._compared,
+            self._disputed,
+            tuple(sorted(self._unopposed)),
+            dict(self._liars),
+            tuple(sorted(self._undecided.values())),
+        )
+
+    def draws(self) -> bool:
+        """Whether a micro-batch is to be sent so that all its visits are seen, and audited: asked once of each."""
+        rates = [self._rates.rate(worker.key) for pool in self._pools.values() for worker in pool.usable()]
+        return self._random.random() < max(rates, default=0.0)
+
+    def visited(self, visit: Visit, *, is_drawn: bool = False) -> None:
+        """A worker has counted a micro-batch; perhaps it is audited.
+
+        Args:
+            visit: what was said.
+            is_drawn: it is, unless another one of the stage is under way.
+        """
+        key, stage = visit.worker.key, visit.worker.stage
+        is_drawn = self._random.random() < self._rates.rate(key) or is_drawn
+        task = self._tasks.get(stage)
+        if is_drawn and (task is None or task.done()) and not self._pools[stage].is_banned(visit.worker):
+            self._tasks[stage] = asyncio.create_task(self._audit(visit), name=f"driver-audit-{stage}")
+
+    async def close(self) -> None:
+        """Ends comparisons that are under way."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    async def _audit(self, visit: Visit) -> None:
+        try:
+            await self._compare(visit)
+        except (RpcError, CodecError, NonFiniteActivationError) as error:
+            logger.info("a comparison of workers came to nothing: %s", error)
+
+    async def _compare(self, visit: Visit) -> None:
+        """Compares what was said with another worker's evaluation, and where they differ finds out who is wrong."""
+        worker, said = visit.worker, await self._said(visit)
+        others = [other for other in self._workers(worker.stage) if other.key != worker.key]
+        self._note_unopposed(worker, is_alone=not others)
+        if not others:
+            weight = await self._contradicts_itself(worker, visit, said, ())
+            if weight:
+                self._strike(worker, "what it says contradicts itself", weight)
+            else:
+                self._rates.passed(worker.key)
+            return
+        witnesses: dict[StageWorker, StageOutput] = {}
+        for other in others:
+            try:
+                witnesses[other] = await self._evaluated(other, visit)
+            except RpcError as error:
+                logger.info("%s gives no evaluation: %s", other, error)
+                continue
+            differs = difference(said, witnesses[other])
+            self._compared += 1
+            if differs is None and len(witnesses) == 1:
+                self._undecided.pop(frozenset((worker.key, other.key)), None)
+                self._rates.passed(worker.key)
+                return
+            self._disputed += differs is not None
+            if len(witnesses) == _WITNESSES:
+                break
+        if witnesses:
+            await self._find_liar({worker: said, **witnesses}, visit)
+
+    async def _find_liar(self, found: Mapping[StageWorker, StageOutput], visit: Visit) -> None:
+        """Strikes who is wrong of workers that differ, or says that it is not clear."""
+        weights = {
+            worker: await self._contradicts_itself(
+                worker, visit, said, [other.gradient for other in found.values() if other is not said]
+            )
+            for worker, said in found.items()
+        }
+        contradicting = [worker for worker, weight in weights.items() if weight]
+        if 0 < len(contradicting) < len(found):
+            for worker in contradicting:
+                self._strike(worker, "what it says contradicts itself", weights[worker])
+            return
+        differing = {
+            worker: [other for other in found if other is not worker and difference(said, found[other])]
+            for worker, said in found.items()
+        }
+        for worker, others in differing.items():
+            if len(others) == _WITNESSES and not difference(*(found[other] for other in others)):
+                why = f"it computes something else than {others[0]} and {others[1]}"
+                self._strike(worker, why, _weight(list(found.values())))
+                return
+        for worker, others in differing.items():
+            for other in others:
+                self._note_undecided(worker, other, str(difference(found[worker], found[other])))
+
+    async def _contradicts_itself(
+        self, worker: StageWorker, visit: Visit, said: StageOutput, others: Sequence[Tensor | None]
+    ) -> float:
+        """Whether, and how certainly, a worker's output on both sides of an input shows that it is not as it says.
+
+        In the middle it is to be what was said, and the gradient what the change is. A head, whose input cannot be
+        moved, is asked for the same again. Whoever refuses to be examined is not held to contradict itself.
+
+        Args:
+            worker: whom.
+            visit: where.
+            said: by it.
+            others: what the others say that the gradient is, to move the input by where it says that there is none.
+        """
+        try:
+            return await self._examined(worker, visit, said, others)
+        except (RpcError, CodecError, NonFiniteActivationError) as error:
+            logger.info("%s is not examined: %s", worker, error)
+            return 0.0
+
+    async def _examined(
+        self, worker: StageWorker, visit: Visit, said: StageOutput, others: Sequence[Tensor | None]
+    ) -> float:
+        """See `_contradicts_itself`.
+
+        Raises:
+            RpcError: it gives no evaluation.
+        """
+        if said.gradient is None:
+            again = await self._evaluated(worker, visit)
+            return _weight([said, again]) if difference(said, again) else 0.0
+        ids, codec = visit.micro_batch.input_ids, self._form.codec
+        grad_y = None if visit.gradient is None else codec.grad_decode(visit.gradient)
+        gradients = [each for each in (said.gradient, *others, grad_y) if each is not None and bool(each.any())]
+        if not gradients:
+            return 0.0
+        gradient = gradients[0]
+
+        def sides() -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
+            given = part_of(ACTIVATION, visit.given)
+            x, step = codec.decode(given, ids), nudge(own_part(self._form, given, ids), gradient)
+            ahead, behind = codec.encode(x + step, ids).tensors, codec.encode(x - step, ids).tensors
+            return ahead, behind, codec.decode(ahead, ids) - codec.decode(behind, ids)
+
+        ahead, behind, moved = await asyncio.to_thread(sides)
+        for _ in range(_EXAMINED_TIMES):  # A worker may step in between.
+            answers = [
+                await self._caller.evaluate(worker, visit.micro_batch, {**visit.given, **side}, visit.gradient)
+                for side in (ahead, behind)
+            ]
+            if answers[0].body.version == answers[1].body.version:
+                break
+        else:
+            return 0.0
+        outputs = [await self._output(answered, visit) for answered in answers]
+
+        def is_contradicted() -> bool:
+            ratio = slope_ratio(
+                moved, gradient, *outputs, grad_y=grad_y, num_labels=max(1, visit.micro_batch.num_tokens)
+            )
+            differs = difference(said, midpoint(*outputs))
+            logger.debug("%s: %s, slope ratio %s", worker, differs or "says the same again", ratio)
+            is_foretold = ratio is None or 1 / MAX_SLOPE_RATIO < ratio < MAX_SLOPE_RATIO
+            if gradient is not said.gradient:  # It says that nothing changes; the others foretell that it does.
+                is_foretold = ratio is None or not is_foretold
+            return differs is not None or not is_foretold
+
+        return _weight([said, *outputs]) if await asyncio.to_thread(is_contradicted) else 0.0
+
+    def _strike(self, worker: StageWorker, why: str, weight: float) -> None:
+        """It was found to be wrong."""
+        if not self._rates.struck(worker.key, weight):
+            logger.warning("%s: %s; from now on all it does is compared", worker, why)
+            return
+        logger.error("%s: %s", worker, why)
+        self._liars[worker.uid] += 1
+        self._failures[_LIED.reason] += 1
+        self._pools[worker.stage].blame(worker, _LIED, time.monotonic())
+        self._undecided = {keys: text for keys, text in self._undecided.items() if worker.key not in keys}
+
+    def _note_undecided(self, one: StageWorker, other: StageWorker, why: str) -> None:
+        keys = frozenset((one.key, other.key))
+        if keys not in self._undecided:
+            self._undecided[keys] = (min(one.uid, other.uid), max(one.uid, other.uid))
+            logger.warning(
+                "%s and %s disagree (%s); one of them is wrong, a third worker would show who", one, other, why
+            )
+
+    def _note_unopposed(self, worker: StageWorker, *, is_alone: bool) -> None:
+        if is_alone and worker.stage not in self._unopposed:
+            logger.info("stage %s has a single worker: nobody shows whether it computes what it says", worker.stage)
+        (self._unopposed.add if is_alone else self._unopposed.discard)(worker.stage)
+
+    def _workers(self, stage: str) -> list[StageWorker]:
+        """Those of a stage that are not banned, in any order."""
+        usable = list(self._pools[stage].usable())
+        self._random.shuffle(usable)
+        return usable
+
+    async def _evaluated(self, worker: StageWorker, visit: Visit) -> StageOutput:
+        answered = await self._caller.evaluate(worker, visit.micro_batch, visit.given, visit.gradient)
+        return await self._output(answered, visit)
+
+    async def _said(self, visit: Visit) -> StageOutput:
+        """What the worker answered while it counted."""
+        outputs = [await self._output(answered, visit) for answered in visit.answers]
+        activations = [each.activation for each in outputs if each.activation is not None]
+        gradients = [each.gradient for each in outputs if each.gradient is not None]
+        losses = [each.loss for each in outputs if each.loss is not None]
+        return StageOutput(
+            activation=activations[0] if activations else None,
+            loss=losses[0] if losses else None,
+            gradient=gradients[0] if gradients else None,
+            version=outputs[-1].version,
+        )
+
+    async def _output(self, answered: Answered, visit: Visit) -> StageOutput:
+        body, ids = answered.body, visit.micro_batch.input_ids
+        loss = None if body.loss_sum is None else body.loss_sum / max(1, body.num_tokens)
+        with peer_boundary("an audited worker"):
+            return await asyncio.to_thread(
+                output_of, self._form, answered.tensors, ids, loss=loss, scale=body.scale, version=body.version
+            )
+
+
+def _weight(outputs: Sequence[StageOutput]) -> float:
+    """How certain a difference is: across a step, the first above all, honest workers may differ."""
+    return 1.0 if len({output.version for output in outputs}) == 1 else 0.5

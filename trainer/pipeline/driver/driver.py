@@ -1,0 +1,237 @@
+"""Several micro-batches on their way at once, from where they are leased to where it is told what became of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from trainer.errors import TrainerUsageError
+from trainer.network.rpc import Endpoint
+from trainer.pipeline.driver.asking import StageCaller
+from trainer.pipeline.driver.barrier import StepBarrier
+from trainer.pipeline.driver.chain import ChainRouter
+from trainer.pipeline.driver.config import DriverConfig
+from trainer.pipeline.driver.hub import HubRouter
+from trainer.pipeline.driver.journey import Journey
+from trainer.pipeline.driver.links import LinkForm
+from trainer.pipeline.driver.pool import StagePool
+from trainer.pipeline.driver.presence import Deaths
+from trainer.pipeline.driver.results import DriverStatus, Fate, MicroBatchResult, settlement_of
+from trainer.pipeline.driver.router import Desk, Router
+from trainer.pipeline.driver.silence import Silences
+from trainer.pipeline.driver.steps import StepLoss, StepLosses
+from trainer.pipeline.driver.workers import StageDirectory
+from trainer.pipeline.protocol.work import MicroBatch, Work
+
+__all__ = ["PipelineDriver"]
+
+logger = logging.getLogger(__name__)
+
+_MOST_ASIDE = 2
+"""Times `DriverConfig.max_in_flight`: micro-batches set aside beside those under way."""
+
+T = TypeVar("T")
+
+
+class PipelineDriver:
+    """Drives micro-batches through the stages of a run.
+
+    Args:
+        endpoint: the driver's own, started.
+        stages: the run's, in order.
+        directory: who holds them now.
+        work: where micro-batches come from, and what became of them goes to.
+        form: of the links between stages.
+        config: how.
+        target_tokens: of a stage's optimizer step; 0: not known here, and then no losses by step, and not synchronous.
+        on_result: told of each micro-batch that has ended.
+        on_step: told of the loss of each step's tokens.
+        audit_seed: of the draws of what is compared; None: nobody can foresee them.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        stages: Sequence[str],
+        directory: StageDirectory,
+        work: Work,
+        form: LinkForm,
+        config: DriverConfig,
+        *,
+        target_tokens: int = 0,
+        on_result: Callable[[MicroBatchResult], None] | None = None,
+        on_step: Callable[[StepLoss], None] | None = None,
+        audit_seed: int | None = None,
+    ) -> None:
+        if config.synchronous and target_tokens < 1:
+            raise TrainerUsageError("driver.synchronous: expected the tokens of a step to be known, found 0")
+        self._directory = directory
+        self._work = work
+        self._config = config
+        self._target_tokens = target_tokens
+        self._on_result = on_result
+        self._on_step = on_step
+        self._pools = {stage: StagePool(stage, config) for stage in stages}
+        caller, deaths = StageCaller(endpoint, stages, form, config), Deaths(directory)
+        self._desk = Desk.of(self._pools, caller, deaths, form, config, audit_seed)
+        self._router: Router = HubRouter(self._desk) if config.routing == "hub" else ChainRouter(self._desk)
+        self._silences = Silences(endpoint, self._pools)
+        self._steps = StepLosses(target_tokens)
+        self._barrier = StepBarrier(endpoint, self._pools, config)
+        self._fates: Counter[Fate] = Counter()
+        self._lost_by: Counter[str] = Counter()
+        self._tokens = 0
+        self._failed: list[BaseException] = []
+        self._tasks: dict[asyncio.Task[None], Journey] = {}
+        self._room = asyncio.Event()
+        self._stopping = asyncio.Event()
+
+    # -- running -------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Until there is no more work, or `stop`; then until what is under way has ended, `drain_s` at most.
+
+        What is still under way then is handed back where nobody can have counted it, and else left to the keeper of the
+        account.
+
+        Raises:
+            TrainerError: the account cannot be kept, or the work not be had.
+        """
+        watching = asyncio.create_task(self._watch(), name="driver-watch")
+        stopping = asyncio.create_task(self._stopping.wait(), name="driver-stop")
+        listening = asyncio.create_task(self._silences.watch(), name="driver-silences")
+        try:
+            while (micro_batch := await self._next(watching, stopping)) is not None:
+                self._begin(micro_batch)
+            await self._drained(stopping)
+        finally:
+            for task in (watching, stopping, listening, *self._tasks):
+                task.cancel()
+            await asyncio.gather(watching, stopping, listening, *self._tasks, return_exceptions=True)
+            await self._desk.auditor.close()
+
+    def stop(self) -> None:
+        """Begins nothing new; `run` returns soon."""
+        self._stopping.set()
+
+    def status(self) -> DriverStatus:
+        """How it stands."""
+        return DriverStatus(
+            in_flight=len(self._tasks),
+            done=self._fates["done"],
+            lost=self._fates["lost"],
+            handed_back=self._fates["handed-back"],
+            left=self._fates["left"],
+            tokens=self._tokens,
+            failures=dict(self._desk.failures),
+            lost_by=dict(self._lost_by),
+            stalls={stage: pool.stalled_s for stage, pool in self._pools.items()},
+            stages=tuple(pool.status() for pool in self._pools.values()),
+            audit=self._desk.auditor.status(),
+            silent=self._silences.silent(),
+        )
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Tells the stages who is there, again and again."""
+        while True:
+            found = tuple(self._directory.workers())
+            for stage, pool in self._pools.items():
+                pool.update(worker for worker in found if worker.stage == stage)
+            await asyncio.sleep(self._config.refresh_s)
+
+    async def _next(self, watching: asyncio.Task[None], stopping: asyncio.Task[bool]) -> MicroBatch | None:
+        """The next micro-batch when there is room for it; None: nothing is to be begun any more."""
+        while not self._stopping.is_set():
+            if not self._has_room():
+                self._room.clear()
+                is_step_over = not self._tasks and self._config.synchronous
+                await self._first_of(self._barrier.passed() if is_step_over else self._room.wait(), watching, stopping)
+            elif self._config.synchronous and not self._barrier.is_ready:
+                await self._first_of(self._barrier.prepare(), watching, stopping)
+            else:
+                return await self._first_of(self._work.next(), watching, stopping)
+        return None
+
+    async def _first_of(
+        self, coroutine: Coroutine[Any, Any, T], watching: asyncio.Task[None], stopping: asyncio.Task[bool]
+    ) -> T | None:
+        """What ``coroutine`` gives; None: the driver is to stop.
+
+        Raises:
+            BaseException: what ``coroutine`` or the watch raised.
+        """
+        task = asyncio.ensure_future(coroutine)
+        try:
+            await asyncio.wait({task, watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                watching.result()
+            return task.result() if task.done() else None
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def _has_room(self) -> bool:
+        most = self._config.max_in_flight
+        num_aside = sum(journey.is_set_aside for journey in self._tasks.values())
+        if len(self._tasks) - min(num_aside, _MOST_ASIDE * most) >= most:
+            return False
+        return not self._config.synchronous or self._barrier.begun_tokens < self._target_tokens
+
+    def _begin(self, micro_batch: MicroBatch) -> None:
+        self._barrier.begun_tokens += micro_batch.num_tokens
+        journey = Journey(micro_batch, self._config.max_attempts, self._room.set)
+        task = asyncio.create_task(self._take(journey), name=f"micro-batch {micro_batch.key}")
+        self._tasks[task] = journey
+        task.add_done_callback(self._ended)
+
+    async def _take(self, journey: Journey) -> None:
+        try:
+            outcome = await self._router.take(journey)
+        except asyncio.CancelledError:
+            outcome = journey.stopped("stopping").outcome
+        self._settle(journey.micro_batch, journey.result(outcome))
+
+    def _settle(self, micro_batch: MicroBatch, result: MicroBatchResult) -> None:
+        outcome = result.outcome
+        self._fates[outcome.fate] += 1
+        if outcome.fate == "handed-back":
+            self._work.hand_back(micro_batch)
+        elif outcome.fate in ("done", "lost"):
+            self._work.settle(settlement_of(micro_batch.key, outcome))
+        if outcome.fate == "lost":
+            self._lost_by[f"{outcome.stage}: {outcome.reason}"] += 1
+            logger.warning("micro-batch %s is lost at %s (%s)", result.micro_batch, outcome.stage, outcome.reason)
+        if outcome.fate == "done":
+            self._tokens += outcome.num_tokens
+        else:
+            self._barrier.begun_tokens -= micro_batch.num_tokens  # Others make up for it.
+        if self._on_result is not None:
+            self._on_result(result)
+        step = self._steps.add(outcome.loss_sum, outcome.num_tokens) if outcome.fate == "done" else None
+        if step is not None and self._on_step is not None and self._target_tokens:
+            self._on_step(step)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        del self._tasks[task]
+        self._room.set()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failed.append(error)
+            self._stopping.set()
+
+    async def _drained(self, stopping: asyncio.Task[bool]) -> None:
+        """Until what is under way has ended; after `stop`, `drain_s` at most.
+
+        Raises:
+            BaseException: what went wrong with one of them that is nobody else's doing.
+        """
+        while self._tasks and not self._stopping.is_set():
+            await asyncio.wait({*self._tasks, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=self._config.drain_s)
+        if self._failed:
+            raise self._failed[0]

@@ -1,0 +1,101 @@
+"""Asking all workers which micro-batches of a lease that ran out they have counted, and telling them to count no more.
+
+An answer is worth something if it says who was asked: a worker that does not answer may have counted any of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from trainer.errors import RpcError
+from trainer.network.rpc import Endpoint, Peer
+from trainer.pipeline.protocol.messages import APPLIED, AppliedAnswer, AppliedAsk
+from trainer.pipeline.protocol.micro_batch import MicroBatchKey
+
+__all__ = ["AppliedInquiry", "AppliedReport", "WorkerInquiry"]
+
+logger = logging.getLogger(__name__)
+
+_AT_ONCE = 512
+"""Micro-batches asked for in one call: 30 bytes each, within the 64 KiB a message may have."""
+_TOLD_EVERY_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedReport:
+    """What the workers said."""
+
+    applied: Mapping[str, frozenset[MicroBatchKey]]
+    """By stage: counted by at least one of its workers."""
+    answered: frozenset[str]
+    """Incarnations of those that answered for all that was asked."""
+    silent: int = 0
+    """How many did not."""
+
+
+AppliedInquiry: TypeAlias = Callable[[Sequence[MicroBatchKey]], Awaitable[AppliedReport]]
+"""Asks every worker of every stage; from then on they refuse what they had not counted of it."""
+
+
+class WorkerInquiry:
+    """Asks over the network.
+
+    Args:
+        endpoint: one's own.
+        workers: stage and peer of every worker there is now.
+        timeout_s: for one worker's answer.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, workers: Callable[[], Iterable[tuple[str, Peer]]], timeout_s: float = 10.0
+    ) -> None:
+        self._endpoint = endpoint
+        self._workers = workers
+        self._timeout_s = timeout_s
+        self._told_s: dict[str, float] = {}
+
+    async def __call__(self, micro_batches: Sequence[MicroBatchKey]) -> AppliedReport:
+        """Asks them all at once."""
+        workers = list(self._workers())
+        answers = await asyncio.gather(*(self._ask(peer, micro_batches) for _, peer in workers))
+        applied: dict[str, frozenset[str]] = {}
+        answered = set()
+        for (stage, _), answer in zip(workers, answers, strict=True):
+            if answer is not None:
+                answered.add(answer[0])
+                applied[stage] = applied.get(stage, frozenset()) | answer[1]
+        return AppliedReport(applied, frozenset(answered), sum(answer is None for answer in answers))
+
+    async def _ask(self, peer: Peer, micro_batches: Sequence[str]) -> tuple[str, frozenset[str]] | None:
+        """Incarnation, and what it has counted; None: it does not say, or was another one in between."""
+        incarnations: set[str] = set()
+        applied: set[str] = set()
+        for first in range(0, len(micro_batches), _AT_ONCE):
+            part = tuple(micro_batches[first : first + _AT_ONCE])
+            try:
+                reply = await self._endpoint.call(
+                    peer,
+                    APPLIED,
+                    AppliedAsk(micro_batches=part, refuse_from_now=True),
+                    AppliedAnswer,
+                    timeout_s=self._timeout_s,
+                )
+            except RpcError as error:
+                self._tell(peer, error)
+                return None
+            incarnations.add(reply.body.incarnation)
+            applied.update(set(reply.body.micro_batches) & set(part))
+        return (incarnations.pop(), frozenset(applied)) if len(incarnations) == 1 else None
+
+    def _tell(self, peer: Peer, error: RpcError) -> None:
+        """Once a minute for each worker: each lease that runs out asks all of them."""
+        now_s = time.monotonic()
+        self._told_s = {address: told_s for address, told_s in self._told_s.items() if now_s - told_s < _TOLD_EVERY_S}
+        if peer.address not in self._told_s:
+            self._told_s[peer.address] = now_s
+            logger.info("%s does not say what it has counted: %s", peer.address, error)

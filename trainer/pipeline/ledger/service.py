@@ -1,0 +1,342 @@
+"""The keeper of the account: the ledger and its journal behind an endpoint, and the watch over leases that run out.
+
+All that touches the account runs one after the other in a thread of its own, since each change waits for the disk;
+the event loop goes on meanwhile, and a caller that gives up leaves nothing half done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trainer.errors import LedgerError, RefusedError, TrainerError
+from trainer.network.rpc import Endpoint, PeerId, Reply, Request
+from trainer.pipeline.ledger.account import Account
+from trainer.pipeline.ledger.books import Books
+from trainer.pipeline.ledger.config import LedgerConfig
+from trainer.pipeline.ledger.inquiry import AppliedInquiry, AppliedReport
+from trainer.pipeline.ledger.journal import Journal
+from trainer.pipeline.ledger.ledger import Ledger
+from trainer.pipeline.ledger.messages import (
+    LEDGER_ACCOUNT,
+    LEDGER_LEASE,
+    LEDGER_RENEW,
+    LEDGER_SETTLE,
+    AccountAsk,
+    LeaseAnswer,
+    LeaseAsk,
+    RenewAnswer,
+    RenewAsk,
+    SettleAnswer,
+    SettleAsk,
+)
+from trainer.pipeline.ledger.records import Opened, Record, WorkerSeen
+from trainer.pipeline.ledger.units import LedgerSpec, Run
+from trainer.pipeline.protocol.micro_batch import MicroBatchId
+from trainer.pipeline.protocol.work import boottime_s
+
+__all__ = ["LedgerService", "open_ledger"]
+
+logger = logging.getLogger(__name__)
+
+_ASK_AGAIN_S = 2.0
+T = TypeVar("T")
+
+
+def open_ledger(
+    path: Path, spec: LedgerSpec, shards: Sequence[Sequence[int]], config: LedgerConfig, *, max_tokens: int = 0
+) -> tuple[Ledger, Journal]:
+    """The account in a file, as it was left; a new one if there is none.
+
+    Args:
+        path: of the journal.
+        spec: what the account is of.
+        shards: of each lane, ascending; all there are now.
+        config: how long leases are.
+        max_tokens: to be trained on in all, over all lives of the account; 0: no bound.
+
+    Raises:
+        LedgerError: another process keeps it, it is damaged, or of another run.
+    """
+    journal, records = Journal.open(path)
+    try:
+        if not records:
+            records = [Opened(spec=spec, shards=tuple(map(len, shards)))]
+            journal.append(records[0])
+        ledger: Ledger
+        compact_at = config.compact_bytes
+
+        def write(record: Record) -> None:
+            nonlocal compact_at
+            if journal.size_bytes > compact_at:
+                journal.replace(ledger.books.snapshot())
+                compact_at = max(config.compact_bytes, 2 * journal.size_bytes)
+            journal.append(record)
+
+        ledger = Ledger(Books.of(records, spec, shards), config, write, boottime_s(), max_tokens=max_tokens)
+        ledger.grow(shards)
+    except BaseException:
+        journal.close()
+        raise
+    return ledger, journal
+
+
+class LedgerService:
+    """Answers drivers.
+
+    Args:
+        endpoint: not started yet.
+        ledger: the account.
+        journal: where it is kept; closed by `stop`.
+        config: how long leases are.
+        inquiry: asks all workers what they have counted.
+        drivers: who is given rows beside this node: the run's other drivers as known now. What a driver says of its
+            rows is believed, as long as it names workers that have announced themselves (`note_workers`). None:
+            anybody is given rows and believed, which is for trusted networks only.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        ledger: Ledger,
+        journal: Journal,
+        config: LedgerConfig,
+        inquiry: AppliedInquiry,
+        *,
+        drivers: Callable[[], Collection[PeerId]] | None = None,
+    ) -> None:
+        self._endpoint = endpoint
+        self._ledger = ledger
+        self._journal = journal
+        self._config = config
+        self._inquiry = inquiry
+        self._drivers = drivers
+        self._digest = ledger.books.spec.digest()
+        self._thread = ThreadPoolExecutor(1, "genesis-ledger")
+        self._watch: asyncio.Task[None] | None = None
+        self._stopped = False
+        self._inquiries: dict[str, asyncio.Task[None]] = {}
+        self._told_finished: set[PeerId] = set()
+        self._asked_s: dict[PeerId, float] = {}
+        self._has_failed = asyncio.Event()
+
+    def has_told(self, driver: str) -> bool:
+        """Whether a driver knows that nothing is left, and so needs the account no more."""
+        return driver in self._told_finished
+
+    def quiet_s(self, driver: str) -> float:
+        """Seconds since a driver asked for rows, or to keep those it has; infinity: it never has.
+
+        One that is at work asks every `lease_s` / 3 at least; one that only says it is a driver need not be waited for.
+        """
+        asked_s = self._asked_s.get(driver)
+        return math.inf if asked_s is None else boottime_s() - asked_s
+
+    def register(self) -> None:
+        """Makes its methods answerable."""
+        self._endpoint.register(LEDGER_LEASE, LeaseAsk, self._lease)
+        self._endpoint.register(LEDGER_RENEW, RenewAsk, self._renew)
+        self._endpoint.register(LEDGER_SETTLE, SettleAsk, self._settle)
+        self._endpoint.register(LEDGER_ACCOUNT, AccountAsk, self._account)
+
+    async def start(self) -> None:
+        """Begins to watch over leases."""
+        self._watch = asyncio.create_task(self._watch_leases(), name="ledger-watch")
+
+    async def stop(self) -> None:
+        """Stops watching, and lets go of the journal; drivers are refused from then on. May be called again."""
+        self._stopped = True
+        tasks = [*self._inquiries.values(), *([self._watch] if self._watch else [])]
+        self._watch = None
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
+        self._journal.close()
+
+    async def account(self) -> Account:
+        """How the account stands.
+
+        Raises:
+            LedgerError: this was stopped.
+        """
+        return await self._run(self._ledger.account)
+
+    async def failed(self) -> None:
+        """Waits until the account cannot be kept any more.
+
+        Raises:
+            LedgerError: always, with the reason.
+        """
+        await self._has_failed.wait()
+        raise LedgerError(f"the account cannot be kept: {self._ledger.failure}") from self._ledger.failure
+
+    async def note_workers(self, workers: Iterable[WorkerSeen], version: int | None = None) -> None:
+        """Takes note of all workers that are announced now; to be told every few seconds.
+
+        Who is not among them for `worker_gone_s` is gone: what only that worker had counts as perished, and leases that
+        were live meanwhile are believed less.
+
+        Args:
+            workers: they.
+            version: the stages'; None: not all of them are heard of.
+
+        Raises:
+            LedgerError: the account cannot be written.
+        """
+        seen = tuple(workers)
+        await self._run(lambda: self._ledger.note_workers(seen, boottime_s(), version))
+
+    async def grow(self, shards: Sequence[Sequence[int]]) -> None:
+        """Takes note of a store that has more shards.
+
+        Raises:
+            LedgerError: it is not the same store, grown; or the account cannot be written.
+        """
+        await self._run(lambda: self._ledger.grow(shards))
+
+    async def _lease(self, request: Request[LeaseAsk]) -> Reply[LeaseAnswer]:
+        ask = request.body
+        if ask.data_digest != self._digest:
+            raise RefusedError(
+                "data",
+                "expected a driver with this run's seed, seq_len, micro-batch, stages, sources, holdout and store, "
+                f"found one with others (digest {ask.data_digest}, here {self._digest})",
+            )
+        if self._drivers is not None and request.sender not in (self._endpoint.peer_id, *self._drivers()):
+            raise RefusedError(
+                "not-a-driver", f"expected a driver that is announced, found {request.sender[:12]}; try again"
+            )
+        self._asked_s[request.sender] = boottime_s()
+        grant = await self._answered(
+            lambda: self._ledger.lease(request.sender, ask.token, ask.preferred, ask.num_units, boottime_s())
+        )
+        if grant.finished:
+            self._told_finished.add(request.sender)
+        return Reply(LeaseAnswer(runs=grant.runs, lease_s=self._config.lease_s, finished=grant.finished))
+
+    async def _renew(self, request: Request[RenewAsk]) -> Reply[RenewAnswer]:
+        tokens = request.body.tokens
+        live = await self._answered(lambda: self._ledger.renew(request.sender, tokens, boottime_s()))
+        if live:
+            self._asked_s[request.sender] = boottime_s()
+        return Reply(RenewAnswer(live=live, lease_s=self._config.lease_s))
+
+    async def _settle(self, request: Request[SettleAsk]) -> Reply[SettleAnswer]:
+        sender, ask = request.sender, request.body
+        back = [MicroBatchId.parse(key) for key in ask.handed_back]
+
+        def settle() -> SettleAnswer:
+            checked_s = None if self._drivers is None else boottime_s()
+            receipt = self._ledger.settle(sender, ask.token, ask.settlements, back, checked_s=checked_s)
+            if ask.release:
+                self._ledger.release(sender, ask.token, boottime_s())
+            return SettleAnswer(
+                accepted=receipt.accepted,
+                repeated=receipt.repeated,
+                stale=tuple(map(str, receipt.stale)),
+                unheard=tuple(map(str, receipt.unheard)),
+            )
+
+        return Reply(await self._answered(settle))
+
+    async def _account(self, request: Request[AccountAsk]) -> Reply[Account]:
+        return Reply(await self._answered(self._ledger.account))
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        """Does something with the account, to its end even if whoever waits for it is cancelled."""
+        if self._stopped:
+            raise LedgerError("expected an account that is kept here, found that it was closed")
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        finally:
+            if self._ledger.failure is not None:
+                self._has_failed.set()
+
+    async def _answered(self, work: Callable[[], T]) -> T:
+        """As `_run`, for a driver."""
+        try:
+            return await self._run(work)
+        except LedgerError as error:
+            logger.error("a driver is refused: %s", error)
+            raise RefusedError("account", str(error)) from error
+
+    async def _watch_leases(self) -> None:
+        while True:
+            try:
+                for token in await self._run(lambda: self._ledger.due(boottime_s())):
+                    if token not in self._inquiries:
+                        self._inquiries[token] = self._spawn(token, self._look_into(token))
+                for token, unheard in (await self._run(lambda: self._ledger.unheard(boottime_s()))).items():
+                    if token not in self._inquiries:
+                        self._inquiries[token] = self._spawn(token, self._look_into(token, unheard))
+            except LedgerError as error:
+                logger.error("leases are not watched over: %s", error)
+            await asyncio.sleep(min(1.0, self._config.lease_s / 10))
+
+    def _spawn(self, token: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=f"ledger-inquiry-{token[:8]}")
+        task.add_done_callback(lambda _: self._inquiries.pop(token, None))
+        return task
+
+    async def _look_into(self, token: str, unheard: Collection[MicroBatchId] | None = None) -> None:
+        """Ends a lease that ran out, by what the workers say; where that fails, it is still due.
+
+        Args:
+            token: of the lease.
+            unheard: of one that lasts, what its driver says was done by workers that nobody has heard of.
+        """
+        why = "ran out" if unheard is None else "is said to be done by workers that nobody has heard of"
+        try:
+            report = await self._report_on(token, unheard)
+            decided = await self._run(lambda: self._ledger.resolve(token, report, boottime_s(), unheard))
+        except LedgerError as error:
+            logger.error("lease %s %s, and stays open: %s", token[:8], why, error)
+            return
+        if decided is not None:
+            logger.warning(
+                "lease %s %s: rows %d done, %d lost, %d given again",
+                token[:8],
+                why,
+                _num_rows(decided.done),
+                sum(_num_rows(each.runs) for each in decided.lost),
+                _num_rows(decided.returned),
+            )
+
+    async def _report_on(self, token: str, some: Collection[MicroBatchId] | None) -> AppliedReport:
+        """What the workers say of a lease, or some of it, asked until all have answered or time is up."""
+        deadline_s = boottime_s() + self._config.inquiry_s
+        while True:
+            keys = await self._run(lambda: self._open_in(token, some))
+            report = await self._asked(keys)
+            complete, hopeful = await self._run(partial(self._standing, token, report))
+            left_s = deadline_s - boottime_s()
+            if complete or not hopeful or left_s <= 0:
+                return report
+            await asyncio.sleep(min(_ASK_AGAIN_S, left_s))
+
+    def _standing(self, token: str, report: AppliedReport) -> tuple[bool, bool]:
+        """Whether a report is complete, and whether another may be."""
+        return self._ledger.is_complete(token, report), self._ledger.may_become_complete(token)
+
+    def _open_in(self, token: str, some: Collection[MicroBatchId] | None) -> tuple[str, ...]:
+        lease = self._ledger.books.leases.get(token)
+        wanted = set() if lease is None else lease.open if some is None else lease.open.intersection(some)
+        return tuple(map(str, sorted(wanted)))
+
+    async def _asked(self, keys: tuple[str, ...]) -> AppliedReport:
+        try:
+            return await self._inquiry(keys)
+        except (TrainerError, OSError, TimeoutError) as error:
+            logger.warning("the workers cannot be asked: %s", error)
+            return AppliedReport({}, frozenset(), silent=1)
+
+
+def _num_rows(runs: Sequence[Run]) -> int:
+    return sum(run.num_rows for run in runs)

@@ -1,0 +1,32 @@
+"""The names under which tensors travel between drivers and workers.
+
+A codec's tensors (``activation``, ``activation.scales``, …) keep their names from the worker that made them to the
+worker that reads them, so whoever routes hands on what it gets. Ids and labels are int32: half of int64's bytes, and
+every vocabulary fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from trainer.compression.activations.ids import IDS
+
+__all__ = ["ACTIVATION", "GRADIENT", "IDS", "LABELS", "part_of", "wire_ids"]
+
+ACTIVATION: Final = "activation"
+GRADIENT: Final = "gradient"
+LABELS: Final = "labels"
+
+
+def part_of(what: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of some tensors that make up an activation, or a gradient; names kept, to be sent on as they are."""
+    return {name: tensor for name, tensor in tensors.items() if name == what or name.startswith(what + ".")}
+
+
+def wire_ids(ids: Tensor) -> Tensor:
+    """Ids or labels as they travel; labels that do not count keep their −100."""
+    return ids.to(device="cpu", dtype=torch.int32).contiguous()

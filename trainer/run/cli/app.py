@@ -1,0 +1,113 @@
+"""The application: its commands, how it logs, and how errors become exit codes.
+
+Exit codes: 0 done, 1 something to mend (said in one line), 2 options that make no sense, or in a swarm files with which
+a process cannot begin, 130 and 143 stopped by SIGINT and SIGTERM with everything saved.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import cast
+
+import typer
+
+from genesis.errors import GenesisError
+from loader import LoaderError, LoaderUsageError
+from manifests import ContractError
+from trainer.errors import TrainerError, TrainerUsageError
+from trainer.run.cli import export, identity, plot, rollback, seed, swarm, train, worker
+
+__all__ = ["app", "run"]
+
+# typer brings its own copy of click since 0.27 and the real one before: this is the base of usage errors in either.
+_CLICK_ERROR: type[Exception] = next(
+    base for base in typer.BadParameter.__mro__ if issubclass(base, Exception) and base.__name__ == "ClickException"
+)
+
+_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="trainer",
+    help="Train a language model on a store's tokens, alone or with others (docs/training.md).",
+    invoke_without_command=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.callback()(train.train_command)
+app.command("worker")(worker.worker_command)
+app.command("seed")(seed.seed_command)
+app.command("identity")(identity.identity_command)
+app.command("export")(export.export_command)
+app.command("rollback")(rollback.rollback_command)
+app.command("plot")(plot.plot_command)
+app.add_typer(swarm.app, name="swarm")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one command line and returns its exit code."""
+    _set_up_output()
+    try:
+        result = app(args=list(arguments), prog_name="python -m trainer", standalone_mode=False)
+    except _CLICK_ERROR as error:
+        return _show(cast("typer.BadParameter", error))
+    except train.StoppedBySignal as stopped:
+        return stopped.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        return _interrupted()
+    except (TrainerUsageError, LoaderUsageError) as error:
+        return _fail(str(error), 2)
+    except (TrainerError, LoaderError, GenesisError, ContractError) as error:
+        return _fail(str(error), 1)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(f"cannot go on: {where}{error.strerror or error}", 1)
+    if result == _INTERRUPTED:  # What typer since 0.16 makes of an interrupt; Abort before.
+        return _interrupted()
+    return result if isinstance(result, int) else 0
+
+
+def _interrupted() -> int:
+    return _fail("interrupted; nothing was saved since the last checkpoint", _INTERRUPTED)
+
+
+def _show(error: typer.BadParameter) -> int:
+    error.show()
+    return error.exit_code
+
+
+def _fail(message: str, code: int) -> int:
+    logging.getLogger("trainer").debug("failed", exc_info=True)
+    typer.echo(f"trainer: {message}", err=True)
+    return code
+
+
+def _set_up_output() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    level = os.environ.get("GENESIS_LOG", "INFO").upper()
+    logging.basicConfig(
+        level=level if level in logging.getLevelNamesMapping() else "INFO",
+        format="%(asctime)s %(levelname)s %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+    )
+    # Libraries speak up at warnings only; what they say below that is not about training.
+    for name in (
+        "httpx",
+        "httpcore",
+        "uvicorn",
+        "hivemind",
+        "asyncio",
+        "urllib3",
+        "botocore",
+        "filelock",
+        "matplotlib",
+        "huggingface_hub",
+    ):
+        logging.getLogger(name).setLevel(logging.WARNING)

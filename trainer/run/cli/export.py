@@ -1,0 +1,207 @@
+"""`python -m trainer export`: a checkpoint as a model that other programs read.
+
+A node's checkpoint, or with ``--run`` and ``--at`` what the stages of a swarm had at a moment.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from trainer.errors import CheckpointError, ExportError, TrainerUsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from manifests import VocabularyFile
+    from trainer.model import ModelConfig
+    from trainer.model.export import ExportType
+
+__all__ = ["export_command"]
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_FORMS = ("hf", "torchtitan")
+_CHECKPOINTS = "~/.neuroshard/checkpoints"
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A model to export."""
+
+    config: ModelConfig
+    state: Mapping[str, Tensor]
+    data: Mapping[str, Any]
+    """The run's ``data`` options: where its vocabulary is."""
+    lineage: str
+    """The vocabulary's; empty where the checkpoint does not say."""
+    said: str
+    """Which it is, for the user."""
+
+
+def export_command(
+    out_dir: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; must be empty or not be there.")],
+    to: Annotated[
+        str, typer.Option("--to", help="hf: a Hugging Face model folder. torchtitan: a checkpoint it starts from.")
+    ] = "hf",
+    run: Annotated[Path | None, typer.Option("--run", help="A swarm's run file: its stages, put together.")] = None,
+    at: Annotated[
+        str, typer.Option("--at", metavar="TIME", help="With --run: as of when (ISO 8601, UTC; or now).")
+    ] = "",
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="With --run: any option of the file, as its workers had it.")
+    ] = None,
+    node_id: Annotated[str, typer.Option(help="Whose checkpoint; needless where there is only one.")] = "",
+    token: Annotated[str, typer.Option(envvar="GENESIS_TOKEN", help="Wallet that names it.")] = "",
+    checkpoint_dir: Annotated[str, typer.Option(help="Folder of checkpoints, if it is not the usual one.")] = "",
+    checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint file, in place of those.")] = None,
+    store: Annotated[
+        str, typer.Option(help="Store of the tokenizer; else the run file's, or what the node trained from.")
+    ] = "",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+) -> None:
+    """Writes the model of a checkpoint, with its tokenizer, in another project's form."""
+    if to not in _FORMS:
+        raise TrainerUsageError(f"--to: expected {' or '.join(_FORMS)}, found {to!r}")
+    if dtype not in _DTYPES:
+        raise TrainerUsageError(f"--dtype: expected one of {', '.join(_DTYPES)}, found {dtype!r}")
+    if run is None and at:
+        raise TrainerUsageError("--at: expected --run with it, since only a swarm's stages are kept by time")
+    if run is None and set_:
+        raise TrainerUsageError("--set: expected --run with it, since it changes what a run file says")
+    if run is not None and (checkpoint is not None or node_id):
+        raise TrainerUsageError("--run: expected neither --checkpoint nor --node-id with it, found one of them")
+    if run is not None:
+        source = _of_swarm(run, set_ or [], at or "now", checkpoint_dir)
+    else:
+        source = _of_node(checkpoint, checkpoint_dir or _CHECKPOINTS, token, node_id)
+    num_files = _write(source, to, store, out_dir, cast("ExportType", dtype))
+    typer.echo(f"{out_dir}: {num_files} files, {source.said}")
+
+
+def _write(source: _Source, to: str, store: str, out_dir: Path, dtype: ExportType) -> int:
+    from trainer.checkpoint.stages import export_torchtitan
+    from trainer.model import export_hf
+
+    vocabulary = _vocabulary(source, store)
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = Path(folder) / "tokenizer.json"
+        tokenizer.write_bytes(vocabulary.to_json())
+        export = export_hf if to == "hf" else export_torchtitan
+        return len(export(source.state, source.config, tokenizer, out_dir, dtype=dtype))
+
+
+def _of_node(checkpoint: Path | None, directory: str, token: str, node_id: str) -> _Source:
+    from trainer.checkpoint.node import CheckpointContents
+    from trainer.model import ModelConfig
+    from trainer.run.node.replica import parameters_of
+
+    found = _read(checkpoint) if checkpoint is not None else _newest(directory, token, node_id)
+    saved = CheckpointContents.from_mapping(found)
+    return _Source(
+        config=ModelConfig.from_dict(dict(saved.architecture)),
+        state=parameters_of(saved.layers),
+        data=saved.config.get("data", {}),
+        lineage="",
+        said=f"step {saved.training_rounds}, loss {saved.current_loss:.4f}",
+    )
+
+
+def _of_swarm(run: Path, overrides: list[str], at: str, directory: str) -> _Source:
+    from trainer.checkpoint.stages import assemble, newest_set, parse_time, spell_time, time_us
+    from trainer.run.config import RunConfig, from_mapping, read_run, to_mapping
+
+    config = from_mapping(RunConfig, read_run(run, overrides))
+    at_us = parse_time(at, time_us(time.time()))
+    found = newest_set(directory or config.swarm.checkpoint.directory, config.run_id, at_us)
+    whole = assemble(found)
+    versions = [file.header.version for file in found.files.values()]
+    if max(versions) - min(versions) > config.swarm.stage.max_staleness:
+        logger.warning(
+            "the stages' newest checkpoints are %d steps and %.0f s apart; stages that far apart were not trained "
+            "against each other: copy newer ones here, or name an earlier --at",
+            max(versions) - min(versions),
+            (found.last_us - found.first_us) / 1e6,
+        )
+    stages = ", ".join(
+        f"{name} {spell_time(file.header.saved_us)} step {file.header.version}" for name, file in found.files.items()
+    )
+    return _Source(
+        config=whole.config,
+        state=whole.state,
+        data=to_mapping(config.data),
+        lineage=whole.shape.vocabulary,
+        said=f"of {stages}",
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    from trainer.checkpoint.node import read_checkpoint
+
+    if not path.is_file():
+        raise CheckpointError(f"--checkpoint: expected a file, found none at {path}")
+    return read_checkpoint(path)
+
+
+def _newest(directory: str, token: str, node_id: str) -> dict[str, Any]:
+    """The newest checkpoint of a wallet, that of the first rank if it trained under torchrun."""
+    from trainer.checkpoint.node import former_wallet_id, load_newest, wallet_id
+
+    if not token and not node_id:
+        return _read(_only_checkpoint(directory))
+    wallet = wallet_id(token, node_id)
+    for name in (wallet, *([former_wallet_id(token)] if token else [])):
+        for instance in ("", "rank-0"):
+            found = load_newest(directory, name, instance)
+            if found is not None:
+                return found
+    raise CheckpointError(
+        f"expected a checkpoint of this node (dynamic_node_{wallet}.pt) in {directory}, found none; check --node-id, "
+        "--token and --checkpoint-dir"
+    )
+
+
+def _only_checkpoint(directory: str) -> Path:
+    folder = Path(directory).expanduser()
+    found = [path for path in folder.glob("dynamic_node_*.pt") if ".step-" not in path.name]
+    if len(found) != 1:
+        raise TrainerUsageError(
+            f"expected one node's checkpoint in {directory}, found {len(found)}; name it by --node-id, --token or "
+            "--checkpoint"
+        )
+    return found[0]
+
+
+def _vocabulary(source: _Source, store: str) -> VocabularyFile:
+    """The vocabulary the model was trained with: the store's newest, as far as the model has rows."""
+    from genesis.errors import GenesisError
+    from loader import LoaderError
+    from manifests import FIRST_MERGE_ID, VocabularyFile
+    from trainer.run.config import DataConfig, from_mapping
+    from trainer.run.node.data import open_session
+    from trainer.run.node.vocabulary import lineage_of
+
+    options = {**source.data, **({"store": store, "mirrors": []} if store else {})}
+    try:
+        newest = open_session(from_mapping(DataConfig, options, "data.")).newest_catalog().vocabulary()
+    except (GenesisError, LoaderError) as error:
+        if store:
+            raise
+        raise ExportError(f"{error} (the tokenizer's store, as the run has it; --store names another)") from error
+    if source.lineage and lineage_of(newest) != source.lineage:
+        raise ExportError(
+            f"expected the vocabulary the model was trained with ({source.lineage[:12]}), found another in the store "
+            f"({lineage_of(newest)[:12]}); name its store by --store"
+        )
+    rows = source.config.vocab_size
+    if newest.next_merge_id <= rows:
+        return newest
+    return VocabularyFile.from_pairs(newest.pairs()[: rows - FIRST_MERGE_ID], newest.sources_contributed)

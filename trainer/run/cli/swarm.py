@@ -1,0 +1,146 @@
+"""`python -m trainer swarm`: all of a swarm on this machine, for a first look; and how any swarm stands."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainer.errors import TrainerError, TrainerUsageError
+from trainer.run.cli.train import StoppedBySignal, config_of
+
+if TYPE_CHECKING:
+    from trainer.run.config import RunConfig
+    from trainer.run.swarm.local import LocalSwarm
+
+__all__ = ["app"]
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+_FAILED = 1
+
+
+@app.callback()
+def _swarm() -> None:
+    """A model cut into stages that workers hold and drivers feed (docs/swarm.md)."""
+
+
+@app.command("up")
+def up_command(
+    run: Annotated[Path, typer.Option(help="YAML file of the run.")],
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Of each stage.")] = 1,
+    drivers: Annotated[int, typer.Option(min=1, max=64)] = 1,
+    seeds: Annotated[int, typer.Option(min=0, max=8, help="DHT seeds; 0: the processes pass on who there is.")] = 0,
+    store: Annotated[str, typer.Option(help="Folder or address of the shards; else the run file's.")] = "",
+    max_steps: Annotated[int | None, typer.Option(min=0, help="Of the whole run; 0: go on.")] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="For all it writes; else the run file's places, and state_dir/swarm for logs.")
+    ] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Any option of the file, for all processes.")] = None,
+    restart: Annotated[bool, typer.Option("--restart/--no-restart", help="Start again what dies.")] = True,
+    json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output.")] = False,
+) -> int:
+    """Starts seeds, workers and drivers on this machine, shows how they stand, and ends all of them together."""
+    from trainer.run.cli.swarm_ending import ending_texts
+    from trainer.run.cli.swarm_lines import swarm_line
+    from trainer.run.node.stopping import StopRequest
+    from trainer.run.swarm.children import RestartPolicy
+    from trainer.run.swarm.keeper import keeper_among
+    from trainer.run.swarm.local import driver_names
+    from trainer.run.swarm.running import run_local
+    from trainer.run.swarm.shape import shape_of
+
+    settings = [*(set_ or []), *_places(folder)]
+    config = config_of(run, settings, {"node_id": "swarm-up", **({"store": store} if store else {})})
+    shape_of(config)  # What no process could mend by starting again, such as a missing store, is said at once.
+    keeper, key = keeper_among(config, driver_names(drivers))
+    settings.append(f"swarm.ledger.keeper={key}")
+    logs = (folder or Path(config.state_dir).expanduser() / "swarm" / config.run_id).absolute()
+    shared = (*settings, *_shares(config, workers))
+    swarm = _swarm_of(config, run, keeper, workers, drivers, seeds, store, max_steps, shared)
+    stop = StopRequest()
+    display = swarm_line(as_json=json)
+    began_at = time.time()
+    with stop.on_signals():
+        outcome = run_local(swarm, logs, RestartPolicy(enabled=restart), display, stop)
+    if outcome.exit_code == 2:
+        raise TrainerUsageError(outcome.reason)
+    named_store = store or any(setting.startswith("data.store=") for setting in settings)
+    for text in ending_texts(config, run, logs, began_at, config.data.store if named_store else ""):
+        display.event(text)
+    if outcome.exit_code:
+        raise TrainerError(outcome.reason)
+    if stop.signal is not None:
+        raise StoppedBySignal(stop.signal)
+    return 0
+
+
+@app.command("status")
+def status_command(
+    api: Annotated[str, typer.Option(help="Address of a driver's API.")] = "http://127.0.0.1:8000",
+    json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
+) -> int:
+    """Prints the stages and the account of the data, as a driver tells them; exit code 1 if it does not add up."""
+    from trainer.run.cli.swarm_lines import stage_table, status_json, workers_table
+    from trainer.run.swarm.asking import ask_account, ask_stages
+    from trainer.run.swarm.sight import Sight
+
+    stages = ask_stages(api)
+    account = ask_account(api)
+    if json:
+        typer.echo(status_json(stages, account))
+    else:
+        lines = stage_table(Sight(stages=stages, account=account, tokens_per_s=stages.tokens_per_s))
+        typer.echo("\n".join([*lines, "", *workers_table(stages, account)]))
+    adds_up = account is None or (account.micro_batches.adds_up and account.tokens.adds_up)
+    return 0 if adds_up else _FAILED
+
+
+def _swarm_of(
+    config: RunConfig,
+    run: Path,
+    keeper: str,
+    workers: int,
+    drivers: int,
+    seeds: int,
+    store: str,
+    max_steps: int | None,
+    settings: tuple[str, ...],
+) -> LocalSwarm:
+    from trainer.model.config import stage_names
+    from trainer.run.swarm.local import LocalSwarm
+
+    return LocalSwarm(
+        run=run.absolute(),
+        stages=stage_names(config.swarm.num_stages),
+        num_workers=workers,
+        num_drivers=drivers,
+        num_seeds=seeds,
+        keeper=keeper,
+        store=store,
+        max_steps=max_steps,
+        settings=settings,
+    )
+
+
+def _places(folder: Path | None) -> list[str]:
+    """Everything that is written goes into this folder, if one is given."""
+    if folder is None:
+        return []
+    base = folder.absolute()
+    return [
+        f"state_dir={base / 'state'}",
+        f"checkpoint.directory={base / 'checkpoints'}",
+        f"swarm.checkpoint.directory={base / 'checkpoints' / 'swarm'}",
+        f"log.directory={base / 'events'}",
+    ]
+
+
+def _shares(config: RunConfig, workers: int) -> list[str]:
+    """The machine's cores are shared among the workers, unless the run file says how many threads each has."""
+    if config.threads:
+        return []
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return [f"threads={max(1, cores // (workers * config.swarm.num_stages))}"]

@@ -1,0 +1,270 @@
+"""What is shown of a swarm: a table that is redrawn on a terminal, a line now and then elsewhere, or JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import TextIO
+
+from trainer.monitor.pipeline import StageStatus, SwarmAccount, SwarmStages, WorkerStatus
+from trainer.run.swarm.running import Display
+from trainer.run.swarm.sight import ProcessCount, Sight
+
+__all__ = ["account_text", "settled_text", "stage_table", "status_json", "swarm_line", "workers_table"]
+
+_BOLD, _RED, _RESET = "\x1b[1m", "\x1b[31m", "\x1b[0m"
+_TERMINAL_EVERY_S, _LINE_EVERY_S = 1.0, 10.0
+_MOST_TROUBLES = 8
+_OLD_S = 25.0
+"""Whoever is there announces itself twice in 10 s, unless the run file says otherwise."""
+_AWAY_S = 5.0
+"""A keeper that starts again is away for as long as its process takes to begin."""
+_UNKNOWN = f"{'–':>9}{'–':>7}{'–':>8}"
+"""In the place of `_load_text`."""
+
+
+def swarm_line(*, as_json: bool) -> Display:
+    """The kind this output asks for."""
+    if as_json:
+        return _JsonLines(sys.stdout)
+    if sys.stderr.isatty():
+        return _Table(sys.stderr, is_coloured=not os.environ.get("NO_COLOR"))
+    return _PlainLines(sys.stderr)
+
+
+def stage_table(sight: Sight, *, is_coloured: bool = False) -> list[str]:
+    """The stages, a line each under a heading, then loss, speed and account.
+
+    Processes are a column only where they are known: of a swarm on other machines none are.
+    """
+    counts = {count.name: count for count in sight.processes}
+    stages = {stage.stage: stage for stage in sight.stages.stages} if sight.stages is not None else {}
+    names = list(dict.fromkeys([*stages, *counts]))
+    processes = f"{'processes':>11}" if counts else ""
+    heading = f"{'stage':<10}{processes}{'serving':>9}{'version':>9}{'rows/s':>9}{'busy':>7}{'queued':>8}"
+    lines = [f"{_BOLD}{heading}{_RESET}" if is_coloured else heading]
+    for name in names:
+        stage = stages.get(name)
+        text = _shown(_row(name, counts, stage))
+        is_empty = stage is not None and not stage.num_serving
+        lines.append(f"{_RED}{text}{_RESET}" if is_coloured and is_empty else text)
+    troubles = _troubles(sight.stages) if counts else []  # Else a table of the workers has them.
+    troubles = [f"{_RED}{text}{_RESET}" if is_coloured else text for text in troubles]
+    return [*lines, *troubles, *_keeper_troubles(sight.stages), _progress_text(sight), account_text(sight.account)]
+
+
+def account_text(account: SwarmAccount | None) -> str:
+    """The account in one line."""
+    if account is None:
+        return "account: not heard of yet"
+    found = account.micro_batches
+    text = f"micro-batches: {found.leased:,} leased = {found.done:,} done + {found.lost:,} lost + {found.open:,} open"
+    if not (found.adds_up and account.tokens.adds_up):
+        text += " (does NOT add up)"
+    if account.reissued:
+        text += f"; {account.reissued:,} given again"
+    perished = max((share.micro_batches for share in account.perished), default=0)
+    return text + (f"; at most {perished:,} of them perished in a stage" if perished else "")
+
+
+def settled_text(account: SwarmAccount, num_steps: int) -> str:
+    """The account in the end: what is open then no driver had begun, or it stays leased since it may be counted.
+
+    Args:
+        account: as its keeper left it.
+        num_steps: of the run.
+    """
+    found = account.micro_batches
+    handed_back = min(account.waiting, found.open)
+    text = f"step {num_steps}; {found.leased:,} micro-batches leased = {found.done:,} done + {found.lost:,} lost"
+    if handed_back:
+        text += f" + {handed_back:,} handed back (the next start leases them again)"
+    if found.open > handed_back:
+        text += f" + {found.open - handed_back:,} begun and not settled (the next start asks the workers)"
+    return text if found.adds_up and account.tokens.adds_up else f"{text} (does NOT add up)"
+
+
+def workers_table(stages: SwarmStages, account: SwarmAccount | None) -> list[str]:
+    """Each worker, then what was lost and why."""
+    lines = [f"{'worker':<16}{'node':<20}{'status':<10}{'version':>9}{'rows/s':>9}{'busy':>7}{'queued':>8}"]
+    for worker in (worker for stage in stages.stages for worker in stage.workers):
+        status = "silent" if worker.silent_s else worker.status
+        text = f"{worker.uid:<16}{worker.node_id[:19]:<20}{status:<10}{worker.version:>9}"
+        text += _UNKNOWN if worker.silent_s else _load_text(worker.rows_per_s, worker.busy, worker.queued)
+        notes = [f"not asked for {worker.banned_for_s:,.0f} s"] if worker.banned_for_s else []
+        lines.append(_shown("  ".join([text, *notes, *_troubles_of(worker)])))
+    if account is not None:
+        lines += [_shown(f"lost at {it.stage}: {it.micro_batches:,} ({it.reason})") for it in account.lost]
+        lines += [_shown(f"perished at {it.stage}: {it.micro_batches:,}") for it in account.perished]
+    return lines
+
+
+def status_json(stages: SwarmStages, account: SwarmAccount | None) -> str:
+    """All of it as one object."""
+    return json.dumps(
+        {
+            "stages": stages.model_dump(mode="json"),
+            "account": None if account is None else account.model_dump(mode="json"),
+        }
+    )
+
+
+def _shown(text: str) -> str:
+    """Without what would move a terminal's cursor: the driver that is asked may be anybody's."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def _row(name: str, counts: Mapping[str, ProcessCount], stage: StageStatus | None) -> str:
+    count = counts.get(name)
+    text = f"{name:<10}"
+    if counts:
+        text += f"{'–' if count is None else f'{count.running}/{count.wanted}':>11}"
+    if stage is not None:
+        heard = [worker for worker in stage.workers if not worker.silent_s]
+        version = "–" if stage.version is None else str(stage.version)
+        serving = f"{stage.num_serving}/{len(stage.workers)}"
+        text += f"{serving:>9}{version:>9}"
+        if stage.workers and not heard:
+            text += _UNKNOWN
+        else:
+            busy = max((worker.busy for worker in heard), default=0.0)
+            text += _load_text(stage.rows_per_s, busy, sum(worker.queued for worker in heard))
+        if stage.empty_for_s > 0:
+            text += f"  empty for {stage.empty_for_s:.0f} s"
+    if count is not None and count.restarts:
+        text += f"  restarts: {count.restarts}"
+    return text
+
+
+def _load_text(rows_per_s: float, busy: float, queued: int) -> str:
+    return f"{rows_per_s:>9,.1f}{100 * busy:>6.0f}%{queued:>8,}"
+
+
+def _troubles(stages: SwarmStages | None) -> list[str]:
+    """What is wrong with workers, a line each; the first of many."""
+    workers = [worker for stage in stages.stages for worker in stage.workers] if stages is not None else []
+    found = [_shown(f"{worker.node_id}: {trouble}") for worker in workers for trouble in _troubles_of(worker)]
+    left = len(found) - _MOST_TROUBLES
+    return found if left <= 0 else [*found[:_MOST_TROUBLES], f"and {left} more of this kind: see swarm status"]
+
+
+def _troubles_of(worker: WorkerStatus) -> list[str]:
+    found = []
+    if worker.silent_s:
+        found.append(f"has not answered for {worker.silent_s:,.0f} s; micro-batches wait for it ({worker.in_flight})")
+    if worker.age_s > _OLD_S:
+        found.append(f"last heard of {worker.age_s:,.0f} s ago")
+    if worker.differs_from:
+        found.append(f"computes something else than {', '.join(worker.differs_from)}; one of them is wrong")
+    if worker.unsaved_because:
+        found.append(f"no checkpoint for {worker.unsaved_s:,.0f} s: {worker.unsaved_because}")
+    return found
+
+
+def _keeper_troubles(stages: SwarmStages | None) -> list[str]:
+    if stages is None or stages.keeper_away_s < _AWAY_S:
+        return []
+    goes_on = f"goes on with {stages.held:,} micro-batches" if stages.held else "has none left and waits for it"
+    away = f"the keeper of the account, {stages.keeper[:64]}, has not answered for {stages.keeper_away_s:,.0f} s"
+    return [_shown(f"{away}; {stages.node_id} {goes_on}")]
+
+
+def _progress_text(sight: Sight) -> str:
+    if sight.stages is None:
+        return "no driver answers yet"
+    loss = "–" if sight.stages.loss is None else f"{sight.stages.loss:.4f}"
+    text = f"step {sight.stages.step}  loss {loss}  {sight.tokens_per_s:,.0f} tokens/s"
+    return text + (" when last heard; no driver answers now" if sight.is_stale else "")
+
+
+class _Table:
+    """Redrawn in place; what happens scrolls by above it."""
+
+    every_s = _TERMINAL_EVERY_S
+
+    def __init__(self, stream: TextIO, *, is_coloured: bool) -> None:
+        self._stream = stream
+        self._is_coloured = is_coloured
+        self._lines: Sequence[str] = ()
+
+    def event(self, text: str) -> None:
+        self._erase()
+        self._stream.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+        self._draw()
+
+    def show(self, sight: Sight) -> None:
+        self._erase()
+        self._lines = stage_table(sight, is_coloured=self._is_coloured)
+        self._draw()
+
+    def _erase(self) -> None:
+        if self._lines:
+            self._stream.write(f"\x1b[{len(self._lines)}F\x1b[J")
+
+    def _draw(self) -> None:
+        # A line that is wrapped would be two to erase; room for the codes of the colours, which take none.
+        width = shutil.get_terminal_size().columns - 1
+        for line in self._lines:
+            codes = len(_BOLD) + len(_RESET) if line.startswith("\x1b") else 0
+            cut = line if len(line) - codes <= width else line[:width] + (_RESET if codes else "")
+            self._stream.write(f"{cut}\n")
+        self._stream.flush()
+
+
+class _PlainLines:
+    """One line for all."""
+
+    every_s = _LINE_EVERY_S
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def event(self, text: str) -> None:
+        self._put(f"{time.strftime('%H:%M:%S')} {text}")
+
+    def show(self, sight: Sight) -> None:
+        running = sum(count.running for count in sight.processes)
+        wanted = sum(count.wanted for count in sight.processes)
+        empty = [stage.stage for stage in sight.stages.stages if not stage.num_serving] if sight.stages else []
+        text = f"{_progress_text(sight)}  {running}/{wanted} processes  {account_text(sight.account)}"
+        text += f"  nobody serves {', '.join(empty)}" if empty else ""
+        self._put("; ".join([text, *_troubles(sight.stages), *_keeper_troubles(sight.stages)]))
+
+    def _put(self, text: str) -> None:
+        self._stream.write(f"{text}\n")
+        self._stream.flush()
+
+
+class _JsonLines:
+    """One object a line on standard output."""
+
+    every_s = _LINE_EVERY_S
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def event(self, text: str) -> None:
+        self._put({"kind": "event", "text": text})
+
+    def show(self, sight: Sight) -> None:
+        self._put(
+            {
+                "kind": "swarm",
+                "tokens_per_s": sight.tokens_per_s,
+                "is_stale": sight.is_stale,
+                "processes": [
+                    {"name": it.name, "running": it.running, "wanted": it.wanted, "restarts": it.restarts}
+                    for it in sight.processes
+                ],
+                "stages": None if sight.stages is None else sight.stages.model_dump(mode="json"),
+                "account": None if sight.account is None else sight.account.model_dump(mode="json"),
+            }
+        )
+
+    def _put(self, content: dict[str, object]) -> None:
+        self._stream.write(json.dumps(content, separators=(",", ":")) + "\n")
+        self._stream.flush()

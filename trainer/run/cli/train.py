@@ -1,0 +1,173 @@
+"""`python -m trainer`: trains as one node."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trainer.errors import TrainerUsageError
+
+if TYPE_CHECKING:
+    from trainer.run.config import RunConfig
+
+__all__ = ["StoppedBySignal", "config_of", "train_command"]
+
+_SIGNAL_EXIT = 128
+
+_PATHS = {
+    "node_id": "node_id",
+    "store": "data.store",
+    "run_id": "run_id",
+    "preset": "model.preset",
+    "initial_peers": "discovery.initial_peers",
+    "port": "rpc.port",
+    "public_address": "rpc.public_address",
+    "engine": "engine",
+    "strategy": "strategy",
+    "pipeline": "pipeline",
+    "routing": "swarm.driver.routing",
+    "inner_steps": "diloco.inner_steps",
+    "compression": "collective.compression",
+    "rule": "rule.rule",
+    "lr": "inner.lr",
+    "seq_len": "inner.seq_len",
+    "batch_size": "inner.micro_batch_size",
+    "accumulation": "inner.accumulation_steps",
+    "max_steps": "max_steps",
+    "seed": "seed",
+    "device": "device",
+    "threads": "threads",
+    "plateau": "data.plateau",
+    "holdout": "data.holdout",
+    "public_key": "data.public_key",
+    "checkpoint_dir": "checkpoint.directory",
+    "token": "checkpoint.token",
+    "log_dir": "log.directory",
+    "api_host": "api.host",
+    "api_port": "api.port",
+    "api": "api.enabled",
+}
+"""Where each option of the command line stands in the configuration."""
+
+
+class StoppedBySignal(Exception):  # noqa: N818 - no error: everything was saved
+    """The node was stopped by a signal and has saved itself."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by signal {number}")
+        self.exit_code = _SIGNAL_EXIT + number
+
+
+def train_command(
+    context: typer.Context,
+    node_id: Annotated[str | None, typer.Option(help="Name of this node: decides its shards.")] = None,
+    store: Annotated[str | None, typer.Option(help="Folder, s3://bucket/prefix or http(s)://host/prefix.")] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "--run", help="YAML file with any option; the command line wins.")
+    ] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Any option of the file: inner.lr=3e-4.")] = None,
+    preset: Annotated[str | None, typer.Option(help="Size of the model: tiny … 7.5b; else by memory.")] = None,
+    run_id: Annotated[str | None, typer.Option(help="Nodes of one run train one model.")] = None,
+    initial_peers: Annotated[
+        list[str] | None, typer.Option(help="host:port of a node, or /ip4/… of a seed; may be given again.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Port for other nodes; given, the node can be joined.")] = None,
+    public_address: Annotated[str | None, typer.Option(help="host:port others reach this node at.")] = None,
+    engine: Annotated[str | None, typer.Option(help="p2p, or torch (under torchrun).")] = None,
+    strategy: Annotated[str | None, typer.Option(help="diloco, or ddp with the torch engine.")] = None,
+    pipeline: Annotated[
+        str | None, typer.Option(help="swarm: drive a pipeline of workers (docs/swarm.md), with no parameters here.")
+    ] = None,
+    routing: Annotated[
+        str | None, typer.Option(help="Of a pipeline: hub, by way of this driver; chain, from worker to worker.")
+    ] = None,
+    inner_steps: Annotated[int | None, typer.Option(help="Steps between two outer steps.")] = None,
+    compression: Annotated[str | None, typer.Option(help="Of pseudo-gradients: fp32, fp16, int8.")] = None,
+    rule: Annotated[
+        str | None, typer.Option(help="mean, median, trimmed_mean, krum, multi_krum, centered_clip.")
+    ] = None,
+    lr: Annotated[float | None, typer.Option(help="Greatest learning rate of the inner steps.")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens of a row.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Rows of a micro-batch; 0: by memory.")] = None,
+    accumulation: Annotated[int | None, typer.Option(help="Micro-batches of a step.")] = None,
+    max_steps: Annotated[
+        int | None,
+        typer.Option(
+            help="Stop after so many inner steps; 0: go on. Of a pipeline: of the whole run, as the keeper is told."
+        ),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of weights and data order; one for all nodes of a run.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads on a CPU; fixed, a run repeats bit for bit.")] = None,
+    plateau: Annotated[str | None, typer.Option(help="When a shard is left early: absolute, relative, off.")] = None,
+    holdout: Annotated[int | None, typer.Option(help="First shards of every source not to train on.")] = None,
+    public_key: Annotated[str | None, typer.Option(help="Key that must have signed the store's manifest.")] = None,
+    checkpoint_dir: Annotated[str | None, typer.Option(help="Folder for checkpoints.")] = None,
+    token: Annotated[
+        str | None, typer.Option(envvar="GENESIS_TOKEN", help="Wallet that names the checkpoint; else the node id.")
+    ] = None,
+    log_dir: Annotated[str | None, typer.Option(help="Folder for JSON lines of steps and rounds.")] = None,
+    api_host: Annotated[str | None, typer.Option(help="Address to serve figures at; else 127.0.0.1.")] = None,
+    api_port: Annotated[int | None, typer.Option(help="Port to serve figures at; else 8000; 0: any.")] = None,
+    api: Annotated[bool | None, typer.Option("--api/--no-api", help="Serve figures over HTTP.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Steps and rounds as JSON lines on standard output.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Trains as one node: alone, or with --initial-peers together with whoever else is there."""
+    if version:
+        from genesis import __version__
+
+        typer.echo(f"trainer {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is not None:
+        return
+    given = {name: context.params[name] for name in _PATHS if context.params[name] not in (None, [], ())}
+    _train(config_of(config, set_ or [], given), as_json=json)
+
+
+def config_of(file: Path | None, overrides: list[str], given: dict[str, Any]) -> RunConfig:
+    """The configuration: defaults, under the file, under ``--set``, under the options.
+
+    Args:
+        file: YAML.
+        overrides: ``name.name=value`` each.
+        given: values of the options, by their names in `train_command`.
+
+    Raises:
+        TrainerUsageError: something in it makes no sense.
+    """
+    from trainer.run.config import RunConfig, from_mapping, merged, nested, read_run
+
+    values = read_run(file, overrides)
+    for name, value in given.items():
+        values = merged(values, nested(_PATHS[name], value))
+    config = from_mapping(RunConfig, values)
+    if not config.node_id:
+        raise TrainerUsageError("--node-id: expected a name for this node, found none")
+    return config
+
+
+def _train(config: RunConfig, *, as_json: bool) -> None:
+    from trainer.run.cli.lines import training_line
+    from trainer.run.node import StopRequest, run_node
+
+    stop = StopRequest()
+    if config.pipeline == "swarm":
+        from trainer.run.swarm.driver_node import run_driver
+
+        with training_line(config, stop, as_json=as_json) as line:
+            run_driver(config, stop, line)
+        if stop.signal is not None:
+            raise StoppedBySignal(stop.signal)
+        return
+    is_first = config.engine != "torch" or os.environ.get("RANK", "0") == "0"
+    if not is_first:  # Nearly all they have to say, the first one says too.
+        logging.getLogger().setLevel(max(logging.WARNING, logging.getLogger().level))
+    with training_line(config, stop, as_json=as_json, is_first=is_first) as line:
+        run_node(config, line, stop)
+    if stop.signal is not None:
+        raise StoppedBySignal(stop.signal)

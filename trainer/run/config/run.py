@@ -1,0 +1,200 @@
+"""`RunConfig`: everything that makes up one node's run, each part defined beside what it configures."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from loader.stream.assignment import Assignment
+from loader.stream.plateau import PlateauKind
+from trainer.aggregation import RuleConfig
+from trainer.collective import CollectiveConfig
+from trainer.errors import TrainerUsageError
+from trainer.inner import InnerConfig
+from trainer.monitor import ApiConfig
+from trainer.network.discovery import DiscoveryConfig
+from trainer.network.rpc import RpcConfig
+from trainer.network.rpc.config import has_port, split_address
+from trainer.network.rpc.remote_address import is_private_host
+from trainer.network.transfer import StateConfig
+from trainer.outer.diloco import DiLoCoConfig
+from trainer.run.config.reading import SECRET
+from trainer.run.config.swarm import Pipeline, SwarmConfig
+
+__all__ = ["CheckpointConfig", "DataConfig", "Engine", "LogConfig", "ModelChoice", "RunConfig", "Strategy"]
+
+_EVERY_INTERFACE = ("0.0.0.0", "::", "")
+_NAME = re.compile(r"[A-Za-z0-9_@:+=-][A-Za-z0-9_.@:+=-]{0,127}")
+"""Of nodes and runs: folders and files are named by them."""
+
+Engine = Literal["p2p", "torch"]
+Strategy = Literal["diloco", "ddp", "async_sparta"]
+
+
+def _default_store() -> str:
+    return os.environ.get("GENESIS_STORE") or str(Path("~/.neuroshard/genesis-store").expanduser())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelChoice:
+    """Which model is trained."""
+
+    preset: str = "auto"
+    """A preset's name; ``auto``: that of the checkpoint, else by the memory this machine has."""
+    memory_bytes: int = 0
+    """For ``auto``: memory to plan with; 0 asks the machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """Which tokens are read."""
+
+    store: str = field(default_factory=_default_store)
+    """A folder, ``s3://bucket/prefix`` or ``http(s)://host/prefix``."""
+    mirrors: tuple[str, ...] = ()
+    """Further addresses of the same store."""
+    public_key: str = ""
+    """PEM file of the key that must have signed the store's manifest; empty: none is asked for."""
+    shards_per_node: int = 10
+    """Shards this node is given, of each source (spec L-3)."""
+    assignment: Assignment = "modulo"
+    """How: ``modulo`` (spec L-2) or ``rendezvous``, which moves little when the store grows."""
+    sources: dict[str, float] = field(default_factory=dict)
+    """Weights by source; empty: all shards alike."""
+    holdout: int = 0
+    """The first so many shards of every source are not trained on."""
+    plateau: PlateauKind = "absolute"
+    """When a shard is left early: ``absolute`` (spec L-14), ``relative`` or ``off``."""
+    cache_dir: str = ""
+    """Where shards are kept; empty: ``GENESIS_CACHE_DIR`` or ``~/.neuroshard/data_cache``."""
+    cache_bytes: str = ""
+    """How much of them, such as ``20GB``; empty: ``GENESIS_CACHE_BYTES`` or 20 GB."""
+    timeout_s: float = 600.0
+    """How long a shard is tried for, in seconds."""
+    refresh_s: float = 60.0
+    """How often the store is asked for new shards and a larger vocabulary, in seconds. They are taken up at outer
+    steps, so under DDP only at the next start."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("shards_per_node", 1), ("holdout", 0)):
+            if getattr(self, name) < least:
+                raise TrainerUsageError(f"data.{name}: expected {least} or more, found {getattr(self, name)}")
+        for name in ("timeout_s", "refresh_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise TrainerUsageError(f"data.{name}: expected a number of seconds above 0, found {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """When the node's state is written, and where."""
+
+    directory: str = "~/.neuroshard/checkpoints"
+    """Folder; the file is ``dynamic_node_{wallet_id}.pt``."""
+    token: str = field(default="", repr=False, metadata=SECRET)
+    """Whose wallet names the file (spec T-24); empty: the node id. ``GENESIS_TOKEN`` keeps it off the command line. No
+    file holds it, so a saved configuration does not either."""
+    every_steps: int = 10
+    """Inner steps between checkpoints (spec T-25)."""
+    keep: int = 3
+    """How many are kept, the newest included."""
+
+    def __post_init__(self) -> None:
+        if self.every_steps < 1:
+            raise TrainerUsageError(f"checkpoint.every_steps: expected 1 or more, found {self.every_steps}")
+        if self.keep < 1:
+            raise TrainerUsageError(f"checkpoint.keep: expected 1 or more, found {self.keep}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogConfig:
+    """What is kept of a run, for programs to read."""
+
+    directory: str = ""
+    """Folder for one JSON-lines file a node; empty: none is written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """One node's run; YAML has the same names in the same nesting.
+
+    Raises:
+        TrainerUsageError: values that do not go together.
+    """
+
+    node_id: str = ""
+    """Name of this node: decides its shards and their order. A node needs one to train."""
+    run_id: str = "genesis"
+    """Nodes of one run train one model together."""
+    seed: int = 0
+    """Of the weights and of the data's order; the same for all nodes of a run."""
+    engine: Engine = "p2p"
+    """``p2p``: among strangers, or alone. ``torch``: torch.distributed, under torchrun."""
+    strategy: Strategy = "diloco"
+    """``diloco``; with the torch engine ``ddp``: gradients averaged at every step, the baseline; among the workers of a
+    stage also ``async_sparta``: a slice of the parameters averaged now and then, in the background."""
+    pipeline: Pipeline = "none"
+    """``swarm``: this node drives a pipeline of workers, and holds no parameters itself."""
+    max_steps: int = 0
+    """Inner steps after which the node stops; 0: goes on."""
+    device: str = "auto"
+    """``auto``, ``cpu``, ``cuda``, ``cuda:1``."""
+    threads: int = 0
+    """Threads torch computes with on a CPU; 0: its own choice. Fixed threads make a run repeatable bit for bit."""
+    state_dir: str = "~/.neuroshard"
+    """Folder for the node's key, the shared state it hands out, and logs."""
+    model: ModelChoice = field(default_factory=ModelChoice)
+    data: DataConfig = field(default_factory=DataConfig)
+    inner: InnerConfig = field(default_factory=InnerConfig)
+    diloco: DiLoCoConfig = field(default_factory=DiLoCoConfig)
+    rule: RuleConfig = field(default_factory=RuleConfig)
+    collective: CollectiveConfig = field(default_factory=CollectiveConfig)
+    rpc: RpcConfig = field(default_factory=RpcConfig)
+    discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
+    state: StateConfig = field(default_factory=StateConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    api: ApiConfig = field(default_factory=ApiConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    swarm: SwarmConfig = field(default_factory=SwarmConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("max_steps", "threads"):
+            if getattr(self, name) < 0:
+                raise TrainerUsageError(f"{name}: expected 0 or more, found {getattr(self, name)}")
+        for name in ("node_id", "run_id"):
+            value = getattr(self, name)
+            if not _NAME.fullmatch(value) and (value or name == "run_id"):
+                raise TrainerUsageError(
+                    f"{name}: expected 1 to 128 letters, digits or any of -_.@:+= (no dot first), found {value!r}"
+                )
+        if self.engine != "torch" and self.strategy == "ddp":
+            raise TrainerUsageError("strategy ddp: expected engine torch (under torchrun), found engine p2p")
+        if self.engine == "torch" and self.pipeline == "swarm":
+            raise TrainerUsageError("pipeline swarm: expected engine p2p, found engine torch")
+        if self.engine == "torch" and (self.discovery.initial_peers or self.rpc.port):
+            raise TrainerUsageError(
+                "engine torch: expected no initial_peers and no port, since torchrun says who belongs together, found "
+                "one; leave it out, or take engine p2p"
+            )
+
+    @property
+    def is_private(self) -> bool:
+        """Whether no stranger can come, as far as this node was told; names stand for keys then.
+
+        `discovery.allow_private` says so. So do the addresses this node was given, where all of them are loopback,
+        private or link-local: those of its initial peers, and the one it is reached at or listens on.
+        """
+        own = self.rpc.public_address
+        hosts = [_host_of(address) for address in self.discovery.initial_peers]
+        hosts += [split_address(own)[0] if has_port(own) else own] if own else []
+        hosts += [self.rpc.host] if not own and self.rpc.host not in _EVERY_INTERFACE else []
+        return self.discovery.allow_private or (bool(hosts) and all(map(is_private_host, hosts)))
+
+
+def _host_of(initial_peer: str) -> str:
+    """The host of ``host:port`` or ``/ip4/HOST/tcp/…``."""
+    return initial_peer.split("/")[2] if initial_peer.startswith("/") else split_address(initial_peer)[0]

@@ -1,0 +1,437 @@
+"""The node's side that talks: endpoint, discovery, handing out state, rounds; all in one event loop of its own.
+
+The training thread calls in and never waits for a peer except in a round and while it catches up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+from trainer.collective import PeerCollective, Terms
+from trainer.errors import IncompatiblePeerError, MalformedAnswerError, StateTransferError, TrainerError
+from trainer.network.discovery import Announcement, Unheard, open_discovery
+from trainer.network.rpc import Endpoint, Identity
+from trainer.network.rpc.boundary import peer_boundary
+from trainer.network.transfer import StateDonor, choose_state, fetch_descriptor, fetch_state, write_snapshot
+from trainer.run.config import RunConfig
+from trainer.run.node.loop_thread import LoopThread
+from trainer.run.node.peer_book import PeerBook, StateChoice, holds_whole_model, peer_of
+from trainer.run.node.progress import Progress
+from trainer.run.node.saying import announcement_of
+from trainer.run.node.state_form import StateForm
+from trainer.run.node.strangers import FitCheck, ask_addresses, register_terms
+
+__all__ = ["Network"]
+
+logger = logging.getLogger(__name__)
+
+S = TypeVar("S")
+
+_REFRESH_S = 0.5
+_FIRST_PEERS_S = 15.0
+_UNHEARD_S = 75.0
+"""A minute behind `_FIRST_PEERS_S`, when it is said for the first time."""
+_CATCH_UP_S = 120.0
+_SETTLE_S = 600.0
+_FETCH_SLACK_S = 30.0
+"""Fetching has its own deadline; the loop's is to come behind it."""
+
+
+class Listener(Protocol):
+    """Who is told of the others, and asked what to tell them."""
+
+    def progress(self) -> Progress:
+        """How far training is: asked before each announcement."""
+
+    def peers(self, announcements: tuple[Announcement, ...]) -> None:
+        """All others there are now; told now and then."""
+
+    def state(self, outer_step: int, digest: str) -> None:
+        """Others can fetch this state from now on."""
+
+
+class Network(Generic[S]):
+    """One node among others.
+
+    Args:
+        config: of the run.
+        identity: the node's key.
+        terms: what all must have in common.
+        vocabulary_rows: the most rows of vocabulary this node could have now.
+        form: of the state that is handed out, and what states this node can take up.
+        stopping: whether the node has been asked to stop.
+        choose: which of the others' states is to be taken up.
+        fellows: whose terms are to be this node's, of those in the run.
+        stages: all of the run's, in order, where its model is cut.
+        near: the stages whose workers this node has to know, its own and those beside it; where a DHT is partitioned by
+            stage, it looks for these only.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        identity: Identity,
+        terms: Terms,
+        vocabulary_rows: Callable[[], int],
+        form: StateForm[S],
+        stopping: Callable[[], bool],
+        choose: StateChoice = choose_state,
+        fellows: Callable[[Announcement], bool] = holds_whole_model,
+        stages: tuple[str, ...] = (),
+        near: tuple[str, ...] = (),
+    ) -> None:
+        self._form = form
+        self._stopping = stopping
+        self._config = config
+        self._terms = terms
+        self._identity = identity
+        self._is_of_pipeline = bool(near)
+        self._snapshots = Path(config.state_dir).expanduser() / "state" / config.run_id / config.node_id
+        self._loop = LoopThread("genesis-network")
+        self._endpoint = Endpoint(self._identity, config.run_id, config.rpc)
+        self._discovery = open_discovery(self._endpoint, config.discovery, stages)
+        if near and config.discovery.partition_by_stage:
+            self._discovery.look_for(near)
+        self._unheard = Unheard(self._discovery, "other node of the run", _UNHEARD_S)
+        self._book = PeerBook(terms.digest(), choose, fellows)
+        self._listener: Listener | None = None
+        self._members: tuple[str, ...] = ()
+        self._fetched_digest = ""
+        self._donors: tuple[Announcement, ...] = ()
+        self._unpublished: deque[S] = deque(maxlen=1)
+        """The newest state that is not being written yet; an older one gives way, or a slow disk would pile them up."""
+        self._publishing: concurrent.futures.Future[None] | None = None
+        self._refreshing: asyncio.Task[None] | None = None
+        self._fit = FitCheck(self._endpoint, terms, lambda: self._book.acquaintances(terms), config.run_id)
+        self._comparing: concurrent.futures.Future[None] | None = None
+        self._donor = StateDonor(self._endpoint, self._snapshots, config.state)
+        self.collective = PeerCollective(
+            self._endpoint,
+            self._loop.loop,
+            config.run_id,
+            terms,
+            config.rule,
+            config.collective,
+            self._book,
+            vocabulary_rows,
+            stopping,
+        )
+
+    @property
+    def peer_id(self) -> str:
+        """This node's key."""
+        return self._identity.peer_id
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The node's door; further answers are registered before `start`."""
+        return self._endpoint
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Where everything that talks to others lives."""
+        return self._loop.loop
+
+    def announce(self) -> None:
+        """Says how this node is doing now, instead of with the next repetition; returns at once."""
+        self._loop.spawn(self._announce_now())
+
+    @property
+    def announcements(self) -> tuple[Announcement, ...]:
+        """All others there are now."""
+        return self._book.announcements
+
+    def alike(self) -> list[Announcement]:
+        """Of them, those that train by this node's terms."""
+        return self._book.alike()
+
+    def distrust(self, peer_id: str, seconds: float) -> None:
+        """Has nothing to do with somebody for a while: no round with it, no state of it. From any thread."""
+        self._loop.loop.call_soon_threadsafe(self._book.distrust, peer_id, seconds)
+
+    @property
+    def state_digest(self) -> str:
+        """Digest of the snapshot handed out now."""
+        return self._book.own_state[1]
+
+    def refused(self) -> dict[str, int]:
+        """Messages refused, by reason."""
+        return dict(self._endpoint.counters.refused)
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes sent and received."""
+        return self._endpoint.counters.sent_bytes, self._endpoint.counters.received_bytes
+
+    def start(self, listener: Listener) -> None:
+        """Answers and looks for others from now on; waits a while for the first of them if any were named.
+
+        Args:
+            listener: told what there is to tell, in the loop's thread.
+
+        Raises:
+            IncompatiblePeerError: most of those that are there train something else.
+            RpcError: the port is taken.
+        """
+        self._listener = listener
+        self._loop.start()
+        self._loop.run(self._start(), 60.0)
+        if self._config.discovery.initial_peers:
+            self._wait_for_peers(_FIRST_PEERS_S)
+            if not self._book.announcements:
+                self._loop.run(ask_addresses(self._endpoint, self._terms, self._config), 60.0)
+            elif not self._is_of_pipeline:  # Of a pipeline all are compared: swarm.strangers.
+                self._loop.run(self._fit.begin(self._stopping), 60.0)
+                self._comparing = self._loop.spawn(self._fit.go_on())
+
+    def check_fit(self) -> None:
+        """Says whether those that were asked meanwhile train something else.
+
+        Raises:
+            IncompatiblePeerError: they do.
+        """
+        if self._comparing is not None and self._comparing.done():
+            self._comparing.result()
+
+    def publish(self, shared: S, members: tuple[str, ...] = ()) -> None:
+        """Hands out this state from now on, once it is written: in the background, unless a newer one comes before."""
+        self._members = members
+        self._unpublished.append(shared)
+        self._publishing = self._loop.spawn(self._publish(self._publishing))
+
+    def settle(self, timeout_s: float = _SETTLE_S) -> None:
+        """Waits until what was published last is what is handed out, or cannot be."""
+        if self._publishing is None:
+            return
+        try:
+            self._publishing.result(timeout_s)
+        except TimeoutError:
+            logger.warning("this node's state is not written after %.0f s; is the disk hanging?", timeout_s)
+
+    def catch_up(self, *, wait_s: float = _CATCH_UP_S, stop: Callable[[], bool] = lambda: False) -> S | None:
+        """The state most others hold, fetched from them; None where this node holds it already.
+
+        The others' next round waits for this node, a bounded while, until it says which round it trains towards
+        (`PeerCollective.move_to`).
+
+        Args:
+            wait_s: how long to look for a state to fetch, and to try when it changes meanwhile. With 0 only what is
+                known now counts.
+            stop: asked now and then; True gives up.
+        """
+        self.collective.catch_up()
+        self.settle()
+        deadline_s = time.monotonic() + wait_s
+        while not stop():
+            digest = self._book.state_to_adopt()
+            if digest is not None:
+                try:
+                    return self._fetched(digest, stop)
+                except StateTransferError as error:
+                    logger.warning("state %s: %s", digest[:12], error)
+                except IncompatiblePeerError as error:
+                    logger.warning("state %s does not fit this node, and is passed over: %s", digest[:12], error)
+            if time.monotonic() >= deadline_s:
+                return None
+            time.sleep(_REFRESH_S)
+        return None
+
+    @property
+    def holds_common_state(self) -> bool:
+        """Whether this node hands out the state that most others hold."""
+        return bool(self._book.own_state[1]) and self._book.state_to_adopt() is None
+
+    def let_go(self) -> None:
+        """This node's own state is not worth keeping; `catch_up` takes whatever the others hold."""
+        self.settle()
+        self._book.let_go()
+
+    @property
+    def donors(self) -> tuple[Announcement, ...]:
+        """Those that announced the state that was fetched last, when its fetching began."""
+        return self._donors
+
+    def pass_over_fetched(self) -> None:
+        """The state that was fetched last does not fit: it is not fetched again while it is announced."""
+        if self._fetched_digest:
+            self._loop.loop.call_soon_threadsafe(self._book.pass_over, self._fetched_digest)
+
+    def is_on_its_own(self, num_members: int) -> bool:
+        """Whether a round of so many was one of few, while most of the others hold a state this node has never had."""
+        if 2 * num_members > 1 + len(self._book.peers()):
+            return False
+        self.settle()
+        return self._book.state_elsewhere() is not None
+
+    def _fetched(self, digest: str, stop: Callable[[], bool]) -> S | None:
+        """A state, or None if the node is asked to stop before it has come; what has come of it is kept.
+
+        Raises:
+            StateTransferError: it was not fetched.
+            IncompatiblePeerError: it does not fit this node.
+        """
+        timeout_s = self._config.collective.round_timeout_s + _FETCH_SLACK_S
+        deadline_s = time.monotonic() + timeout_s
+        fetching = self._loop.spawn(self._fetch(digest))
+        while not concurrent.futures.wait([fetching], _REFRESH_S).done:
+            if stop() or time.monotonic() > deadline_s:
+                fetching.cancel()
+                if stop():
+                    return None
+                raise StateTransferError(f"expected it within {timeout_s:.0f} s, found the network side busy or stuck")
+        return fetching.result()
+
+    def stop(self) -> None:
+        """Leaves: announces nothing more, ends rounds and connections. Also for one that was never started."""
+        self.collective.close()
+        try:
+            if self._loop.is_running:
+                self._loop.run(self._stop(), 20.0)
+        except TrainerError as error:
+            logger.warning("leaving: %s", error)
+        self._loop.stop()
+
+    # -- in the loop ---------------------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        self._donor.start()
+        register_terms(self._endpoint, self._terms)
+        await self._endpoint.start()
+        await self._discovery.start()
+        await self._announce()
+        self._refreshing = asyncio.create_task(self._refresh_forever())
+
+    async def _stop(self) -> None:
+        if self._refreshing is not None:
+            self._refreshing.cancel()
+        if self._comparing is not None:
+            self._comparing.cancel()
+        await self._discovery.close()
+        self._donor.close()
+        await self._endpoint.stop()
+
+    async def _announce(self) -> None:
+        outer_step, digest = self._book.own_state
+        progress = self._listener.progress() if self._listener is not None else Progress()
+        said = announcement_of(self._config, self._endpoint, self._terms, progress)
+        round_ = {
+            "outer_step": outer_step,
+            "state_digest": digest,
+            "last_round_members": self._members if len(self._members) <= 64 else (),
+        }
+        await self._discovery.announce(said.model_copy(update=round_))
+
+    async def _announce_now(self) -> None:
+        try:
+            await self._announce()
+        except TrainerError as error:
+            logger.warning("discovery: %s", error)
+
+    async def _refresh_forever(self) -> None:
+        interval_s = self._config.discovery.announce_interval_s / 2
+        next_announcement_s = time.monotonic() + interval_s
+        while True:
+            try:
+                self._book.update(await self._discovery.peers())
+                if self._listener is not None:
+                    self._listener.peers(self._book.announcements)
+                self._unheard.look(len(self._book.announcements))
+                if time.monotonic() >= next_announcement_s:
+                    next_announcement_s = time.monotonic() + interval_s
+                    await self._announce()
+            except TrainerError as error:
+                logger.warning("discovery: %s", error)
+            except Exception:
+                # Whatever a listener stumbles over, a node that no longer announces itself is lost to the others.
+                logger.exception("looking for others")
+            await asyncio.sleep(_REFRESH_S)
+
+    async def _publish(self, before: concurrent.futures.Future[None] | None) -> None:
+        if before is not None:
+            await asyncio.wait([asyncio.wrap_future(before)])
+        if not self._unpublished:  # The one before took it.
+            return
+        shared = self._unpublished.popleft()
+        digest = await self._written(shared)
+        outer_step = self._form.outer_step(shared)
+        self._book.hold(outer_step, digest)
+        if digest and self._listener is not None:
+            self._listener.state(outer_step, digest)
+        try:
+            await self._announce()
+        except TrainerError as error:
+            logger.warning("discovery: %s", error)
+
+    async def _written(self, shared: S) -> str:
+        """Digest of the snapshot of a state; empty where others are not to have it, or cannot."""
+        packed = self._form.pack(shared)
+        if packed is None:
+            return ""
+        try:
+            descriptor = await asyncio.to_thread(
+                write_snapshot,
+                self._snapshots,
+                *packed,
+                keep=self._config.state.keep_snapshots,
+            )
+        except StateTransferError as error:
+            logger.warning("this node hands out no state: %s", error)
+            return ""
+        return descriptor.digest
+
+    async def _fetch(self, digest: str) -> S:
+        donors = [found for found in self._book.alike() if found.state_digest == digest]
+        peers = [peer_of(found) for found in donors]
+        logger.info("fetching state %s from %d nodes", digest[:12], len(peers))
+        stall_timeout_s = self._config.state.stall_timeout_s
+        descriptor = await fetch_descriptor(self._endpoint, peers, digest, stall_timeout_s=stall_timeout_s)
+        with self._passing_over(digest):
+            expectation = self._form.expectation(descriptor)
+        snapshot = await fetch_state(
+            self._endpoint,
+            peers,
+            digest,
+            self._snapshots,
+            expectation=expectation,
+            timeout_s=self._config.collective.round_timeout_s,
+            config=self._config.state,
+        )
+        self._fetched_digest, self._donors = digest, tuple(donors)
+        with self._passing_over(digest):
+            return self._form.unpack(snapshot.meta, snapshot.tensors)
+
+    @contextmanager
+    def _passing_over(self, digest: str) -> Iterator[None]:
+        """Encloses what is made of a state of others: one that cannot be taken up is not fetched again.
+
+        Raises:
+            IncompatiblePeerError: it cannot.
+        """
+        try:
+            with peer_boundary(f"whoever holds the state {digest[:12]}"):
+                yield
+        except (IncompatiblePeerError, MalformedAnswerError) as error:
+            self._book.pass_over(digest)
+            raise IncompatiblePeerError(str(error)) from error
+
+    # -- who is there --------------------------------------------------------------------------------------------------
+
+    def _wait_for_peers(self, timeout_s: float) -> None:
+        self._wait_while(lambda: not self._book.announcements, timeout_s)
+        if not self._book.announcements and not self._stopping():
+            logger.warning(
+                "none of %s answers yet; training begins alone, and joins the others when they are found",
+                ", ".join(self._config.discovery.initial_peers),
+            )
+
+    def _wait_while(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while condition() and time.monotonic() < deadline_s and not self._stopping():
+            time.sleep(0.1)

@@ -1,0 +1,117 @@
+"""Who else is in the run, kept fresh from discovery for whoever asks: rounds, figures, catching up."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+
+from trainer.collective import Terms
+from trainer.network.discovery import Announcement
+from trainer.network.rpc import Peer
+from trainer.network.transfer import choose_state
+from trainer.run.node.strangers import Acquaintance
+
+__all__ = ["PeerBook", "StateChoice", "holds_whole_model", "peer_of"]
+
+_REMEMBERED_STATES = 64
+
+StateChoice = Callable[[tuple[int, str], Iterable[Announcement]], str | None]
+"""From the state this node holds and the others' announcements: the digest to take up, or None to keep one's own."""
+
+
+class PeerBook:
+    """The latest announcements; written by the event loop, read by any thread (one assignment each)."""
+
+    def __init__(
+        self,
+        terms_digest: str,
+        choose: StateChoice = choose_state,
+        fellows: Callable[[Announcement], bool] | None = None,
+    ) -> None:
+        self._choose = choose
+        self._fellows = fellows or holds_whole_model
+        self.announcements: tuple[Announcement, ...] = ()
+        self.own_state: tuple[int, str] = (0, "")
+        """Outer step and digest of the snapshot this node hands out."""
+        self._held: deque[str] = deque(maxlen=_REMEMBERED_STATES)
+        self._terms_digest = terms_digest
+        self._misfits: frozenset[str] = frozenset()
+        """Digests of states, announced now, that this node cannot take up."""
+        self._peers: Mapping[str, Peer] = {}
+        self._distrusted: dict[str, float] = {}
+        """Keys, and until when, on the monotonic clock."""
+
+    def update(self, announcements: tuple[Announcement, ...]) -> None:
+        """What discovery knows now."""
+        self.announcements = announcements
+        self._misfits &= {found.state_digest for found in announcements}
+        self._peers = {found.peer_id: peer_of(found) for found in self.alike()}
+
+    def alike(self) -> list[Announcement]:
+        """Of those that train by this node's terms, and are trusted."""
+        now_s = time.monotonic()
+        return [
+            found
+            for found in self.announcements
+            if found.terms_digest == self._terms_digest and self._distrusted.get(found.peer_id, 0.0) <= now_s
+        ]
+
+    def acquaintances(self, terms: Terms) -> list[Acquaintance]:
+        """The fellows, for a comparison.
+
+        Args:
+            terms: this node's.
+        """
+        return [
+            Acquaintance(peer_of(found), found.node_id, found.terms_digest, terms, fits)
+            for found in self.announcements
+            if (fits := found.terms_digest == self._terms_digest) or self._fellows(found)
+        ]
+
+    def peers(self) -> Mapping[str, Peer]:
+        """See `trainer.collective.Directory`."""
+        return self._peers
+
+    def distrust(self, peer_id: str, seconds: float) -> None:
+        """Counts somebody as not there for a while: no round with it, no state of it; from the loop alone."""
+        self._distrusted = {key: until_s for key, until_s in self._distrusted.items() if until_s > time.monotonic()}
+        self._distrusted[peer_id] = time.monotonic() + seconds
+        self.update(self.announcements)
+
+    def pass_over(self, state_digest: str) -> None:
+        """Counts no announcement of this state any more, for as long as it is announced; from the loop alone."""
+        self._misfits |= {state_digest}
+
+    def state_to_adopt(self) -> str | None:
+        """The digest most nodes hold, if it is not this node's, of those it could take up."""
+        return self._choose(self.own_state, (it for it in self.alike() if it.state_digest not in self._misfits))
+
+    def hold(self, outer_step: int, state_digest: str) -> None:
+        """This node hands out another state from now on."""
+        self.own_state = (outer_step, state_digest)
+        self._held.append(state_digest)
+
+    def let_go(self) -> None:
+        """What this node holds is not worth keeping: any state of the others is better."""
+        self.own_state = (self.own_state[0], "")
+
+    def state_elsewhere(self) -> str | None:
+        """As `state_to_adopt`, but none this node has been at: those who announce such a one only follow later."""
+        digest = self.state_to_adopt()
+        return None if digest in self._held else digest
+
+    def holds_most_held_state(self) -> bool:
+        """See `trainer.collective.Directory`."""
+        return self.state_to_adopt() is None
+
+
+def holds_whole_model(announcement: Announcement) -> bool:
+    """Whether an announcement is of a node that is no part of a pipeline."""
+    return announcement.stage is None
+
+
+def peer_of(announcement: Announcement) -> Peer:
+    """How to reach the node an announcement is of."""
+    certificate = announcement.certificate_pem.encode() if announcement.certificate_pem else None
+    return Peer(announcement.peer_id, announcement.address, certificate)

@@ -1,0 +1,191 @@
+"""`Replica`: one node's model with everything that trains it, built from a configuration, saved, restored, grown.
+
+What is here is in step by construction: parameters, AdamW's moments, DiLoCo's vectors and the vocabulary's size change
+together or not at all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.checkpoint.node import CheckpointContents
+from trainer.errors import CheckpointMismatchError
+from trainer.inner import Batch, InnerLoop, make_optimizer, rng_state, set_rng_state
+from trainer.model import VOCAB_STEP, ModelConfig, Transformer, build_model, grow_rows, grow_vocabulary, limit_ids
+from trainer.outer.diloco import DiLoCoTrainer, SharedState
+from trainer.outer.engine.collective import Collective
+from trainer.outer.engine.ddp import EveryStepStrategy, ddp_model
+from trainer.outer.engine.strategy import OuterStrategy
+from trainer.run.config import RunConfig, to_mapping
+from trainer.run.node.fitting import state_layout
+from trainer.run.node.vocabulary import within_vocabulary
+
+__all__ = ["Replica", "layers_of", "parameters_of"]
+
+
+class Replica:
+    """A model in training on one node.
+
+    Args:
+        config: of the run.
+        model_config: the model's shape.
+        collective: whom outer steps are made with.
+        device: where the model lives.
+        batches: what it trains on; ids that the model has no row for are left out.
+        num_ids: ids of the newest vocabulary known; losses leave the rows behind them out. As the rows do, they change
+            at outer steps alone, and a checkpoint brings its own, so that resuming stays exact.
+        on_loss: told the loss of every batch.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model_config: ModelConfig,
+        collective: Collective,
+        device: torch.device,
+        batches: Iterator[Batch],
+        num_ids: int,
+        on_loss: Callable[[float], object],
+    ) -> None:
+        self.config = config
+        self.device = device
+        self._collective = collective
+        self._batches = within_vocabulary(batches, lambda: self.vocab_rows)
+        self._num_ids = num_ids
+        self._on_loss = on_loss
+        self.model = self._build(model_config)
+        self._assemble()
+
+    def _build(self, model_config: ModelConfig) -> Transformer:
+        checkpointing = self.config.inner.activation_checkpointing
+        model = build_model(model_config, self.config.seed, device=self.device, activation_checkpointing=checkpointing)
+        limit_ids(model, self._num_ids)
+        return model
+
+    def _assemble(self) -> None:
+        config = self.config
+        self.optimizer = make_optimizer(self.model, config.inner)
+        trained = ddp_model(self.model, self.device) if config.strategy == "ddp" else self.model
+        self.inner = InnerLoop(trained, self.optimizer, config.inner, self._batches, self.device, on_loss=self._on_loss)
+        self.diloco: DiLoCoTrainer | None = None
+        self.strategy: OuterStrategy = EveryStepStrategy()
+        if config.strategy == "diloco":
+            self.diloco = DiLoCoTrainer(
+                self.model, config.diloco, self._collective, vocab_rows=self.model.config.vocab_size
+            )
+            self.strategy = self.diloco
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of embedding and output now."""
+        return self.model.config.vocab_size
+
+    def adopt(self, shared: SharedState) -> None:
+        """Takes the others' state: parameters are the anchor, the schedule is where theirs is.
+
+        AdamW's moments stay: they belong to this node, and nearly fit; if the vocabulary is another, they begin anew.
+        Under DDP there is no such state, and nothing happens.
+
+        Raises:
+            IncompatiblePeerError: it is not of this architecture. Nothing was changed.
+        """
+        if self.diloco is None:
+            return
+        if shared.vocab_rows != self.vocab_rows:
+            model_config = replace(self.model.config, vocab_size=shared.vocab_rows)
+            layout = state_layout(model_config, self.config.diloco.num_fragments)
+            layout.require_same(shared.layout_digest, "the state to adopt")
+            self.model = self._build(model_config)
+            self._assemble()
+        self.diloco.adopt(shared)
+        self.inner.set_step(shared.num_inner_steps)
+
+    def grow(self, rows: int, num_ids: int) -> None:
+        """Gives the vocabulary more ids, and rows, everywhere at once; the old ones stay bit for bit.
+
+        Args:
+            rows: the least that a member named, whatever it named: of it whole steps are taken, and fewer than now
+                change nothing, for a vocabulary does not shrink.
+            num_ids: of the newest vocabulary known; those without a row stay out of the losses.
+        """
+        rows = rows // VOCAB_STEP * VOCAB_STEP
+        self._num_ids = max(self._num_ids, num_ids)
+        if rows <= self.vocab_rows:
+            limit_ids(self.model, self._num_ids)
+            return
+        self.strategy.drain()
+        names = grow_vocabulary(self.model, rows, self.config.seed)
+        for name in names:
+            moments = self.optimizer.state.get(self.model.get_parameter(name), {})
+            for key, value in moments.items():
+                if isinstance(value, Tensor) and value.ndim > 1:
+                    moments[key] = grow_rows(value, rows)
+        if self.diloco is not None:
+            self.diloco.grow(self.model, rows)
+        limit_ids(self.model, self._num_ids)
+
+    def contents(self, loader: Mapping[str, Any], current_loss: float) -> CheckpointContents:
+        """All of it, for a checkpoint; tensors are the living ones."""
+        inner = self.inner.state_dict()
+        return CheckpointContents(
+            layer_ids=tuple(range(self.model.config.num_layers)),
+            architecture=self.model.config.to_dict(),
+            layers=layers_of(self.model.state_dict()),
+            optimizer=inner.pop("optimizer"),
+            diloco=self.strategy.state_dict(),
+            training_rounds=self.inner.step_index,
+            current_loss=current_loss,
+            timestamp=time.time(),
+            loader=loader,
+            rng=rng_state(),
+            config=to_mapping(self.config),
+            schedule=inner,
+            num_ids=self._num_ids,
+        )
+
+    def load(self, contents: CheckpointContents) -> None:
+        """Goes on from a checkpoint of the same shape, in a process that has just begun.
+
+        Raises:
+            CheckpointMismatchError: it is of another shape or strategy.
+        """
+        parameters = parameters_of(contents.layers)
+        try:
+            self.model.load_state_dict(parameters)
+        except RuntimeError as error:
+            found = str(error).splitlines()[-1].strip()[:200]
+            raise CheckpointMismatchError(
+                f"expected a checkpoint of this architecture, found another: {found}"
+            ) from error
+        if contents.num_ids is not None:
+            self._num_ids = contents.num_ids
+            limit_ids(self.model, self._num_ids)
+        self.inner.load_state_dict(contents.inner_state())
+        self.strategy.load_state_dict(dict(contents.diloco))
+        set_rng_state(contents.rng)
+
+
+def layers_of(parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Parameters by layer (spec T-23): numbered layers, ``embedding`` and ``readout``."""
+    layers: dict[str, dict[str, Tensor]] = {}
+    for name, value in parameters.items():
+        head, _, rest = name.partition(".")
+        if head == "layers":
+            head, _, rest = rest.partition(".")
+        layers.setdefault(head, {})[rest] = value
+    return layers
+
+
+def parameters_of(layers: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The other way."""
+    return {
+        f"layers.{layer}.{name}" if layer.isdigit() else f"{layer}.{name}": value
+        for layer, values in layers.items()
+        for name, value in values.items()
+    }

@@ -1,0 +1,250 @@
+"""The loop of a node: inner steps, outer steps, checkpoints, figures; until it is asked to stop.
+
+    begin (catch up with the others) → step, step, … outer step, … → save
+
+A node that is killed goes on from its last checkpoint bit for bit (on a CPU, with the same number of threads): whatever
+decides a step is in it. A node whose round went on without it fetches the others' state and joins the next.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from loader import GenesisDataset, LoaderError
+from trainer.checkpoint.node import Checkpointer
+from trainer.errors import CheckpointError, PeerUnavailableError
+from trainer.inner import Batch, StepResult
+from trainer.model import rows_for
+from trainer.monitor import MeteredIterator
+from trainer.monitor.metrics import CheckpointOutcome
+from trainer.outer.engine.strategy import OuterResult
+from trainer.run.config import RunConfig
+from trainer.run.node.cluster import Ranks
+from trainer.run.node.replica import Replica
+from trainer.run.node.stopping import StopRequest
+from trainer.run.node.store_watch import StoreWatch
+from trainer.run.node.watching import Watch
+
+if TYPE_CHECKING:
+    from trainer.outer.diloco import SharedState
+    from trainer.run.node.network import Network
+
+__all__ = ["Node", "ProgressLine"]
+
+logger = logging.getLogger(__name__)
+
+_MOST_STATES = 5
+"""Taken up one after the other: the others may have gone on while their state was on its way, and whoever begins to
+train on an old one comes too late to the next round, and to each one after that."""
+
+
+class ProgressLine(Protocol):
+    """Where a person reads how it goes."""
+
+    def step(self, result: StepResult) -> None:
+        """A step is done."""
+
+    def outer(self, result: OuterResult) -> None:
+        """A round was tried."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Node:
+    """Everything one node is made of, and its loop."""
+
+    config: RunConfig
+    ranks: Ranks
+    replica: Replica
+    dataset: GenesisDataset
+    batches: MeteredIterator[Batch]
+    store: StoreWatch
+    checkpointer: Checkpointer
+    watch: Watch
+    network: Network[SharedState] | None
+    line: ProgressLine
+    stop: StopRequest
+    current_loss: float = math.nan
+    _store_has_grown: bool = False
+
+    def begin(self) -> None:
+        """Goes among the others, if there are any: takes up their state, and tells them one's own.
+
+        Raises:
+            TrainerError: the port is taken, or the others train something else.
+        """
+        if self.network is not None:
+            self.network.collective.catch_up()
+            self.network.start(self.watch)
+        self.watch.set_shards(self.dataset.shards)
+        if self.network is not None and self.replica.diloco is not None:
+            self.network.publish(self.replica.diloco.shared_state())
+            self._catch_up(wait_s=0.0)
+        self._tell_state()
+
+    def run(self) -> None:
+        """Trains until asked to stop, or for ``max_steps``; saves and leaves.
+
+        Raises:
+            TrainerError: it cannot go on, such as among others that train something else; the last checkpoint is whole.
+            LoaderError: there are no more data to be had.
+        """
+        try:
+            while not self._is_done():
+                self._step()
+                if self.network is not None:
+                    self.network.check_fit()
+            if self._may_drain():  # Else the round under way is saved as such, and begun again.
+                self._after_round(self.replica.strategy.drain())
+        except PeerUnavailableError as error:
+            if not (self.ranks.in_cluster and self.stop()):
+                raise
+            # Half a round is worth no checkpoint: the ranks go on from the one before.
+            logger.warning("the other ranks stopped first: %s", error)
+            return
+        self.save(wait=True)
+        logger.info("stopped at step %d; all of it is in %s", self.replica.inner.step_index, self.checkpointer.path)
+        self._tell_unshared()
+
+    def save(self, *, wait: bool = False) -> None:
+        """Saves everything; a disk that does not take it is reported, and training goes on.
+
+        Raises:
+            CheckpointError: ``wait``, and it could not be written.
+        """
+        began_s = time.perf_counter()
+        loader = {"stream": self.dataset.state_dict(), "tracker": self.watch.tracker.state_dict()}
+        try:
+            taken = self.checkpointer.save(self.replica.contents(loader, self.current_loss).to_mapping(), wait=wait)
+        except CheckpointError as error:
+            self._saved("failed", began_s)
+            if wait:
+                raise
+            logger.warning("%s", error)
+        else:
+            self._saved("saved" if taken else "skipped", began_s)
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def _is_done(self) -> bool:
+        if self._has_all_steps():
+            return True
+        if self.config.strategy == "ddp":  # No rank may wait for the gradients of one that has left.
+            return self.ranks.any(self.stop())
+        return self.stop()
+
+    def _has_all_steps(self) -> bool:
+        return 0 < self.config.max_steps <= self.replica.inner.step_index
+
+    def _may_drain(self) -> bool:
+        """Whether all ranks are here, and none was asked to stop: one alone would wait for the others in vain."""
+        return self._has_all_steps() and not self.ranks.any(self.stop())
+
+    def _step(self) -> None:
+        result = self.replica.inner.step()
+        if not result.skipped and math.isfinite(result.loss):  # Under DDP a rank may have had no label that counts.
+            self.current_loss = result.loss
+        self.watch.observer.step(result, loader_wait_s=self.batches.take_wait_s())
+        self.line.step(result)
+        self._store_has_grown |= self.store.look()
+        outcome = self.replica.strategy.after_inner_step(0 if result.skipped else self.config.inner.accumulation_steps)
+        self._after_round(outcome)
+        committed = outcome is not None and outcome.committed
+        if committed or self.replica.inner.step_index % self.config.checkpoint.every_steps == 0:
+            self.save()
+
+    def _after_round(self, outcome: OuterResult | None) -> None:
+        if outcome is None:
+            return
+        self.line.outer(outcome)
+        if outcome.report is None:
+            self.watch.observer.round_failed(outcome.round_index, outcome.error)
+            if self.network is not None and self.network.collective.behind:
+                self._catch_up()
+            return
+        self._take_what_is_new()
+        diloco = self.replica.diloco
+        if self.network is not None and diloco is not None:
+            self.network.publish(diloco.shared_state(), outcome.report.members)
+        digest = diloco.state_digest() if diloco is not None and self.network is None else ""
+        self.watch.observer.round(outcome.report, outer_step=outcome.outer_step, state_digest=digest)
+        if self.network is not None and self.network.is_on_its_own(len(outcome.report.members)):
+            logger.warning(
+                "most of the others hold another state: this node was cut off from them, and takes up theirs"
+            )
+            self._catch_up(wait_s=0.0)
+
+    # -- with the store ------------------------------------------------------------------------------------------------
+
+    def _take_what_is_new(self) -> None:
+        """Rows for the ids that all members know of, and the store's new shards, to be read from the next epoch on."""
+        num_ids = self.ranks.least(self.store.num_ids)
+        rows = rows_for(num_ids) if self.network is None else self.network.collective.agreed_vocabulary_rows
+        before = self.replica.vocab_rows
+        self.replica.grow(rows, num_ids)
+        if rows > before:
+            logger.info("vocabulary: %d rows, before %d", rows, before)
+            self.watch.observer.event("vocabulary", rows=rows, before=before)
+        if self._store_has_grown:
+            self._refresh()
+        self.watch.set_shards(self.dataset.shards)
+
+    def _refresh(self) -> None:
+        try:
+            num_shards = self.dataset.refresh()
+        except LoaderError as error:
+            logger.warning("the store's new shards cannot be read yet: %s", error)
+            return
+        self._store_has_grown = False
+        logger.info("the store has %d shards now", num_shards)
+        self.watch.observer.event("store", shards=num_shards)
+
+    # -- with the others -----------------------------------------------------------------------------------------------
+
+    def _catch_up(self, wait_s: float = 120.0) -> None:
+        if self.network is None or self.replica.diloco is None:
+            return
+        for _ in range(_MOST_STATES):
+            shared = self.network.catch_up(wait_s=wait_s, stop=self.stop)
+            if shared is None:
+                break
+            self.replica.adopt(shared)
+            logger.info("took up the others' state of outer step %d", shared.outer_step)
+            self.watch.observer.event("adopted", outer_step=shared.outer_step)
+            self.network.publish(self.replica.diloco.shared_state())
+            self.save()
+            wait_s = 0.0
+        self.network.collective.move_to(self.replica.diloco.round_index)
+        self._tell_state()
+
+    def _tell_state(self) -> None:
+        """Which state the node holds: of the snapshot others can fetch; alone, of the state itself."""
+        diloco = self.replica.diloco
+        if diloco is None:
+            return
+        if self.network is not None:
+            self.network.settle()
+        digest = diloco.state_digest() if self.network is None else self.network.state_digest
+        self.watch.tracker.set_state(diloco.outer_step, digest, inner_step=diloco.inner_step)
+
+    def _tell_unshared(self) -> None:
+        """What of the node's work only its checkpoint has."""
+        diloco = self.replica.diloco
+        if diloco is None or (self.network is None and not self.ranks.in_cluster):
+            return
+        num_steps, num_batches = diloco.unshared
+        if num_batches:
+            logger.info(
+                "not shared with the others: %d steps (%d batches) since outer step %d; only the checkpoint has them, "
+                "and they go into this node's next round when it is started again",
+                num_steps,
+                num_batches,
+                diloco.outer_step,
+            )
+
+    def _saved(self, outcome: CheckpointOutcome, began_s: float) -> None:
+        seconds = time.perf_counter() - began_s
+        self.watch.observer.checkpoint(outcome, step=self.replica.inner.step_index, seconds=seconds)

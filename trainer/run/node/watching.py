@@ -1,0 +1,103 @@
+"""What a node shows of itself: tracker, metrics, log and the HTTP interface, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from trainer.monitor import ApiServer, EventLog, Observer, ShutdownHook, TrainingMetrics, TrainingTracker, create_app
+from trainer.monitor.metrics import Sources
+from trainer.monitor.pipeline import PipelineView, add_pipeline_pages
+from trainer.run.config import RunConfig
+from trainer.run.node.progress import Progress
+
+if TYPE_CHECKING:
+    from trainer.network.discovery import Announcement
+    from trainer.run.node.network import Network
+
+__all__ = ["Watch"]
+
+
+class Watch:
+    """Tracker, observer and server of one node; a context manager.
+
+    Args:
+        config: of the run.
+        network: the side that talks to others, if there is one.
+        stop: asks the node to stop, as the API may.
+        further: gauges of one's own: name, help, value.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        network: Network[Any] | None,
+        stop: Callable[[], None],
+        further: Callable[[], Iterable[tuple[str, str, float]]] = tuple,
+    ) -> None:
+        inner_steps = config.diloco.inner_steps if config.strategy == "diloco" else 0
+        peer_id = network.peer_id if network is not None else ""
+        self.tracker = TrainingTracker(config.node_id, peer_id=peer_id, inner_steps=inner_steps)
+        self.log = EventLog(Path(config.log.directory).expanduser(), config.node_id) if config.log.directory else None
+        log = self.log
+        sources = Sources(
+            status=self.tracker.status,
+            refused=network.refused if network is not None else dict,
+            rpc_bytes=network.traffic if network is not None else lambda: (0, 0),
+            lost_events=(lambda: log.lost_events) if log is not None else (lambda: 0),
+            further=further,
+        )
+        metrics = TrainingMetrics(sources, node_id=config.node_id, run_id=config.run_id)
+        self.observer = Observer(self.tracker, metrics, self.log)
+        self._shards: tuple[int, ...] = ()
+        self.server: ApiServer | None = None
+        if config.api.enabled:
+            hook = ShutdownHook(callback=stop, token=config.checkpoint.token)
+            self._app = create_app(self.tracker, metrics, config=config.api, shutdown=hook)
+            self.server = ApiServer(self._app, config.api)
+
+    def with_pipeline(self, view: PipelineView) -> Self:
+        """The same, which also shows the pipeline that this node drives; before it is entered."""
+        if self.server is not None:
+            add_pipeline_pages(self._app, view)
+        return self
+
+    def set_shards(self, shards: tuple[int, ...]) -> None:
+        """What the node reads now."""
+        self._shards = shards
+        self.tracker.set_shards(shards)
+
+    def peers(self, announcements: tuple[Announcement, ...]) -> None:
+        """See `trainer.run.node.network.Listener`."""
+        self.observer.peers(announcements)
+
+    def state(self, outer_step: int, digest: str) -> None:
+        """See `trainer.run.node.network.Listener`."""
+        self.tracker.set_state(outer_step, digest)
+        self.observer.event("state", outer_step=outer_step, digest=digest)
+
+    def progress(self) -> Progress:
+        """See `trainer.run.node.network.Listener`."""
+        return Progress(
+            inner_step=self.tracker.num_steps,
+            loss=self.tracker.smoothed_loss,
+            tokens_per_s=self.tracker.tokens_per_s,
+            shards=self._shards,
+        )
+
+    def __enter__(self) -> Self:
+        if self.log is not None:
+            self.log.start()
+        if self.server is not None:
+            self.server.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.log is not None:
+            self.log.close()
+        if self.server is not None:
+            self.server.stop()

@@ -1,0 +1,125 @@
+"""From a run's configuration to the model and its cut: the same at every worker and driver, or they refuse each other.
+
+Whoever reads the store's vocabulary can tell how many rows the embedding has; a worker without a way to the store is
+told by ``swarm.vocab_rows`` in the run file. In a swarm the vocabulary stays as it is for the length of a run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pydantic import JsonValue
+
+from trainer.collective import Terms
+from trainer.errors import TrainerUsageError
+from trainer.model import ModelConfig, preset, rows_for
+from trainer.model.plan import StagePlan
+from trainer.network.rpc.envelope import PROTOCOL_VERSION
+from trainer.run.config import RunConfig, to_mapping
+from trainer.run.node.data import open_session
+from trainer.run.node.vocabulary import lineage_of
+
+__all__ = ["DRIVER", "SwarmShape", "shape_of", "target_tokens_of"]
+
+DRIVER = "driver"
+"""Stands for a stage in the terms of those that hold none."""
+
+_AUTO = "auto"
+_OWN = ("round_timeout_s", "background")
+"""Options of a strategy in which workers may differ: they change when a round is over, not what comes of it."""
+_INNER = (
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "schedule",
+    "warmup_steps",
+    "decay_end_step",
+    "min_lr_ratio",
+    "micro_batch_size",
+    "seq_len",
+)
+"""Options of `InnerConfig` that change what a step of a stage comes to; not those of how it is computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmShape:
+    """What all processes of a swarm have to agree on."""
+
+    plan: StagePlan
+    tokenizer_lineage: str
+    """Empty where the run file gives the rows of the vocabulary."""
+    synchronisation: dict[str, JsonValue]
+    num_ids: int
+    """Ids of the vocabulary; losses leave the rows behind them out. All rows where the run file gives their number."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """Of the whole model."""
+        return self.plan.config
+
+    def terms(self, stage: str) -> Terms:
+        """What the workers of a stage must have in common; a driver's stage is `DRIVER`."""
+        architecture: dict[str, JsonValue] = dict(self.model.to_dict())
+        architecture["stage"] = stage
+        architecture["layers_of_stages"] = [len(layers) for layers in self.plan.ranges]
+        return Terms(
+            architecture=architecture,
+            tokenizer_lineage=self.tokenizer_lineage,
+            synchronisation=self.synchronisation,
+        )
+
+
+def shape_of(config: RunConfig) -> SwarmShape:
+    """Decides what is to be decided, asking the store for its vocabulary if the run file does not say.
+
+    Raises:
+        TrainerUsageError: the options do not go together.
+        LoaderError: the store cannot be read.
+    """
+    swarm = config.swarm
+    if config.model.preset == _AUTO:
+        raise TrainerUsageError(
+            "model.preset: expected a preset in the run file, since no single machine's memory decides for a swarm; "
+            "found auto"
+        )
+    rows, num_ids, lineage = swarm.vocab_rows, swarm.vocab_rows, ""
+    if not rows:
+        vocabulary = open_session(config.data).catalog.vocabulary()
+        num_ids, lineage = vocabulary.next_merge_id, lineage_of(vocabulary)
+        rows = rows_for(num_ids)
+    whole = preset(config.model.preset, rows)
+    plan = StagePlan.of(whole, swarm.num_stages, swarm.layers, swarm.cut)
+    plan = StagePlan(swarm.subspace.applied_to(whole, len(plan.ranges[-1])), plan.names, plan.ranges)
+    if config.inner.seq_len > whole.max_seq_len:
+        raise TrainerUsageError(
+            f"inner.seq_len: expected at most the {whole.max_seq_len} tokens this architecture is made for, found "
+            f"{config.inner.seq_len}"
+        )
+    return SwarmShape(plan, lineage, _synchronisation(config), num_ids)
+
+
+def _synchronisation(config: RunConfig) -> dict[str, JsonValue]:
+    """Whatever changes the result of a step or a round."""
+    values: dict[str, JsonValue] = {
+        "protocol": PROTOCOL_VERSION,
+        "seed": config.seed,
+        "strategy": config.strategy,
+        "compression": config.collective.compression,
+        "swarm.activation_codec": config.swarm.activation_codec,
+        "swarm.target_tokens": target_tokens_of(config),
+        "swarm.clip_factor": str(config.swarm.stage.clip_factor),  # JSON has no infinity.
+        "swarm.tail_clip_factor": str(config.swarm.stage.tail_clip_factor),
+        "swarm.outlier_factor": str(config.swarm.stage.outlier_factor),
+        "swarm.start_from": bool(config.swarm.start_from),  # Which model, those that read it say (`first_weights`).
+    }
+    values |= {f"inner.{name}": value for name, value in to_mapping(config.inner).items() if name in _INNER}
+    options = config.swarm.sparta if config.strategy == "async_sparta" else config.diloco
+    values |= {f"{config.strategy}.{name}": value for name, value in to_mapping(options).items() if name not in _OWN}
+    return values | {f"rule.{name}": value for name, value in to_mapping(config.rule).items()}
+
+
+def target_tokens_of(config: RunConfig) -> int:
+    """Tokens of a stage's optimizer step: as the run file says, else eight micro-batches' worth."""
+    rows = max(1, config.inner.micro_batch_size)
+    return config.swarm.stage.target_tokens or 8 * rows * config.inner.seq_len
