@@ -248,6 +248,16 @@ class Network(Generic[S]):
         """Whether this node hands out the state that most others hold."""
         return bool(self._book.own_state[1]) and self._book.state_to_adopt() is None
 
+    @property
+    def shares_common_state(self) -> bool:
+        """Whether others hand out the same state as this node, and most do."""
+        own_digest = self._book.own_state[1]
+        return (
+            bool(own_digest)
+            and any(found.state_digest == own_digest for found in self._book.alike())
+            and self._book.state_to_adopt() is None
+        )
+
     def let_go(self) -> None:
         """This node's own state is not worth keeping; `catch_up` takes whatever the others hold."""
         self.settle()

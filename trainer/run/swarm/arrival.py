@@ -1,5 +1,8 @@
 """How a worker becomes one of its stage: it waits for a round's beginning, takes up the others' state, and is current.
 
+A worker that comes back from a checkpoint of the state that the others' round began from is current as it is: after a
+restart of all, nobody waits for a round's end.
+
 Nobody serves with weights of its own making while others have better ones: a worker whose fetch failed, or to whom
 nobody hands out a state, goes on waiting and asking. The loop is apart from threads and network, which it is given as
 functions, so that every way it can go is tried with a clock of the test's own.
@@ -39,6 +42,8 @@ class Arrival:
     """Whether a worker that finds nobody serving its stage may; may raise what ends it."""
     round_index: Callable[[], int]
     """The round that is next here."""
+    is_current: Callable[[], bool]
+    """Whether this worker came back from a checkpoint of the very state that the others' round began from."""
     is_over: Callable[[], bool]
     """Whether to give up: the worker is asked to stop. May raise what ends it."""
     clock: Callable[[], float]
@@ -60,6 +65,8 @@ class Arrival:
                     return True
                 self.sleep(_LOOK_S)
                 continue
+            if self.is_current():
+                return True
             frontier, position = _place_of(others)
             if not window.is_open(frontier, position, self.clock()):
                 self._tell("their state is taken up when", frontier, position)

@@ -191,6 +191,7 @@ class WorkerNode:
             take_up=self._take_up_state,
             may_be_first=self._abreast.may_serve,
             round_index=lambda: self._keeping.place()[0],
+            is_current=self._is_still_current,
             is_over=self._is_over,
             clock=time.monotonic,
             sleep=time.sleep,
@@ -205,6 +206,10 @@ class WorkerNode:
             "%s serves version %d at %s", self._uid, self._built.replica.version, self._network.endpoint.address
         )
         return True
+
+    def _is_still_current(self) -> bool:
+        """Whether the checkpoint this worker goes on from has the anchor that the others train from, bit for bit."""
+        return self._is_back and self._config.strategy == "diloco" and self._network.shares_common_state
 
     def _wait_for_others(self) -> None:
         deadline_s = time.monotonic() + self._config.swarm.join.first_peers_s

@@ -34,6 +34,7 @@ class Stage:
     """Others that have a round every ten seconds, and a newcomer."""
 
     num_others: int = 3
+    is_current: bool = False
     fetch_s: float = 0.5
     fails: int = 0
     """Fetches that bring nothing."""
@@ -71,6 +72,7 @@ class Stage:
             take_up=self.take_up,
             may_be_first=lambda: self.now_s >= self.first_from_s,
             round_index=lambda: self.own_round,
+            is_current=lambda: self.is_current,
             is_over=is_over or (lambda: self.now_s > self.ends_at_s),
             clock=lambda: self.now_s,
             sleep=self.sleep,
@@ -159,3 +161,15 @@ def test_what_is_waited_for_and_what_ends_it_is_said_now_and_then(caplog: pytest
         "106 is 2 % through"
     )
     assert len(later) == 2, "once a minute"
+
+
+def test_who_comes_back_with_the_others_state_serves_at_once_and_fetches_nothing() -> None:
+    stage = Stage(now_s=0.5 * ROUND_S, is_current=True)
+    assert stage.arrival().run()
+    assert stage.now_s == 0.5 * ROUND_S and not stage.taken_at
+
+
+def test_who_comes_back_where_nobody_serves_does_not_serve_for_that() -> None:
+    stage = Stage(num_others=0, is_current=True, first_from_s=7.0)
+    assert stage.arrival().run()
+    assert stage.now_s >= 7.0
