@@ -10,7 +10,6 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from trainer.run.config.reading import SECRET
 
 from trainer.errors import TrainerUsageError
 from trainer.run.config import (
@@ -23,6 +22,7 @@ from trainer.run.config import (
     to_mapping,
     to_yaml,
 )
+from trainer.run.config.reading import SECRET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
