@@ -104,9 +104,13 @@ async def _passed_forwards(pipeline: SmallPipeline, work: Portions) -> Member:
     """A worker behind which the tail, which is held up, has micro-batches waiting."""
     tail, bodies = pipeline.at("tail")[0].running, pipeline.at("body-1")
     computed = {it.incarnation: it.running.worker.runtime.figures.computed for it in bodies}
+
+    def passed() -> list[Member]:  # A body counts what it computed a moment after the tail has it.
+        return [it for it in bodies if it.running.worker.runtime.figures.computed > computed[it.incarnation]]
+
     work.allow(PER_KILL)
-    await until(lambda: tail.worker.runtime.figures.queued > 0)
-    return next(it for it in bodies if it.running.worker.runtime.figures.computed > computed[it.incarnation])
+    await until(lambda: tail.worker.runtime.figures.queued > 0 and bool(passed()))
+    return passed()[0]
 
 
 def _check(pipeline: SmallPipeline, work: Windows) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.pipeline_swarm import STAGES, PipelineSwarm, steps_of
 from tests.support.stage_models import held_out_loss, held_out_rows
+from trainer.checkpoint.stages import newest_set, time_us
 from trainer.checkpoint.stages.naming import named_files
 
 TERMINATED = 128 + signal.SIGTERM
@@ -50,6 +51,13 @@ def saved_stages(swarm: PipelineSwarm) -> set[str]:
     return {found.stage for found in named_files(config.swarm.checkpoint.directory, config.run_id)}
 
 
+def rounds(swarm: PipelineSwarm, at_s: float | None = None) -> dict[str, int]:
+    """The outer round each stage's newest checkpoint was taken in, now or at a moment (seconds since 1970)."""
+    at_us = time_us(time.time() if at_s is None else at_s)
+    found = newest_set(swarm.config.swarm.checkpoint.directory, swarm.config.run_id, at_us)
+    return {stage: file.read().state.strategy["round_index"] for stage, file in found.files.items()}
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_stop_at_any_moment_saves_a_model_as_good_as_the_last_regular_checkpoint(tmp_path: Path) -> None:
@@ -65,6 +73,8 @@ def test_a_stop_at_any_moment_saves_a_model_as_good_as_the_last_regular_checkpoi
             stopped_s = time.time()
             assert swarm.stop() == [TERMINATED] * len(swarm.nodes)
             regular, stopped = held_out_loss(swarm, rows, stopped_s), held_out_loss(swarm, rows)
-            assert stopped <= 1.01 * regular, f"{stopped:.3f} after {regular:.3f}, at step {num_steps(swarm)}"
+            # A regular outer step between the two is not the stop's doing, and may cost a little for the moment.
+            bound = 1.01 if rounds(swarm, stopped_s) == rounds(swarm) else 1.03
+            assert stopped <= bound * regular, f"{stopped:.3f} after {regular:.3f}, at step {num_steps(swarm)}"
         said = "".join(swarm[name].output() for _, name in WORKERS)
         assert "is dropped when the others' state is taken up" not in said, "of those that were alive all the time"
