@@ -19,6 +19,7 @@ from torch import Tensor
 from loader.errors import LoaderError
 from trainer.errors import LedgerError, MalformedAnswerError, PeerUnavailableError, RefusedError, RpcError
 from trainer.network.rpc import Endpoint, Message, Peer
+from trainer.network.rpc.writer import end_task
 from trainer.outer.engine.daemon_call import in_daemon_thread
 from trainer.pipeline.ledger.config import MAX_LEASE_UNITS, LedgerConfig
 from trainer.pipeline.ledger.holdings import Bundle, HeldLease, Holdings
@@ -90,6 +91,7 @@ class LedgerClient:
         self._away_since_s = self._said_away_s = math.inf
         self._failure: BaseException | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._lease_under_way: asyncio.Task[bool] | None = None
         self._to_say, self._to_read, self._to_give = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.stale = 0
         """Settlements that came too late: what they were of had been given to others."""
@@ -158,15 +160,19 @@ class LedgerClient:
         self._closing = True
         self._to_give.set()
         await self._cancel()
-        self._holdings.hand_back_all()
         try:
             async with asyncio.timeout(self._config.close_s):
+                if self._lease_under_way is not None:
+                    await asyncio.wait({self._lease_under_way}, timeout=self._config.close_s / 2)
+                self._holdings.hand_back_all()
                 await self._say_last()
         except TimeoutError:
             logger.warning(
                 "%d settlements could not be said; their leases will run out and be asked after",
                 self._holdings.num_unsaid,
             )
+        finally:
+            await end_task(self._lease_under_way)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
@@ -230,7 +236,10 @@ class LedgerClient:
         """Asks for rows, unless there were none a moment ago; seconds until the next time."""
         now_s = boottime_s()
         if now_s >= self._lease_from_s:
-            self._lease_from_s = now_s if await self._lease(self._units_wanted()) else now_s + _RETRY_S
+            # Shielded: what the keeper grants to one that has begun to stop is handed back by `close`.
+            self._lease_under_way = asyncio.create_task(self._lease(self._units_wanted()), name="genesis-lease")
+            granted = await asyncio.shield(self._lease_under_way)
+            self._lease_from_s = now_s if granted else now_s + _RETRY_S
         return max(0.0, self._lease_from_s - now_s)
 
     async def _lease(self, num_units: int) -> bool:

@@ -8,6 +8,7 @@ import threading
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -132,6 +133,30 @@ async def test_a_driver_that_closes_hands_back_what_it_did_not_begin(run: Run) -
             assert len(await all_of(two)) == 14
         account = await service.account()
     assert (account.micro_batches.done, account.micro_batches.lost, account.reissued) == (14, 1, 3)
+
+
+@on_event_loop
+async def test_what_is_granted_to_a_driver_that_closes_meanwhile_is_handed_back(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keeper has leased it, and the driver has not heard so yet."""
+    ask = LedgerClient._ask
+
+    async def slow(self: LedgerClient, method: str, body: Any, model: Any) -> Any:
+        answer = await ask(self, method, body, model)
+        if method == LEDGER_LEASE:
+            await asyncio.sleep(0.3)
+        return answer
+
+    monkeypatch.setattr(LedgerClient, "_ask", slow)
+    async with run.keeper() as (service, endpoint):
+        async with run.driver(endpoint.peer):
+            async with asyncio.timeout(10.0):
+                while not (await service.account()).leases:
+                    await asyncio.sleep(0.01)
+        account = await service.account()
+        assert account.leases == 0
+        assert account.micro_batches.open == account.waiting > 0
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ def test_who_does_not_fit_is_told_why_and_harms_no_round(tmp_path: Path) -> None
             "larger": ("dim 128", "192"),
             "foreign": ("vocabulary",),
             "slower": ("diloco.inner_steps 20", "30"),
-            "careful": ("rule.rule mean", "median"),
+            "careful": ("rule.rule trimmed_mean", "median"),
             "newer": ("protocol version",),
         }
         for name, words in told.items():
