@@ -27,7 +27,7 @@ __all__ = ["ByteBudget", "Claim", "ServingLimits", "Slot", "Slots", "unproven_pa
 K = TypeVar("K")
 
 _MAX_GREYLISTED = 1024
-"""Calls of one address; 15 KiB each."""
+"""Calls of one address that wait; of all such addresses together, twice as many."""
 
 
 def unproven_part(total: int) -> int:
