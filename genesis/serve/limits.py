@@ -28,6 +28,10 @@ class ServeLimits:
     """Served at once; a further one gets the place of one that waits for its client, or is answered 503."""
     max_refusals: int = 64
     """Connections beyond `max_connections` that are still read, to be told 503; any further one is cut at once."""
+    max_parked: int = 256
+    """Connections that have lost their place before they sent a whole request head, and are not told so at once."""
+    park_s: float = 10.0
+    """How long these are kept open, unread, so that clients that open new ones for those that end do it that seldom."""
     idle_timeout_s: float = 30.0
     """For a whole request head to come, and for the next one on a connection kept alive."""
     stall_timeout_s: float = 60.0
@@ -38,6 +42,8 @@ class ServeLimits:
     def __post_init__(self) -> None:
         if self.max_connections < 1:
             raise UsageError(f"expected at least 1 connection, found {self.max_connections}")
+        if self.max_parked < 0 or self.park_s < 0:
+            raise UsageError(f"expected max_parked and park_s of 0 or more, found {self.max_parked} and {self.park_s}")
         if min(self.idle_timeout_s, self.stall_timeout_s) <= 0 or self.grace_s < 0:
             raise UsageError(
                 f"expected time-outs above 0 s, found idle {self.idle_timeout_s}, stall {self.stall_timeout_s}, "
@@ -51,9 +57,9 @@ def fit_descriptors(limits: ServeLimits) -> ServeLimits:
     A connection takes two descriptors, its socket and the object it is sent.
     """
     needed = 2 * limits.max_connections + limits.max_refusals + _SPARE_DESCRIPTORS
-    granted = raise_open_files(needed)
+    granted = raise_open_files(needed + limits.max_parked)
     if granted >= needed:
-        return limits
+        return replace(limits, max_parked=min(limits.max_parked, granted - needed))
     fitting = max(1, (granted - limits.max_refusals - _SPARE_DESCRIPTORS) // 2)
     logger.warning(
         "%d connections need %d open files and the limit is %d: serving %d; raise it with 'ulimit -n'",
@@ -62,4 +68,4 @@ def fit_descriptors(limits: ServeLimits) -> ServeLimits:
         granted,
         fitting,
     )
-    return replace(limits, max_connections=fitting)
+    return replace(limits, max_connections=fitting, max_parked=0)

@@ -26,8 +26,10 @@ from typing import Any
 from scripts.swarm_bench.losses import curve_of
 from tests.support.attacks import Target
 from tests.support.churning_swarm import begin_churning
-from tests.support.pipeline_swarm import PipelineSwarm
+from tests.support.pipeline_swarm import SETTINGS, PipelineSwarm
 from tests.support.training_swarm import TrainingNode
+from trainer.network.discovery.config import DiscoveryConfig
+from trainer.pipeline.driver.config import DriverConfig
 
 __all__ = ["DRIVERS", "OPTIONS", "Attacked", "attacked"]
 
@@ -35,14 +37,16 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 DRIVERS = ("driver-1", "driver-2")
 OPTIONS: dict[str, Any] = {
+    "discovery": {name: getattr(DiscoveryConfig(), name) for name in SETTINGS["discovery"]},
     "inner": {"seq_len": 64, "micro_batch_size": 4, "lr": 1e-3},
     "swarm": {
         "stage": {"target_tokens": 2048, "clip_factor": 1.0, "tail_clip_factor": 5.0},
-        "driver": {"unclear_s": 20.0},
+        "driver": {"unclear_s": 20.0, "ban_s": DriverConfig().ban_s, "max_ban_s": DriverConfig().max_ban_s},
         "ledger": {"lease_s": 30.0},
         "sparta": {"every_steps": 10},
     },
 }
+"""Discovery and bans as a user has them: tests' swarms ask ten times as often, and forgive at once."""
 _NEWCOMER_WAIT_S = 60.0
 _SETTLE_S = 5.0
 _ENDS_WITHIN_S = 150.0

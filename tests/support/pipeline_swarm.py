@@ -22,7 +22,7 @@ from trainer.checkpoint.stages import StageSet, newest_set, parse_time
 from trainer.monitor import SwarmAccount, SwarmStages
 from trainer.run.config import RunConfig, from_mapping, read_yaml
 
-__all__ = ["STAGES", "PipelineSwarm", "merged", "steps_of"]
+__all__ = ["SETTINGS", "STAGES", "PipelineSwarm", "merged", "steps_of"]
 
 STAGES = ("head", "body-1", "tail")
 

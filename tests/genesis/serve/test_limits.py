@@ -79,6 +79,7 @@ def test_half_requests_keep_nobody_out(folder, contents):
             stack.enter_context(server.connect()).send(b"GET /manifest.json HTTP/1.1\r\nHost: loc")
         for _ in range(3):
             assert server.get("/manifest.json").content == contents["manifest.json"]
+        assert server.metric("genesis_serve_connections") > 30, "nobody is told at once to try again"
         server.wait_for_metric("genesis_serve_cut_connections_total", 21, reason="overload")
 
 

@@ -6,10 +6,12 @@ node and no seed is told of those that one knows, and is known to it.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 from collections.abc import Callable
 
+from trainer.errors import RefusedError
 from trainer.network.discovery.announcement import MAX_WIRE_BYTES, Announcement
 from trainer.network.discovery.exchange import (
     EXCHANGE_METHOD,
@@ -25,10 +27,18 @@ from trainer.network.discovery.peer_table import DIRECT, KnownPeer, PeerTable
 from trainer.network.discovery.verifying import Verifier
 from trainer.network.rpc.endpoint import Endpoint
 from trainer.network.rpc.messages import Reply, Request
+from trainer.network.rpc.reasons import Reason
+from trainer.network.rpc.token_buckets import TokenBuckets
 
 __all__ = ["ExchangeAnswers"]
 
 logger = logging.getLogger(__name__)
+
+_STRANGERS_BURST, _STRANGERS_PER_INTERVAL = 16.0, 6.0
+"""Answers to peers of one address that have never been of use: at once, and in each poll interval. However many honest
+nodes are behind an address, each node is asked three times an interval on average, by all of them together."""
+_STRANGERS_WAIT_S = 4.0
+"""Longest time one is made to wait; less than any of them waits for an answer (`Verifier`: 5 s)."""
 
 
 class ExchangeAnswers:
@@ -39,6 +49,7 @@ class ExchangeAnswers:
         table: whom it knows.
         own: what it says of itself.
         verifier: reaches whoever is new.
+        interval_s: how often nodes of this run ask.
         told: is given each newer record that its own node has brought to an exchange.
     """
 
@@ -48,6 +59,7 @@ class ExchangeAnswers:
         table: PeerTable,
         own: OwnRecord,
         verifier: Verifier,
+        interval_s: float,
         told: Callable[[KnownPeer], None] = lambda _: None,
     ) -> None:
         self._endpoint = endpoint
@@ -55,6 +67,10 @@ class ExchangeAnswers:
         self._own = own
         self._verifier = verifier
         self._told = told
+        self._strangers = TokenBuckets(_STRANGERS_BURST, _STRANGERS_PER_INTERVAL / interval_s)
+        self._waiting: dict[str, list[asyncio.Future[None]]] = {}
+        """By address, the newest last; as many at most as calls of strangers are served at once."""
+        self._letting_in: set[asyncio.Task[None]] = set()
         self._chance = random.Random(endpoint.peer_id)
 
     def register(self) -> None:
@@ -63,6 +79,7 @@ class ExchangeAnswers:
         self._endpoint.register(PRESENT_METHOD, ExchangeRequest, self._answer_present, max_payload_bytes=MAX_WIRE_BYTES)
 
     async def _answer(self, request: Request[ExchangeRequest]) -> Reply[ExchangeReply]:
+        await self._pace(request)
         own, has = unpack_request(request.body, bytes(request.payload))
         news = self._hear(request, own)
         if news is not None:
@@ -71,8 +88,49 @@ class ExchangeAnswers:
         return Reply(body, payload)
 
     async def _answer_present(self, request: Request[ExchangeRequest]) -> Reply[PresentReply]:
+        await self._pace(request)
         self._hear(request, unpack_request(request.body, bytes(request.payload))[0])
         return Reply(PresentReply())
+
+    async def _pace(self, request: Request[ExchangeRequest]) -> None:
+        """Lets strangers of one address through only so fast: who announces many names for it waits, and asks less.
+
+        The newest of those that wait comes next, so that a newcomer does not wait behind a crowd at its address.
+
+        Raises:
+            RefusedError: it was never its turn.
+        """
+        if self._table.is_of_use(request.sender):
+            return
+        address = request.remote_address
+        waiting = self._waiting.get(address)
+        if waiting is None and self._strangers.take(address):
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if waiting is None:
+            waiting = self._waiting[address] = [turn]
+            self._letting_in.add(task := asyncio.create_task(self._let_in(address, waiting)))
+            task.add_done_callback(self._letting_in.discard)
+        else:
+            waiting.append(turn)
+        try:
+            async with asyncio.timeout(_STRANGERS_WAIT_S):
+                await turn
+        except TimeoutError:
+            text = "expected fewer questions of strangers at this address; ask again later"
+            raise RefusedError(Reason.BUSY, text) from None
+
+    async def _let_in(self, address: str, waiting: list[asyncio.Future[None]]) -> None:
+        """Lets those of an address that wait in, one by one; ends when none waits."""
+        while waiting:
+            await asyncio.sleep(self._strangers.wait_s(address))
+            while waiting:
+                turn = waiting.pop()
+                if not turn.done():
+                    self._strangers.take(address)
+                    turn.set_result(None)
+                    break
+        del self._waiting[address]
 
     def _hear(self, request: Request[ExchangeRequest], own: bytes) -> Announcement | None:
         """Takes what the asker says of itself, if it says anything; what is news of it."""

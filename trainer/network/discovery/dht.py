@@ -91,7 +91,9 @@ class DhtDiscovery:
             endpoint.identity, repeat_after_s=config.announce_interval_s, lifetime_s=config.announcement_lifetime_s
         )
         self._verifier = Verifier(endpoint, self._table, self._own, config.poll_interval_s)
-        self._answers = ExchangeAnswers(endpoint, self._table, self._own, self._verifier, self._file_later)
+        self._answers = ExchangeAnswers(
+            endpoint, self._table, self._own, self._verifier, config.poll_interval_s, self._file_later
+        )
         self._to_file: dict[str, KnownPeer] = {}
         """By peer id: the newest records of those that told this node of themselves, not filed yet."""
         self._stored = b""

@@ -124,6 +124,8 @@ class PeerTable:
         self._keeps_callers = keeps_callers
         self._clock = clock
         self._entries: dict[str, _Entry] = {}
+        self._first_expiry_s = float("inf")
+        """No entry expires before this; contact puts off expiry, so it may be too early, never too late."""
         self._verified: dict[bytes, str] = {}
         self._answers: OrderedDict[str, tuple[str, float]] = OrderedDict()
         """By peer id: the address it last answered from, and when; also of peers that are not in the table."""
@@ -203,8 +205,7 @@ class PeerTable:
         elif not self._make_room_reached(entry):
             self.refused["full"] += 1
             return None
-        self._entries[said.peer_id] = entry
-        self._verified[new.wire] = said.peer_id
+        self._put(entry)
         return said
 
     # -- what is experienced -------------------------------------------------------------------------------------------
@@ -223,7 +224,7 @@ class PeerTable:
                 self.refused["full"] += 1
                 del self._verified[entry.known.wire]
                 return
-            self._entries[peer_id] = entry
+            self._put(entry)
         entry.contact_s = now
 
     def called(self, peer_id: str) -> None:
@@ -256,8 +257,7 @@ class PeerTable:
         entry.contact_s, entry.retry_s = None, now + self._lifetime_s
         self._forget_expired(now)
         self._make_room_candidate(entry)
-        self._entries[peer_id] = entry
-        self._verified[entry.known.wire] = peer_id
+        self._put(entry)
 
     def _is_caller(self, announcement: Announcement, now: float) -> bool:
         called_s = self._calls.get(announcement.peer_id)
@@ -286,21 +286,19 @@ class PeerTable:
             if entry.contact_s is not None or self._is_caller(entry.known.announcement, now)
         )
 
-    def to_reach(self) -> list[Announcement]:
-        """Candidates, whoever was brought by itself and the newest first; then reached peers long without contact."""
+    def to_reach(self) -> list[tuple[Announcement, str]]:
+        """Candidates, whoever was brought by itself and the newest first; then reached peers long without contact.
+
+        Returns:
+            What each announces, and the host it announces (`address_group`).
+        """
         now = self._clock()
         self._forget_expired(now)
-        candidates = [
-            entry
-            for entry in self._entries.values()
-            if entry.contact_s is None
-            and entry.retry_s <= now
-            and not self._objection(entry.known.announcement.address)
-        ]
-        candidates.sort(key=lambda entry: (not entry.source.startswith(DIRECT), -entry.heard_s))
         limit_s = now - _RECHECK_LIFETIMES * self._lifetime_s
+        candidates = [it for it in self._entries.values() if it.contact_s is None and it.retry_s <= now]
+        candidates.sort(key=lambda entry: (not entry.source.startswith(DIRECT), -entry.heard_s))
         quiet = [it for it in self._entries.values() if it.contact_s is not None and it.contact_s < limit_s]
-        return [entry.known.announcement for entry in [*candidates, *quiet]]
+        return [(entry.known.announcement, entry.group) for entry in [*candidates, *quiet]]
 
     def is_of_use(self, peer_id: str) -> bool:
         """Whether a peer is known that has ever been of use."""
@@ -347,13 +345,21 @@ class PeerTable:
         self._forget(entry.known.announcement.peer_id)
 
     def _forget_expired(self, now: float) -> None:
-        expired = [
-            peer_id
-            for peer_id, entry in self._entries.items()
-            if entry.known.announcement.expires_at <= now or entry.evidence_s + self._lifetime_s <= now
-        ]
+        if now < self._first_expiry_s:
+            return
+        expired = [peer_id for peer_id, entry in self._entries.items() if self._expires_s(entry) <= now]
         for peer_id in expired:
             self._forget(peer_id)
+        self._first_expiry_s = min(map(self._expires_s, self._entries.values()), default=float("inf"))
+
+    def _expires_s(self, entry: _Entry) -> float:
+        return min(entry.known.announcement.expires_at, entry.evidence_s + self._lifetime_s)
+
+    def _put(self, entry: _Entry) -> None:
+        peer_id = entry.known.announcement.peer_id
+        self._entries[peer_id] = entry
+        self._verified[entry.known.wire] = peer_id
+        self._first_expiry_s = min(self._first_expiry_s, self._expires_s(entry))
 
     def _forget(self, peer_id: str) -> None:
         entry = self._entries.pop(peer_id, None)

@@ -34,6 +34,7 @@ from trainer.network.rpc.config import split_address
 from trainer.network.rpc.endpoint import Endpoint
 from trainer.network.rpc.messages import Peer
 from trainer.network.rpc.remote_address import address_group
+from trainer.network.rpc.token_buckets import TokenBuckets
 
 __all__ = ["StaticDiscovery"]
 
@@ -42,8 +43,12 @@ logger = logging.getLogger(__name__)
 _FANOUT = 3
 """Known nodes asked per poll interval."""
 _MAX_UNDER_WAY = 16
-_MAX_NEWS, _MAX_NEWS_OF_STRANGERS = 512, 64
+_MAX_NEWS = 512
 """Most records of one answer that are verified."""
+_STRANGERS_NEWS, _STRANGERS_NEWS_PER_S = 64.0, 8.0
+"""Of all peers together that have never been of use: so many at once, and so many a second."""
+_STRANGERS_ASKED, _STRANGERS_ASKED_PER_S = 8.0, 0.5
+"""So many at once, and so many a second, where enough peers are known that have been of use: an answer may be 1 MiB."""
 _REPORT_AFTER_S = 60.0
 """So long an address that was given may be silent: a worker on a busy machine takes half of it to start."""
 
@@ -69,8 +74,10 @@ class StaticDiscovery:
             endpoint.identity, repeat_after_s=config.announce_interval_s, lifetime_s=config.announcement_lifetime_s
         )
         self._verifier = Verifier(endpoint, self._table, self._own, config.poll_interval_s)
-        self._answers = ExchangeAnswers(endpoint, self._table, self._own, self._verifier)
+        self._answers = ExchangeAnswers(endpoint, self._table, self._own, self._verifier, config.poll_interval_s)
         self._book = AddressBook(first_pause_s=config.poll_interval_s, max_pause_s=config.max_retry_interval_s)
+        self._strangers_news = TokenBuckets(_STRANGERS_NEWS, _STRANGERS_NEWS_PER_S)
+        self._strangers_asked = TokenBuckets(_STRANGERS_ASKED, _STRANGERS_ASKED_PER_S)
         self._chance = random.Random(endpoint.identity.peer_id)
         self._reported: set[str] = set()
         """Addresses that have been silent for so long that it was said."""
@@ -143,8 +150,18 @@ class StaticDiscovery:
             for address in self._addresses
             if address not in answering and self._book.is_due(address, now)
         ]
-        due = [(peer_id, peer) for peer_id, peer in known.items() if self._book.is_due(peer_id, now)]
-        return listed + self._chance.sample(due, min(_FANOUT, len(due)))
+        return listed + self._some([it for it in known.items() if self._book.is_due(it[0], now)])
+
+    def _some(self, due: list[tuple[str, Peer]]) -> list[tuple[str, Peer]]:
+        """`_FANOUT` of these by chance; strangers, whom anybody can make, are rationed if there are enough others."""
+        self._chance.shuffle(due)
+        proven = [it for it in due if self._table.is_of_use(it[0])]
+        strangers = [it for it in due if not self._table.is_of_use(it[0])]
+        if len(proven) < _FANOUT:
+            return proven + strangers[: _FANOUT - len(proven)]
+        if strangers and self._strangers_asked.take(""):
+            return proven[: _FANOUT - 1] + strangers[:1]
+        return proven[:_FANOUT]
 
     async def _ask(self, name: str, peer: Peer) -> None:
         current = self._own.current()
@@ -166,14 +183,14 @@ class StaticDiscovery:
         await self._take(records, peer, reply.sender)
 
     async def _take(self, records: list[bytes], peer: Peer, sender: str) -> None:
-        """Takes what an answer brought; of a node that has never been of use, only so much that is new at a time."""
+        """Takes what an answer brought; of nodes that have never been of use, only so much that is new in all."""
         is_trusted = peer.peer_id is None or self._table.is_of_use(sender)
-        left = _MAX_NEWS if is_trusted else _MAX_NEWS_OF_STRANGERS
+        left = _MAX_NEWS
         source = f"{TOLD}{address_group(split_address(peer.address)[0])}"
         for record in records:
             if not self._table.is_new(record):
                 continue
-            if left == 0:
+            if left == 0 or not (is_trusted or self._strangers_news.take("")):
                 break
             left -= 1
             news = self._table.offer(record, source=source)

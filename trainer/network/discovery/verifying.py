@@ -4,8 +4,8 @@ Whoever is announced is called once at the address that the announcement names, 
 by the key that the announcement speaks for. The call brings this node's own record: a newcomer that verifies those it
 hears of is known to all of them at once. Whoever does not answer is forgotten.
 
-Calls are bounded: `_MAX_UNDER_WAY` at a time and `_MAX_PER_S` a second, and by `trainer.network.rpc.dialing` for each
-address.
+Calls are bounded: `_MAX_UNDER_WAY` at a time, 40 a second (`_BEGUN_PER_LOOK` each `_LOOK_INTERVAL_S`), and by
+`trainer.network.rpc.dialing` for each address and each host.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ __all__ = ["Verifier", "open_table"]
 logger = logging.getLogger(__name__)
 
 _MAX_UNDER_WAY = 32
-_MAX_PER_S = 40.0
+_LOOK_INTERVAL_S = 0.1
+_BEGUN_PER_LOOK = 4
 _TIMEOUT_S = 5.0
 
 
@@ -104,20 +105,29 @@ class Verifier:
     async def _run_forever(self) -> None:
         while True:
             self._news.clear()
-            for said in self._table.to_reach():
-                if len(self._under_way) >= _MAX_UNDER_WAY:
-                    break
-                key = (said.peer_id, said.address)
-                if key not in self._under_way:
-                    self._begin(key, said)
-                    await asyncio.sleep(1.0 / _MAX_PER_S)
-                    if self._news.is_set():  # The newest first.
-                        break
+            self._begin_some()
+            await asyncio.sleep(_LOOK_INTERVAL_S)
             try:
                 async with asyncio.timeout(self._interval_s):
                     await self._news.wait()
             except TimeoutError:
                 continue
+
+    def _begin_some(self) -> None:
+        """Calls those of the candidates whose turn it is; of a host whose budget is used up, none."""
+        left = min(_BEGUN_PER_LOOK, _MAX_UNDER_WAY - len(self._under_way))
+        dialing = self._endpoint.dialing
+        has_budget: dict[str, bool] = {}
+        for said, host in self._table.to_reach():
+            if left <= 0:
+                self._news.set()
+                return
+            if host not in has_budget:
+                has_budget[host] = dialing.has_budget(host)
+            key = (said.peer_id, said.address)
+            if has_budget[host] and key not in self._under_way and not dialing.objection(said.address):
+                self._begin(key, said)
+                left -= 1
 
     def _begin(self, key: tuple[str, str], said: Announcement) -> None:
         task = asyncio.create_task(self._reach(said))

@@ -7,8 +7,8 @@ address it goes to and not by the identity that is claimed for it:
 - Loopback, private and link-local addresses are dialled where the operator named one of that kind, or said that the run
   is private. A host name is resolved, what it resolves to is judged, and that is dialled.
 - This node's own listening address is never dialled for another node, nor are ports below 1024.
-- An address at which no node has answered is tried once, then after pauses that grow. Hosts that have not been in
-  contact with this node have a small budget for all their ports together.
+- An address at which no node has answered is tried once, then after pauses that grow. A host has a budget for all
+  such ports together: 8 and then one in 10 s, or 64 and then one a second where it has been in contact with this node.
 
 What the operator named himself (`guard`) is exempt. The trade-off: a node that was silent when it was first tried waits
 for the end of the pause, 10 s where its host has been in contact and 20 s elsewhere. An endpoint that was not told to
@@ -29,6 +29,7 @@ from trainer.errors import PeerUnavailableError, TrainerUsageError
 from trainer.network.rpc.config import RpcConfig, has_port, split_address
 from trainer.network.rpc.messages import Peer, PeerId
 from trainer.network.rpc.remote_address import HostKind, address_group, host_kind
+from trainer.network.rpc.token_buckets import TokenBuckets
 
 __all__ = ["DialRefusedError", "Dialing", "Socket"]
 
@@ -47,6 +48,9 @@ _PAUSES_IN_CONTACT_S = (10.0, 60.0)
 _CONTACT_S = 600.0
 _HOST_BURST = 8.0
 _HOST_DIALS_PER_S = 0.1
+_BURST_IN_CONTACT = 64.0
+_DIALS_IN_CONTACT_PER_S = 1.0
+"""Of hosts in contact; a try that a node answers is not counted."""
 _MAX_FAILURES = 30
 """So often in a row an address where a node once answered may fail before it counts as a stranger's."""
 _MAX_REMEMBERED = 4096
@@ -74,14 +78,6 @@ class _Tried:
 
     until_s: float
     pause_s: float
-
-
-@dataclass(slots=True)
-class _Bucket:
-    """A token bucket."""
-
-    tokens: float
-    filled_s: float
 
 
 class Dialing:
@@ -112,7 +108,11 @@ class Dialing:
         """Where a node has answered, and how often in a row connecting has failed since."""
         self._tried: OrderedDict[Socket, _Tried] = OrderedDict()
         self._contacts: OrderedDict[str, float] = OrderedDict()
-        self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
+        self._budgets = {
+            False: TokenBuckets(_HOST_BURST, _HOST_DIALS_PER_S, clock),
+            True: TokenBuckets(_BURST_IN_CONTACT, _DIALS_IN_CONTACT_PER_S, clock),
+        }
+        """Of hosts that have not been in contact, and of those that have, for addresses where no node has answered."""
         self._resolved: OrderedDict[str, tuple[float, tuple[str, ...]]] = OrderedDict()
         self._resolving = asyncio.Semaphore(_MAX_RESOLVING)
         told = (config.host, split_address(config.public_address)[0] if has_port(config.public_address) else "")
@@ -187,11 +187,17 @@ class Dialing:
                 return ((ip, port),)  # The others would be further tries.
         raise DialRefusedError(reason, f"{peer.address} is not dialled because a stranger names it ({reason})")
 
+    def has_budget(self, host: str) -> bool:
+        """Whether an address of this host (`address_group`) where no node has answered yet may be tried now."""
+        return not self._is_guarded or self._budgets[self._is_in_contact(host)].has(host)
+
     def answered(self, where: Socket) -> None:
         """A node has answered there, with a signed message."""
-        self._tried.pop(where, None)
+        group = address_group(where[0])
+        if self._tried.pop(where, None) is not None:
+            self._budgets[True].give_back(group)
         _remember(self._answered, where, 0)
-        self.in_contact(address_group(where[0]))
+        self.in_contact(group)
 
     def failed(self, where: Socket) -> None:
         """Connecting did not work."""
@@ -203,6 +209,9 @@ class Dialing:
     def in_contact(self, host: str) -> None:
         """A node at this host (`address_group`) talks to this one: it is no bystander."""
         _remember(self._contacts, host, self._clock())
+
+    def _is_in_contact(self, host: str) -> bool:
+        return self._clock() - self._contacts.get(host, -_CONTACT_S) < _CONTACT_S
 
     def _objection(self, ip: str, port: int) -> str:
         kind = host_kind(ip)
@@ -231,27 +240,18 @@ class Dialing:
             return
         now_s = self._clock()
         group = address_group(where[0])
-        is_in_contact = now_s - self._contacts.get(group, -_CONTACT_S) < _CONTACT_S
+        is_in_contact = self._is_in_contact(group)
         tried = self._tried.get(where)
         if tried is not None and tried.until_s > now_s:
             wait_s = tried.until_s - now_s
             raise DialRefusedError(
                 "pause", f"{address} is not dialled for another {wait_s:.0f} s: no node answered there"
             )
-        if not is_in_contact and not self._takes_token(group, now_s):
+        if not self._budgets[is_in_contact].take(group):
             raise DialRefusedError("budget", f"{address} is not dialled now: too many ports of its host were")
         first_s, longest_s = _PAUSES_IN_CONTACT_S if is_in_contact else _PAUSES_S
         pause_s = first_s if tried is None else min(_PAUSE_GROWTH * tried.pause_s, longest_s)
         _remember(self._tried, where, _Tried(now_s + pause_s, pause_s))
-
-    def _takes_token(self, group: str, now_s: float) -> bool:
-        bucket = self._buckets.get(group) or _Bucket(_HOST_BURST, now_s)
-        bucket.tokens = min(_HOST_BURST, bucket.tokens + _HOST_DIALS_PER_S * (now_s - bucket.filled_s))
-        bucket.filled_s = now_s
-        has_token = bucket.tokens >= 1.0
-        bucket.tokens -= has_token
-        _remember(self._buckets, group, bucket)
-        return has_token
 
     async def _resolve(self, host: str) -> tuple[str, ...]:
         """The addresses of a host.

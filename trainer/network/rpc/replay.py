@@ -22,12 +22,12 @@ from trainer.network.rpc.limits import unproven_part
 from trainer.network.rpc.messages import PeerId
 from trainer.network.rpc.reasons import Reason
 from trainer.network.rpc.standing import Share
+from trainer.network.rpc.token_buckets import TokenBuckets
 
 __all__ = ["ReplayGuard"]
 
 _BUCKETS_PER_WINDOW = 8
 _ADDRESS_PART = 0.25
-_MIN_PRUNED = 4096
 
 
 class ReplayGuard:
@@ -54,7 +54,7 @@ class ReplayGuard:
         self._unproven_of: Counter[int] = Counter()
         most = max(1.0, max_entries * _ADDRESS_PART)
         # An entry stays for as long as two windows and a bucket, if its sender's clock is a window ahead.
-        self._allowances = _Allowances(most / 4, most * 3 / 4 / (2 * window_s + self._bucket_s), now)
+        self._allowances = TokenBuckets(most / 4, most * 3 / 4 / (2 * window_s + self._bucket_s), now)
         self._expired_bucket = -1
 
     def __len__(self) -> int:
@@ -121,36 +121,3 @@ class ReplayGuard:
                 if not self._entries_of[sender]:
                     del self._entries_of[sender]
         self._expired_bucket = max(self._expired_bucket, current - 1)
-
-
-class _Allowances:
-    """A token bucket for each address.
-
-    Args:
-        capacity: tokens of a full one.
-        per_s: tokens that it gets back a second.
-        now: seconds since 1970; a clock that is set back gives nothing back meanwhile.
-    """
-
-    def __init__(self, capacity: float, per_s: float, now: Callable[[], float]) -> None:
-        self._capacity = max(1.0, capacity)
-        self._per_s = per_s
-        self._now = now
-        self._tokens: dict[str, tuple[float, float]] = {}
-        self._prune_at = _MIN_PRUNED
-
-    def take(self, key: str) -> bool:
-        """Takes one of ``key``'s tokens; whether there was one."""
-        now = self._now()
-        tokens = self._left(key, now)
-        if tokens < 1:
-            return False
-        self._tokens[key] = (tokens - 1, now)
-        if len(self._tokens) > self._prune_at:
-            self._tokens = {key: kept for key, kept in self._tokens.items() if self._left(key, now) < self._capacity}
-            self._prune_at = max(_MIN_PRUNED, 2 * len(self._tokens))
-        return True
-
-    def _left(self, key: str, now: float) -> float:
-        tokens, at = self._tokens.get(key, (self._capacity, now))
-        return min(self._capacity, tokens + max(0.0, now - at) * self._per_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -375,6 +376,42 @@ def test_sybils_neither_push_out_nor_keep_out_nor_get_about(announce: Callable[.
                 for node in (a, b, c):
                     assert "dead" not in await node.knows()
                     assert len(await node.discovery.peers()) <= 8
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_a_crowd_at_one_address_is_answered_slowly_and_a_newcomer_there_is_not_the_last(
+    announce: Callable[..., bytes],
+) -> None:
+    """Three answers a second to strangers, after the first sixteen; the newest question comes next."""
+    slow = dataclasses.replace(_QUICK, poll_interval_s=2.0)
+
+    async def ask(target: Endpoint, answered: list[float], begun_s: float) -> None:
+        asker = Endpoint(Identity.create(), "run", RpcConfig(host="127.0.0.1", stop_grace_s=0.1))
+        record = announce(asker.identity, address="127.0.0.1:20000")
+        body = ExchangeRequest(own_bytes=len(record))
+        try:
+            await asker.call(target.peer, EXCHANGE_METHOD, body, ExchangeReply, payload=record, timeout_s=9)
+            answered.append(time.monotonic() - begun_s)
+        except RefusedError as error:
+            assert error.reason == "busy"
+        finally:
+            await asker.stop()
+
+    async def scenario() -> None:
+        crowd: list[float] = []
+        newcomer: list[float] = []
+        async with _node("a", config=slow) as a:
+            begun_s = time.monotonic()
+            asking = [asyncio.create_task(ask(a.endpoint, crowd, begun_s)) for _ in range(60)]
+            await _until(lambda: len(crowd) >= 16, "the first are answered")
+            await ask(a.endpoint, newcomer, time.monotonic())
+            await asyncio.gather(*asking)
+            lasted_s = time.monotonic() - begun_s
+        assert newcomer, "it was answered, while others still wait"
+        assert 16 <= len(crowd) <= 16 + 3 * lasted_s
+        assert len(crowd) < 60, "those for whom it was too long were told so"
 
     asyncio.run(scenario())
 

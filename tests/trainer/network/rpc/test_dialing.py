@@ -220,16 +220,25 @@ def test_a_host_that_is_silent_is_not_scanned() -> None:
     assert num_tried(6000) == 6
     assert num_tried(6000, "[2606:4700::1]") + num_tried(6000, "[2606:4700::2]") == 8  # One /64.
     dialing.in_contact("1.1.1.1")  # Many nodes behind one address, one of which calls.
-    assert num_tried(7000) == 200
+    assert num_tried(7000) == 64
+    clock.now += 60
+    assert num_tried(7200) == 60
+    for port in range(8000, 8200):  # All of which answer.
+        clock.now += 1
+        _admit(dialing, f"1.1.1.1:{port}")
+        dialing.answered(("1.1.1.1", port))
+    assert num_tried(9000) == 64
 
 
 @pytest.mark.slow
 def test_what_is_remembered_is_bounded() -> None:
-    dialing = _dialing()
+    clock = _Clock()
+    dialing = _dialing(clock=clock)
     for number in range(5000):
+        clock.now += 0.025  # 40 a second, as many as discovery tries.
         host = f"1.2.{number // 250}.{number % 250}"
         _admit(dialing, f"{host}:4100")
         dialing.in_contact(host)
         dialing.answered((host, 4101))
-    tables = (dialing._tried, dialing._buckets, dialing._contacts, dialing._answered)
+    tables = (dialing._tried, dialing._budgets[False], dialing._contacts, dialing._answered)
     assert all(len(table) <= 4096 for table in tables)

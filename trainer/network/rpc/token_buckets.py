@@ -1,0 +1,65 @@
+"""One token bucket a key: how often something may happen for each address, identity or host.
+
+A bucket begins full, gives one token to each event, and gets ``per_s`` tokens a second back. Full buckets are not
+remembered, so what is held is bounded by the keys that were active within ``capacity / per_s`` seconds; above
+`_MIN_PRUNED` keys the full ones are dropped, which costs one pass over the table for each doubling.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+__all__ = ["TokenBuckets"]
+
+_MIN_PRUNED = 4096
+
+
+class TokenBuckets:
+    """A token bucket for each key.
+
+    Args:
+        capacity: tokens of a full one; at least 1.
+        per_s: tokens that it gets back a second.
+        clock: seconds; a clock that is set back gives nothing back meanwhile.
+    """
+
+    def __init__(self, capacity: float, per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._capacity = max(1.0, capacity)
+        self._per_s = per_s
+        self._clock = clock
+        self._tokens: dict[str, tuple[float, float]] = {}
+        self._prune_at = _MIN_PRUNED
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def has(self, key: str) -> bool:
+        """Whether `take` would find a token."""
+        return self._left(key, self._clock()) >= 1.0
+
+    def wait_s(self, key: str) -> float:
+        """Seconds until `take` would find a token; 0: it would now."""
+        return max(0.0, 1.0 - self._left(key, self._clock())) / self._per_s
+
+    def take(self, key: str) -> bool:
+        """Takes one of ``key``'s tokens; whether there was one."""
+        now_s = self._clock()
+        tokens = self._left(key, now_s)
+        if tokens < 1.0:
+            return False
+        self._tokens[key] = (tokens - 1.0, now_s)
+        if len(self._tokens) > self._prune_at:
+            self._tokens = {key: kept for key, kept in self._tokens.items() if self._left(key, now_s) < self._capacity}
+            self._prune_at = max(_MIN_PRUNED, 2 * len(self._tokens))
+        return True
+
+    def give_back(self, key: str) -> None:
+        """Returns a token that was taken for what turned out to be no burden."""
+        now_s = self._clock()
+        if key in self._tokens:
+            self._tokens[key] = (min(self._capacity, self._left(key, now_s) + 1.0), now_s)
+
+    def _left(self, key: str, now_s: float) -> float:
+        tokens, at_s = self._tokens.get(key, (self._capacity, now_s))
+        return min(self._capacity, tokens + max(0.0, now_s - at_s) * self._per_s)
