@@ -15,4 +15,13 @@ from __future__ import annotations
 
 import lazy_loader
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+from genesis.extras import with_extra
+
+_attached, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+
+def __getattr__(name: str) -> object:
+    try:
+        return _attached(name)
+    except ModuleNotFoundError as error:
+        raise with_extra(error) from None

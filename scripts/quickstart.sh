@@ -4,7 +4,7 @@
 # GENESIS_STORE names another folder; further arguments go to 'genesis populate'.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-source scripts/venv.sh
+source scripts/venv.sh train
 store=${GENESIS_STORE:-genesis-demo}
 export GENESIS_CACHE_DIR=${GENESIS_CACHE_DIR:-genesis-demo-cache}
 echo "== genesis populate --source python-docs --store $store --shard-tokens 250000"

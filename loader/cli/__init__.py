@@ -13,6 +13,8 @@ import sys
 from types import FrameType
 from typing import NoReturn
 
+from genesis.extras import with_extra
+
 __all__ = ["StoppedBySignal", "main"]
 
 
@@ -36,6 +38,11 @@ def main() -> None:
         code = run(sys.argv[1:])
     except StoppedBySignal as stopped:
         code = stopped.exit_code
+    except ModuleNotFoundError as error:
+        if (explained := with_extra(error)) is error:
+            raise
+        print(f"loader: {explained}", file=sys.stderr)  # noqa: T201
+        code = 1
     sys.exit(code)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from genesis.extras import with_extra
 from trainer.errors import TrainerUsageError
 from trainer.monitor.curves import Array, NodeCurve, envelope, read_curves, smoothed, speed
 
@@ -76,10 +77,8 @@ def _matplotlib_figure() -> Callable[[tuple[float, float]], Figure]:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise TrainerUsageError(
-            f"expected matplotlib to draw with, found none ({error}); run: pip install matplotlib"
-        ) from None
+    except ModuleNotFoundError as error:
+        raise TrainerUsageError(str(with_extra(error))) from None
 
     def make(size_inches: tuple[float, float]) -> Figure:
         figure = Figure(figsize=size_inches, layout="constrained")

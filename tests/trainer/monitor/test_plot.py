@@ -162,7 +162,7 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch
     write_log(tmp_path, "n", range(3))
     for name in ("matplotlib", "matplotlib.backends.backend_agg", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(TrainerUsageError, match=r"pip install matplotlib"):
+    with pytest.raises(TrainerUsageError, match=r"pip install 'genesis-training\[plot\]'"):
         plot([tmp_path], tmp_path / "x.png")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import logging
 import os
 import signal
@@ -19,6 +20,7 @@ from asyncio.subprocess import Process
 
 from pydantic import ValidationError
 
+from genesis.extras import with_extra
 from trainer.errors import DiscoveryError
 from trainer.network.discovery.dht_messages import (
     MAX_LINE_BYTES,
@@ -76,7 +78,12 @@ class DhtProcess:
         """Starts it in the background; it is ready some seconds later.
 
         It ends with the thread in which this loop runs, so that must be one that lives as long as the node.
+
+        Raises:
+            ModuleNotFoundError: hivemind is not installed; it says what to install.
         """
+        if importlib.util.find_spec("hivemind") is None:
+            raise with_extra(ModuleNotFoundError("no hivemind", name="hivemind"))
         if self._supervising is None:
             self._supervising = asyncio.create_task(self._supervise())
 
