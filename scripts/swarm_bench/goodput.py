@@ -30,9 +30,8 @@ from scripts.swarm_bench.disturbing import Disturber, is_at_work, schedule
 from scripts.trainer_bench.workspace import make_store
 from trainer.model.config import stage_names
 from trainer.monitor import SwarmAccount
-from trainer.run.swarm.children import Child, RestartPolicy
+from trainer.run.swarm.children import Child, RestartPolicy, free_ports
 from trainer.run.swarm.local import LocalSwarm, Ports, swarm_specs
-from trainer.run.swarm.ports import free_ports
 from trainer.run.swarm.tree import ProcessTree
 
 __all__ = ["ASKED", "Progress", "bench_goodput"]

@@ -40,7 +40,11 @@ def test_other_errors_are_left_alone() -> None:
         ("torch", "import loader; loader.GenesisDataset", "loader"),
         ("torch", "import loader.cli; sys.argv = ['loader', 'bench', '--help']; loader.cli.main()", ""),
         ("torch", "import genesis.cli; sys.argv = ['genesis', 'sources']; genesis.cli.main()", ""),
-        ("yaml", "import runpy; sys.argv = ['t', '--node-id', 'n']; runpy.run_module('trainer', None, '__main__')", "train"),
+        (
+            "yaml",
+            "import runpy; sys.argv = ['t', '--node-id', 'n']; runpy.run_module('trainer', None, '__main__')",
+            "train",
+        ),
     ],
 )
 def test_whoever_needs_a_missing_module_is_told_which_extra_brings_it(missing: str, command: str, extra: str) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.pipeline.ledger import AppliedReport, LaneSpec, Layout, LedgerConfig, LedgerSpec
-from trainer.pipeline.ledger.books import Books
 from trainer.pipeline.ledger.ledger import Ledger
+from trainer.pipeline.ledger.ledger_state import LedgerState
 from trainer.pipeline.ledger.records import Opened, Record
 from trainer.pipeline.ledger.units import Run
 from trainer.pipeline.protocol.micro_batch import MicroBatchId
@@ -43,7 +43,7 @@ class ListedLedger:
         self.ledger = self._open(0.0)
 
     def _open(self, now_s: float) -> Ledger:
-        books = Books.of(list(self.records), self.spec, self.shards)
+        books = LedgerState.of(list(self.records), self.spec, self.shards)
         return Ledger(books, self.config, self.records.append, now_s, max_tokens=self.max_tokens)
 
     def restart(self, now_s: float) -> None:

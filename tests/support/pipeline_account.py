@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from tests.support.one_process import records_of
 from tests.support.pipeline_swarm import STAGES, PipelineSwarm
-from trainer.pipeline.ledger import Account, Books, LedgerSpec, Run, lanes_of
+from trainer.pipeline.ledger import Account, LedgerSpec, LedgerState, Run, lanes_of
 from trainer.pipeline.ledger.records import Granted, Opened, Record, Resolved, Settled
 from trainer.pipeline.protocol.micro_batch import MicroBatchId
 from trainer.run.node.data import open_session
@@ -75,7 +75,7 @@ def account_at_rest(swarm: PipelineSwarm, recount: Recount, records: list[Record
     """As the keeper would tell it if it were started now."""
     config = swarm.config
     lanes = lanes_of(open_session(config.data).catalog, config.data.sources, config.data.holdout)
-    return Books.of(records, recount.spec, [lane.shards for lane in lanes]).account()
+    return LedgerState.of(records, recount.spec, [lane.shards for lane in lanes]).account()
 
 
 def check_account(swarm: PipelineSwarm) -> tuple[Account, Recount]:

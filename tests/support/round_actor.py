@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from trainer.aggregation import RuleConfig
 from trainer.collective import CollectiveConfig, PeerCollective, Terms
 from trainer.collective.asking import Asking
-from trainer.collective.ballot import Ballot
+from trainer.collective.commit_vote import CommitVote
 from trainer.collective.exchange import Exchange
 from trainer.collective.member import RoundMember
 from trainer.collective.reduction import Reduction
@@ -125,8 +125,8 @@ def _install(fault: _Fault) -> None:
     before(Reduction, "_publish", "before_publishing")
     after(Reduction, "_publish", "published")
     before(RoundMember, "_vote", "before_voting")
-    before(Ballot, "_decide", "before_deciding")
-    after(Ballot, "_decide", "decided")
+    before(CommitVote, "_decide", "before_deciding")
+    after(CommitVote, "_decide", "decided")
 
 
 def _say(**fields: Any) -> None:

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from tests.support.toy_models import Regression
 from trainer.errors import RoundFailedError, StateBehindError
-from trainer.outer.engine.collective import Collective, Contribution, RoundReport, RoundResult
-from trainer.outer.engine.local import LocalCollective
+from trainer.outer.engine.collective import Collective, Contribution, LocalCollective, RoundReport, RoundResult
 from trainer.outer.engine.strategy import OuterResult
 from trainer.outer.sparta import OtherRounds, SpartaConfig, SpartaTrainer
 

@@ -26,11 +26,10 @@ from trainer.aggregation.deciding import (
     needs_moments,
     trim_count,
 )
-from trainer.aggregation.progress import common_progress
 from trainer.aggregation.reducing import reduce_part
 from trainer.aggregation.second_moments import MAX_MEMBERS, Moments, finite_rows, moments
 from trainer.aggregation.validation import Finding, validate, validate_gradient
-from trainer.aggregation.weights import DEFAULT_MAX_RATIO, cap_weights, contribution_weight, freshness
+from trainer.aggregation.weights import DEFAULT_MAX_RATIO, cap_weights, common_progress, contribution_weight, freshness
 
 __all__ = [
     "DEFAULT_MAX_RATIO",

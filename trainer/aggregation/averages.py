@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.aggregation.networks import Network, network
+from trainer.aggregation.order_statistics import Network, network
 
 __all__ = ["middle_mean", "weighted_mean"]
 

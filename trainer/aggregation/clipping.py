@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from trainer.aggregation.distances import GramMatrix, krum_order, squared_distances
+from trainer.aggregation.second_moments import GramMatrix, krum_order, squared_distances
 
 __all__ = ["clipped_centre"]
 

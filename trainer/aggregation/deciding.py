@@ -19,8 +19,7 @@ from typing import Final, Literal
 
 from trainer.aggregation.clipping import clipped_centre
 from trainer.aggregation.config import RuleConfig, RuleName
-from trainer.aggregation.distances import GramMatrix, krum_order, squared_distances
-from trainer.aggregation.second_moments import Moments
+from trainer.aggregation.second_moments import GramMatrix, Moments, krum_order, squared_distances
 from trainer.aggregation.validation import LEAST_MEMBERS, Finding, unusable, validate
 from trainer.errors import TrainerUsageError
 

@@ -28,8 +28,7 @@ from typing import Final
 from torch import Tensor
 
 from trainer.aggregation.config import RuleConfig
-from trainer.aggregation.distances import GramMatrix
-from trainer.aggregation.second_moments import Moments, moments
+from trainer.aggregation.second_moments import GramMatrix, Moments, moments
 
 __all__ = ["LEAST_MEMBERS", "Finding", "unusable", "validate", "validate_gradient"]
 

@@ -7,17 +7,24 @@ Both are sequences of correctly rounded operations: every member computes the sa
 What weights do in each rule: mean, and trimmed mean over the values kept at a coordinate: the average is weighted.
 Multi-Krum: the average of those selected is. Median, Krum and centred clip: nothing, except that weight 0 in every rule
 means "brings nothing" and is left out.
+
+How much of the work a round was meant to have is in it, from what its members claim: what an outer step may weigh.
+
+The average of the claims by weight is what is in the aggregate of honest members. A liar who asks for a round early and
+claims to have done all of its work would have the others apply a whole round's momentum to a step's work; so nothing
+above the median counts, which is an honest member's, or below one's, while the honest are a majority.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import median_high
 from typing import Final
 
 from trainer.errors import TrainerUsageError
 
-__all__ = ["DEFAULT_MAX_RATIO", "cap_weights", "contribution_weight", "freshness"]
+__all__ = ["DEFAULT_MAX_RATIO", "cap_weights", "common_progress", "contribution_weight", "freshness"]
 
 DEFAULT_MAX_RATIO: Final = 3.0
 _FRESHNESS: Final = ((3600.0, 1.0), (86_400.0, 0.9), (7 * 86_400.0, 0.7))
@@ -69,3 +76,20 @@ def cap_weights(claimed: Sequence[float], max_ratio: float = DEFAULT_MAX_RATIO) 
         return [1.0] * len(cleaned)
     ceiling = max_ratio * positive[(len(positive) - 1) // 2]
     return [min(weight, ceiling) for weight in cleaned]
+
+
+def common_progress(claimed: Sequence[float], weights: Sequence[float]) -> float:
+    """The progress of a round, rounded alike at all members.
+
+    Args:
+        claimed: of each member, 0 to 1.
+        weights: of each, 0 or more; a member that weighs nothing is left out.
+
+    Returns:
+        0 to 1; 0 where nobody weighs anything.
+    """
+    counted = [(value, weight) for value, weight in zip(claimed, weights, strict=True) if weight > 0]
+    if not counted:
+        return 0.0
+    mean = math.fsum(value * weight for value, weight in counted) / math.fsum(weight for _, weight in counted)
+    return min(mean, median_high([value for value, _ in counted]))

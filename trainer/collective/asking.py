@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from trainer.aggregation import Moments
 from trainer.collective.config import CollectiveConfig
-from trainer.collective.consulting import split_sums
 from trainer.collective.messages import (
     Acknowledge,
     AcknowledgeReply,
@@ -21,6 +20,7 @@ from trainer.collective.messages import (
     Task,
     Vote,
 )
+from trainer.collective.moments import split_sums
 from trainer.errors import CodecError, RpcError
 from trainer.network.rpc import Endpoint, Peer
 

@@ -29,7 +29,6 @@ from trainer.collective.checking import check_agreement, check_commit, check_pla
 from trainer.collective.config import CollectiveConfig
 from trainer.collective.directory import Directory
 from trainer.collective.exchange import Exchange
-from trainer.collective.findings import add_sums, measured_of, weights_of
 from trainer.collective.messages import (
     MAX_MEMBERS,
     Agreement,
@@ -43,6 +42,7 @@ from trainer.collective.messages import (
     Why,
     short,
 )
+from trainer.collective.moments import add_sums, measured_of, weights_of
 from trainer.collective.planning import coordinator_order, first_plan
 from trainer.collective.reduction import Reduction
 from trainer.collective.results import HeldResults

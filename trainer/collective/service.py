@@ -14,14 +14,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from trainer.aggregation import Moments, RuleConfig
-from trainer.collective.ballot import Ballot
+from trainer.collective.commit_vote import CommitVote
 from trainer.collective.config import CollectiveConfig
-from trainer.collective.consulting import Consultation, join_sums
 from trainer.collective.directory import Directory
 from trainer.collective.exchange import EXCHANGE
-from trainer.collective.findings import findings_of
-from trainer.collective.gathering import Gathering, GatheringRules
 from trainer.collective.latecomers import Latecomers
+from trainer.collective.membership import GatheringRules, MembershipGathering
 from trainer.collective.messages import (
     Acknowledge,
     AcknowledgeReply,
@@ -38,6 +36,7 @@ from trainer.collective.messages import (
     Vote,
     Why,
 )
+from trainer.collective.moments import MomentsAllReduce, findings_of, join_sums
 from trainer.collective.planning import coordinator_order, first_plan
 from trainer.collective.reduction import Reduction
 from trainer.collective.terms import Terms
@@ -60,8 +59,8 @@ class _KnownRound:
     agreement: Agreement
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     abandoned: bool = False
-    ballot: Ballot | None = None
-    consultation: Consultation | None = None
+    ballot: CommitVote | None = None
+    consultation: MomentsAllReduce | None = None
     outcome: Decision | None = None
 
 
@@ -91,7 +90,7 @@ class RoundService:
         self._values_per_part = values_per_part
         self._directory = directory
         self._invited_at_s: float | None = None
-        self._gatherings: OrderedDict[int, Gathering] = OrderedDict()
+        self._gatherings: OrderedDict[int, MembershipGathering] = OrderedDict()
         self._rounds: OrderedDict[str, _KnownRound] = OrderedDict()
         self._reductions: dict[tuple[str, str], Reduction] = {}
         self._reductions_changed = asyncio.Condition()
@@ -147,7 +146,7 @@ class RoundService:
         return await gathering.join(peer_id, request)
 
     async def acknowledge(self, peer_id: str, round_index: int, agreement_digest: str) -> Agreement | None:
-        """A member has read the agreement; see `Gathering.acknowledge`."""
+        """A member has read the agreement; see `MembershipGathering.acknowledge`."""
         gathering = self._gatherings.get(round_index)
         if gathering is None:
             raise RefusedError("unknown", "no such agreement here; join again")
@@ -159,7 +158,7 @@ class RoundService:
         if known.outcome is not None:
             return known.outcome
         if known.ballot is None:
-            known.ballot = Ballot(
+            known.ballot = CommitVote(
                 known.agreement,
                 self._own_id,
                 lambda peer: self._probe(known.agreement, peer),
@@ -183,7 +182,7 @@ class RoundService:
             raise RefusedError("malformed", "the sums of a reducer: larger than sums of so many fp32 values can be")
         if known.consultation is None:
             reducers = frozenset(task.reducer for task in first_plan(known.agreement).tasks)
-            known.consultation = Consultation(reducers, 2 * self._config.stall_timeout_s)
+            known.consultation = MomentsAllReduce(reducers, 2 * self._config.stall_timeout_s)
         return await known.consultation.add(peer_id, sums)
 
     # -- as member -----------------------------------------------------------------------------------------------------
@@ -328,7 +327,7 @@ class RoundService:
         order = coordinator_order(self._run_id, round_index, {self._own_id, peer_id})
         return order[0] == peer_id != self._own_id
 
-    def _came_to_nothing(self, gathering: Gathering) -> bool:
+    def _came_to_nothing(self, gathering: MembershipGathering) -> bool:
         """Whether a gathering is over without a round that could still commit, so that there may be another."""
         if not gathering.over or gathering.agreement is None:
             return gathering.over
@@ -337,9 +336,9 @@ class RoundService:
             return not gathering.begun
         return known.abandoned or (known.outcome is not None and known.outcome.kind == "abort")
 
-    def _open_gathering(self, round_index: int) -> Gathering:
+    def _open_gathering(self, round_index: int) -> MembershipGathering:
         config = self._config
-        self._gatherings[round_index] = Gathering(
+        self._gatherings[round_index] = MembershipGathering(
             round_index,
             GatheringRules(
                 own_id=self._own_id,

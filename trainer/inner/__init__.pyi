@@ -6,6 +6,7 @@ from .guard import NonFiniteGuard as NonFiniteGuard
 from .loop import Batch as Batch
 from .loop import InnerLoop as InnerLoop
 from .loop import StepResult as StepResult
+from .optimizer import lr_at as lr_at
 from .optimizer import make_optimizer as make_optimizer
 from .optimizer import parameter_groups as parameter_groups
 from .precision import autocast_for as autocast_for
@@ -13,4 +14,3 @@ from .precision import choose_device as choose_device
 from .precision import compiled as compiled
 from .random_state import rng_state as rng_state
 from .random_state import set_rng_state as set_rng_state
-from .schedule import lr_at as lr_at

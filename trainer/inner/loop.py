@@ -34,9 +34,8 @@ from torch.optim import Optimizer
 from trainer.errors import CheckpointMismatchError, TrainerUsageError
 from trainer.inner.config import InnerConfig
 from trainer.inner.guard import NonFiniteGuard
-from trainer.inner.optimizer import state_for
+from trainer.inner.optimizer import lr_at, state_for
 from trainer.inner.precision import autocast_for, compiled
-from trainer.inner.schedule import lr_at
 from trainer.model.loss import IGNORED_LABEL
 
 __all__ = ["Batch", "InnerLoop", "StepResult"]

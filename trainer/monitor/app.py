@@ -16,10 +16,9 @@ from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel
 
-from trainer.monitor.access import HostGuard, shutdown_refusal
+from trainer.monitor.access import HostGuard, shutdown_refusal, user_of_peer
 from trainer.monitor.config import ApiConfig
 from trainer.monitor.metrics import METRICS_MEDIA_TYPE, TrainingMetrics
-from trainer.monitor.peer_user import user_of_peer
 from trainer.monitor.pipeline import PipelineView, add_pipeline_pages
 from trainer.monitor.status import Health, TrainingStatus, VerifyStatus
 from trainer.monitor.tracker import TrainingTracker

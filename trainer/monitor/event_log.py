@@ -1,4 +1,9 @@
-"""The log of a node: steps, rounds and whatever else happens, a JSON line each.
+"""Where the events of a node lie.
+
+``events-{node}.jsonl`` is being written; ``events-{node}.000001.jsonl``, ``.000002`` ... are the full ones before it,
+oldest first. Characters of a node's name that a file's name should not have are spelt as in a URL (``pod-1%2F0``).
+
+The log of a node: steps, rounds and whatever else happens, a JSON line each.
 
 Guarantees: whoever logs hands an event to a queue (4 µs) and never waits for the disk; a line is whole or not there,
 but for the last one after a kill, which `start` cuts off and readers pass over; a full disk costs events, which are
@@ -12,21 +17,64 @@ import contextlib
 import logging
 import os
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Self
+from urllib.parse import quote, unquote
 
 from loader.cache.locks import open_exclusive, release
 from trainer.errors import TrainerUsageError
 from trainer.monitor.facts import RoundFacts, StepFacts
-from trainer.monitor.log_files import active_path, next_rotated_path, rotated_paths
 from trainer.monitor.spelling import RESERVED_FIELDS, event_line, round_fields, step_fields
 
-__all__ = ["EventLog"]
+__all__ = ["EventLog", "active_path", "next_rotated_path", "node_ids", "rotated_paths"]
 
 logger = logging.getLogger(__name__)
+
+_ACTIVE = re.compile(r"events-((?:[\w~-]|%[0-9A-F]{2})+)\.jsonl")
+_MAX_NAME_BYTES = 200
+
+
+def active_path(directory: Path, node_id: str) -> Path:
+    """The file that is being written.
+
+    Raises:
+        TrainerUsageError: the node's name makes no file name.
+    """
+    spelt = _spelt(node_id)
+    if not 0 < len(spelt) <= _MAX_NAME_BYTES:
+        raise TrainerUsageError(
+            f"--node-id: expected a name of 1 to {_MAX_NAME_BYTES} bytes for its log, found {len(spelt)} bytes as spelt"
+        )
+    return directory / f"events-{spelt}.jsonl"
+
+
+def rotated_paths(directory: Path, node_id: str) -> list[Path]:
+    """The full files, oldest first."""
+    rotated = re.compile(re.escape(f"events-{_spelt(node_id)}.") + r"(\d{6,})\.jsonl")
+    numbered = [(int(found[1]), path) for path in directory.iterdir() if (found := rotated.fullmatch(path.name))]
+    return [path for _, path in sorted(numbered)]
+
+
+def next_rotated_path(directory: Path, node_id: str) -> Path:
+    """What to call the file that is full now."""
+    rotated = rotated_paths(directory, node_id)
+    last = int(rotated[-1].name.rsplit(".", 2)[1]) if rotated else 0
+    return directory / f"events-{_spelt(node_id)}.{last + 1:06d}.jsonl"
+
+
+def node_ids(directory: Path) -> list[str]:
+    """The nodes with events in a directory, by name."""
+    found = (_ACTIVE.fullmatch(path.name) for path in directory.iterdir())
+    return sorted(unquote(match[1]) for match in found if match)
+
+
+def _spelt(node_id: str) -> str:
+    return quote(node_id, safe="", errors="backslashreplace").replace(".", "%2E")
+
 
 _COALESCE_S = 0.01
 """What comes within this is written at once: at most 100 writes a second however short the steps are."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from trainer.errors import TrainerUsageError
-from trainer.monitor.log_files import active_path, node_ids, rotated_paths
+from trainer.monitor.event_log import active_path, node_ids, rotated_paths
 from trainer.monitor.spelling import RESERVED_FIELDS
 
 __all__ = ["Event", "read_events"]

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from trainer.collective.gathering import Gathering, GatheringRules
 from trainer.collective.latecomers import Latecomers
+from trainer.collective.membership import GatheringRules, MembershipGathering
 from trainer.collective.messages import MAX_MEMBERS, Agreement, InviteReply, JoinRequest
 from trainer.collective.terms import Terms
 from trainer.errors import RefusedError
@@ -97,7 +97,7 @@ class Meeting:
         self._fetched_after = fetched_after
         self._invited = 0
         self._coming: set[asyncio.Task[Agreement]] = set()
-        self._gathering = Gathering(
+        self._gathering = MembershipGathering(
             4,
             GatheringRules(
                 own_id=OWN,

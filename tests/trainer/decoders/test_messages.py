@@ -21,8 +21,8 @@ from tests.support.example_store import EXAMPLE_KEY
 from tests.support.extremes import EXAMPLES, changed, damaged, outcome
 from trainer.aggregation import cap_weights, contribution_weight
 from trainer.collective.checking import check_agreement, check_plan, may_follow
-from trainer.collective.consulting import split_sums
 from trainer.collective.messages import Agreement, Commit, Decision, JoinRequest, MomentsReply, Plan, Vote
+from trainer.collective.moments import split_sums
 from trainer.collective.planning import first_plan
 from trainer.errors import DiscoveryError, RefusedError, TrainerUsageError
 from trainer.network.discovery.announcement import Announcement, sign_announcement, verify_announcement
@@ -35,7 +35,7 @@ from trainer.network.rpc.certificates import certificate_digest
 from trainer.network.rpc.envelope import parse_head, seal
 from trainer.network.rpc.strict_json import parse_strict_json
 from trainer.network.transfer.descriptor import TensorSpec
-from trainer.pipeline.driver.presence import is_refused
+from trainer.pipeline.driver.failure_detector import is_refused
 from trainer.pipeline.driver.workers import workers_in
 from trainer.pipeline.ledger.account import Account
 from trainer.pipeline.ledger.messages import LeaseAnswer, LeaseAsk, RenewAnswer, SettleAnswer, SettleAsk

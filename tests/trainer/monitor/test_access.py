@@ -6,8 +6,7 @@ import socket
 import pytest
 from starlette.datastructures import Headers
 
-from trainer.monitor.access import shutdown_refusal
-from trainer.monitor.peer_user import user_of_peer
+from trainer.monitor.access import shutdown_refusal, user_of_peer
 
 
 @pytest.mark.parametrize("client", ["127.0.0.1", "127.8.9.1", "::1", "::ffff:127.0.0.1"])
@@ -61,5 +60,5 @@ def test_the_user_of_a_connection_is_told_while_it_is_open(listens, asks):
 
 
 def test_where_the_platform_does_not_tell_nobody_is_taken_for_this_user(monkeypatch, tmp_path):
-    monkeypatch.setattr("trainer.monitor.peer_user._TABLES", (tmp_path / "none",))
+    monkeypatch.setattr("trainer.monitor.access._TABLES", (tmp_path / "none",))
     assert user_of_peer(("127.0.0.1", 1), ("127.0.0.1", 2)) is None

@@ -11,7 +11,7 @@ import pytest
 from trainer.errors import TrainerUsageError
 from trainer.monitor import plot
 from trainer.monitor.curves import envelope, read_curves, smoothed, speed
-from trainer.monitor.log_files import active_path
+from trainer.monitor.event_log import active_path
 from trainer.monitor.spelling import event_line
 
 T0 = 1_795_000_000.0

@@ -18,9 +18,8 @@ from typing import Self, cast
 from filelock import FileLock, Timeout
 
 from genesis.store.durable import make_folders
-from trainer.checkpoint.node.background import TIMEOUT_S, BackgroundWrite
+from trainer.checkpoint.node.background import TIMEOUT_S, BackgroundWrite, HostBuffers, Staged
 from trainer.checkpoint.node.naming import checkpoint_path, lock_path
-from trainer.checkpoint.node.staging import HostBuffers, Staged
 from trainer.checkpoint.node.writing import DIGEST, FORMAT_KEY, write_checkpoint
 from trainer.errors import CheckpointError, TrainerUsageError
 

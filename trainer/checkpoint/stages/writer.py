@@ -17,8 +17,7 @@ from types import TracebackType
 from typing import Self, cast
 
 from genesis.store.durable import make_folders, sync_folder
-from trainer.checkpoint.node.background import TIMEOUT_S, BackgroundWrite
-from trainer.checkpoint.node.staging import HostBuffers, Staged
+from trainer.checkpoint.node.background import TIMEOUT_S, BackgroundWrite, HostBuffers, Staged
 from trainer.checkpoint.node.writing import write_whole
 from trainer.checkpoint.stages.config import StagewiseConfig
 from trainer.checkpoint.stages.contents import StageState, document_of

@@ -1,11 +1,11 @@
 """What `trainer.network.rpc` offers, by module; a name's module is imported when the name is first used."""
 
 from .config import RpcConfig as RpcConfig
-from .counters import Counters as Counters
 from .endpoint import Endpoint as Endpoint
 from .identity import Identity as Identity
 from .identity import load_or_create_identity as load_or_create_identity
 from .identity import verify_signature as verify_signature
+from .messages import Counters as Counters
 from .messages import Frame as Frame
 from .messages import Message as Message
 from .messages import Peer as Peer

@@ -21,22 +21,16 @@ from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedEr
 from trainer.network.rpc.bodies import dump_body, parse_body
 from trainer.network.rpc.boundary import peer_boundary
 from trainer.network.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig
-from trainer.network.rpc.contacts import Contacts
-from trainer.network.rpc.counters import Counters
 from trainer.network.rpc.dialing import Dialing
 from trainer.network.rpc.envelope import SealedFrame
 from trainer.network.rpc.exchange import CALL_FRAMES, STREAM_FRAMES, Exchange, ExchangeTerms
-from trainer.network.rpc.failure import Failure
 from trainer.network.rpc.identity import Identity
-from trainer.network.rpc.incoming import Incoming, ReadAhead
 from trainer.network.rpc.limits import ByteBudget
 from trainer.network.rpc.links import Link, Links
-from trainer.network.rpc.messages import Peer, Reply, peer_name
-from trainer.network.rpc.outgoing import Outgoing
-from trainer.network.rpc.standing import Share
-from trainer.network.rpc.stream import Stream
+from trainer.network.rpc.messages import Counters, Peer, Reply, peer_name
+from trainer.network.rpc.standing import Contacts, Share
+from trainer.network.rpc.stream import Failure, FrameWriter, Incoming, Outgoing, ReadAhead, Stream
 from trainer.network.rpc.wire import ClientWire, read_within
-from trainer.network.rpc.writer import FrameWriter
 
 __all__ = ["Calling"]
 

@@ -30,17 +30,14 @@ from trainer.network.rpc.accepted_sockets import AcceptedSockets
 from trainer.network.rpc.calling import Calling
 from trainer.network.rpc.certificates import certificate_digest, make_certificate
 from trainer.network.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig, has_port
-from trainer.network.rpc.contacts import Contacts
-from trainer.network.rpc.counters import Counters
 from trainer.network.rpc.dialing import Dialing
 from trainer.network.rpc.identity import Identity
 from trainer.network.rpc.limits import ByteBudget
 from trainer.network.rpc.links import METHOD_PATH, channel_options
-from trainer.network.rpc.messages import Peer, PeerId, Reply, Request
+from trainer.network.rpc.messages import Counters, Peer, PeerId, Reply, Request
 from trainer.network.rpc.serving import CallHandler, Method, Serving, StreamHandler
-from trainer.network.rpc.standing import Standing
-from trainer.network.rpc.stream import Stream
-from trainer.network.rpc.writer import end_task
+from trainer.network.rpc.standing import Contacts, Standing
+from trainer.network.rpc.stream import Stream, end_task
 
 __all__ = ["Endpoint"]
 

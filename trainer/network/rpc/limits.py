@@ -83,6 +83,8 @@ class Claim:
     """Ends it; called once at most, and returns at once."""
     keep_s: float = 0.0
     """How long it may stand still before a newcomer gets its place."""
+    borne_s: float = 0.0
+    """How much longer than others it may stand still while nobody needs its place."""
 
 
 class Slot:
@@ -159,8 +161,9 @@ class Slots:
         return True
 
     def stalled(self, before_s: float) -> list[Slot]:
-        """Those that have stood still since ``before_s`` or longer."""
-        return [slot for slot in self._held if (since := slot.claim.stalled_since()) is not None and since <= before_s]
+        """Those that have stood still since ``before_s`` or longer, and are borne no longer."""
+        standing = ((slot, slot.claim.stalled_since()) for slot in self._held)
+        return [slot for slot, since in standing if since is not None and since + slot.claim.borne_s <= before_s]
 
     def _shed_one(self, candidates: Iterable[Slot]) -> None:
         now_s = asyncio.get_running_loop().time()

@@ -1,4 +1,6 @@
-"""What callers and handlers hold in their hands: peers, requests, replies, frames of a stream.
+"""What an endpoint has sent, received and refused: numbers for metrics and tests, changed on the event loop only.
+
+What callers and handlers hold in their hands: peers, requests, replies, frames of a stream.
 
 A payload that was received is a read-only memoryview into the message as it came, because a copy of each MiB would be
 paid for: it keeps the message, head and all, in memory for as long as it is held.
@@ -6,12 +8,31 @@ paid for: it keeps the message, head and all, in memory for as long as it is hel
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Generic, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-__all__ = ["Frame", "Message", "Payload", "Peer", "PeerId", "Reply", "Request", "peer_name"]
+__all__ = ["Counters", "Frame", "Message", "Payload", "Peer", "PeerId", "Reply", "Request", "peer_name"]
+
+_MAX_REASONS = 256
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the endpoint was made; bytes are those of whole frames, heads and heartbeats included."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    """How often each reason was given, or an answer was refused for it."""
+
+    def count_refusal(self, reason: str) -> None:
+        """Counts one; handlers pass on words of other peers, so what is kept of them is bounded."""
+        known = reason in self.refused or len(self.refused) < _MAX_REASONS
+        self.refused[str(reason) if known else "other"] += 1
+
 
 PeerId: TypeAlias = str
 """An ed25519 public key as 64 lower-case hexadecimal digits."""

@@ -27,22 +27,16 @@ from trainer.network.rpc.bodies import dump_body, parse_body
 from trainer.network.rpc.boundary import peer_boundary
 from trainer.network.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig
 from trainer.network.rpc.connections import Connection, Connections
-from trainer.network.rpc.contacts import Contacts
-from trainer.network.rpc.counters import Counters
 from trainer.network.rpc.envelope import SealedFrame, parse_head, verify_head, verify_payload
 from trainer.network.rpc.exchange import STREAM_FRAMES, Exchange, ExchangeTerms, check_bound
-from trainer.network.rpc.failure import Failure
 from trainer.network.rpc.identity import Identity
-from trainer.network.rpc.incoming import Incoming, ReadAhead
 from trainer.network.rpc.limits import ByteBudget, Claim, ServingLimits
-from trainer.network.rpc.messages import Reply, Request, peer_name
-from trainer.network.rpc.outgoing import Outgoing
+from trainer.network.rpc.messages import Counters, Reply, Request, peer_name
 from trainer.network.rpc.reasons import Reason, status_for
 from trainer.network.rpc.replay import ReplayGuard
-from trainer.network.rpc.standing import Share, Standing
-from trainer.network.rpc.stream import Stream
+from trainer.network.rpc.standing import Contacts, Share, Standing
+from trainer.network.rpc.stream import Failure, FrameWriter, Incoming, Outgoing, ReadAhead, Stream
 from trainer.network.rpc.wire import ServerContext, ServerWire
-from trainer.network.rpc.writer import FrameWriter
 
 __all__ = ["CallHandler", "Method", "Serving", "StreamHandler"]
 
@@ -51,6 +45,10 @@ logger = logging.getLogger(__name__)
 _KEEP_STALLED_S = 0.25
 """How long a write may take before a newcomer may get its call's place; most take some milliseconds. Not more, because
 one who takes up slots in quick succession would always have younger ones."""
+
+_GREYLISTED_PATIENCE = 5.0
+"""So many times the usual time a stalled call of a greylisted address is borne, and those behind it wait: each
+connection that is cut is opened anew, with all its calls, which costs more than the slot that is held."""
 
 CallHandler: TypeAlias = Callable[[Request[Any]], Awaitable[Reply[Any]]]
 StreamHandler: TypeAlias = Callable[[Request[Any], Stream], Awaitable[None]]
@@ -173,7 +171,7 @@ class Serving:
         share = self._connections.share(connection)
         waiting = self._limits.greylisted.take(Claim(share, served.wire.who, lambda: None, shedding.shed))
         try:
-            async with asyncio.timeout(self._config.request_timeout_s):
+            async with asyncio.timeout(_GREYLISTED_PATIENCE * self._config.stall_timeout_s):
                 await connection.turn.acquire()
         except TimeoutError:
             raise RefusedError(Reason.BUSY, "others at this address take no answers; try again later") from None
@@ -187,6 +185,7 @@ class Serving:
     async def _in_slots(self, served: _Served, shedding: _Shedding) -> None:
         """Takes the slots one after the other; none is given back before what was begun for it has ended."""
         connection, wire, writer = served.connection, served.wire, served.writer
+        patience = _GREYLISTED_PATIENCE if self._connections.takes_turns(connection) else 1.0
         begun_at = asyncio.get_running_loop().time()
         share = self._connections.share(connection)
         slot = self._limits.waiting.take(Claim(share, wire.who, lambda: begun_at, shedding.shed))
@@ -197,7 +196,8 @@ class Serving:
             method, terms, share = self._admit(frame, connection)
             sender = shedding.peer_id = frame.head.sender
             slots = self._limits.calls if method.stream_handler is None else self._limits.streams
-            claim = Claim(share, sender, lambda: writer.stalled_since, shedding.shed, _KEEP_STALLED_S)
+            borne_s = (patience - 1.0) * self._config.stall_timeout_s
+            claim = Claim(share, sender, lambda: writer.stalled_since, shedding.shed, _KEEP_STALLED_S, borne_s)
             waited, slot = slot, slots.take(claim)
             waited.give()
             wire.who = peer_name(sender, connection.grpc_peer)
@@ -207,7 +207,7 @@ class Serving:
         finally:
             try:
                 cut = partial(self._connections.cut_stalled, connection)
-                await writer.close(self._config.stall_timeout_s, cut)
+                await writer.close(patience * self._config.stall_timeout_s, cut)
             finally:
                 slot.give()
 

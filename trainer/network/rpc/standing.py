@@ -1,4 +1,4 @@
-"""Which peers have proven useful, and so have shares of their own in what a node can hold.
+"""Which peers have proven useful, and so have shares of their own in what a node can hold; and who is told of contacts.
 
 An identity costs nothing, so identities that this node knows nothing of share what their address may take. A peer is
 proven once it has answered a call of this node, or has had `MIN_GOOD_CALLS` calls of its own answered in good order
@@ -14,12 +14,47 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from trainer.network.rpc.config import split_address
 from trainer.network.rpc.messages import PeerId
 from trainer.network.rpc.remote_address import address_group
 
-__all__ = ["KEPT_S", "MAX_PER_ADDRESS", "MAX_PROVEN", "MIN_GOOD_CALLS", "MIN_TENURE_S", "Share", "Standing"]
+__all__ = [
+    "KEPT_S",
+    "MAX_PER_ADDRESS",
+    "MAX_PROVEN",
+    "MIN_GOOD_CALLS",
+    "MIN_TENURE_S",
+    "Contact",
+    "Contacts",
+    "Share",
+    "Standing",
+]
+
+Contact: TypeAlias = Callable[[PeerId, str, str], None]
+"""Takes a peer's id, an address and a method; must not raise."""
+
+
+class Contacts:
+    """The listeners of one endpoint, called on its event loop."""
+
+    def __init__(self) -> None:
+        self.when_answered: list[Contact] = []
+        """A peer's signed answer has come; the address is the one that was called, as it was given."""
+        self.when_served: list[Contact] = []
+        """A peer's call was served without being refused; the address is its host, as `address_group` names it."""
+
+    def answered(self, peer_id: PeerId, address: str, method: str) -> None:
+        """Tells of an answer."""
+        for listener in self.when_answered:
+            listener(peer_id, address, method)
+
+    def served(self, peer_id: PeerId, host: str, method: str) -> None:
+        """Tells of a call that was served."""
+        for listener in self.when_served:
+            listener(peer_id, host, method)
+
 
 MIN_GOOD_CALLS = 8
 MIN_TENURE_S = 30.0

@@ -8,9 +8,9 @@ from typing import Protocol, cast
 from grpc import aio
 
 from trainer.errors import PeerUnavailableError, RpcError
-from trainer.network.rpc.counters import Counters
 from trainer.network.rpc.envelope import MAX_FRAME_BYTES
 from trainer.network.rpc.links import ClientCall
+from trainer.network.rpc.messages import Counters
 from trainer.network.rpc.reasons import REASON_KEY, error_from_status
 
 _STATUS_S = 1.0

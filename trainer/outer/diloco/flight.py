@@ -16,7 +16,7 @@ from trainer.outer.diloco.saved import SavedFlight
 from trainer.outer.engine.collective import Contribution, RoundResult
 from trainer.outer.engine.daemon_call import start_daemon
 
-__all__ = ["BackgroundCall", "Flight"]
+__all__ = ["AsyncRound", "BackgroundCall"]
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ class BackgroundCall(Generic[T]):
 
 
 @dataclass(slots=True)
-class Flight:
+class AsyncRound:
     """A round under way.
 
     Args:

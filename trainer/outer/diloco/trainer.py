@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from trainer.errors import RoundFailedError, RoundLeftError, StateBehindError, TrainerUsageError
 from trainer.outer.diloco.config import DiLoCoConfig
-from trainer.outer.diloco.flight import BackgroundCall, Flight
+from trainer.outer.diloco.flight import AsyncRound, BackgroundCall
 from trainer.outer.diloco.fragments import FragmentPlan, synchronised_parameters
 from trainer.outer.diloco.growth import grown_state
 from trainer.outer.diloco.outer import OuterOptimizer
@@ -70,7 +70,7 @@ class DiLoCoTrainer:
         self._steps_since_round = 0
         self._progress = [Progress() for _ in self._plan.layouts]
         self._saved_flight: SavedFlight | None = None
-        self._flight: Flight | None = None
+        self._flight: AsyncRound | None = None
         self._call: BackgroundCall[RoundResult] | None = None
         fragments = tuple(FragmentState.start(layout.gather(self._parameters)) for layout in self._plan.layouts)
         self._install(ReplicaState(0, 0, vocab_rows, fragments))
@@ -285,7 +285,7 @@ class DiLoCoTrainer:
 
     def _launch(self, contribution: Contribution, steps_left: int) -> None:
         self._call = BackgroundCall.start(lambda: self._collective.reduce(contribution), "diloco-round")
-        self._flight = Flight(contribution, self._call, steps_left)
+        self._flight = AsyncRound(contribution, self._call, steps_left)
 
     def _relaunch(self) -> None:
         """Begin again the round that was in flight when the state was saved."""
@@ -294,14 +294,14 @@ class DiLoCoTrainer:
             contribution = self._contribution(saved.vector, saved.num_batches, saved.age_s, saved.progress)
             self._launch(contribution, saved.steps_left)
 
-    def _advance(self, flight: Flight) -> OuterResult | None:
+    def _advance(self, flight: AsyncRound) -> OuterResult | None:
         """One inner step later: merge when it is time, or when others wait for the next round already."""
         flight.steps_left -= 1
         if flight.steps_left > 0 and not (flight.call.done() and self._collective.requested()):
             return None
         return self._land(flight)
 
-    def _land(self, flight: Flight) -> OuterResult:
+    def _land(self, flight: AsyncRound) -> OuterResult:
         self._flight = None
         return self._conclude(
             flight.contribution,

@@ -7,6 +7,8 @@ nothing. It does not learn how: alone, over a process group inside a cluster, or
 ``reduce`` is a function of its argument: whatever must survive a round (the residual of a lossy encoding) travels in
 :class:`Contribution` and :class:`RoundResult`, so that a round that fails, or whose result is not used, leaves nothing
 behind, and one owner saves, restores and resizes all state.
+
+A node alone: its own pseudo-gradient is the agreed one (spec T-15).
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-_KEY_DIGITS = 64
+__all__ = ["Collective", "Contribution", "LocalCollective", "MemberFinding", "RoundReport", "RoundResult"]
 
-__all__ = ["Collective", "Contribution", "MemberFinding", "RoundReport", "RoundResult"]
+_KEY_DIGITS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,3 +149,26 @@ class Collective(Protocol):
     def close(self) -> None:
         """Give up threads, sockets and groups; a second call does nothing."""
         ...
+
+
+class LocalCollective:
+    """A round of one.
+
+    Args:
+        member: this node's name in the report.
+    """
+
+    def __init__(self, member: str = "self") -> None:
+        self._member = member
+
+    def reduce(self, contribution: Contribution) -> RoundResult:
+        """The contribution itself, uncoded."""
+        report = RoundReport(round_index=contribution.round_index, members=(self._member,), weights=(1.0,))
+        return RoundResult(vector=contribution.vector, report=report)
+
+    def requested(self) -> bool:
+        """Nobody waits."""
+        return False
+
+    def close(self) -> None:
+        """Nothing to give up."""

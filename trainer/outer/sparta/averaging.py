@@ -19,7 +19,7 @@ from trainer.outer.diloco.flight import BackgroundCall
 from trainer.outer.engine.collective import Contribution, RoundResult
 from trainer.outer.sparta.slices import ParameterSlice
 
-__all__ = ["Flight", "Round", "is_finite", "merged"]
+__all__ = ["AsyncSliceRound", "Round", "is_finite", "merged"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +38,7 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Flight:
+class AsyncSliceRound:
     """A round under way in the background.
 
     Args:

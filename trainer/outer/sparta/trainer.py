@@ -36,14 +36,13 @@ from trainer.outer.diloco.fragments import synchronised_parameters
 from trainer.outer.diloco.progress import Progress
 from trainer.outer.engine.collective import Collective, Contribution, RoundResult
 from trainer.outer.engine.strategy import OuterResult, StateValue
-from trainer.outer.sparta.averaging import Flight, Round, is_finite, merged
+from trainer.outer.sparta.averaging import AsyncSliceRound, Round, is_finite, merged
 from trainer.outer.sparta.config import SpartaConfig
 from trainer.outer.sparta.moments import check_optimizer, gather_moments, install_moments
 from trainer.outer.sparta.rounds import NOBODY, OtherRounds
-from trainer.outer.sparta.saved import SavedProgress, SavedSparta
 from trainer.outer.sparta.slices import ParameterSlice, check_kept_axes, schedule_digest, slice_of
 from trainer.outer.sparta.standing import Standing
-from trainer.outer.sparta.state import SpartaState
+from trainer.outer.sparta.state import SavedProgress, SavedSparta, SpartaState
 
 __all__ = ["SpartaTrainer"]
 
@@ -100,7 +99,7 @@ class SpartaTrainer:
         self._steps_since_round = 0
         self._num_inner_steps = 0
         self._begin_again = False
-        self._flight: Flight | None = None
+        self._flight: AsyncSliceRound | None = None
         self._call: BackgroundCall[RoundResult] | None = None
 
     # -- where it stands -----------------------------------------------------------------------------------------------
@@ -326,7 +325,7 @@ class SpartaTrainer:
         if not self._config.background:
             return self._conclude(attempt, lambda: self._collective.reduce(attempt.contribution))
         self._call = BackgroundCall.start(lambda: self._collective.reduce(attempt.contribution), "sparta-round")
-        self._flight = Flight(attempt, self._call, time.monotonic() + self._config.round_timeout_s)
+        self._flight = AsyncSliceRound(attempt, self._call, time.monotonic() + self._config.round_timeout_s)
         return None
 
     def _prepared(self, values: ParameterSlice) -> Round:
@@ -342,7 +341,7 @@ class SpartaTrainer:
         )
         return Round(values, contribution, progress.num_batches)
 
-    def _land(self, flight: Flight) -> OuterResult:
+    def _land(self, flight: AsyncSliceRound) -> OuterResult:
         self._flight = None
         return self._conclude(flight.attempt, flight.result)
 

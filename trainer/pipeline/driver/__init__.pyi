@@ -4,10 +4,10 @@ from .balancer import Balancer as Balancer
 from .balancer import BalancerConfig as BalancerConfig
 from .balancer import Grant as Grant
 from .balancer import WorkerLoad as WorkerLoad
-from .bans import Bans as Bans
 from .config import DriverConfig as DriverConfig
 from .config import Routing as Routing
 from .driver import PipelineDriver as PipelineDriver
+from .failure_detector import Bans as Bans
 from .links import LinkForm as LinkForm
 from .results import DriverStatus as DriverStatus
 from .results import Fate as Fate

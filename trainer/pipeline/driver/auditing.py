@@ -53,8 +53,7 @@ from trainer.pipeline.driver.likeness import (
 )
 from trainer.pipeline.driver.links import LinkForm
 from trainer.pipeline.driver.pool import StagePool
-from trainer.pipeline.driver.refusals import Verdict
-from trainer.pipeline.driver.results import AuditStatus
+from trainer.pipeline.driver.results import AuditStatus, Verdict
 from trainer.pipeline.driver.workers import StageWorker
 from trainer.pipeline.protocol.wire import ACTIVATION, part_of
 from trainer.pipeline.protocol.work import MicroBatch

@@ -21,13 +21,12 @@ from collections.abc import Iterable
 
 from trainer.errors import PeerUnavailableError, RefusedError, RpcError
 from trainer.pipeline.driver.asking import Answered
-from trainer.pipeline.driver.clearing import patience_s
 from trainer.pipeline.driver.hub import HubRouter
-from trainer.pipeline.driver.journey import Journey, JourneyEndedError
+from trainer.pipeline.driver.in_flight import MicroBatchEndedError, MicroBatchInFlight
+from trainer.pipeline.driver.outcome_resolution import patience_s
 from trainer.pipeline.driver.pool import Placement
-from trainer.pipeline.driver.refusals import Verdict, verdict_of
-from trainer.pipeline.driver.results import Outcome
-from trainer.pipeline.driver.router import TAIL_UNITS, Desk
+from trainer.pipeline.driver.results import Outcome, Verdict, verdict_of
+from trainer.pipeline.driver.router import TAIL_UNITS, RoutingContext
 from trainer.pipeline.driver.workers import StageWorker
 from trainer.pipeline.protocol.work import StageCredit
 
@@ -53,18 +52,18 @@ class ChainRouter:
         desk: the driver's.
     """
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: RoutingContext) -> None:
         self._desk = desk
         self._hub = HubRouter(desk)
 
-    async def take(self, journey: Journey) -> Outcome:
+    async def take(self, journey: MicroBatchInFlight) -> Outcome:
         """See `Router.take`; one that is to be audited goes by hub."""
         if self._desk.auditor.draws():
             return await self._hub.take(journey, is_drawn=True)
         trip = _Trip(self._desk, journey)
         try:
             return await trip.run()
-        except JourneyEndedError as end:
+        except MicroBatchEndedError as end:
             return end.outcome
         finally:
             trip.release()
@@ -73,7 +72,7 @@ class ChainRouter:
 class _Trip:
     """One micro-batch's way along a route that changes as little as it can."""
 
-    def __init__(self, desk: Desk, journey: Journey) -> None:
+    def __init__(self, desk: RoutingContext, journey: MicroBatchInFlight) -> None:
         self._desk = desk
         self._journey = journey
         self._route: dict[str, Placement] = {}
@@ -88,7 +87,7 @@ class _Trip:
         """Until every stage has counted it.
 
         Raises:
-            JourneyEndedError: it goes no further.
+            MicroBatchEndedError: it goes no further.
         """
         desk, journey = self._desk, self._journey
         given = desk.form.input_of(journey.micro_batch, None)
@@ -118,7 +117,7 @@ class _Trip:
         micro-batches, each with the place that the other one waits for, would wait until their leases end.
 
         Raises:
-            JourneyEndedError: its lease is over.
+            MicroBatchEndedError: its lease is over.
         """
         stages = list(self._desk.pools)
         missing = [stage for stage in stages if stage not in self._route]
@@ -145,7 +144,7 @@ class _Trip:
         """What the head says is done, confirmed by the others.
 
         Raises:
-            JourneyEndedError: one of them denies it.
+            MicroBatchEndedError: one of them denies it.
         """
         journey, took_s = self._journey, time.monotonic() - asked_s
         journey.is_unclear = False
@@ -202,7 +201,7 @@ class _Trip:
         """Makes the route fit to be tried again.
 
         Raises:
-            JourneyEndedError: it goes no further.
+            MicroBatchEndedError: it goes no further.
         """
         stage, verdict = self._culprit(error)
         worker, pool = self._route[stage].worker, self._desk.pools[stage]
@@ -255,7 +254,7 @@ class _Trip:
         """Replaces a worker, if it says that it has not counted the micro-batch and will not.
 
         Raises:
-            JourneyEndedError: it has, and its answer is not to be had.
+            MicroBatchEndedError: it has, and its answer is not to be had.
         """
         timeout_s = min(_QUESTION_S, self._left_s(stage))
         worker, micro_batch = self._route[stage].worker.unpinned(), self._journey.micro_batch
@@ -286,7 +285,7 @@ class _Trip:
         """Seconds in which it can still become clear what a stage has done.
 
         Raises:
-            JourneyEndedError: there are none.
+            MicroBatchEndedError: there are none.
         """
         since_s = time.monotonic() if self._unclear_since_s is None else self._unclear_since_s
         left_s = since_s + self._desk.config.unclear_s - time.monotonic()

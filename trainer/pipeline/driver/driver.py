@@ -14,14 +14,14 @@ from trainer.pipeline.driver.asking import StageCaller
 from trainer.pipeline.driver.barrier import StepBarrier
 from trainer.pipeline.driver.chain import ChainRouter
 from trainer.pipeline.driver.config import DriverConfig
+from trainer.pipeline.driver.failure_detector import Deaths
 from trainer.pipeline.driver.hub import HubRouter
-from trainer.pipeline.driver.journey import Journey
+from trainer.pipeline.driver.in_flight import MicroBatchInFlight
 from trainer.pipeline.driver.links import LinkForm
 from trainer.pipeline.driver.pool import StagePool
-from trainer.pipeline.driver.presence import Deaths
 from trainer.pipeline.driver.results import DriverStatus, Fate, MicroBatchResult, settlement_of
-from trainer.pipeline.driver.router import Desk, Router
-from trainer.pipeline.driver.silence import Silences
+from trainer.pipeline.driver.router import Router, RoutingContext
+from trainer.pipeline.driver.stall_detector import StallDetector
 from trainer.pipeline.driver.steps import StepLoss, StepLosses
 from trainer.pipeline.driver.workers import StageDirectory
 from trainer.pipeline.protocol.work import MicroBatch, Work
@@ -76,16 +76,16 @@ class PipelineDriver:
         self._on_step = on_step
         self._pools = {stage: StagePool(stage, config) for stage in stages}
         caller, deaths = StageCaller(endpoint, stages, form, config), Deaths(directory)
-        self._desk = Desk.of(self._pools, caller, deaths, form, config, audit_seed)
+        self._desk = RoutingContext.of(self._pools, caller, deaths, form, config, audit_seed)
         self._router: Router = HubRouter(self._desk) if config.routing == "hub" else ChainRouter(self._desk)
-        self._silences = Silences(endpoint, self._pools)
+        self._silences = StallDetector(endpoint, self._pools)
         self._steps = StepLosses(target_tokens)
         self._barrier = StepBarrier(endpoint, self._pools, config)
         self._fates: Counter[Fate] = Counter()
         self._lost_by: Counter[str] = Counter()
         self._tokens = 0
         self._failed: list[BaseException] = []
-        self._tasks: dict[asyncio.Task[None], Journey] = {}
+        self._tasks: dict[asyncio.Task[None], MicroBatchInFlight] = {}
         self._room = asyncio.Event()
         self._stopping = asyncio.Event()
 
@@ -184,12 +184,12 @@ class PipelineDriver:
 
     def _begin(self, micro_batch: MicroBatch) -> None:
         self._barrier.begun_tokens += micro_batch.num_tokens
-        journey = Journey(micro_batch, self._config.max_attempts, self._room.set)
+        journey = MicroBatchInFlight(micro_batch, self._config.max_attempts, self._room.set)
         task = asyncio.create_task(self._take(journey), name=f"micro-batch {micro_batch.key}")
         self._tasks[task] = journey
         task.add_done_callback(self._ended)
 
-    async def _take(self, journey: Journey) -> None:
+    async def _take(self, journey: MicroBatchInFlight) -> None:
         try:
             outcome = await self._router.take(journey)
         except asyncio.CancelledError:

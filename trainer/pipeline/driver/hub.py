@@ -16,11 +16,11 @@ from torch import Tensor
 from trainer.errors import PeerUnavailableError, RefusedError, RpcError
 from trainer.pipeline.driver.asking import Answered
 from trainer.pipeline.driver.auditing import Visit
-from trainer.pipeline.driver.journey import Journey, JourneyEndedError
+from trainer.pipeline.driver.failure_detector import is_refused
+from trainer.pipeline.driver.in_flight import MicroBatchEndedError, MicroBatchInFlight
 from trainer.pipeline.driver.pool import Placement
-from trainer.pipeline.driver.presence import is_refused
 from trainer.pipeline.driver.results import Outcome
-from trainer.pipeline.driver.router import BACKWARD_UNITS, FORWARD_UNITS, TAIL_UNITS, Desk
+from trainer.pipeline.driver.router import BACKWARD_UNITS, FORWARD_UNITS, TAIL_UNITS, RoutingContext
 from trainer.pipeline.driver.workers import StageWorker
 from trainer.pipeline.protocol.wire import ACTIVATION, GRADIENT, part_of
 
@@ -50,10 +50,10 @@ class HubRouter:
         desk: the driver's.
     """
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: RoutingContext) -> None:
         self._desk = desk
 
-    async def take(self, journey: Journey, *, is_drawn: bool = False) -> Outcome:
+    async def take(self, journey: MicroBatchInFlight, *, is_drawn: bool = False) -> Outcome:
         """See `Router.take`; ``is_drawn``: all its visits are audited."""
         *others, tail = self._desk.pools
         visits: list[_Visit] = []
@@ -68,14 +68,14 @@ class HubRouter:
                 gradient = await self._backward(journey, visits, gradient, num_tokens, is_drawn)
                 visits.pop()
             return journey.done()
-        except JourneyEndedError as end:
+        except MicroBatchEndedError as end:
             return end.outcome
         finally:
             for visit in visits:
                 self._desk.pools[visit.stage].released(visit.placement)
 
     async def _forward(
-        self, journey: Journey, stage: str, activation: Mapping[str, Tensor] | None
+        self, journey: MicroBatchInFlight, stage: str, activation: Mapping[str, Tensor] | None
     ) -> tuple[_Visit, Answered]:
         desk, pool, micro_batch = self._desk, self._desk.pools[stage], journey.micro_batch
         num_rows = micro_batch.input_ids.shape[0]
@@ -108,7 +108,7 @@ class HubRouter:
 
     async def _tail(
         self,
-        journey: Journey,
+        journey: MicroBatchInFlight,
         tail: str,
         activation: Mapping[str, Tensor] | None,
         visits: Sequence[_Visit],
@@ -129,7 +129,7 @@ class HubRouter:
 
     async def _backward(
         self,
-        journey: Journey,
+        journey: MicroBatchInFlight,
         visits: Sequence[_Visit],
         gradient: Mapping[str, Tensor],
         num_tokens: int,

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from trainer.network.rpc.config import split_address
 from trainer.network.rpc.remote_address import address_group
 from trainer.pipeline.driver.balancer import Balancer, BalancerConfig, Grant
-from trainer.pipeline.driver.bans import DOUBTS, Bans
 from trainer.pipeline.driver.config import DriverConfig
-from trainer.pipeline.driver.refusals import Verdict
-from trainer.pipeline.driver.results import StageStatus
+from trainer.pipeline.driver.failure_detector import DOUBTS, Bans
+from trainer.pipeline.driver.results import StageStatus, Verdict
 from trainer.pipeline.driver.workers import StageWorker
 
 __all__ = ["Placement", "StagePool"]

@@ -13,17 +13,16 @@ from typing import Protocol
 from trainer.errors import RpcError
 from trainer.pipeline.driver.asking import Answered, StageCaller
 from trainer.pipeline.driver.auditing import Auditor
-from trainer.pipeline.driver.clearing import Clearing
 from trainer.pipeline.driver.config import DriverConfig
-from trainer.pipeline.driver.journey import Journey
+from trainer.pipeline.driver.failure_detector import Deaths
+from trainer.pipeline.driver.in_flight import MicroBatchInFlight
 from trainer.pipeline.driver.links import LinkForm
+from trainer.pipeline.driver.outcome_resolution import OutcomeResolution
 from trainer.pipeline.driver.pool import Placement, StagePool
-from trainer.pipeline.driver.presence import Deaths
-from trainer.pipeline.driver.refusals import Verdict, verdict_of
-from trainer.pipeline.driver.results import Outcome
+from trainer.pipeline.driver.results import Outcome, Verdict, verdict_of
 from trainer.pipeline.driver.workers import StageWorker
 
-__all__ = ["BACKWARD_UNITS", "FORWARD_UNITS", "TAIL_UNITS", "Asking", "Desk", "Router"]
+__all__ = ["BACKWARD_UNITS", "FORWARD_UNITS", "TAIL_UNITS", "Asking", "Router", "RoutingContext"]
 
 FORWARD_UNITS, BACKWARD_UNITS, TAIL_UNITS = 1.0, 2.0, 3.0
 """Work a row: a backward pass takes twice as long as a forward pass."""
@@ -39,19 +38,19 @@ Asking = Callable[[StageWorker], Awaitable[Answered]]
 class Router(Protocol):
     """A way through the stages."""
 
-    async def take(self, journey: Journey) -> Outcome:
+    async def take(self, journey: MicroBatchInFlight) -> Outcome:
         """Takes a micro-batch through all stages, or says why not."""
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
+class RoutingContext:
     """What a driver's routing works with."""
 
     pools: Mapping[str, StagePool]
     """By stage, in order."""
     caller: StageCaller
     deaths: Deaths
-    clearing: Clearing
+    clearing: OutcomeResolution
     auditor: Auditor
     form: LinkForm
     config: DriverConfig
@@ -67,18 +66,18 @@ class Desk:
         form: LinkForm,
         config: DriverConfig,
         audit_seed: int | None = None,
-    ) -> Desk:
+    ) -> RoutingContext:
         """One with nothing on it."""
         failures = Counter[str]()
         auditor = Auditor(pools, caller, form, config.audit_every, failures, audit_seed)
-        clearing = Clearing(caller, deaths, config.unclear_s)
+        clearing = OutcomeResolution(caller, deaths, config.unclear_s)
         return cls(pools, caller, deaths, clearing, auditor, form, config, failures)
 
-    async def placed(self, journey: Journey, stage: str, units: float, avoid: set[str]) -> Placement:
+    async def placed(self, journey: MicroBatchInFlight, stage: str, units: float, avoid: set[str]) -> Placement:
         """A worker for a micro-batch; waits for one, and a while before it goes to the same ones again.
 
         Raises:
-            JourneyEndedError: its lease is over.
+            MicroBatchEndedError: its lease is over.
         """
         if avoid and avoid.issuperset(worker.key for worker in self.pools[stage].usable()):
             await self._pause(journey, journey.num_failed(stage))  # All of them had it: there is no hurry now.
@@ -89,7 +88,7 @@ class Desk:
 
     async def count(
         self,
-        journey: Journey,
+        journey: MicroBatchInFlight,
         placement: Placement | None,
         stage: str,
         units: float,
@@ -112,7 +111,7 @@ class Desk:
             The answer, and whose it is.
 
         Raises:
-            JourneyEndedError: it cannot be had.
+            MicroBatchEndedError: it cannot be had.
         """
         avoid, num_busy = set[str](), 0
         while True:
@@ -139,11 +138,11 @@ class Desk:
         self.failures[verdict.reason] += 1
         return verdict
 
-    def may_send(self, journey: Journey) -> None:
+    def may_send(self, journey: MicroBatchInFlight) -> None:
         """Looks at the lease before anything is sent.
 
         Raises:
-            JourneyEndedError: it is over.
+            MicroBatchEndedError: it is over.
         """
         if journey.left_s() <= 0:
             raise journey.stopped("lease")
@@ -152,7 +151,7 @@ class Desk:
 
     async def _counted_at(
         self,
-        journey: Journey,
+        journey: MicroBatchInFlight,
         placement: Placement,
         units: float,
         ask: Asking,
@@ -162,7 +161,7 @@ class Desk:
         """One request to count, and what became of it; None: nothing is counted, and it may be tried again.
 
         Raises:
-            JourneyEndedError: it goes no further.
+            MicroBatchEndedError: it goes no further.
         """
         self.may_send(journey)
         pool = self.pools[placement.worker.stage]
@@ -184,7 +183,7 @@ class Desk:
 
     async def _cleared(
         self,
-        journey: Journey,
+        journey: MicroBatchInFlight,
         placement: Placement,
         verdict: Verdict,
         ask: Asking,
@@ -194,7 +193,8 @@ class Desk:
         """What has become of a request to count that has failed; None: it is not counted there, and may go elsewhere.
 
         Raises:
-            JourneyEndedError: it may be counted there, or is, and the answer is not to be had; or too much has failed.
+            MicroBatchEndedError: it may be counted there, or is, and the answer is not to be had; or too much
+                failed.
         """
         stage, pool = placement.worker.stage, self.pools[placement.worker.stage]
         if verdict.effect == "unclear":
@@ -219,7 +219,7 @@ class Desk:
         return None
 
     @contextmanager
-    def _set_aside(self, journey: Journey, held: Sequence[Placement]) -> Iterator[None]:
+    def _set_aside(self, journey: MicroBatchInFlight, held: Sequence[Placement]) -> Iterator[None]:
         """While one worker is waited for, neither the driver nor the workers of other stages keep a place for it."""
         released = [placement for placement in held if placement.grant.open]
         for placement in released:
@@ -232,5 +232,5 @@ class Desk:
             for placement in released:
                 self.pools[placement.worker.stage].resumed(placement)
 
-    async def _pause(self, journey: Journey, times: int) -> None:
+    async def _pause(self, journey: MicroBatchInFlight, times: int) -> None:
         await asyncio.sleep(min(_MAX_PAUSE_S, _PAUSE_S * 2.0 ** min(times, 16), max(0.0, journey.left_s())))

@@ -2,7 +2,6 @@
 
 from .account import Account as Account
 from .account import LostCount as LostCount
-from .books import Books as Books
 from .client import LedgerClient as LedgerClient
 from .config import LedgerConfig as LedgerConfig
 from .inquiry import AppliedInquiry as AppliedInquiry
@@ -14,6 +13,7 @@ from .lanes import lanes_of as lanes_of
 from .lanes import preferred_shards as preferred_shards
 from .lanes import spec_of as spec_of
 from .ledger import Ledger as Ledger
+from .ledger_state import LedgerState as LedgerState
 from .messages import LEDGER_ACCOUNT as LEDGER_ACCOUNT
 from .messages import LEDGER_LEASE as LEDGER_LEASE
 from .messages import LEDGER_RENEW as LEDGER_RENEW

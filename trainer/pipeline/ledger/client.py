@@ -19,10 +19,10 @@ from torch import Tensor
 from loader.errors import LoaderError
 from trainer.errors import LedgerError, MalformedAnswerError, PeerUnavailableError, RefusedError, RpcError
 from trainer.network.rpc import Endpoint, Message, Peer
-from trainer.network.rpc.writer import end_task
+from trainer.network.rpc.stream import end_task
 from trainer.outer.engine.daemon_call import in_daemon_thread
 from trainer.pipeline.ledger.config import MAX_LEASE_UNITS, LedgerConfig
-from trainer.pipeline.ledger.holdings import Bundle, HeldLease, Holdings
+from trainer.pipeline.ledger.lease_cache import Bundle, HeldLease, LeaseCache, Pace
 from trainer.pipeline.ledger.messages import (
     LEDGER_LEASE,
     LEDGER_RENEW,
@@ -36,7 +36,6 @@ from trainer.pipeline.ledger.messages import (
     SettleAnswer,
     SettleAsk,
 )
-from trainer.pipeline.ledger.pace import Pace
 from trainer.pipeline.ledger.rows import MicroBatches
 from trainer.pipeline.ledger.units import LedgerSpec, Run
 from trainer.pipeline.protocol.micro_batch import MicroBatchId
@@ -82,7 +81,7 @@ class LedgerClient:
         self._spec = spec
         self._config = config
         self._preferred = tuple(preferred)
-        self._holdings = Holdings()
+        self._holdings = LeaseCache()
         self._token = secrets.token_hex(16)
         self._renewed_s = self._lease_from_s = 0.0
         self._single = False
@@ -99,7 +98,7 @@ class LedgerClient:
         """Settlements that the keeper did not understand."""
 
     @property
-    def holdings(self) -> Holdings:
+    def holdings(self) -> LeaseCache:
         """What this driver holds, to look at."""
         return self._holdings
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from trainer.errors import LedgerError, RefusedError, TrainerUsageError
 from trainer.pipeline.ledger.account import Account
-from trainer.pipeline.ledger.books import Books, LeaseBook
 from trainer.pipeline.ledger.config import LedgerConfig
 from trainer.pipeline.ledger.inquiry import AppliedReport
 from trainer.pipeline.ledger.lane_book import LaneBook
+from trainer.pipeline.ledger.ledger_state import LeaseBook, LedgerState
 from trainer.pipeline.ledger.records import Granted, Grown, LostRuns, Record, Resolved, Settled, Workers, WorkerSeen
 from trainer.pipeline.ledger.units import Run, Unit, runs_of
 from trainer.pipeline.protocol.micro_batch import MicroBatchId
@@ -62,7 +62,7 @@ class Ledger:
 
     def __init__(
         self,
-        books: Books,
+        books: LedgerState,
         config: LedgerConfig,
         write: Callable[[Record], None],
         now_s: float,
@@ -85,7 +85,7 @@ class Ledger:
         """Why the account cannot be written any more; the process has to be started again."""
 
     @property
-    def books(self) -> Books:
+    def books(self) -> LedgerState:
         """The state, to look at."""
         return self._books
 

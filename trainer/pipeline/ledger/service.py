@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 from trainer.errors import LedgerError, RefusedError, TrainerError
 from trainer.network.rpc import Endpoint, PeerId, Reply, Request
 from trainer.pipeline.ledger.account import Account
-from trainer.pipeline.ledger.books import Books
 from trainer.pipeline.ledger.config import LedgerConfig
 from trainer.pipeline.ledger.inquiry import AppliedInquiry, AppliedReport
 from trainer.pipeline.ledger.journal import Journal
 from trainer.pipeline.ledger.ledger import Ledger
+from trainer.pipeline.ledger.ledger_state import LedgerState
 from trainer.pipeline.ledger.messages import (
     LEDGER_ACCOUNT,
     LEDGER_LEASE,
@@ -79,7 +79,7 @@ def open_ledger(
                 compact_at = max(config.compact_bytes, 2 * journal.size_bytes)
             journal.append(record)
 
-        ledger = Ledger(Books.of(records, spec, shards), config, write, boottime_s(), max_tokens=max_tokens)
+        ledger = Ledger(LedgerState.of(records, spec, shards), config, write, boottime_s(), max_tokens=max_tokens)
         ledger.grow(shards)
     except BaseException:
         journal.close()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trainer.errors import NonFiniteActivationError, PipelineError, TrainerUsageError
 from trainer.inner import InnerConfig, autocast_for, compiled
 from trainer.pipeline.stage.finite import all_finite, norms_of
-from trainer.pipeline.stage.graph_size import GraphSizes
+from trainer.pipeline.stage.graph_cache import GraphSizes
 from trainer.pipeline.stage.results import LossSum, StageKind
 
 __all__ = ["Gradients", "StagePasses"]

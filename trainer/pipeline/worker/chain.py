@@ -24,10 +24,10 @@ from trainer.pipeline.protocol import messages
 from trainer.pipeline.protocol.tensors import TensorAnswer, ask_tensors
 from trainer.pipeline.protocol.wire import IDS, LABELS
 from trainer.pipeline.worker.applying import StageReply
-from trainer.pipeline.worker.asks import ReceivedChain
 from trainer.pipeline.worker.link import StageLink
-from trainer.pipeline.worker.passing import Gradient, Passing
+from trainer.pipeline.worker.received import ReceivedChain
 from trainer.pipeline.worker.replies import Slot
+from trainer.pipeline.worker.stage_executor import Gradient, StageExecutor
 
 __all__ = ["Chain"]
 
@@ -54,7 +54,7 @@ class Chain:
         endpoint: Endpoint,
         plan: StagePlan,
         stage_name: str,
-        passing: Passing,
+        passing: StageExecutor,
         link: StageLink,
         peer_of: Callable[[messages.Hop], Peer],
     ) -> None:
@@ -84,7 +84,7 @@ class Chain:
         """Takes the micro-batch of ``slot`` through this stage and those behind it.
 
         Raises:
-            RefusedError: as of `Passing`, and ``hop`` or ``hop-…``.
+            RefusedError: as of `StageExecutor`, and ``hop`` or ``hop-…``.
         """
         if not self._behind:
             return await self._passing.answer_tail(slot, sender, ask, tensors)

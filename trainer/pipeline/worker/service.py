@@ -29,23 +29,23 @@ from trainer.pipeline.protocol.tensors import TensorHandler, TensorService
 from trainer.pipeline.protocol.wire import GRADIENT, LABELS
 from trainer.pipeline.stage import StageReplica
 from trainer.pipeline.worker.applying import Applying, StageReplies, StageReply
-from trainer.pipeline.worker.asks import (
+from trainer.pipeline.worker.chain import Chain
+from trainer.pipeline.worker.config import WorkerConfig
+from trainer.pipeline.worker.link import StageLink, refusal_of
+from trainer.pipeline.worker.memory_budget import MemoryBudget
+from trainer.pipeline.worker.received import (
     ReceivedAsk,
     ReceivedBackward,
     ReceivedChain,
     ReceivedEvaluate,
     ReceivedForward,
     ReceivedTail,
+    SuspendDetector,
 )
-from trainer.pipeline.worker.chain import Chain
-from trainer.pipeline.worker.config import WorkerConfig
-from trainer.pipeline.worker.link import StageLink, refusal_of
-from trainer.pipeline.worker.passing import Passing
-from trainer.pipeline.worker.pulse import Pulse
 from trainer.pipeline.worker.replies import Slot
-from trainer.pipeline.worker.room import Room
 from trainer.pipeline.worker.runtime import Runtime
 from trainer.pipeline.worker.sharing import SharedThrough
+from trainer.pipeline.worker.stage_executor import StageExecutor
 from trainer.pipeline.worker.status import STATUS, Refusals, StatusAnswer, StatusAsk
 from trainer.pipeline.worker.waiting import Rank
 
@@ -104,7 +104,7 @@ class StageService:
         """The workers of a stage as known now, by key: who may pass chains on to this one, and where the next hop is.
         None: anybody may, and a hop is where a route says; for trusted networks only."""
         self.refusals = Refusals()
-        self.pulse = Pulse()
+        self.pulse = SuspendDetector()
         self._endpoint = endpoint
         self._name = stage_name
         self._replica = replica
@@ -116,9 +116,11 @@ class StageService:
         self._keepers = keepers
         self._keeper = keeper
         self._num_under_way = 0
-        self._room = Room(config.max_received_bytes)
+        self._room = MemoryBudget(config.max_received_bytes)
         max_batch_size = config.max_batch_size if batches else 1
-        self._passing = Passing(stage_name, replica, runtime, link, replies, shared, max_batch_size=max_batch_size)
+        self._passing = StageExecutor(
+            stage_name, replica, runtime, link, replies, shared, max_batch_size=max_batch_size
+        )
         self._chain = Chain(endpoint, plan, stage_name, self._passing, link, self._peer_of)
         index = plan.index(stage_name)
         self._stage_before = plan.names[index - 1] if index else None

@@ -85,14 +85,14 @@ def status_command(
     """Prints the stages and the account of the data, as a driver tells them; exit code 1 if it does not add up."""
     from trainer.run.cli.swarm_lines import stage_table, status_json, workers_table
     from trainer.run.swarm.asking import ask_account, ask_stages
-    from trainer.run.swarm.sight import Sight
+    from trainer.run.swarm.swarm_snapshot import SwarmSnapshot
 
     stages = ask_stages(api)
     account = ask_account(api)
     if json:
         typer.echo(status_json(stages, account))
     else:
-        lines = stage_table(Sight(stages=stages, account=account, tokens_per_s=stages.tokens_per_s))
+        lines = stage_table(SwarmSnapshot(stages=stages, account=account, tokens_per_s=stages.tokens_per_s))
         typer.echo("\n".join([*lines, "", *workers_table(stages, account)]))
     adds_up = account is None or (account.micro_batches.adds_up and account.tokens.adds_up)
     return 0 if adds_up else _FAILED

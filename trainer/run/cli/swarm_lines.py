@@ -12,7 +12,7 @@ from typing import TextIO
 
 from trainer.monitor.pipeline import StageStatus, SwarmAccount, SwarmStages, WorkerStatus
 from trainer.run.swarm.running import Display
-from trainer.run.swarm.sight import ProcessCount, Sight
+from trainer.run.swarm.swarm_snapshot import ProcessCount, SwarmSnapshot
 
 __all__ = ["account_text", "settled_text", "stage_table", "status_json", "swarm_line", "workers_table"]
 
@@ -36,7 +36,7 @@ def swarm_line(*, as_json: bool) -> Display:
     return _PlainLines(sys.stderr)
 
 
-def stage_table(sight: Sight, *, is_coloured: bool = False) -> list[str]:
+def stage_table(sight: SwarmSnapshot, *, is_coloured: bool = False) -> list[str]:
     """The stages, a line each under a heading, then loss, speed and account.
 
     Processes are a column only where they are known: of a swarm on other machines none are.
@@ -173,7 +173,7 @@ def _keeper_troubles(stages: SwarmStages | None) -> list[str]:
     return [_shown(f"{away}; {stages.node_id} {goes_on}")]
 
 
-def _progress_text(sight: Sight) -> str:
+def _progress_text(sight: SwarmSnapshot) -> str:
     if sight.stages is None:
         return "no driver answers yet"
     loss = "–" if sight.stages.loss is None else f"{sight.stages.loss:.4f}"
@@ -196,7 +196,7 @@ class _Table:
         self._stream.write(f"{time.strftime('%H:%M:%S')} {text}\n")
         self._draw()
 
-    def show(self, sight: Sight) -> None:
+    def show(self, sight: SwarmSnapshot) -> None:
         self._erase()
         self._lines = stage_table(sight, is_coloured=self._is_coloured)
         self._draw()
@@ -226,7 +226,7 @@ class _PlainLines:
     def event(self, text: str) -> None:
         self._put(f"{time.strftime('%H:%M:%S')} {text}")
 
-    def show(self, sight: Sight) -> None:
+    def show(self, sight: SwarmSnapshot) -> None:
         running = sum(count.running for count in sight.processes)
         wanted = sum(count.wanted for count in sight.processes)
         empty = [stage.stage for stage in sight.stages.stages if not stage.num_serving] if sight.stages else []
@@ -250,7 +250,7 @@ class _JsonLines:
     def event(self, text: str) -> None:
         self._put({"kind": "event", "text": text})
 
-    def show(self, sight: Sight) -> None:
+    def show(self, sight: SwarmSnapshot) -> None:
         self._put(
             {
                 "kind": "swarm",

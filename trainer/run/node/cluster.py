@@ -21,8 +21,7 @@ import torch.distributed as dist
 from trainer.compression.vectors import codec_named
 from trainer.errors import TrainerUsageError
 from trainer.inner import choose_device
-from trainer.outer.engine.collective import Collective
-from trainer.outer.engine.local import LocalCollective
+from trainer.outer.engine.collective import Collective, LocalCollective
 from trainer.outer.engine.process_group import RankedBytes
 from trainer.outer.engine.torch_collective import TorchCollective
 from trainer.run.config import RunConfig

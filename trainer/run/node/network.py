@@ -17,17 +17,16 @@ from typing import Generic, Protocol, TypeVar
 
 from trainer.collective import PeerCollective, Terms
 from trainer.errors import IncompatiblePeerError, MalformedAnswerError, StateTransferError, TrainerError
-from trainer.network.discovery import Announcement, Unheard, open_discovery
+from trainer.network.discovery import Announcement, PeerWatchdog, open_discovery
 from trainer.network.rpc import Endpoint, Identity
 from trainer.network.rpc.boundary import peer_boundary
 from trainer.network.transfer import StateDonor, choose_state, fetch_descriptor, fetch_state, write_snapshot
 from trainer.run.config import RunConfig
+from trainer.run.node.announcement import Progress, announcement_of
+from trainer.run.node.compatibility import FitCheck, ask_addresses, register_terms
 from trainer.run.node.loop_thread import LoopThread
 from trainer.run.node.peer_book import PeerBook, StateChoice, holds_whole_model, peer_of
-from trainer.run.node.progress import Progress
-from trainer.run.node.saying import announcement_of
 from trainer.run.node.state_form import StateForm
-from trainer.run.node.strangers import FitCheck, ask_addresses, register_terms
 
 __all__ = ["Network"]
 
@@ -100,7 +99,7 @@ class Network(Generic[S]):
         self._discovery = open_discovery(self._endpoint, config.discovery, stages)
         if near and config.discovery.partition_by_stage:
             self._discovery.look_for(near)
-        self._unheard = Unheard(self._discovery, "other node of the run", _UNHEARD_S)
+        self._unheard = PeerWatchdog(self._discovery, "other node of the run", _UNHEARD_S)
         self._book = PeerBook(terms.digest(), choose, fellows)
         self._listener: Listener | None = None
         self._members: tuple[str, ...] = ()

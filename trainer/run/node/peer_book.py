@@ -10,7 +10,7 @@ from trainer.collective import Terms
 from trainer.network.discovery import Announcement
 from trainer.network.rpc import Peer
 from trainer.network.transfer import choose_state
-from trainer.run.node.strangers import Acquaintance
+from trainer.run.node.compatibility import Acquaintance
 
 __all__ = ["PeerBook", "StateChoice", "holds_whole_model", "peer_of"]
 

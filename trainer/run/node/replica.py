@@ -23,7 +23,7 @@ from trainer.outer.engine.collective import Collective
 from trainer.outer.engine.ddp import EveryStepStrategy, ddp_model
 from trainer.outer.engine.strategy import OuterStrategy
 from trainer.run.config import RunConfig, to_mapping
-from trainer.run.node.fitting import state_layout
+from trainer.run.node.compatibility import state_layout
 from trainer.run.node.vocabulary import within_vocabulary
 
 __all__ = ["Replica", "layers_of", "parameters_of"]

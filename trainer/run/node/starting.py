@@ -16,19 +16,18 @@ from trainer.checkpoint.node import CheckpointContents, Checkpointer, take_over_
 from trainer.inner import choose_device
 from trainer.model import ModelConfig, available_memory_bytes, num_parameters
 from trainer.monitor import MeteredIterator
-from trainer.outer.engine.collective import Collective
-from trainer.outer.engine.local import LocalCollective
+from trainer.outer.engine.collective import Collective, LocalCollective
 from trainer.run.config import RunConfig
+from trainer.run.node.announcement import terms_of
 from trainer.run.node.cluster import Ranks, cluster_collective, joined_cluster
+from trainer.run.node.compatibility import StateFit
 from trainer.run.node.data import endless, open_dataset, open_session
-from trainer.run.node.fitting import StateFit
-from trainer.run.node.mishaps import told_plainly
 from trainer.run.node.replica import Replica
 from trainer.run.node.resolving import resolve, write_config
 from trainer.run.node.resuming import checkpoint_to_resume
 from trainer.run.node.stopping import StopRequest
 from trainer.run.node.store_watch import StoreWatch
-from trainer.run.node.terms import terms_of
+from trainer.run.node.torch_errors import torch_error_message
 from trainer.run.node.training import Node, ProgressLine
 from trainer.run.node.watching import Watch
 
@@ -55,7 +54,7 @@ def run_node(config: RunConfig, line: ProgressLine, stop: StopRequest) -> None:
     """
     if config.threads:
         torch.set_num_threads(config.threads)
-    with told_plainly(), ExitStack() as stack:
+    with torch_error_message(), ExitStack() as stack:
         ranks = stack.enter_context(joined_cluster(config))
         _seed_generators(ranks.own(config))
         node = _build(config, ranks, line, stop, stack)

@@ -11,7 +11,7 @@ from trainer.monitor import ApiServer, EventLog, Observer, ShutdownHook, Trainin
 from trainer.monitor.metrics import Sources
 from trainer.monitor.pipeline import PipelineView, add_pipeline_pages
 from trainer.run.config import RunConfig
-from trainer.run.node.progress import Progress
+from trainer.run.node.announcement import Progress
 
 if TYPE_CHECKING:
     from trainer.network.discovery import Announcement

@@ -9,17 +9,16 @@ from collections.abc import Callable
 
 from trainer.errors import TrainerError
 from trainer.model.config import stage_names
-from trainer.network.discovery import Announcement, Unheard, open_discovery
+from trainer.network.discovery import Announcement, PeerWatchdog, open_discovery
 from trainer.network.discovery.stage_report import StageReport, StageUid
 from trainer.network.rpc import Endpoint, Peer
 from trainer.pipeline.driver.workers import LastWord, StageWorker, workers_in
 from trainer.run.config import RunConfig
-from trainer.run.node.progress import Progress
-from trainer.run.node.saying import announcement_of
-from trainer.run.node.strangers import register_terms
+from trainer.run.node.announcement import Progress, announcement_of
+from trainer.run.node.compatibility import register_terms
+from trainer.run.swarm.compatibility import SwarmTerms, check_fit
 from trainer.run.swarm.keeper import KeeperSearch, keeps_account
 from trainer.run.swarm.shape import DRIVER, SwarmShape
-from trainer.run.swarm.strangers import SwarmTerms, check_fit
 
 __all__ = ["Presence"]
 
@@ -61,7 +60,7 @@ class Presence:
         self._progress = progress
         self._heard = heard
         self._discovery = open_discovery(endpoint, config.discovery, stage_names(config.swarm.num_stages))
-        self._unheard = Unheard(self._discovery, "worker of any stage", _UNHEARD_S)
+        self._unheard = PeerWatchdog(self._discovery, "worker of any stage", _UNHEARD_S)
         self._refreshing: asyncio.Task[None] | None = None
         self._words: dict[str, tuple[float, LastWord]] = {}
         """By key: when the newest announcement says that it was said, and what matters of it."""

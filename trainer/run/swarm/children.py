@@ -1,4 +1,6 @@
-"""One child process of a tree: started with its output in a file, started again when it dies, ended by its own number.
+"""Free ports of this machine, chosen before those who are to listen on them are started.
+
+One child process of a tree: started with its output in a file, started again when it dies, ended by its own number.
 
 Guarantees: a signal goes to the child only and only while it has not been waited for, so never to a stranger that got
 its number, and never to a group; it does not outlive this process (`under`). It is in a session of its own, so that a
@@ -9,17 +11,51 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["Child", "ChildSpec", "ChildStatus", "RestartPolicy", "Role", "said_of"]
+from trainer.errors import TrainerError
+
+__all__ = ["Child", "ChildSpec", "ChildStatus", "RestartPolicy", "Role", "free_ports", "said_of"]
 
 logger = logging.getLogger(__name__)
+
+_FIRST, _LAST = 12_000, 32_000
+"""Below those that kernels hand out to whoever connects (32,768 on, Linux): those may be gone a moment later."""
+_TRIES = 200
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """So many ports nobody listens on, all different.
+
+    Nothing keeps others from taking one before it is used; whoever then cannot listen says so and ends the swarm.
+
+    Raises:
+        TrainerError: there are too few.
+    """
+    ports: list[int] = []
+    with ExitStack() as held:
+        for port in random.SystemRandom().sample(range(_FIRST, _LAST), _TRIES + count):
+            if len(ports) == count:
+                break
+            listener = held.enter_context(socket.socket())
+            try:
+                listener.bind((host, port))
+            except OSError:
+                continue
+            ports.append(port)
+    if len(ports) < count:
+        raise TrainerError(f"expected {count} free ports at {host} between {_FIRST} and {_LAST}, found {len(ports)}")
+    return ports
+
 
 Role = Literal["seed", "worker", "driver"]
 ChildStatus = Literal["running", "pausing", "done", "dead"]
@@ -107,7 +143,7 @@ class Child:
             log.write(line.encode("utf-8", "backslashreplace"))
             log.flush()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "trainer.run.swarm.under", str(os.getpid()), *self.spec.command],
+                [sys.executable, "-m", "trainer.run.swarm.parent_death_signal", str(os.getpid()), *self.spec.command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -45,21 +45,20 @@ from trainer.pipeline.ledger.lanes import Lane
 from trainer.pipeline.ledger.records import WorkerSeen
 from trainer.pipeline.protocol.work import boottime_s
 from trainer.run.config import RunConfig
+from trainer.run.node.announcement import Progress
 from trainer.run.node.data import open_session
 from trainer.run.node.identity import identity_of
-from trainer.run.node.progress import Progress
 from trainer.run.node.stopping import StopRequest
 from trainer.run.node.training import ProgressLine
 from trainer.run.node.watching import Watch
 from trainer.run.swarm.account_opening import AccountOpening
-from trainer.run.swarm.alone import only_process
 from trainer.run.swarm.announcing import Presence
-from trainer.run.swarm.beginning import beginning
 from trainer.run.swarm.building import codec_of
 from trainer.run.swarm.driver_view import DriverView
 from trainer.run.swarm.keeper import check_keeper, keeper_option, keeps_account
 from trainer.run.swarm.last_account import ledger_folder, write_last_account
 from trainer.run.swarm.shape import SwarmShape, shape_of, target_tokens_of
+from trainer.run.swarm.startup import beginning, only_process
 
 __all__ = ["DriverNode", "run_driver"]
 

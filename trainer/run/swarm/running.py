@@ -11,10 +11,9 @@ from typing import Protocol
 from filelock import FileLock, Timeout
 
 from trainer.errors import TrainerUsageError
-from trainer.run.swarm.children import RestartPolicy
+from trainer.run.swarm.children import RestartPolicy, free_ports
 from trainer.run.swarm.local import LocalSwarm, Ports, seed_address, seed_spec, swarm_specs
-from trainer.run.swarm.ports import free_ports
-from trainer.run.swarm.sight import Sight, process_counts, sight_of
+from trainer.run.swarm.swarm_snapshot import SwarmSnapshot, process_counts, snapshot_of
 from trainer.run.swarm.tree import Outcome, ProcessTree
 
 __all__ = ["Display", "run_local"]
@@ -36,7 +35,7 @@ class Display(Protocol):
         """Something happened."""
         ...
 
-    def show(self, sight: Sight) -> None:
+    def show(self, sight: SwarmSnapshot) -> None:
         """How it stands."""
         ...
 
@@ -120,12 +119,12 @@ def _ready_seed(tree: ProcessTree, log_path: Path, stop: Callable[[], bool]) -> 
 
 def _watch(tree: ProcessTree, display: Display, stop: Callable[[], bool]) -> Outcome:
     """Until it is over; the last that is shown is the last that a driver said."""
-    latest = Sight()
+    latest = SwarmSnapshot()
     next_look_s = next_show_s = time.monotonic() + min(_LOOK_S, display.every_s)
     outcome: Outcome | None = None
     while outcome is None:
         if time.monotonic() >= next_look_s:
-            latest = _newer(latest, sight_of(tree.children))
+            latest = _newer(latest, snapshot_of(tree.children))
             next_look_s = time.monotonic() + _LOOK_S
         if time.monotonic() >= next_show_s:
             display.show(latest)
@@ -136,7 +135,7 @@ def _watch(tree: ProcessTree, display: Display, stop: Callable[[], bool]) -> Out
     return outcome
 
 
-def _newer(latest: Sight, found: Sight) -> Sight:
+def _newer(latest: SwarmSnapshot, found: SwarmSnapshot) -> SwarmSnapshot:
     """What was found; or, where no driver answers (they begin, hang or end), what was said last."""
     if found.stages is not None or latest.stages is None:
         return replace(found, account=found.account or latest.account)

@@ -20,8 +20,8 @@ from trainer.pipeline.stage import StepInfo
 from trainer.pipeline.worker import StageWorker
 from trainer.run.config import RunConfig
 from trainer.run.swarm.building import BuiltStage, checkpoints_of, saved_state
-from trainer.run.swarm.keeping import Keeping
 from trainer.run.swarm.shape import SwarmShape
+from trainer.run.swarm.synchroniser import ReplicaSynchroniser
 
 __all__ = ["WorkerSaving"]
 
@@ -45,7 +45,7 @@ class WorkerSaving:
         config: RunConfig,
         shape: SwarmShape,
         built: BuiltStage,
-        keeping: Keeping[Any],
+        keeping: ReplicaSynchroniser[Any],
         worker: StageWorker,
         who: str,
     ) -> None:

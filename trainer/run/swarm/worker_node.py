@@ -27,24 +27,29 @@ from trainer.pipeline.stage import StepInfo
 from trainer.pipeline.worker import StageWorker
 from trainer.pipeline.worker.service import Accepts, ServiceStatus
 from trainer.run.config import RunConfig
+from trainer.run.node.announcement import Progress
 from trainer.run.node.identity import identity_of
 from trainer.run.node.network import Network
-from trainer.run.node.progress import Progress
 from trainer.run.node.stopping import StopRequest
-from trainer.run.swarm.abreast import Abreast
-from trainer.run.swarm.arrival import Arrival
-from trainer.run.swarm.beginning import beginning
 from trainer.run.swarm.building import BuiltStage
-from trainer.run.swarm.departure import Departure
-from trainer.run.swarm.first_weights import check_first_weights
+from trainer.run.swarm.catch_up import StateCatchUp
+from trainer.run.swarm.compatibility import SwarmTerms, check_first_weights, check_fit
+from trainer.run.swarm.graceful_shutdown import GracefulShutdown
 from trainer.run.swarm.joining import RejoinDelay, is_ahead, version_of_state
 from trainer.run.swarm.judging import JudgedCollective
 from trainer.run.swarm.keeper import KeeperSearch
-from trainer.run.swarm.keeping import DilocoKeeping, Keeping, SpartaKeeping, state_choice, state_form
-from trainer.run.swarm.mates import RunMates, StageMates, is_of_stage
+from trainer.run.swarm.peer_view import RunPeerView, StagePeerView, is_of_stage
 from trainer.run.swarm.saving import WorkerSaving
 from trainer.run.swarm.shape import SwarmShape, target_tokens_of
-from trainer.run.swarm.strangers import SwarmTerms, check_fit
+from trainer.run.swarm.startup import beginning
+from trainer.run.swarm.startup_check import StartupVersionCheck
+from trainer.run.swarm.synchroniser import (
+    DilocoSynchroniser,
+    ReplicaSynchroniser,
+    SpartaSynchroniser,
+    state_choice,
+    state_form,
+)
 from trainer.run.swarm.worker_watch import WorkerWatch
 
 __all__ = ["WorkerNode"]
@@ -101,12 +106,12 @@ class WorkerNode:
             stages=shape.plan.names,
             near=shape.plan.around(built.name),
         )
-        self._mates = StageMates(self._network)
+        self._mates = StagePeerView(self._network)
         self._keeping = self._kept_together()
         self._meter = LinkMeter(f"{built.name} of {config.node_id}", built.codec, config.swarm.subspace.max_error)
         self._terms = SwarmTerms(shape)
-        self._others = RunMates(self._network, self._terms, KeeperSearch(config))
-        self._abreast = Abreast(
+        self._others = RunPeerView(self._network, self._terms, KeeperSearch(config))
+        self._abreast = StartupVersionCheck(
             built.name,
             shape.plan.names,
             config.swarm.checkpoint,
@@ -185,7 +190,7 @@ class WorkerNode:
     def _join(self) -> bool:
         """Takes up the others' state when their round begins, and serves from then on; False: it is asked to stop."""
         self._wait_for_others()
-        arrival = Arrival(
+        arrival = StateCatchUp(
             config=self._config.swarm.join,
             others=self._mates.serving,
             take_up=self._take_up_state,
@@ -342,7 +347,7 @@ class WorkerNode:
             return
         self._set_status("leaving")
         time.sleep(_LOOK_S)  # For drivers to hear of it.
-        departure = Departure(
+        departure = GracefulShutdown(
             leave_s=self._config.swarm.join.leave_s,
             num_unanswered=lambda: self._worker.service.num_under_way,
             refuse=self._refuse,
@@ -418,7 +423,7 @@ class WorkerNode:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _kept_together(self) -> Keeping[Any]:
+    def _kept_together(self) -> ReplicaSynchroniser[Any]:
         config, built, collective = self._config, self._built, self._network.collective
         rows = self._shape.model.vocab_size
         is_sparta = config.strategy == "async_sparta"
@@ -429,7 +434,7 @@ class WorkerNode:
             num_slices=config.swarm.sparta.num_slices if is_sparta else 0,
         )
         if is_sparta:
-            return SpartaKeeping(
+            return SpartaSynchroniser(
                 config,
                 built.module,
                 built.optimizer,
@@ -439,7 +444,7 @@ class WorkerNode:
                 built.kept_axes,
                 rows,
             )
-        return DilocoKeeping(
+        return DilocoSynchroniser(
             config, built.module, judged, lambda: collective.behind, collective.move_to, rows, self._mates.frontier
         )
 

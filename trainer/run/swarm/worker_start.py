@@ -12,12 +12,11 @@ from trainer.errors import TrainerUsageError
 from trainer.model.config import stage_names
 from trainer.run.config import RunConfig
 from trainer.run.node.stopping import StopRequest
-from trainer.run.swarm.alone import only_process
-from trainer.run.swarm.beginning import beginning
 from trainer.run.swarm.building import build_stage_site
 from trainer.run.swarm.choosing import choose_stage
 from trainer.run.swarm.keeper import check_keeper
 from trainer.run.swarm.shape import SwarmShape, shape_of
+from trainer.run.swarm.startup import beginning, only_process
 from trainer.run.swarm.worker_node import WorkerNode
 
 __all__ = ["run_worker"]

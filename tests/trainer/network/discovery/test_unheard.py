@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.rpc_pair import running_endpoint
-from trainer.network.discovery import DiscoveryConfig, StaticDiscovery, Unheard
+from trainer.network.discovery import DiscoveryConfig, PeerWatchdog, StaticDiscovery
 from trainer.network.rpc.identity import Identity
 
 _CONFIG = DiscoveryConfig(poll_interval_s=0.05, max_retry_interval_s=0.1)
@@ -35,7 +35,7 @@ def test_it_is_said_when_it_has_lasted_and_again_every_minute(caplog: pytest.Log
         nonlocal now_s
         async with running_endpoint(Identity.create()) as endpoint:
             discovery = StaticDiscovery(endpoint, [first, second], _CONFIG)
-            unheard = Unheard(discovery, "worker of any stage", 30.0, clock=lambda: now_s)
+            unheard = PeerWatchdog(discovery, "worker of any stage", 30.0, clock=lambda: now_s)
             await discovery.start()
             try:
                 await _until(lambda: second in discovery.silence() and first in discovery.silence())
@@ -46,7 +46,7 @@ def test_it_is_said_when_it_has_lasted_and_again_every_minute(caplog: pytest.Log
                 await discovery.close()
 
     asyncio.run(scenario())
-    said = [it.getMessage() for it in caplog.records if it.name == "trainer.network.discovery.unheard"]
+    said = [it.getMessage() for it in caplog.records if it.name == "trainer.network.discovery.opening"]
     assert said == 2 * [f"nobody answers at {first}, {second}: no worker of any stage has been heard of"]
 
 
@@ -56,7 +56,7 @@ def test_a_node_that_only_knows_its_own_address_misses_nobody(caplog: pytest.Log
     async def scenario() -> None:
         async with running_endpoint(Identity.create()) as endpoint:
             discovery = StaticDiscovery(endpoint, [endpoint.address], _CONFIG)
-            unheard = Unheard(discovery, "worker", 0.0)
+            unheard = PeerWatchdog(discovery, "worker", 0.0)
             await discovery.start()
             try:
                 await _until(lambda: not discovery._addresses)
@@ -67,4 +67,4 @@ def test_a_node_that_only_knows_its_own_address_misses_nobody(caplog: pytest.Log
                 await discovery.close()
 
     asyncio.run(scenario())
-    assert not [it for it in caplog.records if it.name == "trainer.network.discovery.unheard"]
+    assert not [it for it in caplog.records if it.name == "trainer.network.discovery.opening"]

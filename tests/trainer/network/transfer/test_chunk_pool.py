@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.network.transfer.chunk_pool import ChunkPool
+from trainer.network.transfer.download import ChunkPool
 
 
 def test_runs_shrink_towards_the_end() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.network.transfer.rate_limit import RateLimiter
+from trainer.network.transfer.donor import RateLimiter
 
 
 def test_no_limit_never_waits() -> None:

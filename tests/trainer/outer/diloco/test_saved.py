@@ -10,7 +10,7 @@ import torch
 from tests.support.toy_models import Quadratic, Regression, parameter_bits
 from trainer.errors import CheckpointMismatchError
 from trainer.outer.diloco import DiLoCoConfig, DiLoCoTrainer
-from trainer.outer.engine.local import LocalCollective
+from trainer.outer.engine.collective import LocalCollective
 
 CONFIGS = {
     "whole": DiLoCoConfig(inner_steps=5),

@@ -10,8 +10,7 @@ from tests.support.replica_group import MeetingCollective, ReplicaGroup, run_rep
 from tests.support.toy_models import Quadratic, Regression, parameter_bits
 from trainer.errors import IncompatiblePeerError, RoundFailedError, RoundLeftError, StateBehindError, TrainerError
 from trainer.outer.diloco import DiLoCoConfig, DiLoCoTrainer
-from trainer.outer.engine.collective import Collective, Contribution, RoundReport, RoundResult
-from trainer.outer.engine.local import LocalCollective
+from trainer.outer.engine.collective import Collective, Contribution, LocalCollective, RoundReport, RoundResult
 from trainer.outer.engine.strategy import OuterResult, OuterStrategy
 
 AVERAGING = DiLoCoConfig(inner_steps=4, outer_lr=1.0, outer_momentum=0.0)

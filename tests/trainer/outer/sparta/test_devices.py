@@ -8,7 +8,7 @@ import torch
 from tests.support.sparta_replicas import Scripted
 from trainer.inner import InnerConfig, make_optimizer
 from trainer.model import ModelConfig, Transformer, build_model
-from trainer.outer.engine.local import LocalCollective
+from trainer.outer.engine.collective import LocalCollective
 from trainer.outer.sparta import SpartaConfig, SpartaTrainer
 
 SHAPE = ModelConfig(vocab_size=64, dim=32, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=64, max_seq_len=32)

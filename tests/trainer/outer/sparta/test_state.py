@@ -43,7 +43,7 @@ def test_a_joiner_becomes_its_donors_twin(num_steps: int) -> None:
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_moments_fit_both_kinds_of_adamw(fused: bool) -> None:
-    from trainer.outer.engine.local import LocalCollective
+    from trainer.outer.engine.collective import LocalCollective
     from trainer.outer.sparta import SpartaTrainer
 
     donor = trained()

@@ -390,7 +390,7 @@ class TestUsage:
             Replica(SpartaConfig(num_slices=10_000))
 
     def test_an_optimizer_whose_state_cannot_be_handed_on(self) -> None:
-        from trainer.outer.engine.local import LocalCollective
+        from trainer.outer.engine.collective import LocalCollective
         from trainer.outer.sparta import SpartaTrainer
 
         model = torch.nn.Linear(5, 5)

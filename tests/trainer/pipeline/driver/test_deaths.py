@@ -15,7 +15,7 @@ from tests.support.gate import Gate, gate_before
 from tests.support.toy_drive import FAST, Drive, driving
 from tests.support.toy_stage import ToyStage
 from trainer.network.rpc import Peer
-from trainer.pipeline.driver.presence import Deaths
+from trainer.pipeline.driver.failure_detector import Deaths
 from trainer.pipeline.driver.workers import LastWord, StageWorker
 from trainer.pipeline.protocol.messages import BACKWARD, CHAIN
 

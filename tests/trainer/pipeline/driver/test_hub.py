@@ -25,7 +25,7 @@ from tests.support.toy_stage import (
     say_nothing,
 )
 from trainer.pipeline.driver import DriverConfig
-from trainer.pipeline.driver.bans import DOUBTS
+from trainer.pipeline.driver.failure_detector import DOUBTS
 from trainer.pipeline.protocol.messages import BACKWARD, FORWARD, TAIL
 
 

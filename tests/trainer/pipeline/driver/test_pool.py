@@ -11,7 +11,7 @@ from tests.support.event_loop import on_event_loop
 from tests.support.toy_drive import FAST
 from trainer.network.rpc import Peer
 from trainer.pipeline.driver.pool import Placement, StagePool
-from trainer.pipeline.driver.refusals import Verdict
+from trainer.pipeline.driver.results import Verdict
 from trainer.pipeline.driver.workers import StageWorker
 
 UNAVAILABLE = Verdict("unavailable", "unclear", "ban")

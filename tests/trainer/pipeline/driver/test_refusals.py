@@ -7,7 +7,7 @@ from pydantic import TypeAdapter
 
 from trainer.errors import RefusedError
 from trainer.network.rpc import Reason
-from trainer.pipeline.driver.refusals import verdict_of
+from trainer.pipeline.driver.results import verdict_of
 from trainer.pipeline.protocol.work import LossReason
 
 

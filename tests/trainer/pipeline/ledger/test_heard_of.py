@@ -13,7 +13,7 @@ from tests.support.ledger_cast import STAGES, WORKER, ListedLedger, credits, don
 from tests.support.ledger_run import CONFIG as RUN_CONFIG
 from tests.support.ledger_run import Run, all_of, ledger_run
 from trainer.pipeline.ledger import LedgerConfig
-from trainer.pipeline.ledger.holdings import Bundle, Holdings
+from trainer.pipeline.ledger.lease_cache import Bundle, LeaseCache
 from trainer.pipeline.ledger.records import RECORD, WorkerSeen
 from trainer.pipeline.protocol.micro_batch import MicroBatchId
 from trainer.pipeline.protocol.work import Settlement
@@ -104,7 +104,7 @@ def test_a_worker_that_was_only_silent_takes_back_what_counted_as_perished(kept:
 
 
 def test_how_many_of_the_dead_are_remembered_is_bounded(kept: ListedLedger, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.pipeline.ledger.books._MOST_DEPARTED", 4)
+    monkeypatch.setattr("trainer.pipeline.ledger.ledger_state._MOST_DEPARTED", 4)
     first, second = _leased(kept)
     for number in range(9):
         kept.ledger.note_workers([WorkerSeen(stage="head", incarnation=f"{number:016x}")], 6.0 * number)
@@ -160,7 +160,7 @@ def test_the_rest_of_the_lease_goes_on(kept: ListedLedger) -> None:
 
 
 def test_what_was_not_taken_up_is_said_again_after_a_while_and_holds_up_nothing_else() -> None:
-    holdings, first, second = Holdings(), MicroBatchId(0, 2, 0), MicroBatchId(0, 2, 4)
+    holdings, first, second = LeaseCache(), MicroBatchId(0, 2, 0), MicroBatchId(0, 2, 4)
     holdings.add(A, (), 99.0)
     holdings._unsaid_of(holdings.leases[A]).settlements.update({str(each): done(each) for each in (first, second)})
     bundle = holdings.bundle(0.0)

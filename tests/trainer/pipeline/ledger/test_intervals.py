@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.pipeline.ledger.intervals import Intervals
+from trainer.pipeline.ledger.lane_book import Intervals
 
 _NUMBERS = st.integers(0, 30)
 _STEPS = st.lists(st.tuples(st.sampled_from(["add", "drop_through"]), _NUMBERS), max_size=60)

@@ -24,7 +24,7 @@ from tests.support.ledger_cast import (
 )
 from trainer.errors import LedgerError, RefusedError
 from trainer.pipeline.ledger import LedgerConfig
-from trainer.pipeline.ledger.books import Books
+from trainer.pipeline.ledger.ledger_state import LedgerState
 from trainer.pipeline.ledger.records import RECORD, WorkerSeen
 from trainer.pipeline.ledger.units import runs_of
 from trainer.pipeline.protocol.micro_batch import MicroBatchId
@@ -316,7 +316,7 @@ def test_what_a_worker_goes_on_with_of_one_before_has_not_perished(
 def test_workers_that_a_driver_invents_hurt_nobody_and_do_not_pile_up(
     kept: ListedLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.pipeline.ledger.books._MOST_UNANNOUNCED", 6)
+    monkeypatch.setattr("trainer.pipeline.ledger.ledger_state._MOST_UNANNOUNCED", 6)
     kept.ledger.note_workers(ALIVE, 0.0)
     kept.ledger.lease("honest", B, (), 1, 0.0)
     given = micro_batches(kept.ledger.lease("liar", A, (), 3, 0.0).runs)
@@ -389,9 +389,9 @@ def test_a_store_that_grew_is_read_from_the_next_epoch_on(kept: ListedLedger) ->
 def test_an_account_of_something_else_is_not_gone_on_with(kept: ListedLedger) -> None:
     for field, other in (("seed", 8), ("stages", ("head", "tail"))):
         with pytest.raises(LedgerError, match=f"an account with {field} "):
-            Books.of(kept.records, kept.spec.model_copy(update={field: other}), kept.shards)
+            LedgerState.of(kept.records, kept.spec.model_copy(update={field: other}), kept.shards)
     with pytest.raises(LedgerError, match=r"at least \[3\] shards"):
-        Books.of(kept.records, kept.spec, (SHARDS[:2],))
+        LedgerState.of(kept.records, kept.spec, (SHARDS[:2],))
 
 
 def test_nothing_is_counted_once_writing_has_failed(kept: ListedLedger) -> None:

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.support.ledger_cast import LAYOUT, SHARDS, STAGES, WORKER, ListedLedger, done, lost, micro_batches, report
 from trainer.errors import LedgerError, RefusedError
 from trainer.pipeline.ledger import LedgerConfig
-from trainer.pipeline.ledger.books import Books
+from trainer.pipeline.ledger.ledger_state import LedgerState
 from trainer.pipeline.ledger.records import RECORD, WorkerSeen
 from trainer.pipeline.protocol.micro_batch import MicroBatchId
 
@@ -207,4 +207,4 @@ def test_records_that_contradict_each_other_are_refused() -> None:
     granted = kept.records[-1]
     for wrong in ([granted], [kept.records[0]]):
         with pytest.raises(LedgerError):
-            Books.of([*kept.records, *wrong], kept.spec, kept.shards)
+            LedgerState.of([*kept.records, *wrong], kept.spec, kept.shards)

@@ -21,15 +21,13 @@ from trainer.network.discovery import Announcement, Discovery, DiscoveryConfig, 
 from trainer.network.rpc import Endpoint, Identity, RpcConfig
 from trainer.network.transfer import StateConfig, describe
 from trainer.outer.diloco import DiLoCoConfig, DiLoCoTrainer, SharedState
-from trainer.outer.engine.local import LocalCollective
+from trainer.outer.engine.collective import LocalCollective
 from trainer.run.config import RunConfig
-from trainer.run.node.fitting import StateFit, state_layout
+from trainer.run.node.announcement import Progress, announcement_of
+from trainer.run.node.compatibility import StateFit, register_terms, state_layout
 from trainer.run.node.loop_thread import LoopThread
 from trainer.run.node.network import Network
-from trainer.run.node.progress import Progress
-from trainer.run.node.saying import announcement_of
 from trainer.run.node.shared_files import snapshot_meta, snapshot_tensors
-from trainer.run.node.strangers import register_terms
 
 SHAPE = ModelConfig(vocab_size=1024, dim=8, num_layers=1, num_heads=2, num_kv_heads=1, ffn_dim=16, max_seq_len=16)
 FIT = StateFit(SHAPE, 1, max_bytes=1 << 24)

@@ -21,7 +21,7 @@ from trainer.checkpoint.node import checkpoint_path, read_checkpoint, wallet_id
 from trainer.checkpoint.node.naming import kept_path, kept_paths
 from trainer.model import ModelConfig, build_model, preset
 from trainer.outer.diloco import FlatLayout
-from trainer.outer.engine.local import LocalCollective
+from trainer.outer.engine.collective import LocalCollective
 from trainer.run.config import RunConfig, from_mapping
 from trainer.run.node.data import endless, open_dataset
 from trainer.run.node.replica import Replica

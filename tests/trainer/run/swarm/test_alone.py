@@ -13,13 +13,13 @@ from tests.support.trainer_command import ROOT
 from trainer.errors import TrainerUsageError
 from trainer.run.config import RunConfig, from_mapping
 from trainer.run.node.stopping import StopRequest
-from trainer.run.swarm.alone import only_process
 from trainer.run.swarm.driver_node import run_driver
+from trainer.run.swarm.startup import only_process
 
 _HOLDER = """
 import sys
 from trainer.run.config import RunConfig
-from trainer.run.swarm.alone import only_process
+from trainer.run.swarm.startup import only_process
 
 with only_process(RunConfig(node_id="driver-1", state_dir=sys.argv[1])):
     print("held", flush=True)

@@ -16,9 +16,9 @@ from trainer.errors import IncompatiblePeerError, RefusedError
 from trainer.network.discovery import Announcement
 from trainer.network.rpc import Endpoint, Reply, Request
 from trainer.run.config import RunConfig, from_mapping
-from trainer.run.node.strangers import TERMS, register_terms
+from trainer.run.node.compatibility import TERMS, register_terms
+from trainer.run.swarm.compatibility import SwarmTerms, check_fit
 from trainer.run.swarm.shape import DRIVER, SwarmShape, shape_of
-from trainer.run.swarm.strangers import SwarmTerms, check_fit
 
 
 def shape_with(**changes: object) -> SwarmShape:
@@ -80,7 +80,7 @@ async def test_a_stranger_is_heard_of_first_and_those_that_fit_behind_it(ours: S
 async def test_one_that_fits_is_company_enough_however_many_keys_a_stranger_has(
     ours: SwarmShape, theirs: SwarmShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.run.node.strangers._SETTLE_S", 0.2)
+    monkeypatch.setattr("trainer.run.node.compatibility._SETTLE_S", 0.2)
     async with AsyncExitStack() as stack, running_endpoint() as own:
         strangers = [await a_driver(stack, theirs, f"stranger-{number}") for number in range(4)]
         resident = await a_driver(stack, ours, "resident")
@@ -92,7 +92,7 @@ async def test_one_that_fits_is_company_enough_however_many_keys_a_stranger_has(
 async def test_an_announcement_that_outlives_its_process_is_no_company(
     ours: SwarmShape, theirs: SwarmShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.run.node.strangers._SETTLE_S", 0.2)
+    monkeypatch.setattr("trainer.run.node.compatibility._SETTLE_S", 0.2)
     async with AsyncExitStack() as stack, running_endpoint() as own:
         strangers = [await a_driver(stack, theirs, f"stranger-{number}") for number in range(2)]
         former = gone(await a_driver(stack, ours, "former"))
@@ -108,7 +108,7 @@ async def test_the_dead_count_for_nothing_and_those_alive_are_asked_whenever_the
 ) -> None:
     """Of a misfit that hears first of dead ones alone, and of the run itself while it works."""
     for name in ("_SETTLE_S", "_STANDS_S", "_AGAIN_S"):
-        monkeypatch.setattr(f"trainer.run.node.strangers.{name}", 0.05)
+        monkeypatch.setattr(f"trainer.run.node.compatibility.{name}", 0.05)
     async with AsyncExitStack() as stack, running_endpoint() as own:
         residents = [await a_driver(stack, theirs, f"resident-{number}") for number in range(2)]
         of = ours if like == "the newcomer" else theirs
@@ -132,7 +132,7 @@ async def test_the_answer_of_one_that_fits_ends_the_question(
     ours: SwarmShape, theirs: SwarmShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("_SETTLE_S", "_STANDS_S", "_AGAIN_S"):
-        monkeypatch.setattr(f"trainer.run.node.strangers.{name}", 0.05)
+        monkeypatch.setattr(f"trainer.run.node.compatibility.{name}", 0.05)
     async with AsyncExitStack() as stack, running_endpoint() as own:
         resident = await a_driver(stack, ours, "resident")
         heard = [gone(resident)]

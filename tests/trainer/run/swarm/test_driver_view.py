@@ -14,7 +14,7 @@ from trainer.network.rpc import Endpoint, Identity
 from trainer.pipeline.driver.balancer import WorkerLoad
 from trainer.pipeline.driver.results import AuditStatus, DriverStatus, StageStatus
 from trainer.run.config import RunConfig, from_mapping
-from trainer.run.node.progress import Progress
+from trainer.run.node.announcement import Progress
 from trainer.run.swarm.announcing import Presence
 from trainer.run.swarm.driver_view import DriverView
 from trainer.run.swarm.shape import SwarmShape, shape_of

@@ -18,7 +18,7 @@ from trainer.model import build_model, export_hf
 from trainer.network.discovery.stage_report import StageReport, StageUid
 from trainer.run.config import RunConfig, from_mapping
 from trainer.run.swarm.building import build_stage_site
-from trainer.run.swarm.first_weights import check_first_weights
+from trainer.run.swarm.compatibility import check_first_weights
 from trainer.run.swarm.shape import shape_of
 
 MINE, OTHER = "1" * 16, "2" * 16

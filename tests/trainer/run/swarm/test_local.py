@@ -25,11 +25,10 @@ from trainer.monitor.metrics import Sources
 from trainer.run.cli.app import run
 from trainer.run.cli.swarm_lines import _JsonLines, _PlainLines, _Table, account_text, stage_table, workers_table
 from trainer.run.swarm.asking import ask_account, ask_stages
-from trainer.run.swarm.children import RestartPolicy
+from trainer.run.swarm.children import RestartPolicy, free_ports
 from trainer.run.swarm.local import LocalSwarm, Ports, seed_address, seed_spec, swarm_specs
-from trainer.run.swarm.ports import free_ports
 from trainer.run.swarm.running import run_local
-from trainer.run.swarm.sight import ProcessCount, Sight, sight_through
+from trainer.run.swarm.swarm_snapshot import ProcessCount, SwarmSnapshot, snapshot_through
 
 _ROOT = Path(__file__).resolve().parents[4]
 _STAGES = ("head", "body-1", "tail")
@@ -47,12 +46,12 @@ class Shown:
 
     def __init__(self) -> None:
         self.events: list[str] = []
-        self.sights: list[Sight] = []
+        self.sights: list[SwarmSnapshot] = []
 
     def event(self, text: str) -> None:
         self.events.append(text)
 
-    def show(self, sight: Sight) -> None:
+    def show(self, sight: SwarmSnapshot) -> None:
         self.sights.append(sight)
 
 
@@ -282,12 +281,12 @@ def test_whoever_is_no_driver_is_told_so(driver_url: str) -> None:
         ask_stages(driver_url + "/elsewhere")
     with pytest.raises(TrainerUsageError, match="--api: expected http://host:port"):
         ask_stages("127.0.0.1:8000")
-    assert sight_through(["http://127.0.0.1:1", driver_url, driver_url]).tokens_per_s == 2 * 1234.5
+    assert snapshot_through(["http://127.0.0.1:1", driver_url, driver_url]).tokens_per_s == 2 * 1234.5
 
 
-def _sight() -> Sight:
+def _sight() -> SwarmSnapshot:
     counts = (ProcessCount("drivers", 1, 1, 0), ProcessCount("head", 2, 2, 1), ProcessCount("tail", 0, 1, 4))
-    return Sight(counts, some_stages(), an_account(), 1234.5)
+    return SwarmSnapshot(counts, some_stages(), an_account(), 1234.5)
 
 
 def test_the_table_has_a_line_a_stage_and_says_which_is_empty() -> None:
@@ -299,7 +298,7 @@ def test_the_table_has_a_line_a_stage_and_says_which_is_empty() -> None:
     assert lines[4] == "step 12  loss 5.2500  1,234 tokens/s"
     assert not any("\x1b" in line for line in lines)
     assert "\x1b[31mtail" in stage_table(_sight(), is_coloured=True)[2]
-    assert stage_table(Sight())[-2:] == ["no driver answers yet", account_text(None)]
+    assert stage_table(SwarmSnapshot())[-2:] == ["no driver answers yet", account_text(None)]
 
 
 def test_a_terminal_is_redrawn_in_place_with_lines_cut_to_its_width(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,14 +331,14 @@ def test_what_is_wrong_with_workers_is_shown_and_whose_it_is() -> None:
     stages = some_stages()
     worker = a_worker("head.0.42", node_id="head.1", unsaved_s=63.2, unsaved_because="No space left\x1b[2J")
     troubled = stages.model_copy(update={"stages": (stages.stages[0].model_copy(update={"workers": (worker,) * 10}),)})
-    sight = Sight((ProcessCount("head", 1, 1, 0),), troubled)
+    sight = SwarmSnapshot((ProcessCount("head", 1, 1, 0),), troubled)
     said = "head.1: no checkpoint for 63 s: No space left?[2J"
     assert stage_table(sight)[2:-2] == [said] * 8 + ["and 2 more of this kind: see swarm status"]
     plain = io.StringIO()
     _PlainLines(plain).show(sight)
     assert f"; {said}; {said}" in plain.getvalue()
     assert "no checkpoint for 63 s: No space left" in workers_table(troubled, None)[1]
-    assert "no checkpoint" not in "\n".join(stage_table(Sight(stages=troubled))), "the table of workers says it"
+    assert "no checkpoint" not in "\n".join(stage_table(SwarmSnapshot(stages=troubled))), "the table of workers says it"
 
 
 def test_workers_that_disagree_are_both_named() -> None:
@@ -352,7 +351,7 @@ def test_workers_that_disagree_are_both_named() -> None:
     said = "\n".join(workers_table(seen, None))
     assert "computes something else than tail.0.43; one of them is wrong" in said
     assert "tail.42: computes something else than tail.0.43" in "\n".join(
-        stage_table(Sight((ProcessCount("tail", 2, 2, 0),), seen))
+        stage_table(SwarmSnapshot((ProcessCount("tail", 2, 2, 0),), seen))
     )
 
 
@@ -360,7 +359,7 @@ def test_a_worker_that_does_not_answer_is_not_shown_as_busy() -> None:
     stages = some_stages()
     worker = a_worker("tail.0.42", node_id="tail.1", silent_s=12.3, age_s=30.0, in_flight=3)
     tail = stages.stages[1].model_copy(update={"workers": (worker,), "version": 12, "empty_for_s": 0.0})
-    sight = Sight((ProcessCount("tail", 1, 1, 0),), stages.model_copy(update={"stages": (tail,)}))
+    sight = SwarmSnapshot((ProcessCount("tail", 1, 1, 0),), stages.model_copy(update={"stages": (tail,)}))
     _, row, *troubles, _, _ = stage_table(sight)
     assert row.split() == ["tail", "1/1", "0/1", "12", "–", "–", "–"]
     assert troubles == [

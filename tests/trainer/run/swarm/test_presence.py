@@ -22,8 +22,8 @@ from trainer.network.discovery.stage_report import StageReport, StageUid
 from trainer.network.rpc import Endpoint, Identity
 from trainer.pipeline.ledger.lanes import Lane
 from trainer.run.config import RunConfig, from_mapping
+from trainer.run.node.announcement import Progress
 from trainer.run.node.data import open_session
-from trainer.run.node.progress import Progress
 from trainer.run.node.stopping import StopRequest
 from trainer.run.swarm.announcing import Presence
 from trainer.run.swarm.driver_node import DriverNode

@@ -307,6 +307,14 @@ def test_no_orphans_when_the_tree_is_killed(tmp_path: Path) -> None:
 
 def test_a_child_of_a_parent_that_is_gone_does_not_begin(tmp_path: Path) -> None:
     mark = tmp_path / "ran"
-    command = [sys.executable, "-m", "trainer.run.swarm.under", "1", sys.executable, "-c", f"open({str(mark)!r}, 'w')"]
+    command = [
+        sys.executable,
+        "-m",
+        "trainer.run.swarm.parent_death_signal",
+        "1",
+        sys.executable,
+        "-c",
+        f"open({str(mark)!r}, 'w')",
+    ]
     assert subprocess.run(command, cwd=_ROOT, timeout=30, check=False).returncode == 1
     assert not mark.exists()

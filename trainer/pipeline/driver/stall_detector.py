@@ -1,0 +1,138 @@
+"""Which workers do not answer while micro-batches wait for them, told when it begins and when it is over.
+
+A worker that is stopped, or cut off, fails only when a request's time is over, a minute by default, and where it is the
+only one of its stage everything waits until then. So whoever has had no answer for `_ASK_AFTER_S` is asked how it is
+doing, which takes a live worker some milliseconds however much it has to compute: one that is merely slow is not named,
+nor, in a chain, those before the one that hangs. It costs a message of some bytes for every 5 s that a worker takes for
+a micro-batch.
+
+One thing is decided by it: where all of a stage are banned, those banned for silence are asked too, and whoever answers
+gets work again at once instead of when its ban is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from trainer.errors import PeerUnavailableError, RpcError
+from trainer.network.rpc import Endpoint
+from trainer.pipeline.driver.pool import StagePool
+from trainer.pipeline.driver.workers import StageWorker
+from trainer.pipeline.worker.status import STATUS, StatusAnswer, StatusAsk
+
+__all__ = ["StallDetector"]
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 1.0
+_ASK_AFTER_S = 5.0
+_SAY_AFTER_S = 10.0
+_ANSWER_S = 3.0
+
+
+class StallDetector:
+    """Keeps watch over the workers of all stages; for the driver's event loop.
+
+    Args:
+        endpoint: the driver's own.
+        pools: the stages'.
+        clock: that of the pools.
+        say_after_s: seconds without any answer after which a worker is named; half of it before it is asked.
+        look_s: seconds between two looks.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        pools: Mapping[str, StagePool],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        say_after_s: float = _SAY_AFTER_S,
+        look_s: float = _LOOK_S,
+    ) -> None:
+        self._endpoint = endpoint
+        self._pools = pools
+        self._clock = clock
+        self._say_after_s = say_after_s
+        self._look_s = look_s
+        self._heard_s: dict[str, float] = {}
+        """When those that were asked how they are answered last, by key."""
+        self._silent: dict[str, tuple[StageWorker, float]] = {}
+        """Those that were named, and since when nothing came; by key."""
+
+    async def watch(self) -> None:
+        """For ever."""
+        while True:
+            try:
+                await self.look()
+            except Exception:  # It decides nothing: the driver does as well without.
+                logger.exception("whether workers answer is not known now")
+            await asyncio.sleep(self._look_s)
+
+    async def look(self) -> None:
+        """Asks those of whom nothing has come for a while, and tells what has changed."""
+        there = {worker.key: (pool, worker) for pool in self._pools.values() for worker in pool.workers()}
+        self._forget(there.keys())
+        waits = {key: wait for pool in self._pools.values() for key, wait in pool.waits().items() if key in there}
+        now = self._clock()
+        quiet = [
+            key
+            for key, (since_s, _) in waits.items()
+            if now - max(since_s, self._heard_s.get(key, since_s)) >= min(_ASK_AFTER_S, self._say_after_s / 2)
+        ]
+        banned = [worker.key for pool in self._pools.values() for worker in pool.to_be_asked()]
+        asked = list(dict.fromkeys([*quiet, *self._silent, *banned]))
+        answers = await asyncio.gather(*(self._answers(there[key][1]) for key in asked))
+        for key, answered in zip(asked, answers, strict=True):
+            pool, worker = there[key]
+            if answered:
+                self._heard_from(worker)
+                if key in banned:
+                    pool.answers(worker)
+            elif key in waits and key not in self._silent:
+                self._nothing_from(worker, *waits[key])
+
+    def silent(self) -> dict[str, float]:
+        """Seconds without an answer of those that were named, by key."""
+        now = self._clock()
+        return {key: now - since_s for key, (_, since_s) in self._silent.items()}
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _heard_from(self, worker: StageWorker) -> None:
+        now = self._clock()
+        self._heard_s[worker.key] = now
+        known = self._silent.pop(worker.key, None)
+        if known is not None:
+            logger.warning("%s answers again, after %.0f s", worker.uid, now - known[1])
+
+    def _nothing_from(self, worker: StageWorker, since_s: float, num_waiting: int) -> None:
+        since_s = max(since_s, self._heard_s.get(worker.key, since_s))
+        silent_s = self._clock() - since_s
+        if silent_s < self._say_after_s:
+            return
+        self._silent[worker.key] = (worker, since_s)
+        logger.warning(
+            "%s has not answered for %.0f s; micro-batches wait for it (%d)", worker.uid, silent_s, num_waiting
+        )
+
+    def _forget(self, there: Iterable[str]) -> None:
+        """Whoever is announced no longer is waited for no longer."""
+        kept = set(there)
+        for key in self._silent.keys() - kept:
+            worker, since_s = self._silent.pop(key)
+            logger.warning("%s is gone: nothing came from it for %.0f s", worker.uid, self._clock() - since_s)
+        self._heard_s = {key: heard_s for key, heard_s in self._heard_s.items() if key in kept}
+
+    async def _answers(self, worker: StageWorker) -> bool:
+        """Whether anything comes back; a refusal is an answer too."""
+        try:
+            await self._endpoint.call(worker.unpinned().peer, STATUS, StatusAsk(), StatusAnswer, timeout_s=_ANSWER_S)
+        except PeerUnavailableError:
+            return False
+        except RpcError:
+            return True
+        return True

@@ -1,0 +1,522 @@
+"""What every record adds up to: open micro-batches one by one, settled ones as counts.
+
+Whether a micro-batch is settled needs no memory of it: it is if it was leased (its shard's cursor says so) and is
+neither held nor waiting. So memory is bounded by what is open, a few thousand micro-batches of some 200 bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Self
+
+from trainer.errors import LedgerError, TrainerUsageError
+from trainer.pipeline.ledger.account import Account, LaneProgress, LostCount, PerishedCount, Tally
+from trainer.pipeline.ledger.lane_book import Intervals, LaneBook
+from trainer.pipeline.ledger.records import (
+    Granted,
+    Grown,
+    LeaseState,
+    Opened,
+    Record,
+    Resolved,
+    Settled,
+    Snapshot,
+    Workers,
+    WorkerSeen,
+    WorkerState,
+)
+from trainer.pipeline.ledger.units import LaneSpec, LedgerSpec, Run, Unit, runs_of
+from trainer.pipeline.protocol.micro_batch import MicroBatchId
+from trainer.pipeline.protocol.work import StageCredit
+
+__all__ = ["LeaseBook", "LedgerState", "WorkerBook"]
+
+_MOST_WAYS = 256
+_MOST_UNANNOUNCED = 1024
+_MOST_GAPS = 4096
+"""Runs of numbers kept of one worker; honest drivers' credits of it close up."""
+_MOST_DEPARTED = 4096
+_OTHER = "other"
+"""The reason counted for whatever drivers come up with beyond so many pairs of stage and reason."""
+
+
+@dataclass(slots=True)
+class LeaseBook:
+    """A live lease."""
+
+    driver: str
+    open: set[MicroBatchId] = field(default_factory=set)
+    bereaved: bool = False
+    """A worker of the last stage has vanished since it was given: what that one had applied cannot be asked any more.
+
+    Of other stages that does not matter: they apply what the last stage has applied before, so that where nobody there
+    has, nobody has.
+    """
+
+
+@dataclass(slots=True)
+class WorkerBook:
+    """A worker that is taken to be alive."""
+
+    stage: str
+    announced: bool = False
+    """Whether it was heard of by itself. Of others drivers alone speak, who may invent them: when they go, that says
+    nothing of anybody's leases, nor is anything counted as perished with them."""
+    shared_through: int = 0
+    unshared: Intervals = field(default_factory=Intervals)
+    """Numbers of the micro-batches that it acknowledged and is not known to have shared."""
+
+    def acknowledge(self, number: int) -> int:
+        """Takes note of a micro-batch that it has counted; by how many more it is not known to have shared."""
+        before = len(self.unshared)
+        if number > self.shared_through and self.unshared.num_runs < _MOST_GAPS:
+            self.unshared.add(number)
+        return len(self.unshared) - before
+
+    def share(self, through: int) -> None:
+        """Takes note of what outlives it."""
+        if through > self.shared_through:
+            self.shared_through = through
+            self.unshared.drop_through(through)
+
+
+class _Sum(NamedTuple):
+    micro_batches: int = 0
+    rows: int = 0
+
+    def plus(self, rows: int) -> _Sum:
+        return _Sum(self.micro_batches + 1, self.rows + rows)
+
+
+class LedgerState:
+    """The state of an account; changed by `apply` alone. Use `of`.
+
+    Args:
+        spec: what it is of.
+        shards: of each lane, ascending; at least as many as the records speak of.
+        lanes: where they stand.
+    """
+
+    def __init__(self, spec: LedgerSpec, shards: Sequence[Sequence[int]], lanes: Sequence[LaneBook]) -> None:
+        self.spec = spec
+        self.shards = tuple(shards)
+        self.lanes = list(lanes)
+        self.leases: dict[str, LeaseBook] = {}
+        self.waiting: dict[MicroBatchId, None] = {}
+        self.workers: dict[str, WorkerBook] = {}
+        self._departed: dict[str, WorkerBook] = {}
+        """Announced once and gone lately, the last at the end: drivers may only now say what these have counted."""
+        self._holder: dict[MicroBatchId, str] = {}
+        self._done, self._lost = _Sum(), _Sum()
+        self._open_rows = 0
+        self._lost_by: Counter[tuple[str, str]] = Counter()
+        self._perished_by: Counter[str] = Counter()
+        self._trained_tokens = self._reissued = 0
+        self._noted: tuple[int, int] | None = None
+        """The stages' version when it was noted last, and the tokens that were settled then."""
+
+    @classmethod
+    def of(cls, records: Iterable[Record], spec: LedgerSpec, shards: Sequence[Sequence[int]]) -> Self:
+        """What a journal adds up to.
+
+        Args:
+            records: all of it, the first of which is an `Opened` or a `Snapshot`.
+            spec: what the account is expected to be of.
+            shards: of each lane, as the store is now.
+
+        Raises:
+            LedgerError: it is of something else, or its records contradict each other.
+        """
+        iterator = iter(records)
+        first = next(iterator, None)
+        if not isinstance(first, Opened | Snapshot):
+            raise LedgerError(f"expected a journal that begins with what it is of, found {type(first).__name__}")
+        _check_spec(first.spec, spec)
+        books = cls._opened(first, shards) if isinstance(first, Opened) else cls._restored(first, shards)
+        for record in iterator:
+            books.apply(record)
+        return books
+
+    @classmethod
+    def _opened(cls, record: Opened, shards: Sequence[Sequence[int]]) -> Self:
+        _check_shards(record.shards, shards)
+        units = record.spec.layout.units_per_shard
+        lanes = [LaneBook.new(ids, units, count) for ids, count in zip(shards, record.shards, strict=True)]
+        return cls(record.spec, shards, lanes)
+
+    @classmethod
+    def _restored(cls, record: Snapshot, shards: Sequence[Sequence[int]]) -> Self:
+        _check_shards([lane.next_num_shards for lane in record.lanes], shards)
+        units = record.spec.layout.units_per_shard
+        lanes = [LaneBook(ids, units, state) for ids, state in zip(shards, record.lanes, strict=True)]
+        books = cls(record.spec, shards, lanes)
+        books._restore(record)
+        return books
+
+    def holder(self, micro_batch: MicroBatchId) -> str | None:
+        """The token of the lease it is open in."""
+        return self._holder.get(micro_batch)
+
+    def lane_of(self, shard: int) -> LaneBook | None:
+        """The lane that has a shard."""
+        return next((lane for lane in self.lanes if lane.has(shard)), None)
+
+    def is_leased(self, micro_batch: MicroBatchId) -> bool:
+        """Whether it was given to a driver at least once."""
+        lane = self.lane_of(micro_batch.shard)
+        return lane is not None and lane.is_leased(self._unit_of(micro_batch))
+
+    @property
+    def num_open(self) -> int:
+        """Micro-batches that drivers have."""
+        return len(self._holder)
+
+    def num_held_by(self, driver: str) -> int:
+        """Micro-batches a driver has."""
+        return sum(len(lease.open) for lease in self.leases.values() if lease.driver == driver)
+
+    def announced_workers(self) -> set[str]:
+        """Incarnations of those who were heard of by themselves, and are not gone."""
+        return {incarnation for incarnation, worker in self.workers.items() if worker.announced}
+
+    def has_heard_of(self, credit: StageCredit) -> bool:
+        """Whether the worker that a driver names has announced itself for that stage, now or not long ago."""
+        worker = self._known(credit.incarnation)
+        return worker is not None and worker.announced and worker.stage == credit.stage
+
+    def has_news(self, seen: WorkerSeen) -> bool:
+        """Whether what a worker says changes anything."""
+        worker, former = self.workers.get(seen.incarnation), self._known(seen.resumed)
+        if worker is None or not worker.announced or seen.shared_through > worker.shared_through:
+            return True
+        return former is not None and former.stage == seen.stage and seen.resumed_through > former.shared_through
+
+    @property
+    def noted_version(self) -> int | None:
+        """The stages' version when it was noted last; None: it never was."""
+        return None if self._noted is None else self._noted[0]
+
+    def highest_version(self, target_tokens: int) -> int | None:
+        """The version that stages can have if this account tells of all that they were trained on.
+
+        Args:
+            target_tokens: of an optimizer step.
+
+        Returns:
+            It; None: that is not known, since nothing was ever noted of them.
+        """
+        leased = (self._done.rows + self._lost.rows + self._open_rows) * self.spec.layout.seq_len
+        if self._noted is None:
+            return None if leased else 0
+        version, settled = self._noted
+        return version + -(-(leased - settled) // target_tokens)
+
+    def spoken_for_tokens(self) -> int:
+        """Tokens that were trained on, or that a driver has to train on."""
+        layout = self.spec.layout
+        waiting_rows = sum(map(layout.rows_of, self.waiting))
+        return self._trained_tokens + (self._open_rows - waiting_rows) * layout.seq_len
+
+    def apply(self, record: Record) -> None:
+        """Adds a record.
+
+        Raises:
+            LedgerError: it contradicts those before it.
+        """
+        match record:
+            case Granted():
+                self._grant(record)
+            case Settled():
+                self._settle(record)
+            case Resolved():
+                self._resolve(record)
+            case Workers():
+                self._take_note(record)
+            case Grown():
+                self._grow(record)
+            case _:
+                raise LedgerError(f"expected one beginning of a journal, found a second one ({record.kind})")
+
+    def draft(self) -> list[LaneBook]:
+        """Copies of the lanes, to try on what comes next."""
+        units = self.spec.layout.units_per_shard
+        return [LaneBook(ids, units, lane.state) for ids, lane in zip(self.shards, self.lanes, strict=True)]
+
+    def know(self, shards: Sequence[Sequence[int]]) -> None:
+        """Learns the ids of further shards of each lane."""
+        self.shards = tuple(shards)
+        for lane, ids in zip(self.lanes, shards, strict=True):
+            lane.know(ids)
+
+    def account(self) -> Account:
+        """What has become of the data so far."""
+        seq_len = self.spec.layout.seq_len
+        num_open = len(self._holder) + len(self.waiting)
+        done, lost = self._done, self._lost
+        return Account(
+            micro_batches=Tally(
+                leased=done.micro_batches + lost.micro_batches + num_open,
+                done=done.micro_batches,
+                lost=lost.micro_batches,
+                open=num_open,
+            ),
+            tokens=Tally(
+                leased=(done.rows + lost.rows + self._open_rows) * seq_len,
+                done=done.rows * seq_len,
+                lost=lost.rows * seq_len,
+                open=self._open_rows * seq_len,
+            ),
+            trained_tokens=self._trained_tokens,
+            waiting=len(self.waiting),
+            reissued=self._reissued,
+            leases=len(self.leases),
+            lost=tuple(
+                LostCount(stage=stage, reason=reason, micro_batches=count)
+                for (stage, reason), count in sorted(self._lost_by.items())
+            ),
+            perished=tuple(
+                PerishedCount(stage=stage, micro_batches=count)
+                for stage, count in sorted(self._perished_by.items())
+                if count
+            ),
+            lanes=tuple(map(_progress, self.spec.lanes, self.lanes)),
+        )
+
+    def snapshot(self) -> Snapshot:
+        """All of it as one record."""
+        layout = self.spec.layout
+        return Snapshot(
+            spec=self.spec,
+            lanes=tuple(lane.state for lane in self.lanes),
+            leases=tuple(
+                LeaseState(token=token, driver=lease.driver, bereaved=lease.bereaved, open=runs_of(lease.open, layout))
+                for token, lease in self.leases.items()
+            ),
+            waiting=runs_of(self.waiting, layout),
+            workers=_states(self.workers),
+            departed=_states(self._departed),
+            done=self._done,
+            lost=self._lost,
+            lost_by=tuple((stage, reason, count) for (stage, reason), count in sorted(self._lost_by.items())),
+            perished_by=tuple(sorted(self._perished_by.items())),
+            trained_tokens=self._trained_tokens,
+            reissued=self._reissued,
+            noted=self._noted,
+        )
+
+    def _restore(self, snapshot: Snapshot) -> None:
+        """Takes up what a snapshot says beside the lanes."""
+        layout = self.spec.layout
+        for lease in snapshot.leases:
+            self.leases[lease.token] = LeaseBook(lease.driver, bereaved=lease.bereaved)
+            for micro_batch in _each(lease.open, self.spec):
+                self._hold(micro_batch, lease.token)
+                self._open_rows += layout.rows_of(micro_batch)
+        for micro_batch in _each(snapshot.waiting, self.spec):
+            self.waiting[micro_batch] = None
+            self._open_rows += layout.rows_of(micro_batch)
+        self.workers, self._departed = _workers(snapshot.workers), _workers(snapshot.departed)
+        self._done, self._lost = _Sum(*snapshot.done), _Sum(*snapshot.lost)
+        self._lost_by.update({(stage, reason): count for stage, reason, count in snapshot.lost_by})
+        self._perished_by.update(dict(snapshot.perished_by))
+        self._trained_tokens, self._reissued = snapshot.trained_tokens, snapshot.reissued
+        self._noted = snapshot.noted
+
+    def _grant(self, record: Granted) -> None:
+        self.leases.setdefault(record.token, LeaseBook(record.driver))
+        for micro_batch in _each(record.runs, self.spec):
+            if micro_batch in self._holder:
+                raise LedgerError(f"expected a micro-batch that nobody holds, found {micro_batch}")
+            if micro_batch in self.waiting:
+                del self.waiting[micro_batch]
+                self._reissued += 1
+            else:
+                self._lease_anew(micro_batch)
+            self._hold(micro_batch, record.token)
+
+    def _lease_anew(self, micro_batch: MicroBatchId) -> None:
+        layout = self.spec.layout
+        unit, lane = self._unit_of(micro_batch), self.lane_of(micro_batch.shard)
+        if lane is None:
+            raise LedgerError(f"expected a shard of this account, found {micro_batch}")
+        if micro_batch.row % layout.unit_rows == 0:
+            lane.lease(unit)
+        elif not lane.is_leased(unit):
+            raise LedgerError(f"expected the beginning of a unit, found {micro_batch}")
+        self._open_rows += layout.rows_of(micro_batch)
+
+    def _settle(self, record: Settled) -> None:
+        for settlement in record.settlements:
+            micro_batch = MicroBatchId.parse(settlement.micro_batch)
+            rows = self._release(micro_batch, record.token)
+            if settlement.outcome == "done":
+                self._done = self._done.plus(rows)
+                self._trained_tokens += settlement.num_tokens
+            else:
+                self._lose(rows, settlement.lost_at or "", settlement.reason or "")
+            for credit in settlement.credits:
+                self._credit(credit)
+        for micro_batch in _each(record.handed_back, self.spec):
+            self._return(micro_batch, record.token)
+        self._forget_if_empty(record.token)
+
+    def _resolve(self, record: Resolved) -> None:
+        for micro_batch in _each(record.done, self.spec):
+            rows = self._release(micro_batch, record.token)
+            self._done = self._done.plus(rows)
+            self._trained_tokens += rows * self.spec.layout.seq_len
+        for lost in record.lost:
+            for micro_batch in _each(lost.runs, self.spec):
+                self._lose(self._release(micro_batch, record.token), lost.stage, lost.reason)
+        for micro_batch in _each(record.returned, self.spec):
+            self._return(micro_batch, record.token)
+        self._forget_if_empty(record.token)
+
+    def _take_note(self, record: Workers) -> None:
+        if record.version is not None:
+            self._noted = record.version, (self._done.rows + self._lost.rows) * self.spec.layout.seq_len
+        for seen in record.seen:
+            worker = self.workers.get(seen.incarnation) or self._back(seen.incarnation) or WorkerBook(seen.stage)
+            self.workers[seen.incarnation] = worker
+            worker.announced, worker.stage = True, seen.stage
+            worker.share(seen.shared_through)
+            self._take_back(seen)
+        for incarnation in record.gone:
+            gone = self.workers.pop(incarnation, None)
+            if gone is None or not gone.announced:
+                continue
+            if len(gone.unshared):
+                self._perished_by[gone.stage] += len(gone.unshared)
+            self._departed[incarnation] = gone
+            if len(self._departed) > _MOST_DEPARTED:
+                del self._departed[next(iter(self._departed))]
+            if gone.stage == self.spec.stages[-1]:  # It counts before all others: what no tail has, nobody has.
+                for lease in self.leases.values():
+                    lease.bereaved = True
+
+    def _known(self, incarnation: str | None) -> WorkerBook | None:
+        """One that is there, or was lately."""
+        return None if incarnation is None else self.workers.get(incarnation) or self._departed.get(incarnation)
+
+    def _take_back(self, seen: WorkerSeen) -> None:
+        """What a worker goes on with of one before it has not perished with that."""
+        former = self._known(seen.resumed)
+        if former is None or former.stage != seen.stage:
+            return
+        before = len(former.unshared)
+        former.share(seen.resumed_through)
+        if seen.resumed in self._departed:
+            self._perished_by[former.stage] -= before - len(former.unshared)
+
+    def _back(self, incarnation: str) -> WorkerBook | None:
+        """One that was silent for so long that it counted as gone, and what it had does not count as perished."""
+        worker = self._departed.pop(incarnation, None)
+        if worker is not None:
+            self._perished_by[worker.stage] -= len(worker.unshared)
+        return worker
+
+    def _grow(self, record: Grown) -> None:
+        _check_shards(record.shards, self.shards)
+        for lane, num_shards in zip(self.lanes, record.shards, strict=True):
+            lane.grow(num_shards)
+
+    def _credit(self, credit: StageCredit) -> None:
+        """What a worker has counted, as a driver says; what it has shared it says itself (`WorkerSeen`)."""
+        worker = self.workers.get(credit.incarnation)
+        departed = self._departed.get(credit.incarnation) if worker is None else None
+        if departed is not None:
+            self._perished_by[departed.stage] += departed.acknowledge(credit.applied_number)
+            return
+        if worker is None:
+            if sum(not each.announced for each in self.workers.values()) >= _MOST_UNANNOUNCED:
+                return
+            worker = self.workers[credit.incarnation] = WorkerBook(credit.stage)
+        worker.acknowledge(credit.applied_number)
+
+    def _hold(self, micro_batch: MicroBatchId, token: str) -> None:
+        self.leases[token].open.add(micro_batch)
+        self._holder[micro_batch] = token
+
+    def _release(self, micro_batch: MicroBatchId, token: str) -> int:
+        """Takes it out of its lease; how many rows it has, which are not open any more."""
+        self._drop(micro_batch, token)
+        rows = self.spec.layout.rows_of(micro_batch)
+        self._open_rows -= rows
+        return rows
+
+    def _return(self, micro_batch: MicroBatchId, token: str) -> None:
+        self._drop(micro_batch, token)
+        self.waiting[micro_batch] = None
+
+    def _drop(self, micro_batch: MicroBatchId, token: str) -> None:
+        if self._holder.get(micro_batch) != token:
+            raise LedgerError(f"expected a micro-batch that is open in lease {token[:8]}, found {micro_batch}")
+        del self._holder[micro_batch]
+        self.leases[token].open.discard(micro_batch)
+
+    def _lose(self, rows: int, stage: str, reason: str) -> None:
+        self._lost = self._lost.plus(rows)
+        is_new = (stage, reason) not in self._lost_by
+        self._lost_by[stage, _OTHER if is_new and len(self._lost_by) >= _MOST_WAYS else reason] += 1
+
+    def _forget_if_empty(self, token: str) -> None:
+        lease = self.leases.get(token)
+        if lease is not None and not lease.open:
+            del self.leases[token]
+
+    def _unit_of(self, micro_batch: MicroBatchId) -> Unit:
+        return Unit(micro_batch.epoch, micro_batch.shard, micro_batch.row // self.spec.layout.unit_rows)
+
+
+def _each(runs: Iterable[Run], spec: LedgerSpec) -> Iterable[MicroBatchId]:
+    for run in runs:
+        yield from spec.layout.micro_batches(run)
+
+
+def _states(workers: Mapping[str, WorkerBook]) -> tuple[WorkerState, ...]:
+    return tuple(
+        WorkerState(
+            stage=worker.stage,
+            incarnation=incarnation,
+            announced=worker.announced,
+            shared_through=worker.shared_through,
+            unshared=tuple(worker.unshared),
+        )
+        for incarnation, worker in workers.items()
+    )
+
+
+def _workers(states: Iterable[WorkerState]) -> dict[str, WorkerBook]:
+    return {
+        state.incarnation: WorkerBook(state.stage, state.announced, state.shared_through, Intervals(state.unshared))
+        for state in states
+    }
+
+
+def _progress(spec: LaneSpec, lane: LaneBook) -> LaneProgress:
+    leased, units = lane.units_of_epoch
+    return LaneProgress(source=spec.source, epoch=lane.epoch, shards=lane.num_shards, units_leased=leased, units=units)
+
+
+def _check_shards(expected: Sequence[int], shards: Sequence[Sequence[int]]) -> None:
+    found = [len(each) for each in shards]
+    if len(found) != len(expected) or any(map(int.__lt__, found, expected)):
+        raise LedgerError(
+            f"expected a store with at least {list(expected)} shards a lane, as the account has, found {found}"
+        )
+
+
+def _check_spec(found: LedgerSpec, expected: LedgerSpec) -> None:
+    """Raises LedgerError if an account is of something else."""
+    if found == expected:
+        return
+    for name in type(expected).model_fields:
+        ours, theirs = getattr(expected, name), getattr(found, name)
+        if ours != theirs:
+            raise LedgerError(
+                f"expected an account with {name} {ours}, as this run has, found {theirs}; take another state folder "
+                "or the run's own settings"
+            )
+    raise TrainerUsageError("expected specs that differ in a field")

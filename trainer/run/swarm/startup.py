@@ -1,0 +1,70 @@
+"""What is settled before a process of a swarm begins: errors that keep it from beginning, and one process a name.
+
+What keeps a process of a swarm from beginning, told apart from what ends one at work.
+
+A checkpoint folder that is a file, checkpoints of another cut, a journal of other data: started again with the same
+run file it would find the same. Such an end is exit code 2, like options that make no sense, by which `swarm up` and
+service managers (systemd's ``RestartPreventExitStatus=2``) know that only a person can help. What fails once a process
+has served keeps its own class and exit code 1: another start may well do.
+
+One process for a name: two with the same ``--node-id`` on one machine have one key, and the others know them by it.
+
+Both would be announced in turn under that key, so whoever asked the one would now and then be answered by the other:
+another incarnation, which others take for the end of the first. A lock beside the key's file tells them apart; the
+system gives it up with the process, however that ends. Not seen is a key that was copied to another machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from filelock import FileLock, Timeout
+
+from trainer.errors import CheckpointError, LedgerError, TrainerUsageError
+from trainer.run.config import RunConfig
+from trainer.run.node.identity import identity_path
+
+__all__ = ["beginning", "only_process"]
+
+
+@contextmanager
+def beginning() -> Iterator[None]:
+    """Around what a process reads and opens before it serves.
+
+    Raises:
+        TrainerUsageError: a checkpoint or an account that it was given cannot be used.
+    """
+    try:
+        yield
+    except (CheckpointError, LedgerError) as error:
+        raise TrainerUsageError(str(error)) from error
+
+
+@contextmanager
+def only_process(config: RunConfig) -> Iterator[None]:
+    """Nobody else goes by this name and state folder meanwhile.
+
+    Args:
+        config: whose ``node_id`` and ``state_dir`` it is.
+
+    Raises:
+        TrainerUsageError: somebody does, or the folder cannot be written.
+    """
+    file = identity_path(config).with_suffix(".lock")
+    lock = FileLock(file, timeout=0, thread_local=False)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        raise TrainerUsageError(
+            f"--node-id {config.node_id}: expected a name of its own, found that another process with the key in "
+            f"{file.parent} is running; give this one another --node-id or state_dir (a second swarm up: another "
+            "--folder)"
+        ) from None
+    except OSError as error:
+        raise TrainerUsageError(f"state_dir: expected a folder that can be written, found {error}") from error
+    try:
+        yield
+    finally:
+        lock.release()

@@ -1,0 +1,162 @@
+"""Whether a worker that begins is abreast of the run's other stages, as their workers announce where they are.
+
+A pipeline makes no step without all of its stages. So where the others have long stepped, and of a stage there is
+neither a checkpoint here nor a worker elsewhere, its work is lost, or lies on a disk that nobody has started from.
+First weights would train on among trained ones, and the loss alone would tell. Such a worker waits a while for one that
+has the stage's state, serves nothing meanwhile, and then refuses (`swarm.checkpoint.begin_anew` has it go on).
+
+What decides is not how far the others are, but how much of it they have on disk (`StageReport.saved`). Until the first
+multiple of `interval_s` nobody has anything, and a stage whose only worker dies then has to begin anew: that loss is
+what the interval was chosen for, and refusing would end the swarm for it. It is warned of. Once the others have saved,
+so should this stage have. A few steps are never told: stages step by themselves, and announcements are seconds old.
+
+Others are heard of one after another, so the question stays open behind the beginning, until the stage has stepped for
+a while: without the others there can have been no step. Announcements are believed: who announces a worker that has
+saved much can keep others from beginning an empty stage, though nobody that has a checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from trainer.checkpoint.stages.config import StagewiseConfig
+from trainer.errors import TrainerUsageError
+from trainer.network.discovery.stage_report import StageReport, StageUid
+
+__all__ = ["StartupVersionCheck"]
+
+logger = logging.getLogger(__name__)
+
+_FEW_STEPS = 4
+_SMALL_SHARE = 0.01
+"""Of a run's steps: micro-batches that were lost in some stages and counted in others have them drift apart."""
+
+
+class StartupVersionCheck:
+    """One worker's beginning. Used by the thread that decides about coming and going.
+
+    Args:
+        stage: the worker's.
+        names: of all stages, head first.
+        config: of checkpoints.
+        grace_s: how long to wait for a worker that has the stage's state; and for how long behind the stage's first
+            step in this process's life what is heard of others still belongs to the beginning.
+        version: the worker's own.
+        reports: what the run's other workers say.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        names: Sequence[str],
+        config: StagewiseConfig,
+        grace_s: float,
+        *,
+        version: Callable[[], int],
+        reports: Callable[[], Iterable[StageReport]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.is_anew = True
+        """The worker has the run's first weights; to be cleared when it goes on from a checkpoint or others' state."""
+        self._stage = stage
+        self._names = names
+        self._config = config
+        self._grace_s = grace_s
+        self._version = version
+        self._reports = reports
+        self._clock = clock
+        self._is_compared = False
+        self._first_version: int | None = None
+        self._stepped_s: float | None = None
+        self._waits_since_s: float | None = None
+
+    def may_serve(self) -> bool:
+        """Whether a worker that has nobody to take a state from may serve what it has; False: not yet, ask again.
+
+        Raises:
+            TrainerUsageError: its stage's work is lost, or lies elsewhere.
+        """
+        if not self.is_anew or self._is_long_begun():
+            return True
+        reports = list(self._reports())
+        versions = self._versions(report for report in reports if report.status != "leaving")
+        own = versions[self._stage]
+        if max(versions.values()) - own <= _FEW_STEPS:
+            self._waits_since_s = None
+            return True
+        saved = max((report.saved for report in reports if _stage_of(report) != self._stage), default=0)
+        if saved - own > _FEW_STEPS and not self._config.begin_anew:
+            return self._wait(saved, versions)
+        self.is_anew, self._is_compared = False, True
+        logger.warning(
+            "%s BEGINS ANEW, with first weights, among stages that are trained (%s): there is no checkpoint of it here "
+            "and no worker that serves it; what it had learned is lost",
+            self._stage,
+            _spell(versions),
+        )
+        return True
+
+    def compare(self) -> None:
+        """Says once, when all stages serve, if they go on from versions that are far apart."""
+        if self._is_compared:
+            return
+        self._is_compared = self._is_long_begun()
+        versions = self._versions(report for report in self._reports() if report.status == "serving")
+        if self._is_compared or set(versions) < set(self._names):
+            return
+        self._is_compared = True
+        newest = max(versions.values())
+        if newest - min(versions.values()) > max(_FEW_STEPS, _SMALL_SHARE * newest):
+            logger.warning(
+                "the stages go on from versions that are far apart (%s), as from checkpoints of different ages; stop "
+                "all workers and use python -m trainer rollback to have them begin from one moment",
+                _spell({name: versions[name] for name in self._names}),
+            )
+
+    def _wait(self, saved: int, versions: dict[str, int]) -> bool:
+        now_s = self._clock()
+        if self._waits_since_s is None:
+            self._waits_since_s = now_s
+            logger.warning(
+                "%s: no checkpoint of it here and no worker that serves it, while others are trained (%s); waiting "
+                "%.0f s for one that has its state",
+                self._stage,
+                _spell(versions),
+                self._grace_s,
+            )
+        if now_s - self._waits_since_s < self._grace_s:
+            return False
+        raise TrainerUsageError(
+            f"{self._stage}: expected a checkpoint of it in {self._config.directory}, or a worker of it, found neither "
+            f"among stages that have saved up to version {saved} ({_spell(versions)}); copy here what the "
+            "machine that held it has, start a worker there, or set swarm.checkpoint.begin_anew to go on with this "
+            "stage's first weights"
+        )
+
+    def _versions(self, reports: Iterable[StageReport]) -> dict[str, int]:
+        """The highest of each stage, this worker's own included."""
+        versions = {self._stage: self._version()}
+        for report in reports:
+            stage = _stage_of(report)
+            if stage in self._names:
+                versions[stage] = max(report.version, versions.get(stage, 0))
+        return versions
+
+    def _is_long_begun(self) -> bool:
+        version = self._version()
+        if self._first_version is None:
+            self._first_version = version
+        if self._stepped_s is None and version > self._first_version:
+            self._stepped_s = self._clock()
+        return self._stepped_s is not None and self._clock() - self._stepped_s >= self._grace_s
+
+
+def _stage_of(report: StageReport) -> str:
+    return StageUid.parse(report.uid).stage
+
+
+def _spell(versions: dict[str, int]) -> str:
+    return ", ".join(f"{stage} at version {version}" for stage, version in versions.items())
