@@ -1,4 +1,6 @@
-"""A store in a local folder: one file an object, at the object's key.
+"""What the operating system's errors mean for a store in a folder, in one line a user can act on.
+
+A store in a local folder: one file an object, at the object's key.
 
 Guarantees, beyond those of every store: a `put` is on the disk (file and folder fsynced) when it returns; conditional
 writes are exact between all processes of one machine (``link`` for if-absent; a lock file for compare-and-rename).
@@ -10,8 +12,10 @@ store that was copied has other ETags.
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
+import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterator
@@ -21,15 +25,72 @@ from pathlib import Path
 
 from typing_extensions import Buffer
 
-from genesis.errors import ObjectNotFoundError, StoreAccessError, StoreError, StoreUnavailableError
-from genesis.store.base import CachePolicy, ObjectInfo, StoredObject
-from genesis.store.conditions import WriteCondition, settle
+from genesis.errors import ObjectNotFoundError, StoreAccessError, StoreError, StoreFullError, StoreUnavailableError
+from genesis.store.base import CachePolicy, ObjectInfo, StoredObject, WriteCondition, settle
 from genesis.store.durable import TemporaryFile, make_folders, remove_leftovers, sync_folder
-from genesis.store.folder_errors import folder_errors
 from genesis.store.per_process import PerProcess
 from manifests import InvalidDocumentError, check_key
 
-__all__ = ["FolderStore"]
+__all__ = ["FolderStore", "folder_errors"]
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_ACCESS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
+_UNAVAILABLE = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENOTCONN, errno.EMFILE, errno.ENFILE}
+
+
+@contextmanager
+def folder_errors(root: Path, action: str, *, size_bytes: int = 0) -> Iterator[None]:
+    """Turns any `OSError` of the block into the `StoreError` it means.
+
+    Args:
+        root: the store's folder.
+        action: what is being done, such as ``write /store/shard_0.pt``.
+        size_bytes: how many bytes it needs.
+
+    Raises:
+        StoreFullError: no space, quota, or file-size limit.
+        StoreAccessError: not permitted, read-only, or a file where a folder is needed (or the reverse).
+        StoreUnavailableError: the device or its network fails, or this process has no descriptors left.
+        StoreError: anything else.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise _translated(error, root, action, size_bytes) from error
+
+
+def _translated(error: OSError, root: Path, action: str, size_bytes: int) -> StoreError:
+    reason = error.strerror or str(error)
+    if error.errno in _FULL:
+        return StoreFullError(
+            f"cannot {action}: {reason}; it needs {size_bytes:,} bytes, {_free(root)}; "
+            "make room and run the same command again"
+        )
+    if error.errno in _ACCESS:
+        return StoreAccessError(
+            f"cannot {action}: {reason}{_at(error, action)}; check its owner and permissions, or choose another --store"
+        )
+    if error.errno in _UNAVAILABLE:
+        return StoreUnavailableError(
+            f"cannot {action}: {reason}; check the disk or mount and run the same command again"
+        )
+    return StoreError(f"cannot {action}: {reason}{_at(error, action)}")
+
+
+def _at(error: OSError, action: str) -> str:
+    """The path the system complains of, where that is not the one being worked on."""
+    return f" ({error.filename})" if error.filename is not None and os.fsdecode(error.filename) not in action else ""
+
+
+def _free(root: Path) -> str:
+    for folder in (root, *root.parents):
+        try:
+            usage = shutil.disk_usage(folder)
+        except OSError:
+            continue
+        return f"{folder} has {usage.free:,} of {usage.total:,} bytes free"
+    return f"{root} cannot be looked at"
+
 
 _LOCK_NAME = ".genesis.lock"
 _LOCK_POLL_S = 0.002

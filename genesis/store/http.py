@@ -22,15 +22,19 @@ import httpx
 from genesis.errors import ObjectNotFoundError, StoreError, UsageError
 from genesis.store.base import ObjectInfo, StoredObject
 from genesis.store.download import MAX_OBJECT_BYTES, Download
-from genesis.store.headers import opaque_etag, parse_date, parse_size
-from genesis.store.http_errors import check_encoding, check_status, connection_errors, is_absent
-from genesis.store.http_transport import BoundedTransport, working_for
-from genesis.store.metering import Meter
+from genesis.store.http_transport import (
+    BoundedTransport,
+    check_encoding,
+    check_status,
+    connection_errors,
+    is_absent,
+    working_for,
+)
 from genesis.store.per_process import PerProcess
 from genesis.store.policy import RetryPolicy, TimeLimit
-from genesis.store.resuming import Answer
+from genesis.store.resuming import Answer, opaque_etag, parse_date, parse_size
 from genesis.store.retrying import Retrier
-from genesis.store.throttle import Throttle
+from genesis.store.throttle import Meter, Throttle
 from manifests import check_key
 
 __all__ = ["HttpStore"]

@@ -21,19 +21,16 @@ from dataclasses import replace
 from typing_extensions import Buffer
 
 from genesis.errors import ObjectNotFoundError, PreconditionFailedError, StoreError, StoreUnavailableError, UsageError
-from genesis.store.base import CachePolicy, ObjectInfo, StoredObject
-from genesis.store.conditions import ConditionRefused, WriteCondition, settle
-from genesis.store.headers import opaque_etag
-from genesis.store.metering import Meter
+from genesis.store.base import CachePolicy, ConditionRefused, ObjectInfo, StoredObject, WriteCondition, settle
 from genesis.store.per_process import PerProcess
 from genesis.store.policy import Deadline, RetryPolicy
+from genesis.store.resuming import opaque_etag
 from genesis.store.s3_bucket import S3Bucket
 from genesis.store.s3_client import S3Location
-from genesis.store.s3_multipart import MIN_PART_BYTES, PART_BYTES, put_in_parts
 from genesis.store.s3_probe import put_conditions_hold, upload_conditions_hold
 from genesis.store.s3_reading import Outcome
-from genesis.store.s3_uploads import UploadVanished
-from genesis.store.throttle import Throttle
+from genesis.store.s3_uploads import MIN_PART_BYTES, PART_BYTES, UploadVanished, put_in_parts
+from genesis.store.throttle import Meter, Throttle
 from manifests import InvalidDocumentError, check_key
 
 __all__ = ["S3Store"]

@@ -18,16 +18,21 @@ from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
 from genesis.errors import StoreAccessError
-from genesis.store.base import CachePolicy, ObjectInfo, StoredObject
-from genesis.store.conditions import ConditionRefused, ConditionUnsupported, WriteCondition
+from genesis.store.base import (
+    CachePolicy,
+    ConditionRefused,
+    ConditionUnsupported,
+    ObjectInfo,
+    StoredObject,
+    WriteCondition,
+)
 from genesis.store.download import Download
-from genesis.store.metering import Meter
 from genesis.store.policy import Deadline, RetryPolicy, TimeLimit
 from genesis.store.retrying import Retrier, TransientError
 from genesis.store.s3_checksums import content_md5, crc32
-from genesis.store.s3_client import S3Connection, body_file
-from genesis.store.s3_errors import error_code, error_status, refuses_checksum, translate
+from genesis.store.s3_client import S3Connection, body_file, error_code, error_status, refuses_checksum, translate
 from genesis.store.s3_reading import Outcome, S3Read, quoted_etag
+from genesis.store.throttle import Meter
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client

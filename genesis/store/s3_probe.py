@@ -11,8 +11,7 @@ import logging
 import secrets
 
 from genesis.errors import StoreError
-from genesis.store.base import CachePolicy
-from genesis.store.conditions import ConditionRefused, ConditionUnsupported, WriteCondition
+from genesis.store.base import CachePolicy, ConditionRefused, ConditionUnsupported, WriteCondition
 from genesis.store.policy import Deadline
 from genesis.store.s3_bucket import S3Bucket
 from genesis.store.s3_uploads import abort_upload, complete_upload, start_upload, upload_part

@@ -14,11 +14,10 @@ from botocore.exceptions import ClientError
 
 from genesis.store.base import StoredObject
 from genesis.store.download import Download
-from genesis.store.headers import opaque_etag
-from genesis.store.resuming import Answer
+from genesis.store.resuming import Answer, opaque_etag
 from genesis.store.retrying import TransientError
 from genesis.store.s3_checksums import Proof
-from genesis.store.s3_errors import error_status
+from genesis.store.s3_client import error_status
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client

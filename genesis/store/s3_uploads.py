@@ -1,20 +1,41 @@
-"""The four requests of a multipart upload, each complete: retried until its deadline, its errors translated."""
+"""The four requests of a multipart upload, each complete: retried until its deadline, its errors translated.
+
+Large bodies in parts: each part is retried by itself, and parts that come to nothing are thrown away.
+
+Parts go one after another in order, which every gateway takes and some insist on (rclone streams them to its disk);
+a populator already puts from several threads. 16 MiB parts, so that a cut connection costs at most those; larger ones
+only where 10,000 parts, the most S3 allows, would not do.
+"""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from botocore.exceptions import ClientError
 
-from genesis.store.base import CachePolicy
-from genesis.store.conditions import WriteCondition
+from genesis.errors import StoreError
+from genesis.store.base import CachePolicy, WriteCondition
 from genesis.store.policy import Deadline
 from genesis.store.s3_bucket import S3Bucket, content_type
 from genesis.store.s3_checksums import content_md5
-from genesis.store.s3_client import body_file
-from genesis.store.s3_errors import error_code
+from genesis.store.s3_client import body_file, error_code
 from genesis.store.s3_reading import quoted_etag
+
+__all__ = [
+    "MIN_PART_BYTES",
+    "PART_BYTES",
+    "Upload",
+    "UploadVanished",
+    "abort_upload",
+    "complete_upload",
+    "put_in_parts",
+    "start_upload",
+    "upload_part",
+]
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
@@ -23,8 +44,6 @@ if TYPE_CHECKING:
         CompleteMultipartUploadRequestTypeDef,
         UploadPartRequestTypeDef,
     )
-
-__all__ = ["Upload", "UploadVanished", "abort_upload", "complete_upload", "start_upload", "upload_part"]
 
 
 class UploadVanished(Exception):  # noqa: N818 - an answer to be judged, not yet an error
@@ -109,3 +128,51 @@ def abort_upload(bucket: S3Bucket, upload: Upload, deadline: Deadline) -> None:
         client.abort_multipart_upload(Bucket=bucket.name, Key=upload.key, UploadId=upload.id)
 
     bucket.run("give up writing", upload.key, attempt, deadline)
+
+
+PART_BYTES = 16 << 20
+MIN_PART_BYTES = 5 << 20
+"""The smallest part S3 accepts, but for the last."""
+_MAX_PARTS = 10_000
+_ABORT_DEADLINE_S = 20.0
+
+
+def put_in_parts(
+    bucket: S3Bucket,
+    key: str,
+    body: memoryview,
+    cache: CachePolicy,
+    condition: WriteCondition,
+    deadline: Deadline,
+    *,
+    part_bytes: int = PART_BYTES,
+) -> str:
+    """Stores an object by a multipart upload and returns its ETag.
+
+    Raises:
+        ConditionRefused: the condition did not hold, perhaps because an earlier attempt already succeeded.
+        UploadVanished: the outcome is unknown; what is there now tells it.
+        StoreError: it could not be written; the parts have been thrown away.
+    """
+    step = max(part_bytes, -(-len(body) // _MAX_PARTS))
+    upload = start_upload(bucket, key, cache, deadline)
+    try:
+        parts = [
+            upload_part(bucket, upload, number, body[offset : offset + step], deadline)
+            for number, offset in enumerate(range(0, len(body), step), start=1)
+        ]
+        return complete_upload(bucket, upload, parts, condition, deadline)
+    except BaseException:
+        _abort(bucket, upload)
+        raise
+
+
+def _abort(bucket: S3Bucket, upload: Upload) -> None:
+    try:
+        abort_upload(bucket, upload, Deadline.after(_ABORT_DEADLINE_S))
+    except StoreError as error:
+        logger.warning(
+            "the parts of upload %s stay behind (%s); a lifecycle rule for incomplete uploads removes such",
+            upload.id,
+            error,
+        )

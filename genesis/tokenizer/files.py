@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from genesis.store.durable import TemporaryFile, make_folders, sync_folder
-from genesis.store.folder_errors import folder_errors
+from genesis.store.folder import folder_errors
 
 __all__ = ["write_file"]
 

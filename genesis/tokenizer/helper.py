@@ -113,7 +113,7 @@ def _ending(returncode: int, complaint: bytes) -> str:
 
 
 def _merge(request: list[bytes]) -> list[bytes]:
-    from genesis.tokenizer.merging import SEPARATOR, learn_pairs, single_threaded_after
+    from genesis.tokenizer.learning import SEPARATOR, learn_pairs, single_threaded_after
 
     words, counts, symbols, num_merges, min_frequency = request
     pairs = learn_pairs(

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from genesis.errors import InvalidTextError, UsageError, VocabularyMismatchError
-from genesis.store.folder_errors import folder_errors
+from genesis.store.folder import folder_errors
 from genesis.tokenizer.engines import EncodedBatch, Engine, make_engine
 from genesis.tokenizer.files import write_file
 from genesis.tokenizer.spellings import Pair, spell

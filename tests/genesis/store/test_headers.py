@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genesis.store.headers import (
+from genesis.store.resuming import (
     ContentRange,
     opaque_etag,
     parse_content_range,

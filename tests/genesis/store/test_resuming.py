@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from genesis.errors import StoreError
 from genesis.store import RetryPolicy, Throttle
 from genesis.store.download import Download
-from genesis.store.metering import Meter
 from genesis.store.policy import Deadline
 from genesis.store.resuming import NOTHING, Answer, Held, Mismatch, place
 from genesis.store.retrying import TransientError
+from genesis.store.throttle import Meter
 
 ETAG = '"v1"'
 HELD = Held(5, ETAG, 20)

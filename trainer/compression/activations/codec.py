@@ -44,7 +44,14 @@ from trainer.model.subspace.basis import Basis
 from trainer.model.subspace.projector import Projector, projector
 from trainer.network.transfer.descriptor import TensorSpec
 
-__all__ = ["ACTIVATION_CODECS", "ActivationCodec", "ActivationCodecName", "Direction", "Encoded", "activation_codec"]
+__all__ = [
+    "ACTIVATION_CODECS",
+    "ActivationCodec",
+    "ActivationCodecName",
+    "Direction",
+    "Encoded",
+    "activation_codec",
+]
 
 ActivationCodecName = Literal["fp32", "fp16", "int8", "subspace", "subspace+fp16", "subspace+int8"]
 ACTIVATION_CODECS: Final[tuple[str, ...]] = get_args(ActivationCodecName)

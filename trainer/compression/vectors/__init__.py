@@ -20,4 +20,13 @@ from trainer.compression.vectors.floats import Fp16Codec, Fp32Codec
 from trainer.compression.vectors.int8 import BLOCK_VALUES, Int8Codec
 from trainer.compression.vectors.names import codec_named
 
-__all__ = ["BLOCK_VALUES", "Codec", "CodecName", "ErrorFeedback", "Fp16Codec", "Fp32Codec", "Int8Codec", "codec_named"]
+__all__ = [
+    "BLOCK_VALUES",
+    "Codec",
+    "CodecName",
+    "ErrorFeedback",
+    "Fp16Codec",
+    "Fp32Codec",
+    "Int8Codec",
+    "codec_named",
+]
