@@ -9,8 +9,6 @@ Contracts every store keeps:
 - Every call has a deadline; a failure that passes is retried with back-off, one that does not becomes a `StoreError`
   at once. Calls are safe from many threads.
 - A store may be used before and after a fork, and be pickled: no two processes share a connection or a lock.
-
-What a write can be conditional on, and what a store says when the condition does not hold.
 """
 
 from __future__ import annotations

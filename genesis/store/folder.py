@@ -1,13 +1,11 @@
-"""What the operating system's errors mean for a store in a folder, in one line a user can act on.
+"""A store in a local folder: one file an object, at the object's key.
 
-A store in a local folder: one file an object, at the object's key.
-
-Guarantees, beyond those of every store: a `put` is on the disk (file and folder fsynced) when it returns; conditional
-writes are exact between all processes of one machine (``link`` for if-absent; a lock file for compare-and-rename).
-The body is written from the caller's buffer, without a copy, and fsynced with no lock held, so several threads write
-at once; the lock is held for a ``stat`` and a ``rename``, well under 1 ms. Symbolic links inside the folder are not
-followed. The trade-off: an ETag is inode, time and size, not a digest, so it costs no read of a 20 MB file, and a
-store that was copied has other ETags.
+A `put` is on the disk (file and folder fsynced) when it returns. Conditional writes are exact between all processes of
+one machine: ``link`` for if-absent, a lock file for compare-and-rename. The body is written from the caller's buffer
+without a copy and fsynced with no lock held, so several threads write at once; the lock is held for a ``stat`` and a
+``rename``, well under 1 ms. Symbolic links inside the folder are not followed. Errors of the operating system become
+one line that a user can act on. The trade-off: an ETag is inode, time and size, not a digest, so it costs no read of a
+20 MB file, and a store that was copied has other ETags.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""How HTTP is spoken: the transport, and what its failures mean.
+"""The HTTP transport beneath `genesis.store.http`, and what its answers and failures mean.
 
-What an HTTP answer or a failed connection means: there is none, try again, or one line for the user.
+An answer or a failed connection means one of three things: the object is absent, the request is to be tried again, or
+the user is to be told in one line.
 
-The connections beneath `genesis.store.http`: kept alive, and none of them outlasts the call it works for.
-
-A time-out of httpx is one of each ``recv``: a server that sends a byte of its headers now and then, or interim answers
-without end, holds a request for as long as it likes (measured: 100 KiB of headers at a byte a second are a day). Here
-every single wait ends with the call of its thread at the latest. That needs a network backend of one's own, which
-httpx's transport does not take; so this one stands directly on httpcore's public interface, and does itself what httpx
-would have: proxies from ``HTTP_PROXY``, ``HTTPS_PROXY``, ``ALL_PROXY`` and ``NO_PROXY``.
+Connections are kept alive, and none outlasts the call it works for. A time-out of httpx covers one ``recv``: a server
+that sends a byte of its headers now and then, or interim answers without end, holds a request for as long as it likes
+(measured: 100 KiB of headers at a byte a second last a day). Here every wait ends with its call at the latest. That
+needs a network backend of one's own, which httpx's transport does not take; so this transport stands directly on
+httpcore's public interface and handles the proxy variables (``HTTP_PROXY``, ``HTTPS_PROXY``, ``ALL_PROXY``,
+``NO_PROXY``) itself.
 """
 
 from __future__ import annotations

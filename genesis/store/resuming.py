@@ -1,16 +1,15 @@
-"""HTTP header values, read as strictly as a stranger's deserve: what is not of the form is taken for absent.
+"""HTTP header values, and where the body of a resumed download goes.
 
-ETags come in one spelling throughout the stores: quoted, without the ``W/`` that marks them weak. Caches weaken a
-tag in passing (nginx does when it compresses), so `strong_etag` looks at the header as it came, and everything else
-compares tags weakly, as RFC 9110 wants for ``If-None-Match``.
+Header values are read strictly: what is not of the form is taken for absent. ETags have one spelling in all stores:
+quoted, without the ``W/`` that marks weak ones. Caches weaken a tag in passing (nginx does when it compresses), so
+`strong_etag` reads the header as it came, and everything else compares tags weakly, as RFC 9110 asks for
+``If-None-Match``.
 
-Where the body of an answer goes, given what earlier attempts at the same object have brought: a pure function.
-
-Guarantees: bytes are appended only where the server says in so many words that they are the very next ones of the very
-same object (the strong ETag already seen, a ``Content-Range`` that begins where the last attempt ended and fits
-the size known). Anything else starts over or is thrown away, so a body is never put together of two objects, however
-a cache, a redirect or a gateway that half knows ranges mixes them up. The trade-off: a server without strong ETags
-has every cut body read again from its start.
+`place` is a pure function from earlier attempts and a new answer to what is done with its body. Bytes are appended only
+where the server states that they are the very next ones of the same object: the strong ETag already seen, and a
+``Content-Range`` that begins where the last attempt ended and fits the known size. Anything else starts over or is
+thrown away, so a body is never put together from two objects. The trade-off: from a server without strong ETags each
+cut body is read again from its start.
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
-"""The S3 client: how it is made, and what its failures mean.
+"""The boto3 client behind an `s3://` address, and what its errors mean.
 
-What an S3 error means: try again, a refused condition, or one line for the user.
+The client is made at first use. boto3's environment variables, profiles and ``AWS_ENDPOINT_URL`` hold. A server other
+than Amazon's is addressed by path (``host/bucket/key``), which every gateway understands. Checksums are sent as plain
+headers: the trailing form that botocore chooses for https is stored by older gateways as part of the object.
 
-Amazon's codes, those of the common gateways (MinIO, Ceph, R2, rclone), and botocore's own exceptions. A code nobody
-here knows is judged by its HTTP status: 429 and 5xx may pass, 401 and 403 are about access.
-
-The boto3 client behind an `s3://` address, made at first use, and the reader bodies are sent from.
-
-boto3's own environment variables, profiles and ``AWS_ENDPOINT_URL`` hold. A server other than Amazon's is addressed by
-path (``host/bucket/key``), which every gateway understands; botocore would put the bucket into the host's name.
-Checksums are sent only as plain headers: the trailing form botocore chooses for https is stored by older gateways
-as part of the object.
+An error means one of three things: try again, a condition was refused, or the user is to be told in one line. Codes of
+Amazon, of the common gateways (MinIO, Ceph, R2, rclone) and botocore's own exceptions are known; any other code is
+judged by its HTTP status: 429 and 5xx may pass, 401 and 403 are about access.
 """
 
 from __future__ import annotations

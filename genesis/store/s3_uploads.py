@@ -1,10 +1,9 @@
-"""The four requests of a multipart upload, each complete: retried until its deadline, its errors translated.
+"""Multipart uploads to S3: the four requests, and a large body sent in parts.
 
-Large bodies in parts: each part is retried by itself, and parts that come to nothing are thrown away.
-
-Parts go one after another in order, which every gateway takes and some insist on (rclone streams them to its disk);
-a populator already puts from several threads. 16 MiB parts, so that a cut connection costs at most those; larger ones
-only where 10,000 parts, the most S3 allows, would not do.
+Each request is complete in itself: retried until its deadline, its errors translated. Each part is retried by itself,
+and the parts of an upload that fails are deleted. Parts go one after another in order, which every gateway takes and
+some insist on (rclone streams them to its disk); a populator already puts from several threads. A part has 16 MiB, so
+that a cut connection costs at most that; parts are larger only where 10,000 of them, the most S3 allows, would not do.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""A cap on the bytes a second that a process receives, shared by all its threads and all stores it is given to.
+"""A cap on the bytes a second that a process receives, and the meter of what a store has received.
 
-A token bucket with debt: what came is paid for afterwards, by a wait that is as long as the debt and no longer. Over
-any span of time no more comes than ``bytes_per_s`` times its length, one burst (a quarter of a second's worth unless
-told otherwise), and the one block (64 KiB) each thread holds while it waits. The trade-off: the sender is slowed by the
-receive window filling up, so the kernel's buffers of each connection are filled before the first wait is felt.
-
-A forked child, and the copy a pickle makes, have a bucket of their own: the cap is one process's.
-
-What a store has received, counted and paced: one meter a store, shared by its threads.
+A token bucket with debt: what came is paid for afterwards, by a wait that is as long as the debt. Over any span of time
+no more comes than ``bytes_per_s`` times its length, one burst (a quarter of a second's worth unless told otherwise),
+and the one block (64 KiB) each thread holds while it waits. All threads and all stores that are given one throttle
+share it. The trade-off: the sender is slowed by the receive window filling up, so the kernel's buffers of each
+connection are filled before the first wait is felt. A forked child, and the copy a pickle makes, have a bucket of their
+own: the cap is one process's.
 """
 
 from __future__ import annotations

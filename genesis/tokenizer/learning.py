@@ -1,25 +1,19 @@
-"""Which pairs of symbols to merge, by Hugging Face's BpeTrainer on private code points.
-
-The method: each symbol that occurs becomes one Unicode character, numbered densely in ascending order from U+0001. The
-trainer then sorts its alphabet as the symbols are sorted, and breaks ties between pairs of equal count by (left,
-right): the tie rule of the vocabulary, whether the symbols are bytes or tokens of a vocabulary that grows. So learning
-A merges and then B gives the merges of learning A + B at once.
-
-Guarantees: the result depends on the counts alone, not on the order of words or the number of threads.
-
-The trainer takes text, not counts, so a word is fed as often as it occurs; joined by U+0000 and numbered from U+0001
-(where most characters are one byte) that is the cheapest feed found: 1.1 s for 7.4 million words on two threads, where
-lists of words take 5 s.
-
-Learning merges: first and further ones by the same code.
+"""Learning merges: first and further ones by the same code, with Hugging Face's BpeTrainer on private code points.
 
 The rule: the pair of highest count first; of equal counts, the lowest left id, then the lowest right id; a pair must
-occur ``min_frequency`` times. Words are what the vocabulary's pattern cuts (`words`), each taken as the vocabulary
-encodes it now, and the pairs come from `merging`.
+occur ``min_frequency`` times. Words are what the vocabulary's pattern cuts (`words`), each as the vocabulary encodes it
+now.
 
-Guarantees: the merges depend on the counts of words alone: the same for texts in any order and 1, 2 or 64 processes,
-and learning A then B from one text gives what learning A + B gives, ties included. Every new id spells bytes of its
-own. 31,734 merges from 39 MB of English take half the time BpeTrainer takes on the same text (docs/tokenizer.md).
+The method: each symbol that occurs becomes one Unicode character, numbered densely in ascending order from U+0001. The
+trainer sorts its alphabet as the symbols are sorted and breaks ties by (left, right), which is the tie rule of the
+vocabulary, whether symbols are bytes or tokens of a vocabulary that grows. The trainer takes text, not counts, so a
+word is fed as often as it occurs, joined by U+0000: 1.1 s for 7.4 million words on two threads, where lists of words
+take 5 s.
+
+Guarantees: merges depend on the counts of words alone: they are the same for texts in any order and 1, 2 or 64
+processes. Learning A merges and then B gives the merges of learning A + B at once, ties included. Every new id spells
+bytes of its own. 31,734 merges from 39 MB of English take half the time BpeTrainer takes on the same text
+(docs/tokenizer.md).
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""Krum and multi-Krum: who has the closest company, told from a Gram matrix.
-
-Plain Python floats and ``math.fsum`` on purpose: sums are rounded once, correctly, so that the result does not depend
-on the order of members, on a BLAS or on a processor, and every member of a round decides the same. n is at most 256.
-
-What the rules need to know of whole vectors, in a form that can be summed over slices.
+"""Second moments of whole vectors, summed over slices, and the distances that Krum decides on.
 
 Every distance, norm, cosine and variance among n vectors and a reference follows from their Gram matrix and the sums
 of their values. Both are sums over coordinates: each reducer computes them for its slice, the members exchange them
 (n = 8: 456 bytes) and add them in one order, and nobody ever holds two whole vectors of others. In float64, whose
 products of fp32 values are exact: vectors that agree to five digits still have their squared distance to 0.1 %.
+
+Krum and multi-Krum order the members by the distances to their nearest neighbours. Distances are plain Python floats
+and ``math.fsum``, rounded once and correctly, so the result does not depend on the order of members, on a BLAS or on a
+processor, and every member of a round decides the same. n is at most 256.
 
 A row with NaN or infinity is flagged and its entries are zero. Trust: a reducer can lie about the moments of its slice
 as it can about the slice's result; ``from_bytes`` refuses what no vectors can have (Cauchy-Schwarz), which bounds the

@@ -1,18 +1,17 @@
-"""How much a member's vector counts: by what it trained, bounded by what the others trained.
+"""How much a member's vector counts, and how much of a round's planned work its members did.
 
 Weights are claims of strangers. ``contribution_weight`` is a total function of them (no claim makes it raise), and
 ``cap_weights`` bounds each by a multiple of the median, so that one claim of 1e12 weighs three honest ones and no more.
 Both are sequences of correctly rounded operations: every member computes the same bits.
 
-What weights do in each rule: mean, and trimmed mean over the values kept at a coordinate: the average is weighted.
-Multi-Krum: the average of those selected is. Median, Krum and centred clip: nothing, except that weight 0 in every rule
-means "brings nothing" and is left out.
+Effect of weights by rule: mean, and trimmed mean over the values kept at a coordinate, are weighted averages; so is
+multi-Krum over those selected. Median, Krum and centred clip ignore them, except that weight 0 in every rule means
+"brings nothing" and is left out.
 
-How much of the work a round was meant to have is in it, from what its members claim: what an outer step may weigh.
-
-The average of the claims by weight is what is in the aggregate of honest members. A liar who asks for a round early and
-claims to have done all of its work would have the others apply a whole round's momentum to a step's work; so nothing
-above the median counts, which is an honest member's, or below one's, while the honest are a majority.
+``common_progress`` bounds what an outer step may weigh. The weighted average of the claims is what is in the aggregate
+of honest members. A liar that asks for a round early and claims to have done all of its work would have the others
+apply a whole round's momentum to one step's work; so no claim counts for more than the median, which is an honest
+member's, or below one's, while the honest are a majority.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The coordinator's second half: votes come in, a decision goes out to all who voted.
+"""The coordinator's second half: the commit vote, and the decision that goes out to all who voted.
 
-A member whose vote is missing is asked whether it is there; one that does not answer is not waited for, and one that
-already knows the outcome (from a coordinator that is gone) settles it for everybody.
+A member whose vote is missing is asked whether it is there. One that does not answer is not waited for, and one that
+already knows the outcome (from a coordinator that is gone) settles it for all.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The coordinator's first half: who is here for a round, and what all of them agree to.
+"""The coordinator's first half: the membership of a round, and the agreement that all members acknowledge.
 
-A gathering opens with the first node that asks. It ends when everybody who is expected has come; those who are late are
-asked to come with what they have; those who say that they come, or are fetching the state, are waited for
-(`latecomers`), those who do not answer are not. Of those who came, the ones that hold the same state as most make up
-the round; the others are told to fetch it. Only peers that discovery knows decide which state that is, and they come
-before strangers where the places are few: identities cost nothing, and discovery bounds how many of a host it knows.
-Then all must acknowledge the agreement: who does not is left out of the next attempt.
+Gathering opens with the first node that asks. It ends when every expected node has come. Late nodes are asked to come
+with what they have; nodes that say they are coming, or are fetching the state, are waited for (`latecomers`), and nodes
+that do not answer are not. The members are those that hold the same state as most; the others are told to fetch it.
+Only peers that discovery knows decide which state that is, and they come before strangers where places are few:
+identities cost nothing, and discovery bounds how many of a host it knows. Then all must acknowledge the agreement; a
+node that does not is left out of the next attempt.
 """
 
 from __future__ import annotations

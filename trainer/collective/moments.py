@@ -1,10 +1,7 @@
-"""Moments of whole vectors: summed over slices by the coordinator, and what rules decide on them.
+"""The moments all-reduce: sums over slices brought together, and what rules decide on each member from them.
 
-From sums over slices to what the rules, and the report, say of each member.
-
-Sums over slices, brought together by the coordinator: what rules that look at whole vectors are decided on.
-
-Everybody gets everybody's sums and adds them in one order, so all decide alike; the coordinator only carries.
+Every member receives all members' sums from the coordinator and adds them in one order, so all decide alike. The
+coordinator only carries.
 """
 
 from __future__ import annotations

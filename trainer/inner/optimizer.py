@@ -1,13 +1,12 @@
-"""The learning rate as a function of the step: a line up from 0, then down to a share of the highest.
+"""The inner optimizer: AdamW with two groups of parameters, and its learning rate as a function of the step.
 
-The fall ENDS AT ``decay_end_step``, counted from the beginning of the run. "Over 50,000 steps behind the warm-up" would
-give 5.78e-5 at step 25,000; only the former gives 5.64e-5 (spec T-7). At step 0 the rate is 0, as there, so the
-first step moves nothing but the moments. A pure function: a node that joins late or resumes needs its step alone.
+The learning rate rises linearly from 0, then falls to a share of the highest. The fall ends AT ``decay_end_step``,
+counted from the beginning of the run: at step 25,000 that gives 5.64e-5 (spec T-7), where "over 50,000 steps behind
+the warm-up" would give 5.78e-5. At step 0 the rate is 0, so the first step moves nothing but the moments. A node that
+joins late or resumes needs its step alone.
 
-AdamW as the inner optimizer: two groups of parameters, and kernels that pass over the state once.
-
-Decay pulls matrices and embeddings towards 0. A norm's gain or a bias means something at 1 or where it stands, and is
-left alone. The fused kernel does a step in one pass over memory instead of a dozen; it exists for CPU and CUDA.
+Weight decay applies to matrices and embeddings, not to norms and biases. The fused kernel (CPU and CUDA) does a step
+in one pass over memory instead of a dozen.
 """
 
 from __future__ import annotations

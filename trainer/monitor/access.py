@@ -1,12 +1,10 @@
-"""Whose process is at the other end of a TCP connection on this machine: Linux shows the user of every socket.
+"""Access rules of the HTTP API: which hosts, which origins, and which local user may ask.
 
-Who may ask: the rules that keep other people's web pages out.
-
-A browser on this machine runs pages of strangers, and those can send requests to 127.0.0.1. Reading is prevented by
-answering nothing with CORS headers, and by refusing host names that are not this machine's, since a page can point a
-name of its own here (DNS rebinding). A shutdown is asked for by POST, which a page can send without reading the answer:
-browsers mark it with ``Origin`` or ``Sec-Fetch-Site``, and marked requests from elsewhere are refused. Other users of
-this machine are kept out by a token, or else by whose the connection is.
+A browser on this machine runs pages of strangers, and those can send requests to 127.0.0.1. They can read nothing:
+answers have no CORS headers, and host names that are not this machine's are refused, since a page can point a name of
+its own here (DNS rebinding). A page can send a POST without reading the answer, so requests that browsers mark with
+``Origin`` or ``Sec-Fetch-Site`` as coming from elsewhere are refused. Other users of this machine are kept out by a
+token, or by the owner of the connection, which Linux shows for every TCP socket.
 """
 
 from __future__ import annotations

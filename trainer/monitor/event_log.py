@@ -1,14 +1,12 @@
-"""Where the events of a node lie.
+"""The log of a node: steps, rounds and other events, one JSON line each, in files that are rotated.
 
 ``events-{node}.jsonl`` is being written; ``events-{node}.000001.jsonl``, ``.000002`` ... are the full ones before it,
 oldest first. Characters of a node's name that a file's name should not have are spelt as in a URL (``pod-1%2F0``).
 
-The log of a node: steps, rounds and whatever else happens, a JSON line each.
-
-Guarantees: whoever logs hands an event to a queue (4 µs) and never waits for the disk; a line is whole or not there,
-but for the last one after a kill, which `start` cuts off and readers pass over; a full disk costs events, which are
-counted and reported once there is room again, and never the run. The trade-off: a thread writes the lines some 10 ms
-behind, and the oldest file goes when there are more than ``max_files``: 8 of 64 MiB hold about 2.5 million steps.
+Guarantees: logging an event queues it (4 µs) and never waits for the disk. A line is whole or absent, except for the
+last one after a kill, which `start` cuts off and readers pass over. A full disk costs events, which are counted and
+reported once there is room again, and never the run. The trade-off: a thread writes the lines some 10 ms behind, and
+the oldest file is deleted when there are more than ``max_files``: 8 of 64 MiB hold about 2.5 million steps.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""`HostBuffers`: the one thing a save costs the training thread, a copy of the state into memory that is reused.
+"""Saving in the background: a copy into reused host memory, then one write at a time in a thread of its own.
 
-The first save allocates as much host memory as the state is large; the next ones copy only: 360 MB in 18 ms on two
-cores. From a GPU the copies go into pinned memory and are only queued, behind the kernels that made the values and
-ahead of those that will change them; the thread that writes waits for them.
-
-`BackgroundWrite`: one write at a time in a thread of its own, waited for with a deadline.
+`HostBuffers` is the one cost of a save for the training thread. The first save allocates as much host memory as the
+state is large; the next ones copy only: 360 MB in 18 ms on two cores. From a GPU the copies go into pinned memory and
+are queued behind the kernels that made the values and ahead of those that will change them; the writing thread waits
+for them. `BackgroundWrite` waits for its thread with a deadline.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 ``dynamic_node_{wallet}.pt`` (spec T-24) is always the newest. Beside it lie ``dynamic_node_{wallet}.step-{N}.pt``,
 the newest among them too, under a second name for the same file, so that no step has to be read out of a file to keep
 it when the next one comes. A node that runs several instances, or holds only some layers, adds an instance to the name.
-
-Checkpoints that earlier releases named by the SHA-256 of the token: found, and given their name of today.
+Checkpoints that earlier releases named by the SHA-256 of the token are found and renamed.
 """
 
 from __future__ import annotations

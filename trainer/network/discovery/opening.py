@@ -1,6 +1,6 @@
-"""Says that nobody is heard of, where somebody was to be: once that has lasted, and every minute while it lasts.
+"""Opens the kind of discovery that the initial peers ask for, and watches whether it finds anybody.
 
-Which kind of discovery the initial peers ask for.
+The peer watchdog logs a warning every minute while no expected peer has been discovered.
 """
 
 from __future__ import annotations

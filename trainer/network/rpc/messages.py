@@ -1,9 +1,7 @@
-"""What an endpoint has sent, received and refused: numbers for metrics and tests, changed on the event loop only.
+"""What callers and handlers exchange: peers, requests, replies, frames of a stream, and an endpoint's counters.
 
-What callers and handlers hold in their hands: peers, requests, replies, frames of a stream.
-
-A payload that was received is a read-only memoryview into the message as it came, because a copy of each MiB would be
-paid for: it keeps the message, head and all, in memory for as long as it is held.
+A received payload is a read-only memoryview into the message as it came, because a copy of each MiB would be paid for:
+it keeps the message, head and all, in memory for as long as it is held. Counters are changed on the event loop only.
 """
 
 from __future__ import annotations

@@ -1,20 +1,11 @@
-"""Streams of frames over one exchange: the failure both halves share, the writer, the receiving and the sending half.
+"""Frames in both directions over one exchange: in order, with backpressure and heartbeats.
 
-The first thing that went wrong with a stream, so that whoever waits on either half of it hears of it at once.
-
-One write in flight on a wire, as gRPC demands, and heartbeats while there is none.
-
-The receiving half of a stream: reads ahead a little, checks every frame, and notices silence.
-
-The sending half of an exchange: seals the next frame while the last one is on its way.
-
-Frames in both directions over one exchange, in order, with backpressure, and with somebody alive at the other end.
-
-`Stream.send` returns once the frame before it was taken by the connection, so that hashing a frame overlaps with
-sending the one before; `Stream.receive` takes from at most ``max_queued_frames`` frames that were read ahead. A side
-that has nothing to send sends heartbeats, and a side that hears nothing for ``stall_timeout_s`` gives up. Silence is
-judged only while this side is reading: a peer is not called dead because this node leaves its frames unread. What is
-left to notice meanwhile is left to gRPC's pings and to the deadline of the call.
+`Stream.send` returns once the connection has taken the frame before, so that hashing a frame overlaps with sending the
+one before; `Outgoing` seals frames, and `FrameWriter` keeps one write in flight, as gRPC demands. `Stream.receive`
+takes from at most ``max_queued_frames`` frames that `Incoming` has read ahead and checked. A side that has nothing to
+send sends heartbeats, and a side that hears nothing for ``stall_timeout_s`` gives up. Silence is judged only while this
+side is reading: a peer is not called dead because this node leaves its frames unread; gRPC's pings and the deadline of
+the call notice what is left. `Failure` holds the first error of either half, so that both halves report it.
 """
 
 from __future__ import annotations

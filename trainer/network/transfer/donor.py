@@ -1,11 +1,10 @@
-"""Spreads bytes over time, so that serving a newcomer leaves the uplink to the rounds.
+"""Hands out the node's snapshots to newcomers, within limits, from the disk and not from memory.
 
-Hands the node's snapshots to newcomers, within limits, from the disk and not from memory.
-
-Chunks are read with pread in threads, so neither training nor the event loop waits for the disk. What is handed out is
-not verified here: the fetcher checks each chunk, and a damaged disk costs it one donor. A snapshot that was asked for
-within the last minute stays readable after newer ones have replaced it, because its files are held open: a fetcher that
-began in time is not cut off by the next outer step.
+Chunks are read with pread in threads, so neither training nor the event loop waits for the disk, and a rate limiter
+spreads their bytes over time, so that a newcomer leaves the uplink to the rounds. What is handed out is not verified
+here: the fetcher checks each chunk, and a damaged disk costs it one donor. A snapshot that was asked for within the
+last minute stays readable after newer ones have replaced it, because its files are held open: a fetcher that began in
+time is not cut off by the next outer step.
 """
 
 from __future__ import annotations

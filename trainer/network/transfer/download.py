@@ -1,10 +1,8 @@
-"""Who fetches which chunk: shares that shrink towards the end, and work taken over from whoever is slow.
+"""Downloads the chunks of one state from all donors at once, drops donors that fail, and asks others again.
 
 While chunks are left, a donor takes the next run of them, at most `max_run` and at most half of an even share of what
-is left, so that all finish at about the same time. When none is left, whoever is idle takes over a chunk that another
-donor still owes; the first to bring it wins. So one slow donor delays the end by one chunk at most.
-
-The chunks of one state, from all donors at once: who asks, who is dropped, who is asked again.
+is left, so that all finish at about the same time. When none is left, an idle donor takes over a chunk that another
+still owes; the first to bring it wins. So one slow donor delays the end by one chunk at most.
 """
 
 from __future__ import annotations

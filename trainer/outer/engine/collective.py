@@ -1,14 +1,13 @@
-"""What a strategy asks of the others, and what it gets back: one protocol, several engines behind it.
+"""What a strategy asks of the other members, and what it gets back: one protocol with several engines.
 
-A strategy (DiLoCo here; averaging of gradients later) hands in one vector a round and gets back the vector *all*
-members of the round agreed on, bit for bit the same at each of them, or :class:`~trainer.errors.RoundFailedError` and
-nothing. It does not learn how: alone, over a process group inside a cluster, or among strangers over the internet.
+A strategy hands in one vector a round and gets back the vector *all* members of the round agreed on, bit for bit the
+same at each of them, or :class:`~trainer.errors.RoundFailedError` and nothing. It does not learn how: alone
+(`LocalCollective`: a node's own pseudo-gradient is the agreed one, spec T-15), over a process group inside a cluster,
+or among strangers over the internet.
 
 ``reduce`` is a function of its argument: whatever must survive a round (the residual of a lossy encoding) travels in
 :class:`Contribution` and :class:`RoundResult`, so that a round that fails, or whose result is not used, leaves nothing
 behind, and one owner saves, restores and resizes all state.
-
-A node alone: its own pseudo-gradient is the agreed one (spec T-15).
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""What a replica hands to a joiner: its parameters, AdamW's memory, and where it stands.
+"""The state of a SPARTA replica: what it hands to a joiner, and its part of a checkpoint.
 
-Replicas differ a little, so this is one replica's state, not the common one: a joiner becomes that replica's twin. It
-costs 12 bytes a parameter to make, since parameters go on changing meanwhile.
+Replicas differ a little, so a joiner takes one replica's state (parameters, AdamW's moments, counters) and becomes its
+twin. It costs 12 bytes a parameter to make, since parameters go on changing meanwhile.
 
-SPARTA's part of a checkpoint: counters alone, of plain values; parameters and moments are saved beside it.
-
-A round in flight is not saved as such. Its result was not applied, so the slice as it is now is as good a contribution
-as the one that was sent: whoever loads the checkpoint begins the round again with the next step.
+A checkpoint has the counters here, as plain values; parameters and moments are saved beside it. A round in flight is
+not saved: its result was not applied, so whoever loads the checkpoint begins the round again with the next step.
 """
 
 from __future__ import annotations

@@ -1,32 +1,25 @@
-"""Who gets work: workers that are proven gone, and workers that get none for a while.
+"""The failure detector of a driver: which workers are proven gone, and which get no work for a while.
 
-Whether a worker is gone for good, so that what it has counted died with it: what is taken as proof, and what is not.
+**Proof of death.** A process that is stopped, swapped out or busy keeps its port, and its kernel takes connections for
+it. So silence proves nothing, and a refused connection proves that nobody listens *at that address*. On this machine
+(loopback) that is the process itself. Elsewhere it may be a router whose mapping has lapsed, a forwarder or a firewall
+that refuses, while the worker behind it lives, has counted, and steps with it. There two witnesses are needed:
+connections are refused, *and* the worker's own key either announces another process at another address, or has
+announced nothing since the first refusal for longer than a live worker ever stays silent (`StageDirectory.silence_s`).
+The trade-off: the death of a worker elsewhere is known after that time (20 s by default) instead of at once.
 
-A process that is stopped, swapped out or busy keeps its port, and its kernel takes connections for it; so silence
-proves nothing, and a refused connection proves that nobody listens *at that address*. On this machine (loopback) that
-is the process itself. Elsewhere it may be a router whose mapping has lapsed, a forwarder or a firewall that refuses,
-while the worker behind it lives, has counted, and steps with it. There two witnesses are needed: connections are
-refused, *and* the worker's own key says that it is another process at another address by now, or has said nothing more
-since it was refused first, for longer than a worker that lives ever stays silent (`StageDirectory.silence_s`).
-
-The trade-off: that a worker elsewhere was killed is known after that time (20 s by default) instead of at once.
-
-Who gets no work for a while: workers that do not answer, for longer each time, and workers that answer nonsense.
-
-Pure: times are arguments, seconds of any one clock. A worker's failures in a row double its ban from ``ban_s`` up to
-``max_ban_s``; an answer that no honest worker gives costs ``malformed_ban_s`` at once. However many requests fail with
-a worker, what was under way when it was banned counts once: eight requests lost with one worker are one failure.
+**Bans.** Pure: times are arguments, seconds of any one clock. A worker's failures in a row double its ban from
+``ban_s`` up to ``max_ban_s``; an answer that no honest worker gives costs ``malformed_ban_s`` at once. What was under
+way when a worker was banned counts once: eight requests lost with one worker are one failure.
 
 A worker that answers requests to count with refusals only is banned the same way after `DOUBTS` of them. That ban is
-firm: forward passes, which it may run well or seem to, do not end it; only having counted something clears a worker's
-name.
+firm: forward passes, which it may run well or seem to, do not end it; only having counted something does.
 
 A ban for silence is half-open (a circuit breaker): where a stage has nobody else, its worker is asked how it is doing,
-and the ban ends once it answers (`may_be_asked`, `answers`), first after 1 s, then 2 s, up to 15 s of it.
+and the ban ends once it answers (`may_be_asked`, `answers`), first after 1 s, then 2 s, up to 15 s.
 
-A restarted worker (another incarnation) is free of a ban for not answering, once until it has counted something,
-since anybody may call itself restarted; firm bans and those for nonsense it keeps: the key, which is what it is known
-by, is still the same.
+A restarted worker (another incarnation) is free of a ban for silence, once until it has counted something, since
+anybody may call itself restarted. It keeps firm bans and those for nonsense, because the key is still the same.
 """
 
 from __future__ import annotations

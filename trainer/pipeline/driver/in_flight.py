@@ -1,7 +1,7 @@
-"""One micro-batch under way: what is known of it so far, and so what it may be called when it ends.
+"""One micro-batch in flight: what is known of it so far, and so which outcomes are possible.
 
-Whether it may be handed back, is lost, or has to be left to the keeper of the account follows from two facts that are
-kept here: which stages have said that they counted it, and whether one may have without having said so.
+Whether it may be handed back, is lost, or has to be left to the ledger server follows from two facts that are kept
+here: which stages have acknowledged that they counted it, and whether one may have counted it without acknowledging.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What became of a request whose answer did not come: asked of the worker that may have counted it until it is clear.
+"""Resolves the outcome of a request whose answer did not come, by asking the worker that may have counted it.
 
 The same request is sent again: a worker answers a repetition as it answered the first time, and counts nothing twice.
 A process that took its place in the meantime counts it itself, what the other had counted having died with it. Where
@@ -8,7 +8,7 @@ told not to count it any more: whoever answers that under the worker's key is th
     counted, with the answer ── as if nothing had happened
     counted, answer gone ────── lost: nobody knows its gradient any more
     not counted, or gone ────── another worker may do it
-    unclear ─────────────────── lost, or left to the keeper of the account where the lease is over
+    unclear ─────────────────── lost, or left to the ledger server where the lease is over
 """
 
 from __future__ import annotations

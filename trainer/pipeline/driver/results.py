@@ -1,6 +1,4 @@
-"""What becomes of requests and micro-batches: what a refusal says, and what a driver reports.
-
-What a failed request says: whether anything was counted, what to think of the worker, and where to try again.
+"""Outcomes: what a failed request says of the worker and of the micro-batch, and what a driver reports in the end.
 
 | what happened                          | counted there? | the worker         | then                        |
 |----------------------------------------|----------------|--------------------|-----------------------------|
@@ -24,8 +22,6 @@ Only requests that apply something can be unclear; a forward pass is simply done
 the request it answers only: of an earlier one of the same micro-batch whose answer did not come it says nothing.
 A worker that was told not to count a micro-batch any more refuses it as ``expired`` for some 20 s, so a few of these in
 a row are no reason to give it up: each uses up a quarter of an attempt.
-
-What a driver says of a micro-batch when it is through with it, and of itself.
 """
 
 from __future__ import annotations

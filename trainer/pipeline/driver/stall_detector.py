@@ -1,13 +1,13 @@
-"""Which workers do not answer while micro-batches wait for them, told when it begins and when it is over.
+"""The stall detector: which workers do not answer while micro-batches wait for them, logged at begin and end.
 
 A worker that is stopped, or cut off, fails only when a request's time is over, a minute by default, and where it is the
-only one of its stage everything waits until then. So whoever has had no answer for `_ASK_AFTER_S` is asked how it is
-doing, which takes a live worker some milliseconds however much it has to compute: one that is merely slow is not named,
-nor, in a chain, those before the one that hangs. It costs a message of some bytes for every 5 s that a worker takes for
-a micro-batch.
+only one of its stage everything waits until then. So a worker that has given no answer for `_ASK_AFTER_S` is asked for
+its status, which takes a live one some milliseconds however much it has to compute: a slow worker is not named, nor, in
+a chain, those before the one that hangs. The cost is a message of some bytes for every 5 s that a worker takes for a
+micro-batch.
 
-One thing is decided by it: where all of a stage are banned, those banned for silence are asked too, and whoever answers
-gets work again at once instead of when its ban is over.
+One decision depends on it: where all workers of a stage are banned, those banned for silence are asked too, and one
+that answers gets work again at once.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Sets of whole numbers that are mostly runs: kept as their runs, so that a million in order take one pair.
+"""Which units of a lane's shards are leased in its current epoch, and which comes next.
 
-Which units of a lane's shards are leased in the epoch it is in, and which comes next.
-
-A shard's units are leased in order, so a number a shard that is begun and not through says all about it; shards that
-are through are runs of positions. 600,000 shards of which ten are being read take a few hundred bytes.
+A shard's units are leased in order, so one number describes a shard that has been begun; shards that are through are
+intervals of positions. 600,000 shards of which ten are being read take a few hundred bytes.
 """
 
 from __future__ import annotations

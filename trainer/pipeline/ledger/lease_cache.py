@@ -1,10 +1,7 @@
-"""What a driver holds of the ledger: leased micro-batches ahead of their use, as many as its pace needs.
+"""What a driver holds of the ledger: its leases, what of them it has not begun, and what it has yet to report.
 
-How fast a driver gets its micro-batches done, and so how many it needs to hold for a while.
-
-What a driver holds: its leases, what of them it has not begun, and what it has yet to say about the rest.
-
-Plain state without a network, so that what may be handed out, and what is owed to the keeper, can be seen and tested.
+Plain state without a network, so that what may be handed out, and what is owed to the ledger server, can be tested.
+`Pace` measures how fast the driver gets micro-batches done, and so how many it has to hold.
 """
 
 from __future__ import annotations

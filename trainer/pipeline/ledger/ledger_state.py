@@ -1,7 +1,7 @@
-"""What every record adds up to: open micro-batches one by one, settled ones as counts.
+"""The state that the ledger's records add up to: open micro-batches one by one, settled ones as counts.
 
-Whether a micro-batch is settled needs no memory of it: it is if it was leased (its shard's cursor says so) and is
-neither held nor waiting. So memory is bounded by what is open, a few thousand micro-batches of some 200 bytes.
+A settled micro-batch needs no memory: it was leased (its shard's cursor says so) and is neither held nor waiting. So
+memory is bounded by what is open, a few thousand micro-batches of some 200 bytes.
 """
 
 from __future__ import annotations

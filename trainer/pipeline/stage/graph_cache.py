@@ -1,16 +1,13 @@
-"""`GraphSizes`: how many bytes a forward pass keeps for its backward pass.
+"""What forward passes left for the backward passes to come, bounded by bytes.
 
-Measured, not estimated, since it depends on norms, precision and checkpointing: everything autograd saves, each piece
-of memory once, without what is there anyway (parameters, tables, the input). Once for each shape of input, because
-watching costs a tenth of a forward pass; a GPU's or kernel's scratch memory is not in it.
+An entry is an input and, while it is of use, the output with its graph: some twenty times the input a layer. Above the
+bound, whole entries are dropped: the oldest of the driver that holds most. A driver whose entry was dropped sends the
+input again. So a driver that floods the cache drops its own entries, and those of a driver that died go as others need
+the memory.
 
-`GraphCache`: what forward passes left for the backward passes to come, bounded by bytes.
-
-An entry is an input and, while it is of use, the output with its graph: some twenty times the input a layer; and the
-objects around these, which are most of what a head's input of a few ids costs. Over the bound entries go, whole, of
-whoever has the most the oldest; whoever asks for what is gone sends the input again. So one that floods drives out its
-own, and what a driver that died has left behind goes as others need the room. (Keeping the inputs of what had to
-go would fill the room with them.)
+`GraphSizes` measures how many bytes a forward pass keeps: everything autograd saves, each piece of memory once, without
+parameters, tables and the input. It measures once for each shape of input, because watching costs a tenth of a forward
+pass; scratch memory of kernels is not in it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""`MemoryBudget`: how much a worker holds on behalf of the requests that are under way, of each driver and of all.
+"""The memory budget of a worker: how many bytes it holds for requests under way, of each driver and of all.
 
-What a request will have it hold is told from its message: its tensors, as they come and as they are computed with, and
-what is made of them, for as long as it takes to answer it, whoever it waits for.
+What a request will occupy is computed from its message: its tensors as they come, as they are computed with, and what
+is made of them, until it is answered.
 
-A request is let in if its driver then holds no more than is still free, as in the queue
-(`trainer.pipeline.worker.waiting`): one that floods gets half, two a third each, and there is always room for somebody
-else. What is refused is refused before a byte of its tensors is read.
+A request is admitted if its driver then holds no more than is still free, as in the queue
+(`trainer.pipeline.worker.waiting`): one driver that floods gets half, two a third each, and there is always room for
+another. A request is refused before a byte of its tensors is read.
 """
 
 from __future__ import annotations

@@ -1,17 +1,12 @@
-"""Requests as they were received: when they came, and whether this process was suspended meanwhile.
+"""Requests with the time they were received, and a detector of times when this process was suspended.
 
-`SuspendDetector`: when this process was stopped, so that what lay in its sockets meanwhile is not taken for new.
+`apply_within_s` counts from the receipt of the message, not of its last tensor: a worker may be stopped while tensors
+lie in its socket. The time is noted when the message is parsed, before a byte of a tensor is read.
 
-A request counts its time from its receipt, and a process that was stopped for a minute receives what was sent to it
-when it goes on. Its event loop beats four times a second; a beat that comes late says from when to when nothing was
-read. What is received within a second of that may have been sent at any time within, and is dated to its beginning.
-Requests that were indeed sent after it are told that they are late, and come again.
-
-Requests that know when they came: `apply_within_s` counts from the receipt of the message, not of its last tensor.
-
-A worker may be stopped while tensors lie in its socket; counting from when the handler begins would give such a
-request its whole time again. The time is noted when the message is parsed, before a byte of a tensor is read, and dated
-back if the message itself may have lain there (`trainer.pipeline.worker.received`).
+A process that was suspended for a minute receives what was sent to it when it goes on. `SuspendDetector` beats on the
+event loop four times a second; a late beat says from when to when nothing was read. What is received within a second
+after that may have been sent at any time within, and is dated to its beginning. Requests that were in fact sent later
+are told that they are late, and come again.
 """
 
 from __future__ import annotations

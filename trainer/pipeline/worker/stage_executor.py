@@ -1,4 +1,4 @@
-"""`StageExecutor`: takes a micro-batch through this stage: decoded, queued, computed, encoded, answered.
+"""The stage executor: takes a micro-batch through this stage: decodes, queues, computes, encodes and answers it.
 
 A forward pass keeps its graph under the names of micro-batch and sender, so that two drivers with the same micro-batch
 (the lease of one ran out) do not get each other's.

@@ -1,11 +1,4 @@
-"""What a node announces: its progress, the digest of its terms, and the fields all nodes have in common.
-
-`Progress`: how far a node is, as the others are told.
-
-What a run's nodes must have in common, made from a configuration.
-
-What a node of a run says of itself, whatever its part in it: the fields of an announcement that all of them have.
-"""
+"""What a node announces: its progress, the digest of its terms, and the fields that all nodes have in common."""
 
 from __future__ import annotations
 

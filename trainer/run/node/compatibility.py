@@ -1,20 +1,15 @@
-"""Whether a process fits the run it was pointed at, and which states its model can take up.
+"""Checks whether a process fits the run it was pointed at, and which states its model can take up.
 
-Whether a process fits the run it was pointed at, by the answers of those that are there.
-
-An announcement outlives its node, and costs nothing: so only answers count, and dead nodes for nothing. One that
-answers and trains alike is company enough; where none does and one answers that trains something else, the process
-gives up with what differs. So one misconfigured newcomer stops no node that has company, nor does one with many keys.
-Lists of peers come piece by piece: a stranger's answer has to stand for a while, in which others may be heard of. Who
-hears of nobody at all is the run's first, and is judged by nobody that comes later. Where some are heard of and none of
-them answers, the question stays open, and is asked again while the process works, until somebody has answered. Terms
-have no secrets, so whoever asks is told them.
-
-What a state must be for this node's model to take it up; looked at before its tensors are fetched, or a model built.
+An announcement outlives its node and costs nothing, so only answers count. One peer that answers and trains alike is
+enough; where none does and one answers that trains something else, the process ends and says what differs. So a
+misconfigured newcomer stops no node that has company, nor does one with many keys. Lists of peers come piece by piece:
+a stranger's answer has to stand for a while, in which others may be heard of. A process that hears of nobody is the
+run's first. Where peers are heard of and none answers, the question stays open and is repeated while the process works,
+until one has answered. Terms hold no secrets, so anybody may ask for them.
 
 Anybody can announce a state. Its descriptor (some KB) says how many rows of vocabulary it has and how its values lie;
-everything else follows from the architecture, which the node has. So what does not fit costs a small request, and
-neither disk nor memory. The layout comes from a model without storage (torch's ``meta`` device): milliseconds.
+everything else follows from the architecture. So a state that does not fit costs a small request, and neither disk nor
+memory. The layout comes from a model without storage (torch's ``meta`` device), in milliseconds.
 """
 
 from __future__ import annotations

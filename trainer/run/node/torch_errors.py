@@ -1,4 +1,4 @@
-"""What torch says of things a user can mend, said in one line of ours: no memory left, a rank that is gone."""
+"""Maps errors of torch that a user can mend to one line: no memory left, a rank that is gone."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""How a worker becomes one of its stage: it waits for a round's beginning, takes up the others' state, and is current.
+"""State catch-up: a new worker waits for a round to begin, takes up the state of its stage, and is then current.
 
-A worker that comes back from a checkpoint of the state that the others' round began from is current as it is: after a
+A worker that comes back from a checkpoint of the state that the others' round began from is current at once: after a
 restart of all, nobody waits for a round's end.
 
-Nobody serves with weights of its own making while others have better ones: a worker whose fetch failed, or to whom
-nobody hands out a state, goes on waiting and asking. The loop is apart from threads and network, which it is given as
-functions, so that every way it can go is tried with a clock of the test's own.
+No worker serves with weights of its own making while others have better ones: a worker whose fetch failed, or that
+finds no donor, keeps waiting and asking. Threads and network are passed in as functions, so that tests run every path
+with a clock of their own.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Free ports of this machine, chosen before those who are to listen on them are started.
+"""One child process of a tree: its output goes to a file, it is restarted when it dies, signalled by its own number.
 
-One child process of a tree: started with its output in a file, started again when it dies, ended by its own number.
-
-Guarantees: a signal goes to the child only and only while it has not been waited for, so never to a stranger that got
-its number, and never to a group; it does not outlive this process (`under`). It is in a session of its own, so that a
-Ctrl+C at the terminal reaches this process alone, which then ends its children in order.
+A signal is sent to the child only, and only while it has not been waited for, so never to a stranger that got its
+number, and never to a group. The child does not outlive this process (`parent_death_signal`). It is in a session of its
+own, so that a Ctrl+C at the terminal reaches this process alone, which then ends its children in order. `free_ports`
+chooses ports before the children that are to listen on them are started.
 """
 
 from __future__ import annotations

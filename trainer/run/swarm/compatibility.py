@@ -1,24 +1,16 @@
-"""Whether a process fits the swarm it was pointed at: its terms, the states it can take up, the weights it begins with.
-
-Whether a worker or driver fits the swarm it was pointed at, asked of everybody before it takes part.
+"""Checks whether a process fits the swarm it was pointed at: its terms, the states it can take up, its first weights.
 
 Nodes that hold a whole model compare themselves with each other. The first worker of a stage has no such company, nor
-have drivers, which hold none: so in a swarm all compare themselves with everybody, each by what that one's stage would
-have to announce under this run file; how, says `trainer.run.node.compatibility`. A stranger that is let in all the same
-gets no work (`SwarmTerms.fits`). The trade-off: several that begin at once with the same wrong file keep each other
-company, and train apart.
+have drivers, which hold none: so in a swarm all compare themselves with everybody, each by what that peer's stage would
+have to announce under this run file (`trainer.run.node.compatibility`). A peer that does not fit gets no work
+(`SwarmTerms.fits`). The trade-off: several that begin at once with the same wrong file keep each other company, and
+train apart.
 
-Which shared states a stage's worker can take up under DiLoCo; see `trainer.run.node.compatibility` for whole models.
-
-Whether all that begin a run with a model (`swarm.start_from`) begin with the same one.
-
-Each names a folder of its own machine, so the run file cannot say; the weights can. A worker that read such a model
-announces its fingerprint, and one that is about to begin compares its own with those: two stages of two models would
-train on, from a loss that nobody understands. Workers that go on from checkpoints have read none and say nothing.
-
-As with run files, those that came first stay, and whoever differs from most ends and says so. So does one among many
-strangers that claim another model: where anybody may announce workers, that can keep newcomers from a run that begins
-with a model, though nobody that has a checkpoint.
+Workers that begin with a model (`swarm.start_from`) read it from folders of their own machines, so they compare the
+weights: each announces a fingerprint, and a worker that is about to begin compares its own with those. Whoever differs
+from most ends and says so. Workers that go on from checkpoints have read no such model and announce none. Where anybody
+may announce workers, many strangers that claim another model can keep newcomers from a run that begins with a model,
+though nobody that has a checkpoint.
 """
 
 from __future__ import annotations

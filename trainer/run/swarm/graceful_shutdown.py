@@ -1,13 +1,13 @@
-"""How a worker leaves in order: what is under way is answered, what was counted is stepped with, saved and shared.
+"""Graceful shutdown of a worker: answer what is under way, step with what was counted, save, share.
 
     no new micro-batches → what is under way is answered → nothing is counted any more → step and save → a last round
 
 Once nothing is counted any more, drivers send to others; so whatever is acknowledged is in the state that is saved, and
-in the round where one can be had. Saving comes before sharing: it is what the worker can do alone. The last round is
+in the round where one can be had. Saving comes before sharing, because the worker can do it alone. The last round is
 for those that stay: it comes before its time, so its outer step weighs as little as the work in it
 (`trainer.outer.diloco.outer`), and what is saved is the state from before it, which has all of this worker's steps. All
-of it has one deadline, half of which is for answers. As in `trainer.run.swarm.catch_up`, threads and network are given
-as functions.
+of it has one deadline, half of which is for answers. As in `trainer.run.swarm.catch_up`, threads and network are passed
+in as functions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who else there is, as a worker hears of them: its stage's other workers, the run's drivers, the other stages'."""
+"""A worker's view of its peers: other workers of its stage, drivers of the run, workers of other stages."""
 
 from __future__ import annotations
 

@@ -1,17 +1,13 @@
-"""What is settled before a process of a swarm begins: errors that keep it from beginning, and one process a name.
+"""Checks before a process of a swarm begins: errors that only a person can mend, and one process for a name.
 
-What keeps a process of a swarm from beginning, told apart from what ends one at work.
+A checkpoint folder that is a file, checkpoints of another cut, a journal of other data: a process that is started again
+with the same run file finds the same. Such an end is exit code 2, like options that make no sense, by which `swarm up`
+and service managers (systemd's ``RestartPreventExitStatus=2``) know not to restart it. What fails once a process has
+served keeps its own class and exit code 1: another start may well succeed.
 
-A checkpoint folder that is a file, checkpoints of another cut, a journal of other data: started again with the same
-run file it would find the same. Such an end is exit code 2, like options that make no sense, by which `swarm up` and
-service managers (systemd's ``RestartPreventExitStatus=2``) know that only a person can help. What fails once a process
-has served keeps its own class and exit code 1: another start may well do.
-
-One process for a name: two with the same ``--node-id`` on one machine have one key, and the others know them by it.
-
-Both would be announced in turn under that key, so whoever asked the one would now and then be answered by the other:
-another incarnation, which others take for the end of the first. A lock beside the key's file tells them apart; the
-system gives it up with the process, however that ends. Not seen is a key that was copied to another machine.
+Two processes with the same ``--node-id`` on one machine would have one key, and be announced in turn under it: peers
+would take each for the end of the other. A lock beside the key's file prevents that; the system releases it with the
+process, however that ends. A key that was copied to another machine is not noticed.
 """
 
 from __future__ import annotations

@@ -1,18 +1,19 @@
-"""Whether a worker that begins is abreast of the run's other stages, as their workers announce where they are.
+"""Checks whether a starting worker may initialise its weights, given the versions the other stages announce.
 
-A pipeline makes no step without all of its stages. So where the others have long stepped, and of a stage there is
-neither a checkpoint here nor a worker elsewhere, its work is lost, or lies on a disk that nobody has started from.
-First weights would train on among trained ones, and the loss alone would tell. Such a worker waits a while for one that
-has the stage's state, serves nothing meanwhile, and then refuses (`swarm.checkpoint.begin_anew` has it go on).
+A pipeline makes no step without all of its stages. Where the other stages have long stepped, and a stage has neither a
+checkpoint here nor a worker elsewhere, its work is lost, or lies on a disk that nobody has started from. First weights
+would train on among trained ones, and only the loss would tell. Such a worker waits for a peer that has the stage's
+state, serves nothing meanwhile, and then refuses (`swarm.checkpoint.begin_anew` makes it go on).
 
-What decides is not how far the others are, but how much of it they have on disk (`StageReport.saved`). Until the first
-multiple of `interval_s` nobody has anything, and a stage whose only worker dies then has to begin anew: that loss is
-what the interval was chosen for, and refusing would end the swarm for it. It is warned of. Once the others have saved,
-so should this stage have. A few steps are never told: stages step by themselves, and announcements are seconds old.
+The check compares not how far the others are, but how much of it they have on disk (`StageReport.saved`). Until the
+first multiple of `interval_s` nobody has anything, and a stage whose only worker dies then has to begin anew: that loss
+is what the interval was chosen for, and refusing would end the swarm. The worker logs a warning. Once the others have
+saved, this stage should have too. Differences of a few steps are ignored: stages step by themselves, and announcements
+are seconds old.
 
-Others are heard of one after another, so the question stays open behind the beginning, until the stage has stepped for
-a while: without the others there can have been no step. Announcements are believed: who announces a worker that has
-saved much can keep others from beginning an empty stage, though nobody that has a checkpoint.
+Peers are discovered one after another, so the check goes on after the start, until the stage has stepped for a while.
+Announcements are believed: an attacker that announces a worker that has saved much can keep others from beginning an
+empty stage, though nobody that has a checkpoint.
 """
 
 from __future__ import annotations

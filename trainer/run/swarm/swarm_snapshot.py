@@ -1,4 +1,4 @@
-"""A swarm as it is seen at a moment: its processes, if they are ours, and what its drivers say."""
+"""A snapshot of a swarm: its processes, if they are children of this one, and what its drivers report."""
 
 from __future__ import annotations
 
