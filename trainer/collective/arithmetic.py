@@ -68,7 +68,7 @@ class Arithmetic:
     rule: RuleConfig
     vector: torch.Tensor
     reference: torch.Tensor
-    unsaid: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
     """What encoding leaves out of ``vector``, for the next round; begins as all of it. None: nothing is left out."""
 
     def encoded_bytes(self, part: int) -> int:
@@ -80,8 +80,8 @@ class Arithmetic:
         """This node's contribution to a part; of fp32 a view, of which nothing is copied."""
         start, stop = self.agreement.part_bounds(part)
         payload = self.codec.encode(self.vector[start:stop])
-        if self.unsaid is not None:
-            said = self.codec.decode(payload, stop - start, out=self.unsaid[start:stop])
+        if self.residual is not None:
+            said = self.codec.decode(payload, stop - start, out=self.residual[start:stop])
             torch.sub(self.vector[start:stop], said, out=said)
         return payload
 

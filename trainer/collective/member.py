@@ -81,7 +81,7 @@ class RoundMember:
     Args:
         setting: of the run.
         contribution: what the node brings.
-        vector: its values with what earlier encodings left unsaid.
+        vector: its values with what earlier encodings left out.
         vocabulary_rows: the most rows of vocabulary the node could have after this round.
     """
 
@@ -98,7 +98,7 @@ class RoundMember:
         self._asking = Asking(setting.endpoint, setting.service, setting.config)
         self._reductions: list[Reduction] = []
         self._rule_decision: RuleDecision | None = None
-        self._unsaid: torch.Tensor | None = None
+        self._residual: torch.Tensor | None = None
         self._sums_of_all: list[Moments] = []
 
     async def run(self) -> RoundResult:
@@ -131,7 +131,7 @@ class RoundMember:
             seconds=time.monotonic() - began_s,
         )
         progress = common_progress([member.progress for member in agreement.members], weights_of(agreement))
-        return RoundResult(vector=values, report=report, residual=self._unsaid, progress=progress)
+        return RoundResult(vector=values, report=report, residual=self._residual, progress=progress)
 
     # -- coming together -----------------------------------------------------------------------------------------------
 
@@ -251,9 +251,9 @@ class RoundMember:
 
     async def _carry_out(self, agreement: Agreement) -> tuple[Commit, torch.Tensor]:
         setting = self._setting
-        self._unsaid = None if setting.codec.name == "fp32" else self._vector.clone()
+        self._residual = None if setting.codec.name == "fp32" else self._vector.clone()
         arithmetic = Arithmetic(
-            agreement, setting.codec, setting.rule, self._vector, self._contribution.reference, self._unsaid
+            agreement, setting.codec, setting.rule, self._vector, self._contribution.reference, self._residual
         )
         results = HeldResults(arithmetic)
         peers = {

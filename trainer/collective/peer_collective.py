@@ -1,7 +1,7 @@
 """`PeerCollective`: the collective among strangers, as the training thread sees it.
 
 Everything in this package lives in the event loop of the node's endpoint; this is the door between the two threads.
-What a lossy encoding leaves unsaid comes back with the result, and is added to the next contribution by the next call.
+What a lossy encoding leaves out comes back with the result, and is added to the next contribution by the next call.
 """
 
 from __future__ import annotations

@@ -120,18 +120,18 @@ def test_who_is_missing_in_a_part_counts_as_not_finite_for_rules_over_whole_vect
 
 def test_what_int8_leaves_unsaid_is_the_difference_to_what_others_decode():
     own = arithmetic_of(codec="int8")
-    own = replace(own, unsaid=own.vector.clone())
+    own = replace(own, residual=own.vector.clone())
     heard = torch.cat([decoded(own, part, own.encode_own(part)) for part in range(own.agreement.num_parts)])
-    assert torch.equal(own.unsaid, own.vector - heard)
-    assert 0 < float(own.unsaid.abs().max()) < 0.05
+    assert torch.equal(own.residual, own.vector - heard)
+    assert 0 < float(own.residual.abs().max()) < 0.05
 
 
 def test_a_part_that_was_sent_to_nobody_is_unsaid_altogether():
     own = arithmetic_of(codec="int8")
-    own = replace(own, unsaid=own.vector.clone())
+    own = replace(own, residual=own.vector.clone())
     own.encode_own(0)
     start, _ = own.agreement.part_bounds(1)
-    assert torch.equal(own.unsaid[start:], own.vector[start:])
+    assert torch.equal(own.residual[start:], own.vector[start:])
 
 
 def test_parts_of_a_result_come_in_order_or_not_at_all():

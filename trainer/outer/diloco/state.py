@@ -31,7 +31,7 @@ class FragmentState:
         anchor: parameters after the last outer step, where the next pseudo-gradient is measured from.
         momentum: of the outer optimizer.
         reference: the last accepted pseudo-gradient; zeros before the first.
-        residual: this node's own: what its lossy encodings left unsaid; None where there is nothing.
+        residual: this node's own: what its lossy encodings left out; None where there is nothing.
     """
 
     anchor: Tensor

@@ -41,7 +41,7 @@ class Contribution:
     state_digest: str
     """SHA-256 of the state all members must share before the round; empty: nothing to compare."""
     residual: Tensor | None = None
-    """[P] what earlier lossy encodings left unsaid, to be added before encoding; None: nothing."""
+    """[P] what earlier lossy encodings left out, to be added before encoding; None: nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ class RoundResult:
     """[P] fp32 CPU; bit-identical at all members; the caller's to keep."""
     report: RoundReport
     residual: Tensor | None = None
-    """[P] what encoding the contribution left unsaid, for the next contribution; None: lossless or not fed back."""
+    """[P] what encoding the contribution left out, for the next contribution; None: lossless or not fed back."""
     progress: float | None = None
     """Share of the round's intended work that is in ``vector``, the same at all members; None: the node's own."""
 

@@ -63,7 +63,7 @@ class _Head:
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """This rank's contribution as it is sent: a slice for each rank, and what is left unsaid."""
+    """This rank's contribution as it is sent: a slice for each rank, and what is left out."""
 
     slices: tuple[memoryview, ...]
     residual: Tensor | None

@@ -168,7 +168,7 @@ class LedgerClient:
         except TimeoutError:
             logger.warning(
                 "%d settlements could not be said; their leases will run out and be asked after",
-                self._holdings.num_unsaid,
+                self._holdings.num_unreported,
             )
         finally:
             await end_task(self._lease_under_way)
@@ -189,7 +189,7 @@ class LedgerClient:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _say_last(self) -> None:
-        while self._holdings.num_unsaid:
+        while self._holdings.num_unreported:
             bundle = self._holdings.bundle(boottime_s(), single=self._single)
             if bundle is None or not await self._say(bundle):
                 await asyncio.sleep(_RETRY_S / 4)
@@ -202,7 +202,7 @@ class LedgerClient:
         while True:
             waits_s = await self._renew_if_due()
             await self._say_all()
-            if self._holdings.num_unsaid:
+            if self._holdings.num_unreported:
                 waits_s = min(waits_s, _RETRY_S)
             if self._units_wanted():
                 waits_s = min(waits_s, await self._lease_if_due())

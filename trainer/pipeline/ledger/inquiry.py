@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from trainer.errors import RpcError
 from trainer.network.rpc import Endpoint, Peer
+from trainer.network.rpc.token_buckets import TokenBuckets
 from trainer.pipeline.protocol.messages import APPLIED, AppliedAnswer, AppliedAsk
 from trainer.pipeline.protocol.micro_batch import MicroBatchKey
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 _AT_ONCE = 512
 """Micro-batches asked for in one call: 30 bytes each, within the 64 KiB a message may have."""
-_TOLD_EVERY_S = 60.0
+_LOG_INTERVAL_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class WorkerInquiry:
         self._endpoint = endpoint
         self._workers = workers
         self._timeout_s = timeout_s
-        self._told_s: dict[str, float] = {}
+        self._log_limit = TokenBuckets(1.0, 1.0 / _LOG_INTERVAL_S)
 
     async def __call__(self, micro_batches: Sequence[MicroBatchKey]) -> AppliedReport:
         """Asks them all at once."""
@@ -94,8 +94,5 @@ class WorkerInquiry:
 
     def _tell(self, peer: Peer, error: RpcError) -> None:
         """Once a minute for each worker: each lease that runs out asks all of them."""
-        now_s = time.monotonic()
-        self._told_s = {address: told_s for address, told_s in self._told_s.items() if now_s - told_s < _TOLD_EVERY_S}
-        if peer.address not in self._told_s:
-            self._told_s[peer.address] = now_s
+        if self._log_limit.take(peer.address):
             logger.info("%s does not say what it has counted: %s", peer.address, error)

@@ -69,7 +69,7 @@ class Bundle:
 
 
 @dataclass(slots=True)
-class _Unsaid:
+class _Unreported:
     settlements: dict[MicroBatchKey, Settlement] = field(default_factory=dict)
     handed_back: dict[MicroBatchKey, None] = field(default_factory=dict)
     say_from_s: dict[MicroBatchKey, float] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class LeaseCache:
         """Leased, rows not read yet."""
         self.ready: deque[tuple[HeldLease, MicroBatch]] = deque()
         """Read, not begun."""
-        self._unsaid: dict[str, _Unsaid] = {}
+        self._unreported: dict[str, _Unreported] = {}
         self._lease_of: dict[MicroBatchKey, HeldLease] = {}
 
     @property
@@ -102,9 +102,9 @@ class LeaseCache:
         return len(self._lease_of)
 
     @property
-    def num_unsaid(self) -> int:
+    def num_unreported(self) -> int:
         """Settlements and returns that the keeper has not acknowledged."""
-        return sum(len(each.settlements) + len(each.handed_back) for each in self._unsaid.values())
+        return sum(len(each.settlements) + len(each.handed_back) for each in self._unreported.values())
 
     def add(self, token: str, micro_batches: Iterable[MicroBatchId], send_before_s: float) -> None:
         """Takes up a lease."""
@@ -191,17 +191,17 @@ class LeaseCache:
             now_s: the time.
             single: one micro-batch only, to find out which of several is refused.
         """
-        for token, unsaid in self._unsaid.items():
+        for token, unreported in self._unreported.items():
             settlements: list[Settlement] = []
             size_bytes = 0
-            for key, settlement in unsaid.settlements.items():
-                if unsaid.say_from_s.get(key, now_s) > now_s:
+            for key, settlement in unreported.settlements.items():
+                if unreported.say_from_s.get(key, now_s) > now_s:
                     continue
                 size_bytes += len(settlement.model_dump_json())
                 if settlements and (single or size_bytes > _BUNDLE_BYTES or len(settlements) >= _BUNDLE_COUNT):
                     break
                 settlements.append(settlement)
-            back = list(unsaid.handed_back)[: 1 if single else _BUNDLE_COUNT]
+            back = list(unreported.handed_back)[: 1 if single else _BUNDLE_COUNT]
             if single and settlements:
                 back = []
             if settlements or back:
@@ -212,20 +212,20 @@ class LeaseCache:
         """Keeps some settlements of what was said, to be said again from then on; returns the rest."""
         kept = {each.micro_batch for each in bundle.settlements}.intersection(keys)
         if kept:
-            self._unsaid[bundle.token].say_from_s.update(dict.fromkeys(kept, say_from_s))
+            self._unreported[bundle.token].say_from_s.update(dict.fromkeys(kept, say_from_s))
         taken = tuple(each for each in bundle.settlements if each.micro_batch not in kept)
         return Bundle(bundle.token, taken, bundle.handed_back)
 
     def said(self, bundle: Bundle) -> None:
         """Forgets what the keeper has acknowledged, and leases of which nothing is left."""
-        unsaid = self._unsaid[bundle.token]
+        unreported = self._unreported[bundle.token]
         for settlement in bundle.settlements:
-            unsaid.settlements.pop(settlement.micro_batch, None)
-            unsaid.say_from_s.pop(settlement.micro_batch, None)
+            unreported.settlements.pop(settlement.micro_batch, None)
+            unreported.say_from_s.pop(settlement.micro_batch, None)
         for key in bundle.handed_back:
-            unsaid.handed_back.pop(key, None)
-        if not unsaid.settlements and not unsaid.handed_back:
-            del self._unsaid[bundle.token]
+            unreported.handed_back.pop(key, None)
+        if not unreported.settlements and not unreported.handed_back:
+            del self._unreported[bundle.token]
         self._forget_if_through(bundle.token)
 
     def shards(self) -> list[int]:
@@ -263,12 +263,12 @@ class LeaseCache:
             lease.begun.discard(key)
         return lease
 
-    def _unsaid_of(self, lease: HeldLease) -> _Unsaid:
-        return self._unsaid.setdefault(lease.token, _Unsaid())
+    def _unsaid_of(self, lease: HeldLease) -> _Unreported:
+        return self._unreported.setdefault(lease.token, _Unreported())
 
     def _forget_if_through(self, token: str) -> None:
         lease = self.leases.get(token)
-        if lease is None or lease.begun or token in self._unsaid:
+        if lease is None or lease.begun or token in self._unreported:
             return
         if not any(each is lease for each, _ in self.unread) and not any(each is lease for each, _ in self.ready):
             del self.leases[token]

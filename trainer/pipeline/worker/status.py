@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from typing import Annotated
 
@@ -12,6 +11,7 @@ from pydantic import Field
 from trainer.errors import RefusedError
 from trainer.network.discovery.stage_report import Counted, Incarnation, StageName
 from trainer.network.rpc.messages import Message
+from trainer.network.rpc.token_buckets import TokenBuckets
 
 __all__ = ["STATUS", "Refusals", "StatusAnswer", "StatusAsk"]
 
@@ -62,7 +62,7 @@ class Refusals:
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
-        self._logged_s: dict[str, float] = {}
+        self._log_limit = TokenBuckets(1.0, 1.0 / _LOG_INTERVAL_S)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -73,9 +73,7 @@ class Refusals:
         """One more."""
         reason = error.reason if error.reason in self._counts or len(self._counts) < _MAX_REASONS else "other"
         self._counts[reason] += 1
-        now_s = time.monotonic()
-        if now_s - self._logged_s.get(reason, float("-inf")) >= _LOG_INTERVAL_S:
-            self._logged_s[reason] = now_s
+        if self._log_limit.take(reason):
             logger.warning(
                 "refused %s of %s (%s, %d so far): %s", what, sender[:12], reason, self._counts[reason], error
             )

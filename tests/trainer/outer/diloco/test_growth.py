@@ -16,7 +16,7 @@ SEED = 3
 
 
 class Lossy:
-    """Alone, and with something left unsaid each time."""
+    """Alone, and with something left out each time."""
 
     def reduce(self, contribution: Contribution) -> RoundResult:
         report = RoundReport(round_index=contribution.round_index, members=("me",))

@@ -185,7 +185,7 @@ async def test_a_dead_drivers_lease_is_asked_after_and_what_no_worker_has_is_giv
             assert (account.micro_batches.done, account.micro_batches.open) == (14, 0)
             dead.settle(done(everywhere))
             reach.append(endpoint.peer)
-        assert (dead.stale, dead.holdings.num_unsaid) == (0, 0)  # It was known already.
+        assert (dead.stale, dead.holdings.num_unreported) == (0, 0)  # It was known already.
         assert (await service.account()).micro_batches.done == 14
 
 
@@ -202,7 +202,7 @@ async def test_a_driver_goes_on_while_the_keeper_is_away_and_says_all_when_it_is
         assert len({each.id for each in micro_batches}) == 4
         for number, each in enumerate(micro_batches, 1):
             driver.settle(done(each.id, number, tokens=each.num_tokens))
-        assert driver.holdings.num_unsaid == 4
+        assert driver.holdings.num_unreported == 4
         async with run.keeper() as (service, endpoint):
             reach.append(endpoint.peer)
             rest = await all_of(driver, 100)

@@ -166,12 +166,12 @@ def test_what_was_not_taken_up_is_said_again_after_a_while_and_holds_up_nothing_
     bundle = holdings.bundle(0.0)
     assert bundle is not None
     holdings.said(holdings.not_taken_up(bundle, [str(first), "e0.s9.r0"], 5.0))
-    assert (holdings.num_unsaid, holdings.bundle(4.9)) == (1, None)
+    assert (holdings.num_unreported, holdings.bundle(4.9)) == (1, None)
     assert holdings.leases  # It is renewed as long as something of it is to be said.
     again = holdings.bundle(5.0)
     assert again == Bundle(A, (done(first),), ())
     holdings.said(again)
-    assert (holdings.num_unsaid, holdings.leases) == (0, {})
+    assert (holdings.num_unreported, holdings.leases) == (0, {})
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ async def test_a_driver_that_knows_workers_before_the_keeper_does_loses_nothing_
             one.settle(done(micro_batch.id, len(given), tokens=micro_batch.num_tokens))
         await asyncio.sleep(0.5)
         account = await service.account()
-        assert (account.micro_batches.done, one.holdings.num_unsaid) == (0, 4)
+        assert (account.micro_batches.done, one.holdings.num_unreported) == (0, 4)
         await service.note_workers(ALIVE)
         given += await all_of(one, 4)
         account = await service.account()
