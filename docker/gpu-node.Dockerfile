@@ -2,8 +2,10 @@
 # NVIDIA's container toolkit. gcc is for torch.compile, which builds its kernels' launchers at run time.
 #
 #   docker build -f docker/gpu-node.Dockerfile -t genesis-node .
-#   docker run --rm --gpus all --ipc host -v genesis-node:/home/genesis/.neuroshard -p 4001:4001 genesis-node \
-#       --node-id gpu-7 --store https://cdn.example.org --set rpc.port=4001 --initial-peers HOST:4001
+#   docker run --rm --gpus all --ipc host --network host -v genesis-node:/home/genesis/.neuroshard genesis-node \
+#       --node-id gpu-7 --store https://cdn.example.org --port 4001 --initial-peers HOST:4001
+#
+# Behind a forwarded port say what others are to dial: --public-address HOST:4001.
 FROM python:3.12-slim
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev \

@@ -21,12 +21,18 @@ EXTRA_OF = {
 """By the name of a module: the least extra that brings it."""
 
 
-def with_extra(error: ModuleNotFoundError) -> ModuleNotFoundError:
-    """The same error, saying what to install if an extra brings the module; else the error itself."""
-    module = (error.name or "").partition(".")[0]
+def with_extra(error: ModuleNotFoundError, *, least: str = "") -> ModuleNotFoundError:
+    """The same error, saying what to install if an extra brings the module; else the error itself.
+
+    Args:
+        error: of a whole package, not of a module in one that is there.
+        least: the extra that whoever asks needs anyway, where the module's own is `loader`.
+    """
+    module = error.name or ""
     extra = EXTRA_OF.get(module)
     if extra is None:
         return error
+    extra = least if least and extra == "loader" else extra
     text = (
         f"expected the module {module!r}, found it is not installed; run: pip install 'genesis-training[{extra}]' "
         f"(in a checkout: pip install '.[{extra}]')"

@@ -18,7 +18,7 @@ def main() -> int:
 
         return run(sys.argv[1:])
     except ModuleNotFoundError as error:
-        if (explained := with_extra(error)) is error:
+        if (explained := with_extra(error, least="train")) is error:
             raise
         print(f"trainer: {explained}", file=sys.stderr)  # noqa: T201
         return 1

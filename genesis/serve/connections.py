@@ -7,8 +7,9 @@ past it (`expire_connections`). A connection that waits for the server (a disk) 
 
 Where all are taken, a newcomer gets the place of the one that has waited for its client for longest, of the host that
 has most: one that never sent a whole request head at any time, others after `_KEEP_S`. Who opens many connections and
-sends half of a request on each keeps nobody out. Such a connection is parked, not closed: left open and unread for a
-while, so that its client does not open the next one at once (of 200 that do after 0.5 s, 20 a second instead of 230).
+sends half of a request on each keeps nobody out. Such a connection is parked, not closed: left open for a while, so
+that its client does not open the next one at once (of 200 that do after 0.5 s, 20 a second instead of 230), and told
+503 should it ask after all.
 The API of a training node has the same (`trainer.monitor.server`).
 """
 
@@ -180,7 +181,7 @@ class BoundedConnection(H11Protocol):
             self.abort("overload")
             return
         self._is_parked, self._reason, self._waiting_since = True, "overload", time.monotonic()
-        self.transport.pause_reading()
+        self._is_over_limit = True
 
     def abort(self, reason: str) -> None:
         """Ends it at once; ``reason`` is what it is counted under."""

@@ -31,7 +31,7 @@ class ServeLimits:
     max_parked: int = 256
     """Connections that have lost their place before they sent a whole request head, and are not told so at once."""
     park_s: float = 10.0
-    """How long these are kept open, unread, so that clients that open new ones for those that end do it that seldom."""
+    """How long these are kept open, so that clients that open new ones for those that end do it that seldom."""
     idle_timeout_s: float = 30.0
     """For a whole request head to come, and for the next one on a connection kept alive."""
     stall_timeout_s: float = 60.0

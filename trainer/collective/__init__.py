@@ -12,7 +12,7 @@ their state; a reducer that lies about its slice to everybody alike is not found
 The trade-off: one more round trip than a plain butterfly for the agreement and one for the vote, some milliseconds on
 a LAN, a second across the world, once every few hundred inner steps.
 
-``planning`` and ``deciding`` are arithmetic; ``gathering``, ``ballot`` and ``consulting`` the coordinator's side;
+``planning`` and ``deciding`` are arithmetic; ``membership``, ``commit_vote`` and ``moments`` the coordinator's side;
 ``reduction`` the reducer's; ``exchange``, ``results``, ``asking`` and ``member`` the member's; ``service`` answers
 others; ``messages`` is what is said.
 """

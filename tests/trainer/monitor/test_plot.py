@@ -160,8 +160,9 @@ def test_a_picture_that_cannot_be_written_is_a_usage_error(tmp_path):
 
 def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
     write_log(tmp_path, "n", range(3))
-    for name in ("matplotlib", "matplotlib.backends.backend_agg", "matplotlib.figure"):
-        monkeypatch.setitem(sys.modules, name, None)
+    for name in [name for name in sys.modules if name.startswith("matplotlib.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(TrainerUsageError, match=r"pip install 'genesis-training\[plot\]'"):
         plot([tmp_path], tmp_path / "x.png")
 

@@ -34,11 +34,17 @@ __all__ = ["ExchangeAnswers"]
 
 logger = logging.getLogger(__name__)
 
-_STRANGERS_BURST, _STRANGERS_PER_INTERVAL = 16.0, 6.0
-"""Answers to peers of one address that have never been of use: at once, and in each poll interval. However many honest
-nodes are behind an address, each node is asked three times an interval on average, by all of them together."""
+_STRANGERS_BURST, _STRANGERS_PER_INTERVAL, _STRANGERS_MIN_PER_S = 64.0, 6.0, 2.0
+"""Answers to peers of one address that have never been of use: at once, in each poll interval, and a second at least.
+However many honest nodes are behind an address, each node is asked three times an interval by all of them together."""
 _STRANGERS_WAIT_S = 4.0
 """Longest time one is made to wait; less than any of them waits for an answer (`Verifier`: 5 s)."""
+_MAX_WAITING_AT_ADDRESS, _MAX_WAITING = 16, 48
+"""Each holds a call's slot while it waits: an eighth of those of an address, and a quarter of all strangers'."""
+
+
+def _too_many() -> RefusedError:
+    return RefusedError(Reason.BUSY, "expected fewer questions of strangers at this address; ask again later")
 
 
 class ExchangeAnswers:
@@ -67,10 +73,12 @@ class ExchangeAnswers:
         self._own = own
         self._verifier = verifier
         self._told = told
-        self._strangers = TokenBuckets(_STRANGERS_BURST, _STRANGERS_PER_INTERVAL / interval_s)
+        self._strangers = TokenBuckets(
+            _STRANGERS_BURST, max(_STRANGERS_MIN_PER_S, _STRANGERS_PER_INTERVAL / interval_s)
+        )
         self._waiting: dict[str, list[asyncio.Future[None]]] = {}
-        """By address, the newest last; as many at most as calls of strangers are served at once."""
-        self._letting_in: set[asyncio.Task[None]] = set()
+        """By address: the turns of those that wait, `_MAX_WAITING` in all."""
+        self._letting_in: dict[str, asyncio.Task[None]] = {}
         self._chance = random.Random(endpoint.peer_id)
 
     def register(self) -> None:
@@ -92,45 +100,66 @@ class ExchangeAnswers:
         self._hear(request, unpack_request(request.body, bytes(request.payload))[0])
         return Reply(PresentReply())
 
+    async def close(self) -> None:
+        """Lets nobody in any more."""
+        tasks = list(self._letting_in.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     async def _pace(self, request: Request[ExchangeRequest]) -> None:
         """Lets strangers of one address through only so fast: who announces many names for it waits, and asks less.
 
-        The newest of those that wait comes next, so that a newcomer does not wait behind a crowd at its address.
+        Which of those that wait comes next is left to chance, so that no crowd is always before a newcomer.
 
         Raises:
-            RefusedError: it was never its turn.
+            RefusedError: too many wait, or it was never its turn.
         """
         if self._table.is_of_use(request.sender):
             return
         address = request.remote_address
-        waiting = self._waiting.get(address)
-        if waiting is None and self._strangers.take(address):
+        if not self._waiting.get(address) and self._strangers.take(address):
             return
+        self._make_room(address)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if waiting is None:
-            waiting = self._waiting[address] = [turn]
-            self._letting_in.add(task := asyncio.create_task(self._let_in(address, waiting)))
-            task.add_done_callback(self._letting_in.discard)
-        else:
-            waiting.append(turn)
+        waiting = self._waiting.setdefault(address, [])
+        waiting.append(turn)
+        if address not in self._letting_in:
+            self._letting_in[address] = asyncio.create_task(self._let_in(address))
         try:
             async with asyncio.timeout(_STRANGERS_WAIT_S):
                 await turn
         except TimeoutError:
-            text = "expected fewer questions of strangers at this address; ask again later"
-            raise RefusedError(Reason.BUSY, text) from None
+            raise _too_many() from None
+        finally:
+            if turn in waiting:
+                waiting.remove(turn)
 
-    async def _let_in(self, address: str, waiting: list[asyncio.Future[None]]) -> None:
-        """Lets those of an address that wait in, one by one; ends when none waits."""
-        while waiting:
-            await asyncio.sleep(self._strangers.wait_s(address))
-            while waiting:
-                turn = waiting.pop()
-                if not turn.done():
-                    self._strangers.take(address)
-                    turn.set_result(None)
-                    break
-        del self._waiting[address]
+    def _make_room(self, address: str) -> None:
+        """Refuses one that waits, by chance, where too many do: of this address, or of that with the most."""
+        if len(self._waiting.get(address, ())) < _MAX_WAITING_AT_ADDRESS:
+            if sum(map(len, self._waiting.values())) < _MAX_WAITING:
+                return
+            address = max(self._waiting, key=lambda each: len(self._waiting[each]))
+        waiting = self._waiting[address]
+        turn = waiting.pop(self._chance.randrange(len(waiting)))
+        if not turn.done():
+            turn.set_exception(_too_many())
+
+    async def _let_in(self, address: str) -> None:
+        """Lets those of an address that wait in, one for each token; ends when none waits."""
+        try:
+            while waiting := self._waiting.get(address):
+                if (wait_s := self._strangers.wait_s(address)) > 0:
+                    await asyncio.sleep(wait_s)
+                elif self._strangers.take(address):
+                    turn = waiting.pop(self._chance.randrange(len(waiting)))
+                    if not turn.done():
+                        turn.set_result(None)
+        finally:
+            del self._letting_in[address]
+            if not self._waiting.get(address):
+                self._waiting.pop(address, None)
 
     def _hear(self, request: Request[ExchangeRequest], own: bytes) -> Announcement | None:
         """Takes what the asker says of itself, if it says anything; what is news of it."""

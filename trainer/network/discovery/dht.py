@@ -149,6 +149,7 @@ class DhtDiscovery:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
         await self._verifier.close()
+        await self._answers.close()
         await self.process.close()
 
     async def _repeat(self, what: Callable[[], Awaitable[None]]) -> None:

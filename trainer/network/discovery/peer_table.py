@@ -259,6 +259,12 @@ class PeerTable:
         self._make_room_candidate(entry)
         self._put(entry)
 
+    def retry_later(self, peer_id: str, after_s: float) -> None:
+        """A candidate could not be asked now; it is tried again after a while."""
+        entry = self._entries.get(peer_id)
+        if entry is not None:
+            entry.retry_s = self._clock() + after_s
+
     def _is_caller(self, announcement: Announcement, now: float) -> bool:
         called_s = self._calls.get(announcement.peer_id)
         is_kept = self._keeps_callers and announcement.stage is None

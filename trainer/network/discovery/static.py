@@ -125,6 +125,7 @@ class StaticDiscovery:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._verifier.close()
+        await self._answers.close()
         self._polling = None
 
     async def _poll_forever(self) -> None:

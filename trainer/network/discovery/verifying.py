@@ -14,13 +14,15 @@ import asyncio
 import logging
 from collections.abc import Iterable
 
-from trainer.errors import RpcError, TrainerUsageError
+from trainer.errors import RefusedError, RpcError, TrainerUsageError
 from trainer.network.discovery.announcement import Announcement
 from trainer.network.discovery.config import DiscoveryConfig
 from trainer.network.discovery.exchange import EXCHANGE_METHOD, PRESENT_METHOD, ExchangeRequest, PresentReply
 from trainer.network.discovery.own_record import OwnRecord
 from trainer.network.discovery.peer_table import PeerTable
+from trainer.network.rpc.dialing import DialRefusedError
 from trainer.network.rpc.endpoint import Endpoint
+from trainer.network.rpc.reasons import Reason
 
 __all__ = ["Verifier", "open_table"]
 
@@ -30,6 +32,8 @@ _MAX_UNDER_WAY = 32
 _LOOK_INTERVAL_S = 0.1
 _BEGUN_PER_LOOK = 4
 _TIMEOUT_S = 5.0
+_RETRY_S = 3.0
+"""After a refusal that says nothing of the node: it is busy, or this one has dialled its host too often of late."""
 
 
 def open_table(endpoint: Endpoint, config: DiscoveryConfig, *, named: Iterable[str], keeps_callers: bool) -> PeerTable:
@@ -117,15 +121,19 @@ class Verifier:
         """Calls those of the candidates whose turn it is; of a host whose budget is used up, none."""
         left = min(_BEGUN_PER_LOOK, _MAX_UNDER_WAY - len(self._under_way))
         dialing = self._endpoint.dialing
-        has_budget: dict[str, bool] = {}
+        num_dials: dict[str, float] = {}
         for said, host in self._table.to_reach():
             if left <= 0:
                 self._news.set()
                 return
-            if host not in has_budget:
-                has_budget[host] = dialing.has_budget(host)
             key = (said.peer_id, said.address)
-            if has_budget[host] and key not in self._under_way and not dialing.objection(said.address):
+            if key in self._under_way:
+                continue
+            is_counted = dialing.counts(said.address)
+            if is_counted and num_dials.setdefault(host, dialing.num_dials(host)) < 1.0:
+                continue
+            if not dialing.objection(said.address):
+                num_dials[host] = num_dials.get(host, 0.0) - is_counted
                 self._begin(key, said)
                 left -= 1
 
@@ -151,5 +159,15 @@ class Verifier:
                 timeout_s=_TIMEOUT_S,
             )
         except (RpcError, TrainerUsageError) as error:  # The latter: an announced address that cannot be dialled.
+            if _is_passing(error):
+                self._table.retry_later(said.peer_id, _RETRY_S)
+                return
             logger.debug("%s (%s…) at %s is not reached: %s", said.node_id, said.peer_id[:12], said.address, error)
             self._table.unreachable(said.peer_id, said.address)
+
+
+def _is_passing(error: Exception) -> bool:
+    """Whether a call failed for now only, of a node that may well be there."""
+    if isinstance(error, DialRefusedError):
+        return error.reason == "budget"
+    return isinstance(error, RefusedError) and error.reason == Reason.BUSY

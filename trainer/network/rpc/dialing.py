@@ -187,9 +187,15 @@ class Dialing:
                 return ((ip, port),)  # The others would be further tries.
         raise DialRefusedError(reason, f"{peer.address} is not dialled because a stranger names it ({reason})")
 
-    def has_budget(self, host: str) -> bool:
-        """Whether an address of this host (`address_group`) where no node has answered yet may be tried now."""
-        return not self._is_guarded or self._budgets[self._is_in_contact(host)].has(host)
+    def num_dials(self, host: str) -> float:
+        """How many addresses of this host (`address_group`) where no node has answered yet may be tried now."""
+        return self._budgets[self._is_in_contact(host)].left(host) if self._is_guarded else float("inf")
+
+    def counts(self, address: str) -> bool:
+        """Whether a try of this address would be one of `num_dials`; of a name that is judged when it is dialled."""
+        where = split_address(address)
+        is_known = where in self._answered or where in self._named_sockets or address in self._named
+        return self._is_guarded and not is_known and host_kind(where[0]) is not None
 
     def answered(self, where: Socket) -> None:
         """A node has answered there, with a signed message."""

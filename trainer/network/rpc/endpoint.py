@@ -47,8 +47,8 @@ _IDLE_MS = 600_000
 """Connections without calls are closed after this; their owners reconnect when they call."""
 _UNGUARDED_IDLE_MS = 60_000
 """The same where the platform does not let the guard see connections (`trainer.network.rpc.connections`)."""
-_SPARE_DESCRIPTORS = 512
-"""For everything in this process but connections from others: connections to others, files, pipes, libraries."""
+_SPARE_DESCRIPTORS = 768
+"""For everything in this process but connections from others: connections to others, to the API (336), files, pipes."""
 _STOP_S = 5.0
 """How long cancelled handlers may take to clean up."""
 

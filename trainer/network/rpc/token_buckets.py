@@ -34,9 +34,9 @@ class TokenBuckets:
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def has(self, key: str) -> bool:
-        """Whether `take` would find a token."""
-        return self._left(key, self._clock()) >= 1.0
+    def left(self, key: str) -> float:
+        """Tokens in ``key``'s bucket now."""
+        return self._left(key, self._clock())
 
     def wait_s(self, key: str) -> float:
         """Seconds until `take` would find a token; 0: it would now."""

@@ -13,7 +13,7 @@ meanwhile are kept; moments are never averaged; a round that fails or is given u
 
 ``slices`` says which values are a round's; ``averaging`` is a round's arithmetic; ``standing`` counts rounds, failures
 and how far a node is behind; ``rounds`` is what it must know of the others' rounds; ``moments``, ``state``,
-``snapshot`` and ``fitting`` are what a joiner gets, ``saved`` a checkpoint's part; ``trainer`` brings it together.
+``snapshot`` and ``fitting`` are what a joiner gets and a checkpoint has; ``trainer`` brings it together.
 """
 
 from __future__ import annotations
