@@ -6,6 +6,8 @@ tensors, trains, meets through a DHT or draws curves is an extra each, as pyproj
 
 from __future__ import annotations
 
+import importlib.util
+
 __all__ = ["EXTRA_OF", "with_extra"]
 
 EXTRA_OF = {
@@ -28,9 +30,9 @@ def with_extra(error: ModuleNotFoundError, *, least: str = "") -> ModuleNotFound
         error: of a whole package, not of a module in one that is there.
         least: the extra that whoever asks needs anyway, where the module's own is `loader`.
     """
-    module = error.name or ""
+    module = (error.name or "").partition(".")[0]
     extra = EXTRA_OF.get(module)
-    if extra is None:
+    if extra is None or importlib.util.find_spec(module) is not None:
         return error
     extra = least if least and extra == "loader" else extra
     text = (
