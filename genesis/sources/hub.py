@@ -14,7 +14,7 @@ from urllib.parse import quote
 from genesis.errors import InputNotFoundError, SourceError
 from genesis.sources.base import InputFile, InputPlan
 from genesis.sources.formats import format_of
-from genesis.sources.hub_client import RetryPolicy, api_pages
+from genesis.sources.hub_client import HubRetryPolicy, api_pages
 from genesis.sources.ordering import fixed_folder, matches, natural_key
 from manifests import SourceSpec
 
@@ -36,7 +36,7 @@ def hub_plan(spec: SourceSpec, *, pinned_revision: str | None = None) -> InputPl
     repo = spec.hf_path
     if repo is None:
         raise InputNotFoundError(f"{spec.name}: expected hf_path in sources.json, found none; give --input")
-    policy = RetryPolicy.from_environment()
+    policy = HubRetryPolicy.from_environment()
     commit = _commit(repo, pinned_revision or spec.revision, policy)
     listings: dict[tuple[str, bool], dict[str, InputFile]] = {}
     files: dict[str, InputFile] = {}
@@ -51,7 +51,7 @@ def hub_plan(spec: SourceSpec, *, pinned_revision: str | None = None) -> InputPl
     return InputPlan(spec.name, spec.text_field, tuple(files.values()), repo=repo, revision=commit)
 
 
-def _commit(repo: str, revision: str, policy: RetryPolicy) -> str:
+def _commit(repo: str, revision: str, policy: HubRetryPolicy) -> str:
     if _COMMIT.fullmatch(revision):
         return revision
     what = f"{repo}@{revision}"
@@ -69,7 +69,7 @@ def _place(pattern: str) -> tuple[str, bool]:
     return folder, "/" in rest or "**" in rest
 
 
-def _list(repo: str, commit: str, folder: str, recursive: bool, policy: RetryPolicy) -> dict[str, InputFile]:
+def _list(repo: str, commit: str, folder: str, recursive: bool, policy: HubRetryPolicy) -> dict[str, InputFile]:
     path = f"datasets/{repo}/tree/{commit}" + (f"/{quote(folder, safe='')}" if folder else "")
     what = f"{repo}@{commit[:12]}/{folder}"
     pages = api_pages(path, what, policy, {"recursive": str(recursive).lower(), "expand": "false"})

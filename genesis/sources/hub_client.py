@@ -29,7 +29,7 @@ from huggingface_hub.utils import build_hf_headers, parse_ratelimit_headers  # t
 
 from genesis.errors import InputNotFoundError, SourceError
 
-__all__ = ["CutConnectionError", "RetryPolicy", "api_pages", "auth_headers", "retrying"]
+__all__ = ["CutConnectionError", "HubRetryPolicy", "api_pages", "auth_headers", "retrying"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class CutConnectionError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class RetryPolicy:
+class HubRetryPolicy:
     """How long the Hub is waited for."""
 
     deadline_s: float = 900.0
@@ -58,7 +58,7 @@ class RetryPolicy:
     max_wait_s: float = 60.0
 
     @classmethod
-    def from_environment(cls) -> RetryPolicy:
+    def from_environment(cls) -> HubRetryPolicy:
         """``GENESIS_HUB_DEADLINE_S`` and ``GENESIS_HUB_TIMEOUT_S``, where they are set.
 
         Raises:
@@ -83,7 +83,7 @@ def _seconds(variable: str, default: float) -> float:
     return value
 
 
-def retrying(what: str, attempt: Callable[[], T], policy: RetryPolicy) -> T:
+def retrying(what: str, attempt: Callable[[], T], policy: HubRetryPolicy) -> T:
     """Calls ``attempt`` until it succeeds, fails for good, or the deadline would pass.
 
     Args:
@@ -109,7 +109,7 @@ def retrying(what: str, attempt: Callable[[], T], policy: RetryPolicy) -> T:
         raise _translate(what, error, time.monotonic() - started) from error
 
 
-def api_pages(path: str, what: str, policy: RetryPolicy, params: dict[str, str]) -> list[object]:
+def api_pages(path: str, what: str, policy: HubRetryPolicy, params: dict[str, str]) -> list[object]:
     """The JSON documents of an API call, following ``Link: rel=next``.
 
     Args:
@@ -126,7 +126,7 @@ def api_pages(path: str, what: str, policy: RetryPolicy, params: dict[str, str])
     return pages
 
 
-def _get_json(url: str, policy: RetryPolicy, params: dict[str, str]) -> tuple[object, str | None]:
+def _get_json(url: str, policy: HubRetryPolicy, params: dict[str, str]) -> tuple[object, str | None]:
     response = get_session().get(url, params=params or None, headers=auth_headers(), timeout=policy.timeout_s)
     hf_raise_for_status(response)
     following = response.links.get("next", {}).get("url")
@@ -142,7 +142,7 @@ def auth_headers() -> dict[str, str]:
 class _Wait(tenacity.wait.wait_base):
     """As long as the server says, else exponential with jitter."""
 
-    policy: RetryPolicy
+    policy: HubRetryPolicy
 
     def __call__(self, retry_state: tenacity.RetryCallState) -> float:
         hint = _server_wait_s(_failure(retry_state))
@@ -156,7 +156,7 @@ class _Wait(tenacity.wait.wait_base):
 class _Stop(tenacity.stop.stop_base):
     """Stops when the next attempt would begin after the deadline: no wait is slept out in vain."""
 
-    policy: RetryPolicy
+    policy: HubRetryPolicy
 
     def __call__(self, retry_state: tenacity.RetryCallState) -> bool:
         error = _failure(retry_state)

@@ -19,7 +19,7 @@ from typing_extensions import Buffer
 
 from genesis.errors import CorruptInputError, SourceError
 from genesis.sources.base import InputFile
-from genesis.sources.hub_client import CutConnectionError, RetryPolicy, auth_headers, retrying
+from genesis.sources.hub_client import CutConnectionError, HubRetryPolicy, auth_headers, retrying
 
 __all__ = ["HUB_WINDOW_BYTES", "HubFile", "HubReader"]
 
@@ -34,7 +34,7 @@ _EXPIRED = (400, 401, 403, 404, 410)
 class HubReader:
     """Reads ranges of one file of a plan; safe to use from one thread at a time."""
 
-    def __init__(self, file: InputFile, policy: RetryPolicy) -> None:
+    def __init__(self, file: InputFile, policy: HubRetryPolicy) -> None:
         self._file = file
         self._policy = policy
         self._signed_url: str | None = None

@@ -29,10 +29,10 @@ def open_file(file: InputFile) -> BinaryIO:
         SourceError: it cannot be read.
     """
     if is_remote(file):
-        from genesis.sources.hub_client import RetryPolicy
+        from genesis.sources.hub_client import HubRetryPolicy
         from genesis.sources.hub_file import HubFile, HubReader
 
-        return cast("BinaryIO", HubFile(HubReader(file, RetryPolicy.from_environment())))
+        return cast("BinaryIO", HubFile(HubReader(file, HubRetryPolicy.from_environment())))
     try:
         return cast("BinaryIO", io.FileIO(file.location, "rb"))
     except FileNotFoundError as error:
@@ -49,10 +49,10 @@ def stream(file: InputFile) -> Iterator[bytes | bytearray]:
         SourceError: it cannot be read.
     """
     if is_remote(file):
-        from genesis.sources.hub_client import RetryPolicy
+        from genesis.sources.hub_client import HubRetryPolicy
         from genesis.sources.hub_file import HubReader
 
-        yield from read_ahead(HubReader(file, RetryPolicy.from_environment()).windows())
+        yield from read_ahead(HubReader(file, HubRetryPolicy.from_environment()).windows())
         return
     with open_file(file) as opened:
         try:

@@ -22,7 +22,7 @@ import zstandard
 
 from genesis.errors import CorruptInputError, InputChangedError, InputNotFoundError, SourceError
 from genesis.sources import hub_file, parquet, read_batches, resolve, tasks
-from genesis.sources.hub_client import RetryPolicy
+from genesis.sources.hub_client import HubRetryPolicy
 from manifests import SourceSpec
 from tests.support.hub_server import COMMIT, Fault, HubServer, SeededFaults
 from tests.support.source_documents import read_on, read_until_error
@@ -59,8 +59,8 @@ EVERYTHING = spec_of("data/*.parquet", "train/*.jsonl.zst", "*.json.gz")
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits of milliseconds where the server does not say how long."""
-    policy = RetryPolicy(deadline_s=20.0, unreachable_s=0.3, timeout_s=5.0, first_wait_s=0.001, max_wait_s=0.01)
-    monkeypatch.setattr(RetryPolicy, "from_environment", classmethod(lambda cls: policy))
+    policy = HubRetryPolicy(deadline_s=20.0, unreachable_s=0.3, timeout_s=5.0, first_wait_s=0.001, max_wait_s=0.01)
+    monkeypatch.setattr(HubRetryPolicy, "from_environment", classmethod(lambda cls: policy))
 
 
 def test_the_plan_is_pinned_and_in_the_order_of_the_patterns(tmp_path: Path, serve: Serve):
@@ -209,8 +209,8 @@ def test_a_server_that_asks_for_more_than_the_deadline_is_given_up_at_once(tmp_p
 def test_failing_until_the_deadline_is_one_line_and_keeps_what_was_read(
     tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ):
-    policy = RetryPolicy(deadline_s=0.4, unreachable_s=0.3, timeout_s=0.2, first_wait_s=0.05, max_wait_s=0.1)
-    monkeypatch.setattr(RetryPolicy, "from_environment", classmethod(lambda cls: policy))
+    policy = HubRetryPolicy(deadline_s=0.4, unreachable_s=0.3, timeout_s=0.2, first_wait_s=0.05, max_wait_s=0.1)
+    monkeypatch.setattr(HubRetryPolicy, "from_environment", classmethod(lambda cls: policy))
     texts = write_repository(tmp_path)
     hub = serve(tmp_path)
     plan = resolve(spec_of("data/p0.parquet"))
@@ -294,11 +294,11 @@ def test_offline_mode_is_said(tmp_path: Path, serve: Serve, monkeypatch: pytest.
 def test_deadlines_come_from_the_environment(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("GENESIS_HUB_DEADLINE_S", "5")
     monkeypatch.setenv("GENESIS_HUB_TIMEOUT_S", "2.5")
-    policy = RetryPolicy.from_environment()
+    policy = HubRetryPolicy.from_environment()
     assert (policy.deadline_s, policy.unreachable_s, policy.timeout_s) == (5.0, 5.0, 2.5)
     monkeypatch.setenv("GENESIS_HUB_DEADLINE_S", "soon")
     with pytest.raises(SourceError, match=r"GENESIS_HUB_DEADLINE_S.*'soon'"):
-        RetryPolicy.from_environment()
+        HubRetryPolicy.from_environment()
 
 
 DATASETS_SCRIPT = """

@@ -42,6 +42,14 @@ def _layout(name: str) -> torch.layout:
     return _LAYOUTS[name]
 
 
+def _member(encoding: object, name: object) -> Any:
+    """What Python 3.11.0 to 3.11.3 pickle a member of an enumeration as: ``getattr`` of it, here of one alone."""
+    formats = dcp_metadata._MEM_FORMAT_ENCODING
+    if encoding is not formats or not isinstance(name, str) or name not in formats.__members__:
+        raise pickle.UnpicklingError("an attribute, which describes no tensor")
+    return formats[name]
+
+
 _ALLOWED: Final[Mapping[tuple[str, str], Any]] = {
     **{
         (dcp_metadata.__name__, name): getattr(dcp_metadata, name)
@@ -59,6 +67,7 @@ _ALLOWED: Final[Mapping[tuple[str, str], Any]] = {
     (_StorageInfo.__module__, "_StorageInfo"): _StorageInfo,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _layout,
+    ("builtins", "getattr"): _member,
     **{(module, name): PurePosixPath for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "Path")},
 }
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-__all__ = ["Progress"]
+__all__ = ["FragmentProgress"]
 
 
 @dataclass(slots=True)
-class Progress:
+class FragmentProgress:
     """Batches trained on since a fragment's last committed round.
 
     Wall-clock time, because it must mean something after a restart; a clock that was set back counts as no age.

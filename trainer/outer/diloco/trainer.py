@@ -34,7 +34,7 @@ from trainer.outer.diloco.flight import AsyncRound, BackgroundCall
 from trainer.outer.diloco.fragments import FragmentPlan, synchronised_parameters
 from trainer.outer.diloco.growth import grown_state
 from trainer.outer.diloco.outer import OuterOptimizer
-from trainer.outer.diloco.progress import Progress
+from trainer.outer.diloco.progress import FragmentProgress
 from trainer.outer.diloco.saved import SavedDiLoCo, SavedFlight
 from trainer.outer.diloco.state import FragmentState, ReplicaState, SharedState
 from trainer.outer.engine.collective import Collective, Contribution, RoundResult
@@ -68,7 +68,7 @@ class DiLoCoTrainer:
         self._plan = FragmentPlan.of(self._parameters, config.num_fragments)
         self._layout_digest = self._plan.digest()
         self._steps_since_round = 0
-        self._progress = [Progress() for _ in self._plan.layouts]
+        self._progress = [FragmentProgress() for _ in self._plan.layouts]
         self._saved_flight: SavedFlight | None = None
         self._flight: AsyncRound | None = None
         self._call: BackgroundCall[RoundResult] | None = None
@@ -178,7 +178,7 @@ class DiLoCoTrainer:
         self._flight = self._saved_flight = None
         self._install(adopted)
         self._steps_since_round = 0
-        self._progress = [Progress() for _ in self._plan.layouts]
+        self._progress = [FragmentProgress() for _ in self._plan.layouts]
         for layout, fragment in zip(self._plan.layouts, adopted.fragments, strict=True):
             layout.scatter(fragment.anchor, self._parameters)
 
@@ -232,7 +232,7 @@ class DiLoCoTrainer:
         self._flight, self._saved_flight = None, saved.flight
         self._install(saved.state)
         self._steps_since_round = saved.steps_since_round
-        self._progress = [Progress(*progress) for progress in saved.progress]
+        self._progress = [FragmentProgress(*progress) for progress in saved.progress]
 
     def _install(self, state: ReplicaState) -> None:
         """Put a state in place of the old one; all or nothing."""
@@ -265,7 +265,7 @@ class DiLoCoTrainer:
             logger.warning("round %d: parameters are not finite; they restart from the anchor", self._state.round_index)
             vector.zero_()
             layout.scatter(anchor, self._parameters)
-            self._progress[fragment] = Progress()
+            self._progress[fragment] = FragmentProgress()
         done = self._progress[fragment]
         progress = done.share_of(self._config.planned_steps(self._state.round_index))
         return self._contribution(vector, done.num_batches, done.age_s(), progress)

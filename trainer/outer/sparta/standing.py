@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Standing"]
+__all__ = ["RoundStanding"]
 
 
 @dataclass(slots=True)
-class Standing:
+class RoundStanding:
     """Counters alone; see :class:`~trainer.outer.sparta.trainer.SpartaTrainer` for who moves them.
 
     Args:

@@ -33,7 +33,7 @@ from trainer.errors import RoundFailedError, RoundLeftError, StateBehindError, T
 from trainer.outer.diloco.flat import FlatLayout
 from trainer.outer.diloco.flight import BackgroundCall
 from trainer.outer.diloco.fragments import synchronised_parameters
-from trainer.outer.diloco.progress import Progress
+from trainer.outer.diloco.progress import FragmentProgress
 from trainer.outer.engine.collective import Collective, Contribution, RoundResult
 from trainer.outer.engine.strategy import OuterResult, StateValue
 from trainer.outer.sparta.averaging import AsyncSliceRound, Round, is_finite, merged
@@ -41,7 +41,7 @@ from trainer.outer.sparta.config import SpartaConfig
 from trainer.outer.sparta.moments import check_optimizer, gather_moments, install_moments
 from trainer.outer.sparta.rounds import NOBODY, OtherRounds
 from trainer.outer.sparta.slices import ParameterSlice, check_kept_axes, schedule_digest, slice_of
-from trainer.outer.sparta.standing import Standing
+from trainer.outer.sparta.standing import RoundStanding
 from trainer.outer.sparta.state import SavedProgress, SavedSparta, SpartaState
 
 __all__ = ["SpartaTrainer"]
@@ -94,8 +94,8 @@ class SpartaTrainer:
         check_optimizer(optimizer, self._parameters)
         self._check_slices()
         self._digest = schedule_digest(self._layout, config.num_slices, config.salt, self._kept_axes)
-        self._standing = Standing(config.max_staleness_rounds, config.max_failed_rounds)
-        self._progress = [Progress() for _ in range(config.num_slices)]
+        self._standing = RoundStanding(config.max_staleness_rounds, config.max_failed_rounds)
+        self._progress = [FragmentProgress() for _ in range(config.num_slices)]
         self._steps_since_round = 0
         self._num_inner_steps = 0
         self._begin_again = False
@@ -233,7 +233,7 @@ class SpartaTrainer:
         self._layout.scatter(shared.parameters, self._parameters)
         install_moments(shared.moments, self._layout, self._parameters, self._optimizer)
         self._standing.adopted(shared.round_index, self._config.ghost_rounds)
-        self._progress = [Progress() for _ in self._progress]
+        self._progress = [FragmentProgress() for _ in self._progress]
         self._num_inner_steps = shared.num_inner_steps
         self._steps_since_round, self._begin_again = 0, False
         if self._after_average is not None:
@@ -278,7 +278,7 @@ class SpartaTrainer:
         """
         saved = SavedSparta.from_dict(state, self._digest, self._config.num_slices)
         self._flight = None
-        self._standing = Standing(
+        self._standing = RoundStanding(
             self._config.max_staleness_rounds,
             self._config.max_failed_rounds,
             round_index=saved.round_index,
@@ -292,7 +292,7 @@ class SpartaTrainer:
         self._num_inner_steps = saved.num_inner_steps
         self._steps_since_round = saved.steps_since_round
         self._begin_again = saved.begin_again
-        self._progress = [Progress(it.num_batches, it.since_s) for it in saved.progress]
+        self._progress = [FragmentProgress(it.num_batches, it.since_s) for it in saved.progress]
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

@@ -16,11 +16,11 @@ from trainer.network.rpc.envelope import PROTOCOL_VERSION
 from trainer.run.config import RunConfig, to_mapping
 from trainer.run.node.vocabulary import lineage_of
 
-__all__ = ["Progress", "announcement_of", "terms_of"]
+__all__ = ["NodeProgress", "announcement_of", "terms_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class NodeProgress:
     """What an announcement says of training."""
 
     inner_step: int = 0
@@ -52,7 +52,7 @@ def terms_of(config: RunConfig, shape: ModelConfig, vocabulary: VocabularyFile) 
     )
 
 
-def announcement_of(config: RunConfig, endpoint: Endpoint, terms: Terms, progress: Progress) -> Announcement:
+def announcement_of(config: RunConfig, endpoint: Endpoint, terms: Terms, progress: NodeProgress) -> Announcement:
     """An announcement that is not stamped yet.
 
     Args:

@@ -22,7 +22,7 @@ from trainer.network.rpc import Endpoint, Identity
 from trainer.network.rpc.boundary import peer_boundary
 from trainer.network.transfer import StateDonor, choose_state, fetch_descriptor, fetch_state, write_snapshot
 from trainer.run.config import RunConfig
-from trainer.run.node.announcement import Progress, announcement_of
+from trainer.run.node.announcement import NodeProgress, announcement_of
 from trainer.run.node.compatibility import FitCheck, ask_addresses, register_terms
 from trainer.run.node.loop_thread import LoopThread
 from trainer.run.node.peer_book import PeerBook, StateChoice, holds_whole_model, peer_of
@@ -47,7 +47,7 @@ _FETCH_SLACK_S = 30.0
 class Listener(Protocol):
     """Who is told of the others, and asked what to tell them."""
 
-    def progress(self) -> Progress:
+    def progress(self) -> NodeProgress:
         """How far training is: asked before each announcement."""
 
     def peers(self, announcements: tuple[Announcement, ...]) -> None:
@@ -328,7 +328,7 @@ class Network(Generic[S]):
 
     async def _announce(self) -> None:
         outer_step, digest = self._book.own_state
-        progress = self._listener.progress() if self._listener is not None else Progress()
+        progress = self._listener.progress() if self._listener is not None else NodeProgress()
         said = announcement_of(self._config, self._endpoint, self._terms, progress)
         round_ = {
             "outer_step": outer_step,

@@ -11,7 +11,7 @@ from trainer.monitor import ApiServer, EventLog, Observer, ShutdownHook, Trainin
 from trainer.monitor.metrics import Sources
 from trainer.monitor.pipeline import PipelineView, add_pipeline_pages
 from trainer.run.config import RunConfig
-from trainer.run.node.announcement import Progress
+from trainer.run.node.announcement import NodeProgress
 
 if TYPE_CHECKING:
     from trainer.network.discovery import Announcement
@@ -78,9 +78,9 @@ class Watch:
         self.tracker.set_state(outer_step, digest)
         self.observer.event("state", outer_step=outer_step, digest=digest)
 
-    def progress(self) -> Progress:
+    def progress(self) -> NodeProgress:
         """See `trainer.run.node.network.Listener`."""
-        return Progress(
+        return NodeProgress(
             inner_step=self.tracker.num_steps,
             loss=self.tracker.smoothed_loss,
             tokens_per_s=self.tracker.tokens_per_s,

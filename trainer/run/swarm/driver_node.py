@@ -45,7 +45,7 @@ from trainer.pipeline.ledger.lanes import Lane
 from trainer.pipeline.ledger.records import WorkerSeen
 from trainer.pipeline.protocol.work import boottime_s
 from trainer.run.config import RunConfig
-from trainer.run.node.announcement import Progress
+from trainer.run.node.announcement import NodeProgress
 from trainer.run.node.data import open_session
 from trainer.run.node.identity import identity_of
 from trainer.run.node.stopping import StopRequest
@@ -376,7 +376,7 @@ class DriverNode:
     def _steps_of_run(self) -> int:
         return self.view.trained_tokens // target_tokens_of(self._config)
 
-    def _progress(self) -> Progress:
+    def _progress(self) -> NodeProgress:
         return self._watch.progress()
 
     def _heard(self, announcements: tuple[Announcement, ...]) -> None:

@@ -27,7 +27,7 @@ from trainer.pipeline.stage import StepInfo
 from trainer.pipeline.worker import StageWorker
 from trainer.pipeline.worker.service import Accepts, ServiceStatus
 from trainer.run.config import RunConfig
-from trainer.run.node.announcement import Progress
+from trainer.run.node.announcement import NodeProgress
 from trainer.run.node.identity import identity_of
 from trainer.run.node.network import Network
 from trainer.run.node.stopping import StopRequest
@@ -382,9 +382,9 @@ class WorkerNode:
 
     # -- what it says --------------------------------------------------------------------------------------------------
 
-    def progress(self) -> Progress:
+    def progress(self) -> NodeProgress:
         """See `trainer.run.node.network.Listener`."""
-        return Progress(inner_step=self._built.replica.version, stage=self._report())
+        return NodeProgress(inner_step=self._built.replica.version, stage=self._report())
 
     def peers(self, announcements: tuple[Announcement, ...]) -> None:
         """See `trainer.run.node.network.Listener`."""

@@ -225,6 +225,7 @@ def test_a_description_that_would_run_something_is_refused(exported: _Export, tm
     hostile = {
         pickle.dumps(_Hostile(trap)): "which describes no tensor",
         b"cbuiltins\neval\n(S'1'\ntR.": r"builtins\.eval",
+        b"cbuiltins\ngetattr\n(ctorch\nSize\nS'mro'\ntR.": "an attribute, which describes no tensor",
         whole[:100]: "expected a description of tensors",
         pickle.dumps({"not": "one"}): "found dict",
     }

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.outer.sparta.standing import Standing
+from trainer.outer.sparta.standing import RoundStanding
 
 
-def standing(**fields: int) -> Standing:
-    return Standing(max_staleness_rounds=5, max_failed_rounds=2, **fields)
+def standing(**fields: int) -> RoundStanding:
+    return RoundStanding(max_staleness_rounds=5, max_failed_rounds=2, **fields)
 
 
 def test_a_committed_round_is_counted_and_forgives() -> None:

@@ -23,7 +23,7 @@ from trainer.network.transfer import StateConfig, describe
 from trainer.outer.diloco import DiLoCoConfig, DiLoCoTrainer, SharedState
 from trainer.outer.engine.collective import LocalCollective
 from trainer.run.config import RunConfig
-from trainer.run.node.announcement import Progress, announcement_of
+from trainer.run.node.announcement import NodeProgress, announcement_of
 from trainer.run.node.compatibility import StateFit, register_terms, state_layout
 from trainer.run.node.loop_thread import LoopThread
 from trainer.run.node.network import Network
@@ -61,8 +61,8 @@ class Listening:
         self.go_on.set()
         self.others: tuple[Announcement, ...] = ()
 
-    def progress(self) -> Progress:
-        return Progress()
+    def progress(self) -> NodeProgress:
+        return NodeProgress()
 
     def peers(self, announcements: tuple[Announcement, ...]) -> None:
         self.others = announcements
@@ -166,7 +166,7 @@ def test_a_newcomer_that_hears_of_a_stranger_first_hears_the_others_out(tmp_path
         discovery = open_discovery(endpoint, config)
         await endpoint.start()
         await discovery.start()
-        progress, named = Progress(), RunConfig(node_id="other", run_id="test")
+        progress, named = NodeProgress(), RunConfig(node_id="other", run_id="test")
         await discovery.announce(announcement_of(named, endpoint, terms, progress))
         others.append((discovery, endpoint))
         return endpoint.address
