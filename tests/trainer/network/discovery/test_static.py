@@ -381,38 +381,36 @@ def test_sybils_neither_push_out_nor_keep_out_nor_get_about(announce: Callable[.
 
 
 @pytest.mark.slow
-def test_a_crowd_at_one_address_is_answered_slowly_and_then_a_newcomer(
-    announce: Callable[..., bytes],
-) -> None:
-    """Three answers a second to strangers, after the first 64; sixteen wait, and chance says who comes next."""
-    slow = dataclasses.replace(_QUICK, poll_interval_s=2.0)
+def test_a_crowd_at_one_address_is_answered_at_a_pace_and_keeps_no_other_address_waiting() -> None:
+    """64 at once, then three a second; sixteen wait, for four seconds at most, and the rest are refused at once."""
+    endpoint = Endpoint(Identity.create(), "run", RpcConfig(host="127.0.0.1"))
+    answers = StaticDiscovery(endpoint, ["127.0.0.1:1"], DiscoveryConfig(poll_interval_s=2.0))._answers
 
-    async def ask(target: Endpoint, answered: list[float], begun_s: float) -> None:
-        asker = Endpoint(Identity.create(), "run", RpcConfig(host="127.0.0.1", stop_grace_s=0.1))
-        record = announce(asker.identity, address="127.0.0.1:20000")
-        body = ExchangeRequest(own_bytes=len(record))
+    async def asked(address: str) -> bool:
+        request = Request(Identity.create().peer_id, ExchangeRequest(own_bytes=0), memoryview(b""), address)
         try:
-            await asker.call(target.peer, EXCHANGE_METHOD, body, ExchangeReply, payload=record, timeout_s=9)
-            answered.append(time.monotonic() - begun_s)
+            await answers._answer(request)
         except RefusedError as error:
             assert error.reason == "busy"
-        finally:
-            await asker.stop()
+            return False
+        return True
 
     async def scenario() -> None:
-        crowd: list[float] = []
-        newcomer: list[float] = []
-        async with _node("a", config=slow) as a:
-            begun_s = time.monotonic()
-            asking = [asyncio.create_task(ask(a.endpoint, crowd, begun_s)) for _ in range(120)]
-            await _until(lambda: len(crowd) >= 64, "the first are answered")
-            async with asyncio.timeout(60):
-                while not newcomer:
-                    await ask(a.endpoint, newcomer, time.monotonic())
-            await asyncio.gather(*asking)
-            lasted_s = time.monotonic() - begun_s
-        assert 64 <= len(crowd) <= 64 + 3 * lasted_s
-        assert len(crowd) < 120, "those for whom it was too long were told so"
+        begun_s = time.monotonic()
+        crowd = [asyncio.create_task(asked("192.0.2.1")) for _ in range(120)]
+        cut = crowd.pop()
+        await asyncio.sleep(0)
+        assert await asked("192.0.2.2"), "of another address"
+        cut.cancel()
+        num_answered = sum(await asyncio.gather(*crowd))
+        assert 64 <= num_answered <= 64 + 3 * (time.monotonic() - begun_s)
+        assert num_answered <= 64 + 16
+        async with asyncio.timeout(10):
+            while answers._waiting or answers._letting_in:
+                await asyncio.sleep(0.1)
+        await asyncio.sleep(0.4)
+        assert await asked("192.0.2.1"), "once the crowd is gone"
+        await answers.close()
 
     asyncio.run(scenario())
 
