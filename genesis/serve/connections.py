@@ -9,8 +9,7 @@ Where all are taken, a newcomer gets the place of the one that has waited for it
 has most: one that never sent a whole request head at any time, others after `_KEEP_S`. Who opens many connections and
 sends half of a request on each keeps nobody out. Such a connection is parked, not closed: left open for a while, so
 that its client does not open the next one at once (of 200 that do after 0.5 s, 20 a second instead of 230), and told
-503 should it ask after all.
-The API of a training node has the same (`trainer.monitor.server`).
+503 should it ask after all. The API of a training node has the same (`trainer.monitor.server`).
 """
 
 from __future__ import annotations

@@ -75,12 +75,15 @@ def test_one_too_many_is_told_so(folder, contents):
 @pytest.mark.slow
 def test_half_requests_keep_nobody_out(folder, contents):
     with genesis_serve(folder, "--max-connections", "10") as server, contextlib.ExitStack() as stack:
-        for _ in range(30):
-            stack.enter_context(server.connect()).send(b"GET /manifest.json HTTP/1.1\r\nHost: loc")
+        halves = [stack.enter_context(server.connect()) for _ in range(30)]
+        for half in halves:
+            half.send(b"GET /manifest.json HTTP/1.1\r\nHost: loc")
         for _ in range(3):
             assert server.get("/manifest.json").content == contents["manifest.json"]
         assert server.metric("genesis_serve_connections") > 30, "nobody is told at once to try again"
-        server.wait_for_metric("genesis_serve_cut_connections_total", 21, reason="overload")
+        halves[0].send(b"alhost\r\n\r\n")
+        assert halves[0].answer()[0] == 503, "its place is another's"
+        server.wait_for_metric("genesis_serve_cut_connections_total", 20, reason="overload")
 
 
 @pytest.mark.slow

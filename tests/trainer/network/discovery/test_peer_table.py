@@ -110,6 +110,21 @@ def test_an_announcement_again_is_no_new_evidence(identity: Identity, announce: 
     assert table.heard_of() == ()
 
 
+def test_a_candidate_that_was_busy_is_tried_again_and_not_forgotten(
+    identity: Identity, announce: Callable[..., bytes]
+) -> None:
+    clock = _Clock()
+    table = _table(identity, clock)
+    said = table.offer(announce(Identity.create(), sent_at=_NOW))
+    assert said is not None
+    table.retry_later(said.peer_id, 3.0)
+    table.retry_later("a" * 64, 3.0)  # Whom nobody has heard of.
+    assert _reachable(table) == []
+    clock.now += 3.0
+    assert _reachable(table) == [said]
+    assert not table.refused
+
+
 def test_only_who_was_reached_is_shown_and_told(identity: Identity, announce: Callable[..., bytes]) -> None:
     table = _table(identity, _Clock(), keeps_callers=True)
     other = Identity.create()

@@ -380,6 +380,35 @@ def test_sybils_neither_push_out_nor_keep_out_nor_get_about(announce: Callable[.
     asyncio.run(scenario())
 
 
+def test_who_is_busy_when_it_is_first_called_is_called_again(
+    announce: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.network.discovery.verifying._RETRY_S", 0.1)
+    num_calls = 0
+
+    async def present(_: Request[ExchangeRequest]) -> Reply[PresentReply]:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls < 3:
+            raise RefusedError("busy", "later")
+        return Reply(PresentReply())
+
+    async def scenario() -> None:
+        other = Endpoint(Identity.create(), "run", RpcConfig(host="127.0.0.1", stop_grace_s=0.1))
+        other.register(PRESENT_METHOD, ExchangeRequest, present)
+        await other.start()
+        async with _node("a") as a:
+            certificate = (other.certificate or b"").decode()
+            record = announce(other.identity, address=other.address, node_id="b", certificate_pem=certificate)
+            body = ExchangeRequest(own_bytes=len(record))
+            await other.call(a.endpoint.peer, EXCHANGE_METHOD, body, ExchangeReply, payload=record, timeout_s=5)
+            await _until_known(a, "b")
+        await other.stop()
+
+    asyncio.run(scenario())
+    assert num_calls == 3
+
+
 @pytest.mark.slow
 def test_a_crowd_at_one_address_is_answered_at_a_pace_and_keeps_no_other_address_waiting() -> None:
     """64 at once, then three a second; sixteen wait, for four seconds at most, and the rest are refused at once."""

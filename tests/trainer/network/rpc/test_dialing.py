@@ -227,7 +227,11 @@ def test_a_host_that_is_silent_is_not_scanned() -> None:
         clock.now += 1
         _admit(dialing, f"1.1.1.1:{port}")
         dialing.answered(("1.1.1.1", port))
+    assert dialing.num_dials("1.1.1.1") == 64
+    assert dialing.counts("1.1.1.1:9000") and not dialing.counts("1.1.1.1:8000")
     assert num_tried(9000) == 64
+    assert dialing.num_dials("1.1.1.1") < 1
+    _admit(dialing, "1.1.1.1:8000")
 
 
 @pytest.mark.slow
