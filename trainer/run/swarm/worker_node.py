@@ -213,8 +213,13 @@ class WorkerNode:
         return True
 
     def _is_still_current(self) -> bool:
-        """Whether the checkpoint this worker goes on from has the anchor that the others train from, bit for bit."""
-        return self._is_back and self._config.strategy == "diloco" and self._network.shares_common_state
+        """Whether the checkpoint this worker goes on from has the anchor that the others train from, bit for bit.
+
+        Announced digests cost nothing, so the round that the others are in must be its own as well.
+        """
+        if not self._is_back or self._config.strategy != "diloco":
+            return False
+        return self._network.shares_common_state and self._keeping.place()[0] >= self._mates.frontier()
 
     def _wait_for_others(self) -> None:
         deadline_s = time.monotonic() + self._config.swarm.join.first_peers_s
