@@ -20,6 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from genesis.file_lock import try_lock
+
 __all__ = ["LEFTOVER_PREFIX", "TemporaryFile", "make_folders", "remove_leftovers", "sync_folder"]
 
 LEFTOVER_PREFIX = ".tmp-"
@@ -50,7 +52,7 @@ class TemporaryFile:
     def __enter__(self) -> Self:
         self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try_lock(self._fd)
         except OSError as error:
             # Some network file systems have no locks: the leftovers there are only judged by age.
             logger.debug("%s cannot be locked: %s", self._path, error)
@@ -170,9 +172,6 @@ def _remove_if_abandoned(path: Path) -> bool:
 def _lock_is_free(descriptor: int, *, otherwise: bool) -> bool:
     """Whether nobody holds the lock (it is ours then); ``otherwise`` if the file system has no locks."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+        return try_lock(descriptor)
     except OSError:
         return otherwise
-    return True

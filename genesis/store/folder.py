@@ -24,6 +24,7 @@ from pathlib import Path
 from typing_extensions import Buffer
 
 from genesis.errors import ObjectNotFoundError, StoreAccessError, StoreError, StoreFullError, StoreUnavailableError
+from genesis.file_lock import FileLock, FileLockedError
 from genesis.store.base import CachePolicy, ObjectInfo, StoredObject, WriteCondition, settle
 from genesis.store.durable import TemporaryFile, make_folders, remove_leftovers, sync_folder
 from genesis.store.per_process import PerProcess
@@ -244,23 +245,24 @@ class FolderStore:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Excludes the other threads, then the other processes of this machine."""
-        import filelock  # 20 ms that those who only read are spared.
-
-        threads = self._threads.get()
+        threads, lock = self._threads.get(), FileLock(self._root / _LOCK_NAME)
+        if not threads.acquire(timeout=self._lock_timeout_s):
+            raise self._locked_error()
         try:
-            if not threads.acquire(timeout=self._lock_timeout_s):
-                raise filelock.Timeout(str(self._root / _LOCK_NAME))
             try:
-                lock = filelock.FileLock(self._root / _LOCK_NAME)
-                with lock.acquire(timeout=self._lock_timeout_s, poll_interval=_LOCK_POLL_S):
-                    yield
-            finally:
-                threads.release()
-        except filelock.Timeout as error:
-            raise StoreUnavailableError(
-                f"{error.lock_file}: expected the lock within {self._lock_timeout_s:.0f} s, found it held by another "
-                "process; see who holds it with 'fuser' and stop that process"
-            ) from None
+                lock.acquire(self._lock_timeout_s, poll_s=_LOCK_POLL_S)
+            except FileLockedError:
+                raise self._locked_error() from None
+            with lock:
+                yield
+        finally:
+            threads.release()
+
+    def _locked_error(self) -> StoreUnavailableError:
+        return StoreUnavailableError(
+            f"{self._root / _LOCK_NAME}: expected the lock within {self._lock_timeout_s:.0f} s, found it held by "
+            "another process; see who holds it with 'fuser' and stop that process"
+        )
 
     def _prepare(self, path: Path) -> None:
         """The folder for ``path``, swept once of what killed processes left there."""

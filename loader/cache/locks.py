@@ -18,7 +18,9 @@ import fcntl
 import os
 from pathlib import Path
 
-__all__ = ["keep_shared", "leads_to", "open_exclusive", "open_shared", "release"]
+from genesis.file_lock import leads_to, try_lock
+
+__all__ = ["keep_shared", "open_exclusive", "open_shared", "release"]
 
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """Never through a symbolic link; never waiting for the other end of what turns out to be a pipe."""
@@ -48,7 +50,7 @@ def open_exclusive(path: Path, *, create: bool = False) -> int | None:
         return None
     _exclusive.add(descriptor)
     try:
-        locked = _try_flock(descriptor, fcntl.LOCK_EX) and leads_to(path, descriptor)
+        locked = try_lock(descriptor) and leads_to(path, descriptor)
     except BaseException:
         release(descriptor)
         raise
@@ -72,7 +74,7 @@ def open_shared(path: Path) -> int | None:
     except FileNotFoundError:
         return None
     try:
-        locked = _try_flock(descriptor, fcntl.LOCK_SH) and leads_to(path, descriptor)
+        locked = try_lock(descriptor, shared=True) and leads_to(path, descriptor)
     except BaseException:
         os.close(descriptor)
         raise
@@ -92,7 +94,7 @@ def keep_shared(descriptor: int) -> bool:
     Raises:
         OSError: the lock cannot be changed.
     """
-    kept = _try_flock(descriptor, fcntl.LOCK_SH)
+    kept = try_lock(descriptor, shared=True)
     if kept:
         _exclusive.discard(descriptor)
     return kept
@@ -107,22 +109,6 @@ def release(descriptor: int) -> None:
     finally:
         _exclusive.discard(descriptor)
         os.close(descriptor)
-
-
-def leads_to(path: Path, descriptor: int) -> bool:
-    """Whether the name `path` leads to the open file."""
-    try:
-        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-
-
-def _try_flock(descriptor: int, kind: int) -> bool:
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _close_in_child() -> None:

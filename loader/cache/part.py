@@ -18,9 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from genesis.file_lock import leads_to
 from loader.cache.degraded import Degraded
 from loader.cache.folder import evict, folder_lock, make_room, part_path, scan
-from loader.cache.locks import keep_shared, leads_to, open_exclusive, release
+from loader.cache.locks import keep_shared, open_exclusive, release
 from loader.cache.mapping import map_descriptor, touch
 from loader.cache.sizes import format_size
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import filelock
+from genesis.file_lock import FileLock
 
 _LAYOUT = 1
 """Part of the folder's name; raised when what is in it changes its form."""
@@ -63,7 +63,9 @@ def unpacked(*packages: str) -> Tree:
     name = hashlib.sha256(" ".join(sorted(packages)).encode()).hexdigest()[:12]
     target = _cache_folder() / f"{_LAYOUT}-{name}"
     target.parent.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(f"{target}.lock", timeout=_LOCK_WITHIN_S):
+    lock = FileLock(Path(f"{target}.lock"))
+    lock.acquire(_LOCK_WITHIN_S)
+    with lock:
         if not target.is_dir():
             work = Path(f"{target}.tmp")
             shutil.rmtree(work, ignore_errors=True)

@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-import filelock
 import pytest
 
 from genesis.errors import (
@@ -18,6 +17,7 @@ from genesis.errors import (
     StoreFullError,
     StoreUnavailableError,
 )
+from genesis.file_lock import FileLock
 from genesis.store import CachePolicy, FolderStore
 
 NONE = CachePolicy.NONE
@@ -156,7 +156,7 @@ def test_a_file_in_the_way(tmp_path):
 def test_another_process_holding_the_lock(tmp_path):
     store = FolderStore(tmp_path, lock_timeout_s=0.05)
     store.put("k", b"1", cache=NONE)
-    with filelock.FileLock(tmp_path / ".genesis.lock"), pytest.raises(StoreUnavailableError, match=r"genesis\.lock"):
+    with FileLock(tmp_path / ".genesis.lock"), pytest.raises(StoreUnavailableError, match=r"genesis\.lock"):
         store.put("k", b"2", cache=NONE)
     store.put("k", b"3", cache=NONE)
     assert store.get("k").body == b"3"

@@ -15,8 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, cast
 
-from filelock import FileLock, Timeout
-
+from genesis.file_lock import FileLock, FileLockedError
 from genesis.store.durable import make_folders
 from trainer.checkpoint.node.background import TIMEOUT_S, BackgroundWrite, HostBuffers, Staged
 from trainer.checkpoint.node.naming import checkpoint_path, lock_path
@@ -48,7 +47,7 @@ class Checkpointer:
             raise TrainerUsageError(f"keep: expected 1 or more checkpoints, found {keep}")
         self._path = checkpoint_path(directory, wallet, instance)
         self._keep = keep
-        self._lock = FileLock(lock_path(self._path), timeout=0, thread_local=False)
+        self._lock = FileLock(lock_path(self._path))
         self._buffers = HostBuffers()
         self._writing = BackgroundWrite(self._path, "checkpoint")
         self.saved = 0
@@ -77,7 +76,7 @@ class Checkpointer:
         try:
             make_folders(self._path.parent)
             self._lock.acquire()
-        except Timeout:
+        except FileLockedError:
             raise CheckpointError(
                 f"expected {self._path.name} to be this process's alone, found another one training with the same "
                 f"wallet ({lock_path(self._path)} is locked); stop it, or give this one another --token, --node-id or "

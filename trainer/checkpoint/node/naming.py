@@ -15,8 +15,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from filelock import FileLock, Timeout
-
+from genesis.file_lock import FileLock, FileLockedError
 from trainer.errors import CheckpointError, TrainerUsageError
 
 __all__ = [
@@ -162,7 +161,7 @@ def take_over_former_names(directory: str | os.PathLike[str], token: str, instan
     if not found:
         return
     try:
-        with FileLock(lock_path(former), timeout=0):
+        with FileLock(lock_path(former)):
             for source, target in found.items():
                 if target.exists() and target.suffix == ".pt":
                     raise CheckpointError(
@@ -171,7 +170,7 @@ def take_over_former_names(directory: str | os.PathLike[str], token: str, instan
                     )
                 source.rename(target)
         lock_path(former).unlink(missing_ok=True)
-    except Timeout:
+    except FileLockedError:
         raise CheckpointError(
             f"expected {former.name} to be in nobody's use, found an earlier release training with the same token; "
             "stop it first"

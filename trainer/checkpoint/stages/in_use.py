@@ -8,27 +8,18 @@ system has no locks (some network ones): there one that writes goes on without.
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import logging
-import os
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Final
 
+from genesis.file_lock import FileLock, FileLockedError
 from genesis.store.durable import make_folders
 from trainer.errors import CheckpointError
 
 __all__ = ["alone_with", "held_by_writer", "locked_stages"]
 
-logger = logging.getLogger(__name__)
-
-_NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _WAIT_S = 20.0
 """For somebody who rolls back to have moved the files."""
-_LOOK_S = 0.05
 
 
 @contextmanager
@@ -44,15 +35,15 @@ def held_by_writer(run: Path, stage: str) -> Iterator[None]:
         OSError: the folder cannot be written to.
     """
     make_folders(run)
-    with _opened(run, stage) as descriptor:
-        deadline_s = time.monotonic() + _WAIT_S
-        while not _taken(descriptor, fcntl.LOCK_SH):
-            if time.monotonic() >= deadline_s:
-                raise CheckpointError(
-                    f"{run}: expected to begin with checkpoints of {stage}, found them being rolled back for more than "
-                    f"{_WAIT_S:g} s; start again when that has ended"
-                )
-            time.sleep(_LOOK_S)
+    lock = _lock(run, stage, shared=True)
+    try:
+        lock.acquire(_WAIT_S)
+    except FileLockedError:
+        raise CheckpointError(
+            f"{run}: expected to begin with checkpoints of {stage}, found them being rolled back for more than "
+            f"{_WAIT_S:g} s; start again when that has ended"
+        ) from None
+    with lock:
         yield
 
 
@@ -65,8 +56,12 @@ def alone_with(run: Path, stages: Iterable[str]) -> Iterator[None]:
         OSError: the folder cannot be written to.
     """
     with ExitStack() as stack:
-        locks = {stage: stack.enter_context(_opened(run, stage)) for stage in sorted(stages)}
-        in_use = [stage for stage, lock in locks.items() if not _taken(lock, fcntl.LOCK_EX)]
+        in_use = []
+        for stage in sorted(stages):
+            try:
+                stack.enter_context(_lock(run, stage, shared=False))
+            except FileLockedError:
+                in_use.append(stage)
         if in_use:
             raise CheckpointError(
                 f"{run}: expected no worker that writes here, found one or more of {', '.join(in_use)} running, which "
@@ -80,23 +75,5 @@ def locked_stages(run: Path) -> list[str]:
     return sorted(lock.name[1 : -len(".lock")] for lock in run.glob(".*.lock"))
 
 
-@contextmanager
-def _opened(run: Path, stage: str) -> Iterator[int]:
-    descriptor = os.open(run / f".{stage}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)  # And with it the lock.
-
-
-def _taken(descriptor: int, kind: int) -> bool:
-    """Whether the lock was to be had; where the file system has none, it was."""
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        logger.debug("no locks in this file system: %s", error)
-    return True
+def _lock(run: Path, stage: str, *, shared: bool) -> FileLock:
+    return FileLock(run / f".{stage}.lock", shared=shared, required=False)

@@ -19,8 +19,7 @@ import shutil
 import threading
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
+from genesis.file_lock import FileLock, FileLockedError
 from manifests.spelling import sha256_hex
 from trainer.errors import StateTransferError
 from trainer.network.transfer.descriptor import CHUNK_BYTES, DIGEST_BYTES, PAGE_CHUNKS, Descriptor, parse_descriptor
@@ -48,8 +47,7 @@ class PartFile:
         self._target = directory / digest
         self._folder = directory / f"{_PREFIX}{digest}"
         self._digest = digest
-        # Not thread-local: it is taken in one thread and given back in another.
-        self._lock = FileLock(_lock_path(self._folder), thread_local=False)
+        self._lock = FileLock(_lock_path(self._folder))
         self._guard = threading.Lock()
         """Held while the file is used, so that it is never closed under a thread, and its number taken by another."""
         self._digests = b""
@@ -63,9 +61,9 @@ class PartFile:
         """
         try:
             self._target.parent.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire(timeout=0)
+            self._lock.acquire()
             self._folder.mkdir(exist_ok=True)
-        except Timeout:
+        except FileLockedError:
             raise StateTransferError(
                 f"another process fetches the state {self._digest[:16]}… into {self._target.parent}; wait for it"
             ) from None
@@ -218,10 +216,10 @@ def _remove_abandoned(current: Path) -> None:
     abandoned = [path for path in current.parent.glob(f"{_PREFIX}*") if path.is_dir() and path != current]
     for folder in sorted(abandoned, key=_begun_ns, reverse=True)[_KEPT_OTHERS:]:
         try:
-            with FileLock(_lock_path(folder), timeout=0):
+            with FileLock(_lock_path(folder)):
                 shutil.rmtree(folder, ignore_errors=True)
                 _lock_path(folder).unlink(missing_ok=True)
-        except Timeout:
+        except FileLockedError:
             continue
         except OSError as error:
             logger.warning("%s, broken off, cannot be removed: %s", folder, error)

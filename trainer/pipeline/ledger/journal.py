@@ -11,7 +11,6 @@ line costs the account, where a format without chained digests would go on with 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
@@ -21,6 +20,7 @@ from typing import Final
 
 from pydantic import ValidationError
 
+from genesis.file_lock import try_lock
 from trainer.errors import LedgerError
 from trainer.pipeline.ledger.records import RECORD, Record
 
@@ -199,11 +199,10 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes, bool]]:
 def _locked(path: Path) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+        if not try_lock(descriptor):
+            raise LedgerError(f"expected to keep the account alone, found another process that has {path}")
+    except BaseException:
         os.close(descriptor)
-        if isinstance(error, BlockingIOError):
-            raise LedgerError(f"expected to keep the account alone, found another process that has {path}") from None
         raise
     return descriptor
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from filelock import FileLock, Timeout
-
+from genesis.file_lock import FileLock, FileLockedError
 from trainer.errors import TrainerUsageError
 from trainer.run.swarm.children import RestartPolicy, free_ports
 from trainer.run.swarm.local import LocalSwarm, Ports, seed_address, seed_spec, swarm_specs
@@ -62,8 +61,8 @@ def run_local(
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / "swarm.lock")
     try:
-        lock.acquire(timeout=0)
-    except Timeout:
+        lock.acquire()
+    except FileLockedError:
         raise TrainerUsageError(f"{folder}: another swarm runs there; give this one another --folder") from None
     with lock:
         tree = ProcessTree(folder, policy, tell=display.event, asked=stop)

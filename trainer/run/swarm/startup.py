@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from filelock import FileLock, Timeout
-
+from genesis.file_lock import FileLock, FileLockedError
 from trainer.errors import CheckpointError, LedgerError, TrainerUsageError
 from trainer.run.config import RunConfig
 from trainer.run.node.identity import identity_path
@@ -48,11 +47,11 @@ def only_process(config: RunConfig) -> Iterator[None]:
         TrainerUsageError: somebody does, or the folder cannot be written.
     """
     file = identity_path(config).with_suffix(".lock")
-    lock = FileLock(file, timeout=0, thread_local=False)
+    lock = FileLock(file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
-    except Timeout:
+    except FileLockedError:
         raise TrainerUsageError(
             f"--node-id {config.node_id}: expected a name of its own, found that another process with the key in "
             f"{file.parent} is running; give this one another --node-id or state_dir (a second swarm up: another "

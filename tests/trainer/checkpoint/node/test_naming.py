@@ -6,10 +6,10 @@ import hashlib
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from genesis.file_lock import FileLock
 from trainer.checkpoint.node import checkpoint_path, former_wallet_id, take_over_former_names, wallet_id
 from trainer.checkpoint.node.naming import kept_path, kept_paths, lock_path
 from trainer.errors import CheckpointError, TrainerUsageError
