@@ -176,7 +176,7 @@ def bench_commits(arguments: argparse.Namespace) -> None:
     """Seconds for storing and committing one tiny shard, over the life of a store."""
     import numpy as np
 
-    from genesis.populate.ledger import Ledger
+    from genesis.populate.commit_log import CommitLog
     from genesis.store import CachePolicy, open_store
     from manifests import ShardEntry, SourceCheckpoint, encode_shard, sha256_hex, shard_key
 
@@ -184,14 +184,14 @@ def bench_commits(arguments: argparse.Namespace) -> None:
     # In memory, so that the figure is the protocol's own and not the disk's mood; --folder measures a disk.
     arguments.folder = arguments.folder or ("/dev/shm" if Path("/dev/shm").is_dir() else None)
     with workspace(arguments) as folder:
-        ledger = Ledger(open_store(str(folder / "store")), tokens, source=SOURCE)
-        ledger.open()
+        commit_log = CommitLog(open_store(str(folder / "store")), tokens, source=SOURCE)
+        commit_log.open()
         print(f"committing shards of {tokens} tokens one by one in {folder.parent}, mean ms each over {window}")
         laps: list[float] = []
         for shard_id in range(arguments.shards):
             started = time.perf_counter()
             body = encode_shard(np.full(tokens, shard_id))
-            ledger.store.put(shard_key(shard_id), body, cache=CachePolicy.IMMUTABLE, if_absent=True)
+            commit_log.store.put(shard_key(shard_id), body, cache=CachePolicy.IMMUTABLE, if_absent=True)
             entry = ShardEntry(
                 id=shard_id, sha256=sha256_hex(body), size_bytes=len(body), tokens=tokens, source=SOURCE,
                 first_document=shard_id, last_document=shard_id, next_merge_id=32_000,
@@ -200,7 +200,7 @@ def bench_commits(arguments: argparse.Namespace) -> None:
                 documents_processed=shard_id + 1, last_shard_id=shard_id, leftover_tokens=(),
                 timestamp="2026-01-01T00:00:00Z",
             )  # fmt: skip
-            ledger.commit_shards([entry], SOURCE, position)
+            commit_log.commit_shards([entry], SOURCE, position)
             laps.append(time.perf_counter() - started)
             if len(laps) % window == 0:
                 recent = laps[-window:]
@@ -208,7 +208,7 @@ def bench_commits(arguments: argparse.Namespace) -> None:
                 print(f"  shards {shard_id + 1 - window:>5}-{shard_id:<5} {sum(recent) / window * 1e3:6.2f}  {bar}")
         first, last = sum(laps[5:1005]) / 1000, sum(laps[-1000:]) / 1000
         print(f"first 1,000: {first * 1e3:.2f} ms, last 1,000: {last * 1e3:.2f} ms, ratio {last / first:.2f}")
-        ledger.close()
+        commit_log.close()
 
 
 def bench_memory(arguments: argparse.Namespace) -> None:

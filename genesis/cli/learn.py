@@ -43,8 +43,8 @@ def learn_command(
 ) -> int:
     """Learn the vocabulary from several sources, each adding its share of merges."""
     from genesis.cli.running import invalidating, read_sign_key, store_shard_tokens
+    from genesis.populate.commit_log import CommitLog
     from genesis.populate.keeper import LeaseKeeper, held
-    from genesis.populate.ledger import Ledger
     from genesis.populate.options import LearnOptions, available_cpus
     from genesis.populate.vocabulary import learn_all
     from genesis.sources import find_source, resolve
@@ -60,14 +60,14 @@ def learn_command(
         raise UsageError(f"--input {unknown[0]}=…: that source is not among {', '.join(spec.name for spec in specs)}")
     plans = [(spec, resolve(spec, files.get(spec.name, ()))) for spec in specs]
     opened = open_store(store)
-    ledger = Ledger(opened, store_shard_tokens(opened, shard_tokens), sign_key=read_sign_key(sign_key))
+    commit_log = CommitLog(opened, store_shard_tokens(opened, shard_tokens), sign_key=read_sign_key(sign_key))
     with (
-        invalidating(cloudfront_distribution, store) as ledger.on_publish,
-        held(ledger),
-        LeaseKeeper(ledger, on_lost=lambda: None),
+        invalidating(cloudfront_distribution, store) as commit_log.on_publish,
+        held(commit_log),
+        LeaseKeeper(commit_log, on_lost=lambda: None),
     ):
         options = LearnOptions(documents=learn_documents)
-        tokenizer = learn_all(ledger, plans, options, available_cpus() if workers is None else workers)
+        tokenizer = learn_all(commit_log, plans, options, available_cpus() if workers is None else workers)
     typer.echo(f"vocabulary of {opened.url}: {tokenizer.current_vocab_size:,} ids")
     for name, merges in tokenizer.sources_contributed.items():
         typer.echo(f"  {name:<14} {merges:>9,} merges")

@@ -14,9 +14,9 @@ import typer
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from genesis.errors import ObjectNotFoundError, UsageError
+from genesis.populate.commit_log import CommitLog
 from genesis.populate.dry_run import plan_run
 from genesis.populate.lease import LEASE_S
-from genesis.populate.ledger import Ledger
 from genesis.populate.options import LearnOptions, PopulateOptions, available_cpus
 from genesis.populate.pipeline import PopulateResult, populate
 from genesis.populate.progress import counted, format_duration, format_size
@@ -103,10 +103,10 @@ class Run:
             options = self._options(spec, store_shard_tokens(store, self.shard_tokens))
             logger.info("populating %s from %s with %s", store.url, spec.name, counted(options.num_workers, "worker"))
             with invalidating(self.cloudfront_distribution, self.store_url) as on_publish:
-                ledger = Ledger(
+                commit_log = CommitLog(
                     store, options.shard_tokens, sign_key=key, on_publish=on_publish, lease_s=options.lease_s
                 )
-                result = populate(options, store, stop=stop, ledger=ledger)
+                result = populate(options, store, stop=stop, commit_log=commit_log)
             self._report(result, store)
             if stop.is_set():
                 break

@@ -1,6 +1,6 @@
 """The populate pipeline and its commit protocol.
 
-`pipeline` runs it, `ledger` commits, `pool` and `worker` encode on every core, `packer` cuts shards. Nothing is
+`pipeline` runs it, `commit_log` commits, `pool` and `worker` encode on every core, `packer` cuts shards. Nothing is
 imported here, since every worker process imports this package at its start and needs only `worker`.
 """
 

@@ -50,16 +50,16 @@ class Committer:
     """Stores and commits the shards of one source.
 
     Args:
-        writer: stores a shard; its ledger is open.
+        writer: stores a shard; its commit log is open.
         commit: commits entries with the position behind them; called in the commit thread.
         num_threads: shards stored at once.
     """
 
     def __init__(self, writer: ShardWriter, commit: Callable[[Commit], None], num_threads: int) -> None:
         self._writer = writer
-        self._ledger = writer.ledger
+        self._commit_log = writer.commit_log
         self._commit = commit
-        self._next_shard_id = writer.ledger.next_shard_id
+        self._next_shard_id = writer.commit_log.next_shard_id
         self._free: queue.LifoQueue[ShardImage] = queue.LifoQueue()
         self._images_left = num_threads + 2
         self._in_flight: deque[_InFlight] = deque()
@@ -81,7 +81,7 @@ class Committer:
         """
         if self._free.empty() and self._images_left:
             self._images_left -= 1
-            return ShardImage.empty(self._ledger.shard_tokens)
+            return ShardImage.empty(self._commit_log.shard_tokens)
         while True:
             self.raise_failure()
             try:
@@ -114,7 +114,7 @@ class Committer:
         self._pool.shutdown(wait=False)
         if self._thread.is_alive():
             raise StoreUnavailableError(
-                f"{self._ledger.store.url}: the last shards were not stored in {_DRAIN_S:.0f} s"
+                f"{self._commit_log.store.url}: the last shards were not stored in {_DRAIN_S:.0f} s"
             )
 
     def abandon(self) -> None:

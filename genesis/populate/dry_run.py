@@ -6,8 +6,8 @@ import shutil
 from dataclasses import dataclass
 
 from genesis.errors import ObjectNotFoundError
+from genesis.populate.commit_log import read_checkpoints
 from genesis.populate.estimate import BYTES_PER_TOKEN, PACKED_BYTES_PER_TOKEN, expected_text_bytes
-from genesis.populate.ledger import read_checkpoints
 from genesis.populate.options import PopulateOptions
 from genesis.populate.packer import Position
 from genesis.populate.progress import format_size

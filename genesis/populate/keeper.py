@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 
 from genesis.errors import GenesisError, LeaseError, LeaseLostError, StoreError
-from genesis.populate.ledger import Ledger
+from genesis.populate.commit_log import CommitLog
 from manifests import ContractError
 
 __all__ = ["LeaseKeeper", "held"]
@@ -18,19 +18,19 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def held(ledger: Ledger) -> Iterator[Ledger]:
-    """Opens ``ledger`` and gives its lease back at the end.
+def held(commit_log: CommitLog) -> Iterator[CommitLog]:
+    """Opens the commit log, and gives its lease back at the end.
 
     If the body fails, that error is the one reported, though the lease may then have to go stale by itself.
     """
-    ledger.open()
+    commit_log.open()
     try:
-        yield ledger
+        yield commit_log
     except BaseException:
         with suppress(StoreError, LeaseError):
-            ledger.close()
+            commit_log.close()
         raise
-    ledger.close()
+    commit_log.close()
 
 
 class LeaseKeeper:
@@ -39,12 +39,12 @@ class LeaseKeeper:
     A store that does not answer is a warning: the next commit finds out whether the lease still holds.
 
     Args:
-        ledger: whose lease.
+        commit_log: whose lease.
         on_lost: called, once, when another populator has taken over.
     """
 
-    def __init__(self, ledger: Ledger, on_lost: Callable[[], None]) -> None:
-        self._ledger = ledger
+    def __init__(self, commit_log: CommitLog, on_lost: Callable[[], None]) -> None:
+        self._commit_log = commit_log
         self._on_lost = on_lost
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
@@ -60,7 +60,7 @@ class LeaseKeeper:
     ) -> None:
         """Stops renewing; the lease itself is kept."""
         self._ended.set()
-        self._thread.join(timeout=self._ledger.lease_s)
+        self._thread.join(timeout=self._commit_log.lease_s)
 
     def raise_failure(self) -> None:
         """Raises LeaseLostError if the lease was lost."""
@@ -68,9 +68,9 @@ class LeaseKeeper:
             raise self.failure
 
     def _run(self) -> None:
-        while not self._ended.wait(self._ledger.lease_s / 3):
+        while not self._ended.wait(self._commit_log.lease_s / 3):
             try:
-                self._ledger.renew()
+                self._commit_log.renew()
             except LeaseLostError as error:
                 self.failure = error
                 self._on_lost()

@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass, field
 
 from genesis.errors import UsageError
+from genesis.populate.commit_log import SUPERSEDED_KEEP_S
 from genesis.populate.lease import LEASE_S
-from genesis.populate.ledger import SUPERSEDED_KEEP_S
 from manifests import MAX_VOCABULARY, SHARD_TOKENS, SourceSpec
 
 __all__ = ["LearnOptions", "PopulateOptions", "available_cpus"]

@@ -28,15 +28,15 @@ from genesis.errors import (
     UsageError,
     WorkerError,
 )
+from genesis.populate.commit_log import CommitLog
 from genesis.populate.committer import Commit, Committer
 from genesis.populate.crashpoint import crash_point
 from genesis.populate.estimate import expected_text_bytes
 from genesis.populate.keeper import LeaseKeeper, held
-from genesis.populate.ledger import Ledger
 from genesis.populate.options import PopulateOptions
 from genesis.populate.packer import Packer, Position
 from genesis.populate.pool import WorkerPool
-from genesis.populate.progress import Progress
+from genesis.populate.progress import PopulateProgress
 from genesis.populate.shard_writer import ShardWriter
 from genesis.populate.vocabulary import ensure_vocabulary
 from genesis.sources import resolve, tasks
@@ -78,7 +78,7 @@ def populate(
     *,
     stop: threading.Event | None = None,
     sign_key: Ed25519PrivateKey | None = None,
-    ledger: Ledger | None = None,
+    commit_log: CommitLog | None = None,
 ) -> PopulateResult:
     """Populates ``store`` from one source, going on from where its checkpoint stands.
 
@@ -87,26 +87,26 @@ def populate(
         store: where to.
         stop: set it (from a signal handler, say) to commit what is in hand and return.
         sign_key: signs the manifests.
-        ledger: prepared by the caller; by default one is made from ``store`` and ``options``.
+        commit_log: prepared by the caller; by default one is made from ``store`` and ``options``.
 
     Raises:
         GenesisError, ContractError: see the subclasses; what was committed stays, and the same call goes on once the
             cause is mended.
     """
     stop = stop or threading.Event()
-    ledger = ledger or Ledger(
+    commit_log = commit_log or CommitLog(
         store,
         options.shard_tokens,
         sign_key=sign_key,
         lease_s=options.lease_s,
         superseded_keep_s=options.superseded_keep_s,
     )
-    ledger.source = options.spec.name
+    commit_log.source = options.spec.name
     _check_apart(options)
-    with held(ledger), LeaseKeeper(ledger, on_lost=stop.set) as keeper:
+    with held(commit_log), LeaseKeeper(commit_log, on_lost=stop.set) as keeper:
         try:
             with WorkerPool(options.num_workers) as pool:
-                result = _Run(options, ledger, stop, pool).run()
+                result = _Run(options, commit_log, stop, pool).run()
         except InterruptedRunError:
             keeper.raise_failure()
             raise
@@ -117,9 +117,11 @@ def populate(
 class _Run:
     """One source's run; holds what its steps share."""
 
-    def __init__(self, options: PopulateOptions, ledger: Ledger, stop: threading.Event, pool: WorkerPool) -> None:
+    def __init__(
+        self, options: PopulateOptions, commit_log: CommitLog, stop: threading.Event, pool: WorkerPool
+    ) -> None:
         self._options = options
-        self._ledger = ledger
+        self._commit_log = commit_log
         self._stop = stop
         self._pool = pool
         self._name = options.spec.name
@@ -127,7 +129,7 @@ class _Run:
 
     def run(self) -> PopulateResult:
         started = time.monotonic()
-        checkpoint = self._ledger.checkpoints.sources.get(self._name)
+        checkpoint = self._commit_log.checkpoints.sources.get(self._name)
         start = Position.from_checkpoint(checkpoint) if checkpoint else Position()
         pinned = start.cursor.revision if start.cursor else ""
         self._plan = resolve(self._options.spec, self._options.inputs, pinned_revision=pinned or None)
@@ -139,7 +141,7 @@ class _Run:
         else:
             self._check_unchanged(checkpoint)
         tokenizer = ensure_vocabulary(
-            self._ledger, self._options.spec, self._plan, self._options.learn, self._options.num_workers, self._stop
+            self._commit_log, self._options.spec, self._plan, self._options.learn, self._options.num_workers, self._stop
         )
         self._tokenizer_sha256 = tokenizer.sha256
         self._pool.load(hf_tokenizer_json(tokenizer.to_file()))
@@ -147,7 +149,7 @@ class _Run:
         text_before = start.text_bytes
         packer, ended = self._encode(tokenizer, start)
         crash_point("source-finished")
-        end = self._ledger.checkpoints.sources.get(self._name) or self._checkpoint(Position(), -1)
+        end = self._commit_log.checkpoints.sources.get(self._name) or self._checkpoint(Position(), -1)
         return PopulateResult(
             source=self._name,
             shards_added=self._shards() - before,
@@ -164,13 +166,13 @@ class _Run:
 
     def _encode(self, tokenizer: NeuroTokenizer, start: Position) -> tuple[Packer, bool]:
         """Runs the pipeline; returns the packer as it ended and whether the source did."""
-        progress = Progress(
+        progress = PopulateProgress(
             self._name, expected_text_bytes(self._plan, start), self._options.shard_limit, self._shards()
         )
         committer = Committer(
-            ShardWriter(self._ledger, self._name, tokenizer.next_merge_id, packed=self._options.packed),
+            ShardWriter(self._commit_log, self._name, tokenizer.next_merge_id, packed=self._options.packed),
             lambda commit: self._commit(commit, progress),
-            num_threads=_store_threads(self._ledger.store, self._options.num_workers),
+            num_threads=_store_threads(self._commit_log.store, self._options.num_workers),
         )
         packer = Packer(self._plan, start, committer.new_image)
         progress.start()
@@ -194,7 +196,7 @@ class _Run:
         self,
         packer: Packer,
         committer: Committer,
-        progress: Progress,
+        progress: PopulateProgress,
         cursor: Cursor | None,
     ) -> bool:
         """Feeds the packer until the source ends (True) or a limit or a stop comes first (False)."""
@@ -225,14 +227,16 @@ class _Run:
         return limit is not None and packer.documents >= limit
 
     def _shards(self) -> int:
-        manifest = self._ledger.manifest
+        manifest = self._commit_log.manifest
         totals = manifest.sources.get(self._name) if manifest else None
         return totals.shards if totals else 0
 
-    def _commit(self, commit: Commit, progress: Progress) -> None:
+    def _commit(self, commit: Commit, progress: PopulateProgress) -> None:
         num_tokens = sum(entry.tokens for entry in commit.entries)
-        self._ledger.tokens_per_s = round(progress.speed_with(num_tokens), 1)
-        self._ledger.commit_shards(commit.entries, self._name, self._checkpoint(commit.position, commit.entries[-1].id))
+        self._commit_log.tokens_per_s = round(progress.speed_with(num_tokens), 1)
+        self._commit_log.commit_shards(
+            commit.entries, self._name, self._checkpoint(commit.position, commit.entries[-1].id)
+        )
         progress.committed(len(commit.entries), num_tokens)
 
     def _finish(self, packer: Packer, ended: bool) -> None:
@@ -242,7 +246,7 @@ class _Run:
                 f"{self._name}: expected text in {len(self._plan.files)} input files, found no document; check --input "
                 "and the source's text_field"
             )
-        present = self._ledger.checkpoints.sources.get(self._name) or self._checkpoint(Position(), -1)
+        present = self._commit_log.checkpoints.sources.get(self._name) or self._checkpoint(Position(), -1)
         finished = present.model_copy(
             update={
                 "ended": ended,
@@ -252,14 +256,14 @@ class _Run:
         )
         if finished != present:
             finished = finished.model_copy(update={"timestamp": _timestamp()})
-            self._ledger.commit_shards((), self._name, finished)
+            self._commit_log.commit_shards((), self._name, finished)
 
     def _pin_input(self) -> None:
         """Commits the starting position, which pins the Hub's revision before anything depends on it."""
         if not self._plan.revision:
             return
         cursor = Cursor(repo=self._plan.repo, revision=self._plan.revision, file=self._plan.files[0].name, row=0)
-        self._ledger.commit_shards((), self._name, self._checkpoint(Position(cursor=cursor), -1))
+        self._commit_log.commit_shards((), self._name, self._checkpoint(Position(cursor=cursor), -1))
 
     def _checkpoint(self, position: Position, last_shard_id: int) -> SourceCheckpoint:
         return SourceCheckpoint(

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
-__all__ = ["Progress", "counted", "format_duration", "format_size"]
+__all__ = ["PopulateProgress", "counted", "format_duration", "format_size"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def format_duration(seconds: float) -> str:
 
 
 @dataclass(slots=True)
-class Progress:
+class PopulateProgress:
     """Counts one source's run.
 
     Attributes:

@@ -21,8 +21,8 @@ import numpy.typing as npt
 from typing_extensions import Buffer
 
 from genesis.errors import ObjectNotFoundError, PreconditionFailedError
+from genesis.populate.commit_log import CommitLog
 from genesis.populate.crashpoint import crash_point
-from genesis.populate.ledger import Ledger
 from genesis.populate.packer import FilledShard
 from genesis.store.base import CachePolicy
 from manifests import (
@@ -47,13 +47,13 @@ class ShardWriter:
     """Writes the shards of one source; may be used from several threads.
 
     Attributes:
-        ledger: the store's, open.
+        commit_log: the store's, open.
         source: name of the source.
         next_merge_id: of the vocabulary the shards are written with.
         packed: also write the transfer form.
     """
 
-    ledger: Ledger
+    commit_log: CommitLog
     source: str
     next_merge_id: int
     packed: bool
@@ -88,7 +88,7 @@ class ShardWriter:
     def _write_packed(self, key: str, ids: npt.NDArray[np.int64]) -> PackedEntry:
         body = pack_ids(ids, self.next_merge_id)
         try:
-            self.ledger.store.put(key, body, cache=CachePolicy.IMMUTABLE, if_absent=True)
+            self.commit_log.store.put(key, body, cache=CachePolicy.IMMUTABLE, if_absent=True)
         except PreconditionFailedError:
             leftover = self._equivalent(key, ids)
             if leftover is None:
@@ -100,12 +100,12 @@ class ShardWriter:
 
     def _equivalent(self, key: str, ids: npt.NDArray[np.int64]) -> bytes | None:
         """The packed object an earlier run left under ``key``, if it expands to ``ids``."""
-        found = self.ledger.store.head(key)
+        found = self.commit_log.store.head(key)
         if found is None or found.size_bytes > max_packed_bytes(len(ids), self.next_merge_id):
             return None
         expanded = np.empty_like(ids)
         try:
-            body = self.ledger.store.get(key).body
+            body = self.commit_log.store.get(key).body
             unpack_ids(body, expanded, self.next_merge_id)
         except (ObjectNotFoundError, ShardFormatError):
             return None
@@ -113,7 +113,7 @@ class ShardWriter:
 
     def _put(self, key: str, body: Buffer) -> None:
         try:
-            self.ledger.store.put(key, body, cache=CachePolicy.IMMUTABLE, if_absent=True)
+            self.commit_log.store.put(key, body, cache=CachePolicy.IMMUTABLE, if_absent=True)
         except PreconditionFailedError:
             self._replace(key, body)
 
@@ -122,10 +122,10 @@ class ShardWriter:
 
         Only whoever still holds the lease after having looked at what it replaces may do so.
         """
-        leftover = self.ledger.store.head(key)
-        self.ledger.renew()
+        leftover = self.commit_log.store.head(key)
+        self.commit_log.renew()
         logger.info("%s: replacing an uncommitted leftover of an earlier run", key)
-        self.ledger.store.put(
+        self.commit_log.store.put(
             key,
             body,
             cache=CachePolicy.IMMUTABLE,

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from genesis.errors import InputNotFoundError, InterruptedRunError, SourceError
-from genesis.populate.ledger import Ledger
+from genesis.populate.commit_log import CommitLog
 from genesis.populate.options import LearnOptions
 from genesis.sources import read_batches, tasks
 from genesis.sources.base import InputPlan
@@ -52,7 +52,7 @@ def first_documents(plan: InputPlan, count: int, stop: threading.Event | None = 
 
 
 def ensure_vocabulary(
-    ledger: Ledger,
+    commit_log: CommitLog,
     spec: SourceSpec,
     plan: InputPlan,
     options: LearnOptions,
@@ -60,26 +60,26 @@ def ensure_vocabulary(
     stop: threading.Event | None = None,
 ) -> NeuroTokenizer:
     """The vocabulary to encode ``spec`` with, learned and committed first if the policy asks for it."""
-    tokenizer = ledger.read_tokenizer()
+    tokenizer = commit_log.read_tokenizer()
     wanted = merges_to_learn(spec, tokenizer, options.merges)
     tokenizer = tokenizer or NeuroTokenizer.empty()
     if wanted:
         _learn(tokenizer, spec, first_documents(plan, options.documents, stop), wanted, num_workers)
-    ledger.commit_vocabulary(tokenizer)
+    commit_log.commit_vocabulary(tokenizer)
     return tokenizer
 
 
 def learn_all(
-    ledger: Ledger, plans: Sequence[tuple[SourceSpec, InputPlan]], options: LearnOptions, num_workers: int
+    commit_log: CommitLog, plans: Sequence[tuple[SourceSpec, InputPlan]], options: LearnOptions, num_workers: int
 ) -> NeuroTokenizer:
     """Lets each source that has not contributed add its share, and commits the vocabulary once."""
-    tokenizer = ledger.read_tokenizer() or NeuroTokenizer.empty()
+    tokenizer = commit_log.read_tokenizer() or NeuroTokenizer.empty()
     for spec, plan in plans:
         if spec.name in tokenizer.sources_contributed:
             logger.info("%s has contributed %d merges already", spec.name, tokenizer.sources_contributed[spec.name])
         elif spec.merges:
             _learn(tokenizer, spec, first_documents(plan, options.documents), spec.merges, num_workers)
-    ledger.commit_vocabulary(tokenizer)
+    commit_log.commit_vocabulary(tokenizer)
     return tokenizer
 
 

@@ -22,11 +22,11 @@ from typing import TypeVar
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from genesis.serve.exchange import Exchange
+from genesis.serve.exchange import HttpExchange
 from genesis.serve.files import OpenObject, open_folder, open_object
 from genesis.serve.metrics import METRICS_MEDIA_TYPE, ServeMetrics
 from genesis.serve.objects import PublicObject, public_object
-from genesis.serve.preconditions import Outcome, evaluate, range_applies
+from genesis.serve.preconditions import Precondition, evaluate, range_applies
 from genesis.serve.ranges import ByteRange, UnsatisfiableRangeError, parse_range
 
 __all__ = ["CHUNK_BYTES", "StoreApp"]
@@ -52,14 +52,14 @@ class StoreApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request, counted however it ends."""
-        exchange = Exchange(scope, receive, send, self._metrics)
+        exchange = HttpExchange(scope, receive, send, self._metrics)
         with self._metrics.in_flight.track_inprogress():
             try:
                 await self._answer(exchange)
             finally:
                 exchange.finish()
 
-    async def _answer(self, exchange: Exchange) -> None:
+    async def _answer(self, exchange: HttpExchange) -> None:
         if exchange.method not in ("GET", "HEAD"):
             await exchange.refuse(405, "expected GET or HEAD", {**_NO_STORE, "allow": "GET, HEAD"})
         elif exchange.raw_path == b"/healthz":
@@ -77,7 +77,7 @@ class StoreApp:
             exchange.kind = wanted.kind.value
             await self._object(exchange, wanted)
 
-    async def _health(self, exchange: Exchange) -> None:
+    async def _health(self, exchange: HttpExchange) -> None:
         try:
             await self._in_thread(partial(_check_folder, self._root))
         except OSError as error:
@@ -86,7 +86,7 @@ class StoreApp:
         else:
             await exchange.respond(PlainTextResponse("ok\n", headers=_NO_STORE))
 
-    async def _object(self, exchange: Exchange, wanted: PublicObject) -> None:
+    async def _object(self, exchange: HttpExchange, wanted: PublicObject) -> None:
         try:
             found = await self._in_thread(partial(open_object, self._root, wanted.key))
         except OSError as error:
@@ -104,11 +104,11 @@ class StoreApp:
         finally:
             found.close()
 
-    async def _found(self, exchange: Exchange, wanted: PublicObject, found: OpenObject) -> None:
+    async def _found(self, exchange: HttpExchange, wanted: PublicObject, found: OpenObject) -> None:
         outcome = evaluate(exchange.headers, found.etag, found.modified_s)
-        if outcome is Outcome.FAILED:
+        if outcome is Precondition.FAILED:
             await exchange.refuse(412, f"the object is another one, {found.etag}", _NO_STORE)
-        elif outcome is Outcome.NOT_MODIFIED:
+        elif outcome is Precondition.NOT_MODIFIED:
             await exchange.start(304, _validators(wanted, found))
         else:
             try:
@@ -120,7 +120,7 @@ class StoreApp:
                 await self._content(exchange, wanted, found, part)
 
     async def _content(
-        self, exchange: Exchange, wanted: PublicObject, found: OpenObject, part: ByteRange | None
+        self, exchange: HttpExchange, wanted: PublicObject, found: OpenObject, part: ByteRange | None
     ) -> None:
         first, length = (part.first, part.length) if part else (0, found.size_bytes)
         headers = {
@@ -136,7 +136,9 @@ class StoreApp:
         if has_body:
             await self._body(exchange, wanted, found, first, first + length)
 
-    async def _body(self, exchange: Exchange, wanted: PublicObject, found: OpenObject, first: int, end: int) -> None:
+    async def _body(
+        self, exchange: HttpExchange, wanted: PublicObject, found: OpenObject, first: int, end: int
+    ) -> None:
         while first < end and not exchange.connection.is_gone:
             size_bytes = min(CHUNK_BYTES, end - first)
             chunk = await self._in_thread(partial(found.read, first, size_bytes))
@@ -165,7 +167,7 @@ def _validators(wanted: PublicObject, found: OpenObject) -> dict[str, str]:
     }
 
 
-def _part_asked_for(exchange: Exchange, found: OpenObject) -> ByteRange | None:
+def _part_asked_for(exchange: HttpExchange, found: OpenObject) -> ByteRange | None:
     """The range, where ``Range`` counts: it is defined for GET alone."""
     headers = exchange.headers
     if exchange.method != "GET" or "range" not in headers:

@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from genesis.serve.metrics import ServeMetrics
 
-__all__ = ["CONNECTION", "Connection", "Exchange"]
+__all__ = ["CONNECTION", "Connection", "HttpExchange"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Connection(Protocol):
         """Ends it at once; ``reason`` is one of the label's values."""
 
 
-class Exchange:
+class HttpExchange:
     """A request being answered, once."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, metrics: ServeMetrics) -> None:

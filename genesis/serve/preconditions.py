@@ -12,14 +12,14 @@ from datetime import UTC
 from email.utils import parsedate_to_datetime
 from enum import Enum
 
-__all__ = ["Outcome", "evaluate", "range_applies"]
+__all__ = ["Precondition", "evaluate", "range_applies"]
 
 _ETAG = re.compile(r'(?P<weak>W/)?(?P<tag>"[\x21\x23-\x7e\x80-\xff]*")')
 _STRONG_AFTER_S = 60
 """A time is a strong validator only if the object can no longer have changed twice within its second."""
 
 
-class Outcome(Enum):
+class Precondition(Enum):
     """What the conditions of a request come to."""
 
     SEND = 200
@@ -27,7 +27,7 @@ class Outcome(Enum):
     FAILED = 412
 
 
-def evaluate(headers: Mapping[str, str], etag: str, modified_s: int) -> Outcome:
+def evaluate(headers: Mapping[str, str], etag: str, modified_s: int) -> Precondition:
     """Weighs the four conditions in the order of section 13.2.2.
 
     Args:
@@ -37,17 +37,17 @@ def evaluate(headers: Mapping[str, str], etag: str, modified_s: int) -> Outcome:
     """
     if (if_match := headers.get("if-match")) is not None:
         if not _matches(if_match, etag, strong=True):
-            return Outcome.FAILED
+            return Precondition.FAILED
     elif (
         unmodified_since := _seconds(headers.get("if-unmodified-since"))
     ) is not None and modified_s > unmodified_since:
-        return Outcome.FAILED
+        return Precondition.FAILED
     if (if_none_match := headers.get("if-none-match")) is not None:
-        return Outcome.NOT_MODIFIED if _matches(if_none_match, etag, strong=False) else Outcome.SEND
+        return Precondition.NOT_MODIFIED if _matches(if_none_match, etag, strong=False) else Precondition.SEND
     modified_since = _seconds(headers.get("if-modified-since"))
     if modified_since is not None and modified_s <= modified_since:
-        return Outcome.NOT_MODIFIED
-    return Outcome.SEND
+        return Precondition.NOT_MODIFIED
+    return Precondition.SEND
 
 
 def range_applies(if_range: str | None, etag: str, modified_s: int, now_s: float) -> bool:

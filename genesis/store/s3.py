@@ -28,7 +28,7 @@ from genesis.store.resuming import opaque_etag
 from genesis.store.s3_bucket import S3Bucket
 from genesis.store.s3_client import S3Location
 from genesis.store.s3_probe import put_conditions_hold, upload_conditions_hold
-from genesis.store.s3_reading import Outcome
+from genesis.store.s3_reading import NothingRead
 from genesis.store.s3_uploads import MIN_PART_BYTES, PART_BYTES, UploadVanished, put_in_parts
 from genesis.store.throttle import Meter, Throttle
 from manifests import InvalidDocumentError, check_key
@@ -171,7 +171,7 @@ class S3Store:
             max_bytes=sys.maxsize if max_bytes is None else max_bytes,
             unless_etag=unless_etag,
         )
-        if found is Outcome.ABSENT:
+        if found is NothingRead.ABSENT:
             raise ObjectNotFoundError(f"expected an object {key!r} in {self.url}, found none")
         return found if isinstance(found, StoredObject) else None
 

@@ -31,7 +31,7 @@ from genesis.store.policy import Deadline, RetryPolicy, TimeLimit
 from genesis.store.retrying import Retrier, TransientError
 from genesis.store.s3_checksums import content_md5, crc32
 from genesis.store.s3_client import S3Connection, body_file, error_code, error_status, refuses_checksum, translate
-from genesis.store.s3_reading import Outcome, S3Read, quoted_etag
+from genesis.store.s3_reading import NothingRead, S3Read, quoted_etag
 from genesis.store.throttle import Meter
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class S3Bucket:
 
     def read(
         self, key: str, *, deadline: Deadline, max_bytes: int = sys.maxsize, unless_etag: str | None = None
-    ) -> StoredObject | Outcome:
+    ) -> StoredObject | NothingRead:
         """The object, unless there is none, or its ETag is ``unless_etag``.
 
         Args:
@@ -89,7 +89,7 @@ class S3Bucket:
         reading = S3Read(self.name, key, download, unless_etag)
         doubtful: set[str] = set()
 
-        def attempt(client: S3Client) -> StoredObject | Outcome:
+        def attempt(client: S3Client) -> StoredObject | NothingRead:
             found = reading.attempt(client)
             if isinstance(found, StoredObject) and self._etags_are_md5 and reading.proof.contradicts_md5(found.body):
                 digest = content_md5(found.body)
@@ -106,7 +106,7 @@ class S3Bucket:
             found = self._run_if_present("read", key, attempt, download)
         finally:
             download.discard()
-        return Outcome.ABSENT if found is None else found
+        return NothingRead.ABSENT if found is None else found
 
     def head(self, key: str, deadline: Deadline) -> ObjectInfo | None:
         """What is known of the object, or None if there is none."""

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from mypy_boto3_s3.type_defs import GetObjectOutputTypeDef, GetObjectRequestTypeDef
     from urllib3 import HTTPResponse
 
-__all__ = ["Outcome", "S3Read", "quoted_etag"]
+__all__ = ["NothingRead", "S3Read", "quoted_etag"]
 
 _READ_BYTES = 64 << 10
 
 
-class Outcome(Enum):
+class NothingRead(Enum):
     """Why a read that did not fail brought no object."""
 
     ABSENT = "there is none"
@@ -55,7 +55,7 @@ class S3Read:
         self._download = download
         self._unless_etag = unless_etag
 
-    def attempt(self, client: S3Client) -> StoredObject | Outcome:
+    def attempt(self, client: S3Client) -> StoredObject | NothingRead:
         """The object, or why there is nothing to read.
 
         Raises:
@@ -68,7 +68,7 @@ class S3Read:
         except ClientError as error:
             status = error_status(error)
             if status == 304 and held_etag is None and self._unless_etag is not None:
-                return Outcome.UNCHANGED
+                return NothingRead.UNCHANGED
             if status in (412, 416) and held_etag is not None:
                 self._download.begin(Answer(status))  # Which says that it starts over.
             raise
@@ -84,10 +84,10 @@ class S3Read:
             request["IfNoneMatch"] = self._unless_etag
         return request
 
-    def _received(self, response: GetObjectOutputTypeDef, raw: HTTPResponse) -> StoredObject | Outcome:
+    def _received(self, response: GetObjectOutputTypeDef, raw: HTTPResponse) -> StoredObject | NothingRead:
         etag = quoted_etag(response.get("ETag"))
         if etag == self._unless_etag:
-            return Outcome.UNCHANGED  # It ignores If-None-Match.
+            return NothingRead.UNCHANGED  # It ignores If-None-Match.
         self._download.begin(_answer(response, etag))
         if self._download.held.size_bytes == 0:
             self.proof = Proof.of(response, etag)

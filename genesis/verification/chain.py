@@ -25,13 +25,13 @@ from manifests import (
     verify_manifest,
 )
 
-__all__ = ["Head", "check_checkpoints", "check_manifest", "goes_on_after"]
+__all__ = ["CheckedManifest", "check_checkpoints", "check_manifest", "goes_on_after"]
 
 SignatureState = Literal["verified", "invalid", "not checked", "unsigned"]
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class CheckedManifest:
     """The manifest, as far as it can be used; None if it is none."""
 
     manifest: Manifest | None
@@ -39,7 +39,7 @@ class Head:
     key_id: str | None = None
 
 
-def check_manifest(store: ReadableStore, public_key: Ed25519PublicKey | None, findings: Findings) -> Head:
+def check_manifest(store: ReadableStore, public_key: Ed25519PublicKey | None, findings: Findings) -> CheckedManifest:
     """Reads the manifest and checks its form, its sums and its signature.
 
     A wrong signature is a problem, but the store is still held against the manifest: that tells what was changed.
@@ -52,14 +52,14 @@ def check_manifest(store: ReadableStore, public_key: Ed25519PublicKey | None, fi
         published = require_manifest(store)
     except ContractError as error:
         findings.problem(MANIFEST_KEY, error)
-        return Head(None)
+        return CheckedManifest(None)
     manifest = published.manifest
     if manifest.total_shards and not manifest.index:
         findings.problem(MANIFEST_KEY, "expected an index, found none: nothing vouches for the shards, none is checked")
     if manifest.total_shards and manifest.tokenizer is None:
         findings.problem(MANIFEST_KEY, "expected the vocabulary its shards were written with, found none")
     state = _signature_state(published, public_key, findings)
-    return Head(manifest, state, manifest.signature.key_id if manifest.signature else None)
+    return CheckedManifest(manifest, state, manifest.signature.key_id if manifest.signature else None)
 
 
 def _signature_state(

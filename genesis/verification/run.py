@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from genesis.store import ReadableStore
-from genesis.verification.chain import Head, check_checkpoints, check_manifest, goes_on_after
+from genesis.verification.chain import CheckedManifest, check_checkpoints, check_manifest, goes_on_after
 from genesis.verification.index import IndexWalk
 from genesis.verification.listing import Listing, read_listing
 from genesis.verification.report import Counts, Findings, Problem, VerifyReport
@@ -59,12 +59,12 @@ def verify_store(
     """
     started = time.monotonic()
     findings = Findings(on_problem) if on_problem else Findings()
-    head = check_manifest(store, public_key, findings)
+    checked = check_manifest(store, public_key, findings)
     seed = random.SystemRandom().randrange(2**32) if seed is None else seed
     verification = _Verification(store, findings, sample, seed, threads, on_progress)
-    if head.manifest is not None:
-        verification.run(head.manifest)
-    return _report(store.url, head, verification, time.monotonic() - started)
+    if checked.manifest is not None:
+        verification.run(checked.manifest)
+    return _report(store.url, checked, verification, time.monotonic() - started)
 
 
 @dataclass(slots=True)
@@ -139,14 +139,14 @@ class _Verification:
         return self._unreachable >= _GIVE_UP_AFTER
 
 
-def _report(url: str, head: Head, verification: _Verification, seconds: float) -> VerifyReport:
-    findings, manifest = verification.findings, head.manifest
+def _report(url: str, checked: CheckedManifest, verification: _Verification, seconds: float) -> VerifyReport:
+    findings, manifest = verification.findings, checked.manifest
     return VerifyReport(
         url=url,
         ok=findings.num_problems == 0,
         sequence=manifest.sequence if manifest else None,
-        signature=head.signature,
-        key_id=head.key_id,
+        signature=checked.signature,
+        key_id=checked.key_id,
         seed=None if verification.chosen is None else verification.seed,
         counts=Counts(
             segments=verification.segments,

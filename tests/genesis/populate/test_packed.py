@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from genesis.errors import LeaseLostError
-from genesis.populate.ledger import Ledger, read_checkpoints
+from genesis.populate.commit_log import CommitLog, read_checkpoints
 from genesis.populate.packer import FilledShard, Position
 from genesis.populate.shard_writer import ShardWriter
 from genesis.store import CachePolicy, FolderStore, open_store
@@ -85,9 +85,9 @@ def store(tmp_path):
 
 @pytest.fixture
 def writer(store):
-    ledger = Ledger(store, TOKENS, source="s")
-    ledger.open()
-    return ShardWriter(ledger, "s", VOCABULARY, packed=True)
+    commit_log = CommitLog(store, TOKENS, source="s")
+    commit_log.open()
+    return ShardWriter(commit_log, "s", VOCABULARY, packed=True)
 
 
 def filled(ids=IDS):
@@ -108,7 +108,7 @@ def test_an_entry_names_both_forms(store, writer):
 
 
 def test_without_the_packed_form_nothing_is_written_of_it(store, writer):
-    plain = ShardWriter(writer.ledger, "s", VOCABULARY, packed=False)
+    plain = ShardWriter(writer.commit_log, "s", VOCABULARY, packed=False)
     assert plain.write(7, filled()).packed is None
     assert store.head(packed_key(7)) is None
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from genesis.errors import CorruptInputError
-from genesis.populate.ledger import read_checkpoints
+from genesis.populate.commit_log import read_checkpoints
 from genesis.populate.options import LearnOptions, PopulateOptions
 from genesis.populate.pipeline import populate
 from genesis.store import open_store

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from genesis.errors import LeaseHeldError
+from genesis.populate.commit_log import CommitLog, read_checkpoints
 from genesis.populate.keeper import LeaseKeeper, held
-from genesis.populate.ledger import Ledger, read_checkpoints
 from genesis.store import CachePolicy, open_store
 from manifests import Writer
 from tests.support.populating import genesis, populate_arguments, snapshot, start, stray_objects
@@ -73,24 +73,24 @@ def test_a_stale_lease_is_taken_over_and_the_ousted_stops_without_harm(tmp_path,
 @pytest.mark.slow
 def test_a_lease_is_kept_while_nothing_is_committed(tmp_path):
     store = open_store(str(tmp_path / "store"))
-    ledger = Ledger(store, 100, lease_s=1.5)
-    with held(ledger), LeaseKeeper(ledger, on_lost=lambda: None) as keeper:
+    commit_log = CommitLog(store, 100, lease_s=1.5)
+    with held(commit_log), LeaseKeeper(commit_log, on_lost=lambda: None) as keeper:
         first = read_checkpoints(store)[0].writer
         time.sleep(3.5)
         with pytest.raises(LeaseHeldError):
-            Ledger(store, 100).open()
+            CommitLog(store, 100).open()
         later = read_checkpoints(store)[0].writer
     assert later.id == first.id
     assert later.expires_at > first.expires_at
     assert keeper.failure is None
-    Ledger(store, 100).open()
+    CommitLog(store, 100).open()
 
 
 def test_a_keeper_says_when_the_lease_is_lost(tmp_path):
     store = open_store(str(tmp_path / "store"))
-    ledger, lost = Ledger(store, 100, lease_s=0.9), threading.Event()
-    ledger.open()
-    with LeaseKeeper(ledger, on_lost=lost.set) as keeper:
+    commit_log, lost = CommitLog(store, 100, lease_s=0.9), threading.Event()
+    commit_log.open()
+    with LeaseKeeper(commit_log, on_lost=lost.set) as keeper:
         checkpoints, etag = read_checkpoints(store)
         usurped = checkpoints.model_copy(update={"writer": Writer(id="gpu-9:1:1:", token=99)})
         store.put("checkpoints.json", usurped.to_json(), cache=CachePolicy.NONE, if_match=etag)

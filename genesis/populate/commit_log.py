@@ -2,7 +2,7 @@
 
 One commit is four writes, in this order:
 
-1. the shards, put if absent (done before `Ledger.commit_shards` is called);
+1. the shards, put if absent (done before `CommitLog.commit_shards` is called);
 2. the index segment, under a name with its digest;
 3. checkpoints.json, by compare-and-swap on its ETag: *this is the commit*. It carries the manifest it stands for;
 4. manifest.json, which readers trust.
@@ -66,7 +66,7 @@ from manifests import (
     vocabulary_key,
 )
 
-__all__ = ["Ledger", "read_checkpoints", "read_tail"]
+__all__ = ["CommitLog", "read_checkpoints", "read_tail"]
 
 logger = logging.getLogger(__name__)
 
@@ -79,10 +79,10 @@ def _now() -> datetime:
 
 
 @dataclass(slots=True)
-class Ledger:
+class CommitLog:
     """The state of a store as its one writer knows it, and the only code that writes its four JSON files.
 
-    Use `Ledger.open`. Methods may be called from several threads.
+    Use `CommitLog.open`. Methods may be called from several threads.
 
     Attributes:
         store: where everything is.

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from genesis.errors import LeaseHeldError, LeaseLostError, TokenizerError, UsageError
-from genesis.populate.ledger import Ledger, read_checkpoints, read_tail
+from genesis.populate.commit_log import CommitLog, read_checkpoints, read_tail
 from genesis.store import CachePolicy, open_store
 from genesis.tokenizer import NeuroTokenizer
 from manifests import (
@@ -47,9 +47,9 @@ def store(tmp_path):
 
 
 def opened(store, **options):
-    ledger = Ledger(store, TOKENS, **options)
-    ledger.open()
-    return ledger
+    commit_log = CommitLog(store, TOKENS, **options)
+    commit_log.open()
+    return commit_log
 
 
 def published(store):
@@ -65,10 +65,10 @@ def expire(store):
 
 
 def test_commits_add_up_over_segments(store):
-    ledger = opened(store)
+    commit_log = opened(store)
     for start in (0, 3, 990, 1001, 2500):
         last = {0: 2, 3: 989, 990: 1000, 1001: 2499, 2500: 2500}[start]
-        ledger.commit_shards([entry(i) for i in range(start, last + 1)], "s", checkpoint(last))
+        commit_log.commit_shards([entry(i) for i in range(start, last + 1)], "s", checkpoint(last))
     manifest = published(store)
     assert (manifest.total_shards, manifest.total_tokens) == (2501, 2501 * TOKENS)
     spans = [(segment.first_shard, segment.shards) for segment in manifest.index]
@@ -81,7 +81,7 @@ def test_commits_add_up_over_segments(store):
     assert found == list(range(2501))
     assert read_tail(store, manifest)[-1] == entry(2500)
     assert manifest.sources["s"].last_shard_id == 2500
-    ledger.close()
+    commit_log.close()
 
 
 def test_a_new_writer_goes_on_where_the_last_stopped(store):
@@ -100,15 +100,15 @@ def test_a_new_writer_goes_on_where_the_last_stopped(store):
 
 def test_manifests_are_chained_and_signed(store):
     key = generate_private_key()
-    ledger = opened(store, sign_key=key)
+    commit_log = opened(store, sign_key=key)
     bodies = []
     for shard_id in range(3):
-        ledger.commit_shards([entry(shard_id)], "s", checkpoint(shard_id))
+        commit_log.commit_shards([entry(shard_id)], "s", checkpoint(shard_id))
         bodies.append(store.get("manifest.json").body)
     chain = [verify_manifest(body, key.public_key()) for body in bodies]
     assert [manifest.sequence for manifest in chain] == [1, 2, 3]
     assert [manifest.previous for manifest in chain[1:]] == [sha256_hex(body) for body in bodies[:-1]]
-    ledger.close()
+    commit_log.close()
 
 
 def test_the_second_populator_is_told_who_the_first_is(store):
@@ -142,20 +142,20 @@ def test_an_ousted_writer_changes_nothing(store):
 def test_the_fencing_token_only_grows(store):
     tokens = []
     for _ in range(3):
-        ledger = opened(store)
+        commit_log = opened(store)
         tokens.append(read_checkpoints(store)[0].writer.token)
-        ledger.close()
+        commit_log.close()
     assert tokens == [1, 2, 3]
 
 
 def test_a_manifest_lost_after_its_commit_is_published_at_the_next_start(store):
-    ledger = opened(store)
-    ledger.commit_shards([entry(0)], "s", checkpoint(0))
-    ledger.close()
+    commit_log = opened(store)
+    commit_log.commit_shards([entry(0)], "s", checkpoint(0))
+    commit_log.close()
     older = store.get("manifest.json").body
-    ledger = opened(store)
-    ledger.commit_shards([entry(1)], "s", checkpoint(1))
-    ledger.close()
+    commit_log = opened(store)
+    commit_log.commit_shards([entry(1)], "s", checkpoint(1))
+    commit_log.close()
     newer = store.get("manifest.json").body
     store.put("manifest.json", older, cache=CachePolicy.SHORT)
     opened(store).close()
@@ -163,15 +163,15 @@ def test_a_manifest_lost_after_its_commit_is_published_at_the_next_start(store):
 
 
 def test_vocabularies_are_kept_and_the_newest_published(store):
-    ledger = opened(store)
-    assert ledger.read_tokenizer() is None
+    commit_log = opened(store)
+    assert commit_log.read_tokenizer() is None
     tokenizer = NeuroTokenizer.empty()
     tokenizer.learn_merges(["banana bandana " * 20], 4, source="s")
-    ledger.commit_vocabulary(tokenizer)
+    commit_log.commit_vocabulary(tokenizer)
     small = store.get("tokenizer.json").body
     tokenizer.learn_merges(["cabana cabaret " * 20], 4, source="t")
-    ledger.commit_vocabulary(tokenizer)
-    ledger.close()
+    commit_log.commit_vocabulary(tokenizer)
+    commit_log.close()
     reference = published(store).tokenizer
     assert store.get("tokenizer.json").body == store.get(reference.key).body
     assert sha256_hex(store.get("tokenizer.json").body) == reference.sha256
@@ -180,11 +180,11 @@ def test_vocabularies_are_kept_and_the_newest_published(store):
 
 
 def test_a_contradicting_tokenizer_is_refused_until_it_is_restored(store):
-    ledger = opened(store)
+    commit_log = opened(store)
     tokenizer = NeuroTokenizer.empty()
     tokenizer.learn_merges(["banana bandana " * 20], 4, source="s")
-    ledger.commit_vocabulary(tokenizer)
-    ledger.close()
+    commit_log.commit_vocabulary(tokenizer)
+    commit_log.close()
     good = store.get("tokenizer.json").body
     other = NeuroTokenizer.empty()
     other.learn_merges(["zzz xxx " * 20], 2, source="s")
@@ -197,17 +197,17 @@ def test_a_contradicting_tokenizer_is_refused_until_it_is_restored(store):
 
 
 def test_other_shard_sizes_are_refused(store):
-    ledger = opened(store)
-    ledger.commit_shards([entry(0)], "s", checkpoint(0))
-    ledger.close()
+    commit_log = opened(store)
+    commit_log.commit_shards([entry(0)], "s", checkpoint(0))
+    commit_log.close()
     with pytest.raises(UsageError, match=f"--shard-tokens {TOKENS}"):
-        Ledger(store, TOKENS + 1).open()
+        CommitLog(store, TOKENS + 1).open()
 
 
 def test_a_store_without_its_checkpoints_is_not_begun_anew(store):
-    ledger = opened(store)
-    ledger.commit_shards([entry(0)], "s", checkpoint(0))
-    ledger.close()
+    commit_log = opened(store)
+    commit_log.commit_shards([entry(0)], "s", checkpoint(0))
+    commit_log.close()
     store.delete("checkpoints.json")
     with pytest.raises(ContractError, match=r"restore checkpoints\.json"):
         opened(store)
@@ -221,22 +221,22 @@ def test_damaged_checkpoints_are_refused(store):
 
 
 def test_superseded_segments_go_once_nobody_reads_them(store):
-    ledger = opened(store)
+    commit_log = opened(store)
     for shard_id in range(3):
-        ledger.commit_shards([entry(shard_id)], "s", checkpoint(shard_id))
+        commit_log.commit_shards([entry(shard_id)], "s", checkpoint(shard_id))
     assert len(list(store.list("index/"))) == 3
-    ledger.close()
+    commit_log.close()
     opened(store).close()
     assert len(list(store.list("index/"))) == 3
-    ledger = opened(store, superseded_keep_s=0.0)
-    ledger.close()
+    commit_log = opened(store, superseded_keep_s=0.0)
+    commit_log.close()
     assert [info.key for info in store.list("index/")] == [published(store).index[-1].key]
 
 
 def test_checkpoints_keep_the_layout_of_the_specification(store):
-    ledger = opened(store)
-    ledger.commit_shards([entry(0)], "s", checkpoint(0))
-    ledger.close()
+    commit_log = opened(store)
+    commit_log.commit_shards([entry(0)], "s", checkpoint(0))
+    commit_log.close()
     value = Checkpoints.from_json(store.get("checkpoints.json").body).to_object()
     assert value["s"]["leftover_tokens"] == [7, 8]
     assert set(value) == {"format", "manifest", "s", "writer"}
@@ -244,9 +244,9 @@ def test_checkpoints_keep_the_layout_of_the_specification(store):
 
 
 def test_a_segment_made_again_after_a_kill_is_not_taken_for_a_leftover(store):
-    ledger = opened(store, superseded_keep_s=0.0)
-    ledger.commit_shards([entry(0)], "s", checkpoint(0))
-    ledger._store_segments([entry(1)])  # Killed here: the segment is stored, its commit is not.
+    commit_log = opened(store, superseded_keep_s=0.0)
+    commit_log.commit_shards([entry(0)], "s", checkpoint(0))
+    commit_log._store_segments([entry(1)])  # Killed here: the segment is stored, its commit is not.
     expire(store)
     again = opened(store, superseded_keep_s=0.0)
     again.commit_shards([entry(1)], "s", checkpoint(1))
@@ -267,32 +267,32 @@ def test_a_failed_commit_deletes_nothing(store):
 
 
 def test_what_was_replaced_just_now_is_kept_however_old_it_is(store, tmp_path):
-    ledger = opened(store)
-    ledger.commit_shards([entry(0)], "s", checkpoint(0))
+    commit_log = opened(store)
+    commit_log.commit_shards([entry(0)], "s", checkpoint(0))
     old = published(store).index[0].key
     yesterday = time.time() - 86_400
     os.utime(tmp_path / "store" / old, (yesterday, yesterday))
-    ledger.commit_shards([entry(1)], "s", checkpoint(1))
-    ledger.close()
+    commit_log.commit_shards([entry(1)], "s", checkpoint(1))
+    commit_log.close()
     opened(store).close()
     assert store.head(old) is not None
 
 
 def test_a_renewal_whose_acknowledgement_was_lost_does_not_end_the_run(store):
-    ledger = opened(store)
-    known = ledger._etag
-    ledger.renew()
-    ledger._etag = known  # As if the answer had never come.
-    ledger.commit_shards([entry(0)], "s", checkpoint(0))
-    ledger.close()
+    commit_log = opened(store)
+    known = commit_log._etag
+    commit_log.renew()
+    commit_log._etag = known  # As if the answer had never come.
+    commit_log.commit_shards([entry(0)], "s", checkpoint(0))
+    commit_log.close()
     assert published(store).total_shards == 1
 
 
 def test_the_cdn_is_told_of_every_publication(store):
     told = []
-    ledger = opened(store, on_publish=lambda: told.append(published(store).sequence))
+    commit_log = opened(store, on_publish=lambda: told.append(published(store).sequence))
     for shard_id in range(3):
-        ledger.commit_shards([entry(shard_id)], "s", checkpoint(shard_id))
-    ledger.renew()
-    ledger.close()
+        commit_log.commit_shards([entry(shard_id)], "s", checkpoint(shard_id))
+    commit_log.renew()
+    commit_log.close()
     assert told == [1, 2, 3]
