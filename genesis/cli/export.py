@@ -75,7 +75,7 @@ def _publish(url: str, files: dict[str, bytes]) -> None:
 
 
 def _write(folder: Path, files: dict[str, bytes]) -> None:
-    from genesis.tokenizer.files import write_file
+    from genesis.tokenizer.export import write_file
 
     for key, body in files.items():
         path = folder / Path(key).name

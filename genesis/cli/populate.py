@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from genesis.cli.options import JsonOption, SourcesOption, StoreOption, load_sources
-from genesis.cli.signals import stop_on_signals
+from genesis.cli.running import stop_on_signals
 from genesis.errors import InterruptedRunError, UsageError
 from manifests import SourcesFile, SourceSpec
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from urllib.parse import urlsplit
 
 import typer
@@ -31,7 +33,7 @@ from manifests import (
     load_private_key,
 )
 
-__all__ = ["Run", "invalidating", "read_sign_key", "store_shard_tokens"]
+__all__ = ["Run", "StopRequest", "invalidating", "read_sign_key", "stop_on_signals", "store_shard_tokens"]
 
 logger = logging.getLogger("genesis")
 
@@ -162,3 +164,34 @@ def _lines(result: PopulateResult, url: str) -> list[str]:
     if result.interrupted:
         lines.append(f"{name}: stopped as asked; the same command goes on from here")
     return lines
+
+
+class StopRequest(threading.Event):
+    """Set by the first signal; remembers which."""
+
+    signal_number: int = 0
+
+    @property
+    def exit_code(self) -> int:
+        """128 + the signal's number, as a shell expects; 0 if none came."""
+        return 128 + self.signal_number if self.signal_number else 0
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[StopRequest]:
+    """Within it, the first SIGINT or SIGTERM sets the request and the second raises KeyboardInterrupt."""
+    request = StopRequest()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if request.is_set():
+            raise KeyboardInterrupt
+        request.signal_number = number
+        request.set()
+        logger.warning("stopping: finishing the commit in hand (once more to stop at once)")
+
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield request
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from genesis.cli.options import StoreOption
-from genesis.cli.signals import StopRequest
+from genesis.cli.running import StopRequest
 from genesis.cli.tables import count
 from genesis.errors import UsageError
 

@@ -13,6 +13,12 @@ the lease changed the object; it has then written nothing that a manifest names.
 
 The cost of a commit does not depend on the store's size: one segment of at most 1,000 entries is rewritten (0.35 MB),
 and the list of segments grows by 0.15 KB per 1,000 shards.
+
+Which index segments in a store are of the past, and since when: told from their names and times alone.
+
+A segment counts as replaced from the moment the next one of its number was written, not from when it was itself: a
+reader may have got the manifest that names it a second before. The newest of a number belongs to the manifest, or to a
+commit that was not completed; it counts from its own time, and the caller keeps what the manifest names.
 """
 
 from __future__ import annotations
@@ -20,10 +26,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import pairwise
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -38,8 +45,7 @@ from genesis.errors import (
 )
 from genesis.populate.crashpoint import crash_point
 from genesis.populate.lease import LEASE_S, check_free, describe_writer, lease_end, this_process
-from genesis.populate.superseded import replaced_at
-from genesis.store.base import CachePolicy, Store
+from genesis.store.base import CachePolicy, ObjectInfo, Store
 from genesis.tokenizer import NeuroTokenizer
 from manifests import (
     CHECKPOINTS_KEY,
@@ -66,7 +72,7 @@ from manifests import (
     vocabulary_key,
 )
 
-__all__ = ["CommitLog", "read_checkpoints", "read_tail"]
+__all__ = ["CommitLog", "read_checkpoints", "read_tail", "replaced_at"]
 
 logger = logging.getLogger(__name__)
 
@@ -496,3 +502,22 @@ def read_tail(store: Store, manifest: Manifest) -> tuple[ShardEntry, ...]:
             f"{last.key}: expected sha256 {last.sha256}, found {sha256_hex(body)}; restore that object from a copy"
         )
     return Segment.from_json(body, name=last.key).shards
+
+
+def replaced_at(segments: Iterable[ObjectInfo], now: float) -> dict[str, float]:
+    """When each segment was replaced, in seconds since the epoch, by key.
+
+    Args:
+        segments: what lies under ``index/``.
+        now: taken for the time of an object whose store does not say.
+    """
+    by_number: dict[str, list[tuple[float, str]]] = {}
+    for info in segments:
+        written_at = info.modified_at.timestamp() if info.modified_at else now
+        by_number.setdefault(info.key.partition("-")[0], []).append((written_at, info.key))
+    times: dict[str, float] = {}
+    for written in by_number.values():
+        written.sort()
+        for (_, key), (next_written_at, _) in pairwise([*written, written[-1]]):
+            times[key] = next_written_at
+    return times

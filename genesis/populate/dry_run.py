@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from genesis.errors import ObjectNotFoundError
 from genesis.populate.commit_log import read_checkpoints
-from genesis.populate.estimate import BYTES_PER_TOKEN, PACKED_BYTES_PER_TOKEN, expected_text_bytes
 from genesis.populate.options import PopulateOptions
 from genesis.populate.packer import Position
-from genesis.populate.progress import format_size
+from genesis.populate.progress import BYTES_PER_TOKEN, PACKED_BYTES_PER_TOKEN, expected_text_bytes, format_size
 from genesis.populate.vocabulary import merges_to_learn
 from genesis.sources import resolve
 from genesis.store import Store, folder_of

@@ -31,12 +31,11 @@ from genesis.errors import (
 from genesis.populate.commit_log import CommitLog
 from genesis.populate.committer import Commit, Committer
 from genesis.populate.crashpoint import crash_point
-from genesis.populate.estimate import expected_text_bytes
 from genesis.populate.keeper import LeaseKeeper, held
 from genesis.populate.options import PopulateOptions
 from genesis.populate.packer import Packer, Position
 from genesis.populate.pool import WorkerPool
-from genesis.populate.progress import PopulateProgress
+from genesis.populate.progress import PopulateProgress, expected_text_bytes
 from genesis.populate.shard_writer import ShardWriter
 from genesis.populate.vocabulary import ensure_vocabulary
 from genesis.sources import resolve, tasks

@@ -12,10 +12,9 @@ sendfile; who needs TLS or more than a 10 Gbit/s card's worth puts nginx before 
 
 from __future__ import annotations
 
-from genesis.serve.limits import ServeLimits
-from genesis.serve.listening import address_of, listen
+from genesis.serve.connections import ServeLimits
 from genesis.serve.objects import ObjectKind, PublicObject, public_object
-from genesis.serve.server import StoreServer, check_folder
+from genesis.serve.server import StoreServer, address_of, check_folder, listen
 from genesis.serve.summary import ManifestReader, StoreSummary
 
 __all__ = [

@@ -26,8 +26,14 @@ from genesis.serve.exchange import HttpExchange
 from genesis.serve.files import OpenObject, open_folder, open_object
 from genesis.serve.metrics import METRICS_MEDIA_TYPE, ServeMetrics
 from genesis.serve.objects import PublicObject, public_object
-from genesis.serve.preconditions import Precondition, evaluate, range_applies
-from genesis.serve.ranges import ByteRange, UnsatisfiableRangeError, parse_range
+from genesis.serve.preconditions import (
+    ByteRange,
+    Precondition,
+    UnsatisfiableRangeError,
+    evaluate,
+    parse_range,
+    range_applies,
+)
 
 __all__ = ["CHUNK_BYTES", "StoreApp"]
 

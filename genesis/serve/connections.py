@@ -1,31 +1,45 @@
-"""The connections: how many there may be, and how long one may go without making progress.
+"""The connections of a server: how many there may be, and how long one may go without making progress.
 
-uvicorn ends a connection that is idle between two answers, and no other: one on which no whole request head ever comes,
-or whose client does not read, is kept for as long as the client likes (and counts against ``limit_concurrency``, whose
-503 has no Retry-After). Here each connection has a deadline while it waits for its client; a sweep ends those that are
-past it (`expire_connections`). A connection that waits for the server (a disk) has none.
+uvicorn closes a connection that is idle between two answers, and no other. One on which no whole request head ever
+arrives, or whose client does not read, stays open (and counts against ``limit_concurrency``, whose 503 has no
+Retry-After). Here each connection has a deadline while it waits for its client, and `expire_connections` closes those
+that are past it. A connection that waits for the server (a disk) has none.
 
-Where all are taken, a newcomer gets the place of the one that has waited for its client for longest, of the host that
-has most: one that never sent a whole request head at any time, others after `_KEEP_S`. Who opens many connections and
-sends half of a request on each keeps nobody out. Such a connection is parked, not closed: left open for a while, so
-that its client does not open the next one at once (of 200 that do after 0.5 s, 20 a second instead of 230), and told
-503 should it ask after all. The API of a training node has the same (`trainer.monitor.server`).
+When all places are taken, a new connection gets the place of the one that has waited longest for its client, of the
+host that has most: one that never sent a whole request head at any time, others after `_KEEP_S`. So a client that opens
+many connections and sends half of a request on each keeps nobody out. Such a connection is parked, not closed: it stays
+open for a while, so that its client does not open the next one at once (of 200 that do after 0.5 s, 20 a second instead
+of 230), and is told 503 if it asks after all. The API of a training node does the same (`trainer.monitor.server`).
+
+`ServeLimits` has the numbers. The defaults: 512 connections hold at most 0.3 GB of unsent chunks and 1,024
+descriptors; a client must take 256 KiB within the stall timeout, 4 kB/s, which the slowest home line does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from genesis.errors import UsageError
+from genesis.open_files import raise_open_files
 from genesis.serve.exchange import CONNECTION
-from genesis.serve.limits import ServeLimits
 
-__all__ = ["BoundedConnection", "ConnectionMetrics", "Uncounted", "bounded_connections", "expire_connections"]
+__all__ = [
+    "BoundedConnection",
+    "ConnectionMetrics",
+    "ServeLimits",
+    "Uncounted",
+    "bounded_connections",
+    "expire_connections",
+    "fit_descriptors",
+]
 
 _KEEP_S = 5.0
 """How long a connection that has had an answer, or has one to take, may wait for its client before a newcomer gets its
@@ -205,3 +219,60 @@ def expire_connections(connections: Iterable[object]) -> None:
     for connection in list(connections):
         if isinstance(connection, BoundedConnection):
             connection.expire(now)
+
+
+logger = logging.getLogger(__name__)
+
+_SPARE_DESCRIPTORS = 64
+"""For the process itself: standard streams, event loop, listening socket, libraries."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeLimits:
+    """Bounds on connections."""
+
+    max_connections: int = 512
+    """Served at once; a further one gets the place of one that waits for its client, or is answered 503."""
+    max_refusals: int = 64
+    """Connections beyond `max_connections` that are still read, to be told 503; any further one is cut at once."""
+    max_parked: int = 256
+    """Connections that have lost their place before they sent a whole request head, and are not told so at once."""
+    park_s: float = 10.0
+    """How long these are kept open, so that clients that open new ones for those that end do it that seldom."""
+    idle_timeout_s: float = 30.0
+    """For a whole request head to come, and for the next one on a connection kept alive."""
+    stall_timeout_s: float = 60.0
+    """For a chunk to be taken by a client that reads."""
+    grace_s: float = 10.0
+    """For answers under way when the server is asked to stop."""
+
+    def __post_init__(self) -> None:
+        if self.max_connections < 1:
+            raise UsageError(f"expected at least 1 connection, found {self.max_connections}")
+        if self.max_parked < 0 or self.park_s < 0:
+            raise UsageError(f"expected max_parked and park_s of 0 or more, found {self.max_parked} and {self.park_s}")
+        if min(self.idle_timeout_s, self.stall_timeout_s) <= 0 or self.grace_s < 0:
+            raise UsageError(
+                f"expected time-outs above 0 s, found idle {self.idle_timeout_s}, stall {self.stall_timeout_s}, "
+                f"grace {self.grace_s}"
+            )
+
+
+def fit_descriptors(limits: ServeLimits) -> ServeLimits:
+    """Raises this process's limit of open files to what ``limits`` may need, or lowers ``limits`` to what it has.
+
+    A connection takes two descriptors, its socket and the object it is sent.
+    """
+    needed = 2 * limits.max_connections + limits.max_refusals + _SPARE_DESCRIPTORS
+    granted = raise_open_files(needed + limits.max_parked)
+    if granted >= needed:
+        return replace(limits, max_parked=min(limits.max_parked, granted - needed))
+    fitting = max(1, (granted - limits.max_refusals - _SPARE_DESCRIPTORS) // 2)
+    logger.warning(
+        "%d connections need %d open files and the limit is %d: serving %d; raise it with 'ulimit -n'",
+        limits.max_connections,
+        needed,
+        granted,
+        fitting,
+    )
+    return replace(limits, max_connections=fitting, max_parked=0)

@@ -1,18 +1,20 @@
-"""Conditional requests (RFC 9110, section 13): whether to send an object, and whether to send a part of it.
+"""Conditional and range requests (RFC 9110, sections 13 and 14): whether to send an object, and which part of it.
 
 Pure functions of the headers and the object's two validators. A header that cannot be understood is ignored, as the
-RFC has it; ETags decide before times, and times count only to the second.
+RFC has it; ETags decide before times, and times count only to the second. Several ranges at once and units other than
+bytes get the whole object. Only a range that lies beyond the end is refused (416).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC
 from email.utils import parsedate_to_datetime
 from enum import Enum
 
-__all__ = ["Precondition", "evaluate", "range_applies"]
+__all__ = ["ByteRange", "Precondition", "UnsatisfiableRangeError", "evaluate", "parse_range", "range_applies"]
 
 _ETAG = re.compile(r'(?P<weak>W/)?(?P<tag>"[\x21\x23-\x7e\x80-\xff]*")')
 _STRONG_AFTER_S = 60
@@ -73,3 +75,52 @@ def _seconds(date: str | None) -> int | None:
         return int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp())
     except (ValueError, OverflowError):
         return None
+
+
+_SINGLE = re.compile(r"bytes=[ \t]*(?P<first>[0-9]{0,18})-(?P<last>[0-9]{0,18})[ \t]*", re.IGNORECASE)
+
+
+class UnsatisfiableRangeError(Exception):
+    """The range begins at or beyond the end of the object; the answer is 416."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """Bytes ``first`` to ``last``, both included, of an object of ``size_bytes``."""
+
+    first: int
+    last: int
+    size_bytes: int
+
+    @property
+    def length(self) -> int:
+        """How many bytes it is."""
+        return self.last - self.first + 1
+
+    @property
+    def content_range(self) -> str:
+        """As ``Content-Range`` says it."""
+        return f"bytes {self.first}-{self.last}/{self.size_bytes}"
+
+
+def parse_range(header: str | None, size_bytes: int) -> ByteRange | None:
+    """The range asked for, cut to the object; None where the whole object is the answer.
+
+    Raises:
+        UnsatisfiableRangeError: there is no byte of it in the object.
+    """
+    found = _SINGLE.fullmatch(header or "")
+    if found is None or found["first"] == found["last"] == "":
+        return None
+    if found["first"] == "":
+        length = min(int(found["last"]), size_bytes)
+        first, last = size_bytes - length, size_bytes - 1
+    else:
+        first = int(found["first"])
+        last = int(found["last"]) if found["last"] else size_bytes - 1
+        if found["last"] and last < first:
+            return None  # Not a range at all, so it is ignored.
+        last = min(last, size_bytes - 1)
+    if first > last:
+        raise UnsatisfiableRangeError
+    return ByteRange(first, last, size_bytes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import socket
 import time
@@ -17,13 +18,18 @@ from pathlib import Path
 
 import uvicorn
 
-from genesis.errors import StoreAccessError
+from genesis.errors import StoreAccessError, UsageError
 from genesis.serve.app import StoreApp
-from genesis.serve.connections import BoundedConnection, bounded_connections, expire_connections
-from genesis.serve.limits import ServeLimits, fit_descriptors
+from genesis.serve.connections import (
+    BoundedConnection,
+    ServeLimits,
+    bounded_connections,
+    expire_connections,
+    fit_descriptors,
+)
 from genesis.serve.metrics import ServeMetrics
 
-__all__ = ["StoreServer", "check_folder"]
+__all__ = ["StoreServer", "address_of", "check_folder", "listen"]
 
 logger = logging.getLogger(__name__)
 
@@ -111,3 +117,42 @@ def _configuration(app: StoreApp, limits: ServeLimits, metrics: ServeMetrics) ->
         server_header=False,
         timeout_keep_alive=max(1, round(limits.idle_timeout_s)),
     )
+
+
+_BACKLOG = 1_024
+_REASONS = {
+    errno.EADDRINUSE: "the port is in use; stop what listens there (see 'ss -ltnp') or give another --port (0: any)",
+    errno.EACCES: "not permitted; ports below 1024 need root, give a higher --port",
+    errno.EADDRNOTAVAIL: "this machine has no such address; give another --host (0.0.0.0: all it has)",
+}
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens at the first address of ``host``; port 0 takes a free one.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(f"--host {host}: expected an address of this machine, found none: {reason}") from None
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        reason = _REASONS.get(error.errno or 0, error.strerror or str(error))
+        raise UsageError(f"cannot listen at {host} port {port}: {reason}") from None
+    listener.setblocking(False)
+    return listener
+
+
+def address_of(listener: socket.socket, host: str) -> str:
+    """The URL to reach it by, with the name its host was given by."""
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{listener.getsockname()[1]}/"

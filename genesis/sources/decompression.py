@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 import zstandard
 from isal import igzip_lib, isal_zlib
 
-from genesis.sources.formats import Codec
+from genesis.sources.opening import Codec
 
 __all__ = ["DamagedStreamError", "decompressed"]
 

@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from urllib.parse import quote
 
 from genesis.errors import InputNotFoundError, SourceError
-from genesis.sources.base import InputFile, InputPlan
-from genesis.sources.formats import format_of
+from genesis.sources.base import InputFile, InputPlan, fixed_folder, matches, natural_key
 from genesis.sources.hub_client import HubRetryPolicy, api_pages
-from genesis.sources.ordering import fixed_folder, matches, natural_key
+from genesis.sources.opening import format_of
 from manifests import SourceSpec
 
 __all__ = ["hub_plan"]

@@ -20,8 +20,7 @@ from pydantic_core import from_json
 from genesis.errors import CorruptInputError, SourceError
 from genesis.sources.base import BATCH_BYTES, InputFile, LinesTask, TextBatch
 from genesis.sources.decompression import DamagedStreamError, decompressed
-from genesis.sources.formats import codec_of
-from genesis.sources.opening import stream
+from genesis.sources.opening import codec_of, stream
 
 __all__ = ["MAX_LINE_BYTES", "line_batches", "line_tasks"]
 

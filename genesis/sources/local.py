@@ -17,9 +17,8 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from genesis.errors import InputNotFoundError, SourceError
-from genesis.sources.base import InputFile, InputPlan
-from genesis.sources.formats import READABLE, format_of
-from genesis.sources.ordering import is_pattern, natural_key
+from genesis.sources.base import InputFile, InputPlan, is_pattern, natural_key
+from genesis.sources.opening import READABLE, format_of
 
 __all__ = ["content_digest", "input_file", "local_plan"]
 

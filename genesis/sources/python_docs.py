@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from genesis.errors import InputNotFoundError
-from genesis.sources.base import InputPlan
+from genesis.sources.base import InputPlan, natural_key
 from genesis.sources.local import input_file
-from genesis.sources.ordering import natural_key
 from manifests import SourceSpec
 
 __all__ = ["PYTHON_DOCS", "python_docs_plan"]

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Literal
 
 from genesis.errors import TokenizerError, UsageError
-from genesis.tokenizer.files import write_file
+from genesis.store.durable import TemporaryFile, make_folders, sync_folder
+from genesis.store.folder import folder_errors
 from genesis.tokenizer.spellings import check_spellings, spell
 from manifests import BYTE_OFFSET, SPECIAL_TOKENS, VocabularyFile
 
@@ -33,6 +34,7 @@ __all__ = [
     "hf_tokenizer_json",
     "tiktoken_ranks",
     "token_ranks",
+    "write_file",
 ]
 
 ExportTarget = Literal["hf", "tiktoken"]
@@ -197,3 +199,17 @@ def _printable(spellings: list[bytes]) -> list[str]:
 
 def _json(value: object) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def write_file(path: Path, body: bytes) -> None:
+    """Puts ``body`` at ``path``: the old file or the new one is there at any moment, and the new one is durable.
+
+    Raises:
+        StoreError: it cannot be written; the message says why.
+    """
+    with folder_errors(path.parent, f"write {path}", size_bytes=len(body)):
+        make_folders(path.parent)
+        with TemporaryFile(path.parent) as file:
+            file.write(memoryview(body))
+            file.replace(path)
+        sync_folder(path.parent)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from genesis.errors import InvalidTextError, UsageError, VocabularyMismatchError
 from genesis.store.folder import folder_errors
 from genesis.tokenizer.engines import EncodedBatch, Engine, make_engine
-from genesis.tokenizer.files import write_file
+from genesis.tokenizer.export import write_file
 from genesis.tokenizer.spellings import Pair, spell
 from manifests import FIRST_MERGE_ID, InvalidDocumentError, VocabularyFile, sha256_hex
 

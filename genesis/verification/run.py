@@ -8,6 +8,7 @@ default size).
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,20 +17,59 @@ from dataclasses import dataclass, field
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
+from genesis.errors import UsageError
 from genesis.store import ReadableStore
 from genesis.verification.chain import CheckedManifest, check_checkpoints, check_manifest, goes_on_after
 from genesis.verification.index import IndexWalk
 from genesis.verification.listing import Listing, read_listing
 from genesis.verification.report import Counts, Findings, Problem, VerifyReport
-from genesis.verification.sampling import EVERY_SHARD, Sample
 from genesis.verification.shards import ShardCheck, ShardVerdict, check_shard
 from genesis.verification.vocabularies import check_vocabularies
 from manifests import Manifest
 
-__all__ = ["verify_store"]
+__all__ = ["EVERY_SHARD", "Sample", "verify_store"]
 
+_PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?) *%")
+_NUMBER = re.compile(r"[0-9]+")
 _GIVE_UP_AFTER = 5
 """Shards in a row that the store does not answer for (each after its own retries) before the rest is left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A share of the shards (0 to 1) or a number of them; every shard if both are None."""
+
+    share: float | None = None
+    number: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Sample:
+        """``1%``, ``0.5 %`` or a number of shards such as ``100``.
+
+        Raises:
+            UsageError: it is neither.
+        """
+        percent = _PERCENT.fullmatch(text.strip())
+        if percent and 0 < float(percent[1]) <= 100:
+            return cls(share=float(percent[1]) / 100)
+        if _NUMBER.fullmatch(text.strip()) and int(text) > 0:
+            return cls(number=int(text))
+        raise UsageError(f"--sample: expected a share such as 1% or a number of shards, found {text!r}")
+
+    def choose(self, total_shards: int, seed: int) -> frozenset[int] | None:
+        """The shards to read, at least one; None for all."""
+        if self.share is not None:
+            wanted = max(1, round(total_shards * self.share))
+        elif self.number is not None:
+            wanted = self.number
+        else:
+            return None
+        if wanted >= total_shards:
+            return None
+        return frozenset(random.Random(seed).sample(range(total_shards), wanted))
+
+
+EVERY_SHARD = Sample()
 
 
 def verify_store(

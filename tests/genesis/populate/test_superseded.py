@@ -2,7 +2,7 @@
 
 from datetime import UTC, datetime
 
-from genesis.populate.superseded import replaced_at
+from genesis.populate.commit_log import replaced_at
 from genesis.store import ObjectInfo
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genesis.serve.ranges import UnsatisfiableRangeError, parse_range
+from genesis.serve.preconditions import UnsatisfiableRangeError, parse_range
 
 sizes = st.integers(0, 300)
 positions = st.integers(0, 400)

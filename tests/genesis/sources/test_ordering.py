@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genesis.sources.ordering import fixed_folder, matches, natural_key
+from genesis.sources.base import fixed_folder, matches, natural_key
 
 
 def test_digits_count_as_numbers_and_folders_stay_together():

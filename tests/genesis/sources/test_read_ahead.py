@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from genesis.sources.read_ahead import read_ahead
+from genesis.sources.opening import read_ahead
 
 
 def test_pieces_come_in_order_and_one_is_fetched_ahead():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from genesis.sources.formats import format_of
-from genesis.sources.ordering import matches
+from genesis.sources.base import matches
+from genesis.sources.opening import format_of
 from manifests import TOTAL_MERGES, builtin_sources
 
 KNOWN = {

@@ -6,7 +6,7 @@ import pytest
 
 from genesis.errors import InputChangedError, SourceError
 from genesis.sources import BATCH_BYTES, WholeFilesTask, read_batches, resolve, tasks
-from genesis.sources import whole_files as module
+from genesis.sources import reading as module
 from manifests import SourceSpec
 from tests.support.source_documents import read_on
 
