@@ -4,7 +4,8 @@ import gzip
 import itertools
 import json
 import random
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genesis.errors import CorruptInputError, SourceError
-from genesis.sources import LinesTask, resolve, tasks
+from genesis.errors import CorruptInputError, InputChangedError, SourceError
+from genesis.sources import BATCH_BYTES, LinesTask, WholeFilesTask, read_batches, resolve, tasks
 from genesis.sources import lines as lines_module
+from genesis.sources import reading as module
+from genesis.sources.opening import read_ahead
 from manifests import SourceSpec
 from tests.support.source_documents import read_on, read_until_error
 
@@ -225,3 +228,100 @@ def test_blocks_are_whole_lines_of_some_four_megabytes(tmp_path: Path, suffix: s
         sum(block.data.count(b"\n") for block in blocks[: number + 1]) for number in range(len(blocks) - 1)
     ]
     assert 3 <= len(blocks) <= 4
+
+
+def test_pieces_come_in_order_and_one_is_fetched_ahead():
+    second = threading.Event()
+
+    def pieces() -> Iterator[int]:
+        yield 0
+        second.set()
+        yield from range(1, 100)
+
+    given = read_ahead(pieces())
+    assert next(given) == 0
+    assert second.wait(timeout=30)
+    assert list(given) == list(range(1, 100))
+
+
+def test_an_error_comes_after_the_pieces_before_it():
+    def pieces() -> Iterator[int]:
+        yield from range(3)
+        raise OSError("gone")
+
+    found: list[int] = []
+    with pytest.raises(OSError, match="gone"):
+        found.extend(read_ahead(pieces()))
+    assert found == [0, 1, 2]
+
+
+def test_giving_up_early_ends_the_thread():
+    closed = threading.Event()
+
+    def pieces() -> Iterator[int]:
+        try:
+            yield from range(1_000_000)
+        finally:
+            closed.set()
+
+    given = read_ahead(pieces())
+    assert next(given) == 0
+    given.close()
+    assert closed.wait(timeout=30)
+
+
+SPEC = SourceSpec(name="mine")
+
+
+def test_every_file_is_one_document_and_every_cursor_resumes(tmp_path: Path):
+    contents = [b"one\r\ntwo", b"", b"\xff\xfe not utf-8", "ünï".encode(), b"x" * 3_000_000, b"y" * 3_000_000, b"end"]
+    for number, content in enumerate(contents):
+        (tmp_path / f"{number}.txt").write_bytes(content)
+    plan = resolve(SPEC, [str(tmp_path)])
+    reading = read_on(plan)
+    assert reading.documents == [contents[0], *contents[3:]]
+    assert reading.rows == len(contents)
+    found = list(tasks(plan))
+    assert len(found) == 2
+    assert all(sum(file.size_bytes for file in task.files) <= BATCH_BYTES for task in found)
+    for count, cursor in [*enumerate(reading.cursors, start=1), *reading.batch_ends]:
+        assert read_on(plan, cursor).documents == reading.documents[count:]
+    for task in found:
+        for row, file in enumerate(task.files):
+            rest = read_on(plan, task.cursor(row, plan)).documents
+            assert rest == reading.documents[_documents_before(contents, file.name) :]
+
+
+def _documents_before(contents: list[bytes], name: str) -> int:
+    return sum(1 for number in range(int(name.removesuffix(".txt"))) if number not in (1, 2) and contents[number])
+
+
+def test_mixed_formats_are_read_in_the_order_of_the_plan(tmp_path: Path):
+    (tmp_path / "1.txt").write_text("one")
+    (tmp_path / "2.jsonl").write_text('{"text": "two"}\n{"text": "three"}\n')
+    (tmp_path / "3.txt").write_text("four")
+    (tmp_path / "4.txt").write_text("five")
+    plan = resolve(SPEC, [str(tmp_path)])
+    reading = read_on(plan)
+    assert reading.documents == [b"one", b"two", b"three", b"four", b"five"]
+    for count, cursor in enumerate(reading.cursors, start=1):
+        assert read_on(plan, cursor).documents == reading.documents[count:]
+
+
+def test_a_file_too_large_for_one_document_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "MAX_FILE_BYTES", 1 << 20)
+    (tmp_path / "1.txt").write_text("before")
+    (tmp_path / "2.txt").write_bytes(b"x" * (3 << 20))
+    given = tasks(resolve(SPEC, [str(tmp_path)]))
+    assert next(batch.texts for batch in read_batches(next(given))) == [b"before"]
+    with pytest.raises(SourceError, match=r"2\.txt: 3 MiB.*\.jsonl"):
+        next(given)
+
+
+def test_a_file_that_changes_during_the_run_is_noticed(tmp_path: Path):
+    (tmp_path / "1.txt").write_text("before")
+    (task,) = tasks(resolve(SPEC, [str(tmp_path)]))
+    (tmp_path / "1.txt").write_text("after, and longer")
+    assert isinstance(task, WholeFilesTask)
+    with pytest.raises(InputChangedError, match=r"1\.txt: expected 6 bytes, found 17"):
+        list(read_batches(task))
