@@ -270,9 +270,6 @@ def test_giving_up_early_ends_the_thread():
     assert closed.wait(timeout=30)
 
 
-SPEC = SourceSpec(name="mine")
-
-
 def test_every_file_is_one_document_and_every_cursor_resumes(tmp_path: Path):
     contents = [b"one\r\ntwo", b"", b"\xff\xfe not utf-8", "ünï".encode(), b"x" * 3_000_000, b"y" * 3_000_000, b"end"]
     for number, content in enumerate(contents):
