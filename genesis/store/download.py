@@ -15,8 +15,9 @@ from __future__ import annotations
 import io
 
 from genesis.errors import StoreError
+from genesis.store.policy import Deadline, RetryPolicy
 from genesis.store.resuming import NOTHING, Answer, Held, Mismatch, place
-from genesis.store.retrying import Deadline, RetryPolicy, TransientError
+from genesis.store.retrying import TransientError
 from genesis.store.throttle import Meter
 
 __all__ = ["MAX_OBJECT_BYTES", "Download"]

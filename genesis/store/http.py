@@ -31,8 +31,9 @@ from genesis.store.http_transport import (
     working_for,
 )
 from genesis.store.per_process import PerProcess
+from genesis.store.policy import RetryPolicy, TimeLimit
 from genesis.store.resuming import Answer, opaque_etag, parse_date, parse_size
-from genesis.store.retrying import Retrier, RetryPolicy, TimeLimit
+from genesis.store.retrying import Retrier
 from genesis.store.throttle import Meter, Throttle
 from manifests import check_key
 

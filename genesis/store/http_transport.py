@@ -23,8 +23,9 @@ import httpcore
 import httpx
 
 from genesis.errors import StoreAccessError, StoreError
+from genesis.store.policy import TimeLimit
 from genesis.store.resuming import parse_retry_after_s
-from genesis.store.retrying import TimeLimit, TransientError
+from genesis.store.retrying import TransientError
 
 __all__ = ["BoundedTransport", "check_encoding", "check_status", "connection_errors", "is_absent", "working_for"]
 

@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 from genesis.errors import UsageError
 from genesis.store.base import ReadableStore, Store
 from genesis.store.folder import FolderStore
-from genesis.store.retrying import RetryPolicy
+from genesis.store.policy import RetryPolicy
 from genesis.store.throttle import Throttle
 
 __all__ = ["folder_of", "open_readable", "open_store"]

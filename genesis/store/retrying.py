@@ -1,4 +1,4 @@
-"""The one retry policy of every store behind a network, and how long its calls may take.
+"""One way to try again, for every store behind a network.
 
 An attempt raises `TransientError` for what may pass (500, 503 SlowDown, time-outs, cut connections, short reads); it is
 repeated after a random wait that doubles on average (full jitter, 0.1 s to 10 s; from 0.1 s again after an attempt that
@@ -16,14 +16,14 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Protocol, Self, TypeVar
+from typing import TypeVar
 
 import tenacity
 
-from genesis.errors import StoreUnavailableError, UsageError
+from genesis.errors import StoreUnavailableError
+from genesis.store.policy import RetryPolicy, TimeLimit
 
-__all__ = ["Deadline", "Retrier", "RetryPolicy", "TimeLimit", "TransientError"]
+__all__ = ["Retrier", "TransientError"]
 
 T = TypeVar("T")
 
@@ -136,75 +136,3 @@ def _transient(state: tenacity.RetryCallState) -> TransientError:
     if not isinstance(error, TransientError):
         raise TypeError(f"expected to retry a TransientError, found {error!r}")
     return error
-
-
-class TimeLimit(Protocol):
-    """How long a call has."""
-
-    def remaining_s(self) -> float:
-        """Seconds left; negative once the time is up."""
-
-    @property
-    def moved_bytes(self) -> int:
-        """How far the call has come; what it has moved twice counts once."""
-
-
-@dataclass(frozen=True, slots=True)
-class Deadline:
-    """A moment on the monotonic clock: the limit of a call whose size was known when it began."""
-
-    at: float
-
-    @property
-    def moved_bytes(self) -> int:
-        """0: nobody counts."""
-        return 0
-
-    @classmethod
-    def after(cls, seconds: float) -> Self:
-        """That many seconds from now."""
-        return cls(time.monotonic() + seconds)
-
-    def remaining_s(self) -> float:
-        """Seconds left; negative once it has passed."""
-        return self.at - time.monotonic()
-
-
-@dataclass(frozen=True, slots=True)
-class RetryPolicy:
-    """How long calls may take."""
-
-    deadline_s: float = 120.0
-    """For a call with all its attempts, beyond what its bytes take at ``slowest_bytes_per_s``."""
-    slowest_bytes_per_s: float = 250_000.0
-    """2 Mbit/s: a 20 MB shard has 80 s more."""
-    first_contact_s: float = 10.0
-    """For a server that has never answered to accept a connection."""
-    connect_timeout_s: float = 10.0
-    read_timeout_s: float = 30.0
-    """For the server to send anything at all."""
-    first_wait_s: float = 0.1
-    longest_wait_s: float = 10.0
-
-    def lasting(self, deadline_s: float) -> RetryPolicy:
-        """This policy with another deadline, every other time cut to fit.
-
-        A store that has mirrors is given a short one, such as 20 s: one that hangs is then left for the next after two
-        attempts.
-
-        Raises:
-            UsageError: the deadline is not positive.
-        """
-        if not deadline_s > 0:
-            raise UsageError(f"expected deadline_s above 0, found {deadline_s}")
-        return replace(
-            self,
-            deadline_s=deadline_s,
-            first_contact_s=min(self.first_contact_s, deadline_s),
-            connect_timeout_s=min(self.connect_timeout_s, deadline_s / 2),
-            read_timeout_s=min(self.read_timeout_s, deadline_s / 2),
-        )
-
-    def deadline(self, size_bytes: int = 0) -> Deadline:
-        """The deadline of a call that begins now and moves ``size_bytes``."""
-        return Deadline.after(self.deadline_s + size_bytes / self.slowest_bytes_per_s)

@@ -23,8 +23,8 @@ from typing_extensions import Buffer
 from genesis.errors import ObjectNotFoundError, PreconditionFailedError, StoreError, StoreUnavailableError, UsageError
 from genesis.store.base import CachePolicy, ConditionRefused, ObjectInfo, StoredObject, WriteCondition, settle
 from genesis.store.per_process import PerProcess
+from genesis.store.policy import Deadline, RetryPolicy
 from genesis.store.resuming import opaque_etag
-from genesis.store.retrying import Deadline, RetryPolicy
 from genesis.store.s3_bucket import S3Bucket
 from genesis.store.s3_client import S3Location
 from genesis.store.s3_probe import put_conditions_hold, upload_conditions_hold

@@ -27,7 +27,8 @@ from genesis.store.base import (
     WriteCondition,
 )
 from genesis.store.download import Download
-from genesis.store.retrying import Deadline, Retrier, RetryPolicy, TimeLimit, TransientError
+from genesis.store.policy import Deadline, RetryPolicy, TimeLimit
+from genesis.store.retrying import Retrier, TransientError
 from genesis.store.s3_client import S3Connection, body_file, error_code, error_status, refuses_checksum, translate
 from genesis.store.s3_reading import NothingRead, S3Read, content_md5, crc32, quoted_etag
 from genesis.store.throttle import Meter

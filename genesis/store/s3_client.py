@@ -42,8 +42,9 @@ from typing_extensions import Buffer
 from genesis.errors import StoreAccessError, StoreError, StoreFullError, UsageError
 from genesis.store.base import ConditionRefused
 from genesis.store.per_process import PerProcess
+from genesis.store.policy import Deadline, RetryPolicy
 from genesis.store.resuming import parse_retry_after_s
-from genesis.store.retrying import Deadline, RetryPolicy, TransientError
+from genesis.store.retrying import TransientError
 from manifests import InvalidDocumentError, check_key
 
 __all__ = ["S3Connection", "S3Location", "body_file", "error_code", "error_status", "refuses_checksum", "translate"]

@@ -12,7 +12,7 @@ import secrets
 
 from genesis.errors import StoreError
 from genesis.store.base import CachePolicy, ConditionRefused, ConditionUnsupported, WriteCondition
-from genesis.store.retrying import Deadline
+from genesis.store.policy import Deadline
 from genesis.store.s3_bucket import S3Bucket
 from genesis.store.s3_uploads import abort_upload, complete_upload, start_upload, upload_part
 

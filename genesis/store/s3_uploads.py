@@ -16,7 +16,7 @@ from botocore.exceptions import ClientError
 
 from genesis.errors import StoreError
 from genesis.store.base import CachePolicy, WriteCondition
-from genesis.store.retrying import Deadline
+from genesis.store.policy import Deadline
 from genesis.store.s3_bucket import S3Bucket, content_type
 from genesis.store.s3_client import body_file, error_code
 from genesis.store.s3_reading import content_md5, quoted_etag

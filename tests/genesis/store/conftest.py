@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from genesis.store import CachePolicy, FolderStore, ReadableStore, Store, Throttle, open_readable
-from genesis.store.retrying import RetryPolicy
+from genesis.store.policy import RetryPolicy
 from genesis.store.s3 import S3Store
 from tests.support.s3_servers import Server, moto_s3, rclone_s3, serving
 

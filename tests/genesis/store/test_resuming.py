@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from genesis.errors import StoreError
 from genesis.store import RetryPolicy, Throttle
 from genesis.store.download import Download
+from genesis.store.policy import Deadline
 from genesis.store.resuming import NOTHING, Answer, Held, Mismatch, place
-from genesis.store.retrying import Deadline, TransientError
+from genesis.store.retrying import TransientError
 from genesis.store.throttle import Meter
 
 ETAG = '"v1"'

@@ -8,7 +8,8 @@ import time
 import pytest
 
 from genesis.errors import StoreAccessError, StoreUnavailableError, UsageError
-from genesis.store.retrying import Deadline, Retrier, RetryPolicy, TransientError
+from genesis.store.policy import Deadline, RetryPolicy
+from genesis.store.retrying import Retrier, TransientError
 
 QUICK = RetryPolicy(deadline_s=5, first_contact_s=0.1, first_wait_s=0.001, longest_wait_s=0.01)
 
