@@ -12,9 +12,9 @@ from grpc import aio
 
 from tests.support.rpc_node import RUN_ID
 from trainer.network.rpc import Identity, Peer
-from trainer.network.rpc.envelope import HEARTBEAT, parse_head, seal
-from trainer.network.rpc.links import METHOD_PATH
-from trainer.network.rpc.reasons import REASON_KEY
+from trainer.network.rpc.channels import METHOD_PATH
+from trainer.network.rpc.envelope import HEARTBEAT, parse_header, seal
+from trainer.network.rpc.wire import REASON_KEY
 
 
 @dataclass
@@ -52,7 +52,7 @@ class HostileCaller:
         call = method(_in_turn(frames), timeout=30, compression=compression)
         try:
             async for raw in call:
-                if raw != HEARTBEAT and (answer := parse_head(raw)) is not None and answer.head.kind != "data":
+                if raw != HEARTBEAT and (answer := parse_header(raw)) is not None and answer.header.kind != "data":
                     return "accepted"
             return "silently ended"
         except aio.AioRpcError as error:

@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from trainer.network.rpc import Identity, Peer
-from trainer.network.rpc.certificates import certificate_digest
+from trainer.network.rpc.channels import METHOD_PATH
 from trainer.network.rpc.envelope import seal
-from trainer.network.rpc.links import METHOD_PATH
+from trainer.network.rpc.identity import certificate_digest
 
 __all__ = ["NoWindow", "no_window_connection"]
 
