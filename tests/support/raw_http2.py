@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from tests.support.hostile_caller import header_fields
 from trainer.network.rpc import Identity, Peer
 from trainer.network.rpc.channels import METHOD_PATH
 from trainer.network.rpc.envelope import seal
@@ -55,19 +56,15 @@ class NoWindow:
     ) -> None:
         """Opens a call as ``identity``; ``kind`` is ``open`` for a stream."""
         stream, self._next_stream = self._next_stream, self._next_stream + 2
-        fields: dict[str, object] = {
-            "kind": kind,
-            "origin": "caller",
-            "method": method,
-            "run_id": self._run_id,
-            "recipient": self.peer.peer_id,
-            "nonce": f"{stream:016x}{time.monotonic_ns():016x}",
-            "sequence": 0,
-            "index": 0,
-            "sent_at": time.time(),
-            "certificate_sha256": self._certificate_sha256,
-            "body": body,
-        }
+        fields = header_fields(
+            self.peer.peer_id or "",
+            kind=kind,
+            method=method,
+            run_id=self._run_id,
+            nonce=f"{stream:016x}{time.monotonic_ns():016x}",
+            certificate_sha256=self._certificate_sha256,
+            body=body,
+        )
         message = seal(identity, fields, payload)
         data = b"\0" + struct.pack(">I", len(message)) + message
         end = _END_STREAM if kind == "request" else 0
