@@ -6,9 +6,10 @@ that was signed for another call, or for this one at another place, is refused b
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from pydantic import BaseModel
 from typing_extensions import Buffer
@@ -17,15 +18,15 @@ from trainer.errors import RefusedError, TrainerUsageError
 from trainer.network.rpc.envelope import SealedFrame, parse_header, seal, verify_header, verify_payload
 from trainer.network.rpc.identity import Identity
 from trainer.network.rpc.messages import PeerId, Reason
+from trainer.network.rpc.wire import FrameWriter, PeerFinishedError
 
-__all__ = ["CALL_FRAMES", "STREAM_FRAMES", "CallTerms", "FrameKind", "RpcCall", "check_bound"]
-
-FrameKind: TypeAlias = Literal["request", "open", "reply", "data", "end"]
+__all__ = ["CALL_FRAMES", "STREAM_FRAMES", "CallTerms", "RpcCall", "check_bound"]
 
 CALL_FRAMES = frozenset({"reply"})
 STREAM_FRAMES = frozenset({"data", "end"})
 
 _CERTIFICATE_HINT = ": the node restarted, or there is a man in the middle"
+_MAX_INDEX = 2**53 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,54 +44,92 @@ class CallTerms:
 
 
 class RpcCall:
-    """Seals and opens the frames of one end.
+    """One end of a call: sends its frames in the order in which tasks give them, and checks those of the other end.
 
     Args:
         terms: of the call.
         origin: which end this is.
         identity: signs what goes out.
         expected: kinds of frame the other end may send; the callee has taken the first frame already.
+        writer: of this end.
     """
 
     def __init__(
-        self, terms: CallTerms, origin: Literal["caller", "callee"], identity: Identity, expected: frozenset[str]
+        self,
+        terms: CallTerms,
+        origin: Literal["caller", "callee"],
+        identity: Identity,
+        expected: frozenset[str],
+        writer: FrameWriter,
     ) -> None:
         self._terms = terms
         self._origin = origin
         self._identity = identity
         self._expected = expected
+        self.writer = writer
+        self._turn = asyncio.Lock()
         self._num_sent = 0
         self._num_received = 0 if origin == "caller" else 1
         self._other = terms.callee if origin == "caller" else terms.caller
-        self._finished = False
+        self._other_ended = False
+        self.ended = False
+        """Whether this end has sent its last frame."""
 
-    def seal(self, kind: FrameKind, *, index: int = 0, body: BaseModel | None = None, payload: Buffer = b"") -> bytes:
-        """Makes the next frame of this end; it counts as sent once `sent` is called.
+    async def send(
+        self,
+        kind: Literal["request", "open", "reply", "data", "end"],
+        *,
+        index: int = 0,
+        body: BaseModel | None = None,
+        payload: Buffer = b"",
+    ) -> None:
+        """Sends a frame; returns when the connection has taken the frame before, or, after the last frame, that one.
 
         Raises:
-            TrainerUsageError: body or payload are larger than a frame may be, or the body has no named fields.
+            RpcError: the first error of the call.
+            TrainerUsageError: the frame is larger than a frame may be, its body has no named fields, or it comes after
+                the last one; the call goes on.
         """
+        if not 0 <= index <= _MAX_INDEX:
+            raise TrainerUsageError(f"expected a frame's index from 0 to 2**53 - 1, found {index}")
         dumped = None if body is None else body.model_dump(mode="json")
         if not isinstance(dumped, dict | None):
             raise TrainerUsageError(f"expected a body with named fields, found {type(body).__name__}")
-        fields: dict[str, object] = {
-            "kind": kind,
-            "origin": self._origin,
-            "method": self._terms.method,
-            "run_id": self._terms.run_id,
-            "recipient": self._other or "",
-            "nonce": self._terms.nonce,
-            "sequence": self._num_sent,
-            "index": index,
-            "sent_at": time.time(),
-            "certificate_sha256": self._terms.certificate_sha256,
-            "body": dumped,
-        }
-        return seal(self._identity, fields, payload)
+        async with self._turn:
+            await asyncio.sleep(0)  # So that the write begun last is in flight while this frame is sealed.
+            self.writer.raise_if_failed()
+            if self.ended:
+                raise TrainerUsageError("expected nothing after the end of the stream, found another frame")
+            fields: dict[str, object] = {
+                "kind": kind,
+                "origin": self._origin,
+                "method": self._terms.method,
+                "run_id": self._terms.run_id,
+                "recipient": self._other or "",
+                "nonce": self._terms.nonce,
+                "sequence": self._num_sent,
+                "index": index,
+                "sent_at": time.time(),
+                "certificate_sha256": self._terms.certificate_sha256,
+                "body": dumped,
+            }
+            raw = seal(self._identity, fields, payload)
+            await self.writer.settle()
+            # From here on nothing is awaited, so that a cancelled send has either sent its frame or left no gap.
+            self.writer.begin(raw)
+            self._num_sent += 1
+            self.ended = kind in ("reply", "end")
+        if self.ended:
+            await self.writer.settle()
 
-    def sent(self) -> None:
-        """Counts the frame sealed last."""
-        self._num_sent += 1
+    async def end(self) -> None:
+        """Sends the end, unless it was sent before, or the other side has finished in good order without it."""
+        if self.ended:
+            return
+        try:
+            await self.send("end")
+        except PeerFinishedError:
+            self.ended = True
 
     def open(self, raw: bytes) -> SealedFrame | None:
         """Returns the frame that came, checked in full; None for a heartbeat.
@@ -102,7 +141,7 @@ class RpcCall:
         if frame is None:
             return None
         header = frame.header
-        if header.origin == self._origin or header.kind not in self._expected or self._finished:
+        if header.origin == self._origin or header.kind not in self._expected or self._other_ended:
             raise RefusedError(Reason.KIND, f"expected no frame of kind {header.kind} by the {header.origin} here")
         check_bound(frame, self._terms, self._other, self._identity.peer_id)
         if header.nonce != self._terms.nonce or header.sequence != self._num_received:
@@ -113,7 +152,7 @@ class RpcCall:
         verify_payload(frame)
         self._num_received += 1
         self._other = header.sender
-        self._finished = header.kind in ("reply", "end")
+        self._other_ended = header.kind in ("reply", "end")
         return frame
 
 

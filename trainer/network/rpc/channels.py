@@ -93,12 +93,7 @@ class PeerChannel:
 
 
 class ChannelPool:
-    """The channels of one endpoint.
-
-    Args:
-        config: times and limits.
-        dialing: where to connect.
-    """
+    """The channels of one endpoint, to where ``dialing`` admits."""
 
     def __init__(self, config: RpcConfig, dialing: Dialing) -> None:
         self._config = config

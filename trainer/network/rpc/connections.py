@@ -153,12 +153,7 @@ class Connections:
             logger.info("closed the connection from %s: it takes nothing", connection.grpc_peer)
 
     async def guard(self, port: int, sweep_calls: Callable[[], None]) -> None:
-        """Closes what is too much, for as long as the server listens at ``port``.
-
-        Args:
-            port: the TCP port.
-            sweep_calls: called once a second as well.
-        """
+        """Closes what is too much and calls ``sweep_calls``, once a second while the server listens at ``port``."""
         if AcceptedSockets.are_visible():
             self._sockets = AcceptedSockets(port)
         while True:
@@ -204,9 +199,6 @@ class AcceptedSockets:
     gRPC owns its sockets and offers no way to list or close them; Linux shows a process its descriptors. A socket is
     looked at through a duplicate, which pins it: gRPC may close its own descriptor at any time, and the number may be
     another file's by then. A look costs 2 µs for each descriptor seen before (measured with 1,000).
-
-    Args:
-        port: the local TCP port.
     """
 
     def __init__(self, port: int) -> None:
@@ -242,11 +234,7 @@ class AcceptedSockets:
         return frozenset(self._descriptor_of)
 
     def shut(self, peer: str) -> bool:
-        """Ends the connection with ``peer``, both ways at once: gRPC finds it closed and ends all calls on it.
-
-        Returns:
-            Whether there is such a connection.
-        """
+        """Ends the connection with ``peer``, both ways at once, and so its calls; returns whether there is one."""
         for rescan in (False, True):
             if rescan:
                 self.scan()

@@ -21,9 +21,8 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import grpc
 from grpc import aio
@@ -44,8 +43,8 @@ from trainer.network.rpc.limits import ByteBudget
 from trainer.network.rpc.messages import Counters, Peer, PeerId, Reply, Request, peer_name
 from trainer.network.rpc.serving import CallHandler, Method, Serving, StreamHandler
 from trainer.network.rpc.standing import Contacts, Share
-from trainer.network.rpc.stream import FrameWriter, Outgoing, Stream, end_task
-from trainer.network.rpc.wire import ClientWire
+from trainer.network.rpc.stream import Stream
+from trainer.network.rpc.wire import ClientWire, FrameWriter, end_task
 
 __all__ = ["Endpoint"]
 
@@ -64,17 +63,7 @@ _LAST_WRITE_TIMEOUT_S = 1.0
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 ReplyT = TypeVar("ReplyT", bound=BaseModel)
-
-
-@dataclass(frozen=True, slots=True)
-class _BegunCall:
-    """A call or stream of this node in progress."""
-
-    peer: Peer
-    channel: PeerChannel
-    call: RpcCall
-    outgoing: Outgoing
-    who: str
+OpenFrame: TypeAlias = Callable[[bytes], SealedFrame | None]
 
 
 class Endpoint:
@@ -239,20 +228,19 @@ class Endpoint:
         silence_s = self._config.stall_timeout_s if stall_timeout_s is None else stall_timeout_s
         deadline = asyncio.timeout(timeout_s)
         try:
-            async with deadline, self._begun(peer, method, timeout_s, CALL_FRAMES) as begun:
-                await begun.outgoing.send("request", body=body, payload=payload)
-                reply = None
-                # Until the peer has finished after its answer.
-                while (raw := await begun.outgoing.writer.wire.read_within(silence_s)) is not None:
-                    with peer_boundary(begun.who):
-                        reply = self._open_answer(begun, raw) or reply
+            async with deadline, self._begun(peer, method, timeout_s, CALL_FRAMES) as (call, open_answer):
+                await call.send("request", body=body, payload=payload)
+                wire, reply = call.writer.wire, None
+                while (raw := await wire.read_within(silence_s)) is not None:  # Until the peer has finished.
+                    with peer_boundary(wire.who):
+                        reply = open_answer(raw) or reply
                 if reply is None:
-                    raise PeerUnavailableError(f"{begun.who}: expected a reply, found the end of the call")
-                with peer_boundary(begun.who):
+                    raise PeerUnavailableError(f"{wire.who}: expected a reply, found the end of the call")
+                with peer_boundary(wire.who):
                     try:
                         parsed = parse_body(reply, reply_model)
                     except RefusedError as error:
-                        raise MalformedAnswerError(self._complaint(begun, error)) from None
+                        raise MalformedAnswerError(self._complaint(wire.who, error)) from None
                 return Reply(parsed, reply.payload, reply.header.sender)
         except TimeoutError:
             if not deadline.expired():
@@ -271,17 +259,17 @@ class Endpoint:
         A block left after both sides have ended waits for the peer's handler to finish; left earlier, it cancels the
         handler. Arguments and errors as `call`; errors come from the stream's methods or the end of the block.
         """
-        async with self._begun(peer, method, timeout_s, STREAM_FRAMES) as begun:
-            await begun.outgoing.send("open", body=body)
+        async with self._begun(peer, method, timeout_s, STREAM_FRAMES) as (call, open_answer):
+            await call.send("open", body=body)
             stream = Stream(
-                begun.outgoing,
-                partial(self._open_answer, begun),
+                call,
+                open_answer,
                 silence_s=self._config.stall_timeout_s if stall_timeout_s is None else stall_timeout_s,
                 share=Share(peer.peer_id or peer.address, True),
                 max_frames=self._config.max_queued_frames,
                 budget=self._budget,
             )
-            begun.outgoing.writer.start_heartbeats(self._config.heartbeat_s)
+            call.writer.start_heartbeats(self._config.heartbeat_s)
             async with stream.reading():
                 yield stream
                 await stream.finish()
@@ -289,8 +277,8 @@ class Endpoint:
     @asynccontextmanager
     async def _begun(
         self, peer: Peer, method: str, timeout_s: float, expected: frozenset[str]
-    ) -> AsyncIterator[_BegunCall]:
-        """Begins a call over a channel to ``peer``; nothing of it is left after the block."""
+    ) -> AsyncIterator[tuple[RpcCall, OpenFrame]]:
+        """Begins a call over a channel to ``peer``, and gives what opens its answers; ends it with the block."""
         who = peer_name(peer.peer_id, peer.address)
         try:
             async with asyncio.timeout(timeout_s):
@@ -308,9 +296,9 @@ class Endpoint:
             certificate_sha256=channel.certificate_sha256,
             max_payload_bytes=MAX_PAYLOAD_BYTES,
         )
-        call = RpcCall(terms, "caller", self.identity, expected)
+        call = RpcCall(terms, "caller", self.identity, expected, writer)
         try:
-            yield _BegunCall(peer, channel, call, Outgoing(call, writer), who)
+            yield call, partial(self._open_answer, peer, channel, call)
         except PeerUnavailableError:
             await self._channels.drop_if_dead(peer, channel)
             raise
@@ -320,26 +308,26 @@ class Endpoint:
             finally:
                 await writer.close(_LAST_WRITE_TIMEOUT_S)
 
-    def _open_answer(self, begun: _BegunCall, raw: bytes) -> SealedFrame | None:
+    def _open_answer(self, peer: Peer, channel: PeerChannel, call: RpcCall, raw: bytes) -> SealedFrame | None:
         """Checks a frame that came back; the first one that passes also confirms the peer's certificate.
 
         Raises:
             PeerUnavailableError: it fails a check.
         """
         try:
-            frame = begun.call.open(raw)
+            frame = call.open(raw)
         except RefusedError as error:
-            raise PeerUnavailableError(self._complaint(begun, error)) from None
+            raise PeerUnavailableError(self._complaint(call.writer.wire.who, error)) from None
         if frame is not None and frame.header.sequence == 0:
-            self._channels.confirm(begun.peer, begun.channel, frame.header.sender)
+            self._channels.confirm(peer, channel, frame.header.sender)
             for listener in self.contacts.when_answered:
-                listener(frame.header.sender, begun.peer.address, frame.header.method)
+                listener(frame.header.sender, peer.address, frame.header.method)
         return frame
 
-    def _complaint(self, begun: _BegunCall, error: RefusedError) -> str:
+    def _complaint(self, who: str, error: RefusedError) -> str:
         """Counts an answer that failed a check, and describes it."""
         self.counters.count_refusal(error.reason)
-        return f"{begun.who} gave an answer that fails a check ({error.reason}): {error}"
+        return f"{who} gave an answer that fails a check ({error.reason}): {error}"
 
     def _fitting_connections(self) -> int:
         """As many as configured, or as the process may hold open."""

@@ -29,14 +29,7 @@ _ADDRESS_PART = 0.25
 
 
 class ReplayGuard:
-    """The requests of one endpoint that could still be replayed.
-
-    Args:
-        window_s: by how much clocks may differ.
-        max_entries: requests remembered in all.
-        max_entries_per_peer: of one sender.
-        now: seconds since 1970.
-    """
+    """The requests of one endpoint that could still be replayed; clocks may differ by ``window_s``."""
 
     def __init__(
         self, *, window_s: float, max_entries: int, max_entries_per_peer: int, now: Callable[[], float] = time.time

@@ -33,8 +33,8 @@ from trainer.network.rpc.limits import ByteBudget, Claim, Slots
 from trainer.network.rpc.messages import Counters, PeerId, Reason, Reply, Request, peer_name
 from trainer.network.rpc.replay import ReplayGuard
 from trainer.network.rpc.standing import Contacts, Share, Standing
-from trainer.network.rpc.stream import FrameWriter, Outgoing, Stream
-from trainer.network.rpc.wire import ServerContext, ServerWire, status_for
+from trainer.network.rpc.stream import Stream
+from trainer.network.rpc.wire import FrameWriter, ServerContext, ServerWire, status_for
 
 __all__ = ["CallHandler", "Method", "Serving", "StreamHandler"]
 
@@ -68,16 +68,7 @@ class Method:
 
 
 class Serving:
-    """Everything behind the one gRPC method.
-
-    Args:
-        identity: this node.
-        run_id: the run it takes part in.
-        config: limits and times.
-        counters: of the endpoint.
-        budget: bytes of streams read ahead, shared with the calling side.
-        contacts: listeners; answers to calls of this node prove their peers.
-    """
+    """Everything behind the one gRPC method; shares budget, counters and contacts with the calling side."""
 
     def __init__(
         self,
@@ -213,10 +204,7 @@ class _ServedCall:
             ) from None
 
     def shed(self) -> None:
-        """Ends it, because its slot is needed or it has stalled for too long; returns at once.
-
-        Its connection ends too if the other side takes nothing.
-        """
+        """Ends it, and its connection if the other side takes nothing; returns at once."""
         if self._sender:
             self._serving.standing.disprove(self._sender)
         if self._writer.stalled_since is not None:
@@ -225,7 +213,7 @@ class _ServedCall:
             self._patience.reschedule(asyncio.get_running_loop().time())
 
     async def _in_turn(self) -> None:
-        """Serves it, after those before it where only one at a time is served; what waits costs memory alone."""
+        """Serves it, after those before it where only one at a time is served; waiting costs memory alone."""
         serving, connection = self._serving, self._connection
         if not serving.connections.takes_turns(connection):
             await self._in_slots(patience=1.0)
@@ -248,8 +236,7 @@ class _ServedCall:
     async def _in_slots(self, patience: float) -> None:
         """Takes the slots one after the other; gives none back before what was begun for it has ended.
 
-        Args:
-            patience: multiplies the time that a stalled call is borne.
+        ``patience`` multiplies the time that a stalled call is borne.
         """
         serving, connection, writer = self._serving, self._connection, self._writer
         stall_timeout_s = serving.config.stall_timeout_s
@@ -300,13 +287,12 @@ class _ServedCall:
             verify_payload(frame)
             body = parse_body(frame, method.body_model)
         request = Request(frame.header.sender, body, frame.payload, self._connection.address)
-        call = RpcCall(terms, "callee", serving.identity, STREAM_FRAMES)
-        outgoing = Outgoing(call, self._writer)
+        call = RpcCall(terms, "callee", serving.identity, STREAM_FRAMES, self._writer)
         if method.call_handler is not None:
-            await self._run_handler(method, _answer(method.call_handler(request), outgoing))
+            await self._run_handler(method, _answer(method.call_handler(request), call))
         elif method.stream_handler is not None:
             stream = Stream(
-                outgoing,
+                call,
                 call.open,
                 silence_s=serving.config.stall_timeout_s,
                 share=share,
@@ -315,7 +301,7 @@ class _ServedCall:
             )
             try:
                 async with stream.reading():
-                    await self._run_handler(method, _converse(method.stream_handler(request, stream), outgoing))
+                    await self._run_handler(method, _converse(method.stream_handler(request, stream), call))
             finally:
                 if isinstance(stream.error, RefusedError):
                     # The caller is told, and it is counted, even where the handler ignored it.
@@ -343,14 +329,14 @@ class _ServedCall:
             ) from error
 
 
-async def _answer(handler: Awaitable[Reply[Any]], outgoing: Outgoing) -> None:
+async def _answer(handler: Awaitable[Reply[Any]], call: RpcCall) -> None:
     reply = await handler
-    await outgoing.send("reply", body=reply.body, payload=reply.payload)
+    await call.send("reply", body=reply.body, payload=reply.payload)
 
 
-async def _converse(handler: Awaitable[None], outgoing: Outgoing) -> None:
+async def _converse(handler: Awaitable[None], call: RpcCall) -> None:
     await handler
-    await outgoing.end()
+    await call.end()
 
 
 async def _abort(

@@ -1,5 +1,7 @@
 """The two ends of one gRPC stream, made alike: they pass whole frames, and fail with this package's errors.
 
+`FrameWriter` keeps one write in flight, as gRPC demands, and sends heartbeats while there is nothing else to send.
+
 A refusal is a gRPC status, not a signed message: it can be sent before anything about the caller is known, costs no
 signature that a flood could make this node spend, and whoever could forge one could as well cut the connection.
 """
@@ -9,17 +11,28 @@ from __future__ import annotations
 import asyncio
 import re
 from abc import ABC, abstractmethod
-from typing import Final, cast
+from collections.abc import Callable
+from typing import Any, Final, cast
 
 import grpc
 from grpc import aio
 
 from trainer.errors import PeerUnavailableError, RefusedError, RpcError
 from trainer.network.rpc.channels import ClientCall
-from trainer.network.rpc.envelope import MAX_FRAME_BYTES
+from trainer.network.rpc.envelope import HEARTBEAT, MAX_FRAME_BYTES
 from trainer.network.rpc.messages import Counters, Reason
 
-__all__ = ["REASON_KEY", "ClientWire", "PeerFinishedError", "ServerContext", "ServerWire", "Wire", "status_for"]
+__all__ = [
+    "REASON_KEY",
+    "ClientWire",
+    "FrameWriter",
+    "PeerFinishedError",
+    "ServerContext",
+    "ServerWire",
+    "Wire",
+    "end_task",
+    "status_for",
+]
 
 REASON_KEY: Final = "genesis-reason"
 """The trailing metadata that carries the reason of a refusal."""
@@ -27,6 +40,8 @@ REASON_KEY: Final = "genesis-reason"
 ServerContext = aio.ServicerContext[bytes, bytes]
 
 _STATUS_TIMEOUT_S = 1.0
+_CUT_TIMEOUT_S = 1.0
+"""GRPC notices that a connection has ended as soon as its threads get to run."""
 _MAX_TEXT_CHARS = 500
 _REASON_PATTERN = re.compile(r"[a-z0-9_-]{1,48}")
 _STATUS: dict[str, grpc.StatusCode] = {
@@ -49,15 +64,11 @@ class PeerFinishedError(PeerUnavailableError):
 
 
 class Wire(ABC):
-    """One end.
-
-    Args:
-        who: the other end, for messages.
-        counters: count the bytes of frames.
-    """
+    """One end of a call."""
 
     def __init__(self, who: str, counters: Counters) -> None:
         self.who = who
+        """The other end, for messages."""
         self._counters = counters
 
     async def read(self) -> bytes | None:
@@ -181,6 +192,105 @@ class ServerWire(Wire):
             await self._context.write(raw)
         except aio.BaseError as error:
             raise PeerUnavailableError(f"{self.who} went away ({error})") from None
+
+
+class FrameWriter:
+    """Writes frames one at a time, in tasks of their own, so that a sender can give up without breaking off a frame."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+        self._write: asyncio.Task[None] | None = None
+        self._begun_s = 0.0
+        self._heartbeats: asyncio.Task[None] | None = None
+        self.error: RpcError | None = None
+        """The first error of the call, in either direction; later ones are consequences of it."""
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a write is in flight."""
+        return self._write is not None and not self._write.done()
+
+    @property
+    def stalled_since(self) -> float | None:
+        """When the write in flight began (the event loop's clock); None: nothing is in flight."""
+        return self._begun_s if self.is_writing else None
+
+    def raise_if_failed(self) -> None:
+        """Raises the first error of the call, if there is one."""
+        if self.error is not None:
+            raise self.error
+
+    def fail(self, error: RpcError) -> None:
+        """Records ``error``, unless there is one."""
+        if self.error is None:
+            self.error = error
+            self._failed.set_result(None)
+
+    def start_heartbeats(self, heartbeat_s: float) -> None:
+        """From now on keeps this side from being silent for longer, unless the other side takes nothing."""
+        self._begun_s = asyncio.get_running_loop().time()
+        self._heartbeats = asyncio.create_task(self._send_heartbeats(heartbeat_s), name="genesis-rpc-heartbeats")
+
+    async def settle(self) -> None:
+        """Waits until nothing is in flight; cancels nothing.
+
+        Raises:
+            RpcError: the first error of the call.
+        """
+        while self._write is not None and not self._write.done() and self.error is None:
+            await asyncio.wait({self._write, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+        self.raise_if_failed()
+
+    def begin(self, raw: bytes) -> None:
+        """Begins to write a frame; nothing else may be in flight (no await since `settle`)."""
+        self._begun_s = asyncio.get_running_loop().time()
+        self._write = asyncio.create_task(self._write_frame(raw), name="genesis-rpc-write")
+
+    async def close(self, patience_s: float, cut: Callable[[], object] | None = None) -> None:
+        """Stops the heartbeats, and lets a write that is in flight come to its end.
+
+        It must not be broken off: gRPC's server cannot send the status of a call while a write is in flight, and would
+        leave the call open. The write ends when the other side reads, cancels the call, or gRPC's pings find it dead.
+
+        Args:
+            patience_s: how long it may take.
+            cut: ends the connection of a side that has taken nothing for so long; the write ends with it.
+        """
+        try:
+            await end_task(self._heartbeats)
+            if self._write is not None and not self._write.done():
+                await asyncio.wait({self._write}, timeout=patience_s)
+            if self._write is not None and not self._write.done() and cut is not None:
+                cut()
+                await asyncio.wait({self._write}, timeout=_CUT_TIMEOUT_S)
+        finally:
+            if self._write is not None:  # If this wait is cancelled, no call is left to be kept in order.
+                self._write.cancel()
+        await end_task(self._write)
+
+    async def _write_frame(self, raw: bytes) -> None:
+        try:
+            await self.wire.write(raw)
+        except RpcError as error:
+            self.fail(error)
+
+    async def _send_heartbeats(self, heartbeat_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        while self.error is None:
+            await asyncio.sleep(max(self._begun_s + heartbeat_s - loop.time(), heartbeat_s / 8))
+            if not self.is_writing and loop.time() - self._begun_s >= heartbeat_s:
+                self.begin(HEARTBEAT)
+
+
+async def end_task(task: asyncio.Task[Any] | None) -> None:
+    """Cancels a task, waits for it, and ignores its error."""
+    if task is None:
+        return
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()
 
 
 def status_for(error: RefusedError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
