@@ -39,10 +39,9 @@ from trainer.network.rpc.connections import AcceptedSockets
 from trainer.network.rpc.dialing import Dialing
 from trainer.network.rpc.envelope import SealedFrame
 from trainer.network.rpc.identity import Identity, certificate_digest, make_certificate
-from trainer.network.rpc.limits import ByteBudget
-from trainer.network.rpc.messages import Counters, Peer, PeerId, Reply, Request, peer_name
+from trainer.network.rpc.messages import Peer, PeerId, Reply, Request, peer_name
 from trainer.network.rpc.serving import CallHandler, Method, Serving, StreamHandler
-from trainer.network.rpc.standing import Contacts, Share
+from trainer.network.rpc.standing import Share
 from trainer.network.rpc.stream import Stream
 from trainer.network.rpc.wire import ClientWire, FrameWriter, end_task
 
@@ -86,14 +85,13 @@ class Endpoint:
         self.certificate: bytes | None = None
         """PEM of this node's TLS certificate, for its announcement; None in plain mode and before `start`."""
         self._config = config
-        self.counters = Counters()
-        self.contacts = Contacts()
+        self._serving = Serving(identity, run_id, config)
+        self.counters = self._serving.counters
+        self.contacts = self._serving.contacts
         """Tells who has answered, and who was served."""
         self.dialing = Dialing(config, identity.peer_id)
         """Judges where to connect."""
         self.contacts.when_served.append(lambda _peer_id, host, _method: self.dialing.in_contact(host))
-        self._budget = ByteBudget(config.max_queued_bytes, config.max_queued_bytes_per_peer)
-        self._serving = Serving(identity, run_id, config, self.counters, self._budget, self.contacts)
         self._channels = ChannelPool(config, self.dialing)
         self._server: aio.Server | None = None
         self._guard: asyncio.Task[None] | None = None
@@ -267,7 +265,7 @@ class Endpoint:
                 silence_s=self._config.stall_timeout_s if stall_timeout_s is None else stall_timeout_s,
                 share=Share(peer.peer_id or peer.address, True),
                 max_frames=self._config.max_queued_frames,
-                budget=self._budget,
+                budget=self._serving.budget,
             )
             call.writer.start_heartbeats(self._config.heartbeat_s)
             async with stream.reading():

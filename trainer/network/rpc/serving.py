@@ -68,24 +68,17 @@ class Method:
 
 
 class Serving:
-    """Everything behind the one gRPC method; shares budget, counters and contacts with the calling side."""
+    """Everything behind the one gRPC method; the calling side shares its counters, budget and contacts."""
 
-    def __init__(
-        self,
-        identity: Identity,
-        run_id: str,
-        config: RpcConfig,
-        counters: Counters,
-        budget: ByteBudget,
-        contacts: Contacts,
-    ) -> None:
+    def __init__(self, identity: Identity, run_id: str, config: RpcConfig) -> None:
         self.identity = identity
         self.config = config
-        self.counters = counters
-        self.budget = budget
-        self.contacts = contacts
+        self.counters = Counters()
+        self.budget = ByteBudget(config.max_queued_bytes, config.max_queued_bytes_per_peer)
+        """For frames of all streams, received ahead of their readers."""
+        self.contacts = Contacts()
         self.standing = Standing()
-        contacts.when_answered.append(self.standing.answered)
+        self.contacts.when_answered.append(self.standing.answered)
         self.connections = Connections(config.max_connections, self.standing)
         waiting = config.max_waiting_per_host
         everything = config.max_calls + config.max_streams + waiting

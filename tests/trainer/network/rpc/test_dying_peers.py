@@ -81,7 +81,7 @@ async def test_both_halves_of_a_stream_hear_of_a_peers_end(method: str, signal_n
                 getattr(node, signal_name)()
                 for outcome in await asyncio.gather(*halves, return_exceptions=True):
                     assert isinstance(outcome, PeerUnavailableError)
-            assert caller._budget.total_bytes == 0
+            assert caller._serving.budget.total_bytes == 0
 
 
 @pytest.mark.slow
