@@ -211,7 +211,7 @@ class Endpoint:
         Args:
             peer: must sign the answer.
             method: as registered there.
-            body: its JSON form takes at most 64 KiB with the head.
+            body: its JSON form takes at most 64 KiB with the header.
             reply_model: what the answer's body must be.
             payload: at most 1 MiB.
             timeout_s: until the answer must be here, connection included.
