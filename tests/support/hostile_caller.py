@@ -47,7 +47,7 @@ class HostileCaller:
     def frame(self, *, payload: bytes = b"", identity: Identity | None = None, **changes: object) -> bytes:
         """A frame that would be accepted, but for ``changes``; every one has a nonce of its own."""
         self._num_frames += 1
-        fields = header_fields(self.victim.peer_id or "", **{"nonce": f"{self._num_frames:032x}", **changes})
+        fields = header_fields(self.victim.peer_id or "") | {"nonce": f"{self._num_frames:032x}"} | changes
         return seal(identity or self.identity, fields, payload)
 
     async def send(self, *frames: bytes, path: str = METHOD_PATH, compression: grpc.Compression | None = None) -> str:

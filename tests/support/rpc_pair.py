@@ -65,7 +65,7 @@ async def ask(
 
 
 @contextmanager
-def refused(reason: str, match: str = "") -> Iterator[None]:
+def refused(reason: str, match: str | None = None) -> Iterator[None]:
     """Expects a refusal for ``reason``."""
     with pytest.raises(RefusedError, match=match) as caught:
         yield

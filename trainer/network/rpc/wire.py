@@ -158,7 +158,8 @@ class ClientWire(Wire):
     async def _status_error(self) -> RpcError:
         """Returns the error that the status of the call stands for; the peer chose everything in it."""
         code, text = await self._call.code(), _one_line(await self._call.details() or "")
-        reason = (await self._call.trailing_metadata() or {}).get(REASON_KEY)
+        metadata = await self._call.trailing_metadata()
+        reason = None if metadata is None else metadata.get(REASON_KEY)
         if reason is not None:
             word = _word(reason.decode("ascii", "replace") if isinstance(reason, bytes) else reason)
             return RefusedError(word, f"{self.who} refused ({word}): {text or 'without a text'}")

@@ -31,7 +31,7 @@ _NEXT_VERSION = struct.pack("<I", PROTOCOL_VERSION + 1)
 
 
 def _sealed(payload: object = b"", **changes: object) -> bytes:
-    return seal(_IDENTITY, header_fields(_IDENTITY.peer_id, **changes), payload)  # type: ignore[arg-type]
+    return seal(_IDENTITY, {**header_fields(_IDENTITY.peer_id), **changes}, payload)  # type: ignore[arg-type]
 
 
 def _opened(raw: bytes) -> SealedFrame | None:
