@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import pytest
 
 from tests.support.rpc_node import RUN_ID, Answer, Question, fast_config, register_test_methods
 from trainer.errors import RefusedError
-from trainer.network.rpc import Endpoint, Identity, Peer, Reply, Stream
+from trainer.network.rpc import Endpoint, Identity, Peer, Reply, Request, Stream
 
 
 @asynccontextmanager
@@ -36,14 +36,21 @@ async def endpoint_pair(**options: object) -> AsyncIterator[tuple[Endpoint, Endp
 
 @asynccontextmanager
 async def open_stream(
-    method: str = "test/mirror", sleep_s: float = 0.0, timeout_s: float = 30.0, **options: object
+    method: str = "test/mirror",
+    sleep_s: float = 0.0,
+    timeout_s: float = 30.0,
+    *,
+    handler: Callable[[Request[Question], Stream], Awaitable[None]] | None = None,
+    **options: object,
 ) -> AsyncIterator[tuple[Stream, Endpoint, Endpoint]]:
-    """A stream between a caller and a callee, and both of them."""
-    async with (
-        endpoint_pair(**options) as (caller, callee),
-        caller.open_stream(callee.peer, method, Question(sleep_s=sleep_s), timeout_s=timeout_s) as stream,
-    ):
-        yield stream, caller, callee
+    """A stream between a caller and a callee, and both of them; ``handler``: of the stream instead of ``method``."""
+    async with endpoint_pair(**options) as (caller, callee):
+        if handler is not None:
+            method = "test/handler"
+            callee.register_stream(method, Question, handler)
+        question = Question(sleep_s=sleep_s)
+        async with caller.open_stream(callee.peer, method, question, timeout_s=timeout_s) as stream:
+            yield stream, caller, callee
 
 
 async def ask(

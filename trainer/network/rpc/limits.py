@@ -159,17 +159,15 @@ class Slots:
 
     def _shed_one(self, candidates: Iterable[Slot]) -> None:
         now_s = asyncio.get_running_loop().time()
-        stalled = [
-            (*self._rank(slot.claim), now_s - since, id(slot), slot)
-            for slot in candidates
-            if (since := slot.claim.stalled_since()) is not None and now_s - since >= slot.claim.keep_s
-        ]
+        stalled = []
+        for slot in candidates:
+            claim, since_s = slot.claim, slot.claim.stalled_since()
+            if since_s is not None and now_s - since_s >= claim.keep_s:
+                num_held = self._by_share[claim.share], self._by_holder[claim.holder]
+                stalled.append((not claim.share.is_proven, *num_held, now_s - since_s, id(slot), slot))
         if not stalled:
             raise self._busy()
         max(stalled)[-1].shed()
-
-    def _rank(self, claim: Claim) -> tuple[bool, int, int]:
-        return not claim.share.is_proven, self._by_share[claim.share], self._by_holder[claim.holder]
 
     def _busy(self) -> RefusedError:
         return RefusedError(

@@ -181,11 +181,7 @@ class _ServedCall:
         """Empty: not verified yet."""
 
     async def run(self) -> None:
-        """Serves it.
-
-        Raises:
-            RpcError: what to refuse it for, or the caller went away.
-        """
+        """Serves it; raises RpcError: why it is refused, or the caller went away."""
         try:
             async with self._patience:
                 await self._in_turn()

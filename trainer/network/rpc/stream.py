@@ -152,8 +152,14 @@ class Stream:
                 await asyncio.sleep(0)  # So that it is under way while this frame is verified.
                 with peer_boundary(self._wire.who):
                     frame = self._open_frame(raw)
-                if frame is not None:
-                    self._queue(frame, len(raw))
+                if frame is None:
+                    continue
+                if frame.header.kind == "end":
+                    self._ended = True
+                else:
+                    self._waiting.append((Frame(frame.header.index, frame.payload), len(raw)))
+                    self._budget.take(self._share, len(raw))
+                self._arrived.set()
         finally:
             await end_task(reading)
 
@@ -167,14 +173,6 @@ class Stream:
         ):
             self._taken.clear()
             await self._taken.wait()
-
-    def _queue(self, frame: SealedFrame, size_bytes: int) -> None:
-        if frame.header.kind == "end":
-            self._ended = True
-        else:
-            self._waiting.append((Frame(frame.header.index, frame.payload), size_bytes))
-            self._budget.take(self._share, size_bytes)
-        self._arrived.set()
 
     def _fail(self, error: RpcError) -> None:
         if self.error is None:

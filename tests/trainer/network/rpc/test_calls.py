@@ -197,18 +197,6 @@ async def test_what_cannot_be_sent_is_the_callers_mistake() -> None:
         assert (await ask(caller, callee.peer)).sender == callee.peer_id
 
 
-@pytest.mark.slow
-@on_event_loop
-async def test_calls_at_once_are_bounded() -> None:
-    async with running_endpoint() as caller, running_endpoint(max_calls_per_peer=3) as callee:
-        running = [asyncio.create_task(ask(caller, callee.peer, sleep_s=1.0)) for _ in range(3)]
-        await asyncio.sleep(0.3)
-        with refused("busy"):
-            await ask(caller, callee.peer)
-        await asyncio.gather(*running)
-        await ask(caller, callee.peer)
-
-
 @on_event_loop
 async def test_calls_beyond_what_is_remembered_are_refused() -> None:
     async with running_endpoint() as caller, running_endpoint(max_remembered_per_peer=5) as callee:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 
 from tests.support.event_loop import on_event_loop
+from tests.support.raw_http2 import any_certificate
 from tests.support.rpc_pair import ask, running_endpoint, until
 from trainer.network.rpc import Endpoint
 from trainer.network.rpc.connections import AcceptedSockets, Connection, Connections, worst_connections
@@ -147,12 +147,7 @@ def test_a_peer_is_proven_by_calls_in_good_order_for_a_while_on_one_connection()
 async def _idle_connections(endpoint: Endpoint, number: int) -> AsyncIterator[list[asyncio.StreamReader]]:
     """With a whole TLS handshake, where the endpoint has TLS, and nothing after it."""
     host, _, port = endpoint.address.rpartition(":")
-    context = None
-    if endpoint.certificate is not None:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-        context.set_alpn_protocols(["h2"])
+    context = any_certificate() if endpoint.certificate is not None else None
     opened = [await asyncio.open_connection(host, int(port), ssl=context) for _ in range(number)]
     try:
         yield [reader for reader, _ in opened]

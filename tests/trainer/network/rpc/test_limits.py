@@ -152,6 +152,28 @@ async def _held(
     return connections
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["call", "stream"])
+@on_event_loop
+async def test_what_one_peer_has_at_once_is_bounded(kind: str) -> None:
+    async with running_endpoint() as caller, running_endpoint(max_calls_per_peer=2, max_streams_per_peer=2) as callee:
+
+        async def hold() -> None:
+            if kind == "call":
+                await ask(caller, callee.peer, sleep_s=0.8)
+                return
+            async with caller.open_stream(callee.peer, "test/deaf", Question(sleep_s=0.8), timeout_s=30) as stream:
+                await stream.end()
+                assert await stream.receive() is None
+
+        holding = [asyncio.create_task(hold()) for _ in range(2)]
+        await asyncio.sleep(0.3)
+        with refused("busy"):
+            await hold()
+        await asyncio.gather(*holding)
+        await hold()
+
+
 @pytest.mark.parametrize("tls", [False, True])
 @on_event_loop
 async def test_a_call_whose_answer_nobody_takes_ends_with_its_connection(tls: bool) -> None:

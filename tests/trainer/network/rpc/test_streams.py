@@ -148,19 +148,17 @@ async def test_a_cancelled_send_leaves_no_gap() -> None:
         while (frame := await stream.receive()) is not None:
             got.append(frame.index)
 
-    async with endpoint_pair(stall_timeout_s=5.0) as (caller, callee):
-        callee.register_stream("test/late", Question, late)
-        async with caller.open_stream(callee.peer, "test/late", Question(), timeout_s=30) as stream:
-            sent = 0
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.6):
-                    while True:
-                        await stream.send(sent, bytes(_MIB))
-                        sent += 1
-            await stream.send(sent, b"after")
-            await stream.end()
-            assert await stream.receive() is None
-        assert got == list(range(sent + 1))
+    async with open_stream(handler=late, stall_timeout_s=5.0) as (stream, _, _):
+        sent = 0
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.6):
+                while True:
+                    await stream.send(sent, bytes(_MIB))
+                    sent += 1
+        await stream.send(sent, b"after")
+        await stream.end()
+        assert await stream.receive() is None
+    assert got == list(range(sent + 1))
 
 
 @on_event_loop
@@ -300,31 +298,11 @@ async def test_what_a_handler_sent_before_it_failed_arrives_before_the_error(cap
             await stream.send(index, b"x")
         raise ValueError("inside")
 
-    async with endpoint_pair() as (caller, callee):
-        callee.register_stream("test/fail", Question, fail)
-        async with caller.open_stream(callee.peer, "test/fail", Question(), timeout_s=30) as stream:
-            await _expect(stream, 0, 1, 2)
-            with refused("internal"):
-                await stream.receive()
-        assert "inside" in caplog.text
-
-
-@pytest.mark.slow
-@on_event_loop
-async def test_streams_at_once_are_bounded() -> None:
-    async with running_endpoint() as caller, running_endpoint(max_streams_per_peer=2) as callee:
-
-        async def hold() -> None:
-            async with caller.open_stream(callee.peer, "test/deaf", Question(sleep_s=0.8), timeout_s=30) as stream:
-                await stream.end()
-                assert await stream.receive() is None
-
-        holding = [asyncio.create_task(hold()) for _ in range(2)]
-        await asyncio.sleep(0.3)
-        with refused("busy"):
-            await hold()
-        await asyncio.gather(*holding)
-        await hold()
+    async with open_stream(handler=fail) as (stream, _, _):
+        await _expect(stream, 0, 1, 2)
+        with refused("internal"):
+            await stream.receive()
+    assert "inside" in caplog.text
 
 
 @on_event_loop
