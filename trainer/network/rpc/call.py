@@ -135,7 +135,7 @@ class RpcCall:
         """Returns the frame that came, checked in full; None for a heartbeat.
 
         Raises:
-            RefusedError: it does not belong here, or nobody vouches for it.
+            RefusedError: it does not belong here, or a signature or digest is wrong.
         """
         frame = parse_header(raw)
         if frame is None:

@@ -4,8 +4,8 @@ A channel that fails is dropped together with gRPC's backoff (1 s to 120 s by de
 at once: callers decide how often a dead peer is tried, and the first call finds a restarted one. Where addresses come
 from strangers `Dialing` sets the limit.
 
-Before a channel is opened one connection looks which certificate is shown there. So an address that is somebody else's
-gets one connection, and no gRPC channel that keeps trying.
+Before a channel is opened, one connection fetches the certificate that is shown there. So an address that belongs to
+another service gets one connection, and no gRPC channel that keeps trying.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class ChannelPool:
 
         Raises:
             PeerUnavailableError: it is not to be dialled, cannot be reached, or shows another certificate.
-            TrainerUsageError: the address is none.
+            TrainerUsageError: the address is malformed.
         """
         expected = self._expected_certificate(peer)
         if expected is not None or not self._config.tls:
@@ -201,7 +201,7 @@ class ChannelPool:
         """
         shown = self._shown.get(peer.address)
         if shown is not None and expected is not None and shown[1] == expected:
-            # Whoever was claimed to be there before: the one that is meant now has shown itself. Not another dial.
+            # The expected peer has shown itself there before, under whatever claim: no further dial is needed.
             return shown
         key = (peer.address, peer.peer_id if peer.peer_id == self._dialing.peer_id else None)
         looking = self._looking.get(key)

@@ -56,11 +56,11 @@ class RpcConfig:
     max_calls: int = 256
     """Calls served at once. One whose caller takes nothing for `stall_timeout_s` is ended with its connection."""
     max_calls_per_peer: int = 32
-    """Of them, for one peer."""
+    """Among them, for one peer."""
     max_streams: int = 128
     """Streams served at once. One whose caller takes nothing is ended when its place is needed."""
     max_streams_per_peer: int = 16
-    """Of them, for one peer."""
+    """Among them, for one peer."""
     max_connections: int = 1024
     """Connections from others; on Linux the longest idle ones are closed beyond three quarters of them, and beyond a
     quarter (at least 16) of one address. Elsewhere idle ones are closed after a minute."""
@@ -71,11 +71,11 @@ class RpcConfig:
     max_queued_bytes: int = 256 << 20
     """Bytes of all streams received ahead of their readers; each stream may always have one frame."""
     max_queued_bytes_per_peer: int = 64 << 20
-    """Of them, from one peer."""
+    """Among them, from one peer."""
     max_remembered: int = 524_288
     """Requests remembered against replay, of all peers; more are refused until older ones expire."""
     max_remembered_per_peer: int = 65_536
-    """Of them, for one peer: with 120 s of skew, 546 requests a second for good."""
+    """Among them, for one peer: with 120 s of skew, a steady 546 requests a second."""
 
     def __post_init__(self) -> None:
         """Checks every value.

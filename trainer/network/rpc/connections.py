@@ -2,7 +2,7 @@
 
 gRPC accepts connections from anyone up to a number, and has no hook that could prefer one to another. So a guard looks
 once a second at the sockets themselves (`AcceptedSockets`). It ends the connections that an address has beyond its
-share, and the worst of all where they are close to gRPC's limit: those on which nobody has said anything signed before
+share, and the worst of all where they are close to gRPC's limit: those on which no signed message came before
 those that have, idle ones before those with calls, the longest idle first. Connections of proven peers count against no
 share and stay. 1,000 idle connections cost 2 ms of the event loop a second.
 
@@ -54,7 +54,7 @@ class Connection:
     num_calls: int = 0
     """In progress."""
     peer_id: PeerId = ""
-    """Whose call was last verified on it; empty: nobody's yet."""
+    """Whose call was last verified on it; empty: none was yet."""
     known_since_s: float = 0.0
     """Since when all its calls have been this peer's."""
     num_good: int = 0
@@ -66,7 +66,7 @@ class Connection:
 def worst_connections(
     connections: Sequence[Connection], is_proven: Callable[[Connection], bool], max_total: int
 ) -> list[Connection]:
-    """Returns those that are to be closed.
+    """Returns the connections to close.
 
     Args:
         connections: all there are.

@@ -1,4 +1,4 @@
-"""Which addresses this node connects to, and how often: addresses come from strangers, who may name anybody's.
+"""Which addresses this node connects to, and how often: strangers name addresses, and may name any machine's.
 
 Without this, a stranger who announces addresses could have all nodes of a run connect to services of their own machines
 and networks, or all at once to a victim. So every connection that an endpoint opens is judged here, by the address it
@@ -149,7 +149,7 @@ class Dialing:
         return self._objection(host, port)
 
     async def admit(self, peer: Peer) -> tuple[Socket, ...]:
-        """Returns where to connect for this peer, in order; counts a try of an address where nobody has answered yet.
+        """Returns where to connect for this peer, in order; counts a try of an address where no node has answered.
 
         Raises:
             DialRefusedError: nowhere, or not now.

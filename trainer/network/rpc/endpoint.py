@@ -192,7 +192,7 @@ class Endpoint:
                 async with asyncio.timeout(self._config.stop_grace_s + _STOP_TIMEOUT_S):
                     await server.stop(self._config.stop_grace_s)
             except TimeoutError:
-                logger.warning("a handler goes on although it was cancelled; stopping without it")
+                logger.warning("a handler still runs although it was cancelled; stopping without it")
         await self._channels.close()
 
     async def call(
@@ -219,7 +219,7 @@ class Endpoint:
 
         Raises:
             PeerUnavailableError: no connection, no answer in time, silence, or an answer that fails a check.
-            MalformedAnswerError: an answer of the peer's own that is none.
+            MalformedAnswerError: the peer signed an answer that does not fit the question.
             RefusedError: the peer refused; ``reason`` says why.
             TrainerUsageError: the request cannot be sent.
         """

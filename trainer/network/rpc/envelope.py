@@ -14,8 +14,8 @@ before the signature (`verify_header`, 140 µs), that before the digest of the p
 SHA-256 would take 0.62 ms, a quarter of all a frame costs). A header proves nothing before `verify_header`.
 
 A heartbeat is the prefix alone with both sizes 0. It needs no signature because it carries nothing. All it does is to
-put off `stall_timeout_s`, which the deadline of the call bounds; whoever can inject one into the connection (with TLS:
-only the peer) could as well delay the real ones.
+put off `stall_timeout_s`, which the deadline of the call bounds. An attacker who can inject one into the connection
+(with TLS: only the peer itself) could as well delay the real ones.
 
 The signature cannot be taken for one over another kind of document of the same key: announcements and manifests are
 JSON, and no JSON begins with byte 0x89.

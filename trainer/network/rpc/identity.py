@@ -123,7 +123,7 @@ def _public_key(peer_id: PeerId) -> Ed25519PublicKey | None:
 
 
 def _create_key_file(file: Path) -> None:
-    """Writes beside ``file`` and links into place: whoever comes second finds the first one's key."""
+    """Writes beside ``file`` and links into place, so that the second process finds the key of the first."""
     file.parent.mkdir(parents=True, exist_ok=True)
     draft = file.with_name(f"{file.name}.{os.getpid()}.{os.urandom(4).hex()}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

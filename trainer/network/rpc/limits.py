@@ -6,7 +6,7 @@ A call or stream that does not fit is refused at once. A frame of a stream waits
 Peers that are not proven (`trainer.network.rpc.standing`) share what their address may take, half of everything, and
 leave a quarter of everything to the proven. Where a limit is reached, a newcomer is not refused if another call stands
 still: it gets the slot of the one that has stood still for longest, of the address and holder that have most. So slots
-that are taken and left lying keep nobody out.
+that are taken and left unused keep no newcomer out.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ByteBudget:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Claim:
-    """What wants a slot."""
+    """A request for a slot."""
 
     share: Share
     holder: str
@@ -76,11 +76,11 @@ class Claim:
     keep_s: float = 0.0
     """How long it may stand still before a newcomer gets its place."""
     borne_s: float = 0.0
-    """How much longer than others it may stand still while nobody needs its place."""
+    """How much longer than others it may stand still while its place is not needed."""
 
 
 class Slot:
-    """One thing that goes on; given back once, by its holder or by `Slots` when it is shed."""
+    """One call or stream in progress; given back once, by its holder or by `Slots` when it is shed."""
 
     def __init__(self, claim: Claim, slots: Slots) -> None:
         self.claim = claim
@@ -97,7 +97,7 @@ class Slot:
 
 
 class Slots:
-    """Things going on at once.
+    """Bounds the calls or streams in progress at once.
 
     Args:
         what: their name, for messages.

@@ -57,7 +57,7 @@ StreamHandler: TypeAlias = Callable[[Request[Any], Stream], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """What is registered under a name: exactly one of the two handlers."""
+    """A registered method, with exactly one of the two handlers."""
 
     name: str
     body_model: type[BaseModel]

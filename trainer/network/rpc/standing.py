@@ -123,7 +123,7 @@ class Standing:
         remember(self._stalls, address, (recent + 1, self._now()), _MAX_GREYLIST)
 
     def is_greylisted(self, address: str) -> bool:
-        """Returns whether strangers at ``address`` have let answers stall of late."""
+        """Returns whether strangers at ``address`` have recently let answers stall."""
         num_stalls, last_s = self._stalls.get(address, (0, 0.0))
         return num_stalls >= _MAX_STALLS and self._now() - last_s < _GREYLISTED_S
 

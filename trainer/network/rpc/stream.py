@@ -111,7 +111,7 @@ class Stream:
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[Stream]:
-        """Reads frames ahead, for the endpoint; drops at the end of the block what nobody took."""
+        """Reads frames ahead, for the endpoint; drops those not taken at the end of the block."""
         self._pump = asyncio.create_task(self._read_all(), name="genesis-rpc-read")
         try:
             yield self

@@ -3,7 +3,7 @@
 `FrameWriter` keeps one write in flight, as gRPC demands, and sends heartbeats while there is nothing else to send.
 
 A refusal is a gRPC status, not a signed message: it can be sent before anything about the caller is known, costs no
-signature that a flood could make this node spend, and whoever could forge one could as well cut the connection.
+signature that a flood could make this node spend, and an attacker who could forge one could as well cut the connection.
 """
 
 from __future__ import annotations
