@@ -11,10 +11,10 @@ import grpc
 from grpc import aio
 
 from trainer.network.rpc import Identity, Peer
-from trainer.network.rpc.envelope import Head, parse_head, seal
-from trainer.network.rpc.links import METHOD_PATH
+from trainer.network.rpc.channels import METHOD_PATH
+from trainer.network.rpc.envelope import EnvelopeHeader, parse_header, seal
 
-Script = Callable[["HostileCallee", Head, "aio.ServicerContext[bytes, bytes]"], Awaitable[None]]
+Script = Callable[["HostileCallee", EnvelopeHeader, "aio.ServicerContext[bytes, bytes]"], Awaitable[None]]
 
 
 @dataclass
@@ -31,7 +31,7 @@ class HostileCallee:
         return Peer(self.identity.peer_id, self.address)
 
     def answer(
-        self, request: Head, *, payload: bytes = b"", identity: Identity | None = None, **changes: object
+        self, request: EnvelopeHeader, *, payload: bytes = b"", identity: Identity | None = None, **changes: object
     ) -> bytes:
         """The reply an honest node would give, but for ``changes``."""
         fields = {
@@ -45,9 +45,9 @@ class HostileCallee:
         return seal(identity or self.identity, fields, payload)
 
     async def _exchange(self, _requests: object, context: aio.ServicerContext[bytes, bytes]) -> None:
-        frame = parse_head(await context.read())
+        frame = parse_header(await context.read())
         assert frame is not None
-        await self.script(self, frame.head, context)
+        await self.script(self, frame.header, context)
 
 
 @asynccontextmanager

@@ -12,9 +12,27 @@ from grpc import aio
 
 from tests.support.rpc_node import RUN_ID
 from trainer.network.rpc import Identity, Peer
-from trainer.network.rpc.envelope import HEARTBEAT, parse_head, seal
-from trainer.network.rpc.links import METHOD_PATH
-from trainer.network.rpc.reasons import REASON_KEY
+from trainer.network.rpc.channels import METHOD_PATH
+from trainer.network.rpc.envelope import HEARTBEAT, parse_header, seal
+from trainer.network.rpc.wire import REASON_KEY
+
+
+def header_fields(recipient: str, **changes: object) -> dict[str, object]:
+    """The fields of an honest request's header, but for ``changes``."""
+    return {
+        "kind": "request",
+        "origin": "caller",
+        "method": "test/echo",
+        "run_id": RUN_ID,
+        "recipient": recipient,
+        "nonce": "e" * 32,
+        "sequence": 0,
+        "index": 0,
+        "sent_at": time.time(),
+        "certificate_sha256": "",
+        "body": {},
+        **changes,
+    }
 
 
 @dataclass
@@ -29,20 +47,7 @@ class HostileCaller:
     def frame(self, *, payload: bytes = b"", identity: Identity | None = None, **changes: object) -> bytes:
         """A frame that would be accepted, but for ``changes``; every one has a nonce of its own."""
         self._num_frames += 1
-        fields = {
-            "kind": "request",
-            "origin": "caller",
-            "method": "test/echo",
-            "run_id": RUN_ID,
-            "recipient": self.victim.peer_id,
-            "nonce": f"{self._num_frames:032x}",
-            "sequence": 0,
-            "index": 0,
-            "sent_at": time.time(),
-            "certificate_sha256": "",
-            "body": {},
-            **changes,
-        }
+        fields = header_fields(self.victim.peer_id or "") | {"nonce": f"{self._num_frames:032x}"} | changes
         return seal(identity or self.identity, fields, payload)
 
     async def send(self, *frames: bytes, path: str = METHOD_PATH, compression: grpc.Compression | None = None) -> str:
@@ -52,7 +57,7 @@ class HostileCaller:
         call = method(_in_turn(frames), timeout=30, compression=compression)
         try:
             async for raw in call:
-                if raw != HEARTBEAT and (answer := parse_head(raw)) is not None and answer.head.kind != "data":
+                if raw != HEARTBEAT and (answer := parse_header(raw)) is not None and answer.header.kind != "data":
                     return "accepted"
             return "silently ended"
         except aio.AioRpcError as error:

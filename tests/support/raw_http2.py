@@ -10,12 +10,13 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from tests.support.hostile_caller import header_fields
 from trainer.network.rpc import Identity, Peer
-from trainer.network.rpc.certificates import certificate_digest
+from trainer.network.rpc.channels import METHOD_PATH
 from trainer.network.rpc.envelope import seal
-from trainer.network.rpc.links import METHOD_PATH
+from trainer.network.rpc.identity import certificate_digest
 
-__all__ = ["NoWindow", "no_window_connection"]
+__all__ = ["NoWindow", "any_certificate", "no_window_connection"]
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _SETTINGS, _PING = 0, 1, 4, 6
@@ -55,19 +56,15 @@ class NoWindow:
     ) -> None:
         """Opens a call as ``identity``; ``kind`` is ``open`` for a stream."""
         stream, self._next_stream = self._next_stream, self._next_stream + 2
-        fields: dict[str, object] = {
-            "kind": kind,
-            "origin": "caller",
-            "method": method,
-            "run_id": self._run_id,
-            "recipient": self.peer.peer_id,
-            "nonce": f"{stream:016x}{time.monotonic_ns():016x}",
-            "sequence": 0,
-            "index": 0,
-            "sent_at": time.time(),
-            "certificate_sha256": self._certificate_sha256,
-            "body": body,
-        }
+        fields = header_fields(
+            self.peer.peer_id or "",
+            kind=kind,
+            method=method,
+            run_id=self._run_id,
+            nonce=f"{stream:016x}{time.monotonic_ns():016x}",
+            certificate_sha256=self._certificate_sha256,
+            body=body,
+        )
         message = seal(identity, fields, payload)
         data = b"\0" + struct.pack(">I", len(message)) + message
         end = _END_STREAM if kind == "request" else 0
@@ -90,18 +87,22 @@ class NoWindow:
         return b"".join(fields + [b"\0" + _text(name) + _text(value) for name, value in more.items()])
 
 
+def any_certificate() -> ssl.SSLContext:
+    """TLS for HTTP/2 with a server of any certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    return context
+
+
 @asynccontextmanager
 async def no_window_connection(
     peer: Peer, run_id: str, *, tls: bool = False, source_host: str = "127.0.0.1"
 ) -> AsyncIterator[NoWindow]:
     """Connected and greeted; pings are answered until the block ends."""
     host, _, port = peer.address.rpartition(":")
-    context = None
-    if tls:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-        context.set_alpn_protocols(["h2"])
+    context = any_certificate() if tls else None
     reader, writer = await asyncio.open_connection(host, int(port), ssl=context, local_addr=(source_host, 0))
     connection = NoWindow(peer, run_id, reader, writer)
     connection.greet()

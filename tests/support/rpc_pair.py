@@ -1,12 +1,16 @@
-"""Endpoints in this process, on real sockets, stopped at the end of the block."""
+"""Endpoints in this process, on real sockets, stopped at the end of the block; and how tests talk to them."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
-from tests.support.rpc_node import RUN_ID, fast_config, register_test_methods
-from trainer.network.rpc import Endpoint, Identity
+import pytest
+
+from tests.support.rpc_node import RUN_ID, Answer, Question, fast_config, register_test_methods
+from trainer.errors import RefusedError
+from trainer.network.rpc import Endpoint, Identity, Peer, Reply, Request, Stream
 
 
 @asynccontextmanager
@@ -28,3 +32,55 @@ async def endpoint_pair(**options: object) -> AsyncIterator[tuple[Endpoint, Endp
     """A caller and a callee."""
     async with running_endpoint(**options) as caller, running_endpoint(**options) as callee:
         yield caller, callee
+
+
+@asynccontextmanager
+async def open_stream(
+    method: str = "test/mirror",
+    sleep_s: float = 0.0,
+    timeout_s: float = 30.0,
+    *,
+    handler: Callable[[Request[Question], Stream], Awaitable[None]] | None = None,
+    **options: object,
+) -> AsyncIterator[tuple[Stream, Endpoint, Endpoint]]:
+    """A stream between a caller and a callee, and both of them; ``handler``: of the stream instead of ``method``."""
+    async with endpoint_pair(**options) as (caller, callee):
+        if handler is not None:
+            method = "test/handler"
+            callee.register_stream(method, Question, handler)
+        question = Question(sleep_s=sleep_s)
+        async with caller.open_stream(callee.peer, method, question, timeout_s=timeout_s) as stream:
+            yield stream, caller, callee
+
+
+async def ask(
+    caller: Endpoint,
+    peer: Peer,
+    text: str = "",
+    sleep_s: float = 0.0,
+    *,
+    payload: bytes = b"",
+    timeout_s: float = 20.0,
+    stall_timeout_s: float | None = None,
+) -> Reply[Answer]:
+    """Calls ``test/echo``; the reply is what was asked."""
+    question = Question(text=text, sleep_s=sleep_s)
+    options = {"payload": payload, "timeout_s": timeout_s, "stall_timeout_s": stall_timeout_s}
+    reply = await caller.call(peer, "test/echo", question, Answer, **options)  # type: ignore[arg-type]
+    assert reply.body.text == text
+    return reply
+
+
+@contextmanager
+def refused(reason: str, match: str | None = None) -> Iterator[None]:
+    """Expects a refusal for ``reason``."""
+    with pytest.raises(RefusedError, match=match) as caught:
+        yield
+    assert caught.value.reason == reason
+
+
+async def until(condition: Callable[[], object], within_s: float = 20.0) -> None:
+    """Waits for ``condition``."""
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.02)

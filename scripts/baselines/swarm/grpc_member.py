@@ -15,8 +15,8 @@ from grpc import aio
 from scripts.baselines.swarm.stage_call import activation, session_cpu_s, timed_calls
 from scripts.baselines.trainer.serving import serve
 from trainer.network.rpc import RpcConfig
-from trainer.network.rpc.certificates import CERTIFICATE_NAME, make_certificate
-from trainer.network.rpc.links import channel_options
+from trainer.network.rpc.channels import channel_options
+from trainer.network.rpc.identity import CERTIFICATE_NAME, make_certificate
 from trainer.run.node.loop_thread import LoopThread
 
 _SERVICE, _METHOD = "limit.Echo", "Echo"
@@ -66,9 +66,9 @@ class GrpcMember:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler}),))
         certificate = ""
         if tls:
-            own = make_certificate()
-            certificate = own.certificate_pem.decode()
-            credentials = grpc.ssl_server_credentials([(own.key_pem, own.certificate_pem)])
+            certificate_pem, key_pem = make_certificate()
+            certificate = certificate_pem.decode()
+            credentials = grpc.ssl_server_credentials([(key_pem, certificate_pem)])
             port = server.add_secure_port("127.0.0.1:0", credentials)
         else:
             port = server.add_insecure_port("127.0.0.1:0")

@@ -9,6 +9,7 @@ import ssl
 import sys
 
 from tests.support.attacks.target import Target
+from tests.support.raw_http2 import any_certificate
 
 __all__ = ["attack"]
 
@@ -19,10 +20,7 @@ _AT_ONCE = 8
 
 async def attack(target: Target) -> None:
     """Keeps as many connections as it gets."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    context.set_alpn_protocols(["h2"])
+    context = any_certificate()
     opened: list[asyncio.StreamWriter] = []
     counts = {"opened": 0, "refused": 0, "most_held": 0}
     victims = [name for name in target.addresses if name in _VICTIMS] or list(target.addresses)[:2]

@@ -30,10 +30,9 @@ from trainer.network.discovery.exchange import ExchangeReply, ExchangeRequest, s
 from trainer.network.discovery.peer_table import PeerTable
 from trainer.network.discovery.stage_report import StageReport
 from trainer.network.rpc import Identity
-from trainer.network.rpc.bodies import parse_body
-from trainer.network.rpc.certificates import certificate_digest
-from trainer.network.rpc.envelope import parse_head, seal
-from trainer.network.rpc.strict_json import parse_strict_json
+from trainer.network.rpc.boundary import parse_body
+from trainer.network.rpc.envelope import parse_header, parse_strict_json, seal
+from trainer.network.rpc.identity import certificate_digest
 from trainer.network.transfer.descriptor import TensorSpec
 from trainer.pipeline.driver.failure_detector import is_refused
 from trainer.pipeline.driver.workers import workers_in
@@ -208,7 +207,7 @@ def test_bodies(model: type[BaseModel], document: dict[str, Any], data: st.DataO
         raw = seal(KEY, {**HEAD, "body": data.draw(changed(document))})
     except TrainerUsageError:  # Half a surrogate pair, which this sender cannot spell.
         return
-    frame = outcome(RefusedError, parse_head, raw)
+    frame = outcome(RefusedError, parse_header, raw)
     found = None if frame is None else outcome(RefusedError, parse_body, frame, model)
     assert found is None or model.model_validate_json(found.model_dump_json()) == found
 
@@ -220,7 +219,7 @@ def test_heads(data: st.DataObject) -> None:
     head = json.dumps(fields).encode()
     head = data.draw(st.just(head) | damaged(head))
     sizes = data.draw(st.just((len(head), 0)) | st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)))
-    outcome(RefusedError, parse_head, b"\x89GnR" + struct.pack("<III", 2, *sizes) + bytes(64) + head)
+    outcome(RefusedError, parse_header, b"\x89GnR" + struct.pack("<III", 2, *sizes) + bytes(64) + head)
 
 
 @pytest.mark.parametrize(

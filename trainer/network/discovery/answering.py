@@ -26,8 +26,7 @@ from trainer.network.discovery.own_record import OwnRecord
 from trainer.network.discovery.peer_table import DIRECT, KnownPeer, PeerTable
 from trainer.network.discovery.verifying import Verifier
 from trainer.network.rpc.endpoint import Endpoint
-from trainer.network.rpc.messages import Reply, Request
-from trainer.network.rpc.reasons import Reason
+from trainer.network.rpc.messages import Reason, Reply, Request
 from trainer.network.rpc.token_buckets import TokenBuckets
 
 __all__ = ["ExchangeAnswers"]

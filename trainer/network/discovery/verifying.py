@@ -22,7 +22,7 @@ from trainer.network.discovery.own_record import OwnRecord
 from trainer.network.discovery.peer_table import PeerTable
 from trainer.network.rpc.dialing import DialRefusedError
 from trainer.network.rpc.endpoint import Endpoint
-from trainer.network.rpc.reasons import Reason
+from trainer.network.rpc.messages import Reason
 
 __all__ = ["Verifier", "open_table"]
 

@@ -1,4 +1,4 @@
-"""Signed calls and streams between nodes that need not trust each other: the floor under the peer-to-peer trainer.
+"""Signed calls and streams between nodes that need not trust each other.
 
     endpoint = Endpoint(load_or_create_identity(path), run_id="corpus-1", config=RpcConfig(port=4100))
     endpoint.register("round/propose", Proposal, answer_proposal)      # async (Request[Proposal]) -> Reply
@@ -6,11 +6,11 @@
     reply = await endpoint.call(peer, "round/propose", proposal, Verdict, timeout_s=30)
 
 Guarantees: no handler runs, and no answer is returned, before sender, recipient, run, clock, replay, signature and
-digest were checked; a peer that is stopped or dead is noticed after `stall_timeout_s` of silence however long its
-handler may take; what peers can make this node hold is bounded for each, for each address and in all, and what one of
-them takes and leaves lying goes to the next that comes. The trade-off: each frame is
-signed (50 µs) and verified (140 µs) by itself, so that any one of them can be shown to others as what a peer said;
-at 1 MiB a frame that is some 7 % of its way over loopback.
+digest were checked. A peer that is stopped or dead is noticed after `stall_timeout_s` of silence, however long its
+handler may take. What peers can make this node hold is bounded for each peer, for each address and in all, and a slot
+that its holder leaves unused goes to the next caller. The trade-off: each frame is signed (50 µs) and verified (140 µs)
+by itself, so that any one of them proves to others what a peer said; at 1 MiB a frame that is some 7 % of the time that
+a frame takes over loopback.
 """
 
 from __future__ import annotations

@@ -1,18 +1,27 @@
-"""Where what a peer sent is made into something: an error that nobody foresaw there is that peer's, and nobody else's.
+"""Where a peer's message becomes a value: a body that its model does not take, or an error that nobody foresaw.
 
 Decoders raise this package's errors for what they know to be wrong. Beneath them are json, numpy, torch and gRPC, each
-with errors of its own, and one that went on from there would end the task, and with it the process, that had asked.
+with errors of its own. `peer_boundary` makes those the peer's errors: one that passed through would end the task that
+had asked, and with it the process.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
-from trainer.errors import MalformedAnswerError, TrainerError
+from pydantic import BaseModel, ValidationError
 
-__all__ = ["peer_boundary"]
+from trainer.errors import MalformedAnswerError, RefusedError, TrainerError
+from trainer.network.rpc.envelope import SealedFrame, first_line
+from trainer.network.rpc.messages import Reason
+
+__all__ = ["parse_body", "peer_boundary"]
+
+BodyT = TypeVar("BodyT", bound=BaseModel)
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +30,7 @@ logger = logging.getLogger(__name__)
 def peer_boundary(who: str) -> Iterator[None]:
     """Encloses the handling of one message of one peer, and nothing that is this node's own affair.
 
-    Errors of this package, time-outs and cancellations go through as they are.
+    Errors of this package, time-outs and cancellations pass through unchanged.
 
     Args:
         who: the peer, for messages.
@@ -38,3 +47,20 @@ def peer_boundary(who: str) -> Iterator[None]:
         raise MalformedAnswerError(
             f"{who} sent what cannot be handled ({type(error).__name__}: {str(error)[:200]})"
         ) from error
+
+
+def parse_body(frame: SealedFrame, model: type[BodyT]) -> BodyT:
+    """Parses the body of a verified frame.
+
+    Raises:
+        RefusedError: ``body``: the model does not take it.
+    """
+    if frame.header.body is None:
+        raise RefusedError(Reason.BODY, f"expected a body such as {model.__name__}, found none")
+    try:
+        # As JSON, not as the parsed object: strict models take a list for a tuple only where JSON has no tuples.
+        return model.model_validate_json(json.dumps(frame.header.body))
+    except ValidationError as error:
+        raise RefusedError(
+            Reason.BODY, f"expected a body such as {model.__name__}, found {first_line(error)}"
+        ) from None

@@ -1,50 +1,26 @@
 """Options of an endpoint; the defaults fit a node on the open internet with some tens of peers.
 
-What peers can make a node hold follows from them: ``max_calls`` requests of one frame each, three frames of each of
-``max_streams`` streams (one that waits, one being verified, one being read) and ``max_queued_bytes`` beyond, some
-0.9 GiB if many hostile peers use up every limit at once (one identity alone: 150 MiB; one host: 0.4 GiB), and
-``max_remembered`` nonces of some 100 bytes (600 if each is of another sender).
+They bound what peers can make a node hold: ``max_calls`` requests of one frame each, three frames of each of
+``max_streams`` streams (one that waits, one being verified, one being read) and ``max_queued_bytes`` beyond. That is
+some 0.9 GiB if many hostile peers use up every limit at once (one identity alone: 150 MiB; one host: 0.4 GiB). The
+``max_remembered`` nonces take some 100 bytes each (600 if each is of another sender).
 
 Identities cost nothing, so peers that have not proven useful (`trainer.network.rpc.standing`) share by IP address, and
-/64 in IPv6: half of ``max_calls`` and ``max_streams``, a quarter of ``max_connections`` and ``max_remembered``, and as
-many queued bytes as one peer. All of them together leave a quarter of everything to the proven ones.
+by /64 in IPv6: half of ``max_calls`` and ``max_streams``, a quarter of ``max_connections`` and ``max_remembered``, and
+as many queued bytes as one peer. All of them together leave a quarter of everything to the proven ones.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from trainer.errors import TrainerUsageError
+from trainer.network.rpc.messages import is_peer_id
 
-__all__ = ["MAX_HEAD_BYTES", "MAX_PAYLOAD_BYTES", "RpcConfig", "has_port", "split_address"]
+__all__ = ["MAX_PAYLOAD_BYTES", "RpcConfig", "has_port", "split_address"]
 
 MAX_PAYLOAD_BYTES = 1 << 20
-MAX_HEAD_BYTES = 1 << 16
-
-_PEER_ID = re.compile(r"[0-9a-f]{64}")
-_POSITIVE_SECONDS = (
-    "heartbeat_s",
-    "stall_timeout_s",
-    "connect_timeout_s",
-    "request_timeout_s",
-    "max_clock_skew_s",
-    "max_call_s",
-)
-_COUNTS = (
-    "max_calls",
-    "max_calls_per_peer",
-    "max_streams",
-    "max_streams_per_peer",
-    "max_connections",
-    "max_waiting_per_host",
-    "max_queued_frames",
-    "max_queued_bytes",
-    "max_queued_bytes_per_peer",
-    "max_remembered",
-    "max_remembered_per_peer",
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,12 +34,12 @@ class RpcConfig:
     public_address: str = ""
     """``host:port`` or ``host`` under which others reach this node; "": this machine's address on its default route."""
     tls: bool = True
-    """Encrypt, with certificates pinned to node identities; False only inside a trusted cluster: frames stay signed,
+    """Encrypt, with certificates pinned to node identities. False only inside a trusted cluster: frames stay signed,
     but are readable, and a request may be replayed to a node that restarted within `max_clock_skew_s`."""
     allowed_peers: tuple[str, ...] = ()
     """Identities (64 hexadecimal digits) that may call; empty: anyone."""
     heartbeat_s: float = 1.0
-    """Seconds between signs of life while there is nothing else to send."""
+    """Seconds between heartbeats while there is nothing else to send."""
     stall_timeout_s: float = 10.0
     """Seconds of silence after which a peer is given up; more than a frame of 1 MiB takes on the slowest link, times
     the streams that share it, because no heartbeat overtakes a frame."""
@@ -74,33 +50,32 @@ class RpcConfig:
     max_clock_skew_s: float = 120.0
     """Seconds by which the clocks of two nodes may differ; requests are remembered this long against replay."""
     max_call_s: float = 3600.0
-    """Seconds after which a handler is cancelled, whatever deadline its caller gave; a reader of a stream may take as
-    long."""
+    """Seconds after which a handler, also of a stream, is cancelled, whatever deadline its caller gave."""
     stop_grace_s: float = 1.0
     """Seconds handlers may take to finish when the endpoint stops."""
     max_calls: int = 256
-    """Calls served at once. One whose caller takes nothing for `stall_timeout_s` is ended, with its connection."""
+    """Calls served at once. One whose caller takes nothing for `stall_timeout_s` is ended with its connection."""
     max_calls_per_peer: int = 32
-    """Of them, for one peer."""
+    """Among them, for one peer."""
     max_streams: int = 128
     """Streams served at once. One whose caller takes nothing is ended when its place is needed."""
     max_streams_per_peer: int = 16
-    """Of them, for one peer."""
+    """Among them, for one peer."""
     max_connections: int = 1024
     """Connections from others; on Linux the longest idle ones are closed beyond three quarters of them, and beyond a
     quarter (at least 16) of one address. Elsewhere idle ones are closed after a minute."""
     max_waiting_per_host: int = 128
-    """Calls of one IP address whose sender is not established yet; the oldest gives way to a further one."""
+    """Calls of one IP address whose sender is not verified yet; the oldest gives way to a further one."""
     max_queued_frames: int = 4
     """Frames of a stream received ahead of its reader."""
     max_queued_bytes: int = 256 << 20
-    """Bytes of all streams received ahead of their readers; one frame a stream is always received."""
+    """Bytes of all streams received ahead of their readers; each stream may always have one frame."""
     max_queued_bytes_per_peer: int = 64 << 20
-    """Of them, from one peer."""
+    """Among them, from one peer."""
     max_remembered: int = 524_288
     """Requests remembered against replay, of all peers; more are refused until older ones expire."""
     max_remembered_per_peer: int = 65_536
-    """Of them, for one peer: with 120 s of skew, 546 requests a second for good."""
+    """Among them, for one peer: with 120 s of skew, a steady 546 requests a second."""
 
     def __post_init__(self) -> None:
         """Checks every value.
@@ -115,33 +90,33 @@ class RpcConfig:
                 split_address(self.public_address)
             except TrainerUsageError as error:
                 raise TrainerUsageError(f"rpc.public_address: {error}") from None
-        for name in _POSITIVE_SECONDS:
-            value: float = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise TrainerUsageError(f"rpc.{name}: expected a positive number of seconds, found {value}")
-        if not (math.isfinite(self.stop_grace_s) and self.stop_grace_s >= 0):
-            raise TrainerUsageError(f"rpc.stop_grace_s: expected seconds, 0 or more, found {self.stop_grace_s}")
-        for name in _COUNTS:
-            count: int = getattr(self, name)
-            if count < 1:
-                raise TrainerUsageError(f"rpc.{name}: expected 1 or more, found {count}")
+        for name in (field.name for field in fields(self)):
+            value = getattr(self, name)
+            if name == "stop_grace_s":
+                if not (math.isfinite(value) and value >= 0):
+                    raise TrainerUsageError(f"rpc.{name}: expected seconds, 0 or more, found {value}")
+            elif name.endswith("_s"):
+                if not (math.isfinite(value) and value > 0):
+                    raise TrainerUsageError(f"rpc.{name}: expected a positive number of seconds, found {value}")
+            elif name.startswith("max_") and value < 1:
+                raise TrainerUsageError(f"rpc.{name}: expected 1 or more, found {value}")
         if self.stall_timeout_s < 2 * self.heartbeat_s:
             raise TrainerUsageError(
                 f"rpc.stall_timeout_s: expected at least two heartbeats ({2 * self.heartbeat_s} s), "
                 f"found {self.stall_timeout_s}"
             )
         for peer_id in self.allowed_peers:
-            if not _PEER_ID.fullmatch(peer_id):
+            if not is_peer_id(peer_id):
                 raise TrainerUsageError(f"rpc.allowed_peers: expected 64 hexadecimal digits, found {peer_id!r}")
 
 
 def has_port(address: str) -> bool:
-    """Whether there is a port after the host, which may be an IPv6 one in brackets."""
+    """Returns whether a port follows the host, which may be an IPv6 one in brackets."""
     return ":" in address.rpartition("]")[2]
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """``"host:port"`` or ``"[v6]:port"`` → host without brackets, port.
+    """Splits ``"host:port"`` or ``"[v6]:port"`` into the host without brackets and the port.
 
     Raises:
         TrainerUsageError: it is neither.

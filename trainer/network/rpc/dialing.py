@@ -1,18 +1,18 @@
-"""Which addresses this node connects to, and how often: addresses come from strangers, who may name anybody's.
+"""Which addresses this node connects to, and how often: strangers name addresses, and may name any machine's.
 
-Without this, whoever can announce himself has all nodes of a run connect wherever he likes: to services of their own
-machines and networks, or all at once to a victim. So every connection that an endpoint opens is judged here, by the
-address it goes to and not by the identity that is claimed for it:
+Without this, a stranger who announces addresses could have all nodes of a run connect to services of their own machines
+and networks, or all at once to a victim. So every connection that an endpoint opens is judged here, by the address it
+goes to and not by the identity that is claimed for it:
 
 - Loopback, private and link-local addresses are dialled where the operator named one of that kind, or said that the run
-  is private. A host name is resolved, what it resolves to is judged, and that is dialled.
+  is private. A host name is resolved; what it resolves to is judged, and that is dialled.
 - This node's own listening address is never dialled for another node, nor are ports below 1024.
 - An address at which no node has answered is tried once, then after pauses that grow. A host has a budget for all
   such ports together: 8 and then one in 10 s, or 64 and then one a second where it has been in contact with this node.
 
-What the operator named himself (`guard`) is exempt. The trade-off: a node that was silent when it was first tried waits
-for the end of the pause, 10 s where its host has been in contact and 20 s elsewhere. An endpoint that was not told to
-guard itself dials what its program names.
+Addresses that the operator named (`guard`) are exempt. The trade-off: a node that was silent when it was first tried
+waits for the end of the pause, 10 s where its host has been in contact and 20 s elsewhere. An endpoint without `guard`
+dials what its program names.
 """
 
 from __future__ import annotations
@@ -22,37 +22,31 @@ import socket
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TypeVar
 
 from trainer.errors import PeerUnavailableError, TrainerUsageError
 from trainer.network.rpc.config import RpcConfig, has_port, split_address
 from trainer.network.rpc.messages import Peer, PeerId
 from trainer.network.rpc.remote_address import HostKind, address_group, host_kind
-from trainer.network.rpc.token_buckets import TokenBuckets
+from trainer.network.rpc.token_buckets import TokenBuckets, remember
 
 __all__ = ["DialRefusedError", "Dialing", "Socket"]
 
 Socket = tuple[str, int]
 """An IP address and a port."""
 
-K = TypeVar("K")
-V = TypeVar("V")
-
 _MIN_STRANGERS_PORT = 1024
 _PAUSE_GROWTH = 3.0
 _PAUSES_S = (20.0, 3600.0)
 """The first and the longest."""
 _PAUSES_IN_CONTACT_S = (10.0, 60.0)
-"""Of addresses at a host that talks to this node: it can spare itself the calls it brings about."""
+"""At a host that talks to this node: the host can spare itself the calls it brings about."""
 _CONTACT_S = 600.0
 _HOST_BURST = 8.0
 _HOST_DIALS_PER_S = 0.1
 _BURST_IN_CONTACT = 64.0
-_DIALS_IN_CONTACT_PER_S = 1.0
-"""Of hosts in contact; a try that a node answers is not counted."""
+_DIALS_IN_CONTACT_PER_S = 1.0  # A try that a node answers is not counted.
 _MAX_FAILURES = 30
-"""So often in a row an address where a node once answered may fail before it counts as a stranger's."""
+"""Failures in a row after which an address where a node once answered counts as a stranger's."""
 _MAX_REMEMBERED = 4096
 _RESOLVED_FOR_S = 60.0
 _MAX_RESOLVED_ADDRESSES = 4
@@ -70,14 +64,6 @@ class DialRefusedError(PeerUnavailableError):
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
         self.reason = reason
-
-
-@dataclass(slots=True)
-class _Tried:
-    """A stranger's address that has been tried."""
-
-    until_s: float
-    pause_s: float
 
 
 class Dialing:
@@ -98,7 +84,7 @@ class Dialing:
         self._kinds: set[HostKind] = {"public"}
         """Kinds of address that the operator has named."""
         self._kinds_of_named: set[HostKind] = set()
-        """Of them, those of the nodes to begin with."""
+        """Among them, the kinds of the initial peers."""
         self._derived_kind: HostKind | None = None
         self._named: set[str] = set()
         self._named_sockets: set[Socket] = set()
@@ -106,13 +92,14 @@ class Dialing:
         self._own_loopback_port = 0
         self._answered: OrderedDict[Socket, int] = OrderedDict()
         """Where a node has answered, and how often in a row connecting has failed since."""
-        self._tried: OrderedDict[Socket, _Tried] = OrderedDict()
+        self._tried: OrderedDict[Socket, tuple[float, float]] = OrderedDict()
+        """Strangers' addresses that were tried: until when each is paused, and for how many seconds."""
         self._contacts: OrderedDict[str, float] = OrderedDict()
         self._budgets = {
             False: TokenBuckets(_HOST_BURST, _HOST_DIALS_PER_S, clock),
             True: TokenBuckets(_BURST_IN_CONTACT, _DIALS_IN_CONTACT_PER_S, clock),
         }
-        """Of hosts that have not been in contact, and of those that have, for addresses where no node has answered."""
+        """By whether the host has been in contact; for addresses where no node has answered."""
         self._resolved: OrderedDict[str, tuple[float, tuple[str, ...]]] = OrderedDict()
         self._resolving = asyncio.Semaphore(_MAX_RESOLVING)
         told = (config.host, split_address(config.public_address)[0] if has_port(config.public_address) else "")
@@ -120,10 +107,10 @@ class Dialing:
             self._learn_kind(host, self._kinds)
 
     def guard(self, named: Iterable[str], *, allow_private: bool) -> None:
-        """From now on addresses may come from strangers.
+        """From now on judges addresses, because they may come from strangers.
 
         Args:
-            named: ``host:port`` (or a host alone) of the nodes the operator named to begin with.
+            named: ``host:port`` (or a host alone) of the initial peers, which the operator named.
             allow_private: dial loopback, private and link-local addresses, whoever names them.
         """
         self._is_guarded = True
@@ -134,7 +121,7 @@ class Dialing:
             self._learn_kind(host, self._kinds, self._kinds_of_named)
 
     def listening_at(self, address: str, port: int) -> None:
-        """This node is reached at ``address`` (``host:port``), and listens on ``port`` of its own host."""
+        """Learns that this node is reached at ``address`` (``host:port``), and listens on ``port`` of its own host."""
         host, public_port = split_address(address)
         self._own = {(host, public_port), (host, port), (self._config.host, port)}
         if self._config.host in ("0.0.0.0", "::", ""):
@@ -143,12 +130,11 @@ class Dialing:
                 self._derived_kind = host_kind(host)
 
     def is_own(self, address: str) -> bool:
-        """Whether this node listens at ``host:port``."""
-        host, port = split_address(address)
-        return self._is_own(host, port)
+        """Returns whether this node listens at ``host:port``."""
+        return self._is_own(*split_address(address))
 
     def objection(self, address: str) -> str:
-        """Why a stranger's address would not be dialled, as `DialRefusedError.reason`; empty: it may be.
+        """Returns why a stranger's address would not be dialled, as `DialRefusedError.reason`; empty: it may be.
 
         A name is objected to only once it is resolved, when it is dialled.
         """
@@ -163,11 +149,11 @@ class Dialing:
         return self._objection(host, port)
 
     async def admit(self, peer: Peer) -> tuple[Socket, ...]:
-        """Where to connect for this peer, in order; counts as a try of an address where nobody has answered yet.
+        """Returns where to connect for this peer, in order; counts a try of an address where no node has answered.
 
         Raises:
             DialRefusedError: nowhere, or not now.
-            TrainerUsageError: the address is none.
+            TrainerUsageError: the address is malformed.
         """
         host, port = split_address(peer.address)
         if not self._is_guarded or peer.peer_id == self.peer_id:
@@ -188,33 +174,33 @@ class Dialing:
         raise DialRefusedError(reason, f"{peer.address} is not dialled because a stranger names it ({reason})")
 
     def num_dials(self, host: str) -> float:
-        """How many addresses of this host (`address_group`) where no node has answered yet may be tried now."""
+        """Returns how many addresses of this host (`address_group`) where no node has answered may be tried now."""
         return self._budgets[self._is_in_contact(host)].left(host) if self._is_guarded else float("inf")
 
     def counts(self, address: str) -> bool:
-        """Whether a try of this address would be one of `num_dials`; of a name that is judged when it is dialled."""
+        """Returns whether a try of this address counts against `num_dials`; a name is judged when it is dialled."""
         where = split_address(address)
         is_known = where in self._answered or where in self._named_sockets or address in self._named
         return self._is_guarded and not is_known and host_kind(where[0]) is not None
 
     def answered(self, where: Socket) -> None:
-        """A node has answered there, with a signed message."""
+        """Records that a node has answered there, with a signed message."""
         group = address_group(where[0])
         if self._tried.pop(where, None) is not None:
             self._budgets[True].give_back(group)
-        _remember(self._answered, where, 0)
+        remember(self._answered, where, 0, _MAX_REMEMBERED)
         self.in_contact(group)
 
     def failed(self, where: Socket) -> None:
-        """Connecting did not work."""
+        """Records that connecting did not work."""
         if where in self._answered:
             self._answered[where] += 1
             if self._answered[where] >= _MAX_FAILURES:
                 del self._answered[where]
 
     def in_contact(self, host: str) -> None:
-        """A node at this host (`address_group`) talks to this one: it is no bystander."""
-        _remember(self._contacts, host, self._clock())
+        """Records that a node at this host (`address_group`) talks to this one, so that it is no bystander."""
+        remember(self._contacts, host, self._clock(), _MAX_REMEMBERED)
 
     def _is_in_contact(self, host: str) -> bool:
         return self._clock() - self._contacts.get(host, -_CONTACT_S) < _CONTACT_S
@@ -237,34 +223,25 @@ class Dialing:
         return (ip, port) in self._own or (host_kind(ip) == "loopback" and port == self._own_loopback_port)
 
     def _count_try(self, address: str, where: Socket) -> None:
-        """Counts a try.
-
-        Raises:
-            DialRefusedError: ``pause`` or ``budget``.
-        """
+        """Counts a try; raises DialRefusedError: ``pause`` or ``budget``."""
         if where in self._answered or where in self._named_sockets:
             return
         now_s = self._clock()
         group = address_group(where[0])
         is_in_contact = self._is_in_contact(group)
-        tried = self._tried.get(where)
-        if tried is not None and tried.until_s > now_s:
-            wait_s = tried.until_s - now_s
+        until_s, last_pause_s = self._tried.get(where, (0.0, 0.0))
+        if last_pause_s and until_s > now_s:
             raise DialRefusedError(
-                "pause", f"{address} is not dialled for another {wait_s:.0f} s: no node answered there"
+                "pause", f"{address} is not dialled for another {until_s - now_s:.0f} s: no node answered there"
             )
         if not self._budgets[is_in_contact].take(group):
             raise DialRefusedError("budget", f"{address} is not dialled now: too many ports of its host were")
         first_s, longest_s = _PAUSES_IN_CONTACT_S if is_in_contact else _PAUSES_S
-        pause_s = first_s if tried is None else min(_PAUSE_GROWTH * tried.pause_s, longest_s)
-        _remember(self._tried, where, _Tried(now_s + pause_s, pause_s))
+        pause_s = min(_PAUSE_GROWTH * last_pause_s, longest_s) if last_pause_s else first_s
+        remember(self._tried, where, (now_s + pause_s, pause_s), _MAX_REMEMBERED)
 
     async def _resolve(self, host: str) -> tuple[str, ...]:
-        """The addresses of a host.
-
-        Raises:
-            DialRefusedError: ``name``: there is no such host, or it cannot be looked up now.
-        """
+        """Returns the addresses of a host; raises DialRefusedError: ``name`` if it cannot be looked up."""
         if host_kind(host) is not None:
             return (host,)
         known = self._resolved.get(host)
@@ -279,7 +256,7 @@ class Dialing:
             text = "its name cannot be looked up now" if is_later else "no such host"
             raise DialRefusedError("name", f"{host} cannot be reached: {text}") from None
         hosts = tuple(dict.fromkeys(str(entry[4][0]) for entry in found))[:_MAX_RESOLVED_ADDRESSES]
-        _remember(self._resolved, host, (self._clock() + _RESOLVED_FOR_S, hosts))
+        remember(self._resolved, host, (self._clock() + _RESOLVED_FOR_S, hosts), _MAX_REMEMBERED)
         return hosts
 
     def _learn_kind(self, host: str, *into: set[HostKind]) -> None:
@@ -287,11 +264,3 @@ class Dialing:
         if kind is not None and kind != "unusable":
             for kinds in into:
                 kinds.add(kind)
-
-
-def _remember(table: OrderedDict[K, V], key: K, value: V) -> None:
-    """Sets an entry, as the newest; forgets the oldest beyond the bound."""
-    table[key] = value
-    table.move_to_end(key)
-    if len(table) > _MAX_REMEMBERED:
-        table.popitem(last=False)

@@ -1,4 +1,4 @@
-"""A node's one door: it answers what is registered, and calls others.
+"""A node's single entry point for calls: it answers what is registered, and calls others.
 
     async def answer(request: Request[Ask]) -> Reply[Answer]:
         return Reply(Answer(text=request.body.text))
@@ -7,17 +7,22 @@
     await endpoint.start()
     reply = await endpoint.call(peer, "demo/ask", Ask(text="?"), Answer, timeout_s=10)
 
-Everything happens on the event loop in which `start` was awaited.
+Everything happens on the event loop in which `start` was awaited. The calling side believes nothing that comes back
+before it is verified. A peer whose answer fails a check is as good as one that did not answer: the caller gets
+PeerUnavailableError, and the reason is counted with the refusals. An answer that the peer has signed but that does not
+fit the question is a MalformedAnswerError. RefusedError is what the *peer* refused.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import socket
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
-from typing import Any, TypeVar, cast
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, TypeAlias, TypeVar, cast
 
 import grpc
 from grpc import aio
@@ -25,19 +30,20 @@ from pydantic import BaseModel
 from typing_extensions import Buffer
 
 from genesis.open_files import raise_open_files
-from trainer.errors import TrainerUsageError
-from trainer.network.rpc.accepted_sockets import AcceptedSockets
-from trainer.network.rpc.calling import Calling
-from trainer.network.rpc.certificates import certificate_digest, make_certificate
+from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedError, TrainerUsageError
+from trainer.network.rpc.boundary import parse_body, peer_boundary
+from trainer.network.rpc.call import CALL_FRAMES, STREAM_FRAMES, CallTerms, RpcCall
+from trainer.network.rpc.channels import METHOD_PATH, ChannelPool, PeerChannel, channel_options
 from trainer.network.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig, has_port
+from trainer.network.rpc.connections import AcceptedSockets
 from trainer.network.rpc.dialing import Dialing
-from trainer.network.rpc.identity import Identity
-from trainer.network.rpc.limits import ByteBudget
-from trainer.network.rpc.links import METHOD_PATH, channel_options
-from trainer.network.rpc.messages import Counters, Peer, PeerId, Reply, Request
+from trainer.network.rpc.envelope import SealedFrame
+from trainer.network.rpc.identity import Identity, certificate_digest, make_certificate
+from trainer.network.rpc.messages import Peer, PeerId, Reply, Request, peer_name
 from trainer.network.rpc.serving import CallHandler, Method, Serving, StreamHandler
-from trainer.network.rpc.standing import Contacts, Standing
-from trainer.network.rpc.stream import Stream, end_task
+from trainer.network.rpc.standing import Share
+from trainer.network.rpc.stream import Stream
+from trainer.network.rpc.wire import ClientWire, FrameWriter, end_task
 
 __all__ = ["Endpoint"]
 
@@ -49,11 +55,14 @@ _UNGUARDED_IDLE_MS = 60_000
 """The same where the platform does not let the guard see connections (`trainer.network.rpc.connections`)."""
 _SPARE_DESCRIPTORS = 768
 """For everything in this process but connections from others: connections to others, to the API (336), files, pipes."""
-_STOP_S = 5.0
+_STOP_TIMEOUT_S = 5.0
 """How long cancelled handlers may take to clean up."""
+_LAST_WRITE_TIMEOUT_S = 1.0
+"""A write ends with its call, which was cancelled before."""
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 ReplyT = TypeVar("ReplyT", bound=BaseModel)
+OpenFrame: TypeAlias = Callable[[bytes], SealedFrame | None]
 
 
 class Endpoint:
@@ -68,49 +77,25 @@ class Endpoint:
     def __init__(self, identity: Identity, run_id: str, config: RpcConfig) -> None:
         if not 1 <= len(run_id) <= 128:
             raise TrainerUsageError(f"expected a run_id of 1 to 128 characters, found {len(run_id)}")
-        self._identity = identity
-        self._run_id = run_id
+        self.identity = identity
+        self.peer_id: PeerId = identity.peer_id
+        self.run_id = run_id
+        self.allowed_peers = frozenset(config.allowed_peers)
+        """Who may call; empty: anyone."""
+        self.certificate: bytes | None = None
+        """PEM of this node's TLS certificate, for its announcement; None in plain mode and before `start`."""
         self._config = config
-        self.counters = Counters()
-        budget = ByteBudget(config.max_queued_bytes, config.max_queued_bytes_per_peer)
-        self.contacts = Contacts()
+        self._serving = Serving(identity, run_id, config)
+        self.counters = self._serving.counters
+        self.contacts = self._serving.contacts
         """Tells who has answered, and who was served."""
         self.dialing = Dialing(config, identity.peer_id)
         """Judges where to connect."""
         self.contacts.when_served.append(lambda _peer_id, host, _method: self.dialing.in_contact(host))
-        standing = Standing()
-        self.contacts.when_answered.append(standing.answered)
-        self._serving = Serving(identity, run_id, config, self.counters, budget, standing, self.contacts)
-        self._calling = Calling(identity, run_id, config, self.counters, budget, self.dialing, self.contacts)
+        self._channels = ChannelPool(config, self.dialing)
         self._server: aio.Server | None = None
         self._guard: asyncio.Task[None] | None = None
         self._port = 0
-        self._certificate: bytes | None = None
-
-    @property
-    def peer_id(self) -> PeerId:
-        """This node's name."""
-        return self._identity.peer_id
-
-    @property
-    def identity(self) -> Identity:
-        """This node's key."""
-        return self._identity
-
-    @property
-    def run_id(self) -> str:
-        """The run it takes part in."""
-        return self._run_id
-
-    @property
-    def allowed_peers(self) -> frozenset[PeerId]:
-        """Who may call; empty: anyone."""
-        return frozenset(self._config.allowed_peers)
-
-    @property
-    def certificate(self) -> bytes | None:
-        """PEM of this node's TLS certificate, for its announcement; None in plain mode and before `start`."""
-        return self._certificate
 
     @property
     def address(self) -> str:
@@ -124,7 +109,7 @@ class Endpoint:
     @property
     def peer(self) -> Peer:
         """How to call this node."""
-        return Peer(self.peer_id, self.address, self._certificate)
+        return Peer(self.peer_id, self.address, self.certificate)
 
     def register(
         self,
@@ -169,7 +154,7 @@ class Endpoint:
         )
 
     async def start(self) -> None:
-        """Listens.
+        """Begins to listen.
 
         Raises:
             TrainerUsageError: the address cannot be listened on.
@@ -186,7 +171,7 @@ class Endpoint:
             ("grpc.max_allowed_incoming_connections", max_connections),
         ]
         server = aio.server(options=options)
-        handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._serving.exchange)
+        handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._serving.serve)
         service, _, name = METHOD_PATH.lstrip("/").partition("/")
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {name: handler}),))
         self._port = self._listen(server)
@@ -204,11 +189,11 @@ class Endpoint:
         server, self._server = self._server, None
         if server is not None:
             try:
-                async with asyncio.timeout(self._config.stop_grace_s + _STOP_S):
+                async with asyncio.timeout(self._config.stop_grace_s + _STOP_TIMEOUT_S):
                     await server.stop(self._config.stop_grace_s)
             except TimeoutError:
-                logger.warning("a handler goes on although it was cancelled; stopping without it")
-        await self._calling.close()
+                logger.warning("a handler still runs although it was cancelled; stopping without it")
+        await self._channels.close()
 
     async def call(
         self,
@@ -221,12 +206,12 @@ class Endpoint:
         timeout_s: float,
         stall_timeout_s: float | None = None,
     ) -> Reply[ReplyT]:
-        """Asks ``peer``; at most once: nothing is tried again.
+        """Calls ``peer`` once: nothing is tried again.
 
         Args:
-            peer: whom; the answer must be signed by it.
+            peer: must sign the answer.
             method: as registered there.
-            body: its JSON form takes at most 64 KiB with the head.
+            body: its JSON form takes at most 64 KiB with the header.
             reply_model: what the answer's body must be.
             payload: at most 1 MiB.
             timeout_s: until the answer must be here, connection included.
@@ -234,29 +219,113 @@ class Endpoint:
 
         Raises:
             PeerUnavailableError: no connection, no answer in time, silence, or an answer that fails a check.
-            MalformedAnswerError: an answer of the peer's own that is none.
+            MalformedAnswerError: the peer signed an answer that does not fit the question.
             RefusedError: the peer refused; ``reason`` says why.
             TrainerUsageError: the request cannot be sent.
         """
-        return await self._calling.call(
-            peer,
-            method,
-            body,
-            reply_model,
-            payload=payload,
-            timeout_s=timeout_s,
-            stall_timeout_s=stall_timeout_s,
-        )
+        silence_s = self._config.stall_timeout_s if stall_timeout_s is None else stall_timeout_s
+        deadline = asyncio.timeout(timeout_s)
+        try:
+            async with deadline, self._begun(peer, method, timeout_s, CALL_FRAMES) as (call, open_answer):
+                await call.send("request", body=body, payload=payload)
+                wire, reply = call.writer.wire, None
+                while (raw := await wire.read_within(silence_s)) is not None:  # Until the peer has finished.
+                    with peer_boundary(wire.who):
+                        reply = open_answer(raw) or reply
+                if reply is None:
+                    raise PeerUnavailableError(f"{wire.who}: expected a reply, found the end of the call")
+                with peer_boundary(wire.who):
+                    try:
+                        parsed = parse_body(reply, reply_model)
+                    except RefusedError as error:
+                        raise MalformedAnswerError(self._complaint(wire.who, error)) from None
+                return Reply(parsed, reply.payload, reply.header.sender)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise PeerUnavailableError(
+                f"{peer_name(peer.peer_id, peer.address)}: expected an answer to {method!r} within {timeout_s:g} s, "
+                "found none"
+            ) from None
 
-    def open_stream(
+    @asynccontextmanager
+    async def open_stream(
         self, peer: Peer, method: str, body: BaseModel, *, timeout_s: float, stall_timeout_s: float | None = None
-    ) -> AbstractAsyncContextManager[Stream]:
+    ) -> AsyncIterator[Stream]:
         """Opens a stream at ``peer``, for use with ``async with``.
 
         A block left after both sides have ended waits for the peer's handler to finish; left earlier, it cancels the
         handler. Arguments and errors as `call`; errors come from the stream's methods or the end of the block.
         """
-        return self._calling.open_stream(peer, method, body, timeout_s=timeout_s, stall_timeout_s=stall_timeout_s)
+        async with self._begun(peer, method, timeout_s, STREAM_FRAMES) as (call, open_answer):
+            await call.send("open", body=body)
+            stream = Stream(
+                call,
+                open_answer,
+                silence_s=self._config.stall_timeout_s if stall_timeout_s is None else stall_timeout_s,
+                share=Share(peer.peer_id or peer.address, True),
+                max_frames=self._config.max_queued_frames,
+                budget=self._serving.budget,
+            )
+            call.writer.start_heartbeats(self._config.heartbeat_s)
+            async with stream.reading():
+                yield stream
+                await stream.finish()
+
+    @asynccontextmanager
+    async def _begun(
+        self, peer: Peer, method: str, timeout_s: float, expected: frozenset[str]
+    ) -> AsyncIterator[tuple[RpcCall, OpenFrame]]:
+        """Begins a call over a channel to ``peer``, and gives what opens its answers; ends it with the block."""
+        who = peer_name(peer.peer_id, peer.address)
+        try:
+            async with asyncio.timeout(timeout_s):
+                channel = await self._channels.get(peer)
+        except TimeoutError:
+            raise PeerUnavailableError(f"{who}: expected a connection within {timeout_s:g} s, found none") from None
+        grpc_call = channel.begin(timeout_s)
+        writer = FrameWriter(ClientWire(grpc_call, who, self.counters))
+        terms = CallTerms(
+            method=method,
+            run_id=self.run_id,
+            nonce=secrets.token_hex(16),
+            caller=self.peer_id,
+            callee=peer.peer_id,
+            certificate_sha256=channel.certificate_sha256,
+            max_payload_bytes=MAX_PAYLOAD_BYTES,
+        )
+        call = RpcCall(terms, "caller", self.identity, expected, writer)
+        try:
+            yield call, partial(self._open_answer, peer, channel, call)
+        except PeerUnavailableError:
+            await self._channels.drop_if_dead(peer, channel)
+            raise
+        finally:
+            try:
+                await self._channels.finish(channel, grpc_call)
+            finally:
+                await writer.close(_LAST_WRITE_TIMEOUT_S)
+
+    def _open_answer(self, peer: Peer, channel: PeerChannel, call: RpcCall, raw: bytes) -> SealedFrame | None:
+        """Checks a frame that came back; the first one that passes also confirms the peer's certificate.
+
+        Raises:
+            PeerUnavailableError: it fails a check.
+        """
+        try:
+            frame = call.open(raw)
+        except RefusedError as error:
+            raise PeerUnavailableError(self._complaint(call.writer.wire.who, error)) from None
+        if frame is not None and frame.header.sequence == 0:
+            self._channels.confirm(peer, channel, frame.header.sender)
+            for listener in self.contacts.when_answered:
+                listener(frame.header.sender, peer.address, frame.header.method)
+        return frame
+
+    def _complaint(self, who: str, error: RefusedError) -> str:
+        """Counts an answer that failed a check, and describes it."""
+        self.counters.count_refusal(error.reason)
+        return f"{who} gave an answer that fails a check ({error.reason}): {error}"
 
     def _fitting_connections(self) -> int:
         """As many as configured, or as the process may hold open."""
@@ -278,14 +347,14 @@ class Endpoint:
         try:
             if not self._config.tls:
                 return server.add_insecure_port(address)
-            own = make_certificate()
-            port = server.add_secure_port(address, grpc.ssl_server_credentials([(own.key_pem, own.certificate_pem)]))
+            certificate_pem, key_pem = make_certificate()
+            port = server.add_secure_port(address, grpc.ssl_server_credentials([(key_pem, certificate_pem)]))
         except RuntimeError as error:
             raise TrainerUsageError(
                 f"expected to listen on {address}, found it taken or not of this machine ({error}); choose another port"
             ) from None
-        self._certificate = own.certificate_pem
-        self._serving.certificate_sha256 = certificate_digest(own.certificate_pem)
+        self.certificate = certificate_pem
+        self._serving.certificate_sha256 = certificate_digest(certificate_pem)
         return port
 
 

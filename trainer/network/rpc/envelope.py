@@ -1,25 +1,21 @@
-"""The one form of every message: a prefix of fixed size, a signature, a JSON head, a payload.
+"""The one form of every message: a prefix of fixed size, a signature, a JSON header, a payload.
 
     offset  bytes
     0       4      magic, 89 47 6E 52
     4       4      protocol version                       (unsigned 32 bit little endian, like the sizes)
-    8       4      size of the head, at most 65,536
+    8       4      size of the header, at most 65,536
     12      4      size of the payload, at most 1,048,576
-    16      64     ed25519 signature of the sender over bytes 0..16 and the head
-    80      ...    head: one JSON object, `Head`
-    ...     ...    payload: raw bytes, whose BLAKE3 is in the head
+    16      64     ed25519 signature of the sender over bytes 0..16 and the header
+    80      ...    header: one JSON object, `EnvelopeHeader`
+    ...     ...    payload: raw bytes, whose BLAKE3 is in the header
 
-Checks go from cheap to dear, each with its own reason: sizes, magic and version before JSON (`parse_head`), JSON before
-the signature (`verify_head`, 140 µs), that before the digest of the payload (`verify_payload`, 0.17 ms a MiB). What a
-head says is nobody's word before `verify_head`.
+Checks go from cheap to expensive, each with its own reason: sizes, magic and version before JSON (`parse_header`), JSON
+before the signature (`verify_header`, 140 µs), that before the digest of the payload (`verify_payload`, 0.17 ms a MiB;
+SHA-256 would take 0.62 ms, a quarter of all a frame costs). A header proves nothing before `verify_header`.
 
-BLAKE3 and not SHA-256, which takes 0.62 ms a MiB: each frame is hashed at both ends, and that was a quarter of all the
-processor time it takes to get it there. It is short enough to be done in the event loop; handing it to a thread costs
-more.
-
-A heartbeat is the prefix alone with both sizes 0. It needs no signature because it carries nothing: it can start no
-handler and ends up in no result, and the one thing it does, to put off `stall_timeout_s`, is bounded by the deadline
-of the call; whoever can inject one into the connection (TLS: nobody else) could as well delay the real ones.
+A heartbeat is the prefix alone with both sizes 0. It needs no signature because it carries nothing. All it does is to
+put off `stall_timeout_s`, which the deadline of the call bounds. An attacker who can inject one into the connection
+(with TLS: only the peer itself) could as well delay the real ones.
 
 The signature cannot be taken for one over another kind of document of the same key: announcements and manifests are
 JSON, and no JSON begins with byte 0x89.
@@ -28,6 +24,8 @@ JSON, and no JSON begins with byte 0x89.
 from __future__ import annotations
 
 import json
+import math
+import re
 import struct
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
@@ -37,38 +35,41 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from typing_extensions import Buffer
 
 from trainer.errors import RefusedError, TrainerUsageError
-from trainer.network.rpc.config import MAX_HEAD_BYTES, MAX_PAYLOAD_BYTES
+from trainer.network.rpc.config import MAX_PAYLOAD_BYTES
 from trainer.network.rpc.identity import Identity, verify_signature
-from trainer.network.rpc.reasons import Reason
-from trainer.network.rpc.strict_json import parse_strict_json
+from trainer.network.rpc.messages import Reason
 
 __all__ = [
     "HEARTBEAT",
     "MAX_FRAME_BYTES",
     "PROTOCOL_VERSION",
-    "Head",
+    "EnvelopeHeader",
     "SealedFrame",
     "first_line",
-    "parse_head",
+    "parse_header",
+    "parse_strict_json",
     "seal",
-    "verify_head",
+    "verify_header",
     "verify_payload",
 ]
 
 MAGIC: Final = b"\x89GnR"
 PROTOCOL_VERSION: Final = 2
 _PREFIX: Final = struct.Struct("<4sIII")
-_SIGNATURE_BYTES: Final = 64
-_MAX_COMPLAINT_CHARS: Final = 200
-_HEAD_START: Final = _PREFIX.size + _SIGNATURE_BYTES
-MAX_FRAME_BYTES: Final = _HEAD_START + MAX_HEAD_BYTES + MAX_PAYLOAD_BYTES
+_HEADER_START: Final = _PREFIX.size + 64
+_MAX_HEADER_BYTES: Final = 1 << 16
+MAX_FRAME_BYTES: Final = _HEADER_START + _MAX_HEADER_BYTES + MAX_PAYLOAD_BYTES
 HEARTBEAT: Final = _PREFIX.pack(MAGIC, PROTOCOL_VERSION, 0, 0)
+
+_MAX_COMPLAINT_CHARS: Final = 200
+_MAX_DEPTH: Final = 32
+_MAX_INTEGER_DIGITS: Final = 19
 
 _Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _Counter = Annotated[int, Field(ge=0, lt=2**53)]
 
 
-class Head(BaseModel):
+class EnvelopeHeader(BaseModel):
     """What the sender signs about a frame."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
@@ -81,9 +82,9 @@ class Head(BaseModel):
     run_id: Annotated[str, Field(min_length=1, max_length=128)]
     sender: _Hex32
     recipient: _Hex32 | Literal[""]
-    """"" in the first frame of an exchange: whoever is reached."""
+    """"" in the first frame of a call to an address of which no identity is known."""
     nonce: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-    """Drawn by the caller; all frames of the exchange carry it."""
+    """Drawn by the caller; all frames of the call carry it."""
     sequence: _Counter
     """Counts the frames of each direction from 0 without gaps."""
     index: _Counter = 0
@@ -91,40 +92,30 @@ class Head(BaseModel):
     sent_at: Annotated[float, Field(ge=0, le=2.0**40)]
     """Seconds since 1970; checked in first frames, which alone can be replayed."""
     certificate_sha256: _Hex32 | Literal[""]
-    """Of the callee's TLS certificate, as this side knows it: the two differ if somebody stands in between."""
+    """Of the callee's TLS certificate as the sender knows it: the two differ if there is a man in the middle."""
     payload_blake3: _Hex32
     body: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SealedFrame:
-    """A frame as received, its head read, nothing about it verified yet."""
+    """A frame as received, its header read, nothing about it verified yet."""
 
-    head: Head
+    header: EnvelopeHeader
     raw: bytes
     payload: memoryview
-
-    @property
-    def signature(self) -> bytes:
-        """The 64 bytes that are to be one."""
-        return self.raw[_PREFIX.size : _HEAD_START]
-
-    @property
-    def signed(self) -> bytes:
-        """What the signature is over."""
-        return self.raw[: _PREFIX.size] + self.raw[_HEAD_START : len(self.raw) - len(self.payload)]
 
 
 def seal(identity: Identity, fields: dict[str, object], payload: Buffer = b"") -> bytes:
     """Makes a frame; hashes the payload once and copies it once.
 
     Args:
-        identity: signs; becomes the head's sender.
-        fields: `Head`'s fields but sender and payload_blake3, already of the right types.
+        identity: signs; becomes the header's sender.
+        fields: those of `EnvelopeHeader` but sender and payload_blake3, already of the right types.
         payload: at most 1 MiB.
 
     Raises:
-        TrainerUsageError: head or payload are larger than a frame may be, or hold what JSON cannot.
+        TrainerUsageError: header or payload are larger than a frame may be, or hold what JSON cannot.
     """
     view = memoryview(payload).cast("B")
     digest = blake3(view).hexdigest()
@@ -135,44 +126,47 @@ def seal(identity: Identity, fields: dict[str, object], payload: Buffer = b"") -
             separators=(",", ":"),
             allow_nan=False,
         )
-        head = text.encode()
+        header = text.encode()
     except ValueError as error:
         raise TrainerUsageError(f"expected a body that JSON can hold, found {error}") from None
-    if len(head) > MAX_HEAD_BYTES:
+    if len(header) > _MAX_HEADER_BYTES:
         raise TrainerUsageError(
-            f"expected a body of at most {MAX_HEAD_BYTES} bytes with its head, found {len(head)}; send it as payload"
+            f"expected a body of at most {_MAX_HEADER_BYTES} bytes with its header, found {len(header)}; "
+            "send it as payload"
         )
     if len(view) > MAX_PAYLOAD_BYTES:
         raise TrainerUsageError(f"expected a payload of at most {MAX_PAYLOAD_BYTES} bytes, found {len(view)}; split it")
-    prefix = _PREFIX.pack(MAGIC, PROTOCOL_VERSION, len(head), len(view))
-    return b"".join((prefix, identity.sign(prefix + head), head, view))
+    prefix = _PREFIX.pack(MAGIC, PROTOCOL_VERSION, len(header), len(view))
+    return b"".join((prefix, identity.sign(prefix + header), header, view))
 
 
-def parse_head(raw: bytes) -> SealedFrame | None:
-    """Reads sizes and head; None: a heartbeat.
+def parse_header(raw: bytes) -> SealedFrame | None:
+    """Reads sizes and header of a frame; returns None for a heartbeat.
 
     Raises:
         RefusedError: ``size``, ``magic``, ``protocol`` or ``head``.
     """
     if raw == HEARTBEAT:
         return None
-    head_bytes, payload_bytes = _check_prefix(raw)
-    payload_start = _HEAD_START + head_bytes
+    header_bytes, payload_bytes = _check_prefix(raw)
+    payload_start = _HEADER_START + header_bytes
     try:
-        head = Head.model_validate(parse_strict_json(raw[_HEAD_START:payload_start]))
+        header = EnvelopeHeader.model_validate(parse_strict_json(raw[_HEADER_START:payload_start]))
     except (ValidationError, ValueError, RecursionError) as error:
-        raise RefusedError(Reason.HEAD, f"expected a head of this protocol, found {first_line(error)}") from None
-    return SealedFrame(head, raw, memoryview(raw)[payload_start : payload_start + payload_bytes])
+        raise RefusedError(Reason.HEAD, f"expected a header of this protocol, found {first_line(error)}") from None
+    return SealedFrame(header, raw, memoryview(raw)[payload_start : payload_start + payload_bytes])
 
 
-def verify_head(frame: SealedFrame) -> None:
-    """Checks that the sender named in the head signed it.
+def verify_header(frame: SealedFrame) -> None:
+    """Checks that the sender named in the header signed it.
 
     Raises:
         RefusedError: ``signature``.
     """
-    if not verify_signature(frame.head.sender, frame.signed, frame.signature):
-        raise RefusedError(Reason.SIGNATURE, f"expected a signature by {frame.head.sender}, found none or a wrong one")
+    raw, sender = frame.raw, frame.header.sender
+    signed = raw[: _PREFIX.size] + raw[_HEADER_START : len(raw) - len(frame.payload)]
+    if not verify_signature(sender, signed, raw[_PREFIX.size : _HEADER_START]):
+        raise RefusedError(Reason.SIGNATURE, f"expected a signature by {sender}, found none or a wrong one")
 
 
 def verify_payload(frame: SealedFrame) -> None:
@@ -181,15 +175,16 @@ def verify_payload(frame: SealedFrame) -> None:
     Raises:
         RefusedError: ``digest``.
     """
-    digest = blake3(frame.payload).hexdigest()
-    if digest != frame.head.payload_blake3:
-        raise RefusedError(Reason.DIGEST, f"expected a payload with BLAKE3 {frame.head.payload_blake3}, found {digest}")
+    expected, found = frame.header.payload_blake3, blake3(frame.payload).hexdigest()
+    if found != expected:
+        raise RefusedError(Reason.DIGEST, f"expected a payload with BLAKE3 {expected}, found {found}")
 
 
 def _check_prefix(raw: bytes) -> tuple[int, int]:
+    """Returns the sizes of header and payload."""
     if not _PREFIX.size <= len(raw) <= MAX_FRAME_BYTES:
         raise RefusedError(Reason.SIZE, f"expected {_PREFIX.size} to {MAX_FRAME_BYTES} bytes, found {len(raw)}")
-    magic, version, head_bytes, payload_bytes = _PREFIX.unpack_from(raw)
+    magic, version, header_bytes, payload_bytes = _PREFIX.unpack_from(raw)
     if magic != MAGIC:
         raise RefusedError(Reason.MAGIC, f"expected a frame beginning {MAGIC!r}, found {magic!r}")
     if version != PROTOCOL_VERSION:
@@ -197,20 +192,85 @@ def _check_prefix(raw: bytes) -> tuple[int, int]:
             Reason.PROTOCOL,
             f"expected protocol version {PROTOCOL_VERSION}, found {version}; run the same release on all nodes",
         )
-    if head_bytes > MAX_HEAD_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
+    if header_bytes > _MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
         raise RefusedError(
             Reason.SIZE,
-            f"expected at most {MAX_HEAD_BYTES} + {MAX_PAYLOAD_BYTES} bytes, found {head_bytes} + {payload_bytes}",
+            f"expected at most {_MAX_HEADER_BYTES} + {MAX_PAYLOAD_BYTES} bytes, found {header_bytes} + {payload_bytes}",
         )
-    if _HEAD_START + head_bytes + payload_bytes != len(raw):
-        expected = _HEAD_START + head_bytes + payload_bytes
+    expected = _HEADER_START + header_bytes + payload_bytes
+    if len(raw) != expected:
         raise RefusedError(Reason.SIZE, f"expected {expected} bytes as the prefix says, found {len(raw)}")
-    return head_bytes, payload_bytes
+    return header_bytes, payload_bytes
 
 
 def first_line(error: Exception) -> str:
-    """The first complaint of a parser or model; short, because names in it came from outside."""
+    """Returns the first complaint of a parser or model, cut short, because names in it came from outside."""
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"[:_MAX_COMPLAINT_CHARS]
     return str(error).partition("\n")[0][:_MAX_COMPLAINT_CHARS]
+
+
+def parse_strict_json(data: bytes) -> dict[str, Any]:
+    """Parses one JSON object that has one reading only.
+
+    Two parsers that disagree about a message are a way to have it signed as one thing and obeyed as another. So what
+    parsers are known to disagree on is refused: repeated keys, NaN and infinities (also spelled 1e999), bytes that are
+    not UTF-8, lone surrogates, integers that do not fit 64 bits, and nesting deeper than any message here.
+
+    Args:
+        data: UTF-8 text; its size, which the caller has bounded, bounds what is built here (some 30 bytes a byte).
+
+    Raises:
+        ValueError: it is not a JSON object, or has two readings.
+    """
+    text = data.decode("utf-8")
+    _check_depth(text)
+    value = _DECODER.decode(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object, found {type(value).__name__}")  # noqa: TRY004
+    if "\\u" in text:
+        # Escapes can spell lone surrogates, which UTF-8 cannot: writing finds them (UnicodeEncodeError).
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
+def _check_depth(text: str) -> None:
+    """Bounds the nesting before the parser recurses; counting brackets is enough for most messages."""
+    if text.count("[") + text.count("{") <= _MAX_DEPTH:
+        return
+    depth = 0
+    in_string = False
+    for token in re.finditer(r'\\.|["\[\]{}]', text):
+        char = token.group()
+        if char == '"':
+            in_string = not in_string
+        elif not in_string and char in "[{":
+            depth += 1
+            if depth > _MAX_DEPTH:
+                raise ValueError(f"expected at most {_MAX_DEPTH} levels of nesting, found more")
+        elif not in_string and char in "]}":
+            depth -= 1
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("expected each key once, found one repeated")
+    return result
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"expected finite numbers, found {text[:24]}")
+    return value
+
+
+def _integer(text: str) -> int:
+    if len(text.lstrip("-")) > _MAX_INTEGER_DIGITS:
+        raise ValueError(f"expected integers of at most {_MAX_INTEGER_DIGITS} digits, found one of {len(text)}")
+    return int(text)
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_float, parse_float=_float, parse_int=_integer)

@@ -1,12 +1,12 @@
 """How much peers may have a node do and hold at once: each of them, each address, and all together.
 
-What does not fit is refused at once (calls, streams), or waits on the peer's side of the connection (frames of a
-stream: `ByteBudget` never blocks, its users leave the next frame unread).
+A call or stream that does not fit is refused at once. A frame of a stream waits on the peer's side of the connection:
+`ByteBudget` never blocks, its users leave the next frame unread.
 
 Peers that are not proven (`trainer.network.rpc.standing`) share what their address may take, half of everything, and
-leave a quarter of everything to the proven. Where a limit is reached, a newcomer gets the slot of the call that has
-stood still for longest, of the address and holder that have most, instead of being refused. So slots that are taken and
-left lying keep nobody out.
+leave a quarter of everything to the proven. Where a limit is reached, a newcomer is not refused if another call stands
+still: it gets the slot of the one that has stood still for longest, of the address and holder that have most. So slots
+that are taken and left unused keep no newcomer out.
 """
 
 from __future__ import annotations
@@ -15,23 +15,17 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeVar
 
 from trainer.errors import RefusedError
-from trainer.network.rpc.config import RpcConfig
-from trainer.network.rpc.reasons import Reason
+from trainer.network.rpc.messages import Reason
 from trainer.network.rpc.standing import Share
+from trainer.network.rpc.token_buckets import count_down
 
-__all__ = ["ByteBudget", "Claim", "ServingLimits", "Slot", "Slots", "unproven_part"]
-
-K = TypeVar("K")
-
-_MAX_GREYLISTED = 1024
-"""Calls of one address that wait; of all such addresses together, twice as many."""
+__all__ = ["ByteBudget", "Claim", "Slot", "Slots", "unproven_part"]
 
 
 def unproven_part(total: int) -> int:
-    """How much of ``total`` all peers that are not proven may take together: three quarters, rounded up."""
+    """Returns how much of ``total`` all peers that are not proven may take together: three quarters, rounded up."""
     return total - total // 4
 
 
@@ -50,7 +44,7 @@ class ByteBudget:
         return self._total_bytes
 
     def has_room(self, share: Share, size_bytes: int) -> bool:
-        """Whether ``size_bytes`` more fit."""
+        """Returns whether ``size_bytes`` more fit."""
         max_bytes = self._max_total_bytes if share.is_proven else unproven_part(self._max_total_bytes)
         return (
             self._total_bytes + size_bytes <= max_bytes
@@ -65,18 +59,16 @@ class ByteBudget:
     def give(self, share: Share, size_bytes: int) -> None:
         """Counts them as no longer held."""
         self._total_bytes -= size_bytes
-        self._by_share[share] -= size_bytes
-        if not self._by_share[share]:
-            del self._by_share[share]
+        count_down(self._by_share, share, size_bytes)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Claim:
-    """What wants a slot."""
+    """A request for a slot."""
 
     share: Share
     holder: str
-    """Of those that share, whose it is: an identity, or a connection whose caller is not known yet."""
+    """An identity, or a connection whose caller is not known yet."""
     stalled_since: Callable[[], float | None]
     """Since when the other side has not taken or sent what it has to (the event loop's clock); None: it moves."""
     shed: Callable[[], None]
@@ -84,11 +76,11 @@ class Claim:
     keep_s: float = 0.0
     """How long it may stand still before a newcomer gets its place."""
     borne_s: float = 0.0
-    """How much longer than others it may stand still while nobody needs its place."""
+    """How much longer than others it may stand still while its place is not needed."""
 
 
 class Slot:
-    """One thing that goes on; given back once, by its holder or by `Slots` when it is shed."""
+    """One call or stream in progress; given back once, by its holder or by `Slots` when it is shed."""
 
     def __init__(self, claim: Claim, slots: Slots) -> None:
         self.claim = claim
@@ -105,7 +97,7 @@ class Slot:
 
 
 class Slots:
-    """Things going on at once.
+    """Bounds the calls or streams in progress at once.
 
     Args:
         what: their name, for messages.
@@ -128,7 +120,7 @@ class Slots:
         return len(self._held)
 
     def take(self, claim: Claim) -> Slot:
-        """A slot; where there is none left, that of the one that has stalled for longest.
+        """Returns a slot; where none is left, that of the one that has stalled for longest.
 
         Raises:
             RefusedError: ``busy``.
@@ -150,34 +142,32 @@ class Slots:
         return slot
 
     def drop(self, slot: Slot) -> bool:
-        """Counts a slot as free; whether it was held."""
+        """Counts a slot as free; returns whether it was held."""
         if slot not in self._held:
             return False
         self._held.remove(slot)
         claim = slot.claim
-        _count_down(self._by_share, claim.share)
-        _count_down(self._by_holder, claim.holder)
+        count_down(self._by_share, claim.share)
+        count_down(self._by_holder, claim.holder)
         self._num_unproven -= not claim.share.is_proven
         return True
 
     def stalled(self, before_s: float) -> list[Slot]:
-        """Those that have stood still since ``before_s`` or longer, and are borne no longer."""
+        """Returns those that have stood still since ``before_s`` or longer, and are borne no longer."""
         standing = ((slot, slot.claim.stalled_since()) for slot in self._held)
         return [slot for slot, since in standing if since is not None and since + slot.claim.borne_s <= before_s]
 
     def _shed_one(self, candidates: Iterable[Slot]) -> None:
         now_s = asyncio.get_running_loop().time()
-        stalled = [
-            (*self._rank(slot.claim), now_s - since, id(slot), slot)
-            for slot in candidates
-            if (since := slot.claim.stalled_since()) is not None and now_s - since >= slot.claim.keep_s
-        ]
+        stalled = []
+        for slot in candidates:
+            claim, since_s = slot.claim, slot.claim.stalled_since()
+            if since_s is not None and now_s - since_s >= claim.keep_s:
+                num_held = self._by_share[claim.share], self._by_holder[claim.holder]
+                stalled.append((not claim.share.is_proven, *num_held, now_s - since_s, id(slot), slot))
         if not stalled:
             raise self._busy()
         max(stalled)[-1].shed()
-
-    def _rank(self, claim: Claim) -> tuple[bool, int, int]:
-        return not claim.share.is_proven, self._by_share[claim.share], self._by_holder[claim.holder]
 
     def _busy(self) -> RefusedError:
         return RefusedError(
@@ -185,26 +175,3 @@ class Slots:
             f"expected at most {self._max_per_holder} {self._what} of one peer, {self._max_per_address} of one address "
             f"and {self._max_total} of all at once, found more; try again later",
         )
-
-
-class ServingLimits:
-    """The limits of one endpoint's server."""
-
-    def __init__(self, config: RpcConfig) -> None:
-        everything = config.max_calls + config.max_streams + config.max_waiting_per_host
-        waiting = config.max_waiting_per_host
-        self.waiting = Slots("unidentified calls", everything, waiting, waiting)
-        self.greylisted = Slots("calls of greylisted addresses", 2 * _MAX_GREYLISTED, waiting, _MAX_GREYLISTED)
-        """Those that wait for the one before them; they stand still by this node's will, so none gives way."""
-        self.calls = _slots("calls", config.max_calls, config.max_calls_per_peer)
-        self.streams = _slots("streams", config.max_streams, config.max_streams_per_peer)
-
-
-def _slots(what: str, max_total: int, max_per_peer: int) -> Slots:
-    return Slots(what, max_total, max_per_peer, max(max_per_peer, max_total // 2))
-
-
-def _count_down(counter: Counter[K], key: K) -> None:
-    counter[key] -= 1
-    if not counter[key]:
-        del counter[key]

@@ -1,25 +1,77 @@
-"""What callers and handlers exchange: peers, requests, replies, frames of a stream, and an endpoint's counters.
+"""What callers and handlers exchange: peers, requests, replies, frames of a stream, and reasons of refusals.
 
-A received payload is a read-only memoryview into the message as it came, because a copy of each MiB would be paid for:
-it keeps the message, head and all, in memory for as long as it is held. Counters are changed on the event loop only.
+A received payload is a read-only memoryview into the message as it came, because copying would cost too much. It keeps
+the whole message in memory for as long as it is held. Counters are changed on the event loop only.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Generic, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-__all__ = ["Counters", "Frame", "Message", "Payload", "Peer", "PeerId", "Reply", "Request", "peer_name"]
+__all__ = [
+    "Counters",
+    "Frame",
+    "Message",
+    "Payload",
+    "Peer",
+    "PeerId",
+    "Reason",
+    "Reply",
+    "Request",
+    "is_peer_id",
+    "peer_name",
+]
 
 _MAX_REASONS = 256
+_PEER_ID = re.compile(r"[0-9a-f]{64}")
+
+PeerId: TypeAlias = str
+"""An ed25519 public key as 64 lower-case hexadecimal digits."""
+
+Payload: TypeAlias = bytes | memoryview
+"""The raw bytes beside a body."""
+
+BodyT_co = TypeVar("BodyT_co", bound=BaseModel, covariant=True)
+
+
+class Reason(StrEnum):
+    """Why this package refuses a message, one word each, in the order in which the checks are made."""
+
+    BUSY = "busy"  # A limit of concurrent calls or streams is reached; the caller may try again later.
+    STOPPING = "stopping"  # The node is shutting down.
+    NO_REQUEST = "no_request"  # The call was opened, but no request arrived in time.
+    SIZE = "size"  # Shorter than a frame can be, longer than it may be, or not as long as it says.
+    MAGIC = "magic"  # Not a frame of this protocol.
+    PROTOCOL = "protocol"  # A frame of another version of it.
+    HEAD = "head"  # The header is not JSON as this protocol spells it, or has wrong fields.
+    KIND = "kind"  # A kind of frame that has no place here, or of the wrong direction.
+    RUN = "run"  # For another run.
+    RECIPIENT = "recipient"  # For another node.
+    SENDER = "sender"  # Not from the node this call is with, or from one that the allow-list does not name.
+    CERTIFICATE = "certificate"  # For another TLS certificate: a man in the middle, or the node has restarted.
+    METHOD = "method"  # No such method, or a call to a stream's method, or the reverse.
+    PAYLOAD_SIZE = "payload_size"  # More payload than the method takes.
+    CLOCK = "clock"  # Sent too far in the past or the future by this node's clock.
+    SIGNATURE = "signature"  # Not signed by the sender it names.
+    REPLAYED = "replayed"  # The same request came before.
+    RATE = "rate"  # More requests from this sender within the clock window than are remembered.
+    SEQUENCE = "sequence"  # A frame of a stream out of order, missing, repeated, or of another stream.
+    DIGEST = "digest"  # The payload is not the one that was signed.
+    BODY = "body"  # The body is not what the method takes.
+    STALLED = "stalled"  # The caller took no answer, or the node needed the place of a call that stood still.
+    TIMEOUT = "timeout"  # The handler took longer than this node allows any handler.
+    INTERNAL = "internal"  # The handler failed; the log of its node has the traceback.
 
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the endpoint was made; bytes are those of whole frames, heads and heartbeats included."""
+    """Totals since the endpoint was made; bytes are those of whole frames, headers and heartbeats included."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
@@ -27,18 +79,9 @@ class Counters:
     """How often each reason was given, or an answer was refused for it."""
 
     def count_refusal(self, reason: str) -> None:
-        """Counts one; handlers pass on words of other peers, so what is kept of them is bounded."""
+        """Counts one. Handlers may pass on words of other peers, so the number of distinct words is bounded."""
         known = reason in self.refused or len(self.refused) < _MAX_REASONS
         self.refused[str(reason) if known else "other"] += 1
-
-
-PeerId: TypeAlias = str
-"""An ed25519 public key as 64 lower-case hexadecimal digits."""
-
-Payload: TypeAlias = bytes | memoryview
-"""What goes beside a body: either, as far as the sender is concerned."""
-
-BodyT_co = TypeVar("BodyT_co", bound=BaseModel, covariant=True)
 
 
 class Message(BaseModel):
@@ -52,7 +95,7 @@ class Peer:
     """Where to reach a node."""
 
     peer_id: PeerId | None
-    """Who must answer; None: whoever does (only methods registered with ``any_recipient`` accept such calls)."""
+    """Who must answer; None: anyone (only methods registered with ``any_recipient`` accept such calls)."""
     address: str
     """``host:port``; an IPv6 host in brackets."""
     certificate: bytes | None = None
@@ -89,6 +132,11 @@ class Frame:
     payload: memoryview
 
 
+def is_peer_id(text: str) -> bool:
+    """Returns whether ``text`` is spelled like a `PeerId`."""
+    return _PEER_ID.fullmatch(text) is not None
+
+
 def peer_name(peer_id: PeerId | None, address: str) -> str:
-    """How messages name a peer: twelve digits tell a run's nodes apart."""
+    """Returns a peer's name for messages: twelve digits tell a run's nodes apart."""
     return f"peer {peer_id[:12]} at {address}" if peer_id else f"the peer at {address}"

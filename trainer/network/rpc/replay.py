@@ -2,13 +2,12 @@
 
 A request is remembered by (sender, nonce) until it is too old for the clock check anyway, in buckets of an eighth of
 that time, which go whole. Memory is bounded per sender and in all: when full, new requests are refused, and nothing
-is forgotten early, because what is forgotten can be replayed. So the bound per sender is also its rate: 65,536
+is forgotten early, because a forgotten request can be replayed. So the bound per sender is also its rate: 65,536
 requests in 120 s. A clock that is set back reopens nothing: what expired once stays refused.
 
 Senders that are not proven (`trainer.network.rpc.standing`) share a token bucket with all others of their address. It
-lets so many through, a quarter of all that is remembered, that no host alone can use up the memory; and as the requests
-that it lets through are spread over time, a newcomer behind the address of a flood is let through at the next attempts,
-too.
+lets a quarter of all that is remembered through, so that no host alone can use up the memory. As those requests are
+spread over time, a newcomer behind the address of a flood gets in within a few attempts.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ from collections.abc import Callable
 
 from trainer.errors import RefusedError
 from trainer.network.rpc.limits import unproven_part
-from trainer.network.rpc.messages import PeerId
-from trainer.network.rpc.reasons import Reason
+from trainer.network.rpc.messages import PeerId, Reason
 from trainer.network.rpc.standing import Share
-from trainer.network.rpc.token_buckets import TokenBuckets
+from trainer.network.rpc.token_buckets import TokenBuckets, count_down
 
 __all__ = ["ReplayGuard"]
 
@@ -31,14 +29,7 @@ _ADDRESS_PART = 0.25
 
 
 class ReplayGuard:
-    """The requests of one endpoint that could still be replayed.
-
-    Args:
-        window_s: by how much clocks may differ.
-        max_entries: requests remembered in all.
-        max_entries_per_peer: of one sender.
-        now: seconds since 1970.
-    """
+    """The requests of one endpoint that could still be replayed; clocks may differ by ``window_s``."""
 
     def __init__(
         self, *, window_s: float, max_entries: int, max_entries_per_peer: int, now: Callable[[], float] = time.time
@@ -61,7 +52,7 @@ class ReplayGuard:
         return self._num_entries
 
     def check_clock(self, sent_at: float) -> None:
-        """Checks that a request was sent within the window; costs nothing, so it comes before the signature.
+        """Checks that a request was sent within the window; so cheap that it comes before the signature.
 
         Raises:
             RefusedError: ``clock``, with the difference in seconds.
@@ -75,13 +66,7 @@ class ReplayGuard:
             )
 
     def remember(self, sender: PeerId, nonce: bytes, sent_at: float, share: Share) -> None:
-        """Takes a request whose signature and clock were checked; the second time it is refused.
-
-        Args:
-            sender: who signed it.
-            nonce: of the request.
-            sent_at: as it says; checked by `check_clock`.
-            share: what the sender counts for.
+        """Takes a request whose signature was checked, and whose clock by `check_clock`; refuses it the second time.
 
         Raises:
             RefusedError: ``replayed``, or ``rate`` when no more can be remembered.
@@ -117,7 +102,5 @@ class ReplayGuard:
             del self._unproven_of[bucket]
             for sender, nonces in self._buckets.pop(bucket).items():
                 self._num_entries -= len(nonces)
-                self._entries_of[sender] -= len(nonces)
-                if not self._entries_of[sender]:
-                    del self._entries_of[sender]
+                count_down(self._entries_of, sender, len(nonces))
         self._expired_bucket = max(self._expired_bucket, current - 1)

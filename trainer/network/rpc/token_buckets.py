@@ -1,6 +1,6 @@
-"""One token bucket a key: how often something may happen for each address, identity or host.
+"""Counts by address, identity or host in bounded memory: token buckets, tables that forget, counters without zeros.
 
-A bucket begins full, gives one token to each event, and gets ``per_s`` tokens a second back. Full buckets are not
+A token bucket begins full, gives one token to each event, and gets ``per_s`` tokens a second back. Full buckets are not
 remembered, so what is held is bounded by the keys that were active within ``capacity / per_s`` seconds; above
 `_MIN_PRUNED` keys the full ones are dropped, which costs one pass over the table for each doubling.
 """
@@ -8,9 +8,14 @@ remembered, so what is held is bounded by the keys that were active within ``cap
 from __future__ import annotations
 
 import time
+from collections import Counter, OrderedDict
 from collections.abc import Callable
+from typing import TypeVar
 
-__all__ = ["TokenBuckets"]
+__all__ = ["TokenBuckets", "count_down", "remember"]
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 _MIN_PRUNED = 4096
 
@@ -35,15 +40,15 @@ class TokenBuckets:
         return len(self._tokens)
 
     def left(self, key: str) -> float:
-        """Tokens in ``key``'s bucket now."""
+        """Returns the tokens in ``key``'s bucket now."""
         return self._left(key, self._clock())
 
     def wait_s(self, key: str) -> float:
-        """Seconds until `take` would find a token; 0: it would now."""
+        """Returns the seconds until `take` would find a token; 0: it would now."""
         return max(0.0, 1.0 - self._left(key, self._clock())) / self._per_s
 
     def take(self, key: str) -> bool:
-        """Takes one of ``key``'s tokens; whether there was one."""
+        """Takes one of ``key``'s tokens; returns whether there was one."""
         now_s = self._clock()
         tokens = self._left(key, now_s)
         if tokens < 1.0:
@@ -55,7 +60,7 @@ class TokenBuckets:
         return True
 
     def give_back(self, key: str) -> None:
-        """Returns a token that was taken for what turned out to be no burden."""
+        """Returns a token that was taken for an event that cost nothing after all."""
         now_s = self._clock()
         if key in self._tokens:
             self._tokens[key] = (min(self._capacity, self._left(key, now_s) + 1.0), now_s)
@@ -63,3 +68,18 @@ class TokenBuckets:
     def _left(self, key: str, now_s: float) -> float:
         tokens, at_s = self._tokens.get(key, (self._capacity, now_s))
         return min(self._capacity, tokens + max(0.0, now_s - at_s) * self._per_s)
+
+
+def remember(table: OrderedDict[K, V], key: K, value: V, max_entries: int) -> None:
+    """Sets an entry of ``table`` as its newest, and drops the oldest beyond ``max_entries``."""
+    table[key] = value
+    table.move_to_end(key)
+    if len(table) > max_entries:
+        table.popitem(last=False)
+
+
+def count_down(counter: Counter[K], key: K, amount: int = 1) -> None:
+    """Subtracts ``amount``; an entry of 0 goes, because one for each identity that ever called would be a leak."""
+    counter[key] -= amount
+    if not counter[key]:
+        del counter[key]

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedError, RpcError
-from trainer.network.rpc.reasons import Reason
+from trainer.network.rpc.messages import Reason
 from trainer.pipeline.driver.balancer import WorkerLoad
 from trainer.pipeline.protocol.work import Settlement, StageCredit
 

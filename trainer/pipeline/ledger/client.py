@@ -19,7 +19,7 @@ from torch import Tensor
 from loader.errors import LoaderError
 from trainer.errors import LedgerError, MalformedAnswerError, PeerUnavailableError, RefusedError, RpcError
 from trainer.network.rpc import Endpoint, Message, Peer
-from trainer.network.rpc.stream import end_task
+from trainer.network.rpc.wire import end_task
 from trainer.outer.engine.daemon_call import in_daemon_thread
 from trainer.pipeline.ledger.config import MAX_LEASE_UNITS, LedgerConfig
 from trainer.pipeline.ledger.lease_cache import Bundle, HeldLease, LeaseCache, Pace

@@ -1,21 +1,90 @@
-"""Connections beyond what an address may have are closed, and those of proven peers are not."""
+"""Which peers have a share of their own, and which connections are closed."""
 
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 
 from tests.support.event_loop import on_event_loop
-from tests.support.rpc_node import Answer, Question
-from tests.support.rpc_pair import running_endpoint
+from tests.support.raw_http2 import any_certificate
+from tests.support.rpc_pair import ask, running_endpoint, until
 from trainer.network.rpc import Endpoint
-from trainer.network.rpc.accepted_sockets import AcceptedSockets
-from trainer.network.rpc.connections import Connection, Connections, worst_connections
-from trainer.network.rpc.standing import MIN_GOOD_CALLS, MIN_TENURE_S, Standing
+from trainer.network.rpc.connections import AcceptedSockets, Connection, Connections, worst_connections
+from trainer.network.rpc.standing import (
+    KEPT_S,
+    MAX_PER_ADDRESS,
+    MAX_PROVEN,
+    MIN_GOOD_CALLS,
+    MIN_TENURE_S,
+    Share,
+    Standing,
+)
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_strangers_share_their_address_and_proven_peers_do_not() -> None:
+    standing = Standing(_Clock())
+    standing.prove("good", "192.0.2.1")
+    assert standing.share("good", "192.0.2.1") == Share("good", True)
+    assert standing.share("other", "192.0.2.1") == Share("192.0.2.1", False)
+    standing.disprove("good")
+    standing.disprove("good")
+    assert standing.share("good", "192.0.2.1") == Share("192.0.2.1", False)
+
+
+def test_an_address_has_so_many_proven_peers_and_the_first_stay() -> None:
+    clock = _Clock()
+    standing = Standing(clock)
+    for number in range(2 * MAX_PER_ADDRESS):
+        clock.now_s += 1.0
+        standing.prove("first", "192.0.2.1")
+        standing.prove(str(number), "192.0.2.1")
+    assert len(standing) == MAX_PER_ADDRESS
+    assert standing.is_proven("first")
+    standing.prove("elsewhere", "192.0.2.2")
+    assert standing.is_proven("elsewhere")
+    clock.now_s += KEPT_S - 10.0
+    standing.prove("first", "192.0.2.1")
+    clock.now_s += 11.0
+    standing.prove("later", "192.0.2.1")
+    assert standing.is_proven("first") and standing.is_proven("later")
+    assert len(standing) == 2
+
+
+def test_proven_and_greylisted_ones_are_bounded_in_all() -> None:
+    standing = Standing(_Clock())
+    for number in range(MAX_PROVEN + 10):
+        standing.prove(str(number), f"192.0.{number // 50}.{number % 50}")
+    assert len(standing) == MAX_PROVEN
+    for number in range(20_000):
+        standing.let_stall(f"192.{number >> 16}.{number >> 8 & 255}.{number & 255}")
+    assert len(standing._stalls) <= 4096
+
+
+def test_an_address_is_greylisted_for_a_minute_after_its_strangers_let_answers_stall() -> None:
+    clock = _Clock()
+    standing = Standing(clock)
+    for _ in range(3):
+        standing.let_stall("192.0.2.1")
+    assert not standing.is_greylisted("192.0.2.1")
+    clock.now_s = 61.0
+    standing.let_stall("192.0.2.1")
+    assert not standing.is_greylisted("192.0.2.1")  # Those before are forgotten.
+    for _ in range(3):
+        standing.let_stall("192.0.2.1")
+    assert standing.is_greylisted("192.0.2.1") and not standing.is_greylisted("192.0.2.2")
+    clock.now_s += 60.0
+    assert not standing.is_greylisted("192.0.2.1")
 
 
 def _connection(number: int, address: str = "192.0.2.1", **options: object) -> Connection:
@@ -51,9 +120,9 @@ def test_proven_peers_keep_theirs_but_not_any_number() -> None:
 
 
 def test_a_peer_is_proven_by_calls_in_good_order_for_a_while_on_one_connection() -> None:
-    clock_s = 0.0
-    standing = Standing(lambda: clock_s)
-    connections = Connections(16, standing, lambda: clock_s)
+    clock = _Clock()
+    standing = Standing(clock)
+    connections = Connections(16, standing, clock)
 
     def call(peer_id: str) -> None:
         with connections.in_use("ipv4:192.0.2.1:5") as connection:
@@ -63,12 +132,12 @@ def test_a_peer_is_proven_by_calls_in_good_order_for_a_while_on_one_connection()
     for _ in range(3 * MIN_GOOD_CALLS):
         call("quick")
     assert not standing.is_proven("quick")
-    clock_s += MIN_TENURE_S + 1
+    clock.now_s += MIN_TENURE_S + 1
     call("other")
     call("quick")
     assert not len(standing), "another's call in between begins it anew"
     for _ in range(MIN_GOOD_CALLS):
-        clock_s += MIN_TENURE_S / 4
+        clock.now_s += MIN_TENURE_S / 4
         call("steady")
     assert standing.is_proven("steady")
     assert len(standing) == 1
@@ -78,12 +147,7 @@ def test_a_peer_is_proven_by_calls_in_good_order_for_a_while_on_one_connection()
 async def _idle_connections(endpoint: Endpoint, number: int) -> AsyncIterator[list[asyncio.StreamReader]]:
     """With a whole TLS handshake, where the endpoint has TLS, and nothing after it."""
     host, _, port = endpoint.address.rpartition(":")
-    context = None
-    if endpoint.certificate is not None:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-        context.set_alpn_protocols(["h2"])
+    context = any_certificate() if endpoint.certificate is not None else None
     opened = [await asyncio.open_connection(host, int(port), ssl=context) for _ in range(number)]
     try:
         yield [reader for reader, _ in opened]
@@ -109,19 +173,14 @@ async def test_idle_connections_of_one_host_keep_nobody_out(tls: bool) -> None:
         running_endpoint(**options) as proven,
         running_endpoint(**options) as newcomer,
     ):
-        await endpoint.call(proven.peer, "test/echo", Question(), Answer, timeout_s=20)
-        await proven.call(endpoint.peer, "test/echo", Question(), Answer, timeout_s=20)
-        busy = asyncio.create_task(
-            proven.call(endpoint.peer, "test/echo", Question(text="still", sleep_s=3.0), Answer, timeout_s=30)
-        )
+        await ask(endpoint, proven.peer)
+        await ask(proven, endpoint.peer)
+        busy = asyncio.create_task(ask(proven, endpoint.peer, "still", 3.0, timeout_s=30))
         async with _idle_connections(endpoint, 31) as readers:
             reading = [asyncio.create_task(_drained(reader)) for reader in readers]
-            async with asyncio.timeout(20):
-                while sum(task.done() for task in reading) < 15:
-                    await asyncio.sleep(0.05)
-            reply = await newcomer.call(endpoint.peer, "test/echo", Question(text="in"), Answer, timeout_s=20)
-            assert reply.body.text == "in"
-            assert (await busy).body.text == "still"
+            await until(lambda: sum(task.done() for task in reading) >= 15)
+            await ask(newcomer, endpoint.peer, "in")
+            await busy
             for task in reading:
                 task.cancel()
 
@@ -130,14 +189,12 @@ async def test_idle_connections_of_one_host_keep_nobody_out(tls: bool) -> None:
 @on_event_loop
 async def test_a_guard_sees_and_shuts_accepted_connections_only() -> None:
     async with running_endpoint() as endpoint, running_endpoint() as other:
-        await other.call(endpoint.peer, "test/echo", Question(), Answer, timeout_s=20)
+        await ask(other, endpoint.peer)
         sockets = AcceptedSockets(int(endpoint.address.rpartition(":")[2]))
         [peer] = sockets.scan()
         assert peer.startswith("ipv4:127.0.0.1:")
         assert not AcceptedSockets(int(other.address.rpartition(":")[2])).scan()
         assert not sockets.shut("ipv4:127.0.0.1:1")
         assert sockets.shut(peer)
-        async with asyncio.timeout(20):
-            while sockets.scan():
-                await asyncio.sleep(0.02)
-        await other.call(endpoint.peer, "test/echo", Question(), Answer, timeout_s=20)
+        await until(lambda: not sockets.scan())
+        await ask(other, endpoint.peer)

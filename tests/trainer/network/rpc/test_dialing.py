@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from trainer.network.rpc.config import RpcConfig
+from trainer.network.rpc.connections import group_of_grpc_peer
 from trainer.network.rpc.dialing import Dialing, DialRefusedError
 from trainer.network.rpc.messages import Peer
-from trainer.network.rpc.remote_address import host_kind
+from trainer.network.rpc.remote_address import address_group, host_kind, is_private_host
 
 _OWN = "f" * 64
 
@@ -45,27 +46,53 @@ def _refusal(dialing: Dialing, address: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("host", "kind"),
+    ("host", "group"),
     [
-        ("8.8.8.8", "public"),
-        ("2606:4700::1111", "public"),
-        ("127.8.9.1", "loopback"),
-        ("[::1]", "loopback"),
-        ("::ffff:127.0.0.1", "loopback"),
-        ("10.1.2.3", "private"),
-        ("100.64.0.1", "private"),
-        ("fd00::1", "private"),
-        ("169.254.169.254", "link-local"),
-        ("fe80::1%eth0", "link-local"),
-        ("0.0.0.0", "unusable"),
-        ("255.255.255.255", "unusable"),
-        ("224.0.0.1", "unusable"),
-        ("ff02::1", "unusable"),
-        ("node.example", None),
+        ("203.0.113.7", "203.0.113.7"),
+        ("[2001:db8:1:2:3::4]", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2:ffff::", "2001:db8:1:2::/64"),
+        ("::ffff:203.0.113.7", "203.0.113.7"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("Node.Example", "node.example"),
     ],
 )
-def test_kinds_of_host(host: str, kind: str | None) -> None:
-    assert host_kind(host) == kind
+def test_what_counts_as_one_host(host: str, group: str) -> None:
+    assert address_group(host) == group
+
+
+@pytest.mark.parametrize(
+    ("grpc_peer", "group"),
+    [
+        ("ipv4:127.0.0.1:5000", "127.0.0.1"),
+        ("ipv6:%5B2001:db8::1%5D:5000", "2001:db8::/64"),
+        ("ipv6:[::1]:5000", "::/64"),
+        ("unix:/tmp/socket", "unix:/tmp/socket"),
+    ],
+)
+def test_how_grpc_names_them(grpc_peer: str, group: str) -> None:
+    assert group_of_grpc_peer(grpc_peer) == group
+
+
+@pytest.mark.parametrize(
+    ("kind", "hosts"),
+    [
+        ("public", ("8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8")),
+        ("loopback", ("127.0.0.1", "127.8.9.1", "[::1]", "::ffff:127.0.0.1")),
+        ("private", ("10.1.2.3", "172.16.0.1", "192.168.1.1", "100.64.0.1", "fd00::1", "::ffff:10.0.0.1")),
+        ("link-local", ("169.254.169.254", "fe80::1%eth0")),
+        ("unusable", ("0.0.0.0", "255.255.255.255", "224.0.0.1", "ff02::1")),
+    ],
+)
+def test_kinds_of_host(kind: str, hosts: tuple[str, ...]) -> None:
+    for host in hosts:
+        assert host_kind(host) == kind
+        assert is_private_host(host) == (kind != "public")
+
+
+def test_names_are_judged_by_themselves() -> None:
+    names = ("localhost", "a.localhost.", "node.example")
+    assert [host_kind(name) for name in names] == [None] * 3
+    assert [is_private_host(name) for name in names] == [True, True, False]
 
 
 @pytest.mark.parametrize(

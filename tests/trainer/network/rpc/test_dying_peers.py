@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.event_loop import on_event_loop
 from tests.support.rpc_node import Answer, Question, rpc_node
-from tests.support.rpc_pair import running_endpoint
+from tests.support.rpc_pair import ask, running_endpoint, until
 from trainer.errors import PeerUnavailableError
 from trainer.network.rpc import Identity, Peer, Stream
 
@@ -25,18 +25,16 @@ _LONG_S = 120.0
 async def test_a_stopped_peer_is_noticed_by_its_silence(tls: bool) -> None:
     with rpc_node(tls=tls) as node:
         async with running_endpoint(tls=tls) as caller:
-            await caller.call(node.peer, "test/echo", Question(), Answer, timeout_s=20)
-            working = asyncio.create_task(
-                caller.call(node.peer, "test/echo", Question(sleep_s=60), Answer, timeout_s=_LONG_S)
-            )
+            await ask(caller, node.peer)
+            working = asyncio.create_task(ask(caller, node.peer, sleep_s=60, timeout_s=_LONG_S))
             await asyncio.sleep(0.5)
             node.stop()
             with pytest.raises(PeerUnavailableError, match=r"fell silent.* 1 s"):
                 await working
             with pytest.raises(PeerUnavailableError, match="silent"):
-                await caller.call(node.peer, "test/echo", Question(), Answer, timeout_s=_LONG_S, stall_timeout_s=0.3)
+                await ask(caller, node.peer, timeout_s=_LONG_S, stall_timeout_s=0.3)
             node.resume()
-            await caller.call(node.peer, "test/echo", Question(), Answer, timeout_s=20)
+            await ask(caller, node.peer)
 
 
 @pytest.mark.slow
@@ -44,16 +42,14 @@ async def test_a_stopped_peer_is_noticed_by_its_silence(tls: bool) -> None:
 async def test_a_killed_peer_is_noticed_at_once() -> None:
     with rpc_node(stall_timeout_s=60.0) as node:
         async with running_endpoint(stall_timeout_s=60.0) as caller:
-            working = asyncio.create_task(
-                caller.call(node.peer, "test/echo", Question(sleep_s=60), Answer, timeout_s=_LONG_S)
-            )
+            working = asyncio.create_task(ask(caller, node.peer, sleep_s=60, timeout_s=_LONG_S))
             await asyncio.sleep(0.5)
             node.kill()
             async with asyncio.timeout(20):
                 with pytest.raises(PeerUnavailableError):
                     await working
                 with pytest.raises(PeerUnavailableError):
-                    await caller.call(node.peer, "test/echo", Question(), Answer, timeout_s=_LONG_S)
+                    await ask(caller, node.peer, timeout_s=_LONG_S)
 
 
 async def _send_for_ever(stream: Stream) -> None:
@@ -85,7 +81,7 @@ async def test_both_halves_of_a_stream_hear_of_a_peers_end(method: str, signal_n
                 getattr(node, signal_name)()
                 for outcome in await asyncio.gather(*halves, return_exceptions=True):
                     assert isinstance(outcome, PeerUnavailableError)
-            assert caller._calling._budget.total_bytes == 0
+            assert caller._serving.budget.total_bytes == 0
 
 
 @pytest.mark.slow
@@ -118,9 +114,7 @@ async def test_a_handler_hears_of_its_callers_end(signal_name: str) -> None:
             assert isinstance(error, expected)
             with pytest.raises(PeerUnavailableError):
                 await asking
-            async with asyncio.timeout(10):
-                while len(callee._serving._limits.streams):
-                    await asyncio.sleep(0.02)
+            await until(lambda: not len(callee._serving.streams))
 
 
 @pytest.mark.slow
@@ -131,19 +125,19 @@ async def test_a_node_killed_and_restarted_is_the_same_peer_with_a_new_certifica
         with rpc_node(tls=True, identity_path=identity_path) as first:
             unpinned = Peer(first.peer.peer_id, first.peer.address)
             for peer in (first.peer, unpinned):
-                await caller.call(peer, "test/echo", Question(), Answer, timeout_s=20)
+                await ask(caller, peer)
             first.kill()
         with pytest.raises(PeerUnavailableError):
-            await caller.call(unpinned, "test/echo", Question(), Answer, timeout_s=20)
+            await ask(caller, unpinned)
         port = int(first.peer.address.rpartition(":")[2])
         with rpc_node(tls=True, identity_path=identity_path, port=port) as second:
             assert second.peer.peer_id == first.peer.peer_id
             assert second.peer.certificate != first.peer.certificate
             for peer in (unpinned, second.peer):
-                await caller.call(peer, "test/echo", Question(), Answer, timeout_s=20)
+                await ask(caller, peer)
             # What was announced is what counts: the old announcement leads nowhere.
             with pytest.raises(PeerUnavailableError):
-                await caller.call(first.peer, "test/echo", Question(), Answer, timeout_s=20)
+                await ask(caller, first.peer)
 
 
 @pytest.mark.slow
@@ -153,14 +147,14 @@ async def test_a_restart_that_nobody_noticed_costs_one_call_at_most(tmp_path: Pa
     async with running_endpoint(tls=True) as caller:
         with rpc_node(tls=True, identity_path=identity_path) as first:
             unpinned = Peer(first.peer.peer_id, first.peer.address)
-            await caller.call(unpinned, "test/echo", Question(), Answer, timeout_s=20)
+            await ask(caller, unpinned)
             first.kill()
         port = int(first.peer.address.rpartition(":")[2])
         with rpc_node(tls=True, identity_path=identity_path, port=port):
             try:
-                await caller.call(unpinned, "test/echo", Question(), Answer, timeout_s=20)
+                await ask(caller, unpinned)
             except PeerUnavailableError:
-                await caller.call(unpinned, "test/echo", Question(), Answer, timeout_s=20)
+                await ask(caller, unpinned)
 
 
 @pytest.mark.slow
@@ -172,5 +166,5 @@ async def test_a_port_that_accepts_and_says_nothing_is_given_up(tls: bool) -> No
         async with running_endpoint(tls=tls, connect_timeout_s=0.5) as caller:
             started = time.monotonic()
             with pytest.raises(PeerUnavailableError):
-                await caller.call(peer, "test/echo", Question(), Answer, timeout_s=_LONG_S)
+                await ask(caller, peer, timeout_s=_LONG_S)
             assert time.monotonic() - started < _LONG_S / 2

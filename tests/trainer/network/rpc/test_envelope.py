@@ -1,61 +1,58 @@
-"""The form of a frame: what is written is read back, and nothing else is."""
+"""The form of a frame, and JSON with one reading only: what is written is read back, and nothing else is."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import struct
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.hostile_caller import header_fields
 from trainer.errors import RefusedError, TrainerUsageError
-from trainer.network.rpc import Identity
+from trainer.network.rpc import Identity, parse_strict_json
 from trainer.network.rpc.envelope import (
     HEARTBEAT,
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     SealedFrame,
-    parse_head,
+    parse_header,
     seal,
-    verify_head,
+    verify_header,
     verify_payload,
 )
 
 _IDENTITY = Identity.create()
-_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+_CHARACTERS = st.characters(exclude_categories=["Cs"])
+_TEXT = st.text(_CHARACTERS, max_size=20)
+_NEXT_VERSION = struct.pack("<I", PROTOCOL_VERSION + 1)
 
 
-def fields(**changes: object) -> dict[str, object]:
-    """A head's fields as an honest node gives them."""
-    return {
-        "kind": "request",
-        "origin": "caller",
-        "method": "test/echo",
-        "run_id": "run",
-        "recipient": _IDENTITY.peer_id,
-        "nonce": "0" * 32,
-        "sequence": 0,
-        "index": 0,
-        "sent_at": 1.5,
-        "certificate_sha256": "",
-        "body": {"text": "x"},
-        **changes,
-    }
+def _sealed(payload: object = b"", **changes: object) -> bytes:
+    return seal(_IDENTITY, {**header_fields(_IDENTITY.peer_id), **changes}, payload)  # type: ignore[arg-type]
 
 
-def opened(raw: bytes) -> SealedFrame | None:
-    """All checks of this module."""
-    frame = parse_head(raw)
+def _opened(raw: bytes) -> SealedFrame | None:
+    """The frame after all checks."""
+    frame = parse_header(raw)
     if frame is not None:
-        verify_head(frame)
+        verify_header(frame)
         verify_payload(frame)
     return frame
 
 
-def reason_of(raw: bytes) -> str:
+def _payload(raw: bytes) -> memoryview:
+    frame = _opened(raw)
+    assert frame is not None
+    return frame.payload
+
+
+def _reason(raw: bytes) -> str:
     """Why it is refused; "" if it is not."""
     try:
-        opened(raw)
+        _opened(raw)
     except RefusedError as error:
         return error.reason
     return ""
@@ -75,140 +72,165 @@ def reason_of(raw: bytes) -> str:
     payload=st.binary(max_size=5000),
 )
 def test_what_is_sealed_is_read_back(nonce: bytes, payload: bytes, **changes: object) -> None:
-    frame = opened(seal(_IDENTITY, fields(nonce=nonce.hex(), **changes), payload))
+    frame = _opened(_sealed(payload, nonce=nonce.hex(), **changes))
     assert frame is not None
     assert frame.payload == payload
-    assert frame.head.sender == _IDENTITY.peer_id
-    assert {name: getattr(frame.head, name) for name in changes} == changes
+    assert frame.header.sender == _IDENTITY.peer_id
+    assert {name: getattr(frame.header, name) for name in changes} == changes
 
 
-@pytest.mark.parametrize("payload", [bytearray(b"abc"), memoryview(b"xabcx")[1:4], memoryview(b"abc")])
-def test_any_buffer_can_be_a_payload(payload: bytes) -> None:
-    frame = opened(seal(_IDENTITY, fields(), payload))
-    assert frame is not None
-    assert frame.payload == b"abc"
+@pytest.mark.parametrize(
+    ("payload", "expected"),
+    [
+        (bytearray(b"abc"), b"abc"),
+        (memoryview(b"xabcx")[1:4], b"abc"),
+        (memoryview(struct.pack("<2i", 1, 2)).cast("i"), struct.pack("<2i", 1, 2)),
+        (bytes(1 << 20), bytes(1 << 20)),
+    ],
+)
+def test_any_buffer_of_up_to_1_mib_goes_as_its_bytes(payload: object, expected: bytes) -> None:
+    assert bytes(_payload(_sealed(payload))) == expected
 
 
-def test_an_array_goes_as_its_bytes() -> None:
-    frame = opened(seal(_IDENTITY, fields(), memoryview(struct.pack("<2i", 1, 2)).cast("i")))
-    assert frame is not None
-    assert bytes(frame.payload) == struct.pack("<2i", 1, 2)
+@pytest.mark.parametrize(
+    ("payload", "body", "said"),
+    [
+        (bytes((1 << 20) + 1), {}, "split it"),
+        (b"", {"text": "x" * 65536}, "expected a body"),
+        (b"", {"number": float("nan")}, "expected a body"),
+        (b"", {"text": "\ud800"}, "expected a body"),
+    ],
+)
+def test_what_does_not_fit_is_the_senders_mistake(payload: bytes, body: dict[str, object], said: str) -> None:
+    with pytest.raises(TrainerUsageError, match=said):
+        _sealed(payload, body=body)
 
 
-def test_the_largest_frame_fits_and_one_byte_more_does_not() -> None:
-    frame = opened(seal(_IDENTITY, fields(), bytes(1 << 20)))
-    assert frame is not None
-    assert len(frame.payload) == 1 << 20
-    with pytest.raises(TrainerUsageError, match="split it"):
-        seal(_IDENTITY, fields(), bytes((1 << 20) + 1))
-
-
-@pytest.mark.parametrize("body", [{"text": "x" * 65536}, {"number": float("nan")}, {"text": "\ud800"}])
-def test_a_body_that_does_not_fit_is_the_senders_mistake(body: dict[str, object]) -> None:
-    with pytest.raises(TrainerUsageError, match="expected a body"):
-        seal(_IDENTITY, fields(body=body))
-
-
-def test_a_heartbeat_is_nothing_but_its_prefix() -> None:
-    assert opened(HEARTBEAT) is None
-    assert reason_of(HEARTBEAT + b"x") == "size"
-    assert reason_of(HEARTBEAT[:-1]) == "size"
-    assert reason_of(HEARTBEAT[:4] + struct.pack("<I", PROTOCOL_VERSION + 1) + HEARTBEAT[8:]) == "protocol"
-
-
-def _resized(raw: bytes, head_bytes: int, payload_bytes: int) -> bytes:
-    return raw[:8] + struct.pack("<II", head_bytes, payload_bytes) + raw[16:]
+def _resized(raw: bytes, header_bytes: int, payload_bytes: int) -> bytes:
+    return raw[:8] + struct.pack("<II", header_bytes, payload_bytes) + raw[16:]
 
 
 def test_each_kind_of_damage_has_its_reason() -> None:
-    raw = seal(_IDENTITY, fields(), b"payload")
-    head_bytes, payload_bytes = struct.unpack_from("<II", raw, 8)
+    raw = _sealed(b"payload")
+    header_bytes, payload_bytes = struct.unpack_from("<II", raw, 8)
     damaged = {
+        "a heartbeat": (HEARTBEAT, ""),
+        "a heartbeat and more": (HEARTBEAT + b"x", "size"),
+        "a shorter one": (HEARTBEAT[:-1], "size"),
+        "one of another version": (HEARTBEAT[:4] + _NEXT_VERSION + HEARTBEAT[8:], "protocol"),
         "short": (raw[:15], "size"),
         "empty": (b"", "size"),
         "long": (bytes(MAX_FRAME_BYTES + 1), "size"),
         "truncated": (raw[:-1], "size"),
         "extended": (raw + b"x", "size"),
         "sizes of 4 GiB": (_resized(raw, 2**32 - 1, 2**32 - 1), "size"),
-        "head over its bound": (_resized(raw, 65537, payload_bytes), "size"),
-        "payload over its bound": (_resized(raw, head_bytes, (1 << 20) + 1), "size"),
-        "border moved": (_resized(raw, head_bytes - 1, payload_bytes + 1), "head"),
+        "header over its bound": (_resized(raw, 65537, payload_bytes), "size"),
+        "payload over its bound": (_resized(raw, header_bytes, (1 << 20) + 1), "size"),
+        "border moved": (_resized(raw, header_bytes - 1, payload_bytes + 1), "head"),
         "other magic": (b"\x16\x03\x01\x00" + raw[4:], "magic"),
-        "other version": (raw[:4] + struct.pack("<I", PROTOCOL_VERSION + 1) + raw[8:], "protocol"),
+        "other version": (raw[:4] + _NEXT_VERSION + raw[8:], "protocol"),
         "unsigned": (raw[:16] + bytes(64) + raw[80:], "signature"),
         "signature changed": (raw[:20] + bytes([raw[20] ^ 1]) + raw[21:], "signature"),
-        "head changed": (raw.replace(b'"sequence":0', b'"sequence":1'), "signature"),
+        "header changed": (raw.replace(b'"sequence":0', b'"sequence":1'), "signature"),
         "sender changed": (raw.replace(_IDENTITY.peer_id.encode(), Identity.create().peer_id.encode()), "signature"),
         "payload changed": (raw[:-1] + b"D", "digest"),
     }
-    assert {name: reason_of(frame) for name, (frame, _) in damaged.items()} == {
+    assert {name: _reason(frame) for name, (frame, _) in damaged.items()} == {
         name: reason for name, (_, reason) in damaged.items()
     }
+    assert _opened(HEARTBEAT) is None
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"kind": "reset"},
-        {"origin": "nobody"},
-        {"method": "Echo"},
-        {"method": "a" * 65},
-        {"method": "echo\n"},
-        {"run_id": ""},
-        {"run_id": "r" * 129},
-        {"recipient": "x"},
-        {"recipient": "A" * 64},
-        {"nonce": "0" * 31},
-        {"nonce": None},
-        {"sequence": -1},
-        {"sequence": 2**53},
-        {"sequence": 1.5},
-        {"sequence": "0"},
-        {"sequence": True},
-        {"index": 2**60},
-        {"sent_at": -1},
-        {"sent_at": 1e300},
-        {"sent_at": "now"},
-        {"certificate_sha256": None},
-        {"body": []},
-        {"body": "x"},
-        {"extra": 1},
+        *({"kind": "reset"}, {"origin": "nobody"}, {"method": "Echo"}, {"method": "a" * 65}, {"method": "echo\n"}),
+        *({"run_id": ""}, {"run_id": "r" * 129}, {"recipient": "x"}, {"recipient": "A" * 64}),
+        *({"nonce": "0" * 31}, {"nonce": None}, {"certificate_sha256": None}),
+        *({"sequence": -1}, {"sequence": 2**53}, {"sequence": 1.5}, {"sequence": "0"}, {"sequence": True}),
+        *({"index": 2**60}, {"sent_at": -1}, {"sent_at": 1e300}, {"sent_at": "now"}),
+        *({"body": []}, {"body": "x"}, {"extra": 1}),
     ],
 )
-def test_a_signed_head_with_wrong_fields_is_refused(changes: dict[str, object]) -> None:
-    assert reason_of(seal(_IDENTITY, fields(**changes))) == "head"
+def test_a_signed_header_with_wrong_fields_is_refused(changes: dict[str, object]) -> None:
+    assert _reason(_sealed(**changes)) == "head"
 
 
-def test_a_head_without_a_field_is_refused() -> None:
-    for name in fields():
-        rest = {key: value for key, value in fields().items() if key != name}
-        assert reason_of(seal(_IDENTITY, rest)) == ("" if name in ("index", "body") else "head")
+def test_a_header_without_a_field_is_refused() -> None:
+    fields = header_fields(_IDENTITY.peer_id)
+    for name in fields:
+        rest = {key: value for key, value in fields.items() if key != name}
+        assert _reason(seal(_IDENTITY, rest)) == ("" if name in ("index", "body") else "head")
 
 
 @pytest.mark.slow
 @settings(max_examples=300)
 @given(position=st.integers(0, 10**6), bit=st.integers(0, 7), payload=st.binary(max_size=100))
 def test_no_bit_of_a_frame_can_be_flipped(position: int, bit: int, payload: bytes) -> None:
-    raw = bytearray(seal(_IDENTITY, fields(), payload))
+    raw = bytearray(_sealed(payload))
     raw[position % len(raw)] ^= 1 << bit
-    assert reason_of(bytes(raw)) in {"magic", "protocol", "size", "head", "signature", "digest"}
+    assert _reason(bytes(raw)) in {"magic", "protocol", "size", "head", "signature", "digest"}
 
 
 @given(st.binary(max_size=400))
 def test_random_bytes_are_refused(data: bytes) -> None:
-    assert reason_of(data) in {"size", "magic"} or data == HEARTBEAT
+    assert _reason(data) in {"size", "magic"} or data == HEARTBEAT
 
 
 @given(st.binary(max_size=300), st.integers(1, 2**32 - 1), st.integers(0, 2**32 - 1))
-def test_random_bytes_after_a_good_prefix_are_refused(data: bytes, head_bytes: int, payload_bytes: int) -> None:
+def test_random_bytes_after_a_good_prefix_are_refused(data: bytes, header_bytes: int, payload_bytes: int) -> None:
     prefix = HEARTBEAT[:8]
-    assert reason_of(prefix + struct.pack("<II", head_bytes, payload_bytes) + data) in {"size", "head", "signature"}
+    assert _reason(prefix + struct.pack("<II", header_bytes, payload_bytes) + data) in {"size", "head", "signature"}
     if len(data) > 80:
-        fitting = prefix + struct.pack("<II", len(data) - 64, 0) + data
-        assert reason_of(fitting) == "head"
+        assert _reason(prefix + struct.pack("<II", len(data) - 64, 0) + data) == "head"
 
 
-def test_complaints_are_short_whatever_the_head_says() -> None:
+def test_complaints_are_short_whatever_the_header_says() -> None:
     with pytest.raises(RefusedError) as caught:
-        opened(seal(_IDENTITY, fields(**{"k" * 60000: 1})))
+        _opened(_sealed(**{"k" * 60000: 1}))
     assert len(str(caught.value)) < 400
+
+
+_JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**18), 10**18)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(_CHARACTERS),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(_CHARACTERS), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@pytest.mark.slow
+@given(st.dictionaries(st.text(_CHARACTERS), _JSON), st.booleans())
+def test_what_json_writes_is_read_as_it_was(value: dict[str, object], ascii_only: bool) -> None:
+    assert parse_strict_json(json.dumps(value, ensure_ascii=ascii_only).encode()) == value
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(b'{"a":1,"a":1}', b'{"a":{"b":1,"b":2}}'),
+        *(b'{"a":NaN}', b'{"a":Infinity}', b'{"a":-Infinity}', b'{"a":1e999}'),
+        *(b'{"a":' + b"9" * 20 + b"}", b'{"a":' + b"9" * 5000 + b"}"),
+        *(b'{"a":"\\ud800"}', b'{"a":["\\udc00"]}', b'{"\\ud800":1}'),
+        *(b'{"a":' + b"[" * 40 + b"]" * 40 + b"}", b'{"a":' + b"[" * 30000, b'{"a":' * 8000),
+        *(b"[]", b"1", b'"text"', b"null", b"", b"{", b"{}x", b"{'a':1}", b'{"a":"\x00"}'),
+        *(b"\xff\xfe{\x00}\x00", b'{"a":"\xff"}', b"\xef\xbb\xbf{}", '{"a":1}'.encode("utf-16")),
+    ],
+)
+def test_what_parsers_read_in_two_ways_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        parse_strict_json(data)
+
+
+def test_brackets_inside_strings_do_not_count_as_depth() -> None:
+    text = '{"a":"' + '[{\\"' * 100 + '"}'
+    assert parse_strict_json(text.encode()) == {"a": '[{"' * 100}
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_read_or_refused(data: bytes) -> None:
+    with contextlib.suppress(ValueError):
+        assert isinstance(parse_strict_json(data), dict)

@@ -10,21 +10,26 @@ from grpc import aio
 
 from tests.support.event_loop import on_event_loop
 from tests.support.hostile_callee import HostileCallee, Script, hostile_callee
-from tests.support.rpc_node import Answer, Question
-from tests.support.rpc_pair import running_endpoint
+from tests.support.rpc_node import Question
+from tests.support.rpc_pair import ask, refused, running_endpoint
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedError
 from trainer.network.rpc import Identity, Peer
-from trainer.network.rpc.envelope import HEARTBEAT, Head
+from trainer.network.rpc.envelope import HEARTBEAT, EnvelopeHeader
 
 Context = aio.ServicerContext[bytes, bytes]
+Make = Callable[[HostileCallee, EnvelopeHeader], list[bytes]]
 
 
-def _answering(make: Callable[[HostileCallee, Head], list[bytes]]) -> Script:
-    async def script(callee: HostileCallee, request: Head, context: Context) -> None:
+def _answering(make: Make) -> Script:
+    async def script(callee: HostileCallee, request: EnvelopeHeader, context: Context) -> None:
         for raw in make(callee, request):
             await context.write(raw)
 
     return script
+
+
+def _unsigned(raw: bytes) -> bytes:
+    return raw[:16] + bytes(64) + raw[80:]
 
 
 _OTHER = Identity.create()
@@ -33,45 +38,41 @@ _OTHER = Identity.create()
 @pytest.mark.parametrize(
     ("reason", "make"),
     [
-        ("signature", lambda callee, head: [callee.answer(head)[:16] + bytes(64) + callee.answer(head)[80:]]),
-        ("sender", lambda callee, head: [callee.answer(head, identity=_OTHER)]),
-        ("recipient", lambda callee, head: [callee.answer(head, recipient=_OTHER.peer_id)]),
-        ("recipient", lambda callee, head: [callee.answer(head, recipient="")]),
-        ("run", lambda callee, head: [callee.answer(head, run_id="other")]),
-        ("method", lambda callee, head: [callee.answer(head, method="test/other")]),
-        ("certificate", lambda callee, head: [callee.answer(head, certificate_sha256="0" * 64)]),
-        ("sequence", lambda callee, head: [callee.answer(head, nonce="0" * 32)]),
-        ("sequence", lambda callee, head: [callee.answer(head, sequence=1)]),
-        ("kind", lambda callee, head: [callee.answer(head, origin="caller")]),
-        ("kind", lambda callee, head: [callee.answer(head, kind="request")]),
-        ("kind", lambda callee, head: [callee.answer(head, kind="data")]),
-        ("kind", lambda callee, head: [callee.answer(head, kind="end")]),
-        ("kind", lambda callee, head: [callee.answer(head), callee.answer(head, sequence=1)]),
-        ("digest", lambda callee, head: [callee.answer(head, payload=b"aa")[:-1] + b"b"]),
-        ("size", lambda callee, head: [callee.answer(head)[:-1]]),
-        ("magic", lambda _callee, _head: [b"noise" * 100]),
-        ("head", lambda callee, head: [callee.answer(head, extra=1)]),
+        ("signature", lambda callee, header: [_unsigned(callee.answer(header))]),
+        ("sender", lambda callee, header: [callee.answer(header, identity=_OTHER)]),
+        ("recipient", lambda callee, header: [callee.answer(header, recipient=_OTHER.peer_id)]),
+        ("recipient", lambda callee, header: [callee.answer(header, recipient="")]),
+        ("run", lambda callee, header: [callee.answer(header, run_id="other")]),
+        ("method", lambda callee, header: [callee.answer(header, method="test/other")]),
+        ("certificate", lambda callee, header: [callee.answer(header, certificate_sha256="0" * 64)]),
+        ("sequence", lambda callee, header: [callee.answer(header, nonce="0" * 32)]),
+        ("sequence", lambda callee, header: [callee.answer(header, sequence=1)]),
+        ("kind", lambda callee, header: [callee.answer(header, origin="caller")]),
+        ("kind", lambda callee, header: [callee.answer(header, kind="request")]),
+        ("kind", lambda callee, header: [callee.answer(header, kind="data")]),
+        ("kind", lambda callee, header: [callee.answer(header, kind="end")]),
+        ("kind", lambda callee, header: [callee.answer(header), callee.answer(header, sequence=1)]),
+        ("digest", lambda callee, header: [callee.answer(header, payload=b"aa")[:-1] + b"b"]),
+        ("size", lambda callee, header: [callee.answer(header)[:-1]]),
+        ("magic", lambda _callee, _header: [b"noise" * 100]),
+        ("head", lambda callee, header: [callee.answer(header, extra=1)]),
     ],
 )
 @on_event_loop
-async def test_an_answer_that_fails_a_check_is_none(
-    reason: str, make: Callable[[HostileCallee, Head], list[bytes]]
-) -> None:
+async def test_an_answer_that_fails_a_check_is_none(reason: str, make: Make) -> None:
     async with running_endpoint() as caller, hostile_callee(_answering(make)) as callee:
         with pytest.raises(PeerUnavailableError, match=rf"fails a check \({reason}\)"):
-            await caller.call(callee.peer, "test/echo", Question(), Answer, timeout_s=20)
+            await ask(caller, callee.peer)
         assert caller.counters.refused == {reason: 1}
 
 
 @pytest.mark.parametrize("body", [None, {"text": 1}, {"text": "a", "more": [[[{}]]]}, {"text": 2**62}])
 @on_event_loop
 async def test_a_signed_answer_that_is_none_to_the_question_is_the_peers_doing(body: dict[str, object] | None) -> None:
-    def make(callee: HostileCallee, head: Head) -> list[bytes]:
-        return [callee.answer(head, body=body)]
-
-    async with running_endpoint() as caller, hostile_callee(_answering(make)) as callee:
+    script = _answering(lambda callee, header: [callee.answer(header, body=body)])
+    async with running_endpoint() as caller, hostile_callee(script) as callee:
         with pytest.raises(MalformedAnswerError, match=r"fails a check \(body\)"):
-            await caller.call(callee.peer, "test/echo", Question(), Answer, timeout_s=20)
+            await ask(caller, callee.peer)
         assert caller.counters.refused == {"body": 1}
 
 
@@ -80,37 +81,34 @@ async def test_an_answer_to_another_call_is_none() -> None:
     """A captured answer does not fit a second call: its nonce is another."""
     captured: list[bytes] = []
 
-    def make(callee: HostileCallee, head: Head) -> list[bytes]:
-        captured.append(callee.answer(head))
+    def make(callee: HostileCallee, header: EnvelopeHeader) -> list[bytes]:
+        captured.append(callee.answer(header))
         return captured[:1]
 
     async with running_endpoint() as caller, hostile_callee(_answering(make)) as callee:
-        await caller.call(callee.peer, "test/echo", Question(), Answer, timeout_s=20)
+        await ask(caller, callee.peer)
         with pytest.raises(PeerUnavailableError, match="sequence"):
-            await caller.call(callee.peer, "test/echo", Question(), Answer, timeout_s=20)
+            await ask(caller, callee.peer)
 
 
 @pytest.mark.slow
 @on_event_loop
 async def test_heartbeats_alone_go_on_to_the_deadline_only() -> None:
-    async def script(_callee: HostileCallee, _request: Head, context: Context) -> None:
+    async def script(_callee: HostileCallee, _request: EnvelopeHeader, context: Context) -> None:
         while True:
             await context.write(HEARTBEAT)
 
     async with running_endpoint() as caller, hostile_callee(script) as callee:
         with pytest.raises(PeerUnavailableError, match=r"within 0\.5 s"):
-            await caller.call(callee.peer, "test/echo", Question(), Answer, timeout_s=0.5)
+            await ask(caller, callee.peer, timeout_s=0.5)
 
 
 @on_event_loop
 async def test_an_answer_too_large_to_be_one_is_not_read() -> None:
-    def make(_callee: HostileCallee, _head: Head) -> list[bytes]:
-        return [bytes(64 << 20)]
-
-    async with running_endpoint() as caller, hostile_callee(_answering(make)) as callee:
-        with pytest.raises(RefusedError) as caught:
-            await caller.call(callee.peer, "test/echo", Question(), Answer, timeout_s=20)
-        assert caught.value.reason == "size"
+    script = _answering(lambda _callee, _header: [bytes(64 << 20)])
+    async with running_endpoint() as caller, hostile_callee(script) as callee:
+        with refused("size"):
+            await ask(caller, callee.peer)
 
 
 @pytest.mark.parametrize("frames", [[], [HEARTBEAT]])
@@ -118,7 +116,7 @@ async def test_an_answer_too_large_to_be_one_is_not_read() -> None:
 async def test_an_end_without_an_answer_is_none(frames: list[bytes]) -> None:
     async with running_endpoint() as caller, hostile_callee(_answering(lambda *_: frames)) as callee:
         with pytest.raises(PeerUnavailableError, match="expected a reply"):
-            await caller.call(callee.peer, "test/echo", Question(), Answer, timeout_s=20)
+            await ask(caller, callee.peer)
         async with caller.open_stream(callee.peer, "test/mirror", Question(), timeout_s=20) as stream:
             with pytest.raises(PeerUnavailableError, match="before the end"):
                 await stream.receive()
@@ -134,18 +132,17 @@ async def test_an_end_without_an_answer_is_none(frames: list[bytes]) -> None:
 )
 @on_event_loop
 async def test_what_a_refusal_says_is_made_harmless(reason: str, text: str, expected_reason: str | None) -> None:
-    async def script(_callee: HostileCallee, _request: Head, context: Context) -> None:
+    async def script(_callee: HostileCallee, _request: EnvelopeHeader, context: Context) -> None:
         await context.abort(grpc.StatusCode.ABORTED, text, (("genesis-reason", reason),))
 
     async with running_endpoint() as caller, hostile_callee(script) as callee:
         with pytest.raises((RefusedError, PeerUnavailableError)) as caught:
-            await caller.call(callee.peer, "test/echo", Question(), Answer, timeout_s=20)
+            await ask(caller, callee.peer)
         said = str(caught.value)
         assert len(said) < 700
         assert said.isprintable()
         if expected_reason is not None:
-            assert isinstance(caught.value, RefusedError)
-            assert caught.value.reason == expected_reason
+            assert isinstance(caught.value, RefusedError) and caught.value.reason == expected_reason
 
 
 @pytest.mark.parametrize(
@@ -161,13 +158,13 @@ async def test_what_a_refusal_says_is_made_harmless(reason: str, text: str, expe
 )
 @on_event_loop
 async def test_frames_of_a_stream_that_fail_a_check_end_it(reason: str, changes: list[dict[str, object]]) -> None:
-    def make(callee: HostileCallee, head: Head) -> list[bytes]:
+    def make(callee: HostileCallee, header: EnvelopeHeader) -> list[bytes]:
         frames = []
         for change in changes:
             options = {"kind": "data", "body": None, **change}
             unsigned = options.pop("unsigned", False)
-            raw = callee.answer(head, **options)  # type: ignore[arg-type]
-            frames.append(raw[:16] + bytes(64) + raw[80:] if unsigned else raw)
+            raw = callee.answer(header, **options)  # type: ignore[arg-type]
+            frames.append(_unsigned(raw) if unsigned else raw)
         return frames
 
     async with running_endpoint() as caller, hostile_callee(_answering(make)) as callee:
@@ -183,9 +180,9 @@ async def test_frames_of_a_stream_that_fail_a_check_end_it(reason: str, changes:
 async def test_whoever_answers_at_an_address_must_go_on_answering() -> None:
     """Of a peer known by address only, the first signed frame says who it is, and binds the rest."""
 
-    def make(callee: HostileCallee, head: Head) -> list[bytes]:
-        first = callee.answer(head, kind="data", body=None)
-        return [first, callee.answer(head, kind="data", body=None, sequence=1, identity=_OTHER)]
+    def make(callee: HostileCallee, header: EnvelopeHeader) -> list[bytes]:
+        first = callee.answer(header, kind="data", body=None)
+        return [first, callee.answer(header, kind="data", body=None, sequence=1, identity=_OTHER)]
 
     async with running_endpoint() as caller, hostile_callee(_answering(make)) as callee:
         anyone = Peer(None, callee.address)

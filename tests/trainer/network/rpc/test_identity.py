@@ -1,17 +1,29 @@
-"""Keys on disk and signatures."""
+"""Keys on disk, signatures, and the certificates they vouch for: who is in the middle, and who has restarted."""
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import logging
+import re
+import socket
 import stat
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+import grpc
 import pytest
+from grpc import aio
 
-from trainer.errors import TrainerUsageError
-from trainer.network.rpc import Identity, load_or_create_identity, verify_signature
+from tests.support.event_loop import on_event_loop
+from tests.support.rpc_pair import ask, endpoint_pair, refused, running_endpoint
+from trainer.errors import PeerUnavailableError, TrainerUsageError
+from trainer.network.rpc import Identity, Peer, load_or_create_identity, verify_signature
+from trainer.network.rpc.channels import METHOD_PATH, fetch_certificate
+from trainer.network.rpc.identity import CERTIFICATE_NAME, certificate_digest, make_certificate
 
 _MAKE = """
 import sys
@@ -74,18 +86,179 @@ def test_signatures_are_of_one_key_over_one_message() -> None:
 def test_a_key_goes_under_one_name_only() -> None:
     signer = Identity.create()
     signature = signer.sign(b"message")
-    for name in (
-        signer.peer_id.upper(),
-        f" {signer.peer_id}",
-        signer.peer_id[:32] + " " + signer.peer_id[32:],
-        "",
-        "zz",
-    ):
-        if name != signer.peer_id:
-            assert not verify_signature(name, b"message", signature)
+    name = signer.peer_id
+    for other in ({name.upper(), f" {name}", name[:32] + " " + name[32:], "", "zz"}) - {name}:
+        assert not verify_signature(other, b"message", signature)
 
 
 def test_the_private_key_is_not_printed() -> None:
     identity = Identity.create()
     assert "Ed25519PrivateKey" not in repr(identity)
     assert identity.peer_id in repr(identity)
+
+
+@asynccontextmanager
+async def _man_in_the_middle(victim: Peer) -> AsyncIterator[str]:
+    """Ends TLS with a certificate of its own and passes every byte on; gives its address."""
+    assert victim.certificate is not None
+    credentials = grpc.ssl_channel_credentials(victim.certificate)
+    override = [("grpc.ssl_target_name_override", CERTIFICATE_NAME)]
+    async with aio.secure_channel(victim.address, credentials, options=override) as channel:
+
+        async def relay(requests: AsyncIterator[bytes], context: aio.ServicerContext) -> AsyncIterator[bytes]:
+            try:
+                async for raw in channel.stream_stream(METHOD_PATH)(requests):
+                    yield raw
+            except aio.AioRpcError as error:
+                await context.abort(error.code(), error.details() or "", tuple(error.trailing_metadata() or ()))
+
+        service, _, name = METHOD_PATH.lstrip("/").partition("/")
+        server = aio.server()
+        handlers = {name: grpc.stream_stream_rpc_method_handler(relay)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+        certificate_pem, key_pem = make_certificate()
+        port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key_pem, certificate_pem)]))
+        await server.start()
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            await server.stop(None)
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_nothing_passes_through_a_man_in_the_middle() -> None:
+    async with endpoint_pair(tls=True) as (caller, callee):
+        async with _man_in_the_middle(callee.peer) as address:
+            for _ in range(2):
+                # Nothing is known of the certificate: what the relay shows is taken, and named in the signed request.
+                with refused("certificate"):
+                    await ask(caller, Peer(callee.peer_id, address))
+            with refused("certificate"):
+                await ask(caller, Peer(None, address))
+            # The certificate is known from an announcement: there is not even a connection.
+            with pytest.raises(PeerUnavailableError):
+                await ask(caller, Peer(callee.peer_id, address, callee.certificate))
+        assert callee.counters.refused == {"certificate": 3}
+        assert (await ask(caller, Peer(callee.peer_id, callee.address))).sender == callee.peer_id
+
+
+@on_event_loop
+async def test_a_certificate_is_fetched_once_and_pinned_when_a_signed_answer_named_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fetched = 0
+
+    async def counting(host: str, port: int, timeout_s: float) -> bytes:
+        nonlocal fetched
+        fetched += 1
+        return await fetch_certificate(host, port, timeout_s)
+
+    monkeypatch.setattr("trainer.network.rpc.channels.fetch_certificate", counting)
+    async with endpoint_pair(tls=True) as (caller, callee):
+        unknown = Peer(callee.peer_id, callee.address)
+        with refused("recipient"):
+            await ask(caller, Peer(Identity.create().peer_id, callee.address))
+        for _ in range(3):
+            await ask(caller, unknown)
+        assert fetched == 2
+        await ask(caller, callee.peer)
+        assert fetched == 2
+
+
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        (OSError(errno.EHOSTUNREACH, "Connect call failed ('192.0.2.9', 1)"), "cannot be reached: no route to host"),
+        (OSError(errno.ENETUNREACH, "Connect call failed"), "cannot be reached: network is unreachable"),
+        (
+            OSError("Multiple exceptions: [Errno 113] Connect call failed ('::1', 1), [Errno 111] Connect call failed"),
+            "cannot be reached: connection refused, no route to host",
+        ),
+        (
+            OSError("Multiple exceptions: [Errno 111] Connect call failed ('::1', 1), [Errno 111] Connect call failed"),
+            "refuses connections: nothing listens there (any more)",
+        ),
+        (socket.gaierror(socket.EAI_NONAME, "Name or service not known"), "cannot be reached: no such host"),
+        (socket.gaierror(socket.EAI_AGAIN, "Failure"), "cannot be reached: its name cannot be looked up now"),
+    ],
+)
+def test_what_the_network_says_is_said_in_words(failure: OSError, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no machine that runs tests can be counted on to answer."""
+
+    async def failing(_host: str, _port: int) -> None:
+        raise failure
+
+    monkeypatch.setattr("trainer.network.rpc.channels.asyncio.open_connection", failing)
+    with pytest.raises(PeerUnavailableError, match=f"^{re.escape(f'gpu-7:4100 {said}')}$"):
+        asyncio.run(fetch_certificate("gpu-7", 4100, 5.0))
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_where_no_certificate_is_to_be_had_it_is_said_why() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        for host, port, timeout_s, said in (
+            ("127.0.0.1", silent.getsockname()[1], 1.0, r"shows no TLS certificate \(no answer in 1 s\)"),
+            ("127.0.0.1", free.getsockname()[1], 20.0, "refuses connections: nothing listens there"),
+            ("x" * 70, 4100, 20.0, "cannot be reached: no such host"),
+        ):
+            with pytest.raises(PeerUnavailableError, match=f"^{host}:{port} {said}"):
+                await fetch_certificate(host, port, timeout_s)
+
+
+@on_event_loop
+async def test_plain_and_tls_do_not_mix() -> None:
+    async with running_endpoint(tls=True) as secure, running_endpoint(tls=False) as plain:
+        for caller, callee in ((secure, plain), (plain, secure)):
+            with pytest.raises(PeerUnavailableError):
+                await ask(caller, Peer(callee.peer_id, callee.address))
+
+
+@on_event_loop
+async def test_a_request_to_a_nodes_former_life_is_refused_by_its_next() -> None:
+    """The replay guard forgets with the process; the certificate, which requests name, is a new one each time."""
+    identity = Identity.create()
+    async with running_endpoint(tls=True) as caller, running_endpoint(identity, tls=True) as second:
+        former, _ = make_certificate()
+        channel = await caller._channels.get(second.peer)
+        channel.certificate_sha256 = certificate_digest(former)
+        with refused("certificate"):
+            await ask(caller, second.peer)
+
+
+@on_event_loop
+async def test_certificates_that_are_none() -> None:
+    async with running_endpoint(tls=True) as caller, running_endpoint(tls=True) as callee:
+        header, footer = b"-----BEGIN CERTIFICATE-----\n", b"-----END CERTIFICATE-----\n"
+        for certificate in (b"", b"\xff\xfe", header, header + b"QUJD\n" + footer, header + b"?\n" + footer):
+            with pytest.raises(PeerUnavailableError):
+                await ask(caller, Peer(callee.peer_id, callee.address, certificate))
+        assert (await ask(caller, callee.peer)).sender == callee.peer_id
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_many_peers_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections are bounded: the longest unused goes first, and one in use never."""
+    monkeypatch.setattr("trainer.network.rpc.channels.MAX_CHANNELS", 3)
+    async with running_endpoint() as caller, running_endpoint() as first:
+        waiting = asyncio.create_task(ask(caller, first.peer, sleep_s=1.0))
+        await asyncio.sleep(0.1)
+        for _ in range(6):
+            async with running_endpoint() as other:
+                await ask(caller, other.peer)
+        assert len(caller._channels) == 3
+        assert (await waiting).sender == first.peer_id
+
+
+@on_event_loop
+async def test_each_start_makes_another_certificate() -> None:
+    async with endpoint_pair(tls=True) as (one, other):
+        assert one.certificate != other.certificate
+        host, _, port = one.address.rpartition(":")
+        shown = await fetch_certificate(host, int(port), 5.0)
+        assert certificate_digest(shown) == certificate_digest(one.certificate or b"")
+    async with running_endpoint() as plain:
+        assert plain.certificate is None

@@ -1,14 +1,19 @@
-"""Counting what goes on at once."""
+"""What goes on at once: how it is counted, and that callers who take slots and leave them lying keep nobody out."""
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 import pytest
 
 from tests.support.event_loop import on_event_loop
+from tests.support.raw_http2 import NoWindow, no_window_connection
+from tests.support.rpc_node import RUN_ID, Question
+from tests.support.rpc_pair import ask, refused, running_endpoint, until
 from trainer.errors import RefusedError
+from trainer.network.rpc import Endpoint, Identity
 from trainer.network.rpc.limits import ByteBudget, Claim, Slot, Slots
 from trainer.network.rpc.standing import Share
 
@@ -58,19 +63,12 @@ async def test_slots_are_bounded_per_holder_and_in_all_and_come_back() -> None:
 
 
 @on_event_loop
-async def test_strangers_share_what_their_address_may_take() -> None:
+async def test_strangers_share_what_their_address_may_take_and_leave_a_quarter_to_proven_peers() -> None:
     calls = _calls()
     for name in "wxyz":
         calls.take(name, _stranger("192.0.2.1"))
     assert calls.is_busy(_stranger("192.0.2.1"))
-    assert not calls.is_busy(_stranger("192.0.2.2"))
-    assert not calls.is_busy(PROVEN_A), "a proven peer of that address counts for itself"
-
-
-@on_event_loop
-async def test_strangers_of_all_addresses_leave_a_quarter_to_proven_peers() -> None:
-    calls = _calls()
-    for number in range(6):
+    for number in (2, 3):
         calls.take(str(number), _stranger(f"192.0.2.{number}"))
     assert calls.is_busy(_stranger("192.0.2.100"))
     for name in ("a", "b"):
@@ -99,11 +97,10 @@ async def test_when_all_is_full_the_address_that_holds_most_gives_way_and_proven
     calls.take("single", _stranger("192.0.2.9"), stalled_s=40.0)
     for number in range(3):
         calls.take(f"many {number}", _stranger("192.0.2.1"), stalled_s=1.0 + number)
-    calls.take("c", Share("c", True))
-    calls.take("d", Share("d", True))
-    calls.take("e", Share("e", True))
+    for name in "cde":
+        calls.take(name, Share(name, True))
     assert calls.shed == ["many 2"]
-    for name in ("f", "g", "h", "i"):
+    for name in "fghi":
         calls.take(name, Share(name, True))
     assert calls.shed[1:] == ["many 1", "single", "many 0", "a"]
 
@@ -137,3 +134,130 @@ def test_strangers_do_not_use_up_a_budget(num_addresses: int) -> None:
         budget.take(_stranger(f"192.0.2.{number}"), 40)
     assert not budget.has_room(_stranger("192.0.2.0"), 1)
     assert budget.has_room(PROVEN_A, 20)
+
+
+_LIMITS = {"max_calls": 8, "max_calls_per_peer": 2, "max_streams": 8, "max_streams_per_peer": 2}
+
+
+async def _held(
+    stack: AsyncExitStack, victim: Endpoint, num_connections: int, *, kind: str = "request", tls: bool = False
+) -> list[NoWindow]:
+    """Connections with a call each, of which no answer can be sent; each under an identity of its own."""
+    method, payload = ("test/echo", b"x" * 1000) if kind == "request" else ("test/pour", b"")
+    connections = []
+    for _ in range(num_connections):
+        connection = await stack.enter_async_context(no_window_connection(victim.peer, RUN_ID, tls=tls))
+        connection.call(method, {}, identity=Identity.create(), kind=kind, payload=payload)
+        connections.append(connection)
+    return connections
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["call", "stream"])
+@on_event_loop
+async def test_what_one_peer_has_at_once_is_bounded(kind: str) -> None:
+    async with running_endpoint() as caller, running_endpoint(max_calls_per_peer=2, max_streams_per_peer=2) as callee:
+
+        async def hold() -> None:
+            if kind == "call":
+                await ask(caller, callee.peer, sleep_s=0.8)
+                return
+            async with caller.open_stream(callee.peer, "test/deaf", Question(sleep_s=0.8), timeout_s=30) as stream:
+                await stream.end()
+                assert await stream.receive() is None
+
+        holding = [asyncio.create_task(hold()) for _ in range(2)]
+        await asyncio.sleep(0.3)
+        with refused("busy"):
+            await hold()
+        await asyncio.gather(*holding)
+        await hold()
+
+
+@pytest.mark.parametrize("tls", [False, True])
+@on_event_loop
+async def test_a_call_whose_answer_nobody_takes_ends_with_its_connection(tls: bool) -> None:
+    async with running_endpoint(tls=tls) as victim, AsyncExitStack() as stack:
+        [connection] = await _held(stack, victim, 1, tls=tls)
+        calls = victim._serving.calls
+        await until(lambda: len(calls) == 1)
+        await until(lambda: not len(calls))
+        await until(lambda: connection.is_closed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["request", "open"])
+@on_event_loop
+async def test_a_newcomer_gets_the_place_of_what_stands_still(kind: str) -> None:
+    """Also from the same address, and long before the stall time-out."""
+    async with (
+        running_endpoint(stall_timeout_s=60.0, **_LIMITS) as victim,
+        running_endpoint() as newcomer,
+        AsyncExitStack() as stack,
+    ):
+        connections = await _held(stack, victim, 4, kind=kind)
+        slots = victim._serving.calls if kind == "request" else victim._serving.streams
+        await until(lambda: len(slots.stalled(asyncio.get_running_loop().time() - 0.3)) == 4)
+        assert not victim.counters.refused
+        if kind == "request":
+            await ask(newcomer, victim.peer, "in")
+        else:
+            async with newcomer.open_stream(victim.peer, "test/mirror", Question(), timeout_s=20) as stream:
+                await stream.send(0, b"in")
+                await stream.end()
+                frame = await stream.receive()
+                assert frame is not None and bytes(frame.payload) == b"in"
+                assert await stream.receive() is None
+        # One had to give way, and half of all slots is what they could have at most.
+        await until(lambda: sum(connection.is_closed for connection in connections) == 1)
+        await until(lambda: len(slots) == 3)
+
+
+@on_event_loop
+async def test_a_peer_that_has_answered_has_slots_of_its_own() -> None:
+    """Calls in good order fill the address's share: a newcomer is told so, a proven peer is not."""
+    async with running_endpoint(**_LIMITS) as victim, running_endpoint() as proven, running_endpoint() as newcomer:
+        await ask(victim, proven.peer)
+        async with running_endpoint() as first, running_endpoint() as second, asyncio.TaskGroup() as tasks:
+            long_ones = [
+                tasks.create_task(ask(caller, victim.peer, sleep_s=60, timeout_s=90))
+                for caller in (first, first, second, second)
+            ]
+            await until(lambda: len(victim._serving.calls) == 4)
+            with refused("busy", "of one address"):
+                await ask(newcomer, victim.peer)
+            await ask(proven, victim.peer)
+            for task in long_ones:
+                task.cancel()
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_a_proven_peer_that_takes_no_answer_loses_its_own_slots() -> None:
+    async with running_endpoint() as victim, AsyncExitStack() as stack:
+        standing = victim._serving.standing
+        connection = await stack.enter_async_context(no_window_connection(victim.peer, RUN_ID))
+        identity = Identity.create()
+        standing.prove(identity.peer_id, "127.0.0.1")
+        connection.call("test/echo", {}, identity=identity)
+        await until(lambda: not standing.is_proven(identity.peer_id))
+
+
+@on_event_loop
+async def test_a_greylisted_address_has_one_call_of_a_connection_served_at_a_time() -> None:
+    """What 32 calls of one connection cost is what one does, and a newcomer of the same address gets in at once."""
+    async with running_endpoint() as victim, running_endpoint() as newcomer, AsyncExitStack() as stack:
+        serving = victim._serving
+        for _ in range(4):
+            serving.standing.let_stall("127.0.0.1")
+        connections = [await stack.enter_async_context(no_window_connection(victim.peer, RUN_ID)) for _ in range(2)]
+        for connection in connections:
+            for _ in range(32):
+                connection.call("test/echo", {}, identity=Identity.create())
+        await until(lambda: len(serving.greylisted) == 62 and len(serving.calls) == 2)
+        await ask(newcomer, victim.peer, "in")
+        assert not victim.counters.refused
+        await until(lambda: all(connection.is_closed for connection in connections))
+        await until(lambda: not len(serving.greylisted) and not len(serving.calls) and not len(serving.waiting))
+        # Calls in good order end one after the other, each in its turn.
+        await asyncio.gather(*(ask(newcomer, victim.peer, text) for text in "abc"))

@@ -1,4 +1,4 @@
-"""No request is obeyed twice, within bounded memory, whatever the clock does."""
+"""No request is obeyed twice, within bounded memory, whatever the clock does; and how token buckets count."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from trainer.errors import RefusedError
 from trainer.network.rpc.replay import ReplayGuard
 from trainer.network.rpc.standing import Share
+from trainer.network.rpc.token_buckets import TokenBuckets
 
 _WINDOW_S = 100.0
 _START = 1_000_000.0
@@ -41,18 +42,9 @@ def _take(guard: ReplayGuard, sender: str, nonce: int, sent_at: float, address: 
 
 def test_a_second_time_is_refused_but_not_from_another_sender() -> None:
     guard = _guard(_Clock())
-    assert [_take(guard, sender, 1, _START) for sender in ("a", "a", "b", "b")] == [
-        "taken",
-        "replayed",
-        "taken",
-        "replayed",
-    ]
-
-
-def test_one_nonce_with_another_time_is_still_one_request() -> None:
-    guard = _guard(_Clock())
-    assert _take(guard, "a", 1, _START - 90) == "taken"
-    assert _take(guard, "a", 1, _START + 90) == "replayed"
+    assert [_take(guard, sender, 1, _START) for sender in ("a", "a", "b", "b")] == ["taken", "replayed"] * 2
+    # One nonce with another time is still one request.
+    assert [_take(guard, "a", 2, _START + offset_s) for offset_s in (-90, 90)] == ["taken", "replayed"]
 
 
 @pytest.mark.parametrize(("offset_s", "word"), [(-130.0, "130.0 s behind"), (101.5, "101.5 s ahead")])
@@ -130,3 +122,41 @@ def test_no_message_is_ever_taken_twice(events: list[tuple[int, int, float, floa
                 assert candidate not in seen
                 seen.append(candidate)
         assert len(guard) <= 20
+
+
+@given(
+    st.floats(1.0, 50.0),
+    st.floats(0.1, 100.0),
+    st.lists(st.tuples(st.floats(0.0, 20.0), st.sampled_from("abc")), max_size=200),
+)
+def test_no_key_takes_more_than_its_bucket_and_the_time_give(
+    capacity: float, per_s: float, steps: list[tuple[float, str]]
+) -> None:
+    now_s = 0.0
+    buckets = TokenBuckets(capacity, per_s, lambda: now_s)
+    taken = dict.fromkeys("abc", 0)
+    for pause_s, key in steps:
+        now_s += pause_s
+        has, wait_s = buckets.left(key) >= 1.0, buckets.wait_s(key)
+        assert has == (wait_s == 0.0) == buckets.take(key)
+        taken[key] += has
+    assert all(count <= capacity + per_s * now_s + 1e-6 for count in taken.values())
+
+
+def test_a_token_given_back_can_be_taken_again_and_no_bucket_overflows() -> None:
+    buckets = TokenBuckets(2.0, 0.5, lambda: 0.0)
+    assert [buckets.take("a") for _ in range(3)] == [True, True, False]
+    assert buckets.wait_s("a") == 2.0
+    for _ in range(5):
+        buckets.give_back("a")
+        buckets.give_back("never taken from")
+    assert [buckets.take("a") for _ in range(3)] == [True, True, False]
+
+
+def test_full_buckets_are_not_remembered() -> None:
+    now_s = 0.0
+    buckets = TokenBuckets(8.0, 1.0, lambda: now_s)
+    for number in range(50_000):
+        now_s += 0.01
+        buckets.take(str(number))
+    assert len(buckets) <= 8192
