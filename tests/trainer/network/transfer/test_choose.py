@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.network.discovery.announcement import Announcement
-from trainer.network.transfer.choose import choose_state
+from trainer.network.transfer.fetch import choose_state
 
 _DIGESTS = [letter * 64 for letter in "abc"]
 
@@ -24,34 +24,35 @@ _sayings = st.lists(
 _own = st.tuples(st.integers(0, 5), st.sampled_from(["", *_DIGESTS]))
 
 
-def test_the_most_nodes_win() -> None:
-    others = [_said(1, 3, _DIGESTS[0]), _said(2, 3, _DIGESTS[0]), _said(3, 9, _DIGESTS[1])]
-    assert choose_state((0, ""), others) == _DIGESTS[0]
-    assert choose_state((3, _DIGESTS[0]), others) is None
+_A, _B, _ = _DIGESTS
+_TWO_HONEST = [_said(node, 7, _B) for node in range(2)]
 
 
-def test_one_liar_is_not_believed_whatever_step_it_claims() -> None:
-    honest = [_said(node, 7, _DIGESTS[1]) for node in range(2)]
-    assert choose_state((7, _DIGESTS[1]), [*honest, _said(9, 2**50, _DIGESTS[0])]) is None
-    assert choose_state((0, ""), [*honest, _said(9, 2**50, _DIGESTS[0])]) == _DIGESTS[1]
-
-
-def test_saying_it_often_does_not_help() -> None:
-    honest = [_said(node, 7, _DIGESTS[1]) for node in range(2)]
-    assert choose_state((0, ""), [*honest, *[_said(9, 8, _DIGESTS[0])] * 5]) == _DIGESTS[1]
-
-
-def test_ties_go_to_the_higher_step_then_the_lower_digest() -> None:
-    assert choose_state((0, ""), [_said(1, 3, _DIGESTS[0]), _said(2, 4, _DIGESTS[1])]) == _DIGESTS[1]
-    assert choose_state((0, ""), [_said(1, 3, _DIGESTS[1]), _said(2, 3, _DIGESTS[0])]) == _DIGESTS[0]
-    assert choose_state((3, _DIGESTS[0]), [_said(2, 3, _DIGESTS[1])]) is None
-    assert choose_state((3, _DIGESTS[1]), [_said(2, 3, _DIGESTS[0])]) == _DIGESTS[0]
-
-
-def test_nobody_has_anything() -> None:
-    assert choose_state((0, ""), []) is None
-    assert choose_state((0, ""), [_said(1, 0, "")]) is None
-    assert choose_state((5, _DIGESTS[0]), []) is None
+@pytest.mark.parametrize(
+    ("own", "others", "chosen"),
+    [
+        # The most nodes win.
+        ((0, ""), [_said(1, 3, _A), _said(2, 3, _A), _said(3, 9, _B)], _A),
+        ((3, _A), [_said(1, 3, _A), _said(2, 3, _A), _said(3, 9, _B)], None),
+        # One liar is not believed, whatever step it claims, nor if it says it often.
+        ((7, _B), [*_TWO_HONEST, _said(9, 2**50, _A)], None),
+        ((0, ""), [*_TWO_HONEST, _said(9, 2**50, _A)], _B),
+        ((0, ""), [*_TWO_HONEST, *[_said(9, 8, _A)] * 5], _B),
+        # Ties go to the higher step, then the lower digest.
+        ((0, ""), [_said(1, 3, _A), _said(2, 4, _B)], _B),
+        ((0, ""), [_said(1, 3, _B), _said(2, 3, _A)], _A),
+        ((3, _A), [_said(2, 3, _B)], None),
+        ((3, _B), [_said(2, 3, _A)], _A),
+        # Nobody has any.
+        ((0, ""), [], None),
+        ((0, ""), [_said(1, 0, "")], None),
+        ((5, _A), [], None),
+    ],
+)
+def test_the_state_that_most_nodes_hold_is_chosen(
+    own: tuple[int, str], others: list[Announcement], chosen: str | None
+) -> None:
+    assert choose_state(own, others) == chosen
 
 
 @pytest.mark.slow
