@@ -8,7 +8,7 @@ import json
 import ssl
 import sys
 
-from tests.support.attacks.target import Target
+from tests.support.attacks import Target
 
 __all__ = ["attack"]
 

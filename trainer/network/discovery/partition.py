@@ -1,12 +1,12 @@
-"""Under which keys of the DHT a run's announcements are filed: one for all, or one for the workers of some stages.
+"""The DHT keys of a run's announcements: one for all, or one for the workers of some stages.
 
-Whoever looks a key up gets every record of it. With 32 stages of 30 workers that is 1.7 MB every two seconds for each
-node, of which a worker needs the 30 of its own stage (54 kB). So a run may deal its stages over several keys, of which
-a node asks for those it needs; hivemind keeps each where its hash says, at different nodes of the DHT.
+A look-up returns every record of a key. With 32 stages of 30 workers that is 1.7 MB every two seconds for each node, of
+which a worker needs the 30 of its own stage (54 kB). So a run may deal its stages over several keys, of which a node
+looks up those it needs; hivemind keeps them at different DHT nodes, by their hashes.
 
-A key is named by the first of its stages, in the form of the beginning of a worker's name (spec P-7: ``head.0``,
-``body8.0``). The name is a signed part of the announcement, so that nodes of the DHT, which know nothing of the run's
-stages, can tell whether a record belongs where it is filed.
+A key is named after the first of its stages, in the form of the beginning of a worker's name (spec P-7: ``head.0``,
+``body8.0``). The name is a signed part of the announcement, so that DHT nodes, which do not know the run's stages, can
+check that a record belongs to the key it is stored under.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ __all__ = ["StagePartitions", "dht_key", "partition_of"]
 
 
 def dht_key(run_id: str, filed_under: str = "") -> str:
-    """The DHT key of a run's announcements: of those that are filed under no stage, or of those of a partition."""
+    """Returns the DHT key of a run's announcements: of a partition, or of nodes outside partitions."""
     return f"{run_id}.{filed_under or 'peers'}"
 
 
 def partition_of(stage_index: int, num_stages: int, num_partitions: int) -> int:
-    """Which partition a stage belongs to: each has neighbouring stages, as many as any other or one more or less."""
+    """Returns the partition of a stage; each has neighbouring stages, and their numbers differ by at most one."""
     return stage_index * num_partitions // num_stages
 
 
 @dataclass(frozen=True, slots=True)
 class StagePartitions:
-    """How a run's stages are dealt over keys; without stages there is nothing to deal, and one key.
+    """How a run's stages are dealt over keys; without stages there is one key.
 
     Raises:
         TrainerUsageError: there are more partitions than stages.
@@ -50,7 +50,7 @@ class StagePartitions:
             )
 
     def label(self, stage: str) -> str:
-        """Under what the workers of a stage are filed.
+        """Returns the label of the partition of a stage.
 
         Raises:
             DiscoveryError: the run has no such stage.
@@ -66,7 +66,7 @@ class StagePartitions:
         return f"{self.stages[first].replace('-', '')}.0"
 
     def labels(self, stages: Collection[str] | None = None) -> tuple[str, ...]:
-        """Under what to look for the workers of these stages, None: of all, and for nodes that hold none.
+        """Returns the labels to look up for these stages, None: for all, and for nodes without a stage.
 
         Raises:
             DiscoveryError: the run has no such stage.

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.network.discovery.announcement import Announcement, sign_announcement
+from tests.support.announcements import announce
+from trainer.network.discovery.announcement import Announcement
 from trainer.network.discovery.peer_table import DIRECT, TOLD, PeerTable
 from trainer.network.rpc.identity import Identity
 
 _NOW = 1_800_000_000.0
+
+
+_ME = Identity.create()
 
 
 class _Clock:
@@ -25,18 +29,9 @@ class _Clock:
         return self.now
 
 
-def _table(
-    own: Identity, clock: _Clock, max_peers: int = 10, *, keeps_callers: bool = False, lifetime_s: float = 60.0
-) -> PeerTable:
-    return PeerTable(
-        "run",
-        own.peer_id,
-        max_peers=max_peers,
-        max_clock_skew_s=120.0,
-        lifetime_s=lifetime_s,
-        keeps_callers=keeps_callers,
-        clock=clock,
-    )
+def _table(clock: _Clock | None = None, **options: Any) -> PeerTable:
+    limits = {"max_peers": 10, "max_clock_skew_s": 120.0}
+    return PeerTable("run", _ME.peer_id, clock=clock or _Clock(), **(limits | options))
 
 
 def _reach(table: PeerTable, wire: bytes, source: str = "") -> Announcement | None:
@@ -54,31 +49,31 @@ def _ids(table: PeerTable) -> set[str]:
     return {said.peer_id for said in table.announcements()}
 
 
-def test_the_newest_word_counts_whatever_the_order(identity: Identity, announce: Callable[..., bytes]) -> None:
+def test_the_newest_word_counts_whatever_the_order() -> None:
     other = Identity.create()
     old, new = (announce(other, sent_at=_NOW + age, inner_step=step) for age, step in ((0, 1), (1, 2)))
     for first, second in ((old, new), (new, old)):
-        table = _table(identity, _Clock())
+        table = _table()
         _reach(table, first)
         table.offer(second)
         assert [known.inner_step for known in table.announcements()] == [2]
         assert not table.refused
 
 
-def test_it_is_news_once(identity: Identity, announce: Callable[..., bytes]) -> None:
+def test_it_is_news_once() -> None:
     other = Identity.create()
     wire = announce(other, sent_at=_NOW)
-    table = _table(identity, _Clock())
+    table = _table()
     assert table.offer(wire, subkey=other.peer_id) is not None
     assert table.offer(wire, subkey=other.peer_id) is None
     assert table.offer(wire) is None
-    assert table.offer(wire, subkey=identity.peer_id) is None
+    assert table.offer(wire, subkey=_ME.peer_id) is None
     assert table.refused == {"subkey": 1}
 
 
-def test_a_forgotten_one_expires(identity: Identity, announce: Callable[..., bytes]) -> None:
+def test_a_forgotten_one_expires() -> None:
     clock = _Clock()
-    table = _table(identity, clock)
+    table = _table(clock)
     _reach(table, announce(Identity.create(), sent_at=_NOW, lifetime_s=10))
     clock.now = _NOW + 9.9
     assert len(table.announcements()) == 1
@@ -86,11 +81,10 @@ def test_a_forgotten_one_expires(identity: Identity, announce: Callable[..., byt
     assert table.announcements() == ()
 
 
-def test_the_reader_bounds_the_lifetime(identity: Identity, announce: Callable[..., bytes]) -> None:
+def test_the_reader_bounds_the_lifetime() -> None:
     clock = _Clock()
-    table = _table(identity, clock)
+    table = _table(clock)
     said = _reach(table, announce(Identity.create(), sent_at=_NOW, lifetime_s=3600))
-    assert said is not None
     clock.now = _NOW + 50
     table.answered(said.peer_id, said.address)
     clock.now = _NOW + 109
@@ -99,9 +93,9 @@ def test_the_reader_bounds_the_lifetime(identity: Identity, announce: Callable[.
     assert table.heard_of() == ()
 
 
-def test_an_announcement_again_is_no_new_evidence(identity: Identity, announce: Callable[..., bytes]) -> None:
+def test_an_announcement_again_is_no_new_evidence() -> None:
     clock = _Clock()
-    table = _table(identity, clock)
+    table = _table(clock)
     wire = announce(Identity.create(), sent_at=_NOW, lifetime_s=3600)
     _reach(table, wire)
     clock.now = _NOW + 59
@@ -110,13 +104,10 @@ def test_an_announcement_again_is_no_new_evidence(identity: Identity, announce: 
     assert table.heard_of() == ()
 
 
-def test_a_candidate_that_was_busy_is_tried_again_and_not_forgotten(
-    identity: Identity, announce: Callable[..., bytes]
-) -> None:
+def test_a_candidate_that_was_busy_is_tried_again_and_not_forgotten() -> None:
     clock = _Clock()
-    table = _table(identity, clock)
+    table = _table(clock)
     said = table.offer(announce(Identity.create(), sent_at=_NOW))
-    assert said is not None
     table.retry_later(said.peer_id, 3.0)
     table.retry_later("a" * 64, 3.0)  # Whom nobody has heard of.
     assert _reachable(table) == []
@@ -125,11 +116,10 @@ def test_a_candidate_that_was_busy_is_tried_again_and_not_forgotten(
     assert not table.refused
 
 
-def test_only_who_was_reached_is_shown_and_told(identity: Identity, announce: Callable[..., bytes]) -> None:
-    table = _table(identity, _Clock(), keeps_callers=True)
+def test_only_who_was_reached_is_shown_and_told() -> None:
+    table = _table(keeps_callers=True)
     other = Identity.create()
     said = table.offer(announce(other, sent_at=_NOW))
-    assert said is not None
     assert (table.known(), table.announcements()) == ((), ())
     assert _reachable(table) == [said]
     table.answered(other.peer_id, "127.0.0.1:4101")  # It is somewhere else, too.
@@ -139,30 +129,26 @@ def test_only_who_was_reached_is_shown_and_told(identity: Identity, announce: Ca
     assert _reachable(table) == []
 
 
-def test_who_answered_before_it_was_heard_of_is_reached(identity: Identity, announce: Callable[..., bytes]) -> None:
-    table, other = _table(identity, _Clock()), Identity.create()
+def test_who_answered_before_it_was_heard_of_is_reached() -> None:
+    table, other = _table(), Identity.create()
     table.answered(other.peer_id, "127.0.0.1:4100")
     table.offer(announce(other, sent_at=_NOW))
     assert _ids(table) == {other.peer_id}
 
 
-def test_who_moves_is_to_be_reached_again(identity: Identity, announce: Callable[..., bytes]) -> None:
-    table, other = _table(identity, _Clock()), Identity.create()
+def test_who_moves_is_to_be_reached_again() -> None:
+    table, other = _table(), Identity.create()
     _reach(table, announce(other, sent_at=_NOW))
     moved = table.offer(announce(other, sent_at=_NOW + 1, address="127.0.0.1:4109"))
-    assert moved is not None
     assert (table.known(), _reachable(table)) == ((), [moved])
     table.answered(other.peer_id, moved.address)
     assert _ids(table) == {other.peer_id}
 
 
-def test_who_does_not_answer_is_forgotten_until_it_says_something_newer(
-    identity: Identity, announce: Callable[..., bytes]
-) -> None:
-    table, other = _table(identity, _Clock()), Identity.create()
+def test_who_does_not_answer_is_forgotten_until_it_says_something_newer() -> None:
+    table, other = _table(), Identity.create()
     wire = announce(other, sent_at=_NOW)
     said = table.offer(wire)
-    assert said is not None
     table.unreachable(other.peer_id, "127.0.0.1:1")
     assert table.heard_of()
     table.unreachable(other.peer_id, said.address)
@@ -171,33 +157,26 @@ def test_who_does_not_answer_is_forgotten_until_it_says_something_newer(
     assert table.offer(announce(other, sent_at=_NOW + 1)) is not None
 
 
-def test_the_word_of_a_peer_of_use_is_kept_though_it_is_out_of_reach(
-    identity: Identity, announce: Callable[..., bytes]
-) -> None:
+def test_the_word_of_a_peer_of_use_is_kept_though_it_is_out_of_reach() -> None:
     """A driver takes silence for a sign that a worker is gone."""
     clock = _Clock()
-    table, other = _table(identity, clock), Identity.create()
+    table, other = _table(clock), Identity.create()
     said = _reach(table, announce(other, sent_at=_NOW))
-    assert said is not None
     table.used(other.peer_id)
     table.unreachable(other.peer_id, said.address)
     assert (table.known(), table.announcements(), _reachable(table)) == ((), (), [])
     clock.now += 30.0
     newer = table.offer(announce(other, sent_at=clock.now))
-    assert newer is not None
     assert [known.announcement for known in table.heard_of()] == [newer]
     clock.now += 31.0
     assert _reachable(table) == [newer]  # After a lifetime it is tried again.
 
 
-def test_a_caller_that_cannot_be_reached_is_seen_while_it_calls(
-    identity: Identity, announce: Callable[..., bytes]
-) -> None:
+def test_a_caller_that_cannot_be_reached_is_seen_while_it_calls() -> None:
     clock = _Clock()
-    table, other = _table(identity, clock, keeps_callers=True), Identity.create()
+    table, other = _table(clock, keeps_callers=True), Identity.create()
     table.called(other.peer_id)
     said = table.offer(announce(other, sent_at=_NOW, lifetime_s=3600), source=f"{DIRECT}198.51.100.1")
-    assert said is not None
     table.unreachable(other.peer_id, said.address)
     assert table.announcements() == (said,)
     assert table.known() == ()
@@ -208,9 +187,9 @@ def test_a_caller_that_cannot_be_reached_is_seen_while_it_calls(
     assert table.announcements() == ()
 
 
-def test_a_long_silence_calls_for_another_look(identity: Identity, announce: Callable[..., bytes]) -> None:
+def test_a_long_silence_calls_for_another_look() -> None:
     clock = _Clock()
-    table, other = _table(identity, clock), Identity.create()
+    table, other = _table(clock), Identity.create()
     _reach(table, announce(other, sent_at=clock.now))
     for _ in range(11):
         clock.now += 30
@@ -218,16 +197,11 @@ def test_a_long_silence_calls_for_another_look(identity: Identity, announce: Cal
     assert _reachable(table) == [said]
 
 
-def test_what_cannot_be_used_takes_no_place(identity: Identity, announce: Callable[..., bytes]) -> None:
+def test_what_cannot_be_used_takes_no_place() -> None:
     friend, stranger = Identity.create(), Identity.create()
-    table = PeerTable(
-        "run",
-        identity.peer_id,
-        max_peers=10,
-        max_clock_skew_s=120.0,
+    table = _table(
         objection=lambda address: "private" if address.startswith("10.") else "",
         allowed_peers=frozenset({friend.peer_id}),
-        clock=_Clock(),
     )
     assert table.offer(announce(stranger, sent_at=_NOW)) is None
     assert table.offer(announce(friend, sent_at=_NOW, address="10.0.0.1:4100")) is None
@@ -235,14 +209,14 @@ def test_what_cannot_be_used_takes_no_place(identity: Identity, announce: Callab
     assert table.offer(announce(friend, sent_at=_NOW, address="198.51.100.1:4100")) is not None
 
 
-def test_oneself_is_no_peer(identity: Identity, announce: Callable[..., bytes]) -> None:
-    table = _table(identity, _Clock())
-    assert table.offer(announce(identity, sent_at=_NOW)) is None
+def test_oneself_is_no_peer() -> None:
+    table = _table()
+    assert table.offer(announce(_ME, sent_at=_NOW)) is None
     assert table.heard_of() == ()
 
 
-def test_refusals_are_counted_by_reason(identity: Identity, announce: Callable[..., bytes]) -> None:
-    table = _table(identity, _Clock())
+def test_refusals_are_counted_by_reason() -> None:
+    table = _table()
     good = announce(Identity.create(), sent_at=_NOW)
     for wire in (
         b"junk",
@@ -259,9 +233,9 @@ def test_refusals_are_counted_by_reason(identity: Identity, announce: Callable[.
 # -- who has to go when there are more ---------------------------------------------------------------------------------
 
 
-def test_a_host_full_of_listening_sybils_keeps_nobody_out(identity: Identity, announce: Callable[..., bytes]) -> None:
+def test_a_host_full_of_listening_sybils_keeps_nobody_out() -> None:
     clock = _Clock()
-    table = _table(identity, clock, max_peers=8)
+    table = _table(clock, max_peers=8)
     worker = Identity.create()
     _reach(table, announce(worker, sent_at=_NOW))
     table.used(worker.peer_id)
@@ -276,10 +250,8 @@ def test_a_host_full_of_listening_sybils_keeps_nobody_out(identity: Identity, an
         assert {worker.peer_id, newcomer.peer_id} <= _ids(table)
 
 
-def test_sybils_that_make_themselves_useful_leave_room_for_other_hosts(
-    identity: Identity, announce: Callable[..., bytes]
-) -> None:
-    table = _table(identity, _Clock(), max_peers=8)
+def test_sybils_that_make_themselves_useful_leave_room_for_other_hosts() -> None:
+    table = _table(max_peers=8)
     for number in range(12):
         sybil = Identity.create()
         _reach(table, announce(sybil, sent_at=_NOW, address=f"198.51.100.66:{5000 + number}"))
@@ -293,11 +265,9 @@ def test_sybils_that_make_themselves_useful_leave_room_for_other_hosts(
     assert len(_ids(table)) == 8
 
 
-def test_a_flood_of_hearsay_leaves_room_for_who_comes_himself(
-    identity: Identity, announce: Callable[..., bytes]
-) -> None:
+def test_a_flood_of_hearsay_leaves_room_for_who_comes_himself() -> None:
     clock = _Clock()
-    table = _table(identity, clock)
+    table = _table(clock)
     newcomer = Identity.create()
     clock.now += 0.1
     table.offer(announce(newcomer, sent_at=_NOW), source=f"{DIRECT}127.0.0.1")
@@ -316,23 +286,16 @@ _MAX_PEERS = 6
 @cache
 def _node(number: int) -> tuple[Identity, bytes]:
     identity = Identity.create()
-    said = Announcement(
-        peer_id=identity.peer_id, node_id="n", run_id="run", address=f"{_host(number)}:{5000 + number}"
-    ).stamped(_NOW, 3600.0)
-    return identity, sign_announcement(said, identity)
+    address = f"{_host(number)}:{5000 + number}"
+    return identity, announce(identity, address=address, sent_at=_NOW, lifetime_s=3600.0)
 
 
 def _host(number: int) -> str:
     return _HOSTS[min(number % 5, 2)]  # Three in five nodes are at one host.
 
 
-_STEPS = st.lists(
-    st.tuples(
-        st.sampled_from(["offer", "tell", "answer", "use", "silence", "call"]),
-        st.integers(0, _NUM_NODES - 1),
-    ),
-    max_size=120,
-)
+_EVENTS = st.sampled_from(["offer", "tell", "answer", "use", "silence", "call"])
+_STEPS = st.lists(st.tuples(_EVENTS, st.integers(0, _NUM_NODES - 1)), max_size=120)
 
 
 @pytest.mark.slow
@@ -340,7 +303,7 @@ _STEPS = st.lists(
 @given(steps=_STEPS)
 def test_whatever_is_offered_the_shares_hold(steps: list[tuple[str, int]]) -> None:
     clock = _Clock()
-    table = PeerTable("run", "f" * 64, max_peers=_MAX_PEERS, max_clock_skew_s=120.0, lifetime_s=1000.0, clock=clock)
+    table = _table(clock, max_peers=_MAX_PEERS, lifetime_s=1000.0)
     number_of = {_node(number)[0].peer_id: number for number in range(_NUM_NODES)}
     used: set[int] = set()
     for what, number in steps:
@@ -348,16 +311,17 @@ def test_whatever_is_offered_the_shares_hold(steps: list[tuple[str, int]]) -> No
         identity, wire = _node(number)
         address = f"{_host(number)}:{5000 + number}"
         before = {number_of[it.announcement.peer_id] for it in table.known()}
-        if what in ("offer", "tell"):
-            table.offer(wire, source=f"{DIRECT if what == 'offer' else TOLD}{_host(number)}")
-        elif what == "answer":
-            table.answered(identity.peer_id, address)
-        elif what == "use":
-            table.used(identity.peer_id)
-        elif what == "call":
-            table.called(identity.peer_id)
-        else:
-            table.unreachable(identity.peer_id, address)
+        match what:
+            case "offer" | "tell":
+                table.offer(wire, source=f"{DIRECT if what == 'offer' else TOLD}{_host(number)}")
+            case "answer":
+                table.answered(identity.peer_id, address)
+            case "use":
+                table.used(identity.peer_id)
+            case "call":
+                table.called(identity.peer_id)
+            case "silence":
+                table.unreachable(identity.peer_id, address)
         after = {number_of[it.announcement.peer_id] for it in table.known()}
         heard = {number_of[it.announcement.peer_id] for it in table.heard_of()}
         if what == "use" and number in heard:
@@ -380,16 +344,13 @@ def test_whatever_is_offered_the_shares_hold(steps: list[tuple[str, int]]) -> No
 
 
 @pytest.mark.parametrize("is_of_use", [False, True])
-def test_a_lesser_peer_of_the_same_host_gives_way(
-    identity: Identity, announce: Callable[..., bytes], is_of_use: bool
-) -> None:
+def test_a_lesser_peer_of_the_same_host_gives_way(is_of_use: bool) -> None:
     clock = _Clock()
-    table = _table(identity, clock, max_peers=1)
+    table = _table(clock, max_peers=1)
     first, second = Identity.create(), Identity.create()
     _reach(table, announce(first, sent_at=_NOW))
     table.used(first.peer_id)
     said = table.offer(announce(second, sent_at=_NOW))
-    assert said is not None
     for _ in range(2 * is_of_use):
         clock.now += 2.0
         table.used(second.peer_id)

@@ -16,7 +16,7 @@ from tests.support.event_loop import on_event_loop
 from tests.support.rpc_node import RUN_ID, Answer, Question
 from tests.support.rpc_pair import running_endpoint
 from trainer.errors import RpcError
-from trainer.network.discovery.exchange import EXCHANGE_METHOD, ExchangeRequest
+from trainer.network.discovery.exchange import EXCHANGE_METHOD, PeerExchangeRequest
 from trainer.network.rpc import Endpoint, Reply, Request
 
 _OPTIONS = {"tls": True, "heartbeat_s": 1.0, "stall_timeout_s": 6.0, "max_connections": 256}
@@ -30,7 +30,7 @@ _IN_WITHIN_S = 10.0
 @on_event_loop
 async def test_newcomers_and_proven_peers_get_in(name: str, tmp_path: Path) -> None:
     async with running_endpoint(**_OPTIONS) as victim, running_endpoint(**_OPTIONS) as proven:
-        victim.register(EXCHANGE_METHOD, ExchangeRequest, _answer, any_recipient=True)
+        victim.register(EXCHANGE_METHOD, PeerExchangeRequest, _answer, any_recipient=True)
         await victim.call(proven.peer, "test/echo", Question(), Answer, timeout_s=20)
         (tmp_path / "run.yaml").write_text(f"run_id: {RUN_ID}\n", encoding="utf-8")
         target = Target(
@@ -62,7 +62,7 @@ async def test_newcomers_and_proven_peers_get_in(name: str, tmp_path: Path) -> N
         assert not refused, (refused, waits_s, said)
 
 
-async def _answer(_request: Request[ExchangeRequest]) -> Reply[Answer]:
+async def _answer(_request: Request[PeerExchangeRequest]) -> Reply[Answer]:
     return Reply(Answer())
 
 
