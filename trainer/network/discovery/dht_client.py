@@ -43,8 +43,8 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S, _STEADY_S = 1.0, 60.0, 60.0
 class DhtProcess:
     """Starts and supervises the DHT process and sends it requests; `start` it, and `close` it.
 
-    Args:
-        settings: of its node.
+    Raises:
+        DiscoveryError: by `store`, `get` and `status`, without a reply in time, or if the request failed.
     """
 
     def __init__(self, settings: DhtSettings) -> None:
@@ -80,14 +80,10 @@ class DhtProcess:
             self._supervising = asyncio.create_task(self._supervise())
 
     async def wait_ready(self, timeout_s: float, *, first_start_only: bool = False) -> None:
-        """Waits until it answers.
-
-        Args:
-            timeout_s: seconds to wait.
-            first_start_only: do not wait for a second start if the first fails.
+        """Waits until it answers; with ``first_start_only`` not for a second start if the first fails.
 
         Raises:
-            DiscoveryError: it does not.
+            DiscoveryError: it does not answer.
         """
         events = [self._ready, self._ended] if first_start_only else [self._ready]
         waiting = [asyncio.create_task(event.wait()) for event in events]
@@ -103,28 +99,16 @@ class DhtProcess:
             )
 
     async def store(self, key: str, subkey: str, value: str, expires_at: float, timeout_s: float) -> None:
-        """Stores a value until it expires.
-
-        Raises:
-            DiscoveryError: no DHT node stored it in time.
-        """
+        """Stores a value until it expires."""
         await self._send("store", timeout_s, key=key, subkey=subkey, value=value, expires_at=expires_at)
 
     async def get(self, key: str, timeout_s: float) -> tuple[tuple[Record, ...], int]:
-        """Returns the records of a key, unverified, and how many were left out.
-
-        Raises:
-            DiscoveryError: no reply in time.
-        """
+        """Returns the records of a key, unverified, and how many were left out."""
         reply = await self._send("get", timeout_s, key=key)
         return reply.records, reply.skipped
 
     async def status(self, timeout_s: float) -> DhtReply:
-        """Returns addresses and number of neighbours.
-
-        Raises:
-            DiscoveryError: no reply in time.
-        """
+        """Returns addresses and number of neighbours."""
         return await self._send("status", timeout_s)
 
     async def close(self) -> None:

@@ -149,7 +149,7 @@ class PeerExchangeService:
 
     Args:
         endpoint: of this node.
-        table: the peers known here.
+        table: the known peers.
         own: this node's record.
         interval_s: seconds between two exchanges of a node of this run.
         on_news: is called when there is a new candidate to verify.

@@ -46,7 +46,11 @@ _KEPT_OTHERS = 1
 
 
 class PartFile:
-    """One snapshot being fetched into ``directory``; `open` and `close` it. Any thread may call its methods."""
+    """One snapshot being fetched into ``directory``; `open` and `close` it. Any thread may call its methods.
+
+    Raises:
+        StateTransferError: by each method, if the disk is full or fails.
+    """
 
     def __init__(self, directory: Path, digest: str) -> None:
         self._target = directory / digest
@@ -110,13 +114,9 @@ class PartFile:
         ]
 
     def begin(self, descriptor: Descriptor, pages: list[bytes]) -> list[int]:
-        """Writes descriptor and pages, reserves the space, and verifies the chunks of an earlier attempt.
+        """Writes descriptor and pages, reserves the space, and returns the indices of the chunks that are missing.
 
-        Returns:
-            The indices of the missing chunks.
-
-        Raises:
-            StateTransferError: there is no room, or it cannot be written.
+        Chunks of an earlier attempt are verified.
         """
         try:
             self._write(DESCRIPTOR_NAME, descriptor.to_bytes())
@@ -134,11 +134,7 @@ class PartFile:
         return hashlib.sha256(chunk).digest() == expected
 
     def write(self, index: int, chunk: memoryview) -> None:
-        """Writes a verified chunk.
-
-        Raises:
-            StateTransferError: it cannot be written.
-        """
+        """Writes a verified chunk."""
         position = index * CHUNK_BYTES
         try:
             with self._guard:
@@ -149,19 +145,11 @@ class PartFile:
             raise self._disk_error(error) from error
 
     def load(self) -> Snapshot:
-        """Reads what was fetched back from the disk and verifies all of it.
-
-        Raises:
-            StateTransferError: the disk returns other bytes than were written.
-        """
+        """Reads what was fetched back from the disk and verifies all of it."""
         return load_folder(self._folder, self._digest)
 
     def publish(self) -> None:
-        """Makes it a snapshot; all chunks must be there.
-
-        Raises:
-            StateTransferError: it cannot be synced or renamed.
-        """
+        """Makes it a snapshot; all chunks must be there."""
         try:
             with self._guard:
                 os.fsync(self._file)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.support.event_loop import on_event_loop
-from tests.support.state_actor import actors, spell_peers
+from tests.support.state_actor import actors, peer_fields
 from trainer.errors import RefusedError, StateTransferError
 from trainer.network.rpc.config import RpcConfig
 from trainer.network.rpc.endpoint import Endpoint
@@ -293,9 +293,9 @@ async def test_a_donor_refuses_what_it_does_not_have(state: _State) -> None:
 @pytest.mark.slow
 @on_event_loop
 async def test_donors_that_die_or_stop_in_mid_transfer_cost_nobody_the_state(state: _State) -> None:
-    commands = [("donor", str(state.source), "--rate", rate) for rate in ("2e6", "2e6", "6e6")]
+    options = [{"directory": str(state.source), "rate": rate} for rate in (2e6, 2e6, 6e6)]
     async with _endpoints(state.source) as (endpoint, _, _):
-        with actors(*commands) as (killed, stopped, good):
+        with actors(*options) as (killed, stopped, good):
             fetching = asyncio.create_task(
                 state.fetch_from(endpoint, [killed.peer, stopped.peer, good.peer], timeout_s=60)
             )
@@ -310,17 +310,17 @@ async def test_donors_that_die_or_stop_in_mid_transfer_cost_nobody_the_state(sta
 async def test_a_fetcher_that_is_killed_resumes_where_it_was(state: _State) -> None:
     config = StateConfig(max_upload_bytes_per_s=6e6)
     async with _endpoints(state.source, StateDonor, config=config) as (endpoint, donors, peers):
-        command = ("fetch", str(state.target), "--digest", state.digest, "--donors", spell_peers(peers))
-        await asyncio.to_thread(_kill_after, 6 << 20, command)
+        options = {"directory": str(state.target), "digest": state.digest, "donors": list(map(peer_fields, peers))}
+        await asyncio.to_thread(_kill_after, 6 << 20, options)
         assert snapshots_in(state.target) == []
         before = donors[0].uploaded_bytes
         assert state.is_in(await state.fetch_from(endpoint, peers))
         assert donors[0].uploaded_bytes - before < 9 << 20
 
 
-def _kill_after(num_bytes: int, command: tuple[str, ...]) -> None:
+def _kill_after(num_bytes: int, options: dict[str, Any]) -> None:
     """Runs a fetcher until it has received so much."""
-    with actors((*command, "--report-bytes", str(num_bytes))) as [fetcher]:
-        assert int(str(fetcher.read_line()["received_bytes"])) >= num_bytes
+    with actors({**options, "report_bytes": num_bytes}) as [fetcher]:
+        assert fetcher.read_line()["received_bytes"] >= num_bytes
         fetcher.process.send_signal(signal.SIGKILL)
         fetcher.process.wait(10)
