@@ -1,6 +1,6 @@
-"""Whatever a peer says, its decoder takes it or raises the error it promises: nothing else ends a task, or a process.
+"""Decoders take whatever a peer sends or raise the errors they document: nothing else ends a task, or a process.
 
-Messages are valid ones with extreme numbers put anywhere, drawn alike in every run. What becomes of who sent them is
+Messages are valid ones with extreme numbers put anywhere, drawn alike in every run. What becomes of their senders is
 tested beside each service.
 """
 
@@ -237,7 +237,7 @@ def test_announcements(data: st.DataObject) -> None:
 
 @EXAMPLES
 @given(st.from_regex(r"\A(head|tail|body[1-9][0-9]{0,3})\.0\.[1-9][0-9]{0,5}\Z"))
-def test_whoever_may_announce_a_stage_has_a_name_that_can_be_read(uid: str) -> None:
+def test_each_stage_that_can_be_announced_has_a_name_that_can_be_read(uid: str) -> None:
     assert workers_in([_announcement(stage={**REPORT, "uid": uid})])[0].uid == uid
 
 
@@ -280,7 +280,7 @@ def test_plans(data: st.DataObject) -> None:
 
 @EXAMPLES
 @given(st.lists(st.tuples(st.integers(0, 2**48), st.floats(0, 1.7e308)), min_size=1, max_size=4))
-def test_weights_of_those_who_join(claims: list[tuple[int, float]]) -> None:
+def test_weights_of_newcomers(claims: list[tuple[int, float]]) -> None:
     weights = cap_weights([contribution_weight(batches, age_s) for batches, age_s in claims])
     assert all(0 <= weight < float("inf") for weight in weights)
 

@@ -139,7 +139,7 @@ def test_another_form_is_refused(wire: bytes) -> None:
     assert _reason(wire + b" ") == "malformed"
 
 
-def test_who_holds_no_stage_says_what_was_said_before_there_were_stages(wire: bytes) -> None:
+def test_without_a_stage_the_wire_form_is_that_of_releases_before_stages(wire: bytes) -> None:
     """So that nodes of a run that is not cut understand those of the release before, and are understood."""
     value = json.loads(wire)
     assert not {"stage", "filed_under"} & set(value["announcement"])

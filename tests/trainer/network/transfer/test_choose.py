@@ -1,4 +1,4 @@
-"""The state most distinct nodes hold is chosen, by all who see the same, whatever anybody claims of himself."""
+"""All nodes that see the same announcements choose the state most of them hold, whatever one of them claims."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _said(node: int, step: int, digest: str) -> Announcement:
     )
 
 
-_sayings = st.lists(
+_announcements = st.lists(
     st.builds(_said, st.integers(0, 8), st.integers(0, 5), st.sampled_from(["", *_DIGESTS])), max_size=12
 )
 _own = st.tuples(st.integers(0, 5), st.sampled_from(["", *_DIGESTS]))
@@ -56,7 +56,7 @@ def test_the_state_that_most_nodes_hold_is_chosen(
 
 
 @pytest.mark.slow
-@given(own=_own, others=_sayings, seed=st.randoms(use_true_random=False))
+@given(own=_own, others=_announcements, seed=st.randoms(use_true_random=False))
 def test_the_order_of_what_is_heard_does_not_matter(
     own: tuple[int, str], others: list[Announcement], seed: object
 ) -> None:
@@ -66,8 +66,8 @@ def test_the_order_of_what_is_heard_does_not_matter(
 
 
 @pytest.mark.slow
-@given(own=_own, others=_sayings)
-def test_nobody_who_is_not_chosen_has_more_nodes_behind_him(own: tuple[int, str], others: list[Announcement]) -> None:
+@given(own=_own, others=_announcements)
+def test_no_other_state_has_more_holders(own: tuple[int, str], others: list[Announcement]) -> None:
     last: dict[str, Announcement] = {}
     for said in sorted(others, key=lambda said: (said.peer_id, said.outer_step, said.state_digest)):
         last[said.peer_id] = said
@@ -89,7 +89,7 @@ def test_nobody_who_is_not_chosen_has_more_nodes_behind_him(own: tuple[int, str]
         unique_by=lambda said: said.peer_id,
     )
 )
-def test_all_who_hear_of_each_other_agree(others: list[Announcement]) -> None:
+def test_nodes_that_hear_of_each_other_agree(others: list[Announcement]) -> None:
     decisions = set()
     for me in others:
         rest = [said for said in others if said.peer_id != me.peer_id]
