@@ -9,9 +9,9 @@ from .config import DiscoveryConfig as DiscoveryConfig
 from .dht import DhtDiscovery as DhtDiscovery
 from .opening import PeerWatchdog as PeerWatchdog
 from .opening import open_discovery as open_discovery
-from .partition import StagePartitions as StagePartitions
 from .seeding import SeedConfig as SeedConfig
 from .seeding import seed as seed
+from .stage_report import StagePartitions as StagePartitions
 from .stage_report import settled_uid as settled_uid
 from .stage_report import workers_of as workers_of
 from .static import StaticDiscovery as StaticDiscovery

@@ -21,7 +21,7 @@ from pydantic import AfterValidator, Field, JsonValue, ValidationError, model_va
 
 from manifests.spelling import canonical_json
 from trainer.errors import DiscoveryError
-from trainer.network.discovery.stage_report import StageReport
+from trainer.network.discovery.stage_report import Counted, StageReport
 from trainer.network.rpc.identity import Identity, verify_signature
 from trainer.network.rpc.messages import Message, Peer
 
@@ -74,7 +74,6 @@ Digest = Annotated[str, Field(pattern=r"^(|[0-9a-f]{64})$")]
 """SHA-256 in hexadecimal, or nothing."""
 PeerIdField = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Name = Annotated[str, Field(min_length=1, max_length=128), AfterValidator(_printable)]
-Counted = Annotated[int, Field(ge=0, lt=2**53)]
 Instant = Annotated[float, Field(ge=0, lt=1e11)]
 
 
@@ -105,7 +104,7 @@ class Announcement(Message):
     stage: StageReport | None = None
     """Of a pipeline worker: its stage and its state there."""
     filed_under: Annotated[str, Field(pattern=r"^(|(head|tail|body[1-9][0-9]{0,3})\.0)$")] = ""
-    """Of a worker, in a DHT partitioned by stage: its partition (`partition.StagePartitions`)."""
+    """Of a worker, in a DHT partitioned by stage: its partition (`StagePartitions`)."""
     sent_at: Instant = 0.0
     expires_at: Instant = 0.0
 

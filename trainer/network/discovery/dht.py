@@ -3,7 +3,7 @@
 Each node stores its signed announcement under the run's key and its own peer id, and looks the key up every few
 seconds. Several seeds may be named; one that answers is enough, and any may come and go. Announcements are kept until
 they expire, so a DHT that is down for less than their lifetime is not noticed. In a run whose model is cut, workers may
-be stored by stage (`partition`), so that a worker's look-up returns its own stage and the drivers, not all.
+be stored by stage (`StagePartitions`), so that a worker's look-up returns its own stage and the drivers, not all.
 
 It also answers peer exchange: a node that knows one address and no seed learns of all nodes known there, and its own
 announcement is stored for it, again and again as long as it repeats it. That is no more than it could store itself.
@@ -28,9 +28,8 @@ from trainer.network.discovery.base import MAX_NEWS, Discovery
 from trainer.network.discovery.config import DiscoveryConfig, seed_host
 from trainer.network.discovery.dht_client import DhtProcess
 from trainer.network.discovery.dht_messages import DhtSettings
-from trainer.network.discovery.partition import StagePartitions, dht_key
 from trainer.network.discovery.peer_table import KnownPeer
-from trainer.network.discovery.stage_report import StageUid
+from trainer.network.discovery.stage_report import StagePartitions, StageUid, dht_key
 from trainer.network.rpc.endpoint import Endpoint
 
 __all__ = ["DhtDiscovery", "listen_address"]

@@ -44,7 +44,7 @@ from trainer.network.discovery.announcement import AnnouncementRefusedError, ver
 from trainer.network.discovery.dht_messages import MAX_RECORDS, MAX_VALUE_BYTES, DhtSettings, Record
 from trainer.network.discovery.dht_quotas import Place, RecordQuotas
 from trainer.network.discovery.parent import die_with_parent
-from trainer.network.discovery.partition import dht_key
+from trainer.network.discovery.stage_report import dht_key
 from trainer.network.rpc.remote_address import address_group
 
 __all__ = ["AnnouncementNode", "AnnouncementValidator", "BoundedStorage"]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from trainer.network.discovery.base import Discovery
 from trainer.network.discovery.config import DiscoveryConfig
 from trainer.network.discovery.dht import DhtDiscovery
-from trainer.network.discovery.partition import StagePartitions
+from trainer.network.discovery.stage_report import StagePartitions
 from trainer.network.discovery.static import StaticDiscovery
 from trainer.network.rpc.endpoint import Endpoint
 

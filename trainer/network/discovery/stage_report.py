@@ -1,4 +1,4 @@
-"""What a worker's announcement says of its stage, and how the worker chooses its name there.
+"""The workers of a stage in announcements: their state, their names, and the DHT keys they are stored under.
 
 A worker's DHT name (spec P-7) is ``head.0.42``, ``body3.0.55``, ``tail.0.100``: stage, a constant 0, and a number from
 32 on, which tells replicas apart for people. Programs identify a worker by its key, so that two workers with one number
@@ -7,6 +7,12 @@ for a moment do no harm.
 Nobody assigns numbers. A worker takes a free one and checks, with every look-up, whether another one has it too; of two
 with one number the one with the smaller key keeps it and the other takes another. The smallest key of a stage never
 changes its number, the second smallest only for the first, and so on: once announcements have spread, all are distinct.
+
+A look-up in the DHT returns every record of a key. With 32 stages of 30 workers in one key that is 1.7 MB every two
+seconds for each node, of which a worker needs the 30 of its own stage (54 kB). So a run may deal its stages over
+several keys (`StagePartitions`), which hivemind keeps at different DHT nodes, by their hashes. A partition is labelled
+with the beginning of the names of its first stage's workers (``head.0``, ``body8.0``). The label is a signed part of
+the announcement, so that DHT nodes, which do not know the run's stages, can check the key a record is stored under.
 
 This module imports no torch: seeds and DHT processes read announcements too (which takes 0.5 s and 37 MB to import;
 with torch 2.3 s and 235 MB).
@@ -21,7 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from trainer.errors import TrainerUsageError
+from trainer.errors import DiscoveryError, TrainerUsageError
 from trainer.network.rpc.messages import Message
 
 if TYPE_CHECKING:
@@ -34,9 +40,12 @@ __all__ = [
     "Counted",
     "Incarnation",
     "StageName",
+    "StagePartitions",
     "StageReport",
     "StageUid",
+    "dht_key",
     "free_number",
+    "partition_of",
     "settled_uid",
     "workers_of",
 ]
@@ -154,3 +163,59 @@ def settled_uid(stage: str, own_peer_id: str, own: StageUid | None, announcement
         if all(own_peer_id < peer_id for peer_id in rivals):
             return own
     return StageUid(stage, free_number(int(own_peer_id[:15], 16), set(others.values())))
+
+
+def dht_key(run_id: str, filed_under: str = "") -> str:
+    """Returns the DHT key of a run's announcements: of a partition, or of nodes outside partitions."""
+    return f"{run_id}.{filed_under or 'peers'}"
+
+
+def partition_of(stage_index: int, num_stages: int, num_partitions: int) -> int:
+    """Returns the partition of a stage; each has neighbouring stages, and their numbers differ by at most one."""
+    return stage_index * num_partitions // num_stages
+
+
+@dataclass(frozen=True, slots=True)
+class StagePartitions:
+    """How a run's stages are dealt over keys; without stages there is one key.
+
+    Raises:
+        TrainerUsageError: there are more partitions than stages.
+    """
+
+    stages: tuple[str, ...] = ()
+    """All of the run, in order."""
+    num_partitions: int = 0
+    """0: each stage has its own."""
+
+    def __post_init__(self) -> None:
+        if self.stages and self.num_partitions > len(self.stages):
+            raise TrainerUsageError(
+                f"discovery.num_partitions: expected at most the number of stages, {len(self.stages)}, "
+                f"found {self.num_partitions}; 0 gives each stage one"
+            )
+
+    def label(self, stage: str) -> str:
+        """Returns the label of the partition of a stage.
+
+        Raises:
+            DiscoveryError: the run has no such stage.
+        """
+        if not self.stages:
+            return ""
+        if stage not in self.stages:
+            raise DiscoveryError(f"expected one of the run's stages {', '.join(self.stages)}, found {stage!r}")
+        count = len(self.stages)
+        partitions = self.num_partitions or count
+        partition = partition_of(self.stages.index(stage), count, partitions)
+        first = next(index for index in range(count) if partition_of(index, count, partitions) == partition)
+        return f"{self.stages[first].replace('-', '')}.0"
+
+    def labels(self, stages: Collection[str] | None = None) -> tuple[str, ...]:
+        """Returns the labels to look up for these stages, None: for all, and for nodes without a stage.
+
+        Raises:
+            DiscoveryError: the run has no such stage.
+        """
+        wanted = self.stages if stages is None else stages
+        return tuple(dict.fromkeys(["", *(self.label(stage) for stage in wanted)]))

@@ -23,8 +23,7 @@ from trainer.network.discovery.base import Discovery
 from trainer.network.discovery.config import DiscoveryConfig
 from trainer.network.discovery.dht import DhtDiscovery
 from trainer.network.discovery.dht_client import DhtProcess
-from trainer.network.discovery.partition import StagePartitions
-from trainer.network.discovery.stage_report import StageReport, StageUid, settled_uid
+from trainer.network.discovery.stage_report import StagePartitions, StageReport, StageUid, settled_uid
 from trainer.network.discovery.static import StaticDiscovery
 from trainer.network.rpc.config import RpcConfig
 from trainer.network.rpc.endpoint import Endpoint

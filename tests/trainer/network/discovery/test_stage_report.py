@@ -12,13 +12,15 @@ from trainer.errors import DiscoveryError, TrainerUsageError
 from trainer.model.config import stage_names
 from trainer.network.discovery import DiscoveryConfig
 from trainer.network.discovery.announcement import Announcement
-from trainer.network.discovery.partition import StagePartitions, dht_key, partition_of
 from trainer.network.discovery.stage_report import (
     FIRST_NUMBER,
     LAST_NUMBER,
+    StagePartitions,
     StageReport,
     StageUid,
+    dht_key,
     free_number,
+    partition_of,
     settled_uid,
     workers_of,
 )
