@@ -1,12 +1,37 @@
-"""Which processes of the DHT are there."""
+"""Real DHT processes on 127.0.0.1, and which processes are below another."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
-__all__ = ["descendants", "wait_until_gone"]
+from trainer.network.discovery.dht_client import DhtProcess
+from trainer.network.discovery.dht_messages import DhtSettings
+
+__all__ = ["descendants", "dht_settings", "running_dht", "wait_until_gone"]
+
+
+def dht_settings(*initial_peers: str, **settings: Any) -> DhtSettings:
+    """Of a node that listens on any port of 127.0.0.1."""
+    own = {"parent_pid": os.getpid(), "listen": ("/ip4/127.0.0.1/tcp/0",), "map_port": False, "rejoin_interval_s": 0.5}
+    return DhtSettings(initial_peers=initial_peers, **(own | settings))
+
+
+@asynccontextmanager
+async def running_dht(*initial_peers: str, ready_s: float = 60.0, **settings: Any) -> AsyncIterator[DhtProcess]:
+    """A process; it is waited for unless ``ready_s`` is 0."""
+    process = DhtProcess(dht_settings(*initial_peers, **settings))
+    process.start()
+    try:
+        if ready_s:
+            await process.wait_ready(ready_s)
+        yield process
+    finally:
+        await process.close()
 
 
 def descendants(pid: int) -> set[int]:

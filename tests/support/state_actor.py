@@ -1,28 +1,28 @@
-"""Donors and fetchers of state as processes of their own: ``python -m tests.support.state_actor donor|fetch …``.
+"""Donors and fetchers of state as processes of their own: ``python -m tests.support.state_actor OPTIONS``, as JSON.
 
-A donor writes one JSON line, where it is reached, and serves until it is killed. A fetcher fetches once, and writes how
-it ended. Both end when their standard input closes, so none outlives the test that started it.
+A donor (``directory``, ``rate``) writes one JSON line, where it is reached, and serves until it is killed. A fetcher
+(``directory``, ``digest``, ``donors``, ``report_bytes``) fetches once, and writes a line when it has received so much.
+Both end when their standard input closes, so none outlives the test that started it.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from trainer.network.rpc.config import RpcConfig
-from trainer.network.rpc.endpoint import Endpoint
-from trainer.network.rpc.identity import Identity
-from trainer.network.rpc.messages import Peer
+from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig
+from trainer.network.transfer import Expectation, StateConfig, StateDonor, fetch_state
+
+__all__ = ["Actor", "actors", "peer_fields"]
 
 _ROOT = Path(__file__).parents[2]
 
@@ -32,54 +32,50 @@ class Actor:
     """A running process and the line it wrote first."""
 
     process: subprocess.Popen[str]
-    said: dict[str, str]
+    said: dict[str, Any] = field(default_factory=dict)
 
     @property
     def peer(self) -> Peer:
         """Where it is reached, of a donor."""
-        return Peer(self.said["peer_id"], self.said["address"], self.said["certificate"].encode() or None)
+        return _peer(self.said["peer"])
 
-    def read_line(self) -> dict[str, object]:
+    def read_line(self) -> dict[str, Any]:
         """The next line it writes; empty when it has ended."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        value: dict[str, object] = json.loads(line) if line else {}
-        return value
-
-
-def _start(command: tuple[str, ...]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.support.state_actor", *command],
-        cwd=_ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+        return json.loads(line) if line else {}
 
 
 @contextmanager
-def actors(*commands: tuple[str, ...]) -> Iterator[list[Actor]]:
-    """Starts one for each command, all at once, and kills them at the end."""
-    processes: list[subprocess.Popen[str]] = []
+def actors(*options: dict[str, Any]) -> Iterator[list[Actor]]:
+    """Starts a process for each, all at once, and kills them at the end."""
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    started: list[Actor] = []
     try:
-        processes.extend(map(_start, commands))
-        started = [Actor(process, {}) for process in processes]
+        for each in options:
+            command = [sys.executable, "-m", "tests.support.state_actor", json.dumps(each)]
+            started.append(Actor(subprocess.Popen(command, cwd=_ROOT, **pipes)))
         for one in started:
-            one.said = {name: str(value) for name, value in one.read_line().items()}
+            one.said = one.read_line()
             assert one.said, f"expected the actor to start, found it ended with {one.process.wait(10)}"
         yield started
     finally:
-        for process in processes:
-            process.kill()
-            process.wait(10)
-            for pipe in (process.stdin, process.stdout):
+        for one in started:
+            one.process.kill()
+            one.process.wait(10)
+            for pipe in (one.process.stdin, one.process.stdout):
                 if pipe is not None:
                     pipe.close()
 
 
-def spell_peers(peers: Sequence[Peer]) -> str:
-    """Peers as an argument."""
-    return json.dumps([[peer.peer_id, peer.address, (peer.certificate or b"").decode()] for peer in peers])
+def peer_fields(peer: Peer) -> list[str]:
+    """A peer as an option."""
+    assert peer.peer_id is not None
+    return [peer.peer_id, peer.address, (peer.certificate or b"").decode()]
+
+
+def _peer(fields: list[str]) -> Peer:
+    return Peer(fields[0], fields[1], fields[2].encode() or None)
 
 
 def _say(**values: object) -> None:
@@ -88,73 +84,30 @@ def _say(**values: object) -> None:
 
 
 def _end_with_parent() -> None:
-    def wait() -> None:
-        sys.stdin.read()
-        os._exit(0)
-
-    threading.Thread(target=wait, daemon=True).start()
+    sys.stdin.read()
+    os._exit(0)
 
 
-async def _donate(arguments: argparse.Namespace) -> None:
-    from trainer.network.transfer.config import StateConfig
-    from trainer.network.transfer.donor import StateDonor
-
-    config = RpcConfig(host="127.0.0.1", tls=not arguments.plain, heartbeat_s=0.2, stop_grace_s=0.1)
-    endpoint = Endpoint(Identity.create(), "run", config)
-    StateDonor(endpoint, arguments.directory, StateConfig(max_upload_bytes_per_s=arguments.rate)).start()
+async def _run(options: dict[str, Any]) -> None:
+    endpoint = Endpoint(Identity.create(), "run", RpcConfig(host="127.0.0.1", heartbeat_s=0.2, stop_grace_s=0.1))
+    if "donors" not in options:
+        StateDonor(endpoint, options["directory"], StateConfig(max_upload_bytes_per_s=options["rate"])).start()
     await endpoint.start()
-    certificate = (endpoint.certificate or b"").decode()
-    _say(peer_id=endpoint.peer_id, address=endpoint.address, certificate=certificate)
-    await asyncio.Event().wait()
-
-
-async def _fetch(arguments: argparse.Namespace) -> None:
-    from trainer.network.transfer.config import StateConfig
-    from trainer.network.transfer.descriptor import Expectation
-    from trainer.network.transfer.fetch import fetch_state
-
-    donors = [Peer(who, where, pem.encode() or None) for who, where, pem in json.loads(arguments.donors)]
-    endpoint = Endpoint(Identity.create(), "run", RpcConfig(host="127.0.0.1", tls=not arguments.plain))
-    await endpoint.start()
-    _say(started=True)
-    began = time.perf_counter()
+    _say(peer=peer_fields(endpoint.peer))
+    if "donors" not in options:
+        await asyncio.Event().wait()
+    donors, any_state = list(map(_peer, options["donors"])), Expectation(max_bytes=1 << 40)
     fetching = asyncio.create_task(
-        fetch_state(
-            endpoint,
-            donors,
-            arguments.digest,
-            arguments.directory,
-            expectation=Expectation(max_bytes=1 << 40),
-            timeout_s=120,
-            config=StateConfig(parallel_per_donor=arguments.parallel),
-        )
+        fetch_state(endpoint, donors, options["digest"], options["directory"], expectation=any_state, timeout_s=120)
     )
-    while not fetching.done():
-        if arguments.report_bytes and endpoint.counters.received_bytes >= arguments.report_bytes:
-            arguments.report_bytes = 0
-            _say(received_bytes=endpoint.counters.received_bytes)
-        await asyncio.wait({fetching}, timeout=0.02)
-    snapshot = await fetching
-    seconds = time.perf_counter() - began
-    _say(seconds=seconds, size_bytes=snapshot.descriptor.size_bytes, received_bytes=endpoint.counters.received_bytes)
+    while endpoint.counters.received_bytes < options["report_bytes"]:
+        assert not fetching.done()
+        await asyncio.sleep(0.02)
+    _say(received_bytes=endpoint.counters.received_bytes)
+    await fetching
     await endpoint.stop()
 
 
-def main() -> None:
-    """See the module."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("role", choices=["donor", "fetch"])
-    parser.add_argument("directory")
-    parser.add_argument("--rate", type=float, default=0.0)
-    parser.add_argument("--plain", action="store_true")
-    parser.add_argument("--donors", default="[]")
-    parser.add_argument("--digest", default="")
-    parser.add_argument("--parallel", type=int, default=2)
-    parser.add_argument("--report-bytes", type=int, default=0)
-    arguments = parser.parse_args()
-    _end_with_parent()
-    asyncio.run(_donate(arguments) if arguments.role == "donor" else _fetch(arguments))
-
-
 if __name__ == "__main__":
-    main()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    asyncio.run(_run(json.loads(sys.argv[1])))

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.support.attacks.target import Target
+from tests.support.attacks import Target
 
 _GRACE_S = 120.0
 

@@ -7,7 +7,7 @@ import contextlib
 import json
 import sys
 
-from tests.support.attacks.target import Target
+from tests.support.attacks import Target
 
 __all__ = ["attack"]
 

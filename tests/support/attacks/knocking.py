@@ -11,10 +11,8 @@ import random
 import time
 from pathlib import Path
 
-from tests.support.attacks.target import Target
-from trainer.errors import RpcError
-from trainer.network.discovery.announcement import Announcement, sign_announcement
-from trainer.network.discovery.exchange import EXCHANGE_METHOD, ExchangeReply, pack_request
+from tests.support.announcements import announce
+from tests.support.attacks import Target, send_record
 from trainer.network.discovery.stage_report import StageReport
 from trainer.network.rpc import Endpoint, Identity, RpcConfig
 from trainer.run.config import RunConfig, from_mapping, read_yaml
@@ -55,19 +53,15 @@ async def attack(target: Target) -> None:
             name = chance.choice(list(target.addresses))
             address = _FORBIDDEN[number // 4 % 4] if number % 4 == 0 else f"127.0.0.77:{port}"
             uid = f"body1.0.{100 + number}"
-            said = Announcement(
-                peer_id=liar.peer_id,
+            wire = announce(
+                liar.identity,
+                lifetime_s=3600.0,
                 node_id=f"liar-{number}",
                 run_id=run_id,
                 address=address,
                 stage=StageReport(uid=uid, incarnation="0" * 16, status="serving"),
-            ).stamped(time.time(), 3600.0)
-            body, payload = pack_request(sign_announcement(said, liar.identity), [])
-            try:
-                await liar.call(target.peer(name), EXCHANGE_METHOD, body, ExchangeReply, payload=payload, timeout_s=5.0)
-                announced += 1
-            except RpcError:
-                continue
+            )
+            announced += await send_record(liar, target.peer(name), wire)
     for liar in liars:
         await liar.stop()
     victim.close()

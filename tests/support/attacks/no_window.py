@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from tests.support.attacks.target import Target
+from tests.support.attacks import Target
 from tests.support.raw_http2 import no_window_connection
 from trainer.network.discovery.exchange import EXCHANGE_METHOD
 from trainer.network.rpc import Identity

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.support.attacks.target import Target
+from tests.support.attacks import Target
 
 __all__ = ["attack"]
 

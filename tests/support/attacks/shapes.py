@@ -21,7 +21,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from tests.support.attacks.target import Target
+from tests.support.attacks import Target
 from trainer.model.config import stage_names
 from trainer.network.discovery import Announcement, open_discovery
 from trainer.network.discovery.stage_report import StageReport, StageUid

@@ -12,14 +12,13 @@ import random
 import time
 from pathlib import Path
 
-from tests.support.attacks.target import Target
-from trainer.errors import RpcError
-from trainer.network.discovery.announcement import Announcement, sign_announcement
+from tests.support.announcements import announce
+from tests.support.attacks import Target, send_record
 from trainer.network.discovery.exchange import (
     EXCHANGE_METHOD,
     PRESENT_METHOD,
-    ExchangeReply,
-    ExchangeRequest,
+    PeerExchangeReply,
+    PeerExchangeRequest,
     PresentReply,
     pack_request,
     split_records,
@@ -51,15 +50,11 @@ async def attack(target: Target) -> None:
     until_s = time.monotonic() + target.seconds
     counts = {"announced": 0, "refused": 0}
 
-    async def announce(endpoint: Endpoint, address: str, name: str) -> None:
-        wire = sign_announcement(_said(endpoint, run_id, address, terms), endpoint.identity)
+    async def send(endpoint: Endpoint, address: str, name: str) -> None:
+        wire = _record(endpoint, run_id, address, terms)
         records[endpoint.peer_id] = wire
-        body, payload = pack_request(wire, [])
-        try:
-            await endpoint.call(target.peer(name), EXCHANGE_METHOD, body, ExchangeReply, payload=payload, timeout_s=5.0)
-            counts["announced"] += 1
-        except RpcError:
-            counts["refused"] += 1
+        is_answered = await send_record(endpoint, target.peer(name), wire)
+        counts["announced" if is_answered else "refused"] += 1
 
     async def speak(own: list[Endpoint | Identity]) -> None:
         while True:
@@ -68,10 +63,10 @@ async def attack(target: Target) -> None:
                     return
                 name = chance.choice(list(target.addresses))
                 if isinstance(speaker, Endpoint):
-                    await announce(speaker, speaker.address, name)
+                    await send(speaker, speaker.address, name)
                 else:
                     endpoint = Endpoint(speaker, run_id, rpc)
-                    await announce(endpoint, addresses[speaker.peer_id], name)
+                    await send(endpoint, addresses[speaker.peer_id], name)
                     await endpoint.stop()
 
     try:
@@ -85,15 +80,15 @@ async def _listening(run_id: str, rpc: RpcConfig, records: dict[str, bytes], cha
     """A node that is there, and tells whoever asks of all the others."""
     endpoint = Endpoint(Identity.create(), run_id, rpc)
 
-    async def exchange(_: Request[ExchangeRequest]) -> Reply[ExchangeReply]:
+    async def exchange(_: Request[PeerExchangeRequest]) -> Reply[PeerExchangeReply]:
         told = chance.sample(list(records.values()), min(_RECORDS_PER_ANSWER, len(records)))
-        return Reply(ExchangeReply(sizes=tuple(map(len, told))), b"".join(told))
+        return Reply(PeerExchangeReply(sizes=tuple(map(len, told))), b"".join(told))
 
-    async def present(_: Request[ExchangeRequest]) -> Reply[PresentReply]:
+    async def present(_: Request[PeerExchangeRequest]) -> Reply[PresentReply]:
         return Reply(PresentReply())
 
-    endpoint.register(EXCHANGE_METHOD, ExchangeRequest, exchange, any_recipient=True)
-    endpoint.register(PRESENT_METHOD, ExchangeRequest, present, any_recipient=True)
+    endpoint.register(EXCHANGE_METHOD, PeerExchangeRequest, exchange, any_recipient=True)
+    endpoint.register(PRESENT_METHOD, PeerExchangeRequest, present, any_recipient=True)
     await endpoint.start()
     return endpoint
 
@@ -104,7 +99,7 @@ async def _terms(target: Target, endpoint: Endpoint) -> dict[bool, str]:
     for name in target.addresses:
         body, payload = pack_request(b"", [])
         reply = await endpoint.call(
-            target.peer(name), EXCHANGE_METHOD, body, ExchangeReply, payload=payload, timeout_s=5.0
+            target.peer(name), EXCHANGE_METHOD, body, PeerExchangeReply, payload=payload, timeout_s=5.0
         )
         for record in split_records(reply.body, bytes(reply.payload)):
             said = json.loads(record)["announcement"]
@@ -114,15 +109,16 @@ async def _terms(target: Target, endpoint: Endpoint) -> dict[bool, str]:
     return found
 
 
-def _said(endpoint: Endpoint, run_id: str, address: str, terms: dict[bool, str]) -> Announcement:
+def _record(endpoint: Endpoint, run_id: str, address: str, terms: dict[bool, str]) -> bytes:
     number = int(endpoint.peer_id[:6], 16)
     stage = StageReport(uid=f"body1.0.{32 + number % 9000}", incarnation="0" * 16, status="serving")
-    return Announcement(
-        peer_id=endpoint.peer_id,
+    return announce(
+        endpoint.identity,
+        lifetime_s=_LIFETIME_S,
         node_id=f"sybil-{number}",
         run_id=run_id,
         address=address,
         certificate_pem=(endpoint.certificate or b"").decode(),
         terms_digest=terms[bool(number % 2)],
         stage=stage if number % 2 else None,
-    ).stamped(time.time(), _LIFETIME_S)
+    )

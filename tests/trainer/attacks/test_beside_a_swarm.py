@@ -17,7 +17,7 @@ from tests.support.pipeline_swarm import PipelineSwarm
 ATTACKS = sorted(
     path.stem
     for path in (Path(__file__).resolve().parents[2] / "support" / "attacks").glob("*.py")
-    if path.stem not in ("__init__", "__main__", "target")
+    if path.stem not in ("__init__", "__main__")
 )
 SECONDS = 60.0
 MIN_PROGRESS = 0.8

@@ -1,6 +1,6 @@
-"""Whatever a peer says, its decoder takes it or raises the error it promises: nothing else ends a task, or a process.
+"""Decoders take whatever a peer sends or raise the errors they document: nothing else ends a task, or a process.
 
-Messages are valid ones with extreme numbers put anywhere, drawn alike in every run. What becomes of who sent them is
+Messages are valid ones with extreme numbers put anywhere, drawn alike in every run. What becomes of their senders is
 tested beside each service.
 """
 
@@ -26,7 +26,7 @@ from trainer.collective.moments import split_sums
 from trainer.collective.planning import first_plan
 from trainer.errors import DiscoveryError, RefusedError, TrainerUsageError
 from trainer.network.discovery.announcement import Announcement, sign_announcement, verify_announcement
-from trainer.network.discovery.exchange import ExchangeReply, ExchangeRequest, split_records, unpack_request
+from trainer.network.discovery.exchange import PeerExchangeReply, PeerExchangeRequest, split_records, unpack_request
 from trainer.network.discovery.peer_table import PeerTable
 from trainer.network.discovery.stage_report import StageReport
 from trainer.network.rpc import Identity
@@ -76,6 +76,7 @@ ASK = {
     "tensors": [SPEC],
 }
 CREDIT = {"stage": "head", "incarnation": "a" * 16, "applied_number": 1, "shared_through": 0}
+SETTLED = {"micro_batch": "e7.s1.r4", "outcome": "done", "credits": [CREDIT], "num_tokens": 8}
 RUN = {"epoch": 0, "shard": 1, "row": 0, "num_rows": 4}
 TALLY = {"leased": 1, "done": 1, "lost": 0, "open": 0}
 DIGESTS = [{"key": "0.0", "digest": "0" * 64, "num_included": 1}]
@@ -100,27 +101,14 @@ MESSAGES: list[tuple[type[BaseModel], dict[str, Any]]] = [
     (LeaseAsk, {"token": "0" * 32, "data_digest": "0" * 16, "preferred": [1], "num_units": 1}),
     (LeaseAnswer, {"runs": [RUN], "lease_s": 30.0, "finished": False}),
     (RenewAnswer, {"live": ["0" * 32], "lease_s": 30.0}),
-    (
-        SettleAsk,
-        {
-            "token": "0" * 32,
-            "settlements": [{"micro_batch": "e7.s1.r4", "outcome": "done", "credits": [CREDIT], "num_tokens": 8}],
-            "handed_back": ["e7.s1.r8"],
-        },
-    ),
+    (SettleAsk, {"token": "0" * 32, "settlements": [SETTLED], "handed_back": ["e7.s1.r8"]}),
     (SettleAnswer, {"accepted": 1, "repeated": 0, "stale": ["e7.s1.r4"], "unheard": []}),
     (
         Account,
         {
-            "micro_batches": TALLY,
-            "tokens": TALLY,
-            "trained_tokens": 1,
-            "waiting": 0,
-            "reissued": 0,
-            "leases": 0,
-            "lost": [],
-            "perished": [],
-            "lanes": [],
+            **{"micro_batches": TALLY, "tokens": TALLY, "trained_tokens": 1},
+            **dict.fromkeys(("waiting", "reissued", "leases"), 0),
+            **{name: [] for name in ("lost", "perished", "lanes")},
         },
     ),
     (Agreement, AGREEMENT),
@@ -128,8 +116,8 @@ MESSAGES: list[tuple[type[BaseModel], dict[str, Any]]] = [
     (Vote, {"plan": PLAN, "term": 0, "digests": DIGESTS, "failed": [], "dropped": []}),
     (Commit, COMMIT),
     (Decision, {"kind": "commit", "commit": COMMIT}),
-    (ExchangeReply, {"sizes": [10, 20]}),
-    (ExchangeRequest, {"own_bytes": 10}),
+    (PeerExchangeReply, {"sizes": [10, 20]}),
+    (PeerExchangeRequest, {"own_bytes": 10}),
     (MomentsReply, {"sizes_bytes": [10]}),
     (TensorSpec, SPEC),
     (
@@ -177,25 +165,10 @@ HEAD: dict[str, Any] = {
 }
 
 
-ANNOUNCEMENT: dict[str, Any] = {
-    "peer_id": KEY.peer_id,
-    "node_id": "n",
-    "run_id": "r",
-    "address": "127.0.0.1:9",
-    "certificate_pem": "",
-    "protocol": 1,
-    "terms_digest": "",
-    "outer_step": 0,
-    "state_digest": "",
-    "last_round_members": [],
-    "inner_step": 0,
-    "loss": None,
-    "tokens_per_s": 0.0,
-    "shards": [1],
-    "stage": {**REPORT},
-    "sent_at": NOW,
-    "expires_at": NOW + 60,
-}
+def _announcement(**fields: Any) -> Announcement:
+    document = {"peer_id": KEY.peer_id, "node_id": "n", "run_id": "r", "address": "127.0.0.1:9", "shards": [1]}
+    said = Announcement.model_validate_json(json.dumps({**document, "stage": REPORT, **fields}))
+    return said.stamped(NOW, 60.0)
 
 
 @pytest.mark.parametrize(("model", "document"), MESSAGES, ids=[model.__name__ for model, _ in MESSAGES])
@@ -247,7 +220,7 @@ def _announced(document: Any) -> bytes:
 @EXAMPLES
 @given(data=st.data())
 def test_announcements(data: st.DataObject) -> None:
-    true = sign_announcement(Announcement.model_validate_json(json.dumps(ANNOUNCEMENT)), KEY)
+    true = sign_announcement(_announcement(), KEY)
     document = json.loads(true)["announcement"]
     assert _announced(document) == true
     assert verify_announcement(true, now=NOW, max_clock_skew_s=10.0)
@@ -263,9 +236,8 @@ def test_announcements(data: st.DataObject) -> None:
 
 @EXAMPLES
 @given(st.from_regex(r"\A(head|tail|body[1-9][0-9]{0,3})\.0\.[1-9][0-9]{0,5}\Z"))
-def test_whoever_may_announce_a_stage_has_a_name_that_can_be_read(uid: str) -> None:
-    said = Announcement.model_validate_json(json.dumps({**ANNOUNCEMENT, "stage": {**REPORT, "uid": uid}}))
-    assert workers_in([said])[0].uid == uid
+def test_each_stage_that_can_be_announced_has_a_name_that_can_be_read(uid: str) -> None:
+    assert workers_in([_announcement(stage={**REPORT, "uid": uid})])[0].uid == uid
 
 
 @pytest.mark.slow
@@ -273,15 +245,14 @@ def test_whoever_may_announce_a_stage_has_a_name_that_can_be_read(uid: str) -> N
 @on_event_loop
 async def test_an_address_that_can_be_announced_can_be_tried(host: str) -> None:
     """A name that no host can have is an error of the codec, not of the network."""
-    said = Announcement.model_validate_json(json.dumps({**ANNOUNCEMENT, "address": f"{host}:1"}))
-    assert await is_refused(said.address, 2.0) in (True, False)
+    assert await is_refused(_announcement(address=f"{host}:1").address, 2.0) in (True, False)
 
 
 @EXAMPLES
 @given(st.binary(max_size=100), st.integers(0, 200), st.lists(st.integers(1, 16384), max_size=4))
 def test_peer_exchange(payload: bytes, own_bytes: int, sizes: list[int]) -> None:
-    outcome(RefusedError, unpack_request, ExchangeRequest(own_bytes=own_bytes), payload)
-    outcome(RefusedError, split_records, ExchangeReply(sizes=tuple(sizes)), payload)
+    outcome(RefusedError, unpack_request, PeerExchangeRequest(own_bytes=own_bytes), payload)
+    outcome(RefusedError, split_records, PeerExchangeReply(sizes=tuple(sizes)), payload)
 
 
 @EXAMPLES
@@ -289,21 +260,10 @@ def test_peer_exchange(payload: bytes, own_bytes: int, sizes: list[int]) -> None
 def test_agreements(data: st.DataObject) -> None:
     agreement = _model(Agreement, data.draw(changed(AGREEMENT)))
     if agreement is not None:
-        outcome(
-            RefusedError,
-            lambda: check_agreement(
-                agreement,
-                own_id=KEYS[1],
-                round_index=3,
-                state_digest="0" * 64,
-                num_values=4096,
-                own_weight=1.0,
-                own_progress=1.0,
-                vocabulary_rows=512,
-                values_per_part=1024,
-                max_weight_ratio=4.0,
-            ),
-        )
+        own: dict[str, Any] = {"own_id": KEYS[1], "own_weight": 1.0, "own_progress": 1.0, "max_weight_ratio": 4.0}
+        own |= {"round_index": 3, "state_digest": "0" * 64}
+        own |= {"num_values": 4096, "vocabulary_rows": 512, "values_per_part": 1024}
+        outcome(RefusedError, lambda: check_agreement(agreement, **own))
 
 
 @EXAMPLES
@@ -319,7 +279,7 @@ def test_plans(data: st.DataObject) -> None:
 
 @EXAMPLES
 @given(st.lists(st.tuples(st.integers(0, 2**48), st.floats(0, 1.7e308)), min_size=1, max_size=4))
-def test_weights_of_those_who_join(claims: list[tuple[int, float]]) -> None:
+def test_weights_of_newcomers(claims: list[tuple[int, float]]) -> None:
     weights = cap_weights([contribution_weight(batches, age_s) for batches, age_s in claims])
     assert all(0 <= weight < float("inf") for weight in weights)
 

@@ -1,4 +1,4 @@
-"""Whatever tensors, sums, states and files come from others, decoders take them or raise the errors they promise."""
+"""Decoders of tensors, sums, states and files from others take them or raise the errors they document."""
 
 from __future__ import annotations
 

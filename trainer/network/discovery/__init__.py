@@ -5,10 +5,9 @@
     await discovery.announce(Announcement(peer_id=..., node_id="gpu-7", run_id="corpus-1", address="10.0.0.7:4100"))
     for other in await discovery.peers(): ...
 
-Guarantees: what is returned was signed by the node it speaks of, for this run, and has not expired; nobody can announce
-for another, and what strangers can make this node remember is bounded. The trade-off: there is no authority that says
-who belongs to a run, so whoever knows its name can announce himself; who may take part in a round is the collective's
-to decide.
+Guarantees: each returned announcement was signed by the announced node, for this run, and has not expired; nobody can
+announce for another, and what strangers can make this node remember is bounded. The trade-off: no authority decides who
+belongs to a run, so anybody who knows its name can announce a node; the collective decides who takes part in a round.
 """
 
 from __future__ import annotations

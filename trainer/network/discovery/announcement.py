@@ -1,27 +1,27 @@
-"""What a node says of itself: signed, short-lived, spelt in one way.
+"""Announcements: what a node publishes about itself, signed, short-lived and in canonical form.
 
-An announcement says where its node is reached (address and TLS certificate), which run, protocol and terms it trains
-by, and how far it is. On the wire it is canonical JSON, ``{"announcement": {…}, "signature": "<hex>"}``; the signature
-is ed25519 over a domain prefix and the canonical JSON of the inner object, by the key that is the node's `peer_id`.
+An announcement contains the node's address and TLS certificate, its run, protocol and terms, and its progress. On the
+wire it is canonical JSON, ``{"announcement": {…}, "signature": "<hex>"}``; the signature is ed25519 over a domain
+prefix and the canonical JSON of the inner object, by the key that is the node's `peer_id`. The fields of pipeline
+workers (stage, DHT partition) are left out where they are empty, so that releases without stages can read it.
 
-What only workers of a pipeline say, their stage and where they file it, is left out of the wire form where there is
-none: nodes that know nothing of stages and those that do understand each other, as long as nobody speaks of one.
-
-Guarantees: what `verify_announcement` returns was signed by the node it speaks of, for this run, is alive by our
-clock, and is at most `MAX_WIRE_BYTES` long; there is exactly one spelling of it, so equal bytes mean equal content.
-The trade-off: the certificate travels in each one (0.7 of about 1.6 kB), which saves a trusted exchange of its own.
+Guarantees: `verify_announcement` returns only what the announced node itself signed, for this run, not expired by our
+clock, and at most `MAX_WIRE_BYTES` long; equal content means equal bytes. The trade-off: each one carries the
+certificate (0.7 of about 1.6 kB), which saves a trusted exchange of its own.
 """
 
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Callable
 from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, JsonValue, ValidationError, model_validator
 
 from manifests.spelling import canonical_json
 from trainer.errors import DiscoveryError
-from trainer.network.discovery.stage_report import StageReport
+from trainer.network.discovery.stage_report import Counted, StageReport
 from trainer.network.rpc.identity import Identity, verify_signature
 from trainer.network.rpc.messages import Message, Peer
 
@@ -30,26 +30,27 @@ __all__ = [
     "MAX_WIRE_BYTES",
     "Announcement",
     "AnnouncementRefusedError",
+    "OwnRecord",
     "sign_announcement",
     "verify_announcement",
 ]
 
 MAX_WIRE_BYTES = 16 * 1024
-"""Longest announcement that is looked at; a full one (64 members, 256 shards, certificate) has about 9 kB."""
+"""Longest announcement that is parsed; a full one (64 members, 256 shards, certificate) has about 9 kB."""
 MAX_LIFETIME_S = 3600.0
-"""Longest time from `sent_at` to `expires_at`: what a node may occupy of others' memory after it has gone."""
+"""Longest time from `sent_at` to `expires_at`: how long a node may occupy others' memory after it is gone."""
 
 _DOMAIN = b"genesis announcement 1\n"
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]{2,45}\]|[A-Za-z0-9.-]{1,253}):[0-9]{1,5}")
 
 
 class AnnouncementRefusedError(DiscoveryError):
-    """An announcement that is not believed.
+    """An announcement failed verification.
 
     Args:
         reason: one word for counters: ``oversized``, ``malformed``, ``signature``, ``subkey``, ``run``, ``expired``,
             ``future`` or ``lifetime``.
-        text: one line for people.
+        text: the message, one line.
     """
 
     def __init__(self, reason: str, text: str) -> None:
@@ -73,12 +74,11 @@ Digest = Annotated[str, Field(pattern=r"^(|[0-9a-f]{64})$")]
 """SHA-256 in hexadecimal, or nothing."""
 PeerIdField = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Name = Annotated[str, Field(min_length=1, max_length=128), AfterValidator(_printable)]
-Counted = Annotated[int, Field(ge=0, lt=2**53)]
 Instant = Annotated[float, Field(ge=0, lt=1e11)]
 
 
 class Announcement(Message):
-    """One node's word about itself. Times are seconds since 1970; `sent_at` 0 means not yet stamped."""
+    """One node's statement about itself. Times are seconds since 1970; `sent_at` 0 means not yet stamped."""
 
     peer_id: PeerIdField
     node_id: Name
@@ -88,12 +88,12 @@ class Announcement(Message):
     certificate_pem: Annotated[str, Field(max_length=4096)] = ""
     """The endpoint's TLS certificate; empty without TLS."""
     protocol: Counted = 1
-    """Version of the protocol of rounds."""
+    """Version of the round protocol."""
     terms_digest: Digest = ""
-    """Digest of what all members have to agree on: architecture, vocabulary, DiLoCo options."""
+    """Digest of what all members must agree on: architecture, vocabulary, DiLoCo options."""
     outer_step: Counted = 0
     state_digest: Digest = ""
-    """The snapshot the node holds and hands out for `outer_step`; empty while it has none worth adopting."""
+    """The snapshot the node holds and serves for `outer_step`; empty while it has none worth adopting."""
     last_round_members: Annotated[tuple[PeerIdField, ...], Field(max_length=64)] = ()
     """Members of the last round the node finished; empty if it had more than 64."""
     inner_step: Counted = 0
@@ -102,29 +102,29 @@ class Announcement(Message):
     shards: Annotated[tuple[Counted, ...], Field(max_length=256)] = ()
     """Ids of the data shards the node trains on."""
     stage: StageReport | None = None
-    """Workers of a pipeline: the stage it holds and how it stands there."""
+    """Of a pipeline worker: its stage and its state there."""
     filed_under: Annotated[str, Field(pattern=r"^(|(head|tail|body[1-9][0-9]{0,3})\.0)$")] = ""
-    """Workers, in a DHT that is partitioned by stage: the partition this is for (`partition.StagePartitions`)."""
+    """Of a worker, in a DHT partitioned by stage: its partition (`StagePartitions`)."""
     sent_at: Instant = 0.0
     expires_at: Instant = 0.0
 
     @model_validator(mode="after")
     def _only_workers_are_filed_by_stage(self) -> Self:
         if self.filed_under and self.stage is None:
-            raise ValueError("expected a stage where it says which stages it is filed under")
+            raise ValueError("expected a stage with filed_under")
         return self
 
     def peer(self) -> Peer:
-        """Where to reach the node."""
+        """Returns the address and certificate to call the node at."""
         return Peer(self.peer_id, self.address, self.certificate_pem.encode() or None)
 
     def stamped(self, now: float, lifetime_s: float) -> Self:
-        """The same, said at ``now`` and good for ``lifetime_s`` seconds."""
+        """Returns a copy that was sent at ``now`` and expires ``lifetime_s`` seconds later."""
         return self.model_copy(update={"sent_at": float(now), "expires_at": float(now) + lifetime_s})
 
 
 def _content(announcement: Announcement) -> dict[str, JsonValue]:
-    """What is signed."""
+    """Returns the signed fields."""
     content: dict[str, JsonValue] = announcement.model_dump(mode="json")
     for name in ("stage", "filed_under"):
         if not content[name]:
@@ -138,17 +138,10 @@ class _Envelope(Message):
 
 
 def sign_announcement(announcement: Announcement, identity: Identity) -> bytes:
-    """The wire form.
-
-    Args:
-        announcement: what to say; stamped.
-        identity: the key of ``announcement.peer_id``.
-
-    Returns:
-        Canonical JSON with the signature, at most `MAX_WIRE_BYTES` long.
+    """Returns the wire form of a stamped announcement: canonical JSON with the signature, within `MAX_WIRE_BYTES`.
 
     Raises:
-        DiscoveryError: it speaks of another node than the key's, has no valid content, or is too long.
+        DiscoveryError: ``identity`` is not the key of ``announcement.peer_id``, or the announcement is too long.
     """
     if announcement.peer_id != identity.peer_id:
         raise DiscoveryError(
@@ -171,21 +164,21 @@ def verify_announcement(
     subkey: str | None = None,
     allow_expired: bool = False,
 ) -> Announcement:
-    """Reads what someone claims a node said of itself.
+    """Parses and verifies an announcement from an untrusted source.
 
     Args:
-        wire: the bytes as they came.
+        wire: the received bytes.
         now: our clock, seconds since 1970.
         max_clock_skew_s: how far ahead the node's clock may be.
-        run_id: the run it has to be for; None takes any (a seed serves them all).
-        subkey: the peer id under which it was filed, if it was.
-        allow_expired: take it though its time is over.
+        run_id: the expected run; None accepts any (a seed serves all runs).
+        subkey: the peer id under which it was stored in the DHT, if it was.
+        allow_expired: accept it after its expiry.
 
     Returns:
         The announcement.
 
     Raises:
-        AnnouncementRefusedError: it is not to be believed; `reason` says why.
+        AnnouncementRefusedError: it fails verification; `reason` says why.
     """
     if len(wire) > MAX_WIRE_BYTES:
         raise AnnouncementRefusedError("oversized", f"expected at most {MAX_WIRE_BYTES} bytes, found {len(wire)}")
@@ -198,23 +191,13 @@ def verify_announcement(
     announcement = envelope.announcement
     content = _content(announcement)
     if canonical_json({"announcement": content, "signature": envelope.signature}) != wire:
-        raise AnnouncementRefusedError("malformed", "expected canonical JSON, found another spelling of it")
+        raise AnnouncementRefusedError("malformed", "expected canonical JSON, found another form")
     if announcement.expires_at <= now and not allow_expired:
         raise AnnouncementRefusedError("expired", f"expired {now - announcement.expires_at:.1f} s ago")
-    _check_claims(announcement, now, max_clock_skew_s, run_id, subkey)
-    signed = _DOMAIN + canonical_json(content)
-    if not verify_signature(announcement.peer_id, signed, bytes.fromhex(envelope.signature)):
-        raise AnnouncementRefusedError("signature", f"not signed by {announcement.peer_id[:16]}…, of whom it speaks")
-    return announcement
-
-
-def _check_claims(
-    announcement: Announcement, now: float, max_clock_skew_s: float, run_id: str | None, subkey: str | None
-) -> None:
-    """Everything that is cheaper to check than the signature."""
+    # Everything else is cheaper to check than the signature.
     if subkey is not None and subkey != announcement.peer_id:
         raise AnnouncementRefusedError(
-            "subkey", f"filed under {subkey[:16]!r}, but speaks of {announcement.peer_id[:16]}…"
+            "subkey", f"stored under {subkey[:16]!r}, but announces {announcement.peer_id[:16]}…"
         )
     if run_id is not None and run_id != announcement.run_id:
         raise AnnouncementRefusedError("run", f"expected run {run_id!r}, found {announcement.run_id!r}")
@@ -222,4 +205,48 @@ def _check_claims(
         ahead = announcement.sent_at - now
         raise AnnouncementRefusedError("future", f"sent {ahead:.1f} s from now; one of the two clocks is wrong")
     if not 0 < announcement.expires_at - announcement.sent_at <= MAX_LIFETIME_S:
-        raise AnnouncementRefusedError("lifetime", f"expected to live at most {MAX_LIFETIME_S:g} s")
+        raise AnnouncementRefusedError("lifetime", f"expected a lifetime of at most {MAX_LIFETIME_S:g} s")
+    signed = _DOMAIN + canonical_json(content)
+    if not verify_signature(announcement.peer_id, signed, bytes.fromhex(envelope.signature)):
+        raise AnnouncementRefusedError("signature", f"not signed by {announcement.peer_id[:16]}…, whom it announces")
+    return announcement
+
+
+class OwnRecord:
+    """This node's announcement in wire form, signed again when it changes or is ``repeat_after_s`` seconds old."""
+
+    def __init__(
+        self, identity: Identity, *, repeat_after_s: float, lifetime_s: float, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._identity = identity
+        self._repeat_after_s = repeat_after_s
+        self._lifetime_s = lifetime_s
+        self._clock = clock
+        self._signed: Announcement | None = None
+        self._wire = b""
+
+    def set(self, announcement: Announcement) -> None:
+        """Replaces the announcement.
+
+        Raises:
+            DiscoveryError: it is not this node's, or too long.
+        """
+        now = self._clock()
+        if self._signed is not None:  # Two records with one time could not be told apart.
+            now = max(now, self._signed.sent_at + 1e-3)
+        self._sign(announcement, now)
+
+    def current(self) -> tuple[Announcement, bytes] | None:
+        """Returns the current announcement and its wire form; None before the first `set`."""
+        if self._signed is None:
+            return None
+        age_s = self._clock() - self._signed.sent_at
+        # A clock that was set back makes the record seem sent in the future: others would drop it.
+        if age_s >= self._repeat_after_s or age_s < -1.0:
+            self._sign(self._signed, self._clock())
+        return self._signed, self._wire
+
+    def _sign(self, announcement: Announcement, now: float) -> None:
+        signed = announcement.stamped(now, self._lifetime_s)
+        self._wire = sign_announcement(signed, self._identity)
+        self._signed = signed

@@ -1,17 +1,15 @@
-"""Discovery through hivemind's DHT: for runs over the internet, where nobody's address is known to all.
+"""Discovery through hivemind's DHT: for runs over the internet, where no node's address is known to all.
 
-Each node files its signed announcement under the run's key and its own peer id, and looks the key up every few
-seconds. Several seeds may be named; one that answers is enough, and any may come and go. Announcements once seen are
-kept until they expire, so a DHT that is down for less than their lifetime is not noticed.
+Each node stores its signed announcement under the run's key and its own peer id, and looks the key up every few
+seconds. Several seeds may be named; one that answers is enough, and any may come and go. Announcements are kept until
+they expire, so a DHT that is down for less than their lifetime is not noticed. In a run whose model is cut, workers may
+be stored by stage (`StagePartitions`), so that a worker's look-up returns its own stage and the drivers, not all.
 
-In a run whose model is cut, workers may be filed by stage (`partition`), so that a worker's look-up brings its own
-stage and the drivers, not all.
+It also answers peer exchange: a node that knows one address and no seed learns of all nodes known there, and its own
+announcement is stored for it, again and again as long as it repeats it. That is no more than it could store itself.
 
-It also answers peer exchange: whoever knows the address of a node and no seed is told of all that node knows, and what
-he says of himself is filed for him, again and again as long as he says it. That is no more than he could file himself.
-
-What it does not protect from: a DHT node on the way may withhold records from a look-up. It cannot forge, alter or
-age them, and what it withholds is found by the next look-up that goes another way.
+What this does not prevent: a DHT node on the way may withhold records from a look-up. It cannot forge, alter or age
+them, and the next look-up that takes another way finds what it withholds.
 """
 
 from __future__ import annotations
@@ -21,24 +19,17 @@ import contextlib
 import ipaddress
 import logging
 import os
-import random
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 
 from trainer.errors import DiscoveryError
-from trainer.network.discovery.addresses import seed_host
 from trainer.network.discovery.announcement import Announcement
-from trainer.network.discovery.answering import ExchangeAnswers
-from trainer.network.discovery.config import DiscoveryConfig
+from trainer.network.discovery.base import MAX_NEWS, Discovery
+from trainer.network.discovery.config import DiscoveryConfig, seed_host
 from trainer.network.discovery.dht_client import DhtProcess
 from trainer.network.discovery.dht_messages import DhtSettings
-from trainer.network.discovery.own_record import OwnRecord
-from trainer.network.discovery.partition import StagePartitions, dht_key
 from trainer.network.discovery.peer_table import KnownPeer
-from trainer.network.discovery.protocol import is_asked_for
-from trainer.network.discovery.stage_report import StageUid
-from trainer.network.discovery.verifying import Verifier, open_table
+from trainer.network.discovery.stage_report import StagePartitions, StageUid, dht_key
 from trainer.network.rpc.endpoint import Endpoint
 
 __all__ = ["DhtDiscovery", "listen_address"]
@@ -46,22 +37,12 @@ __all__ = ["DhtDiscovery", "listen_address"]
 logger = logging.getLogger(__name__)
 
 _FIRST_READY_S = 30.0
-"""How long the process may take to start before that is said: 3 s to import hivemind, more where others start too."""
-
-_MAX_TO_FILE = 64
-_MAX_NEWS = 512
-"""Most records of one look-up that are verified."""
+"""Time for the process to start before a warning: 3 s to import hivemind, more where other processes start too."""
+_MAX_TO_STORE = 64
 
 
-class DhtDiscovery:
-    """Finds the nodes of a run through a DHT; implements `Discovery`.
-
-    Args:
-        endpoint: this node's; the exchange method is registered on it by `start`.
-        config: seeds, intervals, where to listen.
-        partitions: how the run's stages are dealt over keys; the default: all under one.
-        keeps_callers: as for `StaticDiscovery`.
-    """
+class DhtDiscovery(Discovery):
+    """Finds the nodes of a run through a DHT, with the stages dealt over ``partitions``; see `Discovery`."""
 
     def __init__(
         self,
@@ -77,131 +58,94 @@ class DhtDiscovery:
                 initial_peers=config.initial_peers,
                 listen=(listen_address(config.dht_host, config.dht_port),),
                 client_mode=config.dht_client_mode,
-                map_port=not _is_loopback(config.dht_host),
+                map_port=not ipaddress.ip_address(config.dht_host).is_loopback,
             )
         )
-        self._run_id = endpoint.run_id
+        super().__init__(endpoint, config, named=map(seed_host, config.initial_peers), keeps_callers=keeps_callers)
         self._partitions = partitions
-        self._stages: frozenset[str] | None = None
-        self._config = config
-        self._table = open_table(
-            endpoint, config, named=map(seed_host, config.initial_peers), keeps_callers=keeps_callers
-        )
-        self._own = OwnRecord(
-            endpoint.identity, repeat_after_s=config.announce_interval_s, lifetime_s=config.announcement_lifetime_s
-        )
-        self._verifier = Verifier(endpoint, self._table, self._own, config.poll_interval_s)
-        self._answers = ExchangeAnswers(
-            endpoint, self._table, self._own, self._verifier, config.poll_interval_s, self._file_later
-        )
-        self._to_file: dict[str, KnownPeer] = {}
-        """By peer id: the newest records of those that told this node of themselves, not filed yet."""
+        self._to_store: dict[str, KnownPeer] = {}
+        """By peer id: the newest records that nodes have sent of themselves, not stored yet."""
         self._stored = b""
-        self._chance = random.Random(endpoint.peer_id)
-        self._tasks: list[asyncio.Task[None]] = []
 
-    @property
-    def refused(self) -> Counter[str]:
-        """How many records of others were refused, by reason."""
-        return self._table.refused
-
-    async def start(self) -> None:
-        """Starts the DHT process and the look-ups; does not wait for either."""
-        if self._tasks:
-            return
-        self._answers.register()
-        self._verifier.start()
+    def _start_tasks(self) -> list[asyncio.Task[None]]:
         self.process.start()
-        what = (self._store, self._look_up, self._store_for_others)
-        self._tasks = [asyncio.create_task(self._repeat(each)) for each in what]
+        actions = (self._store_own, self._look_up, self._store_for_others)
+        return [asyncio.create_task(self._repeat(action)) for action in actions]
 
     async def announce(self, announcement: Announcement) -> None:
         """See `Discovery.announce`."""
         if announcement.stage is not None:
             label = self._partitions.label(StageUid.parse(announcement.stage.uid).stage)
             announcement = announcement.model_copy(update={"filed_under": label})
-        self._own.set(announcement)
+        await super().announce(announcement)
 
     def look_for(self, stages: Collection[str] | None) -> None:
-        """See `Discovery.look_for`; what other stages' partitions hold is not asked for any more."""
+        """See `Discovery.look_for`; the partitions of other stages are not looked up any more."""
         self._partitions.labels(stages)
-        self._stages = None if stages is None else frozenset(stages)
+        super().look_for(stages)
 
-    async def peers(self) -> tuple[Announcement, ...]:
-        """See `Discovery.peers`."""
-        return tuple(found for found in self._table.announcements() if is_asked_for(found, self._stages))
-
-    def heard(self) -> tuple[Announcement, ...]:
-        """See `Discovery.heard`."""
-        return tuple(known.announcement for known in self._table.heard_of())
-
-    def silence(self) -> str:
-        """See `Discovery.silence`."""
+    def no_peers_reason(self) -> str:
+        """See `Discovery.no_peers_reason`."""
         seeds = ", ".join(self._config.initial_peers)
         if self.process.num_neighbours:
-            return f"the DHT of {seeds} knows nobody of run {self._run_id}"
+            return f"the DHT of {seeds} knows nobody of run {self._endpoint.run_id}"
         return f"nobody answers at {seeds}"
 
     async def close(self) -> None:
-        """Ends look-ups and process."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks = []
-        await self._verifier.close()
-        await self._answers.close()
+        """See `Discovery.close`."""
+        await super().close()
         await self.process.close()
 
-    async def _repeat(self, what: Callable[[], Awaitable[None]]) -> None:
-        """Does it every poll interval; tells once that it fails, when it has for a while, and once when it works again.
+    async def _repeat(self, action: Callable[[], Awaitable[None]]) -> None:
+        """Runs an action every poll interval; logs once when it has failed for a while, and once when it works again.
 
-        A node of the DHT that goes takes some look-ups with it; nothing is lost until announcements expire.
+        A DHT node that leaves makes some look-ups fail; nothing is lost until announcements expire.
         """
         failing_since_s: float | None = None
-        told = False
+        is_reported = False
         with contextlib.suppress(DiscoveryError):
             await self.process.wait_ready(_FIRST_READY_S, first_start_only=True)
         while True:
             try:
-                await what()
-                if told:
+                await action()
+                if is_reported:
                     logger.info("the DHT works again")
-                failing_since_s, told = None, False
+                failing_since_s, is_reported = None, False
             except DiscoveryError as error:
                 now_s = time.monotonic()
                 failing_since_s = now_s if failing_since_s is None else failing_since_s
-                is_news = not told and now_s - failing_since_s >= self._config.announcement_lifetime_s / 2
-                told = told or is_news
-                logger.log(logging.WARNING if is_news else logging.DEBUG, "%s; trying on", error)
+                is_due = not is_reported and now_s - failing_since_s >= self._config.announcement_lifetime_s / 2
+                is_reported = is_reported or is_due
+                logger.log(logging.WARNING if is_due else logging.DEBUG, "%s; retrying", error)
             await asyncio.sleep(self._config.poll_interval_s)
 
-    async def _store(self) -> None:
-        """Files the own record if it is another than the one filed last."""
+    async def _store_own(self) -> None:
+        """Stores the own record unless it is stored already."""
         current = self._own.current()
-        if current is None or current[1] == self._stored:
-            return
-        await self._file(KnownPeer(*current))
-        self._stored = current[1]
+        if current is not None and current[1] != self._stored:
+            await self._store(KnownPeer(*current))
+            self._stored = current[1]
 
-    def _file_later(self, told: KnownPeer) -> None:
-        """Somebody has told this node of himself; who knows seeds does not, so of these there are few."""
-        if told.announcement.peer_id in self._to_file or len(self._to_file) < _MAX_TO_FILE:
-            self._to_file[told.announcement.peer_id] = told
+    def _on_own_record(self, record: KnownPeer) -> None:
+        """Queues a record to store for its node; there are few, for nodes that know seeds do not exchange."""
+        peer_id = record.announcement.peer_id
+        if peer_id in self._to_store or len(self._to_store) < _MAX_TO_STORE:
+            self._to_store[peer_id] = record
 
     async def _store_for_others(self) -> None:
-        """Files what others have said of themselves; what nobody takes is old, or was filed by another node too."""
-        told, self._to_file = self._to_file, {}
-        filed = await asyncio.gather(*map(self._file, told.values()), return_exceptions=True)
-        for record, error in zip(told.values(), filed, strict=True):
+        """Stores the queued records; one that no DHT node accepts is old, or another node has stored it."""
+        records, self._to_store = self._to_store, {}
+        errors = await asyncio.gather(*map(self._store, records.values()), return_exceptions=True)
+        for record, error in zip(records.values(), errors, strict=True):
             if isinstance(error, DiscoveryError):
-                logger.debug("%s is not filed: %s", record.announcement.node_id, error)
+                logger.debug("%s is not stored: %s", record.announcement.node_id, error)
             elif error is not None:
                 raise error
 
-    async def _file(self, record: KnownPeer) -> None:
+    async def _store(self, record: KnownPeer) -> None:
         announcement = record.announcement
         await self.process.store(
-            dht_key(self._run_id, announcement.filed_under),
+            dht_key(self._endpoint.run_id, announcement.filed_under),
             announcement.peer_id,
             record.wire.decode(),
             announcement.expires_at,
@@ -209,12 +153,12 @@ class DhtDiscovery:
         )
 
     async def _look_up(self) -> None:
-        """Looks under all keys that are asked for, at once; what some bring is taken though others fail.
+        """Looks all wanted keys up at once; the records of some count though others fail.
 
         Raises:
             DiscoveryError: of one of those that failed.
         """
-        keys = [dht_key(self._run_id, label) for label in self._partitions.labels(self._stages)]
+        keys = [dht_key(self._endpoint.run_id, label) for label in self._partitions.labels(self._stages)]
         found = await asyncio.gather(*map(self._look_under, keys), return_exceptions=True)
         for error in found:
             if error is not None:
@@ -224,28 +168,24 @@ class DhtDiscovery:
         records, skipped = await self.process.get(key, self._config.request_timeout_s)
         if skipped:
             self._table.refused["oversized"] += skipped
-        # By chance, so that in time all come through, however many there are.
+        # At random, so that in time all get through, however many there are.
         new = [it for it in records if self._table.is_new(it.value.encode())]
-        for record in self._chance.sample(new, min(_MAX_NEWS, len(new))):
+        for record in self._rng.sample(new, min(MAX_NEWS, len(new))):
             news = self._table.offer(record.value.encode(), subkey=record.subkey)
             if news is not None:
                 logger.debug("heard of %s at %s", news.node_id, news.address)
                 self._verifier.wake()
-            await asyncio.sleep(0)  # Each is a signature to verify.
+            await asyncio.sleep(0)  # Each takes a signature check.
 
 
 def listen_address(host: str, port: int) -> str:
-    """The multiaddress of ``host`` and ``port``.
+    """Returns the multiaddress of an IP address and a TCP port.
 
     Raises:
-        DiscoveryError: the host is no IP address.
+        DiscoveryError: ``host`` is no IP address.
     """
     try:
         version = ipaddress.ip_address(host).version
     except ValueError:
         raise DiscoveryError(f"dht_host: expected an IP address to listen on, found {host!r}") from None
     return f"/ip{version}/{host}/tcp/{port}"
-
-
-def _is_loopback(host: str) -> bool:
-    return ipaddress.ip_address(host).is_loopback

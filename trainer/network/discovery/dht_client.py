@@ -1,8 +1,8 @@
 """The DHT process as its parent sees it: requests with deadlines, restarts with growing pauses, no orphans.
 
-The process is started at once and whenever it ended, after a pause that doubles from 1 s to 60 s and starts anew once
-it has run for a minute. A request while it is down, or that gets no answer in time, raises `DiscoveryError`; three
-silences in a row and the process is taken for hung, killed and started again. Its log goes into ours.
+The process is started again whenever it ended, after a pause that doubles from 1 s to 60 s and is reset once it has run
+for a minute. A request while it is down, or without a reply in time, raises `DiscoveryError`; after three such timeouts
+in a row the process counts as hung, and is killed and restarted. Its log is forwarded to ours.
 """
 
 from __future__ import annotations
@@ -17,53 +17,45 @@ import sys
 import tempfile
 import time
 from asyncio.subprocess import Process
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from genesis.extras import with_extra
 from trainer.errors import DiscoveryError
-from trainer.network.discovery.dht_messages import (
-    MAX_LINE_BYTES,
-    DhtReply,
-    DhtRequest,
-    DhtSettings,
-    GetRequest,
-    Record,
-    StatusRequest,
-    StoreRequest,
-)
+from trainer.network.discovery.dht_messages import MAX_LINE_BYTES, DhtReply, DhtRequest, DhtSettings, Record
 
 __all__ = ["DhtProcess"]
 
 logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 60.0
-"""hivemind takes 3 s to import on an idle core, and its daemon is given 15 s."""
+"""hivemind takes 3 s to import on an idle core, and waits 15 s for its daemon."""
 _STOP_TIMEOUT_S = 8.0
 _GRACE_S = 1.0
-"""What a request's answer may come later than its deadline, which the process keeps too."""
-_MAX_SILENT = 3
+"""Added to a request's deadline, which the process keeps too."""
+_MAX_UNANSWERED = 3
 _MAX_FOLDER_CHARS = 60
 _MAX_PENDING = 256
 _FIRST_PAUSE_S, _LAST_PAUSE_S, _STEADY_S = 1.0, 60.0, 60.0
 
 
 class DhtProcess:
-    """Starts, watches and asks the DHT process; `start` it, and `close` it.
+    """Starts and supervises the DHT process and sends it requests; `start` it, and `close` it.
 
-    Args:
-        settings: how its node is to be.
+    Raises:
+        DiscoveryError: by `store`, `get` and `status`, without a reply in time, or if the request failed.
     """
 
     def __init__(self, settings: DhtSettings) -> None:
         self.num_restarts = 0
         self.num_neighbours = 0
-        """Nodes in its routing table, by its last answer."""
+        """Nodes in its routing table, by its last reply."""
         self._settings = settings
         self._process: Process | None = None
         self._pending: dict[int, asyncio.Future[DhtReply]] = {}
-        self._next_id = 1
-        self._num_silent = 0
+        self._last_id = 0
+        self._num_unanswered = 0
         self._ready = asyncio.Event()
         self._ended = asyncio.Event()
         self._last_error = ""
@@ -71,16 +63,16 @@ class DhtProcess:
 
     @property
     def pid(self) -> int | None:
-        """The process now running, if one is."""
+        """The running process, if there is one."""
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
         """Starts it in the background; it is ready some seconds later.
 
-        It ends with the thread in which this loop runs, so that must be one that lives as long as the node.
+        It ends with the thread that runs this event loop, so that thread must live as long as the node.
 
         Raises:
-            ModuleNotFoundError: hivemind is not installed; it says what to install.
+            ModuleNotFoundError: hivemind is not installed; the message says what to install.
         """
         if importlib.util.find_spec("hivemind") is None:
             raise with_extra(ModuleNotFoundError("no hivemind", name="hivemind"))
@@ -88,14 +80,10 @@ class DhtProcess:
             self._supervising = asyncio.create_task(self._supervise())
 
     async def wait_ready(self, timeout_s: float, *, first_start_only: bool = False) -> None:
-        """Until it answers.
-
-        Args:
-            timeout_s: seconds to wait.
-            first_start_only: do not wait for a second start if the first fails.
+        """Waits until it answers; with ``first_start_only`` not for a second start if the first fails.
 
         Raises:
-            DiscoveryError: it does not.
+            DiscoveryError: it does not answer.
         """
         events = [self._ready, self._ended] if first_start_only else [self._ready]
         waiting = [asyncio.create_task(event.wait()) for event in events]
@@ -111,46 +99,29 @@ class DhtProcess:
             )
 
     async def store(self, key: str, subkey: str, value: str, expires_at: float, timeout_s: float) -> None:
-        """Files a value until it expires.
-
-        Raises:
-            DiscoveryError: it could not be filed in time.
-        """
-        request = StoreRequest(
-            id=self._new_id(), key=key, subkey=subkey, value=value, expires_at=expires_at, timeout_s=timeout_s
-        )
-        await self._ask(request)
+        """Stores a value until it expires."""
+        await self._send("store", timeout_s, key=key, subkey=subkey, value=value, expires_at=expires_at)
 
     async def get(self, key: str, timeout_s: float) -> tuple[tuple[Record, ...], int]:
-        """All records of a key, unverified, and how many were left out.
-
-        Raises:
-            DiscoveryError: no answer in time.
-        """
-        reply = await self._ask(GetRequest(id=self._new_id(), key=key, timeout_s=timeout_s))
+        """Returns the records of a key, unverified, and how many were left out."""
+        reply = await self._send("get", timeout_s, key=key)
         return reply.records, reply.skipped
 
     async def status(self, timeout_s: float) -> DhtReply:
-        """Addresses and number of neighbours.
-
-        Raises:
-            DiscoveryError: no answer in time.
-        """
-        return await self._ask(StatusRequest(id=self._new_id(), timeout_s=timeout_s))
+        """Returns addresses and number of neighbours."""
+        return await self._send("status", timeout_s)
 
     async def close(self) -> None:
-        """Ends the process, with force if it does not end by itself."""
+        """Ends the process, by force if it does not end by itself."""
         if self._supervising is not None:
             self._supervising.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._supervising
             self._supervising = None
 
-    def _new_id(self) -> int:
-        self._next_id += 1
-        return self._next_id
-
-    async def _ask(self, request: DhtRequest) -> DhtReply:
+    async def _send(self, op: Literal["store", "get", "status"], timeout_s: float, **fields: Any) -> DhtReply:
+        self._last_id += 1
+        request = DhtRequest(id=self._last_id, op=op, timeout_s=timeout_s, **fields)
         process = self._process
         if process is None or process.stdin is None or not self._ready.is_set():
             raise DiscoveryError("expected a running DHT process, found none (yet); it is being started")
@@ -162,49 +133,43 @@ class DhtProcess:
         self._pending[request.id] = future
         try:
             process.stdin.write(request.model_dump_json().encode() + b"\n")
-            async with asyncio.timeout(request.timeout_s + _GRACE_S):
+            async with asyncio.timeout(timeout_s + _GRACE_S):
                 reply = await future
         except TimeoutError:
-            self._count_silence(process)
-            raise DiscoveryError(f"expected an answer of the DHT process within {request.timeout_s:g} s") from None
+            self._num_unanswered += 1
+            if self._num_unanswered >= _MAX_UNANSWERED and process.returncode is None:
+                logger.warning("killed the DHT process (%d) after %d unanswered requests", process.pid, _MAX_UNANSWERED)
+                _kill_group(process)
+            raise DiscoveryError(f"expected an answer of the DHT process within {timeout_s:g} s") from None
         except OSError as error:
-            raise DiscoveryError(f"the DHT process cannot be asked: {error}") from None
+            raise DiscoveryError(f"the DHT process cannot be reached: {error}") from None
         finally:
             self._pending.pop(request.id, None)
-        self._num_silent = 0
+        self._num_unanswered = 0
         if reply.error:
-            raise DiscoveryError(f"the DHT {request.op} did not work: {reply.error}")
+            raise DiscoveryError(f"the DHT {op} failed: {reply.error}")
         return reply
 
-    def _count_silence(self, process: Process) -> None:
-        self._num_silent += 1
-        if self._num_silent >= _MAX_SILENT and process.returncode is None:
-            logger.warning("the DHT process (%d) left %d requests unanswered: started anew", process.pid, _MAX_SILENT)
-            _kill_group(process)
-
     async def _supervise(self) -> None:
+        # A daemon that is killed leaves its sockets behind; removed with the folder. Their paths must be short.
+        base = "/tmp" if len(tempfile.gettempdir()) > _MAX_FOLDER_CHARS else None
         pause_s = _FIRST_PAUSE_S
         while True:
             began = time.monotonic()
             try:
-                await self._run_once()
+                with tempfile.TemporaryDirectory(prefix="genesis-dht-", dir=base, ignore_cleanup_errors=True) as folder:
+                    await self._run_once(folder)
             except OSError as error:
                 logger.error("the DHT process cannot be started: %s", error)
             if time.monotonic() - began > _STEADY_S:
                 pause_s = _FIRST_PAUSE_S
             self.num_restarts += 1
-            logger.warning("the DHT process ended; started again in %.0f s", pause_s)
+            logger.warning("the DHT process ended; it restarts in %.0f s", pause_s)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
-    async def _run_once(self) -> None:
-        """One life of the process, from start to end."""
-        # A daemon that is killed leaves its sockets behind; removed with the folder. Their paths must be short.
-        base = "/tmp" if len(tempfile.gettempdir()) > _MAX_FOLDER_CHARS else None
-        with tempfile.TemporaryDirectory(prefix="genesis-dht-", dir=base, ignore_cleanup_errors=True) as folder:
-            await self._run_in(folder)
-
-    async def _run_in(self, socket_folder: str) -> None:
+    async def _run_once(self, socket_folder: str) -> None:
+        """Runs the process once, from start to end."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -216,7 +181,7 @@ class DhtProcess:
             limit=MAX_LINE_BYTES,
         )
         self._process = process
-        self._num_silent = self.num_neighbours = 0
+        self._num_unanswered = self.num_neighbours = 0
         logging_task = asyncio.create_task(self._forward_log(process))
         try:
             await self._converse(process, socket_folder)
@@ -224,10 +189,12 @@ class DhtProcess:
             self._ready.clear()
             self._process = None
             await asyncio.shield(_end(process))
-            await asyncio.wait({logging_task}, timeout=1.0)  # What it wrote last says why it ended.
+            await asyncio.wait({logging_task}, timeout=1.0)  # Its last lines say why it ended.
             logging_task.cancel()
             self._ended.set()
-            self._fail_pending()
+            for future in self._pending.values():
+                if not future.done():
+                    future.set_exception(DiscoveryError("the DHT process ended before it answered"))
 
     async def _converse(self, process: Process, socket_folder: str) -> None:
         stdin, stdout = process.stdin, process.stdout
@@ -239,18 +206,18 @@ class DhtProcess:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 line = await stdout.readline()
             while line:
-                self._take(line)
+                self._receive(line)
                 line = await stdout.readline()
         except TimeoutError:
             logger.error("the DHT process was not ready within %g s", _START_TIMEOUT_S)
         except ValueError:
             logger.error("the DHT process wrote a line of more than %d bytes", MAX_LINE_BYTES)
 
-    def _take(self, line: bytes) -> None:
+    def _receive(self, line: bytes) -> None:
         try:
             reply = DhtReply.model_validate_json(line)
         except ValidationError as error:
-            logger.error("the DHT process wrote what cannot be read: %s", error.errors(include_input=False)[0]["msg"])
+            logger.error("unreadable reply of the DHT process: %s", error.errors(include_input=False)[0]["msg"])
             return
         self.num_neighbours = reply.num_neighbours
         if reply.id == 0:
@@ -262,13 +229,13 @@ class DhtProcess:
             future.set_result(reply)
 
     async def _forward_log(self, process: Process) -> None:
-        """Its standard error into our log: warnings and errors as such, all else as debug."""
+        """Forwards its standard error to our log: warnings and errors as such, all else as debug."""
         stderr = process.stderr
         while stderr is not None:
             try:
                 line = (await stderr.readline()).decode(errors="replace")
             except ValueError:
-                continue  # Too long; the reader has thrown it away.
+                continue  # Too long; the reader has dropped it.
             if not line:
                 return
             level, _, text = line.rstrip().partition(" ")
@@ -279,11 +246,6 @@ class DhtProcess:
                 number or logging.DEBUG, "DHT process %d: %s", process.pid, text[:1000] if number else line[:1000]
             )
 
-    def _fail_pending(self) -> None:
-        for future in self._pending.values():
-            if not future.done():
-                future.set_exception(DiscoveryError("the DHT process ended before it answered"))
-
 
 async def _end(process: Process) -> None:
     """Closes its input, waits, and kills its group if it is still there."""
@@ -293,7 +255,7 @@ async def _end(process: Process) -> None:
         async with asyncio.timeout(_STOP_TIMEOUT_S):
             await process.wait()
     except TimeoutError:
-        # Usual on a busy machine, and no loss: it has nothing to save, and others notice that it is gone.
+        # Usual on a busy machine, and harmless: it has nothing to save, and others notice that it is gone.
         logger.info("killed the DHT process (%d), which took more than %g s to end", process.pid, _STOP_TIMEOUT_S)
         _kill_group(process)
         await process.wait()

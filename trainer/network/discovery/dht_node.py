@@ -1,11 +1,11 @@
-"""One hivemind DHT node that holds announcements and nothing else; imported in the DHT process only.
+"""A hivemind DHT node that stores announcements and nothing else; imported in the DHT process only.
 
-hivemind's node is joined to the seeds by a loop of ours instead of once at its start: each `rejoin_interval_s` every
-seed that is not in the routing table is dialled again. So a node starts though all seeds are down, joins when one
-comes, and finds a seed again that was restarted with an empty table; joined once, two halves of a run never meet.
+A loop of ours joins hivemind's node to the seeds, instead of once at its start: every `rejoin_interval_s` each seed
+that is not in the routing table is dialled again. So a node starts though all seeds are down, joins when one starts,
+and finds a seed that was restarted with an empty table; joined only once, two halves of a run would never meet.
 
-Every node of ours, seeds included, stores a record only if `AnnouncementValidator` believes it: nobody can hide a node
-by filing garbage under its id, nor use the seeds to store anything else. How many of them is `RecordQuotas`' to say.
+All our nodes, seeds included, store a record only if `AnnouncementValidator` accepts it: nobody can hide a node by
+storing garbage under its id, nor use the seeds to store anything else. `RecordQuotas` bounds how many.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from trainer.network.discovery.announcement import AnnouncementRefusedError, ver
 from trainer.network.discovery.dht_messages import MAX_RECORDS, MAX_VALUE_BYTES, DhtSettings, Record
 from trainer.network.discovery.dht_quotas import Place, RecordQuotas
 from trainer.network.discovery.parent import die_with_parent
-from trainer.network.discovery.partition import dht_key
+from trainer.network.discovery.stage_report import dht_key
 from trainer.network.rpc.remote_address import address_group
 
 __all__ = ["AnnouncementNode", "AnnouncementValidator", "BoundedStorage"]
@@ -52,32 +52,32 @@ __all__ = ["AnnouncementNode", "AnnouncementValidator", "BoundedStorage"]
 logger = logging.getLogger(__name__)
 
 _MAX_CLOCK_SKEW_S = 300.0
-_MAX_BELIEVED = 16_384
+_MAX_ACCEPTED = 16_384
 _MAX_GONE = 1024
 _SWEEP_INTERVAL_S = 5.0
 
 
 class AnnouncementValidator(RecordValidatorBase):  # type: ignore[misc]
-    """Believes a record if it is a signed announcement filed under its own node, run and partition, until it expires.
+    """Accepts a record if it is a signed announcement, stored under its own node, run and partition, until it expires.
 
-    Expired ones pass: hivemind throws those away itself, and refusing one here refuses the whole answer it came in.
-    What was believed once is not verified again: a look-up brings the same records every few seconds.
+    Expired ones pass: hivemind drops those itself, and refusing one here refuses the whole reply it came in. Accepted
+    records are not verified again: a look-up returns the same ones every few seconds.
     """
 
     def __init__(self) -> None:
-        self._believed: OrderedDict[bytes, None] = OrderedDict()
+        self._accepted: OrderedDict[bytes, None] = OrderedDict()
 
     def validate(self, record: DHTRecord) -> bool:
-        """Whether to believe a record, as hivemind asks for each it is told to store or is given."""
+        """Returns whether to accept a record; hivemind calls this for each that it stores or receives."""
         fields = (record.key, record.subkey, record.value, repr(record.expiration_time).encode())
         digest = hashlib.sha256(b"".join(len(it).to_bytes(4) + it for it in fields)).digest()
-        if digest in self._believed:
+        if digest in self._accepted:
             return True
         try:
             wire = MSGPackSerializer.loads(record.value)
             subkey = MSGPackSerializer.loads(record.subkey)
         except Exception as error:  # noqa: BLE001 - whatever a stranger's bytes make msgpack raise
-            logger.debug("a DHT record that is no msgpack: %s", error)
+            logger.debug("a DHT record that is not msgpack: %s", error)
             return False
         if not (isinstance(wire, bytes) and isinstance(subkey, str)):
             return False
@@ -90,24 +90,24 @@ class AnnouncementValidator(RecordValidatorBase):  # type: ignore[misc]
             return False
         if DHTID.generate(dht_key(announcement.run_id, announcement.filed_under)).to_bytes() != record.key:
             return False
-        # Otherwise an old record could be filed again with a later time, and stand before the new one.
+        # Otherwise an old record could be stored again with a later time, and replace the new one.
         if not abs(record.expiration_time - announcement.expires_at) <= 1e-3:  # NaN is no such time either.
             return False
-        self._believed[digest] = None
-        if len(self._believed) > _MAX_BELIEVED:
-            self._believed.popitem(last=False)
+        self._accepted[digest] = None
+        if len(self._accepted) > _MAX_ACCEPTED:
+            self._accepted.popitem(last=False)
         return True
 
 
-_filed_by: ContextVar[str] = ContextVar("filed_by", default="")
+_stored_by: ContextVar[str] = ContextVar("stored_by", default="")
 """The host of the DHT node whose request is being served; empty: this one."""
 
 
 class _AttributingProtocol(DHTProtocol):  # type: ignore[misc]
-    """hivemind's protocol, which does not tell its storage who files a record."""
+    """hivemind's protocol, which does not tell its storage who stores a record, extended by that."""
 
     async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
-        _filed_by.set(await self._host_of(context.remote_id))
+        _stored_by.set(await self._host_of(context.remote_id))
         return await super().rpc_store(request, context)
 
     async def _host_of(self, peer_id: PeerID) -> str:
@@ -121,15 +121,11 @@ class _AttributingProtocol(DHTProtocol):  # type: ignore[misc]
         return hosts.get(peer_id, str(peer_id))
 
 
-_AttributingProtocol.__name__ = DHTProtocol.__name__  # It is part of the name under which others call.
+_AttributingProtocol.__name__ = DHTProtocol.__name__  # It is part of the RPC names.
 
 
 class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
-    """hivemind's storage within quotas.
-
-    Args:
-        quotas: say what is stored.
-    """
+    """hivemind's storage within quotas."""
 
     def __init__(self, quotas: RecordQuotas) -> None:
         super().__init__()
@@ -137,14 +133,14 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         self._swept_s = 0.0
 
     def store_subkey(self, key: DHTID, subkey: Any, value: bytes, expiration_time: float) -> bool:
-        """As hivemind's, if there is room, or some is made."""
+        """Does what hivemind's does, if there is room or some can be made."""
         self._sweep()
         known = self.get(key)
         records = known.value if known is not None and isinstance(known.value, DictionaryDHTValue) else None
         before = None if records is None else records.get(subkey)
         if (before is not None and before.expiration_time >= expiration_time) or expiration_time < get_dht_time():
             return False
-        dropped = self._quotas.admit(key.to_bytes(), subkey, len(value), _filed_by.get())
+        dropped = self._quotas.admit(key.to_bytes(), subkey, len(value), _stored_by.get())
         if dropped is None:
             return False
         self._drop(dropped)
@@ -170,32 +166,27 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
 
 
 def _compact(storage: DictionaryDHTValue | DHTLocalStorage) -> None:
-    """Forgets when records would have expired that are gone: hivemind remembers that until it comes."""
+    """Drops the expiry times of removed records, which hivemind would keep until they come."""
     if len(storage.expiration_heap) > 2 * len(storage.data) + _MAX_GONE:
         storage.expiration_heap = list(storage.key_to_heap.values())
         heapq.heapify(storage.expiration_heap)
 
 
 class AnnouncementNode:
-    """The node, its loops that look for others, and its libp2p daemon.
-
-    Args:
-        settings: how it is to be.
-        node: hivemind's node, running.
-    """
+    """The node, its loops that look for others, and its libp2p daemon; see `start`."""
 
     def __init__(self, settings: DhtSettings, node: DHTNode) -> None:
         self._settings = settings
         self._node = node
-        self._tasks = [asyncio.create_task(each()) for each in (self._rejoin_forever, self._refresh_forever)]
+        self._tasks = [asyncio.create_task(loop()) for loop in (self._rejoin_forever, self._refresh_forever)]
 
     @classmethod
     async def start(cls, settings: DhtSettings) -> AnnouncementNode:
-        """Starts daemon and node; joined to the seeds a moment later, or when one of them is there.
+        """Starts daemon and node, which joins the seeds a moment later, or when one of them starts.
 
         Raises:
             DiscoveryError: a port to listen on is taken.
-            Exception: whatever hivemind raises when its daemon does not start (no binary, for one).
+            Exception: of hivemind, when its daemon does not start (no binary, for one).
         """
         for address in settings.listen:
             _check_port_is_free(Multiaddr(address))
@@ -203,7 +194,13 @@ class AnnouncementNode:
             _make_identity(Path(settings.identity_path))
         if settings.socket_folder:
             P2P._UNIX_SOCKET_PREFIX = f"/unix{settings.socket_folder}/"
-        with _daemon_dies_with_us(), _protocol_attributes():
+        # hivemind leaves its daemon behind when its own process is killed.
+        die_with_us = functools.partial(die_with_parent, signal.SIGKILL)
+        start_daemon = functools.partial(asyncio.subprocess.create_subprocess_exec, preexec_fn=die_with_us)
+        with (
+            _replaced(asyncio.subprocess, "create_subprocess_exec", start_daemon),
+            _replaced(hivemind.dht.node, "DHTProtocol", _AttributingProtocol),
+        ):
             node = await DHTNode.create(
                 host_maddrs=list(settings.listen),
                 announce_maddrs=list(settings.announce) or None,
@@ -214,7 +211,7 @@ class AnnouncementNode:
                 nat_port_map=settings.map_port,
                 record_validator=AnnouncementValidator(),
                 refresh_timeout=None,  # See `_refresh_forever`.
-                # Every look-up asks for the newest record, which a cache never has.
+                # Every look-up asks for the newest record, which is never in a cache.
                 cache_locally=False,
                 cache_nearest=0,
                 cache_on_store=False,
@@ -224,16 +221,16 @@ class AnnouncementNode:
         return cls(settings, node)
 
     async def store(self, key: str, subkey: str, value: str, expires_at: float) -> bool:
-        """Files a value; False if no node took it."""
+        """Stores a value; returns False if no node accepted it."""
         return bool(await self._node.store(key, value.encode(), expires_at, subkey=subkey))
 
     async def get(self, key: str) -> tuple[tuple[Record, ...], int]:
-        """The newest record of each subkey, and how many were left out as too long, not text, or too many."""
+        """Returns the newest record of each subkey, and how many were left out as too long, not text, or too many."""
         found = await self._node.get(key, latest=True)
         if found is None or not isinstance(found.value, dict):
             return (), 0 if found is None else 1
         records: list[Record] = []
-        # By chance, so that in time all come through, however many there are.
+        # At random, so that in time all get through, however many there are.
         for subkey, entry in random.sample(items := list(found.value.items()), len(items)):
             record = _record(subkey, entry.value)
             if record is not None and len(records) < MAX_RECORDS:
@@ -241,20 +238,20 @@ class AnnouncementNode:
         return tuple(records), len(found.value) - len(records)
 
     async def addresses(self) -> tuple[str, ...]:
-        """Where it is reached, with its peer id; empty for a client."""
+        """Returns the addresses it is reached at, with its peer id; empty for a client."""
         if self._settings.client_mode:
             return ()
         return tuple(str(address) for address in await self._node.get_visible_maddrs(latest=True))
 
     def num_neighbours(self) -> int:
-        """Nodes in its routing table."""
+        """Returns the number of nodes in its routing table."""
         return len(self._node.protocol.routing_table.uid_to_peer_id)
 
     async def stop(self, timeout_s: float) -> None:
-        """Ends node and daemon.
+        """Stops node and daemon.
 
         Raises:
-            TimeoutError: they did not end in time.
+            TimeoutError: they did not stop in time.
         """
         for task in self._tasks:
             task.cancel()
@@ -271,10 +268,10 @@ class AnnouncementNode:
             await asyncio.sleep(self._settings.rejoin_interval_s)
 
     async def _refresh_forever(self) -> None:
-        """Looks for nodes in those parts of the routing table of which nothing was heard for a while.
+        """Looks for nodes in those parts of the routing table that had no contact for a while.
 
-        hivemind 1.1.12 would do so itself, but hands its search an id in the place of a list of ids: its task ends with
-        the first part that is stale, and that exception is told when the node is thrown away.
+        hivemind 1.1.12 would do so itself, but passes its search an id in place of a list of ids: its task ends with
+        the first stale part, and that exception is reported when the node is collected.
         """
         interval_s = self._settings.refresh_interval_s
         while True:
@@ -284,15 +281,15 @@ class AnnouncementNode:
             await self._look_for([DHTID(random.randint(bucket.lower, bucket.upper - 1)) for bucket in stale])
 
     async def _look_for(self, ids: list[DHTID]) -> None:
-        """Asks those that are known for nodes near these ids; whoever answers is in the routing table then."""
+        """Asks known nodes for nodes near these ids; those that answer enter the routing table."""
         try:
             if ids:
                 await self._node.find_nearest_nodes(ids)
-        except Exception as error:  # noqa: BLE001 - peers that are gone raise nothing here; whatever does is told
-            logger.warning("looking for nodes did not work: %s: %s", type(error).__name__, error)
+        except Exception as error:  # noqa: BLE001 - peers that are gone raise nothing here; what does is logged
+            logger.warning("looking for nodes failed: %s: %s", type(error).__name__, error)
 
     async def _rejoin(self, seed: Multiaddr) -> bool:
-        """Joins a seed that is not in the routing table; whether it newly is."""
+        """Joins a seed that is not in the routing table; returns whether it is new there."""
         peer_id = PeerID.from_base58(seed["p2p"])
         table = self._node.protocol.routing_table
         if peer_id == self._node.peer_id or peer_id in table.peer_id_to_uid:
@@ -300,18 +297,18 @@ class AnnouncementNode:
         timeout_s = self._settings.rejoin_interval_s
         try:
             async with asyncio.timeout(timeout_s):
-                await self._node.p2p._client.connect(peer_id, [_without_peer_id(seed)])
+                await self._node.p2p._client.connect(peer_id, [Multiaddr(str(seed).partition("/p2p/")[0])])
             async with asyncio.timeout(timeout_s):
                 return await self._node.protocol.call_ping(peer_id) is not None
-        except Exception as error:  # noqa: BLE001 - a seed that is down shows in many ways, and is tried again
+        except Exception as error:  # noqa: BLE001 - a seed that is down fails in many ways, and is retried
             logger.debug("the seed %s cannot be reached: %s", seed, error)
             return False
 
 
 def _record(subkey: Any, value: Any) -> Record | None:
-    if not (isinstance(subkey, str) and len(subkey) <= 256 and isinstance(value, bytes)):
+    if not (isinstance(subkey, str) and len(subkey) <= 256):
         return None
-    if len(value) > MAX_VALUE_BYTES:
+    if not (isinstance(value, bytes) and len(value) <= MAX_VALUE_BYTES):
         return None
     try:
         return Record(subkey=subkey, value=value.decode())
@@ -319,15 +316,11 @@ def _record(subkey: Any, value: Any) -> Record | None:
         return None
 
 
-def _without_peer_id(address: Multiaddr) -> Multiaddr:
-    return Multiaddr(str(address).partition("/p2p/")[0])
-
-
 def _check_port_is_free(address: Multiaddr) -> None:
-    """The daemon listens with SO_REUSEPORT: on a port in use it would take every other connection, and say nothing.
+    """Checks a port, since the daemon listens with SO_REUSEPORT: on one in use it would silently share connections.
 
     Raises:
-        DiscoveryError: somebody listens there.
+        DiscoveryError: it is in use.
     """
     version = "ip6" if "ip6" in address else "ip4"
     host, port = address[version], int(address["tcp"])
@@ -340,7 +333,7 @@ def _check_port_is_free(address: Multiaddr) -> None:
 
 
 def _make_identity(path: Path) -> None:
-    """Makes the key file whole or not at all: half a key would stop every later start."""
+    """Makes the key file atomically: half a key would stop every later start."""
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -351,27 +344,10 @@ def _make_identity(path: Path) -> None:
 
 
 @contextmanager
-def _protocol_attributes() -> Iterator[None]:
-    """Has the DHT node made meanwhile speak by `_AttributingProtocol`."""
-    hivemind.dht.node.DHTProtocol = _AttributingProtocol
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        hivemind.dht.node.DHTProtocol = DHTProtocol
-
-
-@contextmanager
-def _daemon_dies_with_us() -> Iterator[None]:
-    """Has the libp2p daemon started meanwhile killed when this process ends, in whatever way.
-
-    hivemind starts it with asyncio's `create_subprocess_exec` and leaves it behind when its own process is killed.
-    """
-    module = asyncio.subprocess
-    original = module.create_subprocess_exec
-    module.create_subprocess_exec = functools.partial(
-        original, preexec_fn=functools.partial(die_with_parent, signal.SIGKILL)
-    )
-    try:
-        yield
-    finally:
-        module.create_subprocess_exec = original
+        setattr(owner, name, original)

@@ -1,12 +1,12 @@
-"""How much of a DHT node's memory the announcements of each run may take, and each host that files them.
+"""Quotas of a DHT node's memory, by run and by the hosts that store records.
 
-A node stores records of any run for whoever asks, and identities cost nothing. While there is room all are stored. A
-key (a run, or a partition of one) holds no more bytes than one answer to a look-up can carry, since more of them would
-make the key unreadable. Where a key or the node is full, a new record takes the place of another: of the key with the
-most records, there of the host that has filed the most, first of those that their nodes have never renewed, oldest
-first. So made-up nodes push out each other, and a node that goes on announcing itself keeps its place.
+A node stores records of any run for anybody, and identities cost nothing. While there is room all are stored. A key (a
+run, or a partition of one) holds no more bytes than one reply to a look-up can carry, since more would make the key
+unreadable. Where a key or the node is full, a new record replaces another: of the key with the most records, there of
+the host with the most, first of those that were never renewed, oldest first. So made-up nodes evict each other, and a
+node that keeps announcing itself keeps its place.
 
-A record is kept for at most `max_lifetime_s` after it was filed, whatever it says itself.
+A record is kept for at most `max_lifetime_s` after it was stored, whatever it states itself.
 """
 
 from __future__ import annotations
@@ -23,30 +23,23 @@ Place = tuple[bytes, str]
 
 _MAX_RECORDS = 16_384
 _MAX_BYTES_PER_KEY = 3 << 20
-"""hivemind's messages hold 4 MiB; keys, subkeys and times come on top of the values."""
+"""hivemind's messages hold 4 MiB, which include keys, subkeys and times besides the values."""
 _MAX_LIFETIME_S = 600.0
 _RENEWAL_S = 1.0
 _OVERHEAD_BYTES = 128
-"""Of a record in an answer, besides its value."""
+"""Of a record in a reply, besides its value."""
 
 
 @dataclass(slots=True)
 class _Record:
     host: str
     size_bytes: int
-    filed_s: float
+    stored_s: float
     renewals: int = 0
 
 
 class RecordQuotas:
-    """Decides which records a node stores.
-
-    Args:
-        max_records: of all keys together.
-        max_bytes_per_key: of a key's values.
-        max_lifetime_s: until a record that is not renewed is dropped, in seconds.
-        clock: seconds of any clock.
-    """
+    """Decides which records a node stores; the clock gives seconds."""
 
     def __init__(
         self,
@@ -68,16 +61,16 @@ class RecordQuotas:
         return self._num_records
 
     def admit(self, key: bytes, subkey: str, size_bytes: int, host: str) -> list[Place] | None:
-        """Makes room for a record that is new, or newer than the one in its place.
+        """Makes room for a new record, or a newer one of a subkey.
 
         Args:
             key: of the DHT.
-            subkey: under it; there is one record for each.
+            subkey: under the key; each has one record.
             size_bytes: of its value.
-            host: who files it, as `address_group` names it.
+            host: the host that stores it, as `address_group` names it.
 
         Returns:
-            Whose records are to be dropped for it; None: it is not to be stored.
+            The records to drop for it; None: it is not to be stored.
         """
         now_s, size_bytes = self._clock(), size_bytes + _OVERHEAD_BYTES
         if size_bytes > self._max_bytes_per_key:
@@ -86,10 +79,10 @@ class RecordQuotas:
         before = self._keys.get(key, {}).get(subkey)
         if before is not None:
             new.host = before.host
-            new.renewals = before.renewals + (now_s - before.filed_s >= _RENEWAL_S)
+            new.renewals = before.renewals + (now_s - before.stored_s >= _RENEWAL_S)
             self._remove((key, subkey))
         evicted: list[tuple[Place, _Record]] = []
-        while (full := self._too_much(key, new)) is not None:
+        while (full := self._full_key(key, new)) is not None:
             victim = self._victim(full, key, new)
             if victim is None:
                 for lost, record in evicted:
@@ -103,20 +96,20 @@ class RecordQuotas:
         return [place for place, _ in evicted]
 
     def overdue(self) -> list[Place]:
-        """Records whose time is over; they are not counted any more."""
+        """Returns the records whose time is over, and counts them no more."""
         limit_s = self._clock() - self._max_lifetime_s
         places = [
             (key, subkey)
             for key, records in self._keys.items()
             for subkey, it in records.items()
-            if it.filed_s <= limit_s
+            if it.stored_s <= limit_s
         ]
         for place in places:
             self._remove(place)
         return places
 
-    def _too_much(self, key: bytes, new: _Record) -> bytes | None:
-        """The key in which something has to go for this record; None: there is room."""
+    def _full_key(self, key: bytes, new: _Record) -> bytes | None:
+        """Returns the key that must lose a record for this one; None: there is room."""
         if self._num_bytes[key] + new.size_bytes > self._max_bytes_per_key:
             return key
         if self._num_records < self._max_records:
@@ -124,26 +117,23 @@ class RecordQuotas:
         return max(self._keys, key=lambda it: (len(self._keys[it]) + (it == key), it == key))
 
     def _victim(self, where: bytes, key: bytes, new: _Record) -> Place | None:
+        """Returns the record of ``where`` to replace; None: each has a better claim than the new one."""
         records = self._keys.get(where, {})
         size = Counter(record.host for record in records.values())
-        if where != key:
-            # Another key, which holds more: whoever has the most there.
-            subkey = min(
-                records, key=lambda it: (records[it].renewals > 0, -size[records[it].host], records[it].filed_s)
-            )
-            return where, subkey
-        size[new.host] += 1
-        eligible = [
-            subkey
-            for subkey, it in records.items()
-            if size[it.host] > size[new.host]
-            or (it.host == new.host and (not it.renewals or it.renewals < new.renewals))
-            or (size[it.host] == size[new.host] and not it.renewals)
-        ]
-        if not eligible:
-            return None
+        eligible = list(records)  # Of another key, which holds more: any.
+        if where == key:
+            size[new.host] += 1
+            eligible = [
+                subkey
+                for subkey, it in records.items()
+                if size[it.host] > size[new.host]
+                or (it.host == new.host and (not it.renewals or it.renewals < new.renewals))
+                or (size[it.host] == size[new.host] and not it.renewals)
+            ]
+            if not eligible:
+                return None
         return where, min(
-            eligible, key=lambda it: (records[it].renewals > 0, -size[records[it].host], records[it].filed_s)
+            eligible, key=lambda it: (records[it].renewals > 0, -size[records[it].host], records[it].stored_s)
         )
 
     def _add(self, place: Place, record: _Record) -> None:

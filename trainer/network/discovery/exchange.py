@@ -1,29 +1,38 @@
-"""The messages of peer exchange: my record and what I know, for what I do not know yet.
+"""Peer exchange: a node sends its own record and the list of those it has, and receives the records it lacks.
 
-The asker's payload is its own record followed by 40 bytes for each node it knows: the peer id and the time (float64,
-big endian) of the record it has. The answer holds the records the asker lacks or has an older one of. So a node that
-knows everybody sends 40 bytes a peer instead of 1.6 kB, and each new record crosses to each node about once.
+The request's payload is the sender's own record followed by 40 bytes for each node it knows: the peer id and the time
+(float64, big endian) of its record. The reply holds the records the sender lacks or has an older one of. So a node that
+knows everybody sends 40 bytes a peer instead of 1.6 kB, and each new record reaches each node about once.
+
+Every node answers, however it finds the others itself: the address of any node of a run is enough to join, also where
+the run meets through a DHT.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import random
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated
 
 from pydantic import Field
 
 from trainer.errors import RefusedError
-from trainer.network.discovery.announcement import MAX_WIRE_BYTES
-from trainer.network.discovery.peer_table import KnownPeer
-from trainer.network.rpc.messages import Message
+from trainer.network.discovery.announcement import MAX_WIRE_BYTES, Announcement, OwnRecord
+from trainer.network.discovery.peer_table import DIRECT, KnownPeer, PeerTable
+from trainer.network.rpc.endpoint import Endpoint
+from trainer.network.rpc.messages import Message, Reply, Request
+from trainer.network.rpc.messages import Reason
+from trainer.network.rpc.token_buckets import TokenBuckets
 
 __all__ = [
     "EXCHANGE_METHOD",
     "PRESENT_METHOD",
-    "ExchangeReply",
-    "ExchangeRequest",
+    "PeerExchangeReply",
+    "PeerExchangeRequest",
+    "PeerExchangeService",
     "PresentReply",
     "pack_request",
     "records_for",
@@ -31,41 +40,51 @@ __all__ = [
     "unpack_request",
 ]
 
+logger = logging.getLogger(__name__)
+
 EXCHANGE_METHOD = "announce/exchange"
 PRESENT_METHOD = "announce/present"
-"""Asks nothing but a signed answer; the request is that of an exchange that knows nobody."""
+"""Asks for a signed answer only; the request is that of an exchange with an empty list."""
 _ENTRY = struct.Struct(">32sd")
 _MAX_KNOWN = 16384
 _MAX_RECORDS = 512
 _MAX_PAYLOAD_BYTES = 1 << 20
 
+_STRANGERS_BURST, _STRANGERS_PER_INTERVAL, _STRANGERS_MIN_PER_S = 64.0, 6.0, 2.0
+"""Answers to peers of one address that were never of use: at once, in each poll interval, and at least each second.
+However many honest nodes are behind an address, each node gets three requests an interval from all of them together."""
+_STRANGERS_WAIT_S = 4.0
+"""Longest time a stranger's request waits; less than the sender waits for the answer (`Verifier`: 5 s)."""
+_MAX_WAITING_AT_ADDRESS, _MAX_WAITING = 16, 48
+"""Each holds a call's slot while it waits: an eighth of those of an address, and a quarter of all strangers'."""
 
-class ExchangeRequest(Message):
-    """Head of the asker's message."""
+
+class PeerExchangeRequest(Message):
+    """Head of a request."""
 
     own_bytes: Annotated[int, Field(ge=0, le=MAX_WIRE_BYTES)]
-    """Length of its own record, the beginning of the payload; 0 if it has none yet."""
+    """Length of the sender's own record, the beginning of the payload; 0 if it has none yet."""
 
 
-class ExchangeReply(Message):
-    """Head of the answer."""
+class PeerExchangeReply(Message):
+    """Head of a reply."""
 
     sizes: Annotated[tuple[Annotated[int, Field(gt=0, le=MAX_WIRE_BYTES)], ...], Field(max_length=_MAX_RECORDS)]
     """Length of each record of the payload."""
 
 
 class PresentReply(Message):
-    """Says that this node is here."""
+    """Shows that this node is here."""
 
 
-def pack_request(own: bytes, known: Iterable[KnownPeer]) -> tuple[ExchangeRequest, bytes]:
-    """Head and payload of a request."""
+def pack_request(own: bytes, known: Iterable[KnownPeer]) -> tuple[PeerExchangeRequest, bytes]:
+    """Returns head and payload of a request."""
     entries = [_ENTRY.pack(bytes.fromhex(peer.announcement.peer_id), peer.announcement.sent_at) for peer in known]
-    return ExchangeRequest(own_bytes=len(own)), b"".join([own, *entries[:_MAX_KNOWN]])
+    return PeerExchangeRequest(own_bytes=len(own)), b"".join([own, *entries[:_MAX_KNOWN]])
 
 
-def unpack_request(body: ExchangeRequest, payload: bytes) -> tuple[bytes, dict[str, float]]:
-    """The asker's own record, and the time of the record it has by peer id.
+def unpack_request(body: PeerExchangeRequest, payload: bytes) -> tuple[bytes, dict[str, float]]:
+    """Returns the sender's own record, and the time of each record it has by peer id.
 
     Raises:
         RefusedError: the payload does not fit its head.
@@ -81,24 +100,20 @@ def unpack_request(body: ExchangeRequest, payload: bytes) -> tuple[bytes, dict[s
 
 
 def records_for(
-    asker: str, has: Mapping[str, float], known: Iterable[KnownPeer], chance: random.Random
-) -> tuple[ExchangeReply, bytes]:
-    """The records the asker lacks; if they do not all fit, some of them by chance, so that in time all come through.
+    recipient: str, has: Mapping[str, float], known: Iterable[KnownPeer], rng: random.Random
+) -> tuple[PeerExchangeReply, bytes]:
+    """Returns the known records that a node lacks; a random choice where not all fit, so that in time all get through.
 
-    Args:
-        asker: its peer id; it is not told of itself.
-        has: the time of the record it has, by peer id.
-        known: all that could be told.
-        chance: chooses.
+    ``has`` holds the time of each record it has, by peer id; its own record is left out.
     """
-    # "not <=": a NaN in the asker's list is no reason to leave a record out.
+    # "not <=": a NaN in the recipient's list is no reason to leave a record out.
     news = [
         peer.wire
         for peer in known
-        if peer.announcement.peer_id != asker
+        if peer.announcement.peer_id != recipient
         and not peer.announcement.sent_at <= has.get(peer.announcement.peer_id, -1)
     ]
-    chance.shuffle(news)
+    rng.shuffle(news)
     chosen: list[bytes] = []
     size_bytes = 0
     for wire in news[:_MAX_RECORDS]:
@@ -106,11 +121,11 @@ def records_for(
         if size_bytes > _MAX_PAYLOAD_BYTES:
             break
         chosen.append(wire)
-    return ExchangeReply(sizes=tuple(map(len, chosen))), b"".join(chosen)
+    return PeerExchangeReply(sizes=tuple(map(len, chosen))), b"".join(chosen)
 
 
-def split_records(body: ExchangeReply, payload: bytes) -> list[bytes]:
-    """The records of an answer.
+def split_records(body: PeerExchangeReply, payload: bytes) -> list[bytes]:
+    """Returns the records of a reply.
 
     Raises:
         RefusedError: the payload does not fit its head.
@@ -123,3 +138,137 @@ def split_records(body: ExchangeReply, payload: bytes) -> list[bytes]:
         records.append(payload[start : start + size_bytes])
         start += size_bytes
     return records
+
+
+def _too_many() -> RefusedError:
+    return RefusedError(Reason.BUSY, "expected fewer requests of strangers at this address; ask again later")
+
+
+class PeerExchangeService:
+    """Answers peer exchange: takes the senders' records and returns the others'.
+
+    Args:
+        endpoint: of this node.
+        table: the known peers.
+        own: this node's record.
+        interval_s: seconds between two exchanges of a node of this run.
+        on_news: is called when there is a new candidate to verify.
+        on_own_record: receives each newer record that its own node has sent in an exchange.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        table: PeerTable,
+        own: OwnRecord,
+        interval_s: float,
+        on_news: Callable[[], None],
+        on_own_record: Callable[[KnownPeer], None],
+    ) -> None:
+        self._endpoint = endpoint
+        self._table = table
+        self._own = own
+        self._on_news = on_news
+        self._on_own_record = on_own_record
+        per_s = max(_STRANGERS_MIN_PER_S, _STRANGERS_PER_INTERVAL / interval_s)
+        self._strangers = TokenBuckets(_STRANGERS_BURST, per_s)
+        self._waiting: dict[str, list[asyncio.Future[None]]] = {}
+        """By address: the turns of waiting requests, `_MAX_WAITING` in all."""
+        self._admitting: dict[str, asyncio.Task[None]] = {}
+        self._rng = random.Random(endpoint.peer_id)
+
+    def register(self) -> None:
+        """Answers from now on; before the endpoint starts, or after."""
+        self._endpoint.register(EXCHANGE_METHOD, PeerExchangeRequest, self._exchange, any_recipient=True)
+        self._endpoint.register(PRESENT_METHOD, PeerExchangeRequest, self._present, max_payload_bytes=MAX_WIRE_BYTES)
+
+    async def close(self) -> None:
+        """Admits no more waiting requests."""
+        tasks = list(self._admitting.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _exchange(self, request: Request[PeerExchangeRequest]) -> Reply[PeerExchangeReply]:
+        await self._pace(request)
+        own, has = unpack_request(request.body, bytes(request.payload))
+        news = self._take_own_record(request, own)
+        if news is not None:
+            self._on_own_record(KnownPeer(news, own))
+        current = self._own.current()
+        known = [*([KnownPeer(*current)] if current is not None else []), *self._table.known()]
+        return Reply(*records_for(request.sender, has, known, self._rng))
+
+    async def _present(self, request: Request[PeerExchangeRequest]) -> Reply[PresentReply]:
+        await self._pace(request)
+        self._take_own_record(request, unpack_request(request.body, bytes(request.payload))[0])
+        return Reply(PresentReply())
+
+    def _take_own_record(self, request: Request[PeerExchangeRequest], own: bytes) -> Announcement | None:
+        """Offers the sender's own record to the table; returns it if it is news."""
+        self._table.called(request.sender)
+        if not own:
+            return None
+        news = self._table.offer(own, source=f"{DIRECT}{request.remote_address}", subkey=request.sender)
+        if news is not None:
+            logger.debug("%s… announced itself", request.sender[:16])
+            self._on_news()
+        return news
+
+    async def _pace(self, request: Request[PeerExchangeRequest]) -> None:
+        """Lets requests of strangers pass at a limited rate for each address.
+
+        A node that announces many identities for one address waits, and so asks less. The next of the waiting requests
+        is chosen at random, so that no crowd is always before a newcomer.
+
+        Raises:
+            RefusedError: too many wait, or its turn did not come in time.
+        """
+        if self._table.is_of_use(request.sender):
+            return
+        address = request.remote_address
+        if not self._waiting.get(address) and self._strangers.take(address):
+            return
+        self._make_room(address)
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting = self._waiting.setdefault(address, [])
+        waiting.append(turn)
+        if address not in self._admitting:
+            self._admitting[address] = asyncio.create_task(self._admit(address))
+        try:
+            async with asyncio.timeout(_STRANGERS_WAIT_S):
+                await turn
+        except TimeoutError:
+            raise _too_many() from None
+        finally:
+            if turn in waiting:
+                waiting.remove(turn)
+
+    def _make_room(self, address: str) -> None:
+        """Refuses a random waiting request where too many wait: of this address, or of the one with the most."""
+        if len(self._waiting.get(address, ())) < _MAX_WAITING_AT_ADDRESS:
+            if sum(map(len, self._waiting.values())) < _MAX_WAITING:
+                return
+            address = max(self._waiting, key=lambda each: len(self._waiting[each]))
+        turn = self._pop_turn(address)
+        if not turn.done():
+            turn.set_exception(_too_many())
+
+    def _pop_turn(self, address: str) -> asyncio.Future[None]:
+        waiting = self._waiting[address]
+        return waiting.pop(self._rng.randrange(len(waiting)))
+
+    async def _admit(self, address: str) -> None:
+        """Admits the waiting requests of an address, one for each token; ends when none waits."""
+        try:
+            while self._waiting.get(address):
+                if (wait_s := self._strangers.wait_s(address)) > 0:
+                    await asyncio.sleep(wait_s)
+                elif self._strangers.take(address):
+                    turn = self._pop_turn(address)
+                    if not turn.done():
+                        turn.set_result(None)
+        finally:
+            del self._admitting[address]
+            if not self._waiting.get(address):
+                self._waiting.pop(address, None)

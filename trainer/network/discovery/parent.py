@@ -1,4 +1,4 @@
-"""Processes that must not outlive the one that started them, whatever ends that one."""
+"""Ends child processes with their parent, however the parent ends; apart, because it is imported where starts count."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def die_with_parent(signal_number: int) -> None:
-    """Has the kernel send this process a signal when the thread that started it ends (Linux; elsewhere nothing)."""
+    """Makes the kernel send this process a signal when the thread that started it ends (Linux; elsewhere nothing)."""
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal_number)

@@ -1,20 +1,20 @@
-"""The announcements that are believed now: bounded, shared out by address, each the newest of its node.
+"""The table of valid announcements: the newest of each node, bounded in number and shared out by address.
 
 An identity costs nothing, and a signature shows only that somebody holds the key. So the table has two parts, as
 Bitcoin's address manager has (*new* and *tried*):
 
-- **Candidates**, a quarter of the table: heard of, and not reached yet. Nobody is told of them.
-- **Reached** peers: a signed answer of the node itself has come from the address that it announces. These are what the
-  trainer sees, and what others are told.
+- **Candidates**, a quarter of the table: announced, and not reached yet. They are not passed on.
+- **Reached** peers: the node itself has sent a signed answer from the address it announces. These the trainer sees, and
+  these are passed on.
 
-Both are open to all while there is room. When a part is full, whoever comes takes a place of the group that holds the
-most: candidates are grouped by who brought them, reached peers by the host they are at (an IPv4 address or IPv6 /64).
-Among reached peers those that have never been of use go first, longest without contact first. A peer of use gives way
-to one that was of more use behind the same address, or where its host holds more than a quarter of the table to one of
-a smaller group. So a host full of made-up nodes pushes out its own, and a peer this node works with stays.
+Both admit everybody while there is room. When a part is full, a newcomer takes a place of the group that holds the
+most: candidates are grouped by their source, reached peers by their host (an IPv4 address or IPv6 /64). Among reached
+peers those that were never of use go first, longest without contact first. A peer of use gives way to one that was of
+more use behind the same address, or, where its host holds more than a quarter of the table, to one of a smaller group.
+So a host full of made-up nodes evicts its own, and a peer this node works with stays.
 
-A record counts for at most `lifetime_s` since it was new here or its node was last in contact, whatever it says.
-The trade-off: a node nobody can reach is seen only where it calls, in runs that have such nodes (`keeps_callers`).
+A record counts for at most `lifetime_s` after it was new here or its node was last in contact, whatever it states.
+The trade-off: an unreachable node is seen only by the nodes it calls, in runs that have such nodes (`keeps_callers`).
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from trainer.network.rpc.remote_address import address_group
 __all__ = ["DIRECT", "TOLD", "KnownPeer", "PeerTable"]
 
 DIRECT = "direct:"
-"""Begins the `source` of a record that its own node has brought; the host it called from follows."""
+"""Prefix of the `source` of a record sent by its own node; the host it called from follows."""
 TOLD = "told:"
-"""Begins the `source` of a record that another node has passed on; that node's host follows."""
+"""Prefix of the `source` of a record that another node passed on; that node's host follows."""
 
 _CANDIDATE_SHARE = 4
 _MIN_CANDIDATES = 16
 _GROUP_SHARE = 4
-"""A group holds more than its share above this part of the table; it matters only when the table is full."""
+"""A group above this fraction of the table holds more than its share; it matters only when the table is full."""
 _USE_INTERVAL_S = 1.0
-"""Of use counts once in so long, however often it was."""
+"""Uses within this interval count once."""
 _RECHECK_LIFETIMES = 5.0
-"""After so long without contact a reached peer is to be reached again."""
+"""After so many lifetimes without contact a reached peer is to be reached again."""
 _CONTACTS_PER_PEER = 2
 _MAX_DROPPED = 4096
 
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class KnownPeer:
-    """A believed announcement and the bytes that prove it."""
+    """A verified announcement and its wire form."""
 
     announcement: Announcement
     wire: bytes
@@ -66,16 +66,16 @@ class KnownPeer:
 class _Entry:
     known: KnownPeer
     source: str
-    """Whom it came from, as candidates are shared out."""
+    """The sender of the record, by which candidates are grouped."""
     group: str
-    """The host it announces."""
+    """The announced host, by which reached peers are grouped."""
     heard_s: float
     contact_s: float | None = None
-    """When it last answered from the announced address; None: it has not."""
+    """When it last answered from the announced address; None: never."""
     uses: int = 0
     used_s: float = float("-inf")
     retry_s: float = 0.0
-    """When a candidate may be tried (again)."""
+    """When a candidate may be called (again)."""
 
     @property
     def evidence_s(self) -> float:
@@ -83,16 +83,16 @@ class _Entry:
 
 
 class PeerTable:
-    """What is known of the other nodes of a run.
+    """The known nodes of a run.
 
     Args:
-        run_id: only announcements for it are taken.
-        own_peer_id: this node, of whom nothing is kept.
+        run_id: the run; announcements of others are refused.
+        own_peer_id: this node, whose announcements are ignored.
         max_peers: most reached peers; a quarter as many candidates come on top.
         max_clock_skew_s: how far ahead other clocks may be.
         lifetime_s: longest time an announcement counts without a newer one or a contact.
-        objection: why an address is not to be dialled; empty: it may be.
-        allowed_peers: identities that may be in the run; empty: all.
+        objection: returns why an address must not be dialled; empty: it may be.
+        allowed_peers: identities that may join the run; empty: all.
         keeps_callers: keep nodes without a stage that call this one and cannot be reached.
         clock: seconds since 1970.
     """
@@ -111,8 +111,8 @@ class PeerTable:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.refused: Counter[str] = Counter()
-        """How many records were refused, by reason: those of `AnnouncementRefusedError`, ``address``, ``peer`` (not on
-        the list of those that may come), ``full``; ``unreachable`` are candidates that were dropped."""
+        """Refused records by reason: those of `AnnouncementRefusedError`, ``address``, ``peer`` (not allowed), ``full``
+        (evicted too); ``unreachable`` are candidates that were dropped."""
         self._run_id = run_id
         self._own_peer_id = own_peer_id
         self._max_peers = max_peers
@@ -125,32 +125,30 @@ class PeerTable:
         self._clock = clock
         self._entries: dict[str, _Entry] = {}
         self._first_expiry_s = float("inf")
-        """No entry expires before this; contact puts off expiry, so it may be too early, never too late."""
+        """No entry expires before this; contact postpones expiry, so it may be too early, never too late."""
         self._verified: dict[bytes, str] = {}
+        """Peer id by wire form, of the records in the table."""
         self._answers: OrderedDict[str, tuple[str, float]] = OrderedDict()
-        """By peer id: the address it last answered from, and when; also of peers that are not in the table."""
+        """By peer id: the address it last answered from, and when; also of peers outside the table."""
         self._calls: OrderedDict[str, float] = OrderedDict()
-        """When it last called this node."""
+        """By peer id: when it last called this node."""
         self._dropped: OrderedDict[bytes, None] = OrderedDict()
-        """Records whose nodes were not reached: not looked at again, until their nodes say something newer."""
-
-    # -- what is heard -------------------------------------------------------------------------------------------------
+        """Records of unreachable nodes: ignored until their nodes announce something newer."""
 
     def offer(self, wire: bytes, *, source: str = "", subkey: str | None = None) -> Announcement | None:
-        """Takes a record if it is believed and newer than what is known of its node.
+        """Adds a record if it is valid and newer than the known one of its node.
 
         Args:
-            wire: the record as it came.
-            source: whom it came from, as candidates are shared out; empty: nobody in particular (a DHT).
-            subkey: the peer id it was filed under, if it was.
+            wire: the received record.
+            source: its sender, by which candidates are grouped; empty: nobody in particular (a DHT).
+            subkey: the peer id it was stored under, if it was.
 
         Returns:
             The announcement if it was news, else None; refusals are counted in `refused`.
         """
         now = self._clock()
-        if self.holds(wire) and subkey in (None, self._verified[wire]):
-            return None  # Most of what a look-up or an exchange brings.
-        if wire in self._dropped:
+        # Most records of a look-up or an exchange are known.
+        if wire in self._dropped or (wire in self._verified and subkey in (None, self._verified[wire])):
             return None
         try:
             announcement = verify_announcement(
@@ -160,7 +158,7 @@ class PeerTable:
             self.refused[error.reason] += 1
             return None
         except Exception:
-            # One record that nobody foresaw must not keep the others of its look-up out.
+            # An unforeseen record must not keep the others of its look-up out.
             logger.warning("a record cannot be handled", exc_info=True)
             self.refused["malformed"] += 1
             return None
@@ -175,12 +173,8 @@ class PeerTable:
             return None
         return self._take(KnownPeer(announcement, wire), source, now)
 
-    def holds(self, wire: bytes) -> bool:
-        """Whether this very record is known and believed."""
-        return wire in self._verified
-
     def is_new(self, wire: bytes) -> bool:
-        """Whether a look at this record is anything but a waste: it is neither held nor was it dropped."""
+        """Returns whether a record is neither in the table nor dropped, so that verifying it is no waste."""
         return wire not in self._verified and wire not in self._dropped
 
     def _take(self, new: KnownPeer, source: str, now: float) -> Announcement | None:
@@ -208,10 +202,8 @@ class PeerTable:
         self._put(entry)
         return said
 
-    # -- what is experienced -------------------------------------------------------------------------------------------
-
     def answered(self, peer_id: str, address: str) -> None:
-        """A signed answer of the node has come from this address."""
+        """Notes a signed answer of a node from this address."""
         now = self._clock()
         _note(self._answers, peer_id, (address, now), _CONTACTS_PER_PEER * self._max_peers)
         entry = self._entries.get(peer_id)
@@ -228,21 +220,20 @@ class PeerTable:
         entry.contact_s = now
 
     def called(self, peer_id: str) -> None:
-        """The node has called this one."""
+        """Notes that a node has called this one."""
         _note(self._calls, peer_id, self._clock(), _CONTACTS_PER_PEER * self._max_peers)
 
     def used(self, peer_id: str) -> None:
-        """The node has been of use: it did something for this one, or was served something by it."""
+        """Notes that a node was of use: it served this one, or was served by it."""
         entry, now = self._entries.get(peer_id), self._clock()
         if entry is not None and now - entry.used_s >= _USE_INTERVAL_S:
             entry.uses += 1
             entry.used_s = now
 
     def unreachable(self, peer_id: str, address: str) -> None:
-        """The node does not answer at the address it announces: it is no longer told of, and is forgotten.
+        """Notes that a node does not answer at its announced address: it is no longer passed on, and is forgotten.
 
-        Its word is kept where it has been of use, since it may live and only be out of reach, and where it calls this
-        node and such are kept.
+        It stays a candidate where it was of use, since it may only be out of reach, and where it is a caller to keep.
         """
         entry = self._entries.get(peer_id)
         if entry is None or entry.known.announcement.address != address:
@@ -260,7 +251,7 @@ class PeerTable:
         self._put(entry)
 
     def retry_later(self, peer_id: str, after_s: float) -> None:
-        """A candidate could not be asked now; it is tried again after a while."""
+        """Postpones the next call to a candidate."""
         entry = self._entries.get(peer_id)
         if entry is not None:
             entry.retry_s = self._clock() + after_s
@@ -270,51 +261,51 @@ class PeerTable:
         is_kept = self._keeps_callers and announcement.stage is None
         return is_kept and called_s is not None and now - called_s < self._lifetime_s
 
-    # -- what is known -------------------------------------------------------------------------------------------------
-
     def known(self) -> tuple[KnownPeer, ...]:
-        """All that are alive now and have been reached, by peer id: whom others are told of."""
-        self._forget_expired(self._clock())
-        return tuple(entry.known for _, entry in sorted(self._entries.items()) if entry.contact_s is not None)
+        """Returns the reached peers, sorted by peer id: the records to pass on."""
+        return tuple(entry.known for entry in self._current() if entry.contact_s is not None)
 
     def heard_of(self) -> tuple[KnownPeer, ...]:
-        """The same and the candidates, by peer id: what their nodes say, not whom to connect to."""
-        self._forget_expired(self._clock())
-        return tuple(entry.known for _, entry in sorted(self._entries.items()))
+        """Returns reached peers and candidates, sorted by peer id: statements, not nodes to connect to."""
+        return tuple(entry.known for entry in self._current())
 
     def announcements(self) -> tuple[Announcement, ...]:
-        """All that are alive now and have been reached, or call this node where such are kept, by peer id."""
+        """Returns the peers that were reached, or call this node where callers are kept, sorted by peer id."""
         now = self._clock()
-        self._forget_expired(now)
         return tuple(
             entry.known.announcement
-            for _, entry in sorted(self._entries.items())
+            for entry in self._current()
             if entry.contact_s is not None or self._is_caller(entry.known.announcement, now)
         )
 
     def to_reach(self) -> list[tuple[Announcement, str]]:
-        """Candidates, whoever was brought by itself and the newest first; then reached peers long without contact.
+        """Returns the nodes to call: first candidates, then reached peers long without contact.
+
+        Among candidates, those that sent their own records come first, the newest before others.
 
         Returns:
-            What each announces, and the host it announces (`address_group`).
+            The announcement of each, and its host (`address_group`).
         """
         now = self._clock()
         self._forget_expired(now)
+        entries = self._entries.values()
         limit_s = now - _RECHECK_LIFETIMES * self._lifetime_s
-        candidates = [it for it in self._entries.values() if it.contact_s is None and it.retry_s <= now]
+        candidates = [it for it in entries if it.contact_s is None and it.retry_s <= now]
         candidates.sort(key=lambda entry: (not entry.source.startswith(DIRECT), -entry.heard_s))
-        quiet = [it for it in self._entries.values() if it.contact_s is not None and it.contact_s < limit_s]
+        quiet = [it for it in entries if it.contact_s is not None and it.contact_s < limit_s]
         return [(entry.known.announcement, entry.group) for entry in [*candidates, *quiet]]
 
     def is_of_use(self, peer_id: str) -> bool:
-        """Whether a peer is known that has ever been of use."""
+        """Returns whether a peer is in the table and was ever of use."""
         entry = self._entries.get(peer_id)
         return entry is not None and entry.uses > 0
 
-    # -- who has to go -------------------------------------------------------------------------------------------------
+    def _current(self) -> list[_Entry]:
+        self._forget_expired(self._clock())
+        return [entry for _, entry in sorted(self._entries.items())]
 
     def _make_room_candidate(self, new: _Entry) -> None:
-        """Makes room for a candidate: in the source that has brought the most, there in the host with the most."""
+        """Makes room for a candidate: evicts one of the source with the most, there of the host with the most."""
         candidates = [entry for entry in self._entries.values() if entry.contact_s is None]
         if len(candidates) < self._max_candidates:
             return
@@ -326,7 +317,7 @@ class PeerTable:
         self._evict(min(pool, key=lambda entry: (entry.uses > 0, -by_group[entry.group], entry.heard_s)))
 
     def _make_room_reached(self, new: _Entry) -> bool:
-        """Makes room for a peer that has been reached; whether there is any."""
+        """Makes room for a reached peer; returns whether there is any."""
         reached = [entry for entry in self._entries.values() if entry.contact_s is not None]
         if len(reached) < self._max_peers:
             return True
@@ -374,7 +365,7 @@ class PeerTable:
 
 
 def _note(table: OrderedDict[K, V], key: K, value: V, max_entries: int) -> None:
-    """Sets an entry, as the newest; forgets the oldest beyond the bound."""
+    """Sets an entry as the newest, and removes the oldest beyond the bound."""
     table[key] = value
     table.move_to_end(key)
     if len(table) > max_entries:

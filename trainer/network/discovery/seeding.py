@@ -1,8 +1,8 @@
-"""A bootstrap peer: a DHT node with a lasting identity and port, so that its address survives a restart.
+"""A bootstrap peer: a DHT node with a persistent identity and port, so that its address survives a restart.
 
-It trains nothing and holds nothing but unexpired announcements (`AnnouncementValidator`), so it may be killed and
-started again at any time: the nodes dial it again within seconds and file their announcements with it anew. Seeds
-should name each other, so that all of them stay one DHT.
+It trains nothing and stores only unexpired announcements (`AnnouncementValidator`), so it may be killed and restarted
+at any time: the nodes dial it again within seconds and store their announcements there anew. Seeds should name each
+other as initial peers, so that all of them stay one DHT.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.errors import DiscoveryError, TrainerUsageError
-from trainer.network.discovery.addresses import check_seed_address
+from trainer.network.discovery.config import check_seed_address
 from trainer.network.discovery.dht import listen_address
 from trainer.network.discovery.dht_client import DhtProcess
 from trainer.network.discovery.dht_messages import DhtSettings
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeedConfig:
-    """Where a seed listens and who it is."""
+    """The address and identity of a seed."""
 
     port: int = 4001
     """TCP port to listen on; 0 takes a free one, which changes with each start."""
@@ -37,11 +37,11 @@ class SeedConfig:
     public_host: str = ""
     """IP address others reach it at, if not one of this machine's (behind a router); empty: all it listens on."""
     identity_path: str = "~/.neuroshard/seed.id"
-    """File of its key, made at the first start; with it the address stays the same."""
+    """File of its key, made at the first start; it keeps the address the same."""
     initial_peers: tuple[str, ...] = ()
     """Addresses of other seeds."""
     start_timeout_s: float = 60.0
-    """Seconds it may take to be ready."""
+    """Seconds it may take to become ready."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -56,11 +56,11 @@ def seed(config: SeedConfig, on_ready: Callable[[tuple[str, ...]], None]) -> Non
     """Runs a seed until SIGINT or SIGTERM, then returns.
 
     Args:
-        config: where and who.
+        config: its address and identity.
         on_ready: is called once with the addresses to give to nodes as ``--initial-peers``.
 
     Raises:
-        DiscoveryError: it did not get ready; the log says why (the port is taken, for one).
+        DiscoveryError: it did not become ready; the log says why (the port is taken, for one).
     """
     asyncio.run(_serve(config, on_ready))
 
@@ -85,7 +85,7 @@ async def _serve(config: SeedConfig, on_ready: Callable[[tuple[str, ...]], None]
             task.cancel()
         await asyncio.gather(stopping, starting, return_exceptions=True)
         await process.close()
-    logger.info("the seed has ended")
+    logger.info("the seed has stopped")
 
 
 def _settings(config: SeedConfig) -> DhtSettings:

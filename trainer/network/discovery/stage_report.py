@@ -1,23 +1,37 @@
-"""What a worker's announcement says of its stage, and the worker's name in it.
+"""The workers of a stage in announcements: their state, their names, and the DHT keys they are stored under.
 
-A worker's DHT name (spec P-7) is ``head.0.42``, ``body3.0.55``, ``tail.0.100``: stage, a constant 0, and a number of
-its own from 32 on, which tells replicas apart for people. Programs know a worker by its key.
+A worker's DHT name (spec P-7) is ``head.0.42``, ``body3.0.55``, ``tail.0.100``: stage, a constant 0, and a number from
+32 on, which tells replicas apart for people. Programs identify a worker by its key, so that two workers with one number
+for a moment do no harm.
 
-In a module of its own, without tensors: announcements are also read by seeds and DHT processes, which import no torch
-(reading announcements takes 0.5 s and 37 MB to import; with torch 2.3 s and 235 MB).
+Nobody assigns numbers. A worker takes a free one and checks, with every look-up, whether another one has it too; of two
+with one number the one with the smaller key keeps it and the other takes another. The smallest key of a stage never
+changes its number, the second smallest only for the first, and so on: once announcements have spread, all are distinct.
+
+A look-up in the DHT returns every record of a key. With 32 stages of 30 workers in one key that is 1.7 MB every two
+seconds for each node, of which a worker needs the 30 of its own stage (54 kB). So a run may deal its stages over
+several keys (`StagePartitions`), which hivemind keeps at different DHT nodes, by their hashes. A partition is labelled
+with the beginning of the names of its first stage's workers (``head.0``, ``body8.0``). The label is a signed part of
+the announcement, so that DHT nodes, which do not know the run's stages, can check the key a record is stored under.
+
+This module imports no torch: seeds and DHT processes read announcements too (which takes 0.5 s and 37 MB to import;
+with torch 2.3 s and 235 MB).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from trainer.errors import TrainerUsageError
+from trainer.errors import DiscoveryError, TrainerUsageError
 from trainer.network.rpc.messages import Message
+
+if TYPE_CHECKING:
+    from trainer.network.discovery.announcement import Announcement
 
 __all__ = [
     "FIRST_NUMBER",
@@ -26,60 +40,63 @@ __all__ = [
     "Counted",
     "Incarnation",
     "StageName",
+    "StagePartitions",
     "StageReport",
     "StageUid",
+    "dht_key",
     "free_number",
+    "partition_of",
+    "settled_uid",
+    "workers_of",
 ]
 
 FIRST_NUMBER = 32
 LAST_NUMBER = 1023
 """Numbers of workers (spec P-7: ``head.0.[32:1024]``)."""
-
 _UID = re.compile(r"(head|tail|body([1-9][0-9]{0,3}))\.0\.([1-9][0-9]{0,5})")
-
 MAX_REASON = 80
 """Characters of a reason in an announcement."""
 
 StageName: TypeAlias = Annotated[str, Field(pattern=r"^(head|tail|body-[1-9][0-9]{0,3})$")]
 Counted: TypeAlias = Annotated[int, Field(ge=0, lt=2**53)]
 Incarnation: TypeAlias = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
-"""Drawn by a worker process when it starts: another one at the same address has forgotten what this one was told."""
+"""Drawn by a worker process when it starts: another process at the same address has lost this one's state."""
 
 
 class StageReport(Message):
-    """What a worker's announcement says of its stage, for drivers and for whoever chooses a stage."""
+    """A worker's state in its stage, for drivers and for nodes that choose a stage."""
 
     uid: Annotated[str, Field(pattern=r"^(head|tail|body[1-9][0-9]{0,3})\.0\.[1-9][0-9]{0,5}$")]
     incarnation: Incarnation
     status: Literal["joining", "serving", "leaving"]
-    """Micro-batches are sent to workers that serve only."""
+    """Micro-batches are sent only to workers that serve."""
     version: Counted = 0
     saved: Counted = 0
-    """The newest version of this worker's that is on its disk, or that it went on from; 0: none is."""
+    """The newest version on this worker's disk, or the one it resumed from; 0: none."""
     round_index: Counted = 0
-    """The stage's round that is next."""
+    """The stage's next round."""
     round_position: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """How much of the way there is behind it: newcomers take up a state at its beginning (spec P-43)."""
+    """Share of the way to that round: newcomers adopt a state at its beginning (spec P-43)."""
     shared_through: Counted = 0
     """As in `StageAnswer`."""
     num_tokens: Counted = 0
-    """Accumulated towards the next step."""
+    """Tokens accumulated towards the next step."""
     queued: Counted = 0
     """Requests waiting."""
     rows_per_s: Annotated[float, Field(ge=0, lt=1e12)] = 0.0
-    """What it gets done, forward and backward, while it has work; 0: not known yet."""
+    """Throughput, forward and backward, while it has work; 0: not known yet."""
     busy: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the last while in which it computed: how much its stage needs help."""
+    """Share of recent time in which it computed: how much its stage needs help."""
     resumed: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")] = ""
-    """The incarnation whose checkpoint this process goes on from, as long as it does."""
+    """The incarnation whose checkpoint this process resumed from, as long as that holds."""
     resumed_through: Counted = 0
-    """The first so many micro-batches that one counted are in it."""
+    """The checkpoint contains the first so many micro-batches that incarnation counted."""
     began_from: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")] = ""
-    """What its first weights are of (`trainer.checkpoint.stages.fingerprint`), where it read a model to begin with."""
+    """Fingerprint of its first weights (`trainer.checkpoint.stages.fingerprint`), where it started from a model."""
     unsaved_s: Annotated[float, Field(ge=0, lt=1e11)] = 0.0
-    """Since its newest checkpoint is on the disk, or since it began; of one that makes none, 0."""
+    """Seconds since its newest checkpoint, or since it started; 0 if it makes none."""
     unsaved_because: Annotated[str, Field(max_length=MAX_REASON)] = ""
-    """Why the checkpoint that was due last is not there; empty: it is, or none was due."""
+    """Why the last due checkpoint is missing; empty: it is there, or none was due."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +113,10 @@ class StageUid:
 
     @classmethod
     def parse(cls, text: str) -> StageUid:
-        """The inverse of ``str``.
+        """Parses the result of ``str``.
 
         Raises:
-            TrainerUsageError: it is not the spelling of one.
+            TrainerUsageError: it is no worker's name.
         """
         found = _UID.fullmatch(text)
         if found is None:
@@ -109,9 +126,9 @@ class StageUid:
 
 
 def free_number(seed: int, taken: Collection[int]) -> int:
-    """A number no other worker of the stage has: where the search begins depends on ``seed``, a newcomer's own.
+    """Returns a number that is not taken, searching from a place that depends on ``seed``.
 
-    Beyond `LAST_NUMBER` it goes on where all of these are taken.
+    It is above `LAST_NUMBER` only where all others are taken.
     """
     count = LAST_NUMBER - FIRST_NUMBER + 1
     for step in range(count):
@@ -119,3 +136,86 @@ def free_number(seed: int, taken: Collection[int]) -> int:
         if number not in taken:
             return number
     return next(number for number in range(LAST_NUMBER + 1, LAST_NUMBER + 2 + len(taken)) if number not in taken)
+
+
+def workers_of(stage: str, announcements: Iterable[Announcement]) -> dict[str, int]:
+    """Returns the numbers of a stage's workers by peer id."""
+    uids = {found.peer_id: StageUid.parse(found.stage.uid) for found in announcements if found.stage is not None}
+    return {peer_id: uid.number for peer_id, uid in uids.items() if uid.stage == stage}
+
+
+def settled_uid(stage: str, own_peer_id: str, own: StageUid | None, announcements: Iterable[Announcement]) -> StageUid:
+    """Returns the name a worker should have; to be called after every look-up.
+
+    Args:
+        stage: its stage.
+        own_peer_id: its key.
+        own: its current name; None, or one of another stage, if it has none yet.
+        announcements: those of the others (`Discovery.peers`).
+
+    Returns:
+        Its current name, unless a worker of this stage with a smaller key has that number; else a free one.
+    """
+    others = workers_of(stage, announcements)
+    others.pop(own_peer_id, None)
+    if own is not None and own.stage == stage:
+        rivals = [peer_id for peer_id, number in others.items() if number == own.number]
+        if all(own_peer_id < peer_id for peer_id in rivals):
+            return own
+    return StageUid(stage, free_number(int(own_peer_id[:15], 16), set(others.values())))
+
+
+def dht_key(run_id: str, filed_under: str = "") -> str:
+    """Returns the DHT key of a run's announcements: of a partition, or of nodes outside partitions."""
+    return f"{run_id}.{filed_under or 'peers'}"
+
+
+def partition_of(stage_index: int, num_stages: int, num_partitions: int) -> int:
+    """Returns the partition of a stage; each has neighbouring stages, and their numbers differ by at most one."""
+    return stage_index * num_partitions // num_stages
+
+
+@dataclass(frozen=True, slots=True)
+class StagePartitions:
+    """How a run's stages are dealt over keys; without stages there is one key.
+
+    Raises:
+        TrainerUsageError: there are more partitions than stages.
+    """
+
+    stages: tuple[str, ...] = ()
+    """All of the run, in order."""
+    num_partitions: int = 0
+    """0: each stage has its own."""
+
+    def __post_init__(self) -> None:
+        if self.stages and self.num_partitions > len(self.stages):
+            raise TrainerUsageError(
+                f"discovery.num_partitions: expected at most the number of stages, {len(self.stages)}, "
+                f"found {self.num_partitions}; 0 gives each stage one"
+            )
+
+    def label(self, stage: str) -> str:
+        """Returns the label of the partition of a stage.
+
+        Raises:
+            DiscoveryError: the run has no such stage.
+        """
+        if not self.stages:
+            return ""
+        if stage not in self.stages:
+            raise DiscoveryError(f"expected one of the run's stages {', '.join(self.stages)}, found {stage!r}")
+        count = len(self.stages)
+        partitions = self.num_partitions or count
+        partition = partition_of(self.stages.index(stage), count, partitions)
+        first = next(index for index in range(count) if partition_of(index, count, partitions) == partition)
+        return f"{self.stages[first].replace('-', '')}.0"
+
+    def labels(self, stages: Collection[str] | None = None) -> tuple[str, ...]:
+        """Returns the labels to look up for these stages, None: for all, and for nodes without a stage.
+
+        Raises:
+            DiscoveryError: the run has no such stage.
+        """
+        wanted = self.stages if stages is None else stages
+        return tuple(dict.fromkeys(["", *(self.label(stage) for stage in wanted)]))

@@ -1,72 +1,41 @@
-"""Reaches those that were only heard of, so that only nodes that answer are believed and passed on.
+"""Verifies announced nodes by calling them, so that only nodes that answer are shown and passed on.
 
-Whoever is announced is called once at the address that the announcement names, and has to answer with a message signed
-by the key that the announcement speaks for. The call brings this node's own record: a newcomer that verifies those it
-hears of is known to all of them at once. Whoever does not answer is forgotten.
+Each announced node is called once at its announced address, and must answer with a message signed by its key. The call
+carries this node's own record, so that a newcomer is known at once to all nodes it verifies. A node that does not
+answer is forgotten.
 
-Calls are bounded: `_MAX_UNDER_WAY` at a time, 40 a second (`_BEGUN_PER_LOOK` each `_LOOK_INTERVAL_S`), and by
+Calls are bounded: `_MAX_UNDER_WAY` at a time, 40 a second (`_CALLS_PER_LOOK` each `_LOOK_INTERVAL_S`), and by
 `trainer.network.rpc.dialing` for each address and each host.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-from collections.abc import Iterable
 
 from trainer.errors import RefusedError, RpcError, TrainerUsageError
-from trainer.network.discovery.announcement import Announcement
-from trainer.network.discovery.config import DiscoveryConfig
-from trainer.network.discovery.exchange import EXCHANGE_METHOD, PRESENT_METHOD, ExchangeRequest, PresentReply
-from trainer.network.discovery.own_record import OwnRecord
+from trainer.network.discovery.announcement import Announcement, OwnRecord
+from trainer.network.discovery.exchange import EXCHANGE_METHOD, PRESENT_METHOD, PeerExchangeRequest, PresentReply
 from trainer.network.discovery.peer_table import PeerTable
 from trainer.network.rpc.dialing import DialRefusedError
 from trainer.network.rpc.endpoint import Endpoint
 from trainer.network.rpc.messages import Reason
 
-__all__ = ["Verifier", "open_table"]
+__all__ = ["Verifier"]
 
 logger = logging.getLogger(__name__)
 
 _MAX_UNDER_WAY = 32
 _LOOK_INTERVAL_S = 0.1
-_BEGUN_PER_LOOK = 4
+_CALLS_PER_LOOK = 4
 _TIMEOUT_S = 5.0
 _RETRY_S = 3.0
-"""After a refusal that says nothing of the node: it is busy, or this one has dialled its host too often of late."""
-
-
-def open_table(endpoint: Endpoint, config: DiscoveryConfig, *, named: Iterable[str], keeps_callers: bool) -> PeerTable:
-    """The table of an endpoint that from now on guards itself against addresses that strangers announce.
-
-    Args:
-        endpoint: this node's.
-        config: bounds, and whether the run is private.
-        named: addresses, or hosts, that the operator named to begin with.
-        keeps_callers: see `PeerTable`.
-    """
-    endpoint.dialing.guard(named, allow_private=config.allow_private)
-    return PeerTable(
-        endpoint.run_id,
-        endpoint.peer_id,
-        max_peers=config.max_peers,
-        max_clock_skew_s=config.max_clock_skew_s,
-        lifetime_s=config.announcement_lifetime_s,
-        objection=endpoint.dialing.objection,
-        allowed_peers=endpoint.allowed_peers,
-        keeps_callers=keeps_callers,
-    )
+"""After a refusal that says nothing about the node: it is busy, or its host was dialled too often of late."""
 
 
 class Verifier:
-    """Calls the candidates of a table, and tells the table of everybody who answers or calls.
-
-    Args:
-        endpoint: this node's.
-        table: whom to reach.
-        own: what to say of this node.
-        interval_s: longest time between two looks at the table.
-    """
+    """Calls a table's candidates, at least every ``interval_s``, and notes in it each node that answers or calls."""
 
     def __init__(self, endpoint: Endpoint, table: PeerTable, own: OwnRecord, interval_s: float) -> None:
         self._endpoint = endpoint
@@ -78,14 +47,14 @@ class Verifier:
         self._running: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begins; in the loop."""
+        """Starts calling; on the event loop."""
         if self._running is None:
             self._endpoint.contacts.when_answered.append(self._answered)
             self._endpoint.contacts.when_served.append(self._served)
             self._running = asyncio.create_task(self._run_forever())
 
     def wake(self) -> None:
-        """There may be new candidates."""
+        """Looks at the table soon: there may be new candidates."""
         self._news.set()
 
     async def close(self) -> None:
@@ -109,7 +78,7 @@ class Verifier:
     async def _run_forever(self) -> None:
         while True:
             self._news.clear()
-            self._begin_some()
+            self._call_some()
             await asyncio.sleep(_LOOK_INTERVAL_S)
             try:
                 async with asyncio.timeout(self._interval_s):
@@ -117,9 +86,9 @@ class Verifier:
             except TimeoutError:
                 continue
 
-    def _begin_some(self) -> None:
-        """Calls those of the candidates whose turn it is; of a host whose budget is used up, none."""
-        left = min(_BEGUN_PER_LOOK, _MAX_UNDER_WAY - len(self._under_way))
+    def _call_some(self) -> None:
+        """Starts calls to the next candidates; none to a host whose budget is used up."""
+        left = min(_CALLS_PER_LOOK, _MAX_UNDER_WAY - len(self._under_way))
         dialing = self._endpoint.dialing
         num_dials: dict[str, float] = {}
         for said, host in self._table.to_reach():
@@ -134,40 +103,32 @@ class Verifier:
                 continue
             if not dialing.objection(said.address):
                 num_dials[host] = num_dials.get(host, 0.0) - is_counted
-                self._begin(key, said)
+                self._under_way[key] = asyncio.create_task(self._call(said))
+                self._under_way[key].add_done_callback(functools.partial(self._ended, key))
                 left -= 1
 
-    def _begin(self, key: tuple[str, str], said: Announcement) -> None:
-        task = asyncio.create_task(self._reach(said))
-        self._under_way[key] = task
-        task.add_done_callback(lambda _: self._ended(key))
-
-    def _ended(self, key: tuple[str, str]) -> None:
+    def _ended(self, key: tuple[str, str], _: object) -> None:
         self._under_way.pop(key, None)
         self._news.set()
 
-    async def _reach(self, said: Announcement) -> None:
+    async def _call(self, said: Announcement) -> None:
         current = self._own.current()
         own = current[1] if current is not None else b""
+        body = PeerExchangeRequest(own_bytes=len(own))
         try:
             await self._endpoint.call(
-                said.peer(),
-                PRESENT_METHOD,
-                ExchangeRequest(own_bytes=len(own)),
-                PresentReply,
-                payload=own,
-                timeout_s=_TIMEOUT_S,
+                said.peer(), PRESENT_METHOD, body, PresentReply, payload=own, timeout_s=_TIMEOUT_S
             )
         except (RpcError, TrainerUsageError) as error:  # The latter: an announced address that cannot be dialled.
-            if _is_passing(error):
+            if _is_temporary(error):
                 self._table.retry_later(said.peer_id, _RETRY_S)
                 return
             logger.debug("%s (%s…) at %s is not reached: %s", said.node_id, said.peer_id[:12], said.address, error)
             self._table.unreachable(said.peer_id, said.address)
 
 
-def _is_passing(error: Exception) -> bool:
-    """Whether a call failed for now only, of a node that may well be there."""
+def _is_temporary(error: Exception) -> bool:
+    """Returns whether a failed call says nothing about the node, which may well be there."""
     if isinstance(error, DialRefusedError):
         return error.reason == "budget"
     return isinstance(error, RefusedError) and error.reason == Reason.BUSY

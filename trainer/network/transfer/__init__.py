@@ -1,13 +1,13 @@
-"""The shared state of a run as files that anyone can hand out and nobody can alter: for nodes that join or were behind.
+"""Transfers the shared state of a run to nodes that join or are behind, as files that any node can serve unaltered.
 
     descriptor = write_snapshot(directory, {"outer_step": 7}, {"anchor": anchor, "momentum": momentum})
     StateDonor(endpoint, directory, StateConfig()).start()
     wanted = choose_state((outer_step, own_digest), await discovery.peers())
     snapshot = await fetch_state(endpoint, donors, wanted, directory, expectation=Expectation(max_bytes), timeout_s=600)
 
-Guarantees: a digest vouches for every byte; whatever donors do, what is returned is what the digest names, or a
-`StateTransferError`; a transfer goes on where it stopped, after kill -9 too. The trade-off: state passes through the
-disk (twice its size with the two snapshots kept), so that memory is not needed for serving it.
+Guarantees: a digest verifies every byte; whatever donors do, a fetch returns what the digest names or raises
+`StateTransferError`; a transfer resumes where it stopped, after kill -9 too. The trade-off: state passes through the
+disk (twice its size with the two snapshots kept), so that serving it needs no memory.
 """
 
 from __future__ import annotations

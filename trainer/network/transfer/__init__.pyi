@@ -1,14 +1,14 @@
-"""What `trainer.network.transfer` offers, by module; a name's module is imported when the name is first used."""
+"""The public names of `trainer.network.transfer`; each module is imported when a name of it is first used."""
 
-from .choose import choose_state as choose_state
 from .config import StateConfig as StateConfig
 from .descriptor import Descriptor as Descriptor
 from .descriptor import Expectation as Expectation
 from .descriptor import TensorSpec as TensorSpec
+from .descriptor import snapshots_in as snapshots_in
 from .donor import StateDonor as StateDonor
+from .fetch import choose_state as choose_state
 from .fetch import fetch_descriptor as fetch_descriptor
 from .fetch import fetch_state as fetch_state
-from .layout import snapshots_in as snapshots_in
 from .snapshot import Snapshot as Snapshot
 from .snapshot import describe as describe
 from .snapshot import load_snapshot as load_snapshot

@@ -1,4 +1,4 @@
-"""The options of state transfer: what a donor gives away, how a fetcher spreads its asking."""
+"""The options of state transfer, of donors and fetchers; apart, because run files are read without torch."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ __all__ = ["StateConfig"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateConfig:
-    """How state moves between nodes."""
+    """How nodes serve and fetch state."""
 
     keep_snapshots: int = 2
     """Snapshots kept on disk; one more exists while it is written."""
     max_upload_bytes_per_s: float = 0.0
-    """Most bytes a second handed out, over all who ask; 0: no limit."""
+    """Most bytes a second served to all fetchers together; 0: no limit."""
     max_uploads: int = 8
-    """Most transfers served at once; further ones are asked to come back."""
+    """Most transfers served at once; further requests are refused as busy."""
     parallel_per_donor: int = 2
-    """Transfers under way from one donor."""
+    """Concurrent transfers from one donor."""
     chunks_per_request: int = 16
-    """Most chunks (1 MiB each) asked for at once; fewer towards the end, so that all donors finish together."""
+    """Most chunks (1 MiB each) per request; fewer towards the end, so that all donors finish together."""
     stall_timeout_s: float = 10.0
-    """Seconds without a chunk or a sign of life after which a donor's chunks go to others."""
+    """Seconds without a chunk or a heartbeat after which a donor's chunks are requested from others."""
     chunk_timeout_s: float = 60.0
-    """Seconds one chunk may take, signs of life or not."""
+    """Seconds one chunk may take, with or without heartbeats."""
     max_failures: int = 3
-    """Failures in a row (no chunk between them) after which a donor is given up."""
+    """Consecutive failures (no chunk between them) after which a donor is dropped."""
     retry_pause_s: float = 1.0
-    """Seconds before a donor that failed, or was busy, is asked again; doubles each time."""
+    """Seconds before a donor that failed, or was busy, is retried; doubles each time."""
 
     def __post_init__(self) -> None:
         for name, low, high in (

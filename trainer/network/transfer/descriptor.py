@@ -1,34 +1,46 @@
-"""What a snapshot consists of, so that one digest vouches for every byte of it.
+"""The parts of a snapshot, in memory and on disk; one digest verifies every byte of it.
 
-The tensors' bytes, in the order of their names, are one long string cut into chunks of 1 MiB. The SHA-256 of the
-chunks, 32 bytes each, fill pages of 16,384 (16 GiB of data a page). The descriptor, canonical JSON, names the tensors,
-the caller's `meta` and the SHA-256 of each page; its own SHA-256 is the snapshot's digest:
+The tensors' bytes, in the order of their names, are one long string cut into chunks of 1 MiB. The SHA-256 digests of
+the chunks, 32 bytes each, fill pages of 16,384 (16 GiB of data a page). The descriptor, canonical JSON, names the
+tensors, the caller's `meta` and the SHA-256 of each page; its own SHA-256 is the snapshot's digest:
 
     digest → descriptor → page → chunk
 
-So 90 GB (85,000 chunks) have six pages of half a MiB and a descriptor of 1 kB, and a chunk is proved by two look-ups.
-Equal tensors and equal `meta` give an equal digest on every machine, so members of a run compare digests to see whether
-they agree; `meta` must hold nothing that differs between them (no times, no names).
+A state of 90 GB (85,000 chunks) has six pages of half a MiB and a descriptor of 1 kB. Equal tensors and equal `meta`
+give an equal digest on every machine, so members of a run compare digests to see whether they agree; `meta` must hold
+nothing that differs between them (no times, no names).
+
+    {directory}/{digest}/descriptor.json   the descriptor
+    {directory}/{digest}/pages             SHA-256 of each chunk, 32 bytes each
+    {directory}/{digest}/data              the tensors' bytes
+
+This module imports no torch: donors and the reader of run files do not need it.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Final, Literal, Self, TypeAlias
 
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
+from genesis.store.durable import sync_folder
 from manifests.spelling import canonical_json, sha256_hex
 from trainer.errors import StateTransferError, TrainerUsageError
 from trainer.network.rpc.messages import Message
 
 __all__ = [
     "CHUNK_BYTES",
+    "DATA_NAME",
+    "DESCRIPTOR_NAME",
     "DIGEST_BYTES",
     "MAX_DESCRIPTOR_BYTES",
     "MAX_EXTENT",
+    "PAGES_NAME",
     "PAGE_CHUNKS",
     "Descriptor",
     "Expectation",
@@ -36,6 +48,8 @@ __all__ = [
     "TensorSpec",
     "make_descriptor",
     "parse_descriptor",
+    "publish",
+    "snapshots_in",
 ]
 
 CHUNK_BYTES: Final = 1 << 20
@@ -44,17 +58,13 @@ PAGE_CHUNKS: Final = 16_384
 MAX_DESCRIPTOR_BYTES: Final = 1 << 20
 """A descriptor travels in one message; 1 MiB holds some 10,000 tensors."""
 
+DESCRIPTOR_NAME, PAGES_NAME, DATA_NAME = "descriptor.json", "pages", "data"
+
 _ITEM_BYTES = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "int16": 2,
-    "float16": 2,
-    "bfloat16": 2,
-    "int32": 4,
-    "float32": 4,
-    "int64": 8,
-    "float64": 8,
+    **dict.fromkeys(("bool", "uint8", "int8"), 1),
+    **dict.fromkeys(("int16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "float32"), 4),
+    **dict.fromkeys(("int64", "float64"), 8),
 }
 _MAX_SIZE_BYTES = 1 << 50
 MAX_EXTENT: Final = 1 << 48
@@ -66,7 +76,7 @@ Dtype = Literal["bool", "uint8", "int8", "int16", "float16", "bfloat16", "int32"
 
 
 class TensorSpec(Message):
-    """Name, type and shape of a tensor."""
+    """Name, dtype and shape of a tensor."""
 
     name: Annotated[str, Field(min_length=1, max_length=512)]
     dtype: Dtype
@@ -90,22 +100,22 @@ class TensorSpec(Message):
 
 
 class Descriptor(Message):
-    """A snapshot's table of contents."""
+    """The table of contents of a snapshot."""
 
     format: Literal["genesis state 1"] = "genesis state 1"
     meta: dict[str, JsonValue]
     tensors: tuple[TensorSpec, ...]
-    """By name, ascending; their values follow each other in this order, little endian."""
+    """Sorted by name; their values follow each other in this order, little endian."""
     pages: tuple[DigestField, ...]
     """SHA-256 of each page of chunk digests."""
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON, of which the digest is taken."""
+        """Returns the canonical JSON, which the digest is taken of."""
         return canonical_json(self.model_dump(mode="json"))
 
     @property
     def digest(self) -> str:
-        """The snapshot's digest: SHA-256 of `to_bytes`."""
+        """SHA-256 of `to_bytes`."""
         return sha256_hex(self.to_bytes())
 
     @property
@@ -115,25 +125,25 @@ class Descriptor(Message):
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of `CHUNK_BYTES`; the last may be shorter."""
+        """Number of chunks of `CHUNK_BYTES`; the last may be shorter."""
         return -(-self.size_bytes // CHUNK_BYTES)
 
     def chunk_bytes(self, index: int) -> int:
-        """Length of a chunk."""
+        """Returns the length of a chunk."""
         return min(CHUNK_BYTES, self.size_bytes - index * CHUNK_BYTES)
 
     def page_chunks(self, page: int) -> int:
-        """Number of chunks whose digests a page holds."""
+        """Returns the number of chunks whose digests a page holds."""
         return min(PAGE_CHUNKS, self.num_chunks - page * PAGE_CHUNKS)
 
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """What a caller is ready to take; checked before anything of the size claimed is allocated.
+    """The state a caller accepts; checked before anything of the claimed size is allocated.
 
     Args:
         max_bytes: most bytes of tensors.
-        tensors: type and shape by name, exactly these; None takes any.
+        tensors: dtype and shape by name, exactly these; None accepts any.
         finite: refuse NaN and infinities in any tensor.
     """
 
@@ -142,10 +152,10 @@ class Expectation:
     finite: bool = True
 
     def check(self, descriptor: Descriptor) -> None:
-        """Compares.
+        """Compares a descriptor with the expectation.
 
         Raises:
-            StateTransferError: the descriptor does not fit; the message names the first difference.
+            StateTransferError: they differ; the message names the first difference.
         """
         if descriptor.size_bytes > self.max_bytes:
             raise StateTransferError(
@@ -167,10 +177,10 @@ class Expectation:
 
 
 def make_descriptor(meta: Meta, tensors: tuple[TensorSpec, ...], pages: tuple[str, ...]) -> Descriptor:
-    """Builds one of what the caller gives.
+    """Builds a descriptor.
 
     Raises:
-        TrainerUsageError: a name or `meta` cannot be written as JSON, or it would be too long.
+        TrainerUsageError: a name or `meta` cannot be written as JSON, or the descriptor would be too long.
     """
     try:
         descriptor = Descriptor(meta=dict(meta), tensors=tensors, pages=pages)
@@ -183,10 +193,10 @@ def make_descriptor(meta: Meta, tensors: tuple[TensorSpec, ...], pages: tuple[st
 
 
 def parse_descriptor(data: bytes, digest: str) -> Descriptor:
-    """Reads a descriptor and verifies it against the digest it was asked for by.
+    """Parses a descriptor and verifies it against its digest.
 
     Raises:
-        StateTransferError: it is another's, or no descriptor as this release writes it.
+        StateTransferError: the digest differs, or this release does not write such a descriptor.
     """
     if len(data) > MAX_DESCRIPTOR_BYTES or sha256_hex(data) != digest:
         raise StateTransferError(f"expected the descriptor of {digest[:16]}…, found other bytes ({len(data)})")
@@ -201,3 +211,28 @@ def parse_descriptor(data: bytes, digest: str) -> Descriptor:
     if descriptor.size_bytes > _MAX_SIZE_BYTES or len(descriptor.pages) != -(-descriptor.num_chunks // PAGE_CHUNKS):
         raise StateTransferError(f"the state {digest[:16]}…: its pages do not fit its {descriptor.size_bytes} bytes")
     return descriptor
+
+
+def snapshots_in(directory: str | os.PathLike[str]) -> list[str]:
+    """Returns the digests of the complete snapshots in ``directory``, newest first."""
+    folder = Path(directory)
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if len(path.name) == 64 and (path / DESCRIPTOR_NAME).is_file()]
+    return [path.name for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)]
+
+
+def publish(draft: Path, target: Path) -> None:
+    """Renames a draft, whose files are synced, to its final name; a snapshot already there becomes the newest.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    os.utime(draft)
+    try:
+        draft.rename(target)
+    except OSError:
+        if not (target / DESCRIPTOR_NAME).is_file():
+            raise
+        os.utime(target)
+    sync_folder(target.parent)

@@ -1,12 +1,12 @@
-"""A snapshot while it is being fetched: nothing in it is believed that was not verified, and nothing verified is lost.
+"""A snapshot while it is being fetched: it keeps every verified chunk, and believes nothing that is not verified.
 
     {directory}/.fetch-{digest}/   descriptor.json, pages, data (full length from the start), lock
 
-Besides the one being fetched, one more that was broken off is kept, the newest: states change with each outer step, and
-parts of older ones (12 bytes a parameter each, reserved whole) would fill the disk, one for each attempt.
+Besides the current fetch, the newest interrupted one is kept: states change with each outer step, and parts of older
+ones (12 bytes a parameter each, reserved whole) would fill the disk, one for each attempt.
 
-There is no list of what has come: after a restart the chunks are hashed again (1 GB/s), which no crash can make wrong.
-Space is reserved when the file is made, so a full disk is told at once and not after hours.
+There is no list of received chunks: after a restart they are hashed again (1 GB/s), which no crash can corrupt. Space
+is reserved when the file is made, so a full disk is reported at once and not after hours.
 """
 
 from __future__ import annotations
@@ -22,9 +22,18 @@ from pathlib import Path
 from genesis.file_lock import FileLock, FileLockedError
 from manifests.spelling import sha256_hex
 from trainer.errors import StateTransferError
-from trainer.network.transfer.descriptor import CHUNK_BYTES, DIGEST_BYTES, PAGE_CHUNKS, Descriptor, parse_descriptor
-from trainer.network.transfer.layout import DATA_NAME, DESCRIPTOR_NAME, PAGES_NAME, publish
-from trainer.network.transfer.snapshot import Snapshot, load_folder
+from trainer.network.transfer.descriptor import (
+    CHUNK_BYTES,
+    DATA_NAME,
+    DESCRIPTOR_NAME,
+    DIGEST_BYTES,
+    PAGE_CHUNKS,
+    PAGES_NAME,
+    Descriptor,
+    parse_descriptor,
+    publish,
+)
+from trainer.network.transfer.snapshot import Snapshot, load_folder, write_file
 
 __all__ = ["PartFile"]
 
@@ -32,15 +41,14 @@ logger = logging.getLogger(__name__)
 
 _PREFIX, _LOCK_SUFFIX = ".fetch-", ".lock"
 _KEPT_OTHERS = 1
-"""Broken off fetches of other states that may still be taken up again."""
+"""Interrupted fetches of other states that are kept for resumption."""
 
 
 class PartFile:
-    """One snapshot being fetched; `open` it, and `close` it. Its methods may be called from any thread.
+    """One snapshot being fetched into ``directory``; `open` and `close` it. Any thread may call its methods.
 
-    Args:
-        directory: where the whole snapshot will lie.
-        digest: of the snapshot.
+    Raises:
+        StateTransferError: by each method, if the disk is full or fails.
     """
 
     def __init__(self, directory: Path, digest: str) -> None:
@@ -49,15 +57,15 @@ class PartFile:
         self._digest = digest
         self._lock = FileLock(_lock_path(self._folder))
         self._guard = threading.Lock()
-        """Held while the file is used, so that it is never closed under a thread, and its number taken by another."""
+        """Held while the file is used, so that no thread writes to a closed descriptor that another file has reused."""
         self._digests = b""
         self._file = -1
 
     def open(self) -> None:
-        """Makes or takes up the folder, and makes room: removes what was fetched of states nobody fetches any more.
+        """Makes or resumes the folder, and removes other interrupted fetches, except the newest.
 
         Raises:
-            StateTransferError: another process fetches the same, or the folder cannot be made.
+            StateTransferError: another process fetches the same state, or the folder cannot be made.
         """
         try:
             self._target.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +81,7 @@ class PartFile:
         _remove_abandoned(self._folder)
 
     def close(self) -> None:
-        """Lets go of the files; what was fetched stays for the next time. Writes that come later fail."""
+        """Closes the file and keeps what was fetched for the next attempt. Later writes fail."""
         with self._guard:
             if self._file >= 0:
                 os.close(self._file)
@@ -85,14 +93,14 @@ class PartFile:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def saved_descriptor(self) -> Descriptor | None:
-        """The descriptor kept from an earlier attempt."""
+        """Returns the descriptor of an earlier attempt, verified."""
         try:
             return parse_descriptor((self._folder / DESCRIPTOR_NAME).read_bytes(), self._digest)
         except (OSError, StateTransferError):
             return None
 
     def saved_pages(self, descriptor: Descriptor) -> list[bytes | None]:
-        """The pages kept from an earlier attempt, verified; None where one is missing."""
+        """Returns the pages of an earlier attempt, verified; None for each that is missing."""
         try:
             data = (self._folder / PAGES_NAME).read_bytes()
         except OSError:
@@ -104,36 +112,27 @@ class PartFile:
         ]
 
     def begin(self, descriptor: Descriptor, pages: list[bytes]) -> list[int]:
-        """Writes descriptor and pages, reserves the space, and looks what is there already.
+        """Writes descriptor and pages, reserves the space, and returns the indices of the chunks that are missing.
 
-        Returns:
-            The chunks that are missing.
-
-        Raises:
-            StateTransferError: there is no room, or it cannot be written.
+        Chunks of an earlier attempt are verified.
         """
         try:
             self._write(DESCRIPTOR_NAME, descriptor.to_bytes())
             self._write(PAGES_NAME, b"".join(pages))
             self._digests = b"".join(pages)
             path = self._folder / DATA_NAME
-            if self._open_data(path, descriptor.size_bytes):
-                return list(range(descriptor.num_chunks))
-            return [index for index in range(descriptor.num_chunks) if not self._is_there(index)]
+            is_new = self._open_data(path, descriptor.size_bytes)
+            return [index for index in range(descriptor.num_chunks) if is_new or not self._is_there(index)]
         except OSError as error:
             raise self._disk_error(error) from error
 
     def is_valid(self, index: int, chunk: memoryview) -> bool:
-        """Whether these are the bytes of a chunk."""
+        """Returns whether these are the bytes of a chunk."""
         expected = self._digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
         return hashlib.sha256(chunk).digest() == expected
 
     def write(self, index: int, chunk: memoryview) -> None:
-        """Writes a verified chunk.
-
-        Raises:
-            StateTransferError: the disk does not take it.
-        """
+        """Writes a verified chunk."""
         position = index * CHUNK_BYTES
         try:
             with self._guard:
@@ -144,19 +143,11 @@ class PartFile:
             raise self._disk_error(error) from error
 
     def load(self) -> Snapshot:
-        """Reads what was fetched and verifies it once more as a whole, from the disk.
-
-        Raises:
-            StateTransferError: the disk gives back something else than was written.
-        """
+        """Reads what was fetched back from the disk and verifies all of it."""
         return load_folder(self._folder, self._digest)
 
     def publish(self) -> None:
-        """Makes it a snapshot: all chunks are there.
-
-        Raises:
-            StateTransferError: the disk does not take it.
-        """
+        """Makes it a snapshot; all chunks must be there."""
         try:
             with self._guard:
                 os.fsync(self._file)
@@ -171,32 +162,26 @@ class PartFile:
         return self.is_valid(index, memoryview(chunk))
 
     def _open_data(self, path: Path, size_bytes: int) -> bool:
-        """Opens the data file, full length; whether it is a new one, with nothing in it yet."""
+        """Opens the data file at its full length; returns whether it is new, with no chunk in it."""
         is_new = not path.exists() or path.stat().st_size != size_bytes
         if is_new:
             path.unlink(missing_ok=True)
         with self._guard:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             if is_new and size_bytes:
-                self._reserve(path, size_bytes)
+                try:
+                    if hasattr(os, "posix_fallocate"):
+                        os.posix_fallocate(self._file, 0, size_bytes)
+                    else:
+                        os.ftruncate(self._file, size_bytes)
+                except OSError:
+                    path.unlink(missing_ok=True)  # Else its length would pass for an earlier attempt's.
+                    raise
         return is_new
-
-    def _reserve(self, path: Path, size_bytes: int) -> None:
-        try:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self._file, 0, size_bytes)
-            else:
-                os.ftruncate(self._file, size_bytes)
-        except OSError:
-            path.unlink(missing_ok=True)  # Else its length would pass for a file begun.
-            raise
 
     def _write(self, name: str, data: bytes) -> None:
         draft = self._folder / f"{name}.draft"
-        with draft.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        write_file(draft, data)
         draft.rename(self._folder / name)
 
     def _disk_error(self, error: OSError) -> StateTransferError:
@@ -212,7 +197,7 @@ def _lock_path(folder: Path) -> Path:
 
 
 def _remove_abandoned(current: Path) -> None:
-    """Removes fetches beside ``current`` that no process is at, but for the newest; what cannot be removed stays."""
+    """Removes fetches beside ``current`` that no process works on, except the newest."""
     abandoned = [path for path in current.parent.glob(f"{_PREFIX}*") if path.is_dir() and path != current]
     for folder in sorted(abandoned, key=_begun_ns, reverse=True)[_KEPT_OTHERS:]:
         try:
@@ -222,11 +207,11 @@ def _remove_abandoned(current: Path) -> None:
         except FileLockedError:
             continue
         except OSError as error:
-            logger.warning("%s, broken off, cannot be removed: %s", folder, error)
+            logger.warning("the interrupted fetch %s cannot be removed: %s", folder, error)
 
 
 def _begun_ns(folder: Path) -> int:
-    """When a fetch was last begun or taken up; 0 if it has gone meanwhile."""
+    """Returns when a fetch was last begun or resumed; 0 if it is gone."""
     try:
         return folder.stat().st_mtime_ns
     except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""Snapshots on disk: a folder named by the digest, whole or not there.
+"""Writes and reads snapshots: folders named by their digests, complete or absent.
 
-Written beside, synced, renamed (`layout`); the last `keep` are kept. `write_snapshot` takes one pass of SHA-256
+A snapshot is written beside, synced and renamed; the last `keep` are kept. `write_snapshot` takes one pass of SHA-256
 (1.7 GB/s on one core, measured) and the disk's time over the tensors (0.3 GB/s in all, synced, on a 2-core machine),
 so it is meant for a background thread; the tensors must not change meanwhile.
 """
@@ -24,24 +24,21 @@ from manifests.spelling import sha256_hex
 from trainer.errors import StateTransferError
 from trainer.network.transfer.descriptor import (
     CHUNK_BYTES,
+    DATA_NAME,
+    DESCRIPTOR_NAME,
     DIGEST_BYTES,
     PAGE_CHUNKS,
+    PAGES_NAME,
     Descriptor,
     Meta,
     make_descriptor,
     parse_descriptor,
+    publish,
+    snapshots_in,
 )
-from trainer.network.transfer.layout import DATA_NAME, DESCRIPTOR_NAME, PAGES_NAME, publish, snapshots_in
 from trainer.network.transfer.tensor_bytes import chunks_of, specs_of, tensors_in
 
-__all__ = [
-    "Snapshot",
-    "describe",
-    "load_folder",
-    "load_snapshot",
-    "page_digests",
-    "write_snapshot",
-]
+__all__ = ["Snapshot", "describe", "load_folder", "load_snapshot", "write_file", "write_snapshot"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,23 +53,23 @@ class Snapshot:
 
     descriptor: Descriptor
     tensors: dict[str, torch.Tensor]
-    """By name, on the CPU, the caller's to change."""
+    """By name, on the CPU; the caller may change them."""
 
     @property
     def meta(self) -> Meta:
-        """What was written with the tensors."""
+        """The metadata written with the tensors."""
         return self.descriptor.meta
 
 
 def describe(meta: Meta, tensors: Mapping[str, torch.Tensor]) -> Descriptor:
-    """The descriptor, and so the digest, that `write_snapshot` would give, without writing.
+    """Returns the descriptor, and so the digest, that `write_snapshot` would return, without writing.
 
     Raises:
-        TrainerUsageError: `meta` is no JSON, or a tensor's type is not stored.
+        TrainerUsageError: `meta` is no JSON, or a tensor's dtype is not supported.
     """
     specs = specs_of(tensors)
-    digests = [hashlib.sha256(chunk).digest() for chunk in chunks_of(tensors)]
-    return make_descriptor(meta, specs, page_digests(b"".join(digests)))
+    digests = b"".join(hashlib.sha256(chunk).digest() for chunk in chunks_of(tensors))
+    return make_descriptor(meta, specs, _page_digests(digests))
 
 
 def write_snapshot(
@@ -81,16 +78,16 @@ def write_snapshot(
     """Writes a snapshot, then removes all but the last ``keep``.
 
     Args:
-        directory: where snapshots lie; made if it is not there.
+        directory: of the snapshots; made if it is missing.
         meta: JSON, equal on all nodes that hold equal state.
         tensors: by name; unchanged until this returns.
-        keep: how many to keep, this one included.
+        keep: number of snapshots to keep, this one included.
 
     Returns:
-        Its descriptor; `digest` is what others fetch it by.
+        Its descriptor; others fetch it by the `digest`.
 
     Raises:
-        TrainerUsageError: `meta` is no JSON, or a tensor's type is not stored.
+        TrainerUsageError: `meta` is no JSON, or a tensor's dtype is not supported.
         StateTransferError: it cannot be written.
     """
     folder = Path(directory)
@@ -101,9 +98,9 @@ def write_snapshot(
         draft = Path(tempfile.mkdtemp(prefix=f"{_DRAFT_PREFIX}{os.getpid()}-", dir=folder))
         try:
             digests = _write_data(draft / DATA_NAME, tensors)
-            descriptor = make_descriptor(meta, specs, page_digests(digests))
-            _write_file(draft / PAGES_NAME, digests)
-            _write_file(draft / DESCRIPTOR_NAME, descriptor.to_bytes())
+            descriptor = make_descriptor(meta, specs, _page_digests(digests))
+            write_file(draft / PAGES_NAME, digests)
+            write_file(draft / DESCRIPTOR_NAME, descriptor.to_bytes())
             publish(draft, folder / descriptor.digest)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
@@ -117,17 +114,13 @@ def load_snapshot(directory: str | os.PathLike[str], digest: str) -> Snapshot:
     """Reads a snapshot and verifies every byte.
 
     Raises:
-        StateTransferError: it is not there, or not what its digest says.
+        StateTransferError: it is missing, or does not match its digest.
     """
     return load_folder(Path(directory) / digest, digest)
 
 
 def load_folder(folder: Path, digest: str) -> Snapshot:
-    """The same for a folder of any name.
-
-    Raises:
-        StateTransferError: it is not there, or not what its digest says.
-    """
+    """Does the same for a folder of any name."""
     try:
         descriptor = parse_descriptor((folder / DESCRIPTOR_NAME).read_bytes(), digest)
         digests = (folder / PAGES_NAME).read_bytes()
@@ -136,7 +129,7 @@ def load_folder(folder: Path, digest: str) -> Snapshot:
             complete = _read_fully(file, data.data)
     except OSError as error:
         raise StateTransferError(f"the state {digest[:16]}… cannot be read: {error}") from error
-    if page_digests(digests) != descriptor.pages or len(digests) != descriptor.num_chunks * DIGEST_BYTES:
+    if _page_digests(digests) != descriptor.pages or len(digests) != descriptor.num_chunks * DIGEST_BYTES:
         raise StateTransferError(f"the state {digest[:16]}… in {folder} is damaged: its pages are not its own")
     if not complete:
         raise StateTransferError(f"the state {digest[:16]}… in {folder} is damaged: its data are of another length")
@@ -148,30 +141,27 @@ def load_folder(folder: Path, digest: str) -> Snapshot:
 
 
 def _write_data(path: Path, tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """Writes all chunks and returns their digests, one after another."""
+    """Writes all chunks and returns their digests, joined."""
     digests = bytearray()
     with path.open("xb", buffering=0) as file:
         for chunk in chunks_of(tensors):
             digests += hashlib.sha256(chunk).digest()
-            _write_fully(file.fileno(), chunk)
+            while chunk:
+                chunk = chunk[file.write(chunk) :]
         os.fsync(file.fileno())
     return bytes(digests)
 
 
-def _write_file(path: Path, data: bytes) -> None:
-    with path.open("xb") as file:
+def write_file(path: Path, data: bytes) -> None:
+    """Writes a file and waits until it is on the disk."""
+    with path.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _write_fully(descriptor: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
-
-
 def _read_fully(file: FileIO, target: memoryview) -> bool:
-    """Whether the file fills the target and goes no further."""
+    """Returns whether the file is exactly as long as the target."""
     while target:
         count = file.readinto(target[:_READ_BYTES])
         if not count:
@@ -180,8 +170,7 @@ def _read_fully(file: FileIO, target: memoryview) -> bool:
     return not file.read(1)
 
 
-def page_digests(digests: bytes) -> tuple[str, ...]:
-    """SHA-256 of each page of these chunk digests."""
+def _page_digests(digests: bytes) -> tuple[str, ...]:
     step = PAGE_CHUNKS * DIGEST_BYTES
     return tuple(sha256_hex(digests[start : start + step]) for start in range(0, len(digests), step))
 
@@ -189,7 +178,7 @@ def page_digests(digests: bytes) -> tuple[str, ...]:
 def _remove_old(folder: Path, keep: int, newest: str) -> None:
     others = [digest for digest in snapshots_in(folder) if digest != newest]
     for digest in others[keep - 1 :]:
-        # Renamed first: whoever lists the folder never sees half of one.
+        # Renamed first, so that nobody who lists the folder sees half of it.
         doomed = folder / f"{_DRAFT_PREFIX}{os.getpid()}-old-{digest[:16]}"
         (folder / digest).rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)

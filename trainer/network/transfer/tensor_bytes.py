@@ -1,9 +1,10 @@
-"""Tensors as one string of bytes, and back: no copy where the tensor lies in the right form already."""
+"""Converts tensors to one string of bytes and back, without a copy where the memory layout already fits."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from typing import get_args
 
 import numpy as np
 import torch
@@ -13,27 +14,16 @@ from trainer.network.transfer.descriptor import CHUNK_BYTES, Dtype, TensorSpec
 
 __all__ = ["all_finite", "chunks_of", "payload_of", "specs_of", "tensors_in"]
 
-_DTYPES: dict[torch.dtype, Dtype] = {
-    torch.bool: "bool",
-    torch.uint8: "uint8",
-    torch.int8: "int8",
-    torch.int16: "int16",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.int32: "int32",
-    torch.float32: "float32",
-    torch.int64: "int64",
-    torch.float64: "float64",
-}
-_TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
+_TORCH_DTYPES: dict[Dtype, torch.dtype] = {name: getattr(torch, name) for name in get_args(Dtype)}
+_DTYPES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 _FINITE_BLOCK = 1 << 22
 
 
 def specs_of(tensors: Mapping[str, torch.Tensor]) -> tuple[TensorSpec, ...]:
-    """Name, type and shape of each, by name.
+    """Returns name, dtype and shape of each tensor, sorted by name.
 
     Raises:
-        TrainerUsageError: one is of a type that is not stored.
+        TrainerUsageError: a dtype is not supported, or the machine is big-endian.
     """
     if sys.byteorder != "little":
         raise TrainerUsageError("expected a little-endian machine, found a big-endian one; state is exchanged as bytes")
@@ -49,15 +39,15 @@ def specs_of(tensors: Mapping[str, torch.Tensor]) -> tuple[TensorSpec, ...]:
 
 
 def chunks_of(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
-    """The bytes of all tensors, by name, in pieces of exactly `CHUNK_BYTES`, the last as long as the rest.
+    """Yields the bytes of all tensors, sorted by name, in pieces of exactly `CHUNK_BYTES`; the last may be shorter.
 
-    A piece is valid until the next is asked for.
+    A piece is valid until the next is requested.
     """
     joint = bytearray()
     for name in sorted(tensors):
         data = _bytes_of(tensors[name])
         start = 0
-        if joint:  # A chunk that spans tensors is put together; all others are views.
+        if joint:  # Chunks that span tensors are joined; all others are views.
             start = min(CHUNK_BYTES - len(joint), len(data))
             joint += data[:start]
             if len(joint) == CHUNK_BYTES:
@@ -72,7 +62,7 @@ def chunks_of(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
 
 
 def payload_of(tensors: Mapping[str, torch.Tensor]) -> bytes | memoryview:
-    """The bytes of all tensors, by name, in one piece; of a single one a view, valid as long as it is not changed."""
+    """Returns the bytes of all tensors, sorted by name; of a single tensor a view, valid until it is changed."""
     pieces = [_bytes_of(tensors[name]) for name in sorted(tensors)]
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
@@ -87,7 +77,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 def tensors_in(
     data: np.ndarray[tuple[int], np.dtype[np.uint8]], specs: Sequence[TensorSpec]
 ) -> dict[str, torch.Tensor]:
-    """The tensors whose bytes lie one after another in ``data``: views of it where it is aligned, copies else."""
+    """Returns the tensors whose bytes follow each other in ``data``: views where they are aligned, copies elsewhere."""
     tensors: dict[str, torch.Tensor] = {}
     start = 0
     for spec in specs:
@@ -104,10 +94,10 @@ def tensors_in(
 
 
 def all_finite(tensor: torch.Tensor) -> bool:
-    """Whether it holds no NaN and no infinity.
+    """Returns whether a tensor holds no NaN and no infinity.
 
-    A finite sum has finite terms only, and a sum takes a twentieth of the time of looking at each; a block whose sum
-    overflows is looked at value by value (16 MiB of scratch).
+    A finite sum has finite terms only, and takes a twentieth of the time of checking each; a block whose sum overflows
+    is checked value by value (16 MiB of scratch).
     """
     if not tensor.dtype.is_floating_point:
         return True

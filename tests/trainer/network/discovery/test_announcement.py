@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -12,12 +11,14 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from manifests.spelling import canonical_json
+from tests.support.announcements import announce, announcement
 from trainer.errors import DiscoveryError
 from trainer.network.discovery.announcement import (
     MAX_LIFETIME_S,
     MAX_WIRE_BYTES,
     Announcement,
     AnnouncementRefusedError,
+    OwnRecord,
     sign_announcement,
     verify_announcement,
 )
@@ -73,14 +74,14 @@ def _reason(wire: bytes, **changes: object) -> str:
 
 
 @pytest.fixture
-def wire(identity: Identity, announce: Callable[..., bytes]) -> bytes:
-    return announce(identity, sent_at=_NOW)
+def wire() -> bytes:
+    return announce(_IDENTITY, sent_at=_NOW)
 
 
 @pytest.mark.slow
 @given(_announcements)
-def test_what_is_signed_is_read_back(announcement: Announcement) -> None:
-    stamped = announcement.stamped(_NOW, 60.0)
+def test_what_is_signed_is_read_back(said: Announcement) -> None:
+    stamped = said.stamped(_NOW, 60.0)
     wire = sign_announcement(stamped, _IDENTITY)
     assert len(wire) <= MAX_WIRE_BYTES
     assert _verify(wire, subkey=_IDENTITY.peer_id) == stamped
@@ -121,8 +122,7 @@ def test_the_longest_announcement_fits() -> None:
 @settings(max_examples=200)
 @given(data=st.data())
 def test_no_byte_of_it_can_be_changed(data: st.DataObject) -> None:
-    announcement = Announcement(peer_id=_IDENTITY.peer_id, node_id="n", run_id="run", address="h:1", loss=2.5)
-    wire = sign_announcement(announcement.stamped(_NOW, 60.0), _IDENTITY)
+    wire = announce(_IDENTITY, sent_at=_NOW, loss=2.5)
     position = data.draw(st.integers(0, len(wire) - 1))
     other = data.draw(st.integers(0, 255).filter(lambda byte: byte != wire[position]))
     changed = wire[:position] + bytes([other]) + wire[position + 1 :]
@@ -134,18 +134,12 @@ def test_any_bytes_are_refused_without_a_crash(data: bytes) -> None:
     assert _reason(data) == "malformed"
 
 
-def test_another_spelling_is_refused(wire: bytes) -> None:
+def test_another_form_is_refused(wire: bytes) -> None:
     assert _reason(json.dumps(json.loads(wire)).encode()) == "malformed"
     assert _reason(wire + b" ") == "malformed"
 
 
-def test_an_unknown_field_is_refused(wire: bytes) -> None:
-    value = json.loads(wire)
-    value["announcement"]["weight"] = 1e12
-    assert _reason(canonical_json(value)) == "malformed"
-
-
-def test_who_holds_no_stage_says_what_was_said_before_there_were_stages(wire: bytes) -> None:
+def test_without_a_stage_the_wire_form_is_that_of_releases_before_stages(wire: bytes) -> None:
     """So that nodes of a run that is not cut understand those of the release before, and are understood."""
     value = json.loads(wire)
     assert not {"stage", "filed_under"} & set(value["announcement"])
@@ -155,40 +149,36 @@ def test_who_holds_no_stage_says_what_was_said_before_there_were_stages(wire: by
         assert _reason(canonical_json(spelt_out)) == "malformed"
 
 
+_STAGE = {"uid": "head.0.42", "incarnation": "0" * 16, "status": "serving"}
+
+
 @pytest.mark.parametrize(
-    "wrong",
+    ("wrong", "reason"),
     [
-        {"stage": {"uid": "head.1.42", "incarnation": "0" * 16, "status": "serving"}},
-        {"stage": {"uid": "body-3.0.42", "incarnation": "0" * 16, "status": "serving"}},
-        {"stage": {"uid": "head.0.42", "incarnation": "0" * 16, "status": "dead"}},
-        {"stage": {"uid": "head.0.42", "incarnation": "0" * 16, "status": "serving", "busy": 1.5}},
-        {"stage": {"uid": "head.0.42", "incarnation": "0" * 16, "status": "serving", "weight": 3}},
-        {"stage": {"uid": "head.0.42", "status": "serving"}},
-        {"filed_under": "head.0"},
-        {
-            "stage": {"uid": "head.0.42", "incarnation": "0" * 16, "status": "serving"},
-            "filed_under": "head.0.peers",
-        },
+        ({"weight": 1e12}, "malformed"),  # An unknown field.
+        ({"stage": {**_STAGE, "uid": "head.1.42"}}, "malformed"),
+        ({"stage": {**_STAGE, "uid": "body-3.0.42"}}, "malformed"),
+        ({"stage": {**_STAGE, "status": "dead"}}, "malformed"),
+        ({"stage": {**_STAGE, "busy": 1.5}}, "malformed"),
+        ({"stage": {**_STAGE, "weight": 3}}, "malformed"),
+        ({"stage": {"uid": "head.0.42", "status": "serving"}}, "malformed"),
+        ({"filed_under": "head.0"}, "malformed"),
+        ({"stage": _STAGE, "filed_under": "head.0.peers"}, "malformed"),
+        ({"peer_id": Identity.create().peer_id}, "signature"),  # A statement about another node.
     ],
 )
-def test_stages_that_cannot_be_are_refused(wrong: dict[str, object], wire: bytes) -> None:
+def test_fields_that_cannot_be_are_refused(wrong: dict[str, object], reason: str, wire: bytes) -> None:
     value = json.loads(wire)
     value["announcement"].update(wrong)
-    assert _reason(canonical_json(value)) == "malformed"
+    assert _reason(canonical_json(value)) == reason
 
 
-def test_a_word_about_somebody_else_is_refused(wire: bytes) -> None:
-    value = json.loads(wire)
-    value["announcement"]["peer_id"] = Identity.create().peer_id
-    assert _reason(canonical_json(value)) == "signature"
-
-
-def test_refusals(wire: bytes, identity: Identity, announce: Callable[..., bytes]) -> None:
+def test_refusals(wire: bytes) -> None:
     assert _reason(wire, run_id="another") == "run"
     assert _reason(wire, subkey=Identity.create().peer_id) == "subkey"
     assert _reason(wire, now=_NOW + 60) == "expired"
     assert _reason(wire, now=_NOW - 121) == "future"
-    assert _reason(announce(identity, sent_at=_NOW, lifetime_s=MAX_LIFETIME_S + 1)) == "lifetime"
+    assert _reason(announce(_IDENTITY, sent_at=_NOW, lifetime_s=MAX_LIFETIME_S + 1)) == "lifetime"
     assert _reason(b"x" * (MAX_WIRE_BYTES + 1)) == "oversized"
 
 
@@ -196,39 +186,61 @@ def test_a_seed_takes_any_run_and_leaves_expiring_to_the_store(wire: bytes) -> N
     assert _verify(wire, run_id=None, now=_NOW + 1000, allow_expired=True).run_id == "run"
 
 
-def test_one_cannot_announce_for_another(identity: Identity) -> None:
-    announcement = Announcement(peer_id=Identity.create().peer_id, node_id="n", run_id="run", address="h:1")
+def test_one_cannot_announce_for_another() -> None:
     with pytest.raises(DiscoveryError, match="whose key this is"):
-        sign_announcement(announcement.stamped(_NOW, 60.0), identity)
-
-
-@pytest.mark.parametrize("address", ["", "host", "host:0", "host:65536", "a b:1", "host:1/x", ":1", "h:1\n"])
-def test_an_address_nobody_can_reach_is_refused(identity: Identity, address: str) -> None:
-    with pytest.raises(ValidationError):
-        Announcement(peer_id=identity.peer_id, node_id="n", run_id="run", address=address)
+        sign_announcement(announcement(Identity.create()).stamped(_NOW, 60.0), _IDENTITY)
 
 
 @pytest.mark.parametrize(
-    "fields", [{"loss": float("nan")}, {"tokens_per_s": -1.0}, {"node_id": "a\nb"}, {"shards": (-1,)}]
+    "fields",
+    [
+        *({"address": it} for it in ("", "host", "host:0", "host:65536", "a b:1", "host:1/x", ":1", "h:1\n")),
+        *({"loss": float("nan")}, {"tokens_per_s": -1.0}, {"node_id": "a\nb"}, {"shards": (-1,)}),
+    ],
 )
-def test_values_that_mean_nothing_are_refused(identity: Identity, fields: dict[str, object]) -> None:
-    content = {"peer_id": identity.peer_id, "node_id": "n", "run_id": "run", "address": "h:1"}
+def test_values_that_mean_nothing_are_refused(fields: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
-        Announcement.model_validate(content | fields)
+        announcement(_IDENTITY, **fields)
 
 
-def test_it_says_where_to_reach_the_node(identity: Identity) -> None:
-    announcement = Announcement(
-        peer_id=identity.peer_id, node_id="n", run_id="run", address="10.0.0.1:4100", certificate_pem="PEM"
-    )
-    peer = announcement.peer()
-    assert (peer.peer_id, peer.address, peer.certificate) == (identity.peer_id, "10.0.0.1:4100", b"PEM")
-    assert announcement.model_copy(update={"certificate_pem": ""}).peer().certificate is None
+def test_it_says_where_to_reach_the_node() -> None:
+    said = announcement(_IDENTITY, address="10.0.0.1:4100", certificate_pem="PEM")
+    peer = said.peer()
+    assert (peer.peer_id, peer.address, peer.certificate) == (_IDENTITY.peer_id, "10.0.0.1:4100", b"PEM")
+    assert said.model_copy(update={"certificate_pem": ""}).peer().certificate is None
 
 
-def test_stamping_changes_nothing_but_the_times(identity: Identity) -> None:
-    announcement = Announcement(peer_id=identity.peer_id, node_id="n", run_id="run", address="h:1")
+def test_stamping_changes_nothing_but_the_times() -> None:
+    said = announcement(_IDENTITY)
     now = time.time()
-    stamped = announcement.stamped(now, 30)
+    stamped = said.stamped(now, 30)
     assert (stamped.sent_at, stamped.expires_at) == (now, now + 30)
-    assert stamped.model_copy(update={"sent_at": 0.0, "expires_at": 0.0}) == announcement
+    assert stamped.model_copy(update={"sent_at": 0.0, "expires_at": 0.0}) == said
+
+
+def test_it_is_signed_again_when_it_changes_or_grows_old() -> None:
+    now = 1_800_000_000.0
+    own = OwnRecord(_IDENTITY, repeat_after_s=10, lifetime_s=60, clock=lambda: now)
+    assert own.current() is None
+    said = announcement(_IDENTITY)
+    own.set(said)
+    first = own.current()
+    now += 9
+    assert own.current() == first
+    now += 1
+    second = own.current()
+    assert first is not None and second is not None
+    assert second[0].sent_at == now > first[0].sent_at
+    own.set(said.model_copy(update={"inner_step": 3}))
+    third = own.current()
+    assert third is not None and third[0].sent_at > second[0].sent_at and third[0].inner_step == 3
+    assert verify_announcement(third[1], now=now, max_clock_skew_s=1) == third[0]
+
+
+def test_a_clock_that_is_set_back_does_not_silence_the_node() -> None:
+    now = 1_800_000_000.0
+    own = OwnRecord(_IDENTITY, repeat_after_s=10, lifetime_s=60, clock=lambda: now)
+    own.set(announcement(_IDENTITY))
+    now -= 3600
+    current = own.current()
+    assert current is not None and current[0].sent_at == now

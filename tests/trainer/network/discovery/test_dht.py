@@ -1,84 +1,68 @@
-"""Real DHT processes on 127.0.0.1: nodes find each other while one seed lives, and nothing is left behind."""
+"""Through real DHT processes on 127.0.0.1 nodes find each other while one seed lives, and after it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
+import functools
 import logging
-import os
-import shutil
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.dht_processes import descendants, wait_until_gone
+from tests.support.announcements import announce
+from tests.support.dht_processes import running_dht
 from trainer.errors import DiscoveryError
 from trainer.model.config import stage_names
 from trainer.network.discovery.announcement import Announcement, sign_announcement
+from trainer.network.discovery.base import Discovery
 from trainer.network.discovery.config import DiscoveryConfig
 from trainer.network.discovery.dht import DhtDiscovery
 from trainer.network.discovery.dht_client import DhtProcess
-from trainer.network.discovery.dht_messages import DhtSettings
-from trainer.network.discovery.partition import StagePartitions
-from trainer.network.discovery.protocol import Discovery
-from trainer.network.discovery.stage_report import StageReport, StageUid
+from trainer.network.discovery.stage_report import StagePartitions, StageReport, StageUid, settled_uid
 from trainer.network.discovery.static import StaticDiscovery
-from trainer.network.discovery.uids import settled_uid
 from trainer.network.rpc.config import RpcConfig
 from trainer.network.rpc.endpoint import Endpoint
 from trainer.network.rpc.identity import Identity
 
-_ROOT = Path(__file__).parents[4]
-_START_S = 60.0
 _WITHIN_S = 40.0
-_LISTEN = ("/ip4/127.0.0.1/tcp/0",)
 _STAGES = stage_names(4)
 _DRIVER = "-"
 """Instead of a worker's name."""
 
 
-def _settings(
-    *initial_peers: str,
-    identity_path: Path | None = None,
-    listen: tuple[str, ...] = _LISTEN,
-    refresh_interval_s: float = 30.0,
-) -> DhtSettings:
-    return DhtSettings(
-        parent_pid=os.getpid(),
-        initial_peers=initial_peers,
-        listen=listen,
-        identity_path=None if identity_path is None else str(identity_path),
-        map_port=False,
-        rejoin_interval_s=0.5,
-        refresh_interval_s=refresh_interval_s,
-    )
+def _on_a_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Runs a coroutine function as a test, without a deadline of its own."""
+
+    @functools.wraps(test)
+    def wrapper(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(test(*args, **kwargs))
+
+    return wrapper
 
 
 @asynccontextmanager
-async def _process(*initial_peers: str, **options: object) -> AsyncIterator[DhtProcess]:
-    process = DhtProcess(_settings(*initial_peers, **options))
-    process.start()
-    try:
-        await process.wait_ready(_START_S)
-        yield process
-    finally:
-        await process.close()
+async def _seed(path: Path, *initial_peers: str, **settings: Any) -> AsyncIterator[tuple[DhtProcess, str]]:
+    """A DHT process whose identity is in a file, and its address."""
+    async with running_dht(*initial_peers, identity_path=str(path), **settings) as process:
+        [address] = (await process.status(5.0)).addresses
+        yield process, address
+
+
+def _listen(address: str) -> tuple[str]:
+    """Has a seed listen where it did before."""
+    return (address.partition("/p2p/")[0],)
 
 
 @asynccontextmanager
 async def _discovery(
     name: str, *seeds: str, uid: str = "", identity: Identity | None = None, endpoint: Endpoint | None = None
 ) -> AsyncIterator[DhtDiscovery]:
-    """A node; with ``uid`` a worker of a run of four stages, all nodes of which are filed by stage.
+    """A node; with ``uid`` a worker of a run of four stages that is partitioned by stage.
 
     With an ``endpoint``, started already, others can be told its address beforehand.
     """
@@ -147,183 +131,163 @@ async def _until_joined(process: DhtProcess, num_neighbours: int = 1) -> None:
 
 
 @pytest.mark.slow
-def test_records_are_filed_and_found_and_false_ones_are_not(announce: Callable[..., bytes], tmp_path: Path) -> None:
+@_on_a_loop
+async def test_records_are_filed_and_found_and_false_ones_are_not(tmp_path: Path) -> None:
     """What every node of the DHT, seeds included, refuses to store."""
-
-    async def scenario() -> None:
-        async with _process(identity_path=tmp_path / "seed.id") as seed:
-            [address] = (await seed.status(5.0)).addresses
-            async with _process(address) as node:
-                await _until_joined(node)
-                me, other = Identity.create(), Identity.create()
-                now = time.time()
-                expires_at = now + 60
-                true = announce(me, sent_at=now).decode()
-                await node.store("run.peers", me.peer_id, true, expires_at, 5.0)
-                for key, subkey, value, until in (
-                    ("run.peers", other.peer_id, true, expires_at),  # Under another's id.
-                    ("other.peers", me.peer_id, true, expires_at),  # For another run.
-                    ("anything", "x", "y", expires_at),  # Storage for strangers.
-                    ("run.head.0", me.peer_id, true, expires_at),  # Among the workers of a stage.
-                    ("run.peers", me.peer_id, true.replace(":4100", ":4101"), expires_at),  # Altered.
-                    ("run.peers", me.peer_id, true, expires_at + 600),  # Made to last.
-                    ("run.peers", me.peer_id, announce(me, sent_at=now, lifetime_s=4000.0).decode(), now + 4000),
-                ):
-                    with pytest.raises(DiscoveryError, match="no DHT node took the record"):
-                        await node.store(key, subkey, value, until, 5.0)
-                for process in (node, seed):
-                    records, skipped = await process.get("run.peers", 5.0)
-                    assert [(record.subkey, record.value) for record in records] == [(me.peer_id, true)]
-                    assert skipped == 0
-                assert await seed.get("other.peers", 5.0) == ((), 0)
-
-    asyncio.run(scenario())
+    async with _seed(tmp_path / "seed.id") as (seed, address), running_dht(address) as node:
+        await _until_joined(node)
+        me, other = Identity.create(), Identity.create()
+        now = time.time()
+        expires_at = now + 60
+        true = announce(me, sent_at=now).decode()
+        await node.store("run.peers", me.peer_id, true, expires_at, 5.0)
+        for key, subkey, value, until in (
+            ("run.peers", other.peer_id, true, expires_at),  # Under another's id.
+            ("other.peers", me.peer_id, true, expires_at),  # For another run.
+            ("anything", "x", "y", expires_at),  # Storage for strangers.
+            ("run.head.0", me.peer_id, true, expires_at),  # Among the workers of a stage.
+            ("run.peers", me.peer_id, true.replace(":4100", ":4101"), expires_at),  # Altered.
+            ("run.peers", me.peer_id, true, expires_at + 600),  # Made to last.
+            ("run.peers", me.peer_id, announce(me, sent_at=now, lifetime_s=4000.0).decode(), now + 4000),
+        ):
+            with pytest.raises(DiscoveryError, match="no DHT node took the record"):
+                await node.store(key, subkey, value, until, 5.0)
+        for process in (node, seed):
+            records, skipped = await process.get("run.peers", 5.0)
+            assert [(record.subkey, record.value) for record in records] == [(me.peer_id, true)]
+            assert skipped == 0
+        assert await seed.get("other.peers", 5.0) == ((), 0)
 
 
 @pytest.mark.long
-def test_either_of_two_seeds_may_be_down(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with _process(identity_path=tmp_path / "b.id") as b:
-            [address_b] = (await b.status(5.0)).addresses
-            listen_b = (address_b.partition("/p2p/")[0],)
-            async with _process(address_b, identity_path=tmp_path / "a.id") as a:
-                [address_a] = (await a.status(5.0)).addresses
-                await _until_joined(a)
-                async with _discovery("one", address_a, address_b) as one:
-                    await _until_joined_all(a, b, 2)
-                    await a.close()  # Gone before the second node starts.
-                    async with _discovery("two", address_a, address_b) as two:
-                        await _until_known(one, "two")
-                        await _until_known(two, "one")
-                        await b.close()  # Now none is left, and those who know each other go on.
-                        await asyncio.sleep(1.0)
-                        await _until_known(one, "two")
-                        # One comes back, empty, at its old address: who knows only it finds the others.
-                        async with _process(identity_path=tmp_path / "b.id", listen=listen_b) as again:
-                            assert (await again.status(5.0)).addresses == (address_b,)
-                            async with _discovery("three", address_b) as three:
-                                await _until_known(three, "one", "two")
-                                await _until_known(one, "two", "three")
-                    await _until_known(one)
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.long
-def test_workers_of_a_stage_are_found_without_the_others(tmp_path: Path) -> None:
-    """Two seeds, one of them down from the start, the other killed and started again later."""
-
-    async def scenario() -> None:
-        async with _process(identity_path=tmp_path / "a.id") as a:
-            [address_a] = (await a.status(5.0)).addresses
-        async with _process(identity_path=tmp_path / "b.id") as b:
-            [address_b] = (await b.status(5.0)).addresses
-            seeds = (address_a, address_b)
-            async with (
-                _discovery("head", *seeds, uid="head.0.42") as head,
-                _discovery("body", *seeds, uid="body2.0.55"),
-                _discovery("driver", *seeds, uid=_DRIVER) as driver,
-            ):
-                await _until_known(driver, "head", "body")
-                await _until_known(head, "driver", "body")
-                records, _ = await b.get("run.head.0", 5.0)
-                assert ['"uid":"head.0.42"' in record.value for record in records] == [True]
-                records, _ = await b.get("run.peers", 5.0)
-                assert ['"node_id":"driver"' in record.value for record in records] == [True]
-
-                head.look_for(["head"])
-                driver.look_for(["body-2"])
-                await _until_known(head, "driver")
-                await _until_known(driver, "body")
-                asked = await _keys_asked(head, seconds=1.0)
-                assert asked == {"run.peers", "run.head.0"}
-                with pytest.raises(DiscoveryError, match="expected one of the run's stages"):
-                    head.look_for(["body-7"])
-
-                await b.close()  # No seed is left; who knows each other goes on.
+@_on_a_loop
+async def test_either_of_two_seeds_may_be_down(tmp_path: Path) -> None:
+    async with _seed(tmp_path / "b.id") as (b, address_b), _seed(tmp_path / "a.id", address_b) as (a, address_a):
+        await _until_joined(a)
+        async with _discovery("one", address_a, address_b) as one:
+            await _until_joined(a, 2)
+            await _until_joined(b, 2)
+            await a.close()  # Gone before the second node starts.
+            async with _discovery("two", address_a, address_b) as two:
+                await _until_known(one, "two")
+                await _until_known(two, "one")
+                await b.close()  # Now none is left, and those who know each other go on.
                 await asyncio.sleep(1.0)
-                await _until_known(driver, "body")
-                async with _process(address_b, identity_path=tmp_path / "a.id", listen=(_bare(address_a),)) as again:
-                    assert (await again.status(5.0)).addresses == (address_a,)
-                    async with _discovery("late", *seeds, uid="body2.0.56") as late:
-                        late.look_for(["body-2"])
-                        await _until_known(late, "driver", "body")
-                        await _until_known(driver, "body", "late")
+                await _until_known(one, "two")
+                # One comes back, empty, at its old address: who knows only it finds the others.
+                async with _seed(tmp_path / "b.id", listen=_listen(address_b)) as (_, address_again):
+                    assert address_again == address_b
+                    async with _discovery("three", address_b) as three:
+                        await _until_known(three, "one", "two")
+                        await _until_known(one, "two", "three")
+            await _until_known(one)
 
-    asyncio.run(scenario())
+
+@pytest.mark.long
+@_on_a_loop
+async def test_workers_of_a_stage_are_found_without_the_others(tmp_path: Path) -> None:
+    """Two seeds, one of them down from the start, the other killed and started again later."""
+    async with _seed(tmp_path / "a.id") as (_, address_a):
+        pass
+    async with _seed(tmp_path / "b.id") as (b, address_b):
+        seeds = (address_a, address_b)
+        async with (
+            _discovery("head", *seeds, uid="head.0.42") as head,
+            _discovery("body", *seeds, uid="body2.0.55"),
+            _discovery("driver", *seeds, uid=_DRIVER) as driver,
+        ):
+            await _until_known(driver, "head", "body")
+            await _until_known(head, "driver", "body")
+            records, _ = await b.get("run.head.0", 5.0)
+            assert ['"uid":"head.0.42"' in record.value for record in records] == [True]
+            records, _ = await b.get("run.peers", 5.0)
+            assert ['"node_id":"driver"' in record.value for record in records] == [True]
+
+            head.look_for(["head"])
+            driver.look_for(["body-2"])
+            await _until_known(head, "driver")
+            await _until_known(driver, "body")
+            asked = await _keys_asked(head, seconds=1.0)
+            assert asked == {"run.peers", "run.head.0"}
+            with pytest.raises(DiscoveryError, match="expected one of the run's stages"):
+                head.look_for(["body-7"])
+
+            await b.close()  # No seed is left; who knows each other goes on.
+            await asyncio.sleep(1.0)
+            await _until_known(driver, "body")
+            async with _seed(tmp_path / "a.id", address_b, listen=_listen(address_a)) as (_, address_again):
+                assert address_again == address_a
+                async with _discovery("late", *seeds, uid="body2.0.56") as late:
+                    late.look_for(["body-2"])
+                    await _until_known(late, "driver", "body")
+                    await _until_known(driver, "body", "late")
 
 
 @pytest.mark.slow
-def test_who_knows_a_node_and_no_seed_finds_all_and_is_found_by_all(tmp_path: Path) -> None:
-    """The newcomer knows the body's address; head and driver cannot be asked, and hear of him through the DHT."""
-
-    async def scenario() -> None:
-        async with _process(identity_path=tmp_path / "seed.id") as seed, _started() as asked, _started() as new:
-            [address] = (await seed.status(5.0)).addresses
-            async with (
-                _discovery("head", address, uid="head.0.42") as head,
-                _discovery("driver", address, uid=_DRIVER) as driver,
-                _discovery("body", address, uid="body2.0.55", endpoint=asked) as body,
-            ):
-                await _until_known(body, "head", "driver")
-                newcomer = StaticDiscovery(new, [asked.address], DiscoveryConfig(poll_interval_s=0.2))
-                try:
-                    await newcomer.start()
-                    await newcomer.announce(_said(new.identity, "new", "tail.0.7", new))
-                    await _until_known(newcomer, "head", "driver", "body")
-                    await _until_known(head, "driver", "body", "new")
-                    await _until_known(driver, "head", "body", "new")
-                    head.look_for(["head"])  # He is filed with those that hold no stage, and is a worker all the same.
-                    await _until_known(head, "driver")
-                finally:
-                    await newcomer.close()
-
-    asyncio.run(scenario())
+@_on_a_loop
+async def test_a_node_that_knows_another_and_no_seed_finds_all_and_is_found_by_all(tmp_path: Path) -> None:
+    """The newcomer knows the body's address; head and driver cannot be asked, and hear of it through the DHT."""
+    async with (
+        _seed(tmp_path / "seed.id") as (_, address),
+        _started() as asked,
+        _started() as new,
+        _discovery("head", address, uid="head.0.42") as head,
+        _discovery("driver", address, uid=_DRIVER) as driver,
+        _discovery("body", address, uid="body2.0.55", endpoint=asked) as body,
+    ):
+        await _until_known(body, "head", "driver")
+        newcomer = StaticDiscovery(new, [asked.address], DiscoveryConfig(poll_interval_s=0.2))
+        try:
+            await newcomer.start()
+            await newcomer.announce(_said(new.identity, "new", "tail.0.7", new))
+            await _until_known(newcomer, "head", "driver", "body")
+            await _until_known(head, "driver", "body", "new")
+            await _until_known(driver, "head", "body", "new")
+            head.look_for(["head"])  # It is filed with those that hold no stage, and is a worker all the same.
+            await _until_known(head, "driver")
+        finally:
+            await newcomer.close()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_flood_of_announcements_hides_nobody(tmp_path: Path) -> None:
+@_on_a_loop
+async def test_a_flood_of_announcements_hides_nobody(tmp_path: Path) -> None:
     """More than an answer to a look-up can carry, good for an hour; a node that was there, and one that comes then."""
     seconds, count = 3000.0, 400
     members = tuple(f"{number:064x}" for number in range(64))
     shards = tuple(range(10**15, 10**15 + 256))
+    async with (
+        _seed(tmp_path / "seed.id") as (_, address),
+        _discovery("before", address) as before,
+        _discovery("looker", address) as looker,
+    ):
+        await _until_known(looker, "before")
+        await asyncio.sleep(2.5)  # It has renewed its announcement.
+        async with running_dht(address) as attacker:
+            await _until_joined(attacker)
 
-    async def scenario() -> None:
-        async with (
-            _process(identity_path=tmp_path / "seed.id") as seed,
-            _discovery("before", (await seed.status(5.0)).addresses[0]) as before,
-            _discovery("looker", (await seed.status(5.0)).addresses[0]) as looker,
-        ):
-            [address] = (await seed.status(5.0)).addresses
-            await _until_known(looker, "before")
-            await asyncio.sleep(2.5)  # It has renewed its announcement.
-            async with _process(address) as attacker:
-                await _until_joined(attacker)
+            async def file(number: int) -> None:
+                sybil = Identity.create()
+                said = Announcement(
+                    peer_id=sybil.peer_id,
+                    node_id=f"sybil {number}",
+                    run_id="run",
+                    address=f"127.0.0.1:{20_000 + number}",
+                    certificate_pem="x" * 4096,
+                    last_round_members=members,
+                    shards=shards,
+                ).stamped(time.time(), seconds)
+                wire = sign_announcement(said, sybil).decode()
+                with contextlib.suppress(DiscoveryError):
+                    await attacker.store("run.peers", sybil.peer_id, wire, said.expires_at, 20.0)
 
-                async def file(number: int) -> None:
-                    sybil = Identity.create()
-                    said = Announcement(
-                        peer_id=sybil.peer_id,
-                        node_id=f"sybil {number}",
-                        run_id="run",
-                        address=f"127.0.0.1:{20_000 + number}",
-                        certificate_pem="x" * 4096,
-                        last_round_members=members,
-                        shards=shards,
-                    ).stamped(time.time(), seconds)
-                    wire = sign_announcement(said, sybil).decode()
-                    with contextlib.suppress(DiscoveryError):
-                        await attacker.store("run.peers", sybil.peer_id, wire, said.expires_at, 20.0)
-
-                for start in range(0, count, 50):
-                    await asyncio.gather(*map(file, range(start, start + 50)))
-                async with _discovery("after", address) as after:
-                    await _until_known(looker, "before", "after")
-                    await _until_known(after, "before", "looker")
-                    await _until_known(before, "looker", "after")
-
-    asyncio.run(scenario())
+            for start in range(0, count, 50):
+                await asyncio.gather(*map(file, range(start, start + 50)))
+            async with _discovery("after", address) as after:
+                await _until_known(looker, "before", "after")
+                await _until_known(after, "before", "looker")
+                await _until_known(before, "looker", "after")
 
 
 @pytest.mark.slow
@@ -334,26 +298,22 @@ def test_without_a_seed_a_node_looks_on_says_so_and_ends_in_order(
 
     async def until_said(discovery: DhtDiscovery, said: str) -> None:
         async with asyncio.timeout(_WITHIN_S):
-            while discovery.silence() != said:
+            while discovery.no_peers_reason() != said:
                 await asyncio.sleep(0.1)
 
     async def scenario() -> None:
-        async with _process(identity_path=tmp_path / "seed.id") as seed:
-            [address] = (await seed.status(5.0)).addresses
-        async with _process(address, refresh_interval_s=0.1) as node, _discovery("alone", address) as alone:
+        async with _seed(tmp_path / "seed.id") as (_, address):
+            pass
+        async with running_dht(address, refresh_interval_s=0.1) as node, _discovery("alone", address) as alone:
             await asyncio.sleep(1.0)  # Several of its looks, with nobody to ask.
-            assert alone.silence() == f"nobody answers at {address}"
-            async with _process(identity_path=tmp_path / "seed.id", listen=(_bare(address),)):
+            assert alone.no_peers_reason() == f"nobody answers at {address}"
+            async with _seed(tmp_path / "seed.id", listen=_listen(address)):
                 await _until_joined(node)
                 await until_said(alone, f"the DHT of {address} knows nobody of run run")
 
     with caplog.at_level(logging.WARNING, "trainer.network.discovery"):
         asyncio.run(scenario())
     assert [record.getMessage() for record in caplog.records if record.name.startswith("trainer.")] == []
-
-
-def _bare(address: str) -> str:
-    return address.partition("/p2p/")[0]
 
 
 async def _keys_asked(discovery: DhtDiscovery, seconds: float) -> set[str]:
@@ -374,7 +334,8 @@ async def _keys_asked(discovery: DhtDiscovery, seconds: float) -> set[str]:
 
 
 @pytest.mark.long
-def test_workers_that_join_at_once_end_with_distinct_numbers(tmp_path: Path) -> None:
+@_on_a_loop
+async def test_workers_that_join_at_once_end_with_distinct_numbers(tmp_path: Path) -> None:
     """All begin with the same name; each looks again with every look-up, through a real DHT."""
 
     async def settle(identity: Identity, discovery: DhtDiscovery, uid: StageUid, rounds: int) -> StageUid:
@@ -386,162 +347,82 @@ def test_workers_that_join_at_once_end_with_distinct_numbers(tmp_path: Path) -> 
                 await discovery.announce(_said(identity, identity.peer_id[:8], str(uid)))
         return uid
 
-    async def scenario() -> None:
-        async with _process(identity_path=tmp_path / "seed.id") as seed:
-            [address] = (await seed.status(5.0)).addresses
-            identities = [Identity.create() for _ in range(3)]
-            names = [identity.peer_id[:8] for identity in identities]
-            one, two, three = (
-                _discovery(name, address, uid="body1.0.42", identity=identity)
-                for name, identity in zip(names, identities, strict=True)
+    async with _seed(tmp_path / "seed.id") as (_, address):
+        identities = [Identity.create() for _ in range(3)]
+        names = [identity.peer_id[:8] for identity in identities]
+        one, two, three = (
+            _discovery(name, address, uid="body1.0.42", identity=identity)
+            for name, identity in zip(names, identities, strict=True)
+        )
+        async with one as first, two as second, three as third:
+            nodes = (first, second, third)
+            for node, name in zip(nodes, names, strict=True):
+                await _until_known(node, *(other for other in names if other != name))
+            first_name = StageUid("body-1", 42)
+            uids = await asyncio.gather(
+                *(settle(identity, node, first_name, 10) for identity, node in zip(identities, nodes, strict=True))
             )
-            async with one as first, two as second, three as third:
-                nodes = (first, second, third)
-                for node, name in zip(nodes, names, strict=True):
-                    await _until_known(node, *(other for other in names if other != name))
-                first_name = StageUid("body-1", 42)
-                uids = await asyncio.gather(
-                    *(settle(identity, node, first_name, 10) for identity, node in zip(identities, nodes, strict=True))
-                )
-                assert len(set(uids)) == 3
-                assert uids[names.index(min(names))] == first_name
-
-    asyncio.run(scenario())
+            assert len(set(uids)) == 3
+            assert uids[names.index(min(names))] == first_name
 
 
-async def _until_joined_all(first: DhtProcess, second: DhtProcess, num_neighbours: int) -> None:
-    for process in (first, second):
-        await _until_joined(process, num_neighbours)
+_SEED = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWGm9bJVTBVuZrZ3EXuGJEBWVTcKpWUWRjxEGbWwsXQW41"
 
 
-@pytest.mark.slow
-def test_a_process_that_is_killed_is_started_again_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+class Faulty:
+    """Stands for `DhtProcess`: its look-ups fail while they are told to."""
+
+    def __init__(self) -> None:
+        self.fails = False
+        self.num_failed = self.num_answered = 0
+
+    def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def wait_ready(self, timeout_s: float, *, first_start_only: bool = False) -> None: ...
+
+    async def get(self, _key: str, _timeout_s: float) -> tuple[tuple[()], int]:
+        if self.fails:
+            self.num_failed += 1
+            raise DiscoveryError("the DHT get failed: no answer")
+        self.num_answered += 1
+        return (), 0
+
+
+async def _more(count: str, process: Faulty) -> None:
+    before = getattr(process, count)
+    async with asyncio.timeout(20):
+        while getattr(process, count) < before + 3:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("lifetime_s", "said"),
+    [(60.0, []), (1.0, ["the DHT get failed: no answer; retrying", "the DHT works again"])],
+)
+def test_what_lasts_is_told_and_what_does_not_is_not(
+    lifetime_s: float, said: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
     async def scenario() -> None:
-        async with _process() as process:
-            first = process.pid
-            assert first is not None
-            family = {first, *descendants(first)}
-            assert len(family) == 2  # It and the Go daemon.
-            os.kill(first, signal.SIGKILL)
-            await asyncio.to_thread(wait_until_gone, family)
-            with pytest.raises(DiscoveryError):
-                await process.get("run.peers", 1.0)
-            await process.wait_ready(_START_S)
-            assert process.pid != first
-            assert process.num_restarts == 1
-            assert await process.get("run.peers", 5.0) == ((), 0)
-            second = process.pid
-            assert second is not None
-            family = {second, *descendants(second)}
-            # One that hangs: three silences, and it is killed and started again.
-            os.kill(second, signal.SIGSTOP)
-            for _ in range(3):
-                with pytest.raises(DiscoveryError, match=r"within 0\.1 s"):
-                    await process.get("run.peers", 0.1)
-            await asyncio.to_thread(wait_until_gone, family)
-            await process.wait_ready(_START_S)
+        config = DiscoveryConfig(
+            initial_peers=(_SEED,), announcement_lifetime_s=lifetime_s, announce_interval_s=0.5, poll_interval_s=0.05
+        )
+        discovery = DhtDiscovery(Endpoint(Identity.create(), "run", RpcConfig(host="127.0.0.1")), config)
+        discovery.process = process = Faulty()
+        await discovery.start()
+        try:
+            await _more("num_answered", process)
+            process.fails = True
+            await _more("num_failed", process)
+            async with asyncio.timeout(20):
+                while said and said[0] not in caplog.text:
+                    await _more("num_failed", process)
+            process.fails = False
+            await _more("num_answered", process)
+        finally:
+            await discovery.close()
 
-    with tempfile.TemporaryDirectory(prefix="g-", dir="/tmp") as folder:  # Short enough for sockets.
-        monkeypatch.setattr(tempfile, "tempdir", folder)
+    with caplog.at_level(logging.INFO, "trainer.network.discovery"):
         asyncio.run(scenario())
-        assert list(Path(folder).iterdir()) == []
-
-
-_PARENT = """
-import asyncio, json, os, sys
-from trainer.network.discovery.dht_client import DhtProcess
-from trainer.network.discovery.dht_messages import DhtSettings
-
-async def main():
-    process = DhtProcess(DhtSettings(parent_pid=os.getpid(), listen=("/ip4/127.0.0.1/tcp/0",), map_port=False))
-    process.start()
-    await process.wait_ready(60)
-    if os.fork() == 0:  # Holds a copy of the pipe open.
-        import time
-        time.sleep(600)
-    print(json.dumps(process.pid), flush=True)
-    await asyncio.sleep(600)
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.slow
-def test_no_orphans_when_the_parent_is_killed() -> None:
-    tmp_path = Path(tempfile.mkdtemp(prefix="g-", dir="/tmp"))  # Short enough for sockets.
-    parent = subprocess.Popen(
-        [sys.executable, "-c", _PARENT],
-        cwd=_ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-    )
-    assert parent.stdout is not None
-    family: set[int] = set()
-    others: set[int] = set()
-    try:
-        dht = json.loads(parent.stdout.readline())
-        family = {dht, *descendants(dht)}
-        assert len(family) == 2
-        assert list(tmp_path.iterdir())
-        others = descendants(parent.pid) - family
-        parent.kill()
-        parent.wait(10)
-        wait_until_gone(family)
-        assert list(tmp_path.iterdir()) == []
-        assert others  # The fork that held the pipe was alive meanwhile.
-    finally:
-        for pid in {parent.pid, *family, *descendants(parent.pid)} | others:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        parent.wait(10)
-        parent.stdout.close()
-        shutil.rmtree(tmp_path)
-
-
-@pytest.mark.slow
-def test_both_killed_at_once_leave_no_daemon() -> None:
-    folder = tempfile.mkdtemp(prefix="g-", dir="/tmp")
-    settings = _settings().model_copy(update={"socket_folder": folder})
-    parent = subprocess.Popen(
-        [sys.executable, "-m", "trainer.network.discovery.dht_process"],
-        cwd=_ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    assert parent.stdin is not None and parent.stdout is not None
-    try:
-        parent.stdin.write(settings.model_dump_json().encode() + b"\n")
-        parent.stdin.flush()
-        assert json.loads(parent.stdout.readline())["id"] == 0
-        family = {parent.pid, *descendants(parent.pid)}
-        assert len(family) == 2
-        parent.kill()
-        parent.wait(10)
-        wait_until_gone(family)
-    finally:
-        parent.kill()
-        parent.wait(10)
-        parent.stdin.close()
-        parent.stdout.close()
-        shutil.rmtree(folder)
-
-
-@pytest.mark.slow
-def test_it_does_not_start_where_a_port_is_taken_and_says_so() -> None:
-    """The Go daemon would share the port, and answer every other connection."""
-
-    async def scenario() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            process = DhtProcess(_settings(listen=(f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}",)))
-            process.start()
-            try:
-                with pytest.raises(DiscoveryError, match=r"to be ready .*127\.0\.0\.1:\d+ is taken"):
-                    await process.wait_ready(_START_S, first_start_only=True)
-            finally:
-                await process.close()
-
-    asyncio.run(scenario())
+    assert [record.getMessage() for record in caplog.records if record.name == "trainer.network.discovery.dht"] == said

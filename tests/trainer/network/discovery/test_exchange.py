@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.announcements import announce
+from tests.support.event_loop import on_event_loop
 from trainer.errors import RefusedError
 from trainer.network.discovery.announcement import verify_announcement
+from trainer.network.discovery.config import DiscoveryConfig
 from trainer.network.discovery.exchange import (
-    ExchangeReply,
-    ExchangeRequest,
+    PeerExchangeReply,
+    PeerExchangeRequest,
     pack_request,
     records_for,
     split_records,
     unpack_request,
 )
 from trainer.network.discovery.peer_table import KnownPeer
+from trainer.network.discovery.static import StaticDiscovery
+from trainer.network.rpc.config import RpcConfig
+from trainer.network.rpc.endpoint import Endpoint
 from trainer.network.rpc.identity import Identity
+from trainer.network.rpc.messages import Request
 
 
 @pytest.fixture
-def known(announce: Callable[..., bytes]) -> list[KnownPeer]:
+def known() -> list[KnownPeer]:
     wires = [announce(Identity.create()) for _ in range(4)]
     return [KnownPeer(verify_announcement(wire, now=time.time(), max_clock_skew_s=10), wire) for wire in wires]
 
@@ -60,7 +67,7 @@ def test_an_answer_never_exceeds_a_message(known: list[KnownPeer]) -> None:
 
 @given(own_bytes=st.integers(0, 100), payload=st.binary(max_size=200))
 def test_a_payload_that_does_not_fit_its_head_is_refused(own_bytes: int, payload: bytes) -> None:
-    body = ExchangeRequest(own_bytes=own_bytes)
+    body = PeerExchangeRequest(own_bytes=own_bytes)
     if len(payload) >= own_bytes and (len(payload) - own_bytes) % 40 == 0:
         assert unpack_request(body, payload)[0] == payload[:own_bytes]
     else:
@@ -70,4 +77,37 @@ def test_a_payload_that_does_not_fit_its_head_is_refused(own_bytes: int, payload
 
 def test_an_answer_that_does_not_fit_its_head_is_refused() -> None:
     with pytest.raises(RefusedError, match="expected records of 5 bytes"):
-        split_records(ExchangeReply(sizes=(2, 3)), b"abcd")
+        split_records(PeerExchangeReply(sizes=(2, 3)), b"abcd")
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_a_crowd_at_one_address_is_answered_at_a_pace_and_keeps_no_other_address_waiting() -> None:
+    """64 at once, then three a second; sixteen wait, for four seconds at most, and the rest are refused at once."""
+    endpoint = Endpoint(Identity.create(), "run", RpcConfig(host="127.0.0.1"))
+    service = StaticDiscovery(endpoint, ["127.0.0.1:1"], DiscoveryConfig(poll_interval_s=2.0))._service
+
+    async def is_answered(address: str) -> bool:
+        request = Request(Identity.create().peer_id, PeerExchangeRequest(own_bytes=0), memoryview(b""), address)
+        try:
+            await service._exchange(request)
+        except RefusedError as error:
+            assert error.reason == "busy"
+            return False
+        return True
+
+    begun_s = time.monotonic()
+    crowd = [asyncio.create_task(is_answered("192.0.2.1")) for _ in range(120)]
+    cut = crowd.pop()
+    await asyncio.sleep(0)
+    assert await is_answered("192.0.2.2"), "of another address"
+    cut.cancel()
+    num_answered = sum(await asyncio.gather(*crowd))
+    assert 64 <= num_answered <= 64 + 3 * (time.monotonic() - begun_s)
+    assert num_answered <= 64 + 16
+    async with asyncio.timeout(10):
+        while service._waiting or service._admitting:
+            await asyncio.sleep(0.1)
+    await asyncio.sleep(0.4)
+    assert await is_answered("192.0.2.1"), "once the crowd is gone"
+    await service.close()

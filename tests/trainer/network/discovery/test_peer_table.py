@@ -1,311 +1,269 @@
-"""The newest word of each node that was reached, for a while; bounded, shared out by address; refusals counted."""
+"""The newest record of each reached node, until it expires; bounded, shared out by address; refusals counted."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.network.discovery.announcement import Announcement, sign_announcement
+from tests.support.announcements import announce
+from trainer.network.discovery.announcement import Announcement
 from trainer.network.discovery.peer_table import DIRECT, TOLD, PeerTable
 from trainer.network.rpc.identity import Identity
 
 _NOW = 1_800_000_000.0
+_ME = Identity.create()
 
 
-class _Clock:
-    def __init__(self) -> None:
+class _Table(PeerTable):
+    """One with a clock that is set, and announcements of made-up nodes."""
+
+    def __init__(self, max_peers: int = 10, **options: Any) -> None:
         self.now = _NOW
+        super().__init__(
+            "run", _ME.peer_id, max_peers=max_peers, max_clock_skew_s=120.0, clock=lambda: self.now, **options
+        )
 
-    def __call__(self) -> float:
-        return self.now
+    def hear(self, of: Identity | None = None, *, source: str = "", **fields: Any) -> Announcement:
+        """Offers what a node announces now."""
+        said = self.offer(announce(of or Identity.create(), **({"sent_at": self.now} | fields)), source=source)
+        assert said is not None
+        return said
 
+    def reach(self, of: Identity | None = None, **fields: Any) -> Announcement:
+        said = self.hear(of, **fields)
+        self.answered(said.peer_id, said.address)
+        return said
 
-def _table(
-    own: Identity, clock: _Clock, max_peers: int = 10, *, keeps_callers: bool = False, lifetime_s: float = 60.0
-) -> PeerTable:
-    return PeerTable(
-        "run",
-        own.peer_id,
-        max_peers=max_peers,
-        max_clock_skew_s=120.0,
-        lifetime_s=lifetime_s,
-        keeps_callers=keeps_callers,
-        clock=clock,
-    )
+    @property
+    def reachable(self) -> list[Announcement]:
+        return [said for said, _ in self.to_reach()]
 
-
-def _reach(table: PeerTable, wire: bytes, source: str = "") -> Announcement | None:
-    said = table.offer(wire, source=source)
-    if said is not None:
-        table.answered(said.peer_id, said.address)
-    return said
+    @property
+    def ids(self) -> set[str]:
+        return {said.peer_id for said in self.announcements()}
 
 
-def _reachable(table: PeerTable) -> list[Announcement]:
-    return [said for said, _ in table.to_reach()]
-
-
-def _ids(table: PeerTable) -> set[str]:
-    return {said.peer_id for said in table.announcements()}
-
-
-def test_the_newest_word_counts_whatever_the_order(identity: Identity, announce: Callable[..., bytes]) -> None:
+def test_the_newest_record_counts_whatever_the_order() -> None:
     other = Identity.create()
     old, new = (announce(other, sent_at=_NOW + age, inner_step=step) for age, step in ((0, 1), (1, 2)))
     for first, second in ((old, new), (new, old)):
-        table = _table(identity, _Clock())
-        _reach(table, first)
+        table = _Table()
+        table.answered(other.peer_id, table.offer(first).address)
         table.offer(second)
         assert [known.inner_step for known in table.announcements()] == [2]
         assert not table.refused
 
 
-def test_it_is_news_once(identity: Identity, announce: Callable[..., bytes]) -> None:
-    other = Identity.create()
+def test_it_is_news_once() -> None:
+    table, other = _Table(), Identity.create()
     wire = announce(other, sent_at=_NOW)
-    table = _table(identity, _Clock())
     assert table.offer(wire, subkey=other.peer_id) is not None
     assert table.offer(wire, subkey=other.peer_id) is None
     assert table.offer(wire) is None
-    assert table.offer(wire, subkey=identity.peer_id) is None
+    assert table.offer(wire, subkey=_ME.peer_id) is None
     assert table.refused == {"subkey": 1}
 
 
-def test_a_forgotten_one_expires(identity: Identity, announce: Callable[..., bytes]) -> None:
-    clock = _Clock()
-    table = _table(identity, clock)
-    _reach(table, announce(Identity.create(), sent_at=_NOW, lifetime_s=10))
-    clock.now = _NOW + 9.9
+def test_a_forgotten_one_expires() -> None:
+    table = _Table()
+    table.reach(lifetime_s=10)
+    table.now = _NOW + 9.9
     assert len(table.announcements()) == 1
-    clock.now = _NOW + 10
+    table.now = _NOW + 10
     assert table.announcements() == ()
 
 
-def test_the_reader_bounds_the_lifetime(identity: Identity, announce: Callable[..., bytes]) -> None:
-    clock = _Clock()
-    table = _table(identity, clock)
-    said = _reach(table, announce(Identity.create(), sent_at=_NOW, lifetime_s=3600))
-    assert said is not None
-    clock.now = _NOW + 50
+def test_the_reader_bounds_the_lifetime() -> None:
+    table = _Table()
+    said = table.reach(lifetime_s=3600)
+    table.now = _NOW + 50
     table.answered(said.peer_id, said.address)
-    clock.now = _NOW + 109
-    assert _ids(table) == {said.peer_id}
-    clock.now = _NOW + 110
+    table.now = _NOW + 109
+    assert table.ids == {said.peer_id}
+    table.now = _NOW + 110
     assert table.heard_of() == ()
 
 
-def test_an_announcement_again_is_no_new_evidence(identity: Identity, announce: Callable[..., bytes]) -> None:
-    clock = _Clock()
-    table = _table(identity, clock)
-    wire = announce(Identity.create(), sent_at=_NOW, lifetime_s=3600)
-    _reach(table, wire)
-    clock.now = _NOW + 59
+def test_an_announcement_again_is_no_new_evidence() -> None:
+    table, wire = _Table(), announce(Identity.create(), sent_at=_NOW, lifetime_s=3600)
+    said = table.offer(wire)
+    table.answered(said.peer_id, said.address)
+    table.now = _NOW + 59
     table.offer(wire)
-    clock.now = _NOW + 60
+    table.now = _NOW + 60
     assert table.heard_of() == ()
 
 
-def test_a_candidate_that_was_busy_is_tried_again_and_not_forgotten(
-    identity: Identity, announce: Callable[..., bytes]
-) -> None:
-    clock = _Clock()
-    table = _table(identity, clock)
-    said = table.offer(announce(Identity.create(), sent_at=_NOW))
-    assert said is not None
+def test_a_candidate_that_was_busy_is_tried_again_and_not_forgotten() -> None:
+    table = _Table()
+    said = table.hear()
     table.retry_later(said.peer_id, 3.0)
     table.retry_later("a" * 64, 3.0)  # Whom nobody has heard of.
-    assert _reachable(table) == []
-    clock.now += 3.0
-    assert _reachable(table) == [said]
+    assert table.reachable == []
+    table.now += 3.0
+    assert table.reachable == [said]
     assert not table.refused
 
 
-def test_only_who_was_reached_is_shown_and_told(identity: Identity, announce: Callable[..., bytes]) -> None:
-    table = _table(identity, _Clock(), keeps_callers=True)
-    other = Identity.create()
-    said = table.offer(announce(other, sent_at=_NOW))
-    assert said is not None
+def test_only_reached_nodes_are_shown_and_passed_on() -> None:
+    table, other = _Table(keeps_callers=True), Identity.create()
+    said = table.hear(other)
     assert (table.known(), table.announcements()) == ((), ())
-    assert _reachable(table) == [said]
+    assert table.reachable == [said]
     table.answered(other.peer_id, "127.0.0.1:4101")  # It is somewhere else, too.
     assert table.known() == ()
     table.answered(other.peer_id, said.address)
     assert [known.announcement for known in table.known()] == [said] == list(table.announcements())
-    assert _reachable(table) == []
+    assert table.reachable == []
 
 
-def test_who_answered_before_it_was_heard_of_is_reached(identity: Identity, announce: Callable[..., bytes]) -> None:
-    table, other = _table(identity, _Clock()), Identity.create()
+def test_a_node_that_answered_before_its_announcement_came_is_reached() -> None:
+    table, other = _Table(), Identity.create()
     table.answered(other.peer_id, "127.0.0.1:4100")
-    table.offer(announce(other, sent_at=_NOW))
-    assert _ids(table) == {other.peer_id}
+    table.hear(other)
+    assert table.ids == {other.peer_id}
 
 
-def test_who_moves_is_to_be_reached_again(identity: Identity, announce: Callable[..., bytes]) -> None:
-    table, other = _table(identity, _Clock()), Identity.create()
-    _reach(table, announce(other, sent_at=_NOW))
-    moved = table.offer(announce(other, sent_at=_NOW + 1, address="127.0.0.1:4109"))
-    assert moved is not None
-    assert (table.known(), _reachable(table)) == ((), [moved])
+def test_a_node_that_moves_is_to_be_reached_again() -> None:
+    table, other = _Table(), Identity.create()
+    table.reach(other)
+    moved = table.hear(other, sent_at=_NOW + 1, address="127.0.0.1:4109")
+    assert (table.known(), table.reachable) == ((), [moved])
     table.answered(other.peer_id, moved.address)
-    assert _ids(table) == {other.peer_id}
+    assert table.ids == {other.peer_id}
 
 
-def test_who_does_not_answer_is_forgotten_until_it_says_something_newer(
-    identity: Identity, announce: Callable[..., bytes]
-) -> None:
-    table, other = _table(identity, _Clock()), Identity.create()
+def test_a_node_that_does_not_answer_is_forgotten_until_it_announces_something_newer() -> None:
+    table, other = _Table(), Identity.create()
     wire = announce(other, sent_at=_NOW)
     said = table.offer(wire)
-    assert said is not None
     table.unreachable(other.peer_id, "127.0.0.1:1")
     assert table.heard_of()
     table.unreachable(other.peer_id, said.address)
     assert table.heard_of() == ()
     assert table.offer(wire) is None
-    assert table.offer(announce(other, sent_at=_NOW + 1)) is not None
+    table.hear(other, sent_at=_NOW + 1)
 
 
-def test_the_word_of_a_peer_of_use_is_kept_though_it_is_out_of_reach(
-    identity: Identity, announce: Callable[..., bytes]
-) -> None:
+def test_the_record_of_a_peer_of_use_is_kept_though_it_is_out_of_reach() -> None:
     """A driver takes silence for a sign that a worker is gone."""
-    clock = _Clock()
-    table, other = _table(identity, clock), Identity.create()
-    said = _reach(table, announce(other, sent_at=_NOW))
-    assert said is not None
+    table, other = _Table(), Identity.create()
+    said = table.reach(other)
     table.used(other.peer_id)
     table.unreachable(other.peer_id, said.address)
-    assert (table.known(), table.announcements(), _reachable(table)) == ((), (), [])
-    clock.now += 30.0
-    newer = table.offer(announce(other, sent_at=clock.now))
-    assert newer is not None
+    assert (table.known(), table.announcements(), table.reachable) == ((), (), [])
+    table.now += 30.0
+    newer = table.hear(other)
     assert [known.announcement for known in table.heard_of()] == [newer]
-    clock.now += 31.0
-    assert _reachable(table) == [newer]  # After a lifetime it is tried again.
+    table.now += 31.0
+    assert table.reachable == [newer]  # After a lifetime it is tried again.
 
 
-def test_a_caller_that_cannot_be_reached_is_seen_while_it_calls(
-    identity: Identity, announce: Callable[..., bytes]
-) -> None:
-    clock = _Clock()
-    table, other = _table(identity, clock, keeps_callers=True), Identity.create()
+def test_a_caller_that_cannot_be_reached_is_seen_while_it_calls() -> None:
+    table, other = _Table(keeps_callers=True), Identity.create()
     table.called(other.peer_id)
-    said = table.offer(announce(other, sent_at=_NOW, lifetime_s=3600), source=f"{DIRECT}198.51.100.1")
-    assert said is not None
+    said = table.hear(other, source=f"{DIRECT}198.51.100.1", lifetime_s=3600)
     table.unreachable(other.peer_id, said.address)
     assert table.announcements() == (said,)
     assert table.known() == ()
-    assert _reachable(table) == []
-    clock.now += 59
-    table.offer(announce(other, sent_at=clock.now, lifetime_s=3600))
-    clock.now += 2
+    assert table.reachable == []
+    table.now += 59
+    table.hear(other, lifetime_s=3600)
+    table.now += 2
     assert table.announcements() == ()
 
 
-def test_a_long_silence_calls_for_another_look(identity: Identity, announce: Callable[..., bytes]) -> None:
-    clock = _Clock()
-    table, other = _table(identity, clock), Identity.create()
-    _reach(table, announce(other, sent_at=clock.now))
+def test_a_long_silence_calls_for_another_look() -> None:
+    table, other = _Table(), Identity.create()
+    table.reach(other)
     for _ in range(11):
-        clock.now += 30
-        said = table.offer(announce(other, sent_at=clock.now))
-    assert _reachable(table) == [said]
+        table.now += 30
+        said = table.hear(other)
+    assert table.reachable == [said]
 
 
-def test_what_cannot_be_used_takes_no_place(identity: Identity, announce: Callable[..., bytes]) -> None:
-    friend, stranger = Identity.create(), Identity.create()
-    table = PeerTable(
-        "run",
-        identity.peer_id,
-        max_peers=10,
-        max_clock_skew_s=120.0,
+def test_refusals_are_counted_by_reason_and_take_no_place() -> None:
+    friend = Identity.create()
+    table = _Table(
         objection=lambda address: "private" if address.startswith("10.") else "",
         allowed_peers=frozenset({friend.peer_id}),
-        clock=_Clock(),
     )
-    assert table.offer(announce(stranger, sent_at=_NOW)) is None
-    assert table.offer(announce(friend, sent_at=_NOW, address="10.0.0.1:4100")) is None
-    assert table.refused == {"peer": 1, "address": 1}
-    assert table.offer(announce(friend, sent_at=_NOW, address="198.51.100.1:4100")) is not None
-
-
-def test_oneself_is_no_peer(identity: Identity, announce: Callable[..., bytes]) -> None:
-    table = _table(identity, _Clock())
-    assert table.offer(announce(identity, sent_at=_NOW)) is None
-    assert table.heard_of() == ()
-
-
-def test_refusals_are_counted_by_reason(identity: Identity, announce: Callable[..., bytes]) -> None:
-    table = _table(identity, _Clock())
-    good = announce(Identity.create(), sent_at=_NOW)
+    stranger = announce(Identity.create(), sent_at=_NOW)
     for wire in (
+        stranger,
+        announce(friend, sent_at=_NOW, address="10.0.0.1:4100"),
         b"junk",
         b"x" * 20_000,
-        good.replace(b":4100", b":4101"),
-        announce(Identity.create(), sent_at=_NOW, run_id="other"),
-        announce(Identity.create(), sent_at=_NOW - 100, lifetime_s=60),
+        stranger.replace(b":4100", b":4101"),
+        announce(friend, sent_at=_NOW, run_id="other"),
+        announce(friend, sent_at=_NOW - 100, lifetime_s=60),
+        announce(_ME, sent_at=_NOW),  # Not counted.
     ):
         assert table.offer(wire) is None
-    assert table.refused == {"malformed": 1, "oversized": 1, "signature": 1, "run": 1, "expired": 1}
+    refused = {"peer", "address", "malformed", "oversized", "signature", "run", "expired"}
+    assert table.refused == dict.fromkeys(refused, 1)
     assert table.heard_of() == ()
+    table.hear(friend, address="198.51.100.1:4100")
 
 
-# -- who has to go when there are more ---------------------------------------------------------------------------------
+# -- eviction ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_host_full_of_listening_sybils_keeps_nobody_out(identity: Identity, announce: Callable[..., bytes]) -> None:
-    clock = _Clock()
-    table = _table(identity, clock, max_peers=8)
-    worker = Identity.create()
-    _reach(table, announce(worker, sent_at=_NOW))
+def test_a_host_full_of_listening_sybils_keeps_nobody_out() -> None:
+    table, worker = _Table(8), Identity.create()
+    table.reach(worker)
     table.used(worker.peer_id)
     for number in range(30):
-        clock.now += 0.1
-        _reach(table, announce(Identity.create(), sent_at=_NOW, address=f"127.0.0.1:{5000 + number}"))
+        table.now += 0.1
+        table.reach(sent_at=_NOW, address=f"127.0.0.1:{5000 + number}")
         assert len(table.known()) <= 8
     for address in ("127.0.0.1:4200", "198.51.100.1:4200"):
-        newcomer = Identity.create()
-        clock.now += 0.1
-        _reach(table, announce(newcomer, sent_at=_NOW, address=address))
-        assert {worker.peer_id, newcomer.peer_id} <= _ids(table)
+        table.now += 0.1
+        newcomer = table.reach(sent_at=_NOW, address=address)
+        assert {worker.peer_id, newcomer.peer_id} <= table.ids
 
 
-def test_sybils_that_make_themselves_useful_leave_room_for_other_hosts(
-    identity: Identity, announce: Callable[..., bytes]
-) -> None:
-    table = _table(identity, _Clock(), max_peers=8)
+def test_sybils_that_make_themselves_useful_leave_room_for_other_hosts() -> None:
+    table = _Table(8)
     for number in range(12):
-        sybil = Identity.create()
-        _reach(table, announce(sybil, sent_at=_NOW, address=f"198.51.100.66:{5000 + number}"))
-        table.used(sybil.peer_id)
-    newcomers = [Identity.create() for _ in range(6)]
-    for number, newcomer in enumerate(newcomers):
-        _reach(table, announce(newcomer, sent_at=_NOW, address=f"198.51.100.{number}:4100"))
-        assert newcomer.peer_id in _ids(table)
+        table.used(table.reach(address=f"198.51.100.66:{5000 + number}").peer_id)
+    newcomers = set()
+    for number in range(6):
+        newcomer = table.reach(address=f"198.51.100.{number}:4100")
+        assert newcomer.peer_id in table.ids
         table.used(newcomer.peer_id)
-    assert {newcomer.peer_id for newcomer in newcomers} <= _ids(table)
-    assert len(_ids(table)) == 8
+        newcomers.add(newcomer.peer_id)
+    assert newcomers <= table.ids
+    assert len(table.ids) == 8
 
 
-def test_a_flood_of_hearsay_leaves_room_for_who_comes_himself(
-    identity: Identity, announce: Callable[..., bytes]
-) -> None:
-    clock = _Clock()
-    table = _table(identity, clock)
-    newcomer = Identity.create()
-    clock.now += 0.1
-    table.offer(announce(newcomer, sent_at=_NOW), source=f"{DIRECT}127.0.0.1")
+def test_a_flood_of_hearsay_leaves_room_for_a_node_that_announces_itself() -> None:
+    table, newcomer = _Table(), Identity.create()
+    table.now += 0.1
+    table.hear(newcomer, sent_at=_NOW, source=f"{DIRECT}127.0.0.1")
     for number in range(40):
-        clock.now += 0.1
-        table.offer(announce(Identity.create(), sent_at=_NOW, node_id=f"s{number}"), source=f"{TOLD}127.0.0.1")
+        table.now += 0.1
+        table.hear(sent_at=_NOW, node_id=f"s{number}", source=f"{TOLD}127.0.0.1")
     assert len(table.heard_of()) == 16
-    assert _reachable(table)[0].peer_id == newcomer.peer_id
+    assert table.reachable[0].peer_id == newcomer.peer_id
+
+
+@pytest.mark.parametrize("is_of_use", [False, True])
+def test_a_lesser_peer_of_the_same_host_gives_way(is_of_use: bool) -> None:
+    table = _Table(1)
+    first = table.reach()
+    table.used(first.peer_id)
+    second = table.hear()
+    for _ in range(2 * is_of_use):
+        table.now += 2.0
+        table.used(second.peer_id)
+    table.answered(second.peer_id, second.address)
+    assert table.ids == {(second if is_of_use else first).peer_id}
 
 
 _HOSTS = ["198.51.100.1", "198.51.100.2", "198.51.100.3"]
@@ -316,48 +274,41 @@ _MAX_PEERS = 6
 @cache
 def _node(number: int) -> tuple[Identity, bytes]:
     identity = Identity.create()
-    said = Announcement(
-        peer_id=identity.peer_id, node_id="n", run_id="run", address=f"{_host(number)}:{5000 + number}"
-    ).stamped(_NOW, 3600.0)
-    return identity, sign_announcement(said, identity)
+    address = f"{_host(number)}:{5000 + number}"
+    return identity, announce(identity, address=address, sent_at=_NOW, lifetime_s=3600.0)
 
 
 def _host(number: int) -> str:
     return _HOSTS[min(number % 5, 2)]  # Three in five nodes are at one host.
 
 
-_STEPS = st.lists(
-    st.tuples(
-        st.sampled_from(["offer", "tell", "answer", "use", "silence", "call"]),
-        st.integers(0, _NUM_NODES - 1),
-    ),
-    max_size=120,
-)
+_EVENTS = st.sampled_from(["offer", "tell", "answer", "use", "silence", "call"])
+_STEPS = st.lists(st.tuples(_EVENTS, st.integers(0, _NUM_NODES - 1)), max_size=120)
 
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(steps=_STEPS)
 def test_whatever_is_offered_the_shares_hold(steps: list[tuple[str, int]]) -> None:
-    clock = _Clock()
-    table = PeerTable("run", "f" * 64, max_peers=_MAX_PEERS, max_clock_skew_s=120.0, lifetime_s=1000.0, clock=clock)
+    table = _Table(_MAX_PEERS, lifetime_s=1000.0)
     number_of = {_node(number)[0].peer_id: number for number in range(_NUM_NODES)}
     used: set[int] = set()
     for what, number in steps:
-        clock.now += 1.0
+        table.now += 1.0
         identity, wire = _node(number)
         address = f"{_host(number)}:{5000 + number}"
         before = {number_of[it.announcement.peer_id] for it in table.known()}
-        if what in ("offer", "tell"):
-            table.offer(wire, source=f"{DIRECT if what == 'offer' else TOLD}{_host(number)}")
-        elif what == "answer":
-            table.answered(identity.peer_id, address)
-        elif what == "use":
-            table.used(identity.peer_id)
-        elif what == "call":
-            table.called(identity.peer_id)
-        else:
-            table.unreachable(identity.peer_id, address)
+        match what:
+            case "offer" | "tell":
+                table.offer(wire, source=f"{DIRECT if what == 'offer' else TOLD}{_host(number)}")
+            case "answer":
+                table.answered(identity.peer_id, address)
+            case "use":
+                table.used(identity.peer_id)
+            case "call":
+                table.called(identity.peer_id)
+            case "silence":
+                table.unreachable(identity.peer_id, address)
         after = {number_of[it.announcement.peer_id] for it in table.known()}
         heard = {number_of[it.announcement.peer_id] for it in table.heard_of()}
         if what == "use" and number in heard:
@@ -377,21 +328,3 @@ def test_whatever_is_offered_the_shares_hold(steps: list[tuple[str, int]]) -> No
             assert size[_host(gone)] >= size[_host(number)]
             eligible_idle = {it for it in before - used if size[_host(it)] >= size[_host(number)]}
             assert gone not in used or not eligible_idle
-
-
-@pytest.mark.parametrize("is_of_use", [False, True])
-def test_a_lesser_peer_of_the_same_host_gives_way(
-    identity: Identity, announce: Callable[..., bytes], is_of_use: bool
-) -> None:
-    clock = _Clock()
-    table = _table(identity, clock, max_peers=1)
-    first, second = Identity.create(), Identity.create()
-    _reach(table, announce(first, sent_at=_NOW))
-    table.used(first.peer_id)
-    said = table.offer(announce(second, sent_at=_NOW))
-    assert said is not None
-    for _ in range(2 * is_of_use):
-        clock.now += 2.0
-        table.used(second.peer_id)
-    table.answered(second.peer_id, said.address)
-    assert _ids(table) == {(second if is_of_use else first).peer_id}

@@ -1,14 +1,29 @@
-"""What stages, workers and micro-batches are called."""
+"""Names of stages, workers and micro-batches; distinct numbers of workers; stages dealt over keys of a DHT."""
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.errors import TrainerUsageError
+from trainer.errors import DiscoveryError, TrainerUsageError
 from trainer.model.config import stage_names
-from trainer.network.discovery.stage_report import FIRST_NUMBER, LAST_NUMBER, StageUid, free_number
+from trainer.network.discovery import DiscoveryConfig
+from trainer.network.discovery.announcement import Announcement
+from trainer.network.discovery.stage_report import (
+    FIRST_NUMBER,
+    LAST_NUMBER,
+    StagePartitions,
+    StageReport,
+    StageUid,
+    dht_key,
+    free_number,
+    partition_of,
+    settled_uid,
+    workers_of,
+)
 from trainer.pipeline.protocol.micro_batch import MicroBatchId
 
 STAGES = st.sampled_from(stage_names(7))
@@ -45,7 +60,7 @@ def test_a_free_number_is_one_nobody_has(seed: int, taken: set[int]) -> None:
     assert FIRST_NUMBER <= number <= LAST_NUMBER
 
 
-def test_where_all_of_002_s_numbers_are_taken_it_goes_on_behind_them() -> None:
+def test_where_all_numbers_are_taken_it_goes_on_behind_them() -> None:
     taken = set(range(FIRST_NUMBER, LAST_NUMBER + 1))
     assert free_number(5, taken) == LAST_NUMBER + 1
     assert free_number(5, taken | {LAST_NUMBER + 1}) == LAST_NUMBER + 2
@@ -61,3 +76,123 @@ def test_a_micro_batch_has_one_spelling(epoch: int, shard: int, row: int) -> Non
 def test_other_spellings_are_none(text: str) -> None:
     with pytest.raises(TrainerUsageError, match=r"such as e0\.s17\.r4096"):
         MicroBatchId.parse(text)
+
+
+def _said(peer_id: str, uid: StageUid | None) -> Announcement:
+    report = None if uid is None else StageReport(uid=str(uid), incarnation="0" * 16, status="serving")
+    return Announcement(peer_id=peer_id, node_id=peer_id[-4:], run_id="run", address="h:1", stage=report)
+
+
+def _peer_id(number: int, same_start: bool) -> str:
+    """Keys that begin alike look for a free number from the same place on."""
+    return f"{number:064x}" if same_start else f"{number:04x}".ljust(64, "0")
+
+
+_peer_ids = st.booleans().flatmap(
+    lambda same_start: st.lists(st.integers(0, 65_535), min_size=2, max_size=9, unique=True).map(
+        lambda numbers: [_peer_id(number, same_start) for number in numbers]
+    )
+)
+
+
+@pytest.mark.slow
+@settings(max_examples=200)
+@given(peer_ids=_peer_ids, data=st.data())
+def test_concurrent_joiners_end_with_distinct_numbers_and_keep_them(peer_ids: list[str], data: st.DataObject) -> None:
+    uids: dict[str, StageUid | None] = dict.fromkeys(peer_ids)
+    views: dict[str, dict[str, Announcement]] = {peer_id: {} for peer_id in peer_ids}
+    # Anyone, in any order, having heard of whomever, maybe long ago; some have a number of before.
+    for peer_id in data.draw(st.lists(st.sampled_from(peer_ids), unique=True)):
+        uids[peer_id] = StageUid("body-1", data.draw(st.integers(FIRST_NUMBER, FIRST_NUMBER + 2)))
+    for actor, heard in data.draw(
+        st.lists(st.tuples(st.sampled_from(peer_ids), st.lists(st.sampled_from(peer_ids), unique=True)), max_size=12)
+    ):
+        views[actor] |= {other: _said(other, uids[other]) for other in heard if other != actor}
+        uids[actor] = settled_uid("body-1", actor, uids[actor], views[actor].values())
+    # Then all hear of all, and all look at the same moment: nobody has an advantage.
+    for _ in peer_ids:
+        everyone = [_said(peer_id, uid) for peer_id, uid in uids.items()]
+        uids = {peer_id: settled_uid("body-1", peer_id, uid, everyone) for peer_id, uid in uids.items()}
+    assert len(set(uids.values())) == len(peer_ids)
+    everyone = [_said(peer_id, uid) for peer_id, uid in uids.items()]
+    for peer_id, uid in uids.items():
+        assert settled_uid("body-1", peer_id, uid, everyone) == uid
+
+
+def test_the_smaller_key_keeps_its_number() -> None:
+    small, large = _peer_id(1, False), _peer_id(2, False)
+    uid = StageUid("head", 42)
+    assert settled_uid("head", small, uid, [_said(large, uid)]) == uid
+    moved = settled_uid("head", large, uid, [_said(small, uid)])
+    assert moved.stage == "head" and moved.number != 42
+
+
+def test_only_workers_of_the_stage_take_its_numbers() -> None:
+    peer_id = _peer_id(9, False)
+    uid = StageUid("tail", 42)
+    others = [_said(_peer_id(1, False), StageUid("head", 42)), _said(_peer_id(2, False), None)]
+    assert settled_uid("tail", peer_id, uid, others) == uid
+    assert workers_of("head", others) == {_peer_id(1, False): 42}
+    assert workers_of("tail", others) == {}
+    # A restarted worker may find its own earlier announcement.
+    assert settled_uid("tail", peer_id, uid, [_said(peer_id, uid)]) == uid
+
+
+def test_a_worker_that_changes_its_stage_takes_a_new_name() -> None:
+    other = _said(_peer_id(3, True), StageUid("head", FIRST_NUMBER))
+    found = settled_uid("head", _peer_id(0, True), StageUid("tail", FIRST_NUMBER), [other])
+    assert found == StageUid("head", FIRST_NUMBER + 1)
+
+
+def test_all_numbers_may_be_taken() -> None:
+    others = [
+        _said(_peer_id(index, False), StageUid("head", number))
+        for index, number in enumerate(range(FIRST_NUMBER, LAST_NUMBER + 1))
+    ]
+    assert settled_uid("head", _peer_id(5000, False), None, others) == StageUid("head", LAST_NUMBER + 1)
+
+
+@given(num_stages=st.integers(2, 200), data=st.data())
+def test_every_partition_has_neighbours_and_as_many_as_any_other_or_one_less(
+    num_stages: int, data: st.DataObject
+) -> None:
+    num_partitions = data.draw(st.integers(1, num_stages))
+    dealt = [partition_of(stage, num_stages, num_partitions) for stage in range(num_stages)]
+    sizes = Counter(dealt)
+    assert dealt == sorted(dealt)
+    assert set(sizes) == set(range(num_partitions))
+    assert max(sizes.values()) - min(sizes.values()) <= 1
+    partitions = StagePartitions(stage_names(num_stages), num_partitions)
+    assert len(partitions.labels()) == 1 + num_partitions
+
+
+def test_neighbouring_stages_share_a_partition() -> None:
+    """32 stages over 4: stages 0 to 7 in the first, 8 to 15 in the second."""
+    assert [partition_of(stage, 32, 4) for stage in (0, 7, 8, 15, 16, 31)] == [0, 0, 1, 1, 2, 3]
+    partitions = StagePartitions(stage_names(32), 4)
+    assert partitions.labels() == ("", "head.0", "body8.0", "body16.0", "body24.0")
+    assert partitions.label("tail") == "body24.0"
+    assert partitions.labels(["body-9", "body-8"]) == ("", "body8.0")
+
+
+def test_each_stage_has_its_own_if_nothing_else_is_said() -> None:
+    partitions = StagePartitions(stage_names(4))
+    assert [partitions.label(stage) for stage in stage_names(4)] == ["head.0", "body1.0", "body2.0", "tail.0"]
+    assert partitions.labels(["body-2"]) == ("", "body2.0")
+
+
+def test_without_stages_there_is_one_key() -> None:
+    assert StagePartitions().labels() == ("",)
+    assert StagePartitions().label("body-1") == ""
+    assert StagePartitions().labels(["body-1"]) == ("",)
+    assert dht_key("run") == "run.peers"
+    assert dht_key("run", "body8.0") == "run.body8.0"
+
+
+def test_mistakes_are_told() -> None:
+    with pytest.raises(TrainerUsageError, match=r"num_partitions: expected at most the number of stages, 3, found 4"):
+        StagePartitions(stage_names(3), 4)
+    with pytest.raises(DiscoveryError, match=r"expected one of the run's stages head, body-1, tail, found 'body-2'"):
+        StagePartitions(stage_names(3)).label("body-2")
+    with pytest.raises(TrainerUsageError, match="num_partitions: expected 0 without partition_by_stage"):
+        DiscoveryConfig(num_partitions=2)

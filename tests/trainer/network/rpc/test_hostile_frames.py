@@ -19,7 +19,7 @@ from tests.support.hostile_caller import HostileCaller, header_fields, hostile_c
 from tests.support.rpc_node import RUN_ID, Answer, Question, rpc_node
 from tests.support.rpc_pair import ask, running_endpoint, until
 from trainer.errors import RpcError
-from trainer.network.discovery.exchange import EXCHANGE_METHOD, ExchangeRequest
+from trainer.network.discovery.exchange import EXCHANGE_METHOD, PeerExchangeRequest
 from trainer.network.rpc import Endpoint, Identity, Reason, Reply, Request
 from trainer.network.rpc.channels import METHOD_PATH
 from trainer.network.rpc.envelope import HEARTBEAT, MAX_FRAME_BYTES, PROTOCOL_VERSION, seal
@@ -302,11 +302,11 @@ _IN_WITHIN_S = 10.0
 async def test_newcomers_and_proven_peers_get_in_under_attack(name: str, tmp_path: Path) -> None:
     """Few connections of an attack, beside newcomers of the same address; a swarm's is in tests/trainer/attacks."""
 
-    async def answer(_request: Request[ExchangeRequest]) -> Reply[Answer]:
+    async def answer(_request: Request[PeerExchangeRequest]) -> Reply[Answer]:
         return Reply(Answer())
 
     async with running_endpoint(**_TLS_OPTIONS) as victim, running_endpoint(**_TLS_OPTIONS) as proven:
-        victim.register(EXCHANGE_METHOD, ExchangeRequest, answer, any_recipient=True)
+        victim.register(EXCHANGE_METHOD, PeerExchangeRequest, answer, any_recipient=True)
         await ask(victim, proven.peer)
         (tmp_path / "run.yaml").write_text(f"run_id: {RUN_ID}\n", encoding="utf-8")
         target = Target(

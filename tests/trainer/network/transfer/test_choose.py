@@ -1,4 +1,4 @@
-"""The state most distinct nodes hold is chosen, by all who see the same, whatever anybody claims of himself."""
+"""All nodes that see the same announcements choose the state most of them hold, whatever one of them claims."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.network.discovery.announcement import Announcement
-from trainer.network.transfer.choose import choose_state
+from trainer.network.transfer.fetch import choose_state
 
 _DIGESTS = [letter * 64 for letter in "abc"]
 
@@ -18,44 +18,45 @@ def _said(node: int, step: int, digest: str) -> Announcement:
     )
 
 
-_sayings = st.lists(
+_announcements = st.lists(
     st.builds(_said, st.integers(0, 8), st.integers(0, 5), st.sampled_from(["", *_DIGESTS])), max_size=12
 )
 _own = st.tuples(st.integers(0, 5), st.sampled_from(["", *_DIGESTS]))
 
 
-def test_the_most_nodes_win() -> None:
-    others = [_said(1, 3, _DIGESTS[0]), _said(2, 3, _DIGESTS[0]), _said(3, 9, _DIGESTS[1])]
-    assert choose_state((0, ""), others) == _DIGESTS[0]
-    assert choose_state((3, _DIGESTS[0]), others) is None
+_A, _B, _ = _DIGESTS
+_TWO_HONEST = [_said(node, 7, _B) for node in range(2)]
 
 
-def test_one_liar_is_not_believed_whatever_step_it_claims() -> None:
-    honest = [_said(node, 7, _DIGESTS[1]) for node in range(2)]
-    assert choose_state((7, _DIGESTS[1]), [*honest, _said(9, 2**50, _DIGESTS[0])]) is None
-    assert choose_state((0, ""), [*honest, _said(9, 2**50, _DIGESTS[0])]) == _DIGESTS[1]
-
-
-def test_saying_it_often_does_not_help() -> None:
-    honest = [_said(node, 7, _DIGESTS[1]) for node in range(2)]
-    assert choose_state((0, ""), [*honest, *[_said(9, 8, _DIGESTS[0])] * 5]) == _DIGESTS[1]
-
-
-def test_ties_go_to_the_higher_step_then_the_lower_digest() -> None:
-    assert choose_state((0, ""), [_said(1, 3, _DIGESTS[0]), _said(2, 4, _DIGESTS[1])]) == _DIGESTS[1]
-    assert choose_state((0, ""), [_said(1, 3, _DIGESTS[1]), _said(2, 3, _DIGESTS[0])]) == _DIGESTS[0]
-    assert choose_state((3, _DIGESTS[0]), [_said(2, 3, _DIGESTS[1])]) is None
-    assert choose_state((3, _DIGESTS[1]), [_said(2, 3, _DIGESTS[0])]) == _DIGESTS[0]
-
-
-def test_nobody_has_anything() -> None:
-    assert choose_state((0, ""), []) is None
-    assert choose_state((0, ""), [_said(1, 0, "")]) is None
-    assert choose_state((5, _DIGESTS[0]), []) is None
+@pytest.mark.parametrize(
+    ("own", "others", "chosen"),
+    [
+        # The most nodes win.
+        ((0, ""), [_said(1, 3, _A), _said(2, 3, _A), _said(3, 9, _B)], _A),
+        ((3, _A), [_said(1, 3, _A), _said(2, 3, _A), _said(3, 9, _B)], None),
+        # One liar is not believed, whatever step it claims, nor if it says it often.
+        ((7, _B), [*_TWO_HONEST, _said(9, 2**50, _A)], None),
+        ((0, ""), [*_TWO_HONEST, _said(9, 2**50, _A)], _B),
+        ((0, ""), [*_TWO_HONEST, *[_said(9, 8, _A)] * 5], _B),
+        # Ties go to the higher step, then the lower digest.
+        ((0, ""), [_said(1, 3, _A), _said(2, 4, _B)], _B),
+        ((0, ""), [_said(1, 3, _B), _said(2, 3, _A)], _A),
+        ((3, _A), [_said(2, 3, _B)], None),
+        ((3, _B), [_said(2, 3, _A)], _A),
+        # Nobody has any.
+        ((0, ""), [], None),
+        ((0, ""), [_said(1, 0, "")], None),
+        ((5, _A), [], None),
+    ],
+)
+def test_the_state_that_most_nodes_hold_is_chosen(
+    own: tuple[int, str], others: list[Announcement], chosen: str | None
+) -> None:
+    assert choose_state(own, others) == chosen
 
 
 @pytest.mark.slow
-@given(own=_own, others=_sayings, seed=st.randoms(use_true_random=False))
+@given(own=_own, others=_announcements, seed=st.randoms(use_true_random=False))
 def test_the_order_of_what_is_heard_does_not_matter(
     own: tuple[int, str], others: list[Announcement], seed: object
 ) -> None:
@@ -65,8 +66,8 @@ def test_the_order_of_what_is_heard_does_not_matter(
 
 
 @pytest.mark.slow
-@given(own=_own, others=_sayings)
-def test_nobody_who_is_not_chosen_has_more_nodes_behind_him(own: tuple[int, str], others: list[Announcement]) -> None:
+@given(own=_own, others=_announcements)
+def test_no_other_state_has_more_holders(own: tuple[int, str], others: list[Announcement]) -> None:
     last: dict[str, Announcement] = {}
     for said in sorted(others, key=lambda said: (said.peer_id, said.outer_step, said.state_digest)):
         last[said.peer_id] = said
@@ -88,7 +89,7 @@ def test_nobody_who_is_not_chosen_has_more_nodes_behind_him(own: tuple[int, str]
         unique_by=lambda said: said.peer_id,
     )
 )
-def test_all_who_hear_of_each_other_agree(others: list[Announcement]) -> None:
+def test_nodes_that_hear_of_each_other_agree(others: list[Announcement]) -> None:
     decisions = set()
     for me in others:
         rest = [said for said in others if said.peer_id != me.peer_id]
