@@ -13,7 +13,7 @@ import pytest
 from tests.support.event_loop import on_event_loop
 from trainer.errors import NonFiniteActivationError, RefusedError, TrainerError
 from trainer.pipeline.worker import Runtime, WorkerConfig
-from trainer.pipeline.worker.waiting import Job, Rank
+from trainer.pipeline.worker.admission import Job, Priority
 
 
 @contextmanager
@@ -26,8 +26,8 @@ def _running(between: Callable[[], None] | None = None, **config: Any) -> Iterat
         assert runtime.stop(10)
 
 
-def _of(function: Callable[[Any], Any], rank: Rank = Rank.FORWARD, item: Any = None, **changes: Any) -> Job:
-    return Job(rank, changes.pop("owner", "a"), item, lambda items: [function(item) for item in items], **changes)
+def _of(function: Callable[[Any], Any], priority: Priority = Priority.FORWARD, item: Any = None, **changes: Any) -> Job:
+    return Job(priority, changes.pop("owner", "a"), item, lambda items: [function(item) for item in items], **changes)
 
 
 class _Gate:
@@ -36,7 +36,7 @@ class _Gate:
     def __init__(self, runtime: Runtime) -> None:
         self.opened = threading.Event()
         self.entered = threading.Event()
-        self.job = _of(self._wait, Rank.CONTROL)
+        self.job = _of(self._wait, Priority.CONTROL)
         runtime.submit(self.job)
         assert self.entered.wait(10)
 
@@ -52,16 +52,16 @@ async def test_what_comes_while_it_computes_is_done_by_rank() -> None:
     with _running() as runtime:
         gate = _Gate(runtime)
         jobs = [
-            _of(done.append, rank, f"{rank.name} {number}")
+            _of(done.append, priority, f"{priority.name} {number}")
             for number in range(2)
-            for rank in (Rank.FORWARD, Rank.TAIL, Rank.BACKWARD)
+            for priority in (Priority.FORWARD, Priority.TAIL, Priority.BACKWARD)
         ]
         waits = [asyncio.create_task(runtime.compute(job)) for job in jobs]
         await asyncio.sleep(0)
         assert runtime.figures.queued == 6
         gate.opened.set()
         await asyncio.gather(*waits)
-    wanted = [f"{rank} {number}" for rank in ("BACKWARD", "TAIL", "FORWARD") for number in range(2)]
+    wanted = [f"{priority} {number}" for priority in ("BACKWARD", "TAIL", "FORWARD") for number in range(2)]
     assert done == wanted
 
 
@@ -75,7 +75,7 @@ async def test_jobs_of_a_group_are_computed_in_one_call_and_fail_apart() -> None
 
     with _running(max_batch_size=3) as runtime:
         gate = _Gate(runtime)
-        jobs = [Job(Rank.FORWARD, "a", item, halve, group="g") for item in (2, 3, 4, 6)]
+        jobs = [Job(Priority.FORWARD, "a", item, halve, group="g") for item in (2, 3, 4, 6)]
         waits = [asyncio.create_task(runtime.compute(job)) for job in jobs]
         await asyncio.sleep(0)
         gate.opened.set()
@@ -194,7 +194,7 @@ async def test_stopping_refuses_what_waits() -> None:
     stopping = asyncio.get_running_loop().run_in_executor(None, runtime.stop, 10)
     with pytest.raises(RefusedError):
         while True:
-            runtime.check_room(Rank.CONTROL, "", 0)
+            runtime.check_room(Priority.CONTROL, "", 0)
             await asyncio.sleep(0.001)
     gate.opened.set()
     with pytest.raises(RefusedError) as caught:
@@ -229,7 +229,9 @@ async def test_when_jobs_are_refused_nothing_but_its_own_business_is_computed() 
     done: list[str] = []
     with _running() as runtime:
         gate = _Gate(runtime)
-        waits = [asyncio.create_task(runtime.compute(_of(done.append, rank, "waits"))) for rank in list(Rank)[1:]]
+        waits = [
+            asyncio.create_task(runtime.compute(_of(done.append, priority, "waits"))) for priority in list(Priority)[1:]
+        ]
         waits.append(asyncio.create_task(runtime.compute(_of(done.append, item="owed"), owed=True)))
         handed_over = asyncio.create_task(runtime.control(lambda: done.append("control")))
         await asyncio.sleep(0)
@@ -245,7 +247,7 @@ async def test_when_jobs_are_refused_nothing_but_its_own_business_is_computed() 
             with pytest.raises(RefusedError, match="going down"):
                 await runtime.compute(_of(done.append, item="comes"), owed=owed)
         with pytest.raises(RefusedError, match="going down"):
-            runtime.check_room(Rank.BACKWARD, "a", 1)
+            runtime.check_room(Priority.BACKWARD, "a", 1)
         await runtime.control(lambda: done.append("control"))
     assert done == ["control", "control"]
 
@@ -256,7 +258,7 @@ async def test_jobs_refused_by_the_compute_thread_itself_are_not_computed_behind
     with _running() as runtime:
         gate = _Gate(runtime)
         last = asyncio.create_task(runtime.control(runtime.refuse_jobs))
-        waits = asyncio.create_task(runtime.compute(_of(done.append, Rank.BACKWARD, "waits"), owed=True))
+        waits = asyncio.create_task(runtime.compute(_of(done.append, Priority.BACKWARD, "waits"), owed=True))
         await asyncio.sleep(0)
         gate.opened.set()
         await last
