@@ -389,25 +389,6 @@ async def test_a_micro_batch_that_was_given_away_is_refused_whether_it_waits_or_
         assert tail.worker.replica.accumulated.num_micro_batches == 0
 
 
-@pytest.mark.slow
-@on_event_loop
-async def test_a_driver_that_floods_is_told_so_and_another_is_served(tail_input: Tensors) -> None:
-    setup = WorkerSetup("tail", worker={"max_queue_per_driver": 4})
-    async with running_worker(setup) as tail, running_driver() as flooding, running_driver() as meek:
-        async with held(tail) as release:
-            flood = [asyncio.create_task(flooding.tail(tail, f"e0.s0.r{row}", tail_input)) for row in range(20)]
-            await until(lambda: sum(task.done() for task in flood) == 16)
-            served = asyncio.create_task(meek.tail(tail, "e0.s1.r0", tail_input))
-            await until(lambda: tail.worker.runtime.figures.queued == 5)
-            release()
-        assert (await served).body.applied == ("tail",)
-        results = await asyncio.gather(*flood, return_exceptions=True)
-        refused = [error.reason for error in results if isinstance(error, RefusedError)]
-        assert refused == ["busy"] * 16
-        assert (await meek.status(tail)).refused == {"busy": 16}
-        assert tail.worker.replica.accumulated.num_micro_batches == 5
-
-
 @on_event_loop
 async def test_gradients_that_wait_at_the_head_take_the_queue_s_room(head_input: Tensors) -> None:
     size_bytes = GRADIENT["gradient"].nbytes + 8 * 16
