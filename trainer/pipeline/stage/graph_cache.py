@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ from trainer.errors import NonFiniteActivationError, PipelineError
 from trainer.pipeline.stage.config import StageConfig
 from trainer.pipeline.stage.passes import StagePasses
 
-__all__ = ["ENTRY_BYTES", "CachedForward", "ForwardGraph", "ForwardRunner", "GraphCache"]
+__all__ = ["ENTRY_BYTES", "CachedForward", "ForwardRunner", "GraphCache"]
 
 ENTRY_BYTES = 2048
 """Of an entry's Python objects: names, tensors and nodes without their values."""
@@ -132,16 +131,6 @@ def _owner_of(key: str) -> str:
     return key.partition(" ")[2]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ForwardGraph:
-    """A forward pass to run backward, once."""
-
-    leaf: Tensor
-    y: Tensor
-    recomputed: bool
-    """It was computed again for this backward pass."""
-
-
 class ForwardRunner:
     """Runs a stage's forward passes and keeps what their backward passes need.
 
@@ -172,24 +161,28 @@ class ForwardRunner:
         return y.detach()
 
     def run_many(self, requests: Sequence[_Request], version: int) -> list[_Answer]:
-        """Runs several micro-batches; see `StageReplica.forward_many`."""
-        if self._keeps_graphs:
+        """Runs several micro-batches of one length; see `StageReplica.forward_many`."""
+        if self._keeps_graphs or len(requests) < 2:
             return [self._run_or_error(key, x, version) for key, x in requests]
-        answers: dict[int, _Answer] = {}
-        in_order = sorted(range(len(requests)), key=lambda index: requests[index][1].shape[1])
-        for _, group in groupby(in_order, key=lambda index: requests[index][1].shape[1]):
-            indices = list(group)
-            batch = [requests[index] for index in indices]
-            answers.update(zip(indices, self._run_batch(batch, version), strict=True))
-        return [answers[index] for index in range(len(requests))]
+        leaves = [self._passes.leaf(x) for _, x in requests]
+        try:
+            outputs = self._passes.output(torch.cat([leaf.detach() for leaf in leaves]), key=requests[0][0])
+        except NonFiniteActivationError:  # One by one, to find the culprit.
+            return [self._run_or_error(key, x, version) for key, x in requests]
+        for (key, _), leaf in zip(requests, leaves, strict=True):
+            self.cache.put(key, CachedForward(leaf, None, self._weights(), version, 0))
+        return list(torch.split(outputs, [leaf.shape[0] for leaf in leaves]))
 
-    def graph(self, key: str, x: Tensor | None, grad_y: Tensor) -> ForwardGraph:
-        """Returns a micro-batch's graph at the current weights, and drops its cache entry.
+    def graph(self, key: str, x: Tensor | None, grad_y: Tensor) -> tuple[Tensor, Tensor, bool]:
+        """Returns a micro-batch's graph at the current weights, to be run backward once, and drops its cache entry.
 
         Args:
             key: as given to `run`.
             x: the input; None: the one that was kept.
             grad_y: the gradient to run backward.
+
+        Returns:
+            Leaf and output, and whether the graph was computed again.
 
         Raises:
             PipelineError: there is no input, or the gradient is of other rows or positions; nothing is dropped.
@@ -209,10 +202,10 @@ class ForwardRunner:
             )
         self.cache.take(key)
         if kept is not None and kept.y is not None and kept.weights == self._weights():
-            return ForwardGraph(kept.x, kept.y, recomputed=False)
+            return kept.x, kept.y, False
         leaf = self._passes.leaf(leaf)
         y, _ = self._passes.graph(leaf, key=key)
-        return ForwardGraph(leaf, y, recomputed=True)
+        return leaf, y, True
 
     def weights_changed(self) -> None:
         """Drops all graphs and keeps the inputs."""
@@ -228,16 +221,3 @@ class ForwardRunner:
             return self.run(key, x, version)
         except NonFiniteActivationError as error:
             return error
-
-    def _run_batch(self, requests: Sequence[_Request], version: int) -> Sequence[_Answer]:
-        """Runs requests of one length as a batch; one that is not finite is run one by one to find the culprit."""
-        if len(requests) == 1:
-            return [self._run_or_error(*requests[0], version)]
-        leaves = [self._passes.leaf(x) for _, x in requests]
-        try:
-            outputs = self._passes.output(torch.cat([leaf.detach() for leaf in leaves]), key=requests[0][0])
-        except NonFiniteActivationError:
-            return [self._run_or_error(key, x, version) for key, x in requests]
-        for (key, _), leaf in zip(requests, leaves, strict=True):
-            self.cache.put(key, CachedForward(leaf, None, self._weights(), version, 0))
-        return torch.split(outputs, [leaf.shape[0] for leaf in leaves])

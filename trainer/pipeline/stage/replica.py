@@ -126,7 +126,7 @@ class StageReplica:
         return self._forwards.run(key, x, self._version)
 
     def forward_many(self, requests: Sequence[tuple[str, Tensor]]) -> list[Tensor | NonFiniteActivationError]:
-        """Runs several micro-batches; those of one length as one batch, where no graphs are kept.
+        """Runs several micro-batches of one length, as one batch where no graphs are kept.
 
         Returns:
             For each, in order, what `forward` returns or raises: a bad one does not spoil the others.
@@ -167,10 +167,10 @@ class StageReplica:
             self._add_nothing(before_apply)
             grad_x = None if self.kind == "head" else torch.zeros_like(self._passes.moved(grad_y).float())
             return BackwardResult(grad_x, self._version, recomputed=False)
-        graph = self._forwards.graph(key, x, grad_y)
-        gradients = self._passes.gradients(graph.y, graph.leaf, grad_y, key=key)
+        leaf, y, recomputed = self._forwards.graph(key, x, grad_y)
+        gradients = self._passes.gradients(y, leaf, grad_y, key=key)
         gradients, scale = self._add(key, gradients, num_tokens, 0.0, before_apply)
-        return BackwardResult(gradients.of_input, self._version, graph.recomputed, scale)
+        return BackwardResult(gradients.of_input, self._version, recomputed, scale)
 
     def tail(self, key: str, hidden: Tensor, labels: Tensor, *, before_apply: BeforeApply | None = None) -> TailResult:
         """Computes a micro-batch's loss, and computes and counts its gradient as `backward` does.

@@ -81,17 +81,17 @@ class Chain:
             return await self._executor.answer_tail(pending, sender, ask, tensors)
         labels = self._executor.link.labels_of(ask, tensors)
         num_tokens = int((labels != IGNORED_LABEL).sum())
-        passed, sent = await self._executor.forward(sender, ask, tensors)
+        passed, x, sent = await self._executor.forward(sender, ask, tensors)
         try:
             behind = await self._ask_next(ask, tensors, sent, num_tokens, pending.owner)
             del sent  # As large as the gradient that comes in its place.
             grad_y = await self._gradient_in(ask, behind)
         except RefusedError:
-            await self._executor.forget(passed.key)
+            await self._executor.forget(sender, ask)
             raise
         try:
             own = await self._executor.count_gradient(
-                pending, sender, ask, passed.key, passed.x, grad_y, num_tokens, passed.version, owed=True
+                pending, sender, ask, x, grad_y, num_tokens, passed.version, owed=True
             )
         except (PipelineError, RefusedError) as error:
             raise RefusedError("partly", f"counted behind {self._name}, not in it: {error}") from error

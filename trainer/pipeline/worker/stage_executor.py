@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -29,25 +28,13 @@ from trainer.pipeline.worker.received import ReceivedAsk, ReceivedBackward, Rece
 from trainer.pipeline.worker.replies import Acknowledgement, PendingCount, ReplyCache, StageReply
 from trainer.pipeline.worker.runtime import Runtime
 
-__all__ = ["ForwardPass", "StageExecutor"]
+__all__ = ["StageExecutor"]
 
 logger = logging.getLogger(__name__)
 
 _Result = BackwardResult | TailResult
 _Compute = Callable[[Callable[[], None]], _Result]
 """Computes and counts a gradient; calls its argument right before it adds up."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ForwardPass:
-    """A forward pass that was run here, without its output, which is needed only until it is sent."""
-
-    key: str
-    """Of its graph."""
-    x: Tensor
-    version: int
-    compute_s: float
-    queue_s: float
 
 
 class StageExecutor:
@@ -82,11 +69,11 @@ class StageExecutor:
 
     async def forward(
         self, sender: PeerId, ask: ReceivedAsk, tensors: Mapping[str, Tensor]
-    ) -> tuple[ForwardPass, dict[str, Tensor]]:
+    ) -> tuple[StageAnswer, Tensor, dict[str, Tensor]]:
         """Runs a forward pass whose backward pass is to follow.
 
         Returns:
-            Facts about it, and its output in wire form.
+            The answer, the input, and the output in wire form.
 
         Raises:
             RefusedError: the request is not in order, too late, or there is no room.
@@ -94,8 +81,8 @@ class StageExecutor:
         """
         self._check_room(Priority.FORWARD, sender, ask)
         x, ids = await self.link.input_of(ask, tensors)
-        key = _graph_key(sender, ask)
-        job = self._job(Priority.FORWARD, sender, ask, self._run_forward, x.nbytes, item=(key, x))
+        item = (_graph_key(sender, ask), x)
+        job = self._job(Priority.FORWARD, sender, ask, self._run_forward, x.nbytes, item=item)
         if 1 < self._max_batch_size >= ask.num_rows:
             job.group = ask.num_positions
         done = await self.runtime.compute(job)
@@ -103,14 +90,14 @@ class StageExecutor:
         try:
             activation = await self.link.activation(y, ids)
         except RefusedError:
-            await self.forget(key)
+            await self.forget(sender, ask)
             raise
-        return ForwardPass(key, x, version, done.compute_s, done.queue_s), activation
+        return self._answer(ask, version, done.compute_s, done.queue_s), x, activation
 
     async def answer_forward(self, sender: PeerId, ask: ReceivedAsk, tensors: Mapping[str, Tensor]) -> StageReply:
         """Runs a forward pass and answers its output; errors as `forward`."""
-        passed, activation = await self.forward(sender, ask, tensors)
-        return TensorAnswer(self._answer(ask, passed.version, passed.compute_s, passed.queue_s), activation)
+        answer, _, activation = await self.forward(sender, ask, tensors)
+        return TensorAnswer(answer, activation)
 
     async def answer_backward(
         self, pending: PendingCount, sender: PeerId, ask: ReceivedBackward, tensors: Mapping[str, Tensor]
@@ -121,15 +108,13 @@ class StageExecutor:
         if IDS in tensors if self.link.shape.kind == "head" else part_of(ACTIVATION, tensors):
             x, _ = await self.link.input_of(ask, tensors)
         grad_y = await self.link.gradient_of(ask, tensors)
-        key = _graph_key(sender, ask)
-        return await self.count_gradient(pending, sender, ask, key, x, grad_y, ask.num_tokens, ask.forward_version)
+        return await self.count_gradient(pending, sender, ask, x, grad_y, ask.num_tokens, ask.forward_version)
 
     async def count_gradient(
         self,
         pending: PendingCount,
         sender: PeerId,
         ask: ReceivedAsk,
-        key: str,
         x: Tensor | None,
         grad_y: Tensor,
         num_tokens: int,
@@ -138,6 +123,7 @@ class StageExecutor:
         owed: bool = False,
     ) -> StageReply:
         """Counts a gradient and answers the input's; ``owed`` as in `Runtime.submit`, the others as in the replica."""
+        key = _graph_key(sender, ask)
 
         def compute(before_apply: Callable[[], None]) -> BackwardResult:
             try:
@@ -192,9 +178,9 @@ class StageExecutor:
         update = {"loss_sum": found.loss_sum, "num_tokens": found.num_tokens}
         return TensorAnswer(answer.model_copy(update=update), gradient)
 
-    async def forget(self, key: str) -> None:
+    async def forget(self, sender: PeerId, ask: ReceivedAsk) -> None:
         """Drops a forward pass whose backward pass will not come."""
-        await self.runtime.control(lambda: self.replica.forget(key))
+        await self.runtime.control(lambda: self.replica.forget(_graph_key(sender, ask)))
 
     async def _count(
         self,
