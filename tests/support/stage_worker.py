@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -45,6 +45,7 @@ __all__ = [
     "WorkerSetup",
     "build_worker",
     "held",
+    "queued",
     "running_worker",
     "stage_worker_processes",
     "until",
@@ -145,7 +146,7 @@ async def running_worker(
 
 @asynccontextmanager
 async def held(running: RunningWorker) -> AsyncIterator[Callable[[], None]]:
-    """Holds the worker's compute thread up until what it yields is called."""
+    """Holds the worker's compute thread up within the block, or until what it yields is called."""
     entered, released = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -159,6 +160,13 @@ async def held(running: RunningWorker) -> AsyncIterator[Callable[[], None]]:
     finally:
         released.set()
         await task
+
+
+async def queued(running: RunningWorker, *asked: Awaitable[Any]) -> list[asyncio.Future[Any]]:
+    """Asks, and waits until so many requests wait at a worker whose compute thread is held up."""
+    tasks = [asyncio.ensure_future(each) for each in asked]
+    await until(lambda: running.worker.runtime.figures.queued == len(tasks))
+    return tasks
 
 
 async def until(condition: Callable[[], bool]) -> None:

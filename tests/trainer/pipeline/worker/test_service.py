@@ -23,6 +23,7 @@ from tests.support.stage_worker import (
     WorkerSetup,
     build_worker,
     held,
+    queued,
     running_worker,
     until,
 )
@@ -192,12 +193,10 @@ async def test_the_same_request_again_gets_the_same_answer_and_one_gradient(tail
 @on_event_loop
 async def test_what_is_wrong_with_one_request_is_not_held_against_one_that_came_with_it(head_input: Tensors) -> None:
     async with running_worker(HEAD) as head, running_driver() as driver:
-        async with held(head) as release:
-            first = asyncio.create_task(_backward(head, driver, {}))
-            await until(lambda: head.worker.runtime.figures.queued == 1)
+        async with held(head):
+            (first,) = await queued(head, _backward(head, driver, {}))
             second = asyncio.create_task(_backward(head, driver, head_input))
             await asyncio.sleep(0.1)
-            release()
         assert await _reason(first) == "no-input"
         assert (await second).body.applied == ("head",)
 
@@ -206,17 +205,14 @@ async def test_what_is_wrong_with_one_request_is_not_held_against_one_that_came_
 @on_event_loop
 async def test_a_caller_that_goes_away_leaves_nothing_counted_and_one_that_stays_gets_it(tail_input: Tensors) -> None:
     async with running_worker(TAIL) as tail, running_driver() as driver:
-        async with held(tail) as release:
-            alone = asyncio.create_task(driver.tail(tail, "e0.s0.r2", tail_input))
-            first = asyncio.create_task(driver.tail(tail, KEY, tail_input))
-            await until(lambda: tail.worker.runtime.figures.queued == 2)
+        async with held(tail):
+            alone, first = await queued(tail, *(driver.tail(tail, key, tail_input) for key in ("e0.s0.r2", KEY)))
             second = asyncio.create_task(driver.tail(tail, KEY, tail_input))
             await asyncio.sleep(0.1)
             for task in (alone, first):
                 task.cancel()
             await asyncio.gather(alone, first, return_exceptions=True)
             await until(lambda: tail.worker.runtime.figures.queued == 1)
-            release()
         assert (await second).body.applied_number == 1
         assert await driver.applied(tail, KEY, "e0.s0.r2") == (KEY,)
         assert tail.worker.replica.accumulated.num_micro_batches == 1
@@ -229,13 +225,8 @@ async def test_forward_requests_computed_together_give_what_each_gives_alone() -
     inputs = [{"ids": wire_ids(random_tokens(64, 2, 8, seed=seed)[0])} for seed in range(3)]
     recompute = WorkerSetup("head", stage_config={"backward": "recompute"})
     async with running_worker(recompute) as head, running_worker(HEAD) as alone, running_driver() as driver:
-        async with held(head) as release:
-            asked = [
-                asyncio.create_task(driver.forward(head, f"e0.s0.r{2 * row}", given))
-                for row, given in enumerate(inputs)
-            ]
-            await until(lambda: head.worker.runtime.figures.queued == 3)
-            release()
+        async with held(head):
+            asked = await queued(head, *(driver.forward(head, f"e0.s0.r{row}", it) for row, it in enumerate(inputs)))
         together = await asyncio.gather(*asked)
         assert head.worker.runtime.figures.batch_rows == 6.0
         for reply, given in zip(together, inputs, strict=True):
@@ -247,11 +238,9 @@ async def test_forward_requests_computed_together_give_what_each_gives_alone() -
 async def test_late_is_expired_and_nothing_is_counted(tail_input: Tensors) -> None:
     offset = [0.0]
     async with running_worker(TAIL, clock=lambda: boottime_s() + offset[0]) as tail, running_driver() as driver:
-        async with held(tail) as release:
-            late = asyncio.create_task(driver.tail(tail, KEY, tail_input, apply_within_s=5.0))
-            await until(lambda: tail.worker.runtime.figures.queued == 1)
+        async with held(tail):
+            (late,) = await queued(tail, driver.tail(tail, KEY, tail_input, apply_within_s=5.0))
             offset[0] = 6.0
-            release()
         assert await _reason(late) == "expired"
         assert tail.worker.replica.accumulated.num_micro_batches == 0
         assert (await driver.tail(tail, KEY, tail_input)).body.applied_number == 1
@@ -367,11 +356,9 @@ async def test_what_was_counted_for_one_driver_is_no_answer_for_another(tail_inp
         first = await liar.tail(tail, KEY, lie)
         assert await _reason(driver.tail(tail, KEY, tail_input)) == "counted-for-another"
         assert (await liar.tail(tail, KEY, lie)).body == first.body
-        async with held(tail) as release:
-            begun = asyncio.create_task(liar.tail(tail, "e0.s0.r2", lie))
-            await until(lambda: tail.worker.runtime.figures.queued == 1)
+        async with held(tail):
+            (begun,) = await queued(tail, liar.tail(tail, "e0.s0.r2", lie))
             assert await _reason(driver.tail(tail, "e0.s0.r2", tail_input)) == "busy"
-            release()
         await begun
         assert tail.worker.replica.accumulated.num_micro_batches == 2
 
@@ -379,11 +366,9 @@ async def test_what_was_counted_for_one_driver_is_no_answer_for_another(tail_inp
 @on_event_loop
 async def test_a_micro_batch_that_was_given_away_is_refused_whether_it_waits_or_comes(tail_input: Tensors) -> None:
     async with running_worker(TAIL) as tail, running_driver() as driver, running_driver() as keeper:
-        async with held(tail) as release:
-            waiting = asyncio.create_task(driver.tail(tail, KEY, tail_input))
-            await until(lambda: tail.worker.runtime.figures.queued == 1)
+        async with held(tail):
+            (waiting,) = await queued(tail, driver.tail(tail, KEY, tail_input))
             assert await keeper.applied(tail, KEY, "e0.s0.r2", refuse_from_now=True) == ()
-            release()
         assert await _reason(waiting) == "expired"
         assert await _reason(driver.tail(tail, "e0.s0.r2", tail_input)) == "busy"
         assert tail.worker.replica.accumulated.num_micro_batches == 0
@@ -393,12 +378,11 @@ async def test_a_micro_batch_that_was_given_away_is_refused_whether_it_waits_or_
 async def test_gradients_that_wait_at_the_head_take_the_queue_s_room(head_input: Tensors) -> None:
     size_bytes = GRADIENT["gradient"].nbytes + 8 * 16
     setup = replace(HEAD, worker={"max_queue_bytes": 3 * size_bytes - 1})
-    async with running_worker(setup) as head, running_driver() as driver, held(head) as release:
-        first = asyncio.create_task(_backward(head, driver, head_input))
-        await until(lambda: head.worker.runtime.figures.queued == 1)
-        assert head.worker.runtime.figures.queued_bytes == size_bytes
-        assert await _reason(_backward(head, driver, head_input, "e0.s0.r2")) == "busy"
-        release()
+    async with running_worker(setup) as head, running_driver() as driver:
+        async with held(head):
+            (first,) = await queued(head, _backward(head, driver, head_input))
+            assert head.worker.runtime.figures.queued_bytes == size_bytes
+            assert await _reason(_backward(head, driver, head_input, "e0.s0.r2")) == "busy"
         assert (await first).body.applied == ("head",)
 
 
@@ -450,14 +434,12 @@ async def test_what_is_let_in_is_said_apart_from_what_is_announced(head_input: T
 async def test_a_call_is_under_way_until_it_is_answered(tail_input: Tensors) -> None:
     async with running_worker(TAIL) as tail, running_driver() as driver:
         service = tail.worker.service
-        async with held(tail) as release:
-            waiting = asyncio.create_task(driver.tail(tail, KEY, tail_input))
-            await until(lambda: tail.worker.runtime.figures.queued == 1)
+        async with held(tail):
+            (waiting,) = await queued(tail, driver.tail(tail, KEY, tail_input))
             assert service.num_under_way == 1
             service.accepts = "nothing"
             assert await _reason(driver.tail(tail, "e0.s0.r2", tail_input)) == "stopping"
             assert service.num_under_way == 1
-            release()
         assert (await waiting).body.applied == ("tail",)
         await until(lambda: service.num_under_way == 0)
 
