@@ -54,11 +54,7 @@ class GradientAccumulator:
         self._sums: list[Tensor | None] = [None] * len(parameters)
 
     def sums(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Returns the live sums by parameter name, without parameters that no gradient has touched.
-
-        Args:
-            names: of the parameters, in their order.
-        """
+        """Returns the live sums by ``names`` of all parameters, without those that no gradient has touched."""
         return {name: total for name, total in zip(names, self._sums, strict=True) if total is not None}
 
     def add(self, gradients: Sequence[Tensor | None], num_tokens: int, loss_sum: float = 0.0) -> None:
@@ -153,12 +149,7 @@ class NormBound:
         return median_high(norm * max(ratio, math.sqrt(ratio)) for norm, ratio in ratios)
 
     def coefficient(self, norm: float, num_tokens: int) -> float:
-        """Returns the factor to scale a gradient with: exactly 1 within the bound.
-
-        Args:
-            norm: of the sum over its tokens.
-            num_tokens: 1 or more.
-        """
+        """Returns the factor to scale a gradient with, exactly 1 within the bound; ``norm`` is of the summed losses."""
         usual = self.usual(num_tokens)
         if not usual or norm <= self._factor * usual:
             return 1.0

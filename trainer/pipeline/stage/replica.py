@@ -196,12 +196,9 @@ class StageReplica:
         return TailResult(loss_sum, num_tokens, cast(Tensor, gradients.of_input), self._version, scale)
 
     def step(self, lr_step: int) -> StepInfo:
-        """Applies the accumulated gradients, or drops them where they are not finite.
+        """Applies the accumulated gradients at that step of the schedule, or drops them where they are not finite.
 
         Without a token only the version advances: no sample is invented.
-
-        Args:
-            lr_step: place in the schedule.
 
         Raises:
             NonFiniteTrainingError: the gradient was not finite once too often in a row. The step is counted.

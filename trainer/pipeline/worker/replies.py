@@ -433,14 +433,9 @@ class CountingTasks:
         apply_before_s: float,
         work: Callable[[PendingCount], Awaitable[StageReply]],
     ) -> StageReply:
-        """Counts a micro-batch, or returns the answer from when it was counted.
+        """Counts a micro-batch, or returns the answer from when it was counted; arguments as of `ReplyCache.begin`.
 
-        Args:
-            kind: of the request.
-            key: of the micro-batch.
-            owner: the driver whose it is.
-            apply_before_s: on the cache's clock.
-            work: counts it and makes the answer; called by the first request.
+        ``work`` counts it and makes the answer; it is called for the first request only.
 
         Raises:
             RefusedError: it was not counted, or the answer is gone.

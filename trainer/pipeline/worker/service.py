@@ -14,19 +14,7 @@ from torch import Tensor
 from trainer.errors import PipelineError, RefusedError
 from trainer.model.plan import StagePlan
 from trainer.network.rpc import Endpoint, Peer, PeerId, Reply, Request
-from trainer.pipeline.protocol.messages import (
-    APPLIED,
-    BACKWARD,
-    CHAIN,
-    EVALUATE,
-    FORWARD,
-    TAIL,
-    AppliedAnswer,
-    AppliedAsk,
-    CountedAs,
-    Hop,
-    StageAnswer,
-)
+from trainer.pipeline.protocol import messages
 from trainer.pipeline.protocol.tensors import TensorHandler, TensorService
 from trainer.pipeline.protocol.wire import GRADIENT, LABELS
 from trainer.pipeline.worker.admission import MemoryBudget
@@ -108,16 +96,18 @@ class StageService:
     def register(self) -> None:
         """Registers the stage's methods; before the endpoint starts."""
         if self._executor.replica.kind == "tail":
-            self._register_stage_method(TAIL, ReceivedTail, self._tail)
+            self._register_stage_method(messages.TAIL, ReceivedTail, self._tail)
         else:
-            self._register_stage_method(FORWARD, ReceivedForward, self._forward)
-            self._register_stage_method(BACKWARD, ReceivedBackward, self._backward)
-        self._register_stage_method(CHAIN, ReceivedChain, self._pass_on)
-        self._register_stage_method(EVALUATE, ReceivedEvaluate, self._evaluate)
-        self._endpoint.register(APPLIED, AppliedAsk, self._applied)
+            self._register_stage_method(messages.FORWARD, ReceivedForward, self._forward)
+            self._register_stage_method(messages.BACKWARD, ReceivedBackward, self._backward)
+        self._register_stage_method(messages.CHAIN, ReceivedChain, self._pass_on)
+        self._register_stage_method(messages.EVALUATE, ReceivedEvaluate, self._evaluate)
+        self._endpoint.register(messages.APPLIED, messages.AppliedAsk, self._applied)
         self._endpoint.register(STATUS, StatusAsk, self._status)
 
-    def _register_stage_method(self, method: str, ask: type[AskT], handler: TensorHandler[AskT, StageAnswer]) -> None:
+    def _register_stage_method(
+        self, method: str, ask: type[AskT], handler: TensorHandler[AskT, messages.StageAnswer]
+    ) -> None:
         TensorService(self._endpoint).register(
             method,
             ask,
@@ -154,18 +144,18 @@ class StageService:
                     "malformed",
                     f"expected at most {ask.num_rows} x {ask.num_positions} tokens that count, found {ask.num_tokens}",
                 )
-            return await self._once(BACKWARD, sender, ask, tensors, self._executor.answer_backward)
+            return await self._once(messages.BACKWARD, sender, ask, tensors, self._executor.answer_backward)
 
     async def _tail(self, sender: PeerId, ask: ReceivedTail, tensors: dict[str, Tensor]) -> StageReply:
         with self._counting_refusals(sender, "a tail's pass"):
             self._check(ask, tensors, LABELS)
-            return await self._once(TAIL, sender, ask, tensors, self._executor.answer_tail)
+            return await self._once(messages.TAIL, sender, ask, tensors, self._executor.answer_tail)
 
     async def _pass_on(self, sender: PeerId, ask: ReceivedChain, tensors: dict[str, Tensor]) -> StageReply:
         with self._counting_refusals(sender, "a chain"):
             self._check(ask, tensors, LABELS)
             self._chain.check_route(ask)
-            kind = TAIL if self._executor.replica.kind == "tail" else CHAIN
+            kind = messages.TAIL if self._executor.replica.kind == "tail" else messages.CHAIN
             return await self._once(kind, sender, ask, tensors, self._chain.answer)
 
     async def _evaluate(self, sender: PeerId, ask: ReceivedEvaluate, tensors: dict[str, Tensor]) -> StageReply:
@@ -207,7 +197,7 @@ class StageService:
             return passed_on_for
         raise RefusedError("not-a-driver", f"expected a driver that this worker knows, found {sender[:12]}; try again")
 
-    def _peer_of(self, hop: Hop) -> Peer:
+    def _peer_of(self, hop: messages.Hop) -> Peer:
         """Returns where the next worker of a chain is by its own announcement, not by what a route says.
 
         Raises:
@@ -220,7 +210,7 @@ class StageService:
             raise RefusedError("hop-busy", f"{hop.stage} {hop.peer_id}: {self._name} has not heard of it; try again")
         return peer
 
-    async def _applied(self, request: Request[AppliedAsk]) -> Reply[AppliedAnswer]:
+    async def _applied(self, request: Request[messages.AppliedAsk]) -> Reply[messages.AppliedAnswer]:
         keys, refuse = request.body.micro_batches, request.body.refuse_from_now
         if refuse and self._drivers is not None and request.sender not in self._drivers():
             # Not answered without refusing: the sender would take what is not counted for what will not be.
@@ -237,12 +227,12 @@ class StageService:
         mine, counted_as = tuple(key for key in keys if key in counted), None
         acknowledged = replies.acknowledgement_of(keys[0]) if len(keys) == 1 else None
         if acknowledged is not None:
-            counted_as = CountedAs(
+            counted_as = messages.CountedAs(
                 incarnation=acknowledged.incarnation,
                 applied_number=acknowledged.applied_number,
                 shared_through=replies.shared.count if acknowledged.incarnation == replies.incarnation else 0,
             )
-        return Reply(AppliedAnswer(incarnation=incarnation, micro_batches=mine, counted_as=counted_as))
+        return Reply(messages.AppliedAnswer(incarnation=incarnation, micro_batches=mine, counted_as=counted_as))
 
     async def _status(self, _request: Request[StatusAsk]) -> Reply[StatusAnswer]:
         replica, replies = self._executor.replica, self._executor.replies

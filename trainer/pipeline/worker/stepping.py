@@ -251,11 +251,7 @@ class StageStepper:
             self._on_round(result)
 
     def start_over(self, version: int) -> None:
-        """Drops what was counted here and not shared, because another state was adopted. For the compute thread.
-
-        Args:
-            version: of the new weights.
-        """
+        """Drops what was counted here, because another state of that version was adopted. For the compute thread."""
         dropped, num_known = self._replica.drop(), self._replies.taint()
         self._replica.set_version(version)
         self._stepped_s = self._clock()
