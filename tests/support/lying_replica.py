@@ -43,8 +43,8 @@ class Lie:
 
     def begin(self, worker: StageWorker) -> None:
         """From now on the worker lies."""
-        link, passing = worker._link, worker.service._passing
-        activation, gradient, evaluate = link.activation, link.gradient, passing.answer_evaluate
+        link, executor = worker.link, worker.executor
+        activation, gradient, evaluate = link.activation, link.gradient, executor.answer_evaluate
         evaluating = ContextVar("evaluating", default=False)
 
         def changed(values: Tensor, change: Change | None) -> Tensor:
@@ -76,7 +76,7 @@ class Lie:
         for owner, name, method in (
             (link, "activation", send_activation),
             (link, "gradient", send_gradient),
-            (passing, "answer_evaluate", answer_evaluate),
+            (executor, "answer_evaluate", answer_evaluate),
         ):
             setattr(owner, name, method)
 

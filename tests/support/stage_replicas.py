@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainer.inner import InnerConfig, make_optimizer
 from trainer.model import ModelConfig, build_stage, stage_ranges
-from trainer.pipeline.stage import StageConfig, StageKind, StageReplica
+from trainer.pipeline.stage import BackwardResult, StageConfig, StageReplica
 
 CUT = ModelConfig(vocab_size=64, dim=32, num_layers=4, num_heads=2, num_kv_heads=1, ffn_dim=64, max_seq_len=16)
 CUT_REORDERED = replace(CUT, qk_norm=True, reorder_norm=True)
@@ -19,10 +20,6 @@ UNCLIPPED = StageConfig(clip_factor=1e9, tail_clip_factor=1e9)
 
 MicroBatch = tuple[str, Tensor, Tensor]
 """Key, ids, labels."""
-
-
-def kind_of(index: int, num_stages: int) -> StageKind:
-    return "head" if index == 0 else "tail" if index == num_stages - 1 else "body"
 
 
 def stage_replica(
@@ -41,14 +38,14 @@ def stage_replica(
         make_optimizer(module, inner),
         inner,
         config,
-        kind=kind_of(index, num_stages),
+        kind="head" if index == 0 else "tail" if index == num_stages - 1 else "body",
         num_stages=num_stages,
         after_update=after_update,
     )
 
 
-def stage_replicas(num_stages: int, config: StageConfig = UNCLIPPED, **options: object) -> list[StageReplica]:
-    return [stage_replica(index, num_stages, config, **options) for index in range(num_stages)]  # type: ignore[arg-type]
+def stage_replicas(num_stages: int, config: StageConfig = UNCLIPPED, **options: Any) -> list[StageReplica]:
+    return [stage_replica(index, num_stages, config, **options) for index in range(num_stages)]
 
 
 def micro_batch(seed: int, rows: int = 2, positions: int = 8, padded: int = 0) -> MicroBatch:
@@ -58,6 +55,26 @@ def micro_batch(seed: int, rows: int = 2, positions: int = 8, padded: int = 0) -
     labels = tokens[:, 1:].clone()
     labels[:, positions - padded :] = -100
     return f"e0.s0.r{seed}", tokens[:, :-1].clone(), labels
+
+
+def hidden(seed: int, rows: int = 2, positions: int = 8) -> Tensor:
+    """Random hidden states, or gradients of some."""
+    return torch.randn(rows, positions, CUT.dim, generator=torch.Generator().manual_seed(seed))
+
+
+def backward(stage: StageReplica, x: Tensor | None, grad_y: Tensor, key: str = "m", **options: Any) -> BackwardResult:
+    """A backward pass of 16 tokens, whose forward pass saw the weights of now."""
+    given = {"num_tokens": 16, "forward_version": stage.version, **options}
+    return stage.backward(key, x, grad_y, **given)
+
+
+def count(stage: StageReplica, seed: int = 1, scale: float = 1.0) -> None:
+    """Counts a micro-batch of 16 tokens."""
+    _, ids, labels = micro_batch(seed)
+    if stage.kind == "tail":
+        stage.tail("m", hidden(seed), labels)
+    else:
+        backward(stage, ids if stage.kind == "head" else hidden(seed), scale * hidden(100 + seed))
 
 
 def carry(stages: Sequence[StageReplica], batch: MicroBatch) -> float:

@@ -1,11 +1,9 @@
 """Stage workers of a small model: in this process, or as processes that tests stop, continue and kill.
 
-    async with running_worker(WorkerSetup(stage="head")) as worker: ...    # in this process, on a real socket
-    with stage_worker_process(WorkerSetup(stage="tail")) as node: ...      # python -m tests.support.stage_worker
+    async with running_worker(WorkerSetup(stage="head")) as worker: ...          # in this process, on a real socket
+    with stage_worker_processes([WorkerSetup(stage="tail")]) as (node,): ...     # python -m tests.support.stage_worker
 
-A process reads its setup as one JSON line and prints where it is reached; afterwards it answers one line for each
-command: ``{"peers": [[peer_id, address, certificate], …]}`` names the stage's other workers, ``{"digest": true}`` asks
-for a digest of its weights. It ends with its standard input.
+A process reads its setup as one JSON line, prints where it is reached, and ends with its standard input.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -32,7 +30,6 @@ from trainer.model import build_stage
 from trainer.model.plan import StagePlan
 from trainer.model.subspace import SubspaceConstraint, basis_of, fixed_table_of
 from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig
-from trainer.pipeline.protocol.work import boottime_s
 from trainer.pipeline.stage import StageConfig, StageReplica
 from trainer.pipeline.worker import StageWorker, WorkerConfig
 
@@ -48,8 +45,8 @@ __all__ = [
     "WorkerSetup",
     "build_worker",
     "held",
+    "queued",
     "running_worker",
-    "stage_worker_process",
     "stage_worker_processes",
     "until",
     "weights",
@@ -72,38 +69,25 @@ class WorkerSetup:
     stage_config: dict[str, Any] = field(default_factory=dict)
     worker: dict[str, Any] = field(default_factory=dict)
     rpc: dict[str, Any] = field(default_factory=dict)
-    num_threads: int = 1
 
     @property
     def plan(self) -> StagePlan:
         return StagePlan.of(small_config(**self.model), self.num_stages)
 
-    @property
-    def inner_config(self) -> InnerConfig:
-        return InnerConfig(**{**INNER, **self.inner})
-
 
 def build_worker(endpoint: Endpoint, setup: WorkerSetup, **options: Any) -> StageWorker:
     """A worker as a node would put it together; ``options`` are those of `StageWorker`."""
-    plan = setup.plan
-    index = plan.index(setup.stage)
-    module = build_stage(plan.config, plan.ranges, index, setup.seed)
-    optimizer = make_optimizer(module, setup.inner_config)
+    plan, inner = setup.plan, InnerConfig(**{**INNER, **setup.inner})
+    module = build_stage(plan.config, plan.ranges, plan.index(setup.stage), setup.seed)
+    optimizer = make_optimizer(module, inner)
     basis, fixed = None, None
     if plan.config.subspace_rank:
         SubspaceConstraint(module, plan.config).attach(optimizer)
         basis = basis_of(plan.config.dim, plan.config.subspace_rank, plan.config.subspace_seed)
         fixed = fixed_table_of(plan.config)
     kind = "body" if setup.stage.startswith("body") else setup.stage
-    stage_config = StageConfig(**setup.stage_config)
-    replica = StageReplica(
-        module,
-        optimizer,
-        setup.inner_config,
-        stage_config,
-        kind=kind,
-        num_stages=setup.num_stages,
-    )
+    config = StageConfig(**setup.stage_config)
+    replica = StageReplica(module, optimizer, inner, config, kind=kind, num_stages=setup.num_stages)
     return StageWorker(
         endpoint,
         plan,
@@ -112,7 +96,7 @@ def build_worker(endpoint: Endpoint, setup: WorkerSetup, **options: Any) -> Stag
         activation_codec(setup.codec, basis, fixed),
         WorkerConfig(**{"progress_interval_s": 0.1, "auto_step_s": 3600.0, **setup.worker}),
         target_tokens=setup.target_tokens,
-        batches=stage_config.backward == "recompute",
+        batches=config.backward == "recompute",
         **options,
     )
 
@@ -162,7 +146,7 @@ async def running_worker(
 
 @asynccontextmanager
 async def held(running: RunningWorker) -> AsyncIterator[Callable[[], None]]:
-    """Holds the worker's compute thread up until what it yields is called."""
+    """Holds the worker's compute thread up within the block, or until what it yields is called."""
     entered, released = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -176,6 +160,13 @@ async def held(running: RunningWorker) -> AsyncIterator[Callable[[], None]]:
     finally:
         released.set()
         await task
+
+
+async def queued(running: RunningWorker, *asked: Awaitable[Any]) -> list[asyncio.Future[Any]]:
+    """Asks, and waits until so many requests wait at a worker whose compute thread is held up."""
+    tasks = [asyncio.ensure_future(each) for each in asked]
+    await until(lambda: running.worker.runtime.figures.queued == len(tasks))
+    return tasks
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -206,23 +197,6 @@ class StageProcess:
         self.process.kill()
         self.process.wait()
 
-    def tell_peers(self, *peers: Peer) -> None:
-        """Names the stage's other workers."""
-        entries = [[p.peer_id, p.address, p.certificate.decode() if p.certificate else ""] for p in peers]
-        self._ask({"peers": entries})
-
-    def weights(self) -> str:
-        """A digest of its parameters."""
-        return str(self._ask({"digest": True})["digest"])
-
-    def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
-        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
-        return answer
-
 
 @contextmanager
 def stage_worker_processes(setups: Sequence[WorkerSetup]) -> Iterator[list[StageProcess]]:
@@ -247,49 +221,25 @@ def stage_worker_processes(setups: Sequence[WorkerSetup]) -> Iterator[list[Stage
                     pipe.close()
 
 
-@contextmanager
-def stage_worker_process(setup: WorkerSetup) -> Iterator[StageProcess]:
-    """Starts one, and kills it at the end."""
-    with stage_worker_processes([setup]) as processes:
-        yield processes[0]
-
-
 def _reached(setup: WorkerSetup, process: subprocess.Popen[str]) -> StageProcess:
     assert process.stdout is not None
-    said = json.loads(process.stdout.readline())
-    certificate = said["certificate"].encode() if said["certificate"] else None
-    return StageProcess(setup, process, Peer(said["peer_id"], said["address"], certificate))
-
-
-def _say(**fields: Any) -> None:
-    sys.stdout.write(json.dumps(fields) + "\n")
-    sys.stdout.flush()
+    peer_id, address, certificate = json.loads(process.stdout.readline())
+    return StageProcess(setup, process, Peer(peer_id, address, certificate.encode() or None))
 
 
 async def _serve(setup: WorkerSetup) -> None:
-    peers: list[Peer] = []
-    others: Callable[[], tuple[Peer, ...]] = lambda: tuple(peers)  # noqa: E731
-    async with running_worker(setup, peers=others, clock=boottime_s) as running:
-        certificate = running.endpoint.certificate
-        _say(
-            peer_id=running.endpoint.peer_id,
-            address=running.endpoint.address,
-            certificate=certificate.decode() if certificate else "",
-        )
-        loop = asyncio.get_running_loop()
-        while line := await loop.run_in_executor(None, sys.stdin.readline):
-            command = json.loads(line)
-            if "peers" in command:
-                peers[:] = [Peer(key, address, pem.encode() or None) for key, address, pem in command["peers"]]
-                _say(done=True)
-            else:
-                _say(digest=await running.worker.runtime.control(lambda: weights(running.worker)))
+    async with running_worker(setup) as running:
+        endpoint = running.endpoint
+        said = [endpoint.peer_id, endpoint.address, (endpoint.certificate or b"").decode()]
+        sys.stdout.write(json.dumps(said) + "\n")
+        sys.stdout.flush()
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 
 
 def main() -> None:
     """The process."""
     setup = WorkerSetup(**json.loads(sys.stdin.readline()))
-    torch.set_num_threads(setup.num_threads)
+    torch.set_num_threads(1)
     asyncio.run(_serve(setup))
 
 

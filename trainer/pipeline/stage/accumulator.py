@@ -1,56 +1,69 @@
-"""`GradientAccumulator`: gradients of sums of losses, added up micro-batch by micro-batch, with the tokens they are of.
+"""`GradientAccumulator` adds up gradients micro-batch by micro-batch; `NormBound` limits what one of them may weigh.
 
-The first micro-batch's gradients become the sums themselves, those that follow are added in place: one pass of reading
-and writing each, as autograd's own accumulation has, and no memory between a step and the first backward pass behind
-it. Sums, not means: n tokens of mean gradient g weigh n·g whatever micro-batches they came in (spec P-25: an average of
-means is off 6.25-fold for micro-batches of 1, 8, 8 and 8).
+Sums of losses' gradients are added, not means: n tokens of mean gradient g weigh n·g whatever micro-batches they came
+in (spec P-25: an average of means is off 6.25-fold for micro-batches of 1, 8, 8 and 8). The first micro-batch's
+gradients become the sums, later ones are added in place: one pass of reading and writing each, as in autograd's own
+accumulation, and no memory between a step and the first backward pass after it.
+
+A step is clipped by the norm of its sum, so a single gradient of 1e12 among others of 1 would still set its direction.
+Therefore a gradient beyond ``factor`` times the usual norm of the stage is scaled down to that before it is added. The
+usual norm is the median over the last `WINDOW` micro-batches counted here, which no minority of liars can move. The
+idea is centered clipping (Karimireddy et al. 2021) with a radius that follows the run, as AutoClip's percentile of past
+norms does (Seetharaman et al. 2020).
+
+An outlier is scaled, not refused, and nobody is banned for it. A norm does not prove who is to blame: an honest
+worker's gradient depends on the worker behind it and, through the activation, on the one before. A refused micro-batch
+would be lost, because the stages behind have counted it. A bound that is wrong for a while (weights from elsewhere, a
+run that changes) costs little and corrects itself: norms are remembered unscaled, so half a window later they are the
+usual ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from statistics import median_high
+from typing import Final
 
 import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from trainer.pipeline.stage.results import Accumulated
+from trainer.pipeline.stage.interface import Accumulated
 
-__all__ = ["GradientAccumulator"]
+__all__ = ["WARM_UP", "WINDOW", "GradientAccumulator", "NormBound"]
+
+WINDOW: Final = 64
+"""Micro-batches that are remembered."""
+WARM_UP: Final = 16
+"""Micro-batches before there is a bound."""
 
 
 class GradientAccumulator:
     """Sums of gradients.
 
     Args:
-        parameters: whose; the order is that of `add`.
+        parameters: in the order of `add`.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.accumulated = Accumulated()
+        """Tokens, micro-batches and losses in the sums."""
         self._parameters = parameters
         self._sums: list[Tensor | None] = [None] * len(parameters)
-        self._accumulated = Accumulated()
-
-    @property
-    def accumulated(self) -> Accumulated:
-        """Of what the sums are."""
-        return self._accumulated
 
     def sums(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """The living sums by parameter name, without those of parameters that nothing has touched.
-
-        Args:
-            names: of the parameters, in their order.
-        """
+        """Returns the live sums by ``names`` of all parameters, without those that no gradient has touched."""
         return {name: total for name, total in zip(names, self._sums, strict=True) if total is not None}
 
     def add(self, gradients: Sequence[Tensor | None], num_tokens: int, loss_sum: float = 0.0) -> None:
-        """Counts a micro-batch; the gradients belong to the accumulator from now on.
+        """Adds a micro-batch.
 
         Args:
-            gradients: of the sum of its losses, no one else's from now on; none where all of them are zero.
-            num_tokens: of it.
-            loss_sum: of it, where it is known.
+            gradients: of the sum of its losses; the accumulator owns them from now on. Empty: all are zero.
+            num_tokens: that count.
+            loss_sum: where it is known.
         """
         sums: list[Tensor] = []
         summands: list[Tensor] = []
@@ -67,17 +80,17 @@ class GradientAccumulator:
                 summands.append(gradient)
         if sums:
             torch._foreach_add_(sums, summands)
-        was = self._accumulated
-        self._accumulated = Accumulated(was.num_tokens + num_tokens, was.num_micro_batches + 1, was.loss_sum + loss_sum)
+        was = self.accumulated
+        self.accumulated = Accumulated(was.num_tokens + num_tokens, was.num_micro_batches + 1, was.loss_sum + loss_sum)
 
     def norm(self) -> float:
-        """The Euclidean norm of the mean over tokens; waits for the device. 0 without tokens."""
+        """Returns the Euclidean norm of the mean over tokens, 0 without tokens; waits for the device."""
         sums = [total for total in self._sums if total is not None]
-        num_tokens = self._accumulated.num_tokens
+        num_tokens = self.accumulated.num_tokens
         return float(get_total_norm(sums)) / num_tokens if sums and num_tokens else 0.0
 
     def hand_over(self, scale: float) -> None:
-        """Puts the sums, multiplied by ``scale``, where an optimizer looks for gradients, and is empty then."""
+        """Moves the sums, multiplied by ``scale``, to ``parameter.grad``, and is empty afterwards."""
         present = [total for total in self._sums if total is not None]
         if present and scale != 1.0:
             torch._foreach_mul_(present, scale)
@@ -86,22 +99,66 @@ class GradientAccumulator:
         self.drop()
 
     def drop(self) -> Accumulated:
-        """Forgets everything; returns of what it was."""
-        was, self._accumulated = self._accumulated, Accumulated()
+        """Drops the sums; returns what they held."""
+        was, self.accumulated = self.accumulated, Accumulated()
         self._sums = [None] * len(self._parameters)
         return was
 
     def restore(self, sums: Sequence[Tensor | None], accumulated: Accumulated) -> None:
-        """Takes up a copy of sums that were saved."""
+        """Replaces the sums with a copy of saved ones."""
         self._sums = [
             None if total is None else total.to(parameter.device, parameter.dtype, copy=True)
             for parameter, total in zip(self._parameters, sums, strict=True)
         ]
-        self._accumulated = accumulated
+        self.accumulated = accumulated
 
 
 def _own(gradient: Tensor, parameter: Tensor, *, is_shared: bool) -> Tensor:
-    """The gradient in memory of its own and in the parameter's order, as kernels want it."""
+    """Returns the gradient in memory of its own and in the parameter's memory order, as kernels want it."""
     if not is_shared and gradient.stride() == parameter.stride() and gradient.dtype == parameter.dtype:
         return gradient
     return torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+
+
+class NormBound:
+    """Bounds the norms of micro-batches' gradients by what is usual.
+
+    Sums of few tokens are noisier, sums of many are larger. A gradient of norm g over m tokens suggests up to
+    g * max(n / m, sqrt(n / m)) over n tokens: signal grows with the tokens, noise with their root. So a short last
+    micro-batch of a shard is no outlier. The norm is that of the stage's parameters' gradient, which is computed anyway
+    to see that it is finite.
+
+    Args:
+        factor: times the usual norm; infinity: no bound.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+        self._seen: deque[tuple[float, int]] = deque(maxlen=WINDOW)
+
+    @property
+    def seen(self) -> tuple[tuple[float, int], ...]:
+        """Norm and tokens of each of the last micro-batches, the oldest first."""
+        return tuple(self._seen)
+
+    def usual(self, num_tokens: int) -> float | None:
+        """Returns the usual norm of a micro-batch of so many tokens; None: too few have been seen."""
+        if len(self._seen) < WARM_UP:
+            return None
+        ratios = [(norm, num_tokens / tokens) for norm, tokens in self._seen]
+        return median_high(norm * max(ratio, math.sqrt(ratio)) for norm, ratio in ratios)
+
+    def coefficient(self, norm: float, num_tokens: int) -> float:
+        """Returns the factor to scale a gradient with, exactly 1 within the bound; ``norm`` is of the summed losses."""
+        usual = self.usual(num_tokens)
+        if not usual or norm <= self._factor * usual:
+            return 1.0
+        return self._factor * usual / norm
+
+    def note(self, norm: float, num_tokens: int) -> None:
+        """Remembers a counted micro-batch by the norm its gradient had before scaling."""
+        self._seen.append((norm, num_tokens))
+
+    def restore(self, seen: Iterable[tuple[float, int]]) -> None:
+        """Replaces what was remembered with what was saved."""
+        self._seen = deque(seen, maxlen=WINDOW)

@@ -1,10 +1,14 @@
-"""`StageReplica`: one worker's copy of a stage, and everything that is computed with it.
+"""`StageReplica`: one worker's copy of a stage, everything that is computed with it, and its state.
 
-A gradient is that of the weights of now, which may have moved on since the forward pass that it belongs to; it counts
-as long as that is at most `StageConfig.max_staleness` steps off (spec P-14, P-15).
+A gradient is computed at the current weights, which may have changed since its forward pass; it counts if that is at
+most `StageConfig.max_staleness` steps away (spec P-14, P-15).
 
-The version counts steps, dropped ones too, as `InnerLoop` counts them: schedule and synchronisation go by it, and a
+The version counts steps, dropped ones too, as `InnerLoop` counts them: schedule and synchronisation follow it, and a
 replica that stood still on a bad gradient would hold up the others.
+
+A state has values that ``torch.load(weights_only=True)`` accepts. Weights and accumulated gradients are by parameter
+name. Everything is checked before the first tensor is replaced. The accumulated gradients are a fourth of a state (4 of
+16 bytes a parameter), and absent from one taken right after a step.
 """
 
 from __future__ import annotations
@@ -13,47 +17,47 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.errors import NonFiniteActivationError, StaleGradientError, TrainerUsageError
+from trainer.errors import CheckpointMismatchError, NonFiniteActivationError, StaleGradientError, TrainerUsageError
 from trainer.inner import InnerConfig, NonFiniteGuard, lr_at
+from trainer.inner.optimizer import state_for
 from trainer.model.loss import IGNORED_LABEL
-from trainer.pipeline.stage.accumulator import GradientAccumulator
+from trainer.network.rpc.token_buckets import TokenBuckets
+from trainer.pipeline.stage.accumulator import GradientAccumulator, NormBound
 from trainer.pipeline.stage.config import StageConfig
-from trainer.pipeline.stage.forwards import Forwards
-from trainer.pipeline.stage.norm_bound import NormBound
+from trainer.pipeline.stage.graph_cache import ForwardRunner
+from trainer.pipeline.stage.interface import Accumulated, BackwardResult, LossSum, StageKind, StepInfo, TailResult
 from trainer.pipeline.stage.passes import Gradients, StagePasses
-from trainer.pipeline.stage.results import Accumulated, BackwardResult, LossSum, StageKind, StepInfo, TailResult
-from trainer.pipeline.stage.saved import SavedStage, read_saved, to_saved
 
 __all__ = ["BeforeApply", "StageReplica"]
 
 logger = logging.getLogger(__name__)
 
+_STATE_VERSION: Final = 1
 _CLIP_EPS = 1e-6
 """What torch, and so `InnerLoop`, adds to a norm before it divides by it."""
-
-_OUTLIERS_SAID_S = 60.0
+_OUTLIER_LOG_INTERVAL_S = 60.0
 
 BeforeApply = Callable[[], None]
-"""Called when nothing but adding up is left to do; what it raises ends the call with nothing applied."""
+"""Called when only the adding up is left to do; an exception from it ends the call with nothing applied."""
 
 
 class StageReplica:
-    """A stage's weights, optimizer, accumulators and version.
+    """A stage's weights, optimizer, accumulated gradients and version.
 
     Args:
         module: maps ids (head) or hidden states to hidden states; a tail has ``loss_sum(hidden, labels)``.
         optimizer: of its parameters (`trainer.inner.make_optimizer`).
         inner: schedule, precision, compilation, and how many steps in a row may be dropped.
         config: the options of the stage.
-        kind: which end of the model it is.
-        num_stages: of the whole model; clipping shares the norm out among them.
-        after_update: called with the module whenever its weights have changed: a subspace projects them.
+        kind: head, body or tail.
+        num_stages: of the whole model; each stage clips to its share of the norm.
+        after_update: called with the module after each change of its weights; a subspace projects them.
     """
 
     def __init__(
@@ -72,26 +76,27 @@ class StageReplica:
         self.kind = kind
         self.clip_norm = (config.tail_clip_factor if kind == "tail" else config.clip_factor) / math.sqrt(num_stages)
         """The norm that this stage's gradient is scaled down to."""
+        self.outliers = 0
+        """Micro-batches whose gradient was scaled down, since this process began."""
         self._inner = inner
         self._config = config
         self._after_update = after_update
         self._passes = StagePasses(module, inner, kind)
         self._guard = NonFiniteGuard(inner.max_skipped_in_a_row)
         self._accumulator = GradientAccumulator(self._passes.parameters)
-        self._forwards = Forwards(self._passes, config)
+        self._forwards = ForwardRunner(self._passes, config)
         self._norm_bound = NormBound(config.outlier_factor)
-        self._outliers = 0
-        self._say_outliers_from_s = 0.0
+        self._outlier_log = TokenBuckets(1.0, 1.0 / _OUTLIER_LOG_INTERVAL_S)
         self._version = 0
 
     @property
     def version(self) -> int:
-        """Steps behind the weights, dropped ones included."""
+        """Steps taken, dropped ones included."""
         return self._version
 
     @property
     def accumulated(self) -> Accumulated:
-        """What the next step will be of."""
+        """Micro-batches counted since the last step."""
         return self._accumulator.accumulated
 
     @property
@@ -100,20 +105,15 @@ class StageReplica:
         return self._guard.skipped
 
     @property
-    def outliers(self) -> int:
-        """Micro-batches whose gradient was scaled down, since this process began."""
-        return self._outliers
-
-    @property
     def cached_bytes(self) -> int:
         """Kept for backward passes to come."""
-        return self._forwards.size_bytes
+        return self._forwards.cache.size_bytes
 
     def forward(self, key: str, x: Tensor) -> Tensor:
-        """Runs the stage, and keeps under ``key`` what its backward pass needs.
+        """Runs the stage, and keeps under ``key`` what the backward pass needs.
 
         Args:
-            key: the micro-batch's; what was kept under it before is replaced.
+            key: of the micro-batch; replaces what was kept under it before.
             x: int[rows, positions] ids (head) or float[rows, positions, dim] hidden states, on any device. It must
                 not be changed afterwards.
 
@@ -126,10 +126,10 @@ class StageReplica:
         return self._forwards.run(key, x, self._version)
 
     def forward_many(self, requests: Sequence[tuple[str, Tensor]]) -> list[Tensor | NonFiniteActivationError]:
-        """Runs several micro-batches; those of one length as one batch, where no graphs are kept.
+        """Runs several micro-batches of one length, as one batch where no graphs are kept.
 
         Returns:
-            For each, in order, what `forward` returns or raises: a bad one does not spoil its neighbours.
+            For each, in order, what `forward` returns or raises: a bad one does not spoil the others.
         """
         return self._forwards.run_many(requests, self._version)
 
@@ -143,45 +143,43 @@ class StageReplica:
         *,
         before_apply: BeforeApply | None = None,
     ) -> BackwardResult:
-        """Counts a micro-batch's gradient. Whatever is raised, the accumulators are as they were.
+        """Computes and counts a micro-batch's gradient. On any exception the accumulated gradients are unchanged.
 
-        One that is far larger than usual is scaled down first (`NormBound`), the input's with it: as if the losses that
-        it is of had weighed less, in this stage and those before.
+        An outlier (`NormBound`) is scaled down first, with the input's gradient: as if its losses had weighed less, in
+        this stage and in those before.
 
         Args:
             key: as in `forward`.
             x: its input again; None: the one that this replica may still have.
-            grad_y: of the sum of its losses, by this stage's output.
+            grad_y: gradient of the sum of its losses with respect to this stage's output.
             num_tokens: labels that count; with 0 nothing is computed, and the gradient is 0.
             forward_version: of the weights its forward pass saw, here or at another replica.
-            before_apply: the last chance to stop.
+            before_apply: called before the gradient is added; may raise.
 
         Raises:
-            StaleGradientError: the forward pass is too many steps off.
+            StaleGradientError: the forward pass is too many steps away.
             NonFiniteActivationError: an activation or gradient is not finite.
-            PipelineError: there is no input, or the gradient is not of the output's shape.
+            PipelineError: there is no input, or the gradient does not have the output's shape.
         """
         self._check_staleness(key, forward_version)
         if not num_tokens:
-            self._forwards.forget(key)
-            self._accumulate_nothing(before_apply)
+            self._forwards.cache.take(key)
+            self._add_nothing(before_apply)
             grad_x = None if self.kind == "head" else torch.zeros_like(self._passes.moved(grad_y).float())
             return BackwardResult(grad_x, self._version, recomputed=False)
-        graph = self._forwards.graph(key, x, grad_y)
-        gradients = self._passes.gradients(graph.y, graph.leaf, grad_y, key=key)
-        if before_apply is not None:
-            before_apply()
-        gradients, scale = self._add(key, gradients, num_tokens)
-        return BackwardResult(gradients.of_input, self._version, graph.recomputed, scale)
+        leaf, y, recomputed = self._forwards.graph(key, x, grad_y)
+        gradients = self._passes.gradients(y, leaf, grad_y, key=key)
+        gradients, scale = self._add(key, gradients, num_tokens, 0.0, before_apply)
+        return BackwardResult(gradients.of_input, self._version, recomputed, scale)
 
     def tail(self, key: str, hidden: Tensor, labels: Tensor, *, before_apply: BeforeApply | None = None) -> TailResult:
-        """Loss and gradient of a micro-batch, counted as by `backward`. Whatever is raised, nothing was.
+        """Computes a micro-batch's loss, and computes and counts its gradient as `backward` does.
 
         Args:
-            key: the micro-batch's, for messages.
+            key: of the micro-batch, for messages.
             hidden: float[rows, positions, dim].
             labels: int[rows, positions]; -100 does not count. Where none counts nothing is computed.
-            before_apply: the last chance to stop.
+            before_apply: called before the gradient is added; may raise.
 
         Raises:
             NonFiniteActivationError: loss or gradient is not finite.
@@ -189,23 +187,18 @@ class StageReplica:
         leaf, labels = self._passes.leaf(hidden), self._passes.moved(labels).long()
         num_tokens = int((labels != IGNORED_LABEL).sum())
         if not num_tokens:
-            self._accumulate_nothing(before_apply)
+            self._add_nothing(before_apply)
             return TailResult(0.0, 0, torch.zeros_like(leaf, requires_grad=False), self._version)
         loss_sum, gradients = self._passes.loss_gradients(leaf, labels, key=key)
         if gradients.of_input is None:
             raise TrainerUsageError("expected a tail whose loss depends on its input, found one that ignores it")
-        if before_apply is not None:
-            before_apply()
-        gradients, scale = self._add(key, gradients, num_tokens, loss_sum)
+        gradients, scale = self._add(key, gradients, num_tokens, loss_sum, before_apply)
         return TailResult(loss_sum, num_tokens, cast(Tensor, gradients.of_input), self._version, scale)
 
     def step(self, lr_step: int) -> StepInfo:
-        """Applies what has been accumulated, or drops it where it is not finite.
+        """Applies the accumulated gradients at that step of the schedule, or drops them where they are not finite.
 
-        Without a token the version advances alone: no sample is invented.
-
-        Args:
-            lr_step: where in the schedule.
+        Without a token only the version advances: no sample is invented.
 
         Raises:
             NonFiniteTrainingError: the gradient was not finite once too often in a row. The step is counted.
@@ -215,7 +208,11 @@ class StageReplica:
         coefficient = min(1.0, self.clip_norm / (norm + _CLIP_EPS))
         applied = was.num_tokens > 0 and self._guard.allows(was.loss_sum, norm)
         if applied:
-            self._update(coefficient / was.num_tokens, lr)
+            self._accumulator.hand_over(coefficient / was.num_tokens)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
         self._accumulator.drop()
         self.set_version(self._version + 1)
         if applied:
@@ -236,9 +233,9 @@ class StageReplica:
         )
 
     def weights_changed(self) -> None:
-        """To be called when an average, an outer step or a state from elsewhere has changed the weights.
+        """Drops the graphs of the old weights and calls ``after_update``.
 
-        Graphs that saw the old ones are dropped, and ``after_update`` is called.
+        To be called after an average, an outer step or a state from elsewhere has changed the weights.
         """
         self._forwards.weights_changed()
         if self._after_update is not None:
@@ -246,7 +243,7 @@ class StageReplica:
                 self._after_update(self.module)
 
     def set_version(self, version: int) -> None:
-        """Takes up another version without an update, to follow the other replicas.
+        """Sets the version without an update, to follow the other replicas.
 
         Raises:
             TrainerUsageError: it is negative.
@@ -254,83 +251,78 @@ class StageReplica:
         if version < 0:
             raise TrainerUsageError(f"version: expected 0 or more, found {version}")
         self._version = version
-        self._forwards.keep_versions(version - self._config.max_staleness, version + self._config.max_staleness)
+        self._forwards.cache.keep_versions(version - self._config.max_staleness, version + self._config.max_staleness)
 
     def drop(self) -> Accumulated:
-        """Forgets what was accumulated; returns how much that was."""
+        """Drops the accumulated gradients; returns what they held."""
         return self._accumulator.drop()
 
     def forget(self, key: str) -> None:
-        """Forgets a forward pass whose backward pass will not come."""
-        self._forwards.forget(key)
+        """Drops a forward pass whose backward pass will not come."""
+        self._forwards.cache.take(key)
 
     def evaluate(self, x: Tensor) -> Tensor:
-        """Head, body: the output for held-out data; nothing is kept.
+        """Returns the output of head or body for held-out data; nothing is kept.
 
         Raises:
             NonFiniteActivationError: it is not finite.
         """
         return self._passes.output(self._passes.leaf(x), key="held-out data")
 
-    def evaluate_loss(self, hidden: Tensor, labels: Tensor) -> LossSum:
-        """Tail: the loss of held-out data, NaN if it is that.
-
-        Raises:
-            TrainerUsageError: this is no tail.
-        """
-        return self._passes.loss(hidden, labels)
-
     def evaluate_gradient(self, x: Tensor, grad_y: Tensor) -> tuple[Tensor, Tensor]:
-        """Body: the output, and the gradient that `backward` would answer but for its scale; nothing is counted.
+        """Returns a body's output, and the gradient that `backward` would answer before scaling; nothing is counted.
 
         Raises:
             NonFiniteActivationError: an activation or gradient is not finite.
-            PipelineError: the gradient is not of the output's shape.
+            PipelineError: the gradient does not have the output's shape.
             TrainerUsageError: this is the head, whose input has no gradient.
         """
         if self.kind == "head":
             raise TrainerUsageError("expected a body, found the head; ids have no gradient")
         return self._passes.input_gradient(self._passes.leaf(x), grad_y, key="a comparison")
 
-    def evaluate_loss_gradient(self, hidden: Tensor, labels: Tensor) -> tuple[LossSum, Tensor]:
-        """Tail: the loss, and the gradient that `tail` would answer but for its scale; nothing is counted.
+    def evaluate_loss(
+        self, hidden: Tensor, labels: Tensor, *, with_gradient: bool = False
+    ) -> tuple[LossSum, Tensor | None]:
+        """Returns the tail's loss, which may be NaN, and the gradient `tail` would answer before scaling, if wanted.
 
         Raises:
             NonFiniteActivationError: the gradient is not finite.
             TrainerUsageError: this is no tail.
         """
-        leaf, labels = self._passes.leaf(hidden), self._passes.moved(labels).long()
-        return self._passes.loss_input_gradient(leaf, labels, key="a comparison")
+        return self._passes.loss(hidden, labels, with_gradient=with_gradient, key="a comparison")
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the replica stands: weights, optimizer, accumulators, counters. Its tensors are the living ones."""
-        return to_saved(
-            SavedStage(
-                module=self.module.state_dict(),
-                optimizer=self.optimizer.state_dict(),
-                sums=self._accumulator.sums(self._names()),
-                accumulated=self.accumulated,
-                version=self._version,
-                skipped_steps=self._guard.skipped,
-                skipped_in_a_row=self._guard.skipped_in_a_row,
-                norms=self._norm_bound.seen,
-            )
-        )
+        """Returns weights, optimizer state, accumulated gradients and counters; tensors are the live ones."""
+        return {
+            "version": _STATE_VERSION,
+            "module": dict(self.module.state_dict()),
+            "optimizer": dict(self.optimizer.state_dict()),
+            "sums": self._accumulator.sums(self._names()),
+            "num_tokens": self.accumulated.num_tokens,
+            "num_micro_batches": self.accumulated.num_micro_batches,
+            "loss_sum": self.accumulated.loss_sum,
+            "stage_version": self._version,
+            "skipped_steps": self._guard.skipped,
+            "skipped_in_a_row": self._guard.skipped_in_a_row,
+            "norms": [list(each) for each in self._norm_bound.seen],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to where a state says; options are the configuration's. Forward passes before it are forgotten.
+        """Restores a state and drops all forward passes; options of the optimizer stay as configured.
 
         Raises:
             CheckpointMismatchError: it is of another release, stage or model; nothing has changed.
         """
-        saved = read_saved(state, self.module, self.optimizer)
-        self.module.load_state_dict(dict(saved.module))
-        self.optimizer.load_state_dict(dict(saved.optimizer))
-        self._accumulator.restore([saved.sums.get(name) for name in self._names()], saved.accumulated)
-        self._guard.skipped, self._guard.skipped_in_a_row = saved.skipped_steps, saved.skipped_in_a_row
-        self._norm_bound.restore(saved.norms)
-        self._forwards.clear()
-        self._version = saved.version
+        weights, sums, optimizer, norms = _checked(state, self.module, self.optimizer)
+        self.module.load_state_dict(weights)
+        self.optimizer.load_state_dict(optimizer)
+        accumulated = Accumulated(state["num_tokens"], state["num_micro_batches"], float(state["loss_sum"]))
+        self._accumulator.restore([sums.get(name) for name in self._names()], accumulated)
+        self._guard.skipped, self._guard.skipped_in_a_row = state["skipped_steps"], state["skipped_in_a_row"]
+        self._norm_bound.restore(norms)
+        self._forwards.cache.clear()
+        self._version = state["stage_version"]
         self.weights_changed()
 
     def _names(self) -> list[str]:
@@ -344,35 +336,82 @@ class StageReplica:
                 f"{self._version}, found version {forward_version}; run it forward again"
             )
 
-    def _add(self, key: str, gradients: Gradients, num_tokens: int, loss_sum: float = 0.0) -> tuple[Gradients, float]:
-        """Counts a gradient by as much as it may weigh; returns what was counted, and how it was scaled."""
+    def _add(
+        self, key: str, gradients: Gradients, num_tokens: int, loss_sum: float, before_apply: BeforeApply | None
+    ) -> tuple[Gradients, float]:
+        """Counts a gradient within the norm bound; returns what was counted, and the factor it was scaled with."""
+        if before_apply is not None:
+            before_apply()
         norm, scale = gradients.norm, self._norm_bound.coefficient(gradients.norm, num_tokens)
         self._norm_bound.note(norm, num_tokens)
         if scale < 1.0:
-            self._note_outlier(key, norm, norm * scale)
+            self.outliers += 1
+            if self._outlier_log.take(""):
+                logger.warning(
+                    "the gradient of %s has a norm of %.3g; %.3g is usual, so it counts with %.3g; %d outliers so far",
+                    *(key, norm, norm * scale / self._config.outlier_factor, norm * scale, self.outliers),
+                )
             gradients = gradients.scaled(scale)
         self._accumulator.add(gradients.of_parameters, num_tokens, loss_sum)
         return gradients, scale
 
-    def _note_outlier(self, key: str, norm: float, counted_norm: float) -> None:
-        """Counts it, and says so once in a while: who sends such can send many."""
-        self._outliers += 1
-        now_s = time.monotonic()
-        if now_s >= self._say_outliers_from_s:
-            self._say_outliers_from_s = now_s + _OUTLIERS_SAID_S
-            logger.warning(
-                "the gradient of %s has a norm of %.3g where %.3g is usual, and counts as one of %.3g; %d such so far",
-                *(key, norm, counted_norm / self._config.outlier_factor, counted_norm, self._outliers),
-            )
-
-    def _accumulate_nothing(self, before_apply: BeforeApply | None) -> None:
+    def _add_nothing(self, before_apply: BeforeApply | None) -> None:
         if before_apply is not None:
             before_apply()
         self._accumulator.add((), 0)
 
-    def _update(self, scale: float, lr: float) -> None:
-        self._accumulator.hand_over(scale)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+
+def _checked(
+    state: Mapping[str, Any], module: nn.Module, optimizer: Optimizer
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any], list[tuple[float, int]]]:
+    """Checks a state's values; returns weights, accumulated gradients, optimizer state and norms with their tokens.
+
+    Raises:
+        CheckpointMismatchError: it is of another release, stage or model.
+    """
+    if state.get("version") != _STATE_VERSION:
+        raise CheckpointMismatchError(
+            f"expected stage state of version {_STATE_VERSION}, found {state.get('version')!r}; use the release that "
+            "wrote it"
+        )
+    try:
+        weights, sums = dict(state["module"]), dict(state["sums"])
+        for name in ("num_tokens", "num_micro_batches", "stage_version", "skipped_steps", "skipped_in_a_row"):
+            _check_count(state[name], name)
+        loss_sum = float(state["loss_sum"])
+        norms = [_checked_norm(*each) for each in state.get("norms", ())]
+        restored = dict(state_for(optimizer, state["optimizer"]))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointMismatchError(f"expected the state of a stage, found another: {error!r}") from error
+    if not math.isfinite(loss_sum):
+        raise CheckpointMismatchError(f"expected a finite loss_sum in the state of a stage, found {loss_sum}")
+    own = module.state_dict()
+    _check_tensors(weights, own, "weights")
+    if missing := sorted(own.keys() - weights.keys()):
+        raise CheckpointMismatchError(f"expected the weight {missing[0]} in the state of a stage, found none")
+    _check_tensors(sums, {name: value for name, value in module.named_parameters() if value.requires_grad}, "sums")
+    return weights, sums, restored, norms
+
+
+def _check_count(value: object, name: str) -> None:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{name}: expected a whole number of 0 or more, found {value!r}")
+
+
+def _checked_norm(norm: object, num_tokens: object) -> tuple[float, int]:
+    valid = isinstance(norm, float) and math.isfinite(norm) and norm >= 0
+    if not (valid and type(num_tokens) is int and num_tokens >= 1):
+        raise ValueError(f"norms: expected norms of 0 or more, each of a token or more, found {norm} of {num_tokens}")
+    return cast(float, norm), num_tokens
+
+
+def _check_tensors(found: Mapping[str, Any], expected: Mapping[str, Tensor], what: str) -> None:
+    for name, value in found.items():
+        own = expected.get(name)
+        if own is None:
+            raise CheckpointMismatchError(f"{what} of a stage: expected none called {name}, found it; is it another's?")
+        shape = tuple(value.shape) if isinstance(value, Tensor) else None
+        if shape != tuple(own.shape):
+            raise CheckpointMismatchError(
+                f"{what} of a stage, {name}: expected shape {tuple(own.shape)}, found {shape}; is it of another model?"
+            )

@@ -6,14 +6,14 @@
     worker.start()
     await worker.run()
 
-Guarantees: a micro-batch is counted at most once by a worker, however often, by whomever and over whatever connections
-it is sent; what is answered as counted is counted; nothing is counted later than the request allows, on a clock that
-goes on while the process is stopped. What is malformed is refused by name before it is queued. What drivers can make a
-worker hold is bounded, and a driver that floods waits for itself alone. The event loop is never held for long: there is
-one thread that computes, and two that put tensors into the form of the wire. The trade-off: one thread computes, so a
-worker is one device; two devices are two workers, which the stage's strategy keeps together as it does strangers.
+Guarantees: a worker counts a micro-batch at most once, however often and by whatever connections it is sent; what is
+answered as counted is counted; nothing is counted later than the request allows, on a clock that goes on while the
+process is stopped. Malformed requests are refused by name before they are queued. What drivers can make a worker hold
+is bounded, and a driver that floods delays only itself. The event loop is never held for long: one thread computes, two
+convert tensors. The trade-off: one compute thread means one device a worker; two devices are two workers, which the
+stage's strategy keeps together as it does strangers.
 
-What travels beside the messages of `trainer.pipeline.protocol.messages`, by name (`trainer.pipeline.protocol.wire`):
+Tensors beside the messages of `trainer.pipeline.protocol.messages`, by name (`trainer.pipeline.protocol.wire`):
 
 | tensor         | form                   | in                                                                      |
 |----------------|------------------------|-------------------------------------------------------------------------|
@@ -22,13 +22,13 @@ What travels beside the messages of `trainer.pipeline.protocol.messages`, by nam
 | ``gradient``   | the codec's tensors    | asks of `stage/backward`; answers of backward, tail, chain (head: none) |
 | ``labels``     | int32[rows, positions] | `stage/tail`, `stage/chain`, `stage/evaluate` of the tail               |
 
-So whoever routes hands on what it gets, under the name it got it (``activation.scales`` included), and needs no codec.
+So a driver passes on what it gets, under the name it got it (``activation.scales`` included), and needs no codec.
 Backward may leave out ``activation`` (head: ``ids``) where it asks the worker that ran the forward pass; the refusal
 ``no-input`` asks for it.
 
 | refused as         | meaning                                                                                       |
 |--------------------|-----------------------------------------------------------------------------------------------|
-| ``busy``           | no room now, or the same is under way otherwise or given away; nothing counted; come again  |
+| ``busy``           | no room, or the micro-batch is under way otherwise or given away; nothing counted; try again  |
 | ``malformed``      | not what this stage takes; ``nonfinite``: values that are not finite; nothing counted         |
 | ``stage``          | another stage is here; nothing counted                                                        |
 | ``stopping``       | this worker joins, leaves or stops; nothing counted                                           |
@@ -36,12 +36,12 @@ Backward may leave out ``activation`` (head: ``ids``) where it asks the worker t
 | ``expired``        | too late, or given up; nothing counted                                                        |
 | ``already-applied``| counted, and the answer is not kept any more, or could not be made                            |
 | ``tainted``        | counted too late: all that was not stepped with is dropped, and this is another incarnation   |
-| ``not-a-driver``   | only the run's drivers may have micro-batches refused (`stage/applied`); ask again later      |
+| ``not-a-driver``   | only the run's drivers may have micro-batches computed, counted or refused; ask again later   |
 | ``hop``            | chain: no clear outcome at a later stage; ask again the same way                              |
 | ``hop-…``          | chain: refused there, for that reason; nothing counted here; stage and key come first in text |
-| ``partly``         | chain: counted behind a stage and not in it; asking again would not mend it                   |
+| ``partly``         | chain: counted behind a stage and not in it; asking again would not help                      |
 
-What brings torch (1 to 2 s) is imported when it is first named.
+Modules that import torch (1 to 2 s) are imported when a name of theirs is first used.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""`Chain`: a micro-batch goes on from worker to worker, and its gradient comes back the same way.
+"""`Chain`: a micro-batch is passed on from worker to worker, and its gradient comes back the same way.
 
-Forward here, then the next worker is asked to do the rest, then the gradient that it answers is counted here. While
-that lasts the graph is kept (within the replica's bound, beyond it the input is). What went wrong behind this stage is
-answered as ``hop`` (no clear outcome; whoever asks again the same way gets the answers that were given, and only what
-was not done is done) or ``hop-…`` with the reason of the worker that refused, whose stage and key the text names first;
-what went wrong here once the stages behind had counted it, as ``partly``: asking again would not mend it.
+This stage runs the forward pass, the next worker is asked to do the rest, and the gradient that it answers is counted
+here. Meanwhile the graph is kept (within the replica's bound, beyond it the input is). A failure at a later stage is
+answered as ``hop`` (no clear outcome; asking again the same way gets the answers that were given, and only what was not
+done is done) or ``hop-…`` with the reason of the worker that refused, whose stage and key come first in the text. A
+failure here after the later stages have counted is ``partly``: asking again would not help.
 """
 
 from __future__ import annotations
@@ -23,18 +23,16 @@ from trainer.network.rpc.boundary import peer_boundary
 from trainer.pipeline.protocol import messages
 from trainer.pipeline.protocol.tensors import TensorAnswer, ask_tensors
 from trainer.pipeline.protocol.wire import IDS, LABELS
-from trainer.pipeline.worker.applying import StageReply
-from trainer.pipeline.worker.link import StageLink
 from trainer.pipeline.worker.received import ReceivedChain
-from trainer.pipeline.worker.replies import Slot
-from trainer.pipeline.worker.stage_executor import Gradient, StageExecutor
+from trainer.pipeline.worker.replies import PendingCount, StageReply
+from trainer.pipeline.worker.stage_executor import StageExecutor
 
 __all__ = ["Chain"]
 
 _NAMED = re.compile(r"\b(?:head|tail|body-[1-9][0-9]{0,3}) [0-9a-f]{64}: ")
-"""How a refusal begins that names who failed."""
+"""Beginning of a refusal that names the worker that failed."""
 _SHARE_BEHIND = 0.9
-"""Of the time that is left: what the stages behind this one may take; the rest is for counting here."""
+"""Of the time that is left, for the stages behind this one; the rest is for counting here."""
 
 
 class Chain:
@@ -43,33 +41,24 @@ class Chain:
     Args:
         endpoint: asks the next worker.
         plan: the run's stages.
-        stage_name: which one is here.
-        passing: its passes.
-        link: what comes and goes.
-        peer_of: where a hop is reached; raises `RefusedError` of one that is not known.
+        executor: runs this stage's passes.
+        peer_of: finds the worker of a hop; raises `RefusedError` for an unknown one.
     """
 
     def __init__(
-        self,
-        endpoint: Endpoint,
-        plan: StagePlan,
-        stage_name: str,
-        passing: StageExecutor,
-        link: StageLink,
-        peer_of: Callable[[messages.Hop], Peer],
+        self, endpoint: Endpoint, plan: StagePlan, executor: StageExecutor, peer_of: Callable[[messages.Hop], Peer]
     ) -> None:
         self._endpoint = endpoint
-        self._behind = plan.names[plan.index(stage_name) + 1 :]
-        self._name = stage_name
-        self._passing = passing
-        self._link = link
+        self._executor = executor
+        self._name = executor.name
+        self._behind = plan.names[plan.index(executor.name) + 1 :]
         self._peer_of = peer_of
 
     def check_route(self, ask: ReceivedChain) -> None:
-        """Whether a route names the stages behind this one.
+        """Checks that a route names the stages behind this one.
 
         Raises:
-            RefusedError: ``malformed``; or the next worker is not known.
+            RefusedError: ``malformed``; or the next worker is unknown.
         """
         found = tuple(hop.stage for hop in ask.route)
         if found != self._behind:
@@ -80,27 +69,30 @@ class Chain:
         if ask.route:
             self._peer_of(ask.route[0])
 
-    async def answer(self, slot: Slot, sender: PeerId, ask: ReceivedChain, tensors: Mapping[str, Tensor]) -> StageReply:
-        """Takes the micro-batch of ``slot`` through this stage and those behind it.
+    async def answer(
+        self, pending: PendingCount, sender: PeerId, ask: ReceivedChain, tensors: Mapping[str, Tensor]
+    ) -> StageReply:
+        """Takes a micro-batch through this stage and those behind it.
 
         Raises:
-            RefusedError: as of `StageExecutor`, and ``hop`` or ``hop-…``.
+            RefusedError: as of `StageExecutor`, and ``hop``, ``hop-…`` or ``partly``.
         """
         if not self._behind:
-            return await self._passing.answer_tail(slot, sender, ask, tensors)
-        labels = self._link.labels_of(ask, tensors)
+            return await self._executor.answer_tail(pending, sender, ask, tensors)
+        labels = self._executor.link.labels_of(ask, tensors)
         num_tokens = int((labels != IGNORED_LABEL).sum())
-        passed, sent = await self._passing.forward(sender, ask, tensors)
+        passed, x, sent = await self._executor.forward(sender, ask, tensors)
         try:
-            behind = await self._ask_next(ask, tensors, sent, num_tokens, slot.owner)
+            behind = await self._ask_next(ask, tensors, sent, num_tokens, pending.owner)
             del sent  # As large as the gradient that comes in its place.
             grad_y = await self._gradient_in(ask, behind)
         except RefusedError:
-            await self._passing.forget(passed.key)
+            await self._executor.forget(sender, ask)
             raise
         try:
-            gradient = Gradient(passed.key, passed.x, grad_y, num_tokens, passed.version)
-            own = await self._passing.count_gradient(slot, sender, ask, gradient, owed=True)
+            own = await self._executor.count_gradient(
+                pending, sender, ask, x, grad_y, num_tokens, passed.version, owed=True
+            )
         except (PipelineError, RefusedError) as error:
             raise RefusedError("partly", f"counted behind {self._name}, not in it: {error}") from error
         body = own.body.model_copy(
@@ -121,10 +113,9 @@ class Chain:
         if left_s <= 0:
             raise RefusedError("expired", f"no time was left for the stages behind {self._name}; nothing was counted")
         sent = {**sent, LABELS: tensors[LABELS]}
-        if self._link.codec.needs_ids:
+        if self._executor.link.codec.needs_ids:
             sent[IDS] = tensors[IDS]
         hop, *rest = ask.route
-        peer = self._peer_of(hop)
         next_ask = messages.ChainAsk(
             micro_batch=ask.micro_batch,
             stage=hop.stage,
@@ -135,6 +126,7 @@ class Chain:
             route=tuple(rest),
             driver=driver,
         )
+        peer, answer_bytes = self._peer_of(hop), self._executor.link.gradient_bytes(ask.num_rows, ask.num_positions)
         try:
             answer = await ask_tensors(
                 self._endpoint,
@@ -143,10 +135,10 @@ class Chain:
                 next_ask,
                 sent,
                 messages.StageAnswer,
-                answer_bytes=self._link.gradient_bytes(ask.num_rows, ask.num_positions),
+                answer_bytes=answer_bytes,
                 timeout_s=left_s,
             )
-            self._check(answer, num_tokens)
+            self._check(answer.body, num_tokens)
         except RpcError as error:
             raise _refusal(hop, error) from error
         return answer
@@ -155,17 +147,16 @@ class Chain:
         hop = ask.route[0]
         try:
             with peer_boundary(f"{hop.stage} {hop.peer_id}"):
-                return await self._link.gradient_of(ask, behind.tensors)
+                return await self._executor.link.gradient_of(ask, behind.tensors)
         except (RefusedError, MalformedAnswerError) as error:
             raise _refusal(hop, MalformedAnswerError(f"its gradient: {error}")) from error
 
-    def _check(self, answer: StageReply, num_tokens: int) -> None:
-        """What is passed on is vouched for: a lie of the tail's must not be taken for the head's.
+    def _check(self, body: messages.StageAnswer, num_tokens: int) -> None:
+        """Checks what is passed on, so that a lie of the tail is not taken for the head's.
 
         Raises:
             MalformedAnswerError: no honest worker answers so.
         """
-        body = answer.body
         if body.applied != self._behind or body.num_tokens != num_tokens:
             raise MalformedAnswerError(
                 f"expected {num_tokens} tokens counted in {', '.join(self._behind)}, found {body.num_tokens} in "
@@ -176,7 +167,7 @@ class Chain:
 
 
 def _refusal(hop: messages.Hop, error: RpcError) -> RefusedError:
-    """What is answered when the next hop did not do its part; of what is passed on, the words of who failed."""
+    """Returns the refusal for a failure of the next hop; one that was passed on keeps the failed worker's words."""
     if isinstance(error, RefusedError):
         named = list(_NAMED.finditer(str(error)))
         if named and (error.reason == "hop" or error.reason.startswith("hop-")):

@@ -1,6 +1,6 @@
-"""Options of a worker's service, with their units; the defaults fit stages of 0.1 to 10 s a micro-batch.
+"""Options of a worker's service; the defaults fit stages of 0.1 to 10 s a micro-batch.
 
-What drivers can make a worker hold follows from them: ``max_received_bytes`` on behalf of requests under way (of these
+They bound what drivers can make a worker hold: ``max_received_bytes`` on behalf of requests under way (of these
 ``max_queue_bytes`` wait to be computed), ``reply_cache_bytes`` of answers, ``reply_cache_ids`` names of some 150 bytes
 (39 MB), and twice that many refusals for a while. The stage's graphs have a bound of their own
 (`StageConfig.max_cached_bytes`).
@@ -9,22 +9,11 @@ What drivers can make a worker hold follows from them: ``max_received_bytes`` on
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from trainer.errors import TrainerUsageError
 
 __all__ = ["WorkerConfig"]
-
-_COUNTS = (
-    "max_batch_size",
-    "max_request_tokens",
-    "max_received_bytes",
-    "max_queue_bytes",
-    "max_queue_per_driver",
-    "reply_cache_bytes",
-    "reply_cache_ids",
-)
-_SECONDS = ("refuse_s", "progress_interval_s", "auto_step_s", "max_compute_lead_s")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,26 +36,25 @@ class WorkerConfig:
     max_queue_per_driver: int = 32
     """Requests of one driver that wait; more are refused as ``busy``."""
     max_compute_lead_s: float = 2.0
-    """Seconds of compute by which a driver may be ahead of those who wait too, before it waits for them whatever it
-    asks for: within it a backward pass goes before any driver's forward pass."""
+    """Seconds of compute by which a driver may be ahead of other waiting drivers before its jobs go after theirs;
+    within it a backward pass goes before any driver's forward pass."""
     reply_cache_bytes: int = 256 << 20
-    """Tensors of answers kept for whoever did not get them."""
+    """Tensors of answers kept for repetitions of a request."""
     reply_cache_ids: int = 262_144
     """Micro-batches remembered as counted; of these the oldest are forgotten, long after any lease on them ran out."""
     refuse_s: float = 20.0
-    """Seconds a micro-batch is refused for, when the keeper of the account says that it is somebody else's now: longer
-    than a request may be under way."""
+    """Seconds a micro-batch is refused for after the ledger server has given it to another driver: longer than a
+    request may be under way."""
     progress_interval_s: float = 1.0
     """Seconds between two exchanges of progress with the stage's other workers."""
     auto_step_s: float = 10.0
     """Seconds without anything to count after which a stage steps with less than its target, if it has anything."""
 
     def __post_init__(self) -> None:
-        for name in _COUNTS:
-            count: int = getattr(self, name)
-            if count < 1:
-                raise TrainerUsageError(f"worker.{name}: expected 1 or more, found {count}")
-        for name in _SECONDS:
-            value: float = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise TrainerUsageError(f"worker.{name}: expected a positive number of seconds, found {value}")
+        for option in fields(self):
+            name, value = option.name, getattr(self, option.name)
+            if name.endswith("_s"):
+                if not (math.isfinite(value) and value > 0):
+                    raise TrainerUsageError(f"worker.{name}: expected a positive number of seconds, found {value}")
+            elif value < 1:
+                raise TrainerUsageError(f"worker.{name}: expected 1 or more, found {value}")

@@ -1,44 +1,54 @@
-"""`ReplyCache`: a micro-batch is counted once, however often it is sent, and whoever asks again gets the same answer.
+"""`ReplyCache`: a micro-batch is counted once, however often it is sent, and every repetition gets the same answer.
 
-What a micro-batch goes through here, under one lock:
+A micro-batch goes through these phases, under one lock:
 
     begin ──▶ open ──claim──▶ claimed ──counted──▶ counted ──settle──▶ answered, kept, some day forgotten
                 │ (late, given up,   │ (late)
                 ▼  refused)          ▼
               nothing               taint: all that is not stepped with is dropped, in a new incarnation
 
-`claim` is called by the compute thread when nothing but the adding up is left to do; from then on nobody can call it
-off, and until then anybody can: a caller that went away, the clock, the keeper of the account who gives the micro-batch
-to somebody else. So for whoever asks, a micro-batch is either counted or will not be, and `counted_among` waits for
-the milliseconds in between.
+The compute thread calls `claim` when only the adding up is left to do. Until then anybody can call it off: a caller
+that went away, the clock, the ledger server that gives the micro-batch to somebody else. From then on nobody can. So a
+micro-batch is either counted or will not be, and `counted_among` waits for the milliseconds in between.
 
-A name belongs to the driver it was counted for, and so does the answer: names can be guessed, and whoever sent another
-micro-batch under a name to come would have the driver go on with that one's gradient.
+A name and its answer belong to the driver it was counted for. Names can be guessed: somebody who sent another
+micro-batch under a future name would otherwise have the driver continue with that one's gradient.
 
 The clock is CLOCK_BOOTTIME, which goes on while a process is stopped. A process that is stopped between claim and
-counting finds out behind it. It cannot take one gradient back out of a sum, nor know what others were told meanwhile,
+counting finds out afterwards. It cannot take one gradient back out of a sum, nor know what others were told meanwhile,
 so it drops the sum and becomes another incarnation, which others treat like a worker that died and came back.
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import sys
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Generic, TypeVar
+from functools import partial
+from typing import TypeAlias
 
-from trainer.errors import RefusedError
+from trainer.errors import PipelineError, RefusedError
+from trainer.pipeline.protocol.messages import StageAnswer
+from trainer.pipeline.protocol.tensors import TensorAnswer, size_bytes_of
 from trainer.pipeline.protocol.work import boottime_s
 from trainer.pipeline.worker.config import WorkerConfig
+from trainer.pipeline.worker.link import refusal_of
 
-__all__ = ["Known", "Receipt", "ReplyCache", "Slot"]
+__all__ = ["Acknowledgement", "CountingTasks", "PendingCount", "ReplyCache", "SharedThrough", "StageReply"]
 
-ReplyT = TypeVar("ReplyT")
+StageReply: TypeAlias = TensorAnswer[StageAnswer]
+
+_MAX_STEPS = 65_536
+"""That `SharedThrough` remembers."""
+_MAX_ATTEMPTS = 4
+_OWN_FAULTS = frozenset({"malformed", "nonfinite", "no-input", "stale", "busy", "expired"})
+"""Reasons that may apply to one request and not to the next for the same micro-batch."""
 
 
 class _Phase(Enum):
@@ -49,102 +59,144 @@ class _Phase(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
-    """A micro-batch on its way to being counted; for the cache's eyes, others hand it back."""
+class PendingCount:
+    """A micro-batch on its way to being counted; opaque to users of the cache."""
 
     kind: str
     key: str
     owner: str
-    waiting: list[float]
-    """Until when it may be counted, of each who asks for it and has not gone away; on the cache's clock."""
+    deadlines_s: list[float]
+    """Until when it may be counted, for each caller that still waits; on the cache's clock."""
     phase: _Phase = _Phase.OPEN
     decided: Future[None] = field(default_factory=Future)
     """Done when it is counted, or will not be."""
 
     @property
     def apply_before_s(self) -> float:
-        """The latest of theirs."""
-        return max(self.waiting, default=float("-inf"))
+        """The latest deadline."""
+        return max(self.deadlines_s, default=float("-inf"))
 
 
 @dataclass(frozen=True, slots=True)
-class Receipt:
-    """What a worker signs for when it has counted a micro-batch."""
+class Acknowledgement:
+    """A worker's word that it has counted a micro-batch."""
 
     incarnation: str
     applied_number: int
-    """How many micro-batches this incarnation has counted, this one included."""
-
-
-@dataclass(frozen=True, slots=True)
-class Known(Generic[ReplyT]):
-    """The micro-batch was counted before; this is what was answered then."""
-
-    reply: ReplyT
+    """Micro-batches this incarnation has counted, this one included."""
 
 
 @dataclass(slots=True)
-class _Counted(Generic[ReplyT]):
+class _Counted:
     kind: str
     owner: str
-    receipt: Receipt
-    reply: ReplyT | None = None
+    acknowledgement: Acknowledgement
+    reply: StageReply | None = None
     size_bytes: int = 0
 
 
-class ReplyCache(Generic[ReplyT]):
-    """What this worker has counted. Any thread may call it.
+class SharedThrough:
+    """Tells how many of the micro-batches that a worker counted would outlive it; never more than is true.
+
+    A micro-batch outlives its worker when the weights it changed are on disk, or part of a committed round (of every
+    fragment, where a model is synchronised in parts). A round commits the weights from its beginning, and in the
+    background any number of steps are taken meanwhile, so each round says how many. Written by the compute thread;
+    `count` may be read from any thread.
+
+    Args:
+        num_fragments: parts that are synchronised separately.
+    """
+
+    def __init__(self, num_fragments: int = 1) -> None:
+        self._steps: deque[tuple[int, int]] = deque(maxlen=_MAX_STEPS)
+        """Version and micro-batches counted, of each step."""
+        self._by_fragment = [0] * num_fragments
+        self._saved = 0
+        self._former_version = -1
+        """The highest of earlier incarnations: a checkpoint up to there may hold their weights."""
+
+    @property
+    def count(self) -> int:
+        """The first so many would outlive the worker."""
+        return max(self._saved, min(self._by_fragment))
+
+    @property
+    def in_weights(self) -> int:
+        """The first so many are in the weights now."""
+        return self._steps[-1][1] if self._steps else 0
+
+    def stepped(self, version: int, applied: int) -> None:
+        """Notes a step, after so many micro-batches."""
+        self._steps.append((version, applied))
+
+    def committed(self, fragment: int, steps_ago: int) -> None:
+        """Notes a committed round that holds this worker's weights of so many steps ago."""
+        past = len(self._steps) - 1 - steps_ago
+        if past >= 0 and fragment < len(self._by_fragment):
+            self._by_fragment[fragment] = max(self._by_fragment[fragment], self._steps[past][1])
+
+    def saved(self, version: int) -> None:
+        """Notes the newest version whose weights are on disk."""
+        if version <= self._former_version:
+            return
+        for stepped_version, applied in reversed(self._steps):
+            if stepped_version <= version:
+                self._saved = max(self._saved, applied)
+                return
+
+    def start_over(self) -> None:
+        """Counts from 0, for another incarnation."""
+        if self._steps:
+            self._former_version = max(self._former_version, self._steps[-1][0])
+        self._steps.clear()
+        self._by_fragment = [0] * len(self._by_fragment)
+        self._saved = 0
+
+
+class ReplyCache:
+    """What this worker has counted, and its answers. Any thread may call it.
 
     Args:
         config: how much is remembered.
+        num_fragments: as of `SharedThrough`.
         clock: seconds; CLOCK_BOOTTIME but in tests.
     """
 
-    def __init__(self, config: WorkerConfig, *, clock: Callable[[], float] = boottime_s) -> None:
+    def __init__(
+        self, config: WorkerConfig, *, num_fragments: int = 1, clock: Callable[[], float] = boottime_s
+    ) -> None:
+        self.shared = SharedThrough(num_fragments)
+        self.incarnation = secrets.token_hex(8)
+        """Changes when counted micro-batches are dropped."""
+        self.applied = 0
+        """Micro-batches this incarnation has counted."""
+        self.reply_bytes = 0
+        """Tensors of answers kept."""
         self._config = config
         self._clock = clock
         self._lock = threading.Lock()
-        self._open: dict[str, Slot] = {}
-        self._counted: OrderedDict[str, _Counted[ReplyT]] = OrderedDict()
+        self._open: dict[str, PendingCount] = {}
+        self._counted: OrderedDict[str, _Counted] = OrderedDict()
         self._replies: OrderedDict[str, None] = OrderedDict()
         self._not_stepped: set[str] = set()
         self._refused: OrderedDict[tuple[str, str], float] = OrderedDict()
-        """By name and driver; an empty one stands for all."""
-        self._reply_bytes = 0
-        self._incarnation = secrets.token_hex(8)
-        self._applied = 0
+        """By micro-batch and driver; an empty driver stands for all."""
 
-    @property
-    def incarnation(self) -> str:
-        """Another one when what was counted has been dropped."""
-        return self._incarnation
-
-    @property
-    def applied(self) -> int:
-        """Micro-batches this incarnation has counted."""
-        return self._applied
-
-    @property
-    def reply_bytes(self) -> int:
-        """Tensors of answers kept."""
-        return self._reply_bytes
-
-    def begin(self, kind: str, key: str, apply_before_s: float, *, owner: str = "") -> Slot | Known[ReplyT]:
-        """Somebody asks for a micro-batch to be counted.
+    def begin(self, kind: str, key: str, apply_before_s: float, *, owner: str = "") -> PendingCount | StageReply:
+        """Registers a caller that asks for a micro-batch to be counted.
 
         Args:
-            kind: what is to be answered; a micro-batch is counted once whatever the kinds.
+            kind: of the request; a micro-batch is counted once whatever the kinds.
             key: its name.
             apply_before_s: on the cache's clock.
             owner: the driver whose micro-batch it is.
 
         Returns:
-            The answer given before; or a slot, new (one is waiting) or one that others wait for too.
+            The earlier answer; or a pending count, new or shared with other callers.
 
         Raises:
-            RefusedError: ``already-applied``; ``counted-for-another`` driver; or ``busy``, where it is being counted as
-                another kind or for another driver, and for a while after it was given to somebody else: that ends by
-                itself, and is no failed attempt of whoever comes by.
+            RefusedError: ``already-applied``; ``counted-for-another`` driver; or ``busy``, while it is being counted as
+                another kind or for another driver, and for a while after it was given to somebody else.
         """
         with self._lock:
             counted = self._counted.get(key)
@@ -152,112 +204,114 @@ class ReplyCache(Generic[ReplyT]):
                 raise RefusedError("counted-for-another", f"{key} is counted for another driver")
             if counted is not None and counted.reply is not None and counted.kind == kind:
                 self._replies.move_to_end(key)
-                return Known(counted.reply)
-            slot = self._open.get(key)
-            if slot is not None and (slot.kind, slot.owner) == (kind, owner):
-                slot.waiting.append(apply_before_s)
-                return slot
+                return counted.reply
+            pending = self._open.get(key)
+            if pending is not None and (pending.kind, pending.owner) == (kind, owner):
+                pending.deadlines_s.append(apply_before_s)
+                return pending
             if counted is not None:
                 raise RefusedError("already-applied", f"{key} is counted; its answer is not kept any more")
-            if slot is not None:
-                raise RefusedError("busy", f"{key} is being counted as {slot.kind} of {slot.owner[:12]}; try again")
+            if pending is not None:
+                raise RefusedError(
+                    "busy", f"{key} is being counted as {pending.kind} of {pending.owner[:12]}; try again"
+                )
             self._check_not_refused(key, owner)
-            slot = self._open[key] = Slot(kind, key, sys.intern(owner), [apply_before_s])
-            return slot
+            pending = self._open[key] = PendingCount(kind, key, sys.intern(owner), [apply_before_s])
+            return pending
 
-    def leave(self, slot: Slot, apply_before_s: float) -> bool:
-        """Somebody who asked, with that limit, has gone away.
+    def leave(self, pending: PendingCount, apply_before_s: float) -> bool:
+        """Unregisters a caller with that deadline.
 
         Returns:
             Whether nobody waits any more and it is not counted: then it never will be.
         """
         with self._lock:
-            if slot.phase is not _Phase.OPEN:
+            if pending.phase is not _Phase.OPEN:
                 return False
-            slot.waiting.remove(apply_before_s)
-            if slot.waiting:
+            pending.deadlines_s.remove(apply_before_s)
+            if pending.deadlines_s:
                 return False
-            self._close(slot)
+            self._close(pending)
             return True
 
-    def check_wanted(self, slot: Slot) -> None:
-        """Whether computing it is of any use.
+    def check_wanted(self, pending: PendingCount) -> None:
+        """Checks that somebody still waits for it.
 
         Raises:
             RefusedError: ``expired``.
         """
         with self._lock:
-            self._check_wanted(slot)
+            self._check_wanted(pending)
 
-    def is_claimed(self, slot: Slot) -> bool:
-        """Whether it is just being added up."""
+    def is_claimed(self, pending: PendingCount) -> bool:
+        """Returns whether it is just being added up."""
         with self._lock:
-            return slot.phase is _Phase.CLAIMED
+            return pending.phase is _Phase.CLAIMED
 
-    def claim(self, slot: Slot) -> None:
-        """The moment before it is added up; must be followed by `counted` or `fail` at once.
+    def claim(self, pending: PendingCount) -> None:
+        """Marks it as being added up; must be followed by `counted` or `fail` at once.
 
         Raises:
             RefusedError: ``expired``: it is late, or nobody wants it any more.
         """
         with self._lock:
-            self._check_wanted(slot)
-            slot.phase = _Phase.CLAIMED
+            self._check_wanted(pending)
+            pending.phase = _Phase.CLAIMED
 
-    def counted(self, slot: Slot) -> Receipt | None:
-        """It has been added up.
+    def counted(self, pending: PendingCount) -> Acknowledgement | None:
+        """Marks it as added up.
 
         Returns:
-            What to sign for; None: time has run out in between, and `taint` must follow.
+            None if time has run out in between: `taint` must follow.
         """
         with self._lock:
-            if self._clock() > slot.apply_before_s:
+            if self._clock() > pending.apply_before_s:
                 return None
-            slot.phase = _Phase.COUNTED
-            self._applied += 1
-            receipt = Receipt(self._incarnation, self._applied)
-            self._counted[slot.key] = _Counted(slot.kind, slot.owner, receipt)
-            self._not_stepped.add(slot.key)
+            pending.phase = _Phase.COUNTED
+            self.applied += 1
+            acknowledgement = Acknowledgement(self.incarnation, self.applied)
+            self._counted[pending.key] = _Counted(pending.kind, pending.owner, acknowledgement)
+            self._not_stepped.add(pending.key)
             while len(self._counted) > self._config.reply_cache_ids:
                 self._forget(next(iter(self._counted)))
-            slot.decided.set_result(None)
-            return receipt
+            pending.decided.set_result(None)
+            return acknowledgement
 
-    def settle(self, slot: Slot, reply: ReplyT, size_bytes: int) -> None:
-        """This is its answer, now and for whoever asks again.
+    def settle(self, pending: PendingCount, reply: StageReply, size_bytes: int) -> None:
+        """Keeps its answer for repetitions.
 
         Raises:
             RefusedError: ``tainted``: it was dropped again meanwhile.
         """
         with self._lock:
-            self._take_out(slot)
-            if slot.phase is not _Phase.COUNTED:
+            self._take_out(pending)
+            if pending.phase is not _Phase.COUNTED:
                 raise RefusedError(
-                    "tainted", f"{slot.key} was counted and dropped again with all that was; send it anew"
+                    "tainted", f"{pending.key} was counted and dropped again with all that was; send it anew"
                 )
-            slot.phase = _Phase.OVER
-            entry = self._counted.get(slot.key)
+            pending.phase = _Phase.OVER
+            entry = self._counted.get(pending.key)
             if entry is None:
                 return
             entry.reply, entry.size_bytes = reply, size_bytes
-            self._replies[slot.key] = None
-            self._reply_bytes += size_bytes
-            while self._reply_bytes > self._config.reply_cache_bytes:
+            self._replies[pending.key] = None
+            self.reply_bytes += size_bytes
+            while self.reply_bytes > self._config.reply_cache_bytes:
                 self._drop_reply(next(iter(self._replies)))
 
-    def fail(self, slot: Slot) -> None:
-        """It is not counted, or is and has no answer."""
+    def fail(self, pending: PendingCount) -> None:
+        """Closes what is not counted, or is and has no answer."""
         with self._lock:
-            self._close(slot)
+            self._close(pending)
 
-    def stepped(self) -> int:
-        """What was counted is in the weights now; returns `applied`."""
+    def stepped(self, version: int) -> None:
+        """Notes that all that was counted is in the weights of ``version``."""
         with self._lock:
             self._not_stepped.clear()
-            return self._applied
+            self.shared.stepped(version, self.applied)
 
     def taint(self) -> int:
-        """What was counted and not stepped with has been dropped: it is not counted any more.
+        """Forgets what was counted and not stepped with, and becomes another incarnation.
 
         Returns:
             How many micro-batches that was.
@@ -267,54 +321,54 @@ class ReplyCache(Generic[ReplyT]):
             self._not_stepped = set()
             for key in dropped:
                 self._forget(key)
-            for slot in list(self._open.values()):
-                if slot.phase is _Phase.CLAIMED or (slot.phase is _Phase.COUNTED and slot.key in dropped):
-                    self._close(slot)
-            self._incarnation = secrets.token_hex(8)
-            self._applied = 0
+            for pending in list(self._open.values()):
+                if pending.phase is _Phase.CLAIMED or (pending.phase is _Phase.COUNTED and pending.key in dropped):
+                    self._close(pending)
+            self.shared.start_over()  # Before the incarnation changes: its count must not be too high.
+            self.incarnation = secrets.token_hex(8)
+            self.applied = 0
             return len(dropped)
 
     def counted_among(
         self, keys: Iterable[str], *, refuse_from_now: bool = False, refused_of: str = ""
     ) -> tuple[str, set[str], list[Future[None]]]:
-        """Which of these are counted.
+        """Finds which micro-batches are counted.
 
         Args:
-            keys: names.
-            refuse_from_now: the others are refused for `WorkerConfig.refuse_s`, those that are under way included.
-            refused_of: the driver whose requests are; empty: everybody's.
+            keys: their names.
+            refuse_from_now: the others are refused for `WorkerConfig.refuse_s`, pending ones included.
+            refused_of: only this driver's requests are refused; empty: everybody's.
 
         Returns:
-            The incarnation, those counted, and what to wait for before asking again: of those that are just being
-            added up.
+            The incarnation, the counted ones, and what to wait for before asking again: those being added up.
         """
         with self._lock:
             undecided, counted = [], set()
             for key in keys:
-                slot = self._open.get(key)
+                pending = self._open.get(key)
                 if key in self._counted:
                     counted.add(key)
-                elif slot is not None and slot.phase is _Phase.CLAIMED:
-                    undecided.append(slot.decided)
+                elif pending is not None and pending.phase is _Phase.CLAIMED:
+                    undecided.append(pending.decided)
                 elif refuse_from_now:
-                    if slot is not None and refused_of in ("", slot.owner):
-                        self._close(slot)
+                    if pending is not None and refused_of in ("", pending.owner):
+                        self._close(pending)
                     self._refuse(key, refused_of)
-            return self._incarnation, counted, undecided
+            return self.incarnation, counted, undecided
 
-    def receipt_of(self, key: str) -> Receipt | None:
-        """What was signed for when it was counted; None: it is not, or that is forgotten."""
+    def acknowledgement_of(self, key: str) -> Acknowledgement | None:
+        """Returns how it was acknowledged; None: it is not counted, or that is forgotten."""
         with self._lock:
             counted = self._counted.get(key)
-            return None if counted is None else counted.receipt
+            return None if counted is None else counted.acknowledgement
 
-    def _check_wanted(self, slot: Slot) -> None:
-        if slot.phase is not _Phase.OPEN:
-            raise RefusedError("expired", f"{slot.key} was given up before it was counted; nothing was")
-        late_s = self._clock() - slot.apply_before_s
+    def _check_wanted(self, pending: PendingCount) -> None:
+        if pending.phase is not _Phase.OPEN:
+            raise RefusedError("expired", f"{pending.key} was given up before it was counted; nothing was")
+        late_s = self._clock() - pending.apply_before_s
         if late_s > 0:
-            self._close(slot)
-            raise RefusedError("expired", f"{slot.key} is {late_s:.1f} s too late; nothing was counted")
+            self._close(pending)
+            raise RefusedError("expired", f"{pending.key} is {late_s:.1f} s too late; nothing was counted")
 
     def _check_not_refused(self, key: str, owner: str) -> None:
         for refused in {(key, ""), (key, owner)}:
@@ -335,16 +389,16 @@ class ReplyCache(Generic[ReplyT]):
                 return
             del self._refused[oldest]
 
-    def _close(self, slot: Slot) -> None:
-        slot.phase = _Phase.OVER
-        self._take_out(slot)
-        if not slot.decided.done():
-            slot.decided.set_result(None)
+    def _close(self, pending: PendingCount) -> None:
+        pending.phase = _Phase.OVER
+        self._take_out(pending)
+        if not pending.decided.done():
+            pending.decided.set_result(None)
 
-    def _take_out(self, slot: Slot) -> None:
+    def _take_out(self, pending: PendingCount) -> None:
         """Another one of the same name stays: what was dropped may be asked for again before its answer is made."""
-        if self._open.get(slot.key) is slot:
-            del self._open[slot.key]
+        if self._open.get(pending.key) is pending:
+            del self._open[pending.key]
 
     def _forget(self, key: str) -> None:
         self._drop_reply(key)
@@ -352,6 +406,78 @@ class ReplyCache(Generic[ReplyT]):
 
     def _drop_reply(self, key: str) -> None:
         entry = self._counted[key]
-        self._reply_bytes -= entry.size_bytes
+        self.reply_bytes -= entry.size_bytes
         entry.reply, entry.size_bytes = None, 0
         self._replies.pop(key, None)
+
+
+class CountingTasks:
+    """Runs requests that count as tasks that outlive the connections they came by. For the event loop alone.
+
+    The first request for a micro-batch starts a task, later ones wait for it. A task whose last caller has gone is
+    cancelled unless the micro-batch is being counted by then; its answer is kept for repetitions.
+
+    Args:
+        replies: what is counted.
+    """
+
+    def __init__(self, replies: ReplyCache) -> None:
+        self._replies = replies
+        self._tasks: dict[PendingCount, asyncio.Task[StageReply]] = {}
+
+    async def once(
+        self,
+        kind: str,
+        key: str,
+        owner: str,
+        apply_before_s: float,
+        work: Callable[[PendingCount], Awaitable[StageReply]],
+    ) -> StageReply:
+        """Counts a micro-batch, or returns the answer from when it was counted; arguments as of `ReplyCache.begin`.
+
+        ``work`` counts it and makes the answer; it is called for the first request only.
+
+        Raises:
+            RefusedError: it was not counted, or the answer is gone.
+        """
+        for _ in range(_MAX_ATTEMPTS):
+            pending = self._replies.begin(kind, key, apply_before_s, owner=owner)
+            if not isinstance(pending, PendingCount):
+                return pending
+            task = self._tasks.get(pending)
+            is_first = task is None
+            if task is None:
+                task = asyncio.get_running_loop().create_task(self._carry_out(pending, work))
+                self._tasks[pending] = task
+                task.add_done_callback(partial(self._finish, pending))
+            try:
+                return await asyncio.shield(task)
+            except asyncio.CancelledError:
+                if self._replies.leave(pending, apply_before_s):
+                    task.cancel()
+                raise
+            except RefusedError as error:
+                # Another request's content or deadline may be at fault: this one gets an attempt of its own.
+                if is_first or error.reason not in _OWN_FAULTS:
+                    raise
+        raise RefusedError("busy", f"{key} is asked for by too many at once; try again")
+
+    async def _carry_out(
+        self, pending: PendingCount, work: Callable[[PendingCount], Awaitable[StageReply]]
+    ) -> StageReply:
+        try:
+            reply = await work(pending)
+            self._replies.settle(pending, reply, size_bytes_of(reply.tensors))
+        except PipelineError as error:
+            raise refusal_of(error) from error
+        else:
+            return reply
+        finally:  # Not left to `_finish`: requests that are handled before it must not find this one open.
+            self._replies.fail(pending)
+
+    def _finish(self, pending: PendingCount, task: asyncio.Task[StageReply]) -> None:
+        """Closes what a task was for, also if it was cancelled before it began, or its callers have all gone."""
+        del self._tasks[pending]
+        self._replies.fail(pending)
+        if not task.cancelled():
+            task.exception()

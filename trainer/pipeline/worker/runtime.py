@@ -1,8 +1,8 @@
-"""`Runtime`: the one thread that computes, what it is given next, and what it does in between.
+"""`Runtime`: the compute thread, the order of its jobs, and what it does between them.
 
-Jobs come from the event loop, `WaitingJobs` says which is next, and between two jobs `between` is called in the same
-thread: there a stage steps, so that no step ever falls into a pass. An exception of a job is that job's; one of
-`between` (an optimizer or a round that cannot go on) ends the runtime, and `failure` says so to whoever runs the node.
+Jobs come from the event loop, `WaitingJobs` chooses the next, and between two jobs `between` is called in the same
+thread: there a stage steps, so no step ever falls into a pass. An exception of a job is that job's. An exception of
+`between` (an optimizer or a round that cannot go on) ends the runtime, and `failure` passes it on.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import TypeVar
 
 from trainer.errors import RefusedError, TrainerError
 from trainer.pipeline.protocol.work import boottime_s
+from trainer.pipeline.worker.admission import Computed, Job, Priority, WaitingJobs
 from trainer.pipeline.worker.config import WorkerConfig
-from trainer.pipeline.worker.waiting import Computed, Job, Rank, WaitingJobs
 
 __all__ = ["Runtime", "RuntimeFigures"]
 
 logger = logging.getLogger(__name__)
 
-_MOST_BROKEN = 10
-"""Computations in a row that end in an error nobody foresaw, after which the device is taken for lost."""
-_TICK_S = 0.5
-"""How often `between` is called while there is nothing to compute."""
+_MAX_BROKEN = 10
+"""Computations in a row that end in an unforeseen error, after which the device is taken for lost."""
+_IDLE_INTERVAL_S = 0.5
+"""Between calls of `between` while there is nothing to compute."""
 _AVERAGED_S = 30.0
 """Time constant of `busy` and `rows_per_s`."""
 
@@ -37,7 +37,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, slots=True)
 class RuntimeFigures:
-    """How a runtime does."""
+    """Load and speed of a runtime."""
 
     queued: int
     """Jobs that wait."""
@@ -49,9 +49,9 @@ class RuntimeFigures:
     compute_s: float
     """Seconds of a job, a moving average."""
     rows_per_s: float
-    """While there was work, over the last while; 0: not known."""
+    """While there was work, lately; 0: not known."""
     busy: float
-    """Share of the last while in which it computed."""
+    """Share of the recent time in which it computed."""
 
 
 class Runtime:
@@ -70,9 +70,9 @@ class Runtime:
         clock: Callable[[], float] = boottime_s,
         between: Callable[[], None] | None = None,
     ) -> None:
-        self.between = between
         self.failure: Future[None] = Future()
         """Gets an exception when the runtime cannot go on, a result when it was stopped."""
+        self._between = between
         self._clock = clock
         self._waiting = WaitingJobs(config)
         self._changed = threading.Condition()
@@ -96,7 +96,7 @@ class Runtime:
         self._thread.start()
 
     def stop(self, timeout_s: float = 30.0) -> bool:
-        """Refuses what waits, lets what is being computed end; False: it did not end in time."""
+        """Refuses waiting jobs and lets the current one end; returns whether the thread ended in time."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -105,14 +105,14 @@ class Runtime:
         return not self._thread.is_alive()
 
     def refuse_jobs(self) -> None:
-        """Computes nothing but this node's own business (`control`) from now on, what is ``owed`` included.
+        """Computes nothing but this node's own business (`control`) from now on, jobs that are ``owed`` included.
 
-        What waits and what comes fails as ``stopping``; what is being computed ends. Any thread may call it: in the
-        compute thread, nothing is counted behind the call.
+        Waiting and new jobs fail as ``stopping``; the current one ends. Any thread may call it: called in the compute
+        thread, nothing is counted afterwards.
         """
         with self._changed:
             self._refusing = True
-            refused = self._waiting.take_refused()
+            refused = self._waiting.take_if(lambda job: job.priority is not Priority.CONTROL)
         for job in refused:
             _fail(job, _going_down())
 
@@ -122,18 +122,22 @@ class Runtime:
             self._woken = True
             self._changed.notify_all()
 
-    def check_room(self, rank: Rank, owner: str, size_bytes: int) -> None:
-        """Whether a job would be let in now; asked before work is put into its tensors.
+    def check_room(self, priority: Priority, owner: str, size_bytes: int, *, owed: bool = False) -> None:
+        """Checks that a job would be let in now, before work is put into its tensors; ``owed`` as in `submit`.
 
         Raises:
             RefusedError: ``busy`` or ``stopping``.
         """
         with self._changed:
-            self._check_going(rank)
-            self._check_room(rank, owner, size_bytes)
+            if self._stopping or (self._refusing and priority is not Priority.CONTROL):
+                raise _going_down()
+            if owed:
+                return
+            retry_s = min(60.0, max(0.1, self._compute_s * len(self._waiting)))
+            self._waiting.check_room(priority, owner, size_bytes, retry_s)
 
     def submit(self, job: Job, *, owed: bool = False) -> None:
-        """Queues a job; its future says what came of it.
+        """Queues a job; its future gets the result.
 
         Args:
             job: what to compute.
@@ -143,17 +147,15 @@ class Runtime:
             RefusedError: ``busy`` or ``stopping``.
         """
         with self._changed:
-            self._check_going(job.rank)
-            if not owed:
-                self._check_room(job.rank, job.owner, job.size_bytes)
+            self.check_room(job.priority, job.owner, job.size_bytes, owed=owed)
             self._waiting.add(job, self._clock())
             self._changed.notify_all()
 
     async def compute(self, job: Job, *, owed: bool = False) -> Computed:
-        """Queues a job and waits for it; takes it back when cancelled.
+        """Queues a job and waits for it; removes it when cancelled.
 
         Raises:
-            RefusedError: ``busy``, ``stopping``, ``expired``, or what the computation refused with.
+            RefusedError: ``busy``, ``stopping``, ``expired``, or as the computation raised.
             TrainerError: the computation's own.
         """
         self.submit(job, owed=owed)
@@ -165,14 +167,14 @@ class Runtime:
             raise
 
     async def control(self, function: Callable[[], ResultT]) -> ResultT:
-        """Calls ``function`` in the compute thread, before anything else that waits."""
-        done = await self.compute(Job(Rank.CONTROL, "", None, lambda _: [function()]))
+        """Calls ``function`` in the compute thread, before any waiting job of a driver."""
+        done = await self.compute(Job(Priority.CONTROL, "", None, lambda _: [function()]))
         result: ResultT = done.value
         return result
 
     @property
     def figures(self) -> RuntimeFigures:
-        """How it does now."""
+        """Load and speed now."""
         with self._changed:
             self._decay()
             return RuntimeFigures(
@@ -185,14 +187,6 @@ class Runtime:
                 busy=min(1.0, self._busy_s / self._averaged_s) if self._averaged_s > 1e-6 else 0.0,
             )
 
-    def _check_going(self, rank: Rank) -> None:
-        if self._stopping or (self._refusing and rank is not Rank.CONTROL):
-            raise _going_down()
-
-    def _check_room(self, rank: Rank, owner: str, size_bytes: int) -> None:
-        retry_s = min(60.0, max(0.1, self._compute_s * len(self._waiting)))
-        self._waiting.check_room(rank, owner, size_bytes, retry_s)
-
     def _work(self) -> None:
         try:
             while self._turn():
@@ -204,21 +198,22 @@ class Runtime:
             self._end(None)
 
     def _turn(self) -> bool:
-        """One batch of jobs, and what comes in between."""
+        """Computes one batch of jobs and calls `between`; returns whether to go on."""
         with self._changed:
             if not (self._waiting or self._woken or self._stopping):
-                self._changed.wait(_TICK_S)
+                self._changed.wait(_IDLE_INTERVAL_S)
             self._woken = False
             if self._stopping:
                 return False
-            expired, jobs = self._waiting.take_expired(self._clock()), self._waiting.take()
+            now_s = self._clock()
+            expired, jobs = self._waiting.take_if(lambda job: job.begin_before_s < now_s), self._waiting.take()
         for job in expired:
             _fail(job, RefusedError("expired", "not begun within the time the request allows; nothing was counted"))
         jobs = [job for job in jobs if job.future.set_running_or_notify_cancel()]
         if jobs:
             self._run(jobs)
-        if self.between is not None:
-            self.between()
+        if self._between is not None:
+            self._between()
         return True
 
     def _run(self, jobs: Sequence[Job]) -> None:
@@ -242,14 +237,14 @@ class Runtime:
                 job.future.set_exception(result)
             else:
                 job.future.set_result(Computed(result, began_s - job.added_s, took_s * job.num_rows / rows))
-        if self._num_broken >= _MOST_BROKEN:
+        if self._num_broken >= _MAX_BROKEN:
             raise TrainerError(
                 f"expected computations to succeed, found {self._num_broken} in a row broken off by errors that are "
                 "no fault of a request; the log has them (a device that is lost?)"
             )
 
     def _count(self, jobs: Sequence[Job], rows: int, took_s: float) -> None:
-        if jobs[0].rank is Rank.CONTROL:
+        if jobs[0].priority is Priority.CONTROL:
             return
         for job in jobs:
             self._waiting.served(job.owner, took_s * job.num_rows / rows)
@@ -262,7 +257,7 @@ class Runtime:
         self._computed += len(jobs)
 
     def _decay(self) -> None:
-        """Lets the sums of the past fade; the time they stand for grows to the time constant."""
+        """Lets past sums fade; the time they stand for grows to the time constant."""
         now_s = self._clock()
         passed_s, self._decayed_s = max(0.0, now_s - self._decayed_s), now_s
         factor = math.exp(-passed_s / _AVERAGED_S)
@@ -273,10 +268,7 @@ class Runtime:
     def _end(self, error: Exception | None) -> None:
         with self._changed:
             self._stopping = True
-            left = []
-            while jobs := self._waiting.take():
-                left += jobs
-            left += self._waiting.take_expired(math.inf)
+            left = self._waiting.take_if(lambda job: True)
         for job in left:
             _fail(job, _going_down())
         if error is None:

@@ -1,13 +1,17 @@
-"""The stage executor: takes a micro-batch through this stage: decodes, queues, computes, encodes and answers it.
+"""`StageExecutor`: takes a micro-batch through this stage: decodes, queues, computes, counts, encodes and answers.
 
 A forward pass keeps its graph under the names of micro-batch and sender, so that two drivers with the same micro-batch
 (the lease of one ran out) do not get each other's.
+
+A micro-batch is counted in the compute thread. Between `ReplyCache.claim` and `ReplyCache.counted` there is nothing but
+adding up (some milliseconds). If time runs out meanwhile, or the adding fails halfway, the sums cannot be trusted any
+more and are dropped whole.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -18,281 +22,259 @@ from trainer.pipeline.protocol.messages import StageAnswer
 from trainer.pipeline.protocol.tensors import TensorAnswer
 from trainer.pipeline.protocol.wire import ACTIVATION, IDS, part_of
 from trainer.pipeline.stage import BackwardResult, LossSum, StageReplica, TailResult
-from trainer.pipeline.worker.applying import StageReplies, StageReply
-from trainer.pipeline.worker.counting import Counted, Counter
-from trainer.pipeline.worker.evaluations import Evaluations
+from trainer.pipeline.worker.admission import EvaluationBudget, Job, Priority
 from trainer.pipeline.worker.link import StageLink, refusal_of
 from trainer.pipeline.worker.received import ReceivedAsk, ReceivedBackward, ReceivedEvaluate
-from trainer.pipeline.worker.replies import Slot
+from trainer.pipeline.worker.replies import Acknowledgement, PendingCount, ReplyCache, StageReply
 from trainer.pipeline.worker.runtime import Runtime
-from trainer.pipeline.worker.sharing import SharedThrough
-from trainer.pipeline.worker.waiting import Job, Rank
 
-__all__ = ["ForwardPass", "Gradient", "StageExecutor"]
+__all__ = ["StageExecutor"]
 
-_Forwarded = tuple[Tensor, int]
-_Apply = Callable[[Callable[[], None]], BackwardResult | TailResult]
+logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ForwardPass:
-    """A forward pass that was run here, without its output: that is needed for as long as it is sent."""
-
-    key: str
-    """Under which its graph is kept."""
-    x: Tensor
-    version: int
-    compute_s: float
-    queue_s: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Gradient:
-    """What is to be counted."""
-
-    key: str
-    x: Tensor | None
-    """The input again; None: known to be kept."""
-    grad_y: Tensor
-    num_tokens: int
-    forward_version: int
+_Result = BackwardResult | TailResult
+_Compute = Callable[[Callable[[], None]], _Result]
+"""Computes and counts a gradient; calls its argument right before it adds up."""
 
 
 class StageExecutor:
-    """One stage's passes.
+    """Runs the passes of one stage.
 
     Args:
-        stage_name: of it.
+        name: of the stage.
         replica: computes.
-        runtime: when.
-        link: what comes and goes.
+        runtime: the thread it computes in.
+        link: converts tensors.
         replies: what is counted.
-        shared: what of it would outlive this worker.
         max_batch_size: rows of forward requests computed together; 1: none are.
     """
 
     def __init__(
         self,
-        stage_name: str,
+        name: str,
         replica: StageReplica,
         runtime: Runtime,
         link: StageLink,
-        replies: StageReplies,
-        shared: SharedThrough,
+        replies: ReplyCache,
         *,
         max_batch_size: int,
     ) -> None:
-        self._name = stage_name
-        self._replica = replica
-        self._runtime = runtime
-        self._link = link
-        self._replies = replies
-        self._shared = shared
-        self._counter = Counter(replica, replies, shared)
+        self.name = name
+        self.replica = replica
+        self.runtime = runtime
+        self.link = link
+        self.replies = replies
+        self.evaluations = EvaluationBudget()
         self._max_batch_size = max_batch_size
-        self._evaluations = Evaluations()
-
-    def check_room(self, rank: Rank, sender: PeerId, ask: ReceivedAsk) -> None:
-        """Whether a request would be let in, before work is put into its tensors.
-
-        Raises:
-            RefusedError: ``busy`` or ``stopping``.
-        """
-        self._runtime.check_room(rank, sender, self._link.decoded_bytes(ask))
-
-    def check_evaluation(self, sender: PeerId) -> None:
-        """Whether a driver has not had its share of evaluations.
-
-        Raises:
-            RefusedError: ``busy``.
-        """
-        self._evaluations.check(sender)
 
     async def forward(
         self, sender: PeerId, ask: ReceivedAsk, tensors: Mapping[str, Tensor]
-    ) -> tuple[ForwardPass, dict[str, Tensor]]:
+    ) -> tuple[StageAnswer, Tensor, dict[str, Tensor]]:
         """Runs a forward pass whose backward pass is to follow.
 
         Returns:
-            What is known of it, and its output in the wire's form.
+            The answer, the input, and the output in wire form.
 
         Raises:
             RefusedError: the request is not in order, too late, or there is no room.
             PipelineError: the output is not finite.
         """
-        x, ids = await self._link.input_of(ask, tensors)
-        key = _graph_key(sender, ask)
-        job = self._job(Rank.FORWARD, sender, ask, (key, x), self._run_forward, x.nbytes)
+        self._check_room(Priority.FORWARD, sender, ask)
+        x, ids = await self.link.input_of(ask, tensors)
+        item = (_graph_key(sender, ask), x)
+        job = self._job(Priority.FORWARD, sender, ask, self._run_forward, x.nbytes, item=item)
         if 1 < self._max_batch_size >= ask.num_rows:
             job.group = ask.num_positions
-        done = await self._runtime.compute(job)
+        done = await self.runtime.compute(job)
         y, version = done.value
         try:
-            activation = await self._link.activation(y, ids)
+            activation = await self.link.activation(y, ids)
         except RefusedError:
-            await self.forget(key)
+            await self.forget(sender, ask)
             raise
-        return ForwardPass(key, x, version, done.compute_s, done.queue_s), activation
+        return self._answer(ask, version, done.compute_s, done.queue_s), x, activation
 
     async def answer_forward(self, sender: PeerId, ask: ReceivedAsk, tensors: Mapping[str, Tensor]) -> StageReply:
         """Runs a forward pass and answers its output; errors as `forward`."""
-        passed, activation = await self.forward(sender, ask, tensors)
-        return TensorAnswer(self._answer(ask, passed.version, passed.compute_s, passed.queue_s), activation)
+        answer, _, activation = await self.forward(sender, ask, tensors)
+        return TensorAnswer(answer, activation)
 
     async def answer_backward(
-        self, slot: Slot, sender: PeerId, ask: ReceivedBackward, tensors: Mapping[str, Tensor]
+        self, pending: PendingCount, sender: PeerId, ask: ReceivedBackward, tensors: Mapping[str, Tensor]
     ) -> StageReply:
-        """Counts a gradient and answers the input's; errors as `forward`, and of `Counter.count`."""
+        """Counts a gradient and answers the input's; errors as `forward`, and ``tainted`` or ``already-applied``."""
+        self._check_room(Priority.BACKWARD, sender, ask)
         x = None
-        if IDS in tensors if self._link.shape.kind == "head" else part_of(ACTIVATION, tensors):
-            x, _ = await self._link.input_of(ask, tensors)
-        grad_y = await self._link.gradient_of(ask, tensors)
-        gradient = Gradient(_graph_key(sender, ask), x, grad_y, ask.num_tokens, ask.forward_version)
-        return await self.count_gradient(slot, sender, ask, gradient)
+        if IDS in tensors if self.link.shape.kind == "head" else part_of(ACTIVATION, tensors):
+            x, _ = await self.link.input_of(ask, tensors)
+        grad_y = await self.link.gradient_of(ask, tensors)
+        return await self.count_gradient(pending, sender, ask, x, grad_y, ask.num_tokens, ask.forward_version)
 
     async def count_gradient(
-        self, slot: Slot, sender: PeerId, ask: ReceivedAsk, gradient: Gradient, *, owed: bool = False
+        self,
+        pending: PendingCount,
+        sender: PeerId,
+        ask: ReceivedAsk,
+        x: Tensor | None,
+        grad_y: Tensor,
+        num_tokens: int,
+        forward_version: int,
+        *,
+        owed: bool = False,
     ) -> StageReply:
-        """Counts a gradient and answers the input's; see `Runtime.submit` of ``owed``."""
+        """Counts a gradient and answers the input's; ``owed`` as in `Runtime.submit`, the others as in the replica."""
+        key = _graph_key(sender, ask)
 
-        def apply(before_apply: Callable[[], None]) -> BackwardResult:
+        def compute(before_apply: Callable[[], None]) -> BackwardResult:
             try:
-                return self._replica.backward(
-                    gradient.key,
-                    gradient.x,
-                    gradient.grad_y,
-                    gradient.num_tokens,
-                    gradient.forward_version,
-                    before_apply=before_apply,
-                )
+                return self.replica.backward(key, x, grad_y, num_tokens, forward_version, before_apply=before_apply)
             except (NonFiniteActivationError, StaleGradientError):
                 raise
             except PipelineError as error:
-                raise RefusedError("no-input" if gradient.x is None else "malformed", str(error)) from error
+                raise RefusedError("no-input" if x is None else "malformed", str(error)) from error
 
-        size_bytes = gradient.grad_y.nbytes + (0 if gradient.x is None else gradient.x.nbytes)
-        return await self._count(Rank.BACKWARD, slot, sender, ask, apply, size_bytes, owed=owed)
+        size_bytes = grad_y.nbytes + (0 if x is None else x.nbytes)
+        return await self._count(Priority.BACKWARD, pending, sender, ask, compute, size_bytes, owed=owed)
 
     async def answer_tail(
-        self, slot: Slot, sender: PeerId, ask: ReceivedAsk, tensors: Mapping[str, Tensor]
+        self, pending: PendingCount, sender: PeerId, ask: ReceivedAsk, tensors: Mapping[str, Tensor]
     ) -> StageReply:
-        """Loss, gradient and counting in one; errors as `answer_backward`."""
-        labels = self._link.labels_of(ask, tensors)
-        hidden, _ = await self._link.input_of(ask, tensors)
+        """Computes the loss, counts its gradient, and answers both; errors as `answer_backward`."""
+        self._check_room(Priority.TAIL, sender, ask)
+        labels = self.link.labels_of(ask, tensors)
+        hidden, _ = await self.link.input_of(ask, tensors)
 
-        def apply(before_apply: Callable[[], None]) -> TailResult:
-            return self._replica.tail(ask.micro_batch, hidden, labels, before_apply=before_apply)
+        def compute(before_apply: Callable[[], None]) -> TailResult:
+            return self.replica.tail(ask.micro_batch, hidden, labels, before_apply=before_apply)
 
-        return await self._count(Rank.TAIL, slot, sender, ask, apply, hidden.nbytes + labels.nbytes)
+        return await self._count(Priority.TAIL, pending, sender, ask, compute, hidden.nbytes + labels.nbytes)
 
     async def answer_evaluate(self, sender: PeerId, ask: ReceivedEvaluate, tensors: Mapping[str, Tensor]) -> StageReply:
-        """The output, or the tail's loss, and the input's gradient where it is wanted; errors as `forward`."""
-        labels = self._link.labels_of(ask, tensors) if self._replica.kind == "tail" else None
-        x, ids = await self._link.input_of(ask, tensors)
-        wants_gradient = ask.with_gradient and self._replica.kind != "head"
-        grad_y = await self._link.gradient_of(ask, tensors) if wants_gradient and labels is None else None
+        """Answers the output, or the tail's loss, and the input's gradient on request; errors as `forward`."""
+        self.evaluations.check(sender)
+        self._check_room(Priority.FORWARD, sender, ask)
+        labels = self.link.labels_of(ask, tensors) if self.replica.kind == "tail" else None
+        x, ids = await self.link.input_of(ask, tensors)
+        wants_gradient = ask.with_gradient and self.replica.kind != "head"
+        grad_y = await self.link.gradient_of(ask, tensors) if wants_gradient and labels is None else None
 
         def evaluate(_: Sequence[None]) -> Sequence[tuple[Tensor | LossSum, Tensor | None, int]]:
-            found: Tensor | LossSum
-            grad_x: Tensor | None = None
-            if labels is not None and wants_gradient:
-                found, grad_x = self._replica.evaluate_loss_gradient(x, labels)
-            elif labels is not None:
-                found = self._replica.evaluate_loss(x, labels)
-            elif grad_y is not None:
-                found, grad_x = self._replica.evaluate_gradient(x, grad_y)
-            else:
-                found = self._replica.evaluate(x)
-            return [(found, grad_x, self._replica.version)]
+            if labels is not None:
+                return [(*self.replica.evaluate_loss(x, labels, with_gradient=wants_gradient), self.replica.version)]
+            if grad_y is not None:
+                return [(*self.replica.evaluate_gradient(x, grad_y), self.replica.version)]
+            return [(self.replica.evaluate(x), None, self.replica.version)]
 
         size_bytes = x.nbytes + sum(each.nbytes for each in (labels, grad_y) if each is not None)
-        done = await self._runtime.compute(self._job(Rank.FORWARD, sender, ask, None, evaluate, size_bytes))
-        self._evaluations.spent(sender, done.compute_s)
+        done = await self.runtime.compute(self._job(Priority.FORWARD, sender, ask, evaluate, size_bytes))
+        self.evaluations.spend(sender, done.compute_s)
         found, grad_x, version = done.value
         answer = self._answer(ask, version, done.compute_s, done.queue_s)
-        gradient = {} if grad_x is None else await self._link.gradient(grad_x)
-        if isinstance(found, LossSum):
-            if found.loss_sum != found.loss_sum:
-                raise RefusedError("nonfinite", "the loss is not a number")
-            body = answer.model_copy(update={"loss_sum": found.loss_sum, "num_tokens": found.num_tokens})
-            return TensorAnswer(body, gradient)
-        return TensorAnswer(answer, {**await self._link.activation(found, ids), **gradient})
+        gradient = {} if grad_x is None else await self.link.gradient(grad_x)
+        if not isinstance(found, LossSum):
+            return TensorAnswer(answer, {**await self.link.activation(found, ids), **gradient})
+        if found.loss_sum != found.loss_sum:
+            raise RefusedError("nonfinite", "the loss is not a number")
+        update = {"loss_sum": found.loss_sum, "num_tokens": found.num_tokens}
+        return TensorAnswer(answer.model_copy(update=update), gradient)
 
-    async def forget(self, key: str) -> None:
-        """Forgets a forward pass whose backward pass will not come."""
-        await self._runtime.control(lambda: self._replica.forget(key))
+    async def forget(self, sender: PeerId, ask: ReceivedAsk) -> None:
+        """Drops a forward pass whose backward pass will not come."""
+        await self.runtime.control(lambda: self.replica.forget(_graph_key(sender, ask)))
 
     async def _count(
         self,
-        rank: Rank,
-        slot: Slot,
+        priority: Priority,
+        pending: PendingCount,
         sender: PeerId,
         ask: ReceivedAsk,
-        apply: _Apply,
+        compute: _Compute,
         size_bytes: int,
         *,
         owed: bool = False,
     ) -> StageReply:
-        job = self._job(rank, sender, ask, None, lambda _: [self._counter.count(slot, apply)], size_bytes)
-        job.begin_before_s = float("inf")  # The slot knows better: of all who wait for it.
-        done = await self._runtime.compute(job, owed=owed)
-        counted: Counted[BackwardResult | TailResult] = done.value
-        result, receipt = counted.result, counted.receipt
+        job = self._job(priority, sender, ask, lambda _: [self._count_now(pending, compute)], size_bytes)
+        job.begin_before_s = float("inf")  # `PendingCount` has the latest deadline of all callers.
+        done = await self.runtime.compute(job, owed=owed)
+        result: _Result
+        result, acknowledgement = done.value
         update: dict[str, object] = {
-            "applied": (self._name,),
-            "incarnation": receipt.incarnation,
-            "applied_number": receipt.applied_number,
+            "applied": (self.name,),
+            "incarnation": acknowledgement.incarnation,
+            "applied_number": acknowledgement.applied_number,
             "scale": result.scale,
         }
         if isinstance(result, TailResult):
             update |= {"loss_sum": result.loss_sum, "num_tokens": result.num_tokens}
-            grad_x: Tensor | None = result.grad_hidden
-        else:
-            grad_x = result.grad_x
+        grad_x = result.grad_hidden if isinstance(result, TailResult) else result.grad_x
         answer = self._answer(ask, result.version, done.compute_s, done.queue_s).model_copy(update=update)
-        return TensorAnswer(answer, {} if grad_x is None else await self._gradient_behind(ask, grad_x))
-
-    async def _gradient_behind(self, ask: ReceivedAsk, grad_x: Tensor) -> dict[str, Tensor]:
-        """The gradient to answer with, of what is counted: any other refusal would say that nothing was."""
         try:
-            return await self._link.gradient(grad_x)
-        except (PipelineError, RefusedError) as error:
+            return TensorAnswer(answer, {} if grad_x is None else await self.link.gradient(grad_x))
+        except (PipelineError, RefusedError) as error:  # Any other refusal would say that it was not counted.
             raise RefusedError(
                 "already-applied", f"{ask.micro_batch} is counted; there is no answer: {error}"
             ) from error
 
-    def _run_forward(self, items: Sequence[tuple[str, Tensor]]) -> Sequence[_Forwarded | RefusedError]:
-        version = self._replica.version
-        outputs = self._replica.forward_many(items)
+    def _count_now(self, pending: PendingCount, compute: _Compute) -> tuple[_Result, Acknowledgement]:
+        """Computes a micro-batch's gradient and counts it; in the compute thread.
+
+        Raises:
+            RefusedError: ``expired``, nothing was counted; ``tainted``, all is dropped.
+            TrainerError: the computation's own; nothing was counted.
+        """
+        self.replies.check_wanted(pending)
+        try:
+            result = compute(lambda: self.replies.claim(pending))
+        except BaseException:
+            if self.replies.is_claimed(pending):
+                self._drop_all("adding up failed")
+            raise
+        acknowledgement = self.replies.counted(pending)
+        if acknowledgement is None:
+            self._drop_all(f"{pending.key} was added up too late; was this process stopped?")
+            raise RefusedError(
+                "tainted", f"{pending.key} was counted too late: this worker drops all it had not stepped with"
+            )
+        return result, acknowledgement
+
+    def _drop_all(self, why: str) -> None:
+        dropped, num_known = self.replica.drop(), self.replies.taint()
+        logger.warning(
+            "%d micro-batches of %d tokens are dropped (%d of them acknowledged): %s",
+            *(dropped.num_micro_batches, dropped.num_tokens, num_known, why),
+        )
+
+    def _run_forward(self, items: Sequence[tuple[str, Tensor]]) -> Sequence[tuple[Tensor, int] | RefusedError]:
+        version = self.replica.version
+        outputs = self.replica.forward_many(items)
         return [refusal_of(y) if isinstance(y, PipelineError) else (y, version) for y in outputs]
+
+    def _check_room(self, priority: Priority, sender: PeerId, ask: ReceivedAsk) -> None:
+        self.runtime.check_room(priority, sender, self.link.decoded_bytes(ask))
 
     def _answer(self, ask: ReceivedAsk, version: int, compute_s: float, queue_s: float) -> StageAnswer:
         return StageAnswer(
-            incarnation=self._replies.incarnation,
+            incarnation=self.replies.incarnation,
             version=version,
             num_rows=ask.num_rows,
-            shared_through=self._shared.count,
+            shared_through=self.replies.shared.count,
             compute_s=min(compute_s, 86_400.0),
             queue_s=min(max(0.0, queue_s), 86_400.0),
         )
 
     def _job(
         self,
-        rank: Rank,
+        priority: Priority,
         sender: PeerId,
         ask: ReceivedAsk,
-        item: object,
         compute: Callable[[Sequence[Any]], Sequence[Any]],
         size_bytes: int,
+        *,
+        item: object = None,
     ) -> Job:
+        begin_before_s = self.runtime.now_s + ask.answer_within_s - ask.waited_s
         return Job(
-            rank,
-            sender,
-            item,
-            compute,
-            num_rows=ask.num_rows,
-            size_bytes=size_bytes,
-            begin_before_s=self._runtime.now_s + ask.answer_within_s - ask.waited_s,
+            priority, sender, item, compute, num_rows=ask.num_rows, size_bytes=size_bytes, begin_before_s=begin_before_s
         )
 
 

@@ -1,4 +1,4 @@
-"""What a worker says of itself when it is asked: `stage/status`."""
+"""A worker's answer about its own state (`stage/status`), and its counts of refusals."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _MAX_REASONS = 64
 
 
 class StatusAsk(Message):
-    """How is it going?"""
+    """Asks for a worker's state."""
 
 
 class StatusAnswer(Message):
-    """So."""
+    """A worker's state."""
 
     stage: StageName
     status: str
@@ -39,7 +39,7 @@ class StatusAnswer(Message):
     applied: Counted
     """Micro-batches counted in this incarnation."""
     outliers: Counted = 0
-    """Micro-batches whose gradient was scaled down to what is usual."""
+    """Micro-batches whose gradient was scaled down to the usual norm."""
     shared_through: Counted
     queued: Counted
     queued_bytes: Counted
@@ -58,7 +58,7 @@ class StatusAnswer(Message):
 
 
 class Refusals:
-    """Counts what is refused, and names who was, once a minute for each reason."""
+    """Counts refusals by reason, and logs one of each reason a minute."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -70,7 +70,7 @@ class Refusals:
         return dict(self._counts)
 
     def count(self, sender: str, what: str, error: RefusedError) -> None:
-        """One more."""
+        """Counts a refusal."""
         reason = error.reason if error.reason in self._counts or len(self._counts) < _MAX_REASONS else "other"
         self._counts[reason] += 1
         if self._log_limit.take(reason):

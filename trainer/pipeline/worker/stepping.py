@@ -1,21 +1,23 @@
-"""`StageStepper`: when a stage steps, and that all of its workers do.
+"""`StageStepper`: when a stage steps, and how all of its workers step together.
 
-A stage steps when its workers together have counted the target of tokens, which each of them finds from its own and
-what the others said last. The worker that finds it first steps and says so; the others follow as far as they believe it
-(`StageProgress`), each with what it has itself, or with nothing: then its version follows and its weights stay, since
-no sample is ever invented. When nobody in the stage has counted anything for `auto_step_s`, it steps with less than its
-target, if it has anything.
+A stage steps when its workers together have counted the target of tokens. Each worker computes that from its own tokens
+and the others' last reports (`ProgressTracker`). The first worker to see it steps and tells the others, which follow as
+far as they believe it, each with what it has accumulated, or with nothing: then its version follows and its weights
+stay, because no sample is ever invented. When nobody in the stage has counted anything for `auto_step_s`, the stage
+steps with less than its target, if it has anything.
 
-Behind each step comes the strategy (DiLoCo, SPARTA), in the same thread: a round that is waited for holds up the stage,
-whose drivers are told `busy` or wait.
+After each step the strategy (DiLoCo, SPARTA) runs in the same thread: a round that is waited for holds up the stage,
+whose drivers get `busy` or wait.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Collection
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Protocol
 
 from trainer.errors import RpcError
@@ -23,94 +25,188 @@ from trainer.network.rpc import Endpoint, Peer, PeerId, Reply, Request
 from trainer.outer.engine.collective import RoundReport
 from trainer.outer.engine.strategy import OuterResult
 from trainer.pipeline.protocol.messages import PROGRESS, ProgressReport
-from trainer.pipeline.protocol.work import boottime_s
 from trainer.pipeline.stage import StageReplica, StepInfo
-from trainer.pipeline.worker.applying import StageReplies
 from trainer.pipeline.worker.config import WorkerConfig
-from trainer.pipeline.worker.progress import StageProgress
-from trainer.pipeline.worker.sharing import SharedThrough
+from trainer.pipeline.worker.replies import ReplyCache
 
-__all__ = ["StageStepper", "StepStrategy", "Stepped", "Synchronised"]
+__all__ = ["ProgressTracker", "StageStepper", "StepStrategy", "Stepped", "Synchronised"]
 
 logger = logging.getLogger(__name__)
 
 _MIN_TIMEOUT_S = 2.0
 _TELL_SHARE = 1 / 8
-"""Of a step's tokens: so much is counted between two exchanges at most, or stages whose steps are shorter than
-`WorkerConfig.progress_interval_s` would step with far more than their target."""
+"""Of a step's tokens: at most so much is counted between two exchanges. Stages whose steps are shorter than
+`WorkerConfig.progress_interval_s` would otherwise step with far more than their target."""
+_MAX_RATIO = 4
+_MAX_AGE_EXCHANGES = 5
+_MIN_MAX_AGE_S = 3.0
+_SEEN_SHARE = 1 / 2
+"""Of the target: another worker's step is followed at once if at least so much is seen of what made it step. The rest
+may have been counted since its last report."""
+_PATIENCE_EXCHANGES = 2
 
 Stepped = Callable[[StepInfo], None]
-"""Told of every step, in the compute thread."""
+"""Called after each step, in the compute thread."""
 Synchronised = Callable[[OuterResult], None]
-"""Told of every round that has ended, in the compute thread."""
+"""Called after each round, in the compute thread."""
 
 
 class StepStrategy(Protocol):
-    """What keeps replicas of a stage together: `DiLoCoTrainer`, `SpartaTrainer`."""
+    """Keeps replicas of a stage together: `DiLoCoTrainer`, `SpartaTrainer`."""
 
     def after_inner_step(self, num_batches: int = 1) -> OuterResult | None:
-        """Called behind each step; 0 batches: the step changed nothing."""
+        """Called after each step; 0 batches: the step changed nothing."""
         ...
 
     def answer_others(self) -> OuterResult | None:
-        """Takes part in a round that others wait for; called between two jobs, and does nothing else.
+        """Called between two jobs: takes part in a round that others wait for, if there is one.
 
-        They stand still meanwhile: a worker that first finished its step would have to do theirs as well.
+        The others stand still meanwhile; a worker that first finished its step would have to do theirs as well.
         """
         ...
 
 
-class StageStepper:
-    """Steps one worker's replica together with the stage's others.
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    report: ProgressReport
+    at_s: float
+    before: ProgressReport | None
+    """The last report of an earlier version."""
+
+    def tokens(self, version: int) -> int | None:
+        """Returns its tokens towards the step after that version, 0 if it is not there yet; None: it never said."""
+        if self.report.version < version:
+            return 0
+        for report in (self.report, self.before):
+            if report is not None and report.version == version:
+                return report.num_tokens
+        return None
+
+
+class ProgressTracker:
+    """What a stage's other workers reported last, as far as it is believed. Any thread may call it.
+
+    Reports are bounded, because a worker that claims too much makes the others step with too little:
+
+    - tokens: a report counts for at most four times the larger of the median report and one's own tokens;
+    - a version that most of the others have reached is followed, unless it is further ahead than can be followed;
+    - a version that only some have reached is followed by one step, and only when half of the target is seen to be
+      counted, or two exchanges' time after one's own last step (a worker that did it all alone looks like a liar);
+    - a report older than five exchanges counts for nothing.
+
+    So while liars are fewer than half of the others, they can make a stage of n honest workers step at n / (2 n + 8) of
+    its target, and with less than that once in two exchanges' time. Of two workers each has to believe the other.
 
     Args:
-        endpoint: not started yet.
-        replica: what steps.
-        replies: what is counted.
-        shared: told what outlives this worker.
-        config: intervals.
-        target_tokens: of the stage, for one step.
-        peers: the stage's other workers, now.
-        strategy: called behind each step; None: nothing keeps replicas together.
-        max_lead: versions to follow another worker over.
-        clock: seconds; CLOCK_BOOTTIME but in tests.
-        on_step: told of each, behind the round that it may have brought.
-        on_round: told of each round.
+        interval_s: between two exchanges.
+        max_lead: versions another worker may be ahead and still be followed.
+        clock: seconds.
     """
+
+    def __init__(self, interval_s: float, max_lead: int, clock: Callable[[], float]) -> None:
+        self.changed_s = clock()
+        """When another worker last reported something new."""
+        self._max_age_s = max(_MIN_MAX_AGE_S, _MAX_AGE_EXCHANGES * interval_s)
+        self._patience_s = _PATIENCE_EXCHANGES * interval_s
+        self._max_lead = max_lead
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._heard: dict[PeerId, _Heard] = {}
+
+    def hear(self, peer_id: PeerId, report: ProgressReport) -> bool:
+        """Notes another worker's report; returns whether it says something new."""
+        now_s = self._clock()
+        with self._lock:
+            last = self._heard.get(peer_id)
+            is_news = last is None or last.report != report
+            before = None if last is None else last.report if last.report.version < report.version else last.before
+            self._heard[peer_id] = _Heard(report, now_s, before)
+            if is_news:
+                self.changed_s = now_s
+            return is_news
+
+    def keep(self, peer_ids: Collection[PeerId]) -> None:
+        """Forgets all others, which are no workers of the stage any more."""
+        with self._lock:
+            for peer_id in [peer_id for peer_id in self._heard if peer_id not in peer_ids]:
+                del self._heard[peer_id]
+
+    def stage_tokens(self, version: int, own_tokens: int) -> int:
+        """Returns the stage's believed tokens towards the step after ``version``.
+
+        Those of a worker that has taken this step count too.
+        """
+        others = [tokens for heard in self._recent() if (tokens := heard.tokens(version)) is not None]
+        if not others:
+            return own_tokens
+        everyone = sorted([own_tokens, *others])
+        most = _MAX_RATIO * max(own_tokens, everyone[(len(everyone) - 1) // 2])
+        return own_tokens + sum(min(tokens, most) for tokens in others)
+
+    def version_to_follow(self, version: int, own_tokens: int, target_tokens: int, waited_s: float) -> int:
+        """Returns the version the others have reached, as far as they are believed; at least ``version``.
+
+        Args:
+            version: one's own.
+            own_tokens: counted towards the next step.
+            target_tokens: of the stage, for one step.
+            waited_s: since one's own last step.
+        """
+        versions = sorted(heard.report.version for heard in self._recent())
+        ahead = [other for other in versions if version < other <= version + self._max_lead]
+        if not ahead:
+            return version
+        median = versions[(len(versions) - 1) // 2]
+        if version < median <= version + self._max_lead:
+            return median
+        seen = self.stage_tokens(version, own_tokens) >= _SEEN_SHARE * target_tokens
+        return version + 1 if seen or waited_s > self._patience_s else version
+
+    def is_left_behind(self, version: int) -> bool:
+        """Returns whether most others are too far ahead to be followed, so that their state has to be fetched."""
+        recent = self._recent()
+        return 2 * sum(heard.report.version > version + self._max_lead for heard in recent) > len(recent)
+
+    def _recent(self) -> list[_Heard]:
+        oldest_s = self._clock() - self._max_age_s
+        with self._lock:
+            return [heard for heard in self._heard.values() if heard.at_s >= oldest_s and not heard.report.joining]
+
+
+class StageStepper:
+    """Steps one worker's replica together with the stage's others; arguments as of `StageWorker`."""
 
     def __init__(
         self,
         endpoint: Endpoint,
         replica: StageReplica,
-        replies: StageReplies,
-        shared: SharedThrough,
+        replies: ReplyCache,
         config: WorkerConfig,
         *,
         target_tokens: int,
         peers: Callable[[], tuple[Peer, ...]],
-        strategy: StepStrategy | None = None,
-        max_lead: int = 50,
-        clock: Callable[[], float] = boottime_s,
-        on_step: Stepped | None = None,
-        on_round: Synchronised | None = None,
+        strategy: StepStrategy | None,
+        max_lead: int,
+        clock: Callable[[], float],
+        on_step: Stepped | None,
+        on_round: Synchronised | None,
     ) -> None:
         self.joining = False
         """While joining nothing steps, and the others do not count this worker."""
         self.strategy = strategy
         self.on_news: Callable[[], None] | None = None
-        """Called when another worker has said something: it may be time to step."""
+        """Called when another worker has reported something new: it may be time to step."""
         self._endpoint = endpoint
         self._own_id = endpoint.peer_id
         self._replica = replica
         self._replies = replies
-        self._shared = shared
         self._config = config
         self._target_tokens = target_tokens
         self._peers = peers
         self._clock = clock
         self._on_step = on_step
         self._on_round = on_round
-        self._progress = StageProgress(config.progress_interval_s, max_lead, clock)
+        self._tracker = ProgressTracker(config.progress_interval_s, max_lead, clock)
         self._seen = (0, 0)
         self._told_tokens = 0
         self._counted_s = self._stepped_s = clock()
@@ -119,11 +215,11 @@ class StageStepper:
 
     @property
     def is_left_behind(self) -> bool:
-        """Whether the stage has moved on too far to be followed step by step."""
-        return self._progress.is_left_behind(self._replica.version)
+        """Whether the stage is too far ahead to be followed step by step."""
+        return self._tracker.is_left_behind(self._replica.version)
 
     def register(self) -> None:
-        """Makes `stage/progress` answerable; before the endpoint starts."""
+        """Registers `stage/progress`; before the endpoint starts."""
         self._endpoint.register(PROGRESS, ProgressReport, self._answer)
 
     def between(self) -> None:
@@ -139,30 +235,24 @@ class StageStepper:
             self.note(self.strategy.answer_others())
 
     def flush(self) -> None:
-        """Steps with what there is, if anything: before leaving. For the compute thread."""
+        """Steps with what is accumulated, if anything, before leaving. For the compute thread."""
         if self._replica.accumulated.num_tokens:
             self._step()
 
     def note(self, result: OuterResult | None) -> None:
-        """A round has ended, if one has; also one that was asked for between two steps. For the compute thread."""
+        """Notes a round's result, also of one that was asked for between two steps. For the compute thread."""
         if result is None:
             return
         if result.committed:
             self._replica.weights_changed()
             if result.contributed_steps_ago is not None and self._is_with_others(result.report):
-                self._shared.committed(result.fragment, result.contributed_steps_ago)
+                self._replies.shared.committed(result.fragment, result.contributed_steps_ago)
         if self._on_round is not None:
             self._on_round(result)
 
     def start_over(self, version: int) -> None:
-        """Another state was taken up: what was counted here and not shared is gone. For the compute thread.
-
-        Args:
-            version: of the new weights.
-        """
-        dropped = self._replica.drop()
-        self._shared.start_over()
-        num_known = self._replies.taint()
+        """Drops what was counted here, because another state of that version was adopted. For the compute thread."""
+        dropped, num_known = self._replica.drop(), self._replies.taint()
         self._replica.set_version(version)
         self._stepped_s = self._clock()
         self._replica.weights_changed()
@@ -172,7 +262,7 @@ class StageStepper:
         self._wake()
 
     async def run(self) -> None:
-        """Tells the stage's other workers how far this one is, and hears it of them, until it is cancelled."""
+        """Exchanges progress with the stage's other workers until it is cancelled."""
         self._loop = asyncio.get_running_loop()
         under_way: dict[str, asyncio.Task[None]] = {}
         try:
@@ -180,7 +270,7 @@ class StageStepper:
                 self._news.clear()
                 self._told_tokens = self._replica.accumulated.num_tokens
                 peers = {peer.peer_id: peer for peer in self._peers() if peer.peer_id not in (None, self._own_id)}
-                self._progress.keep({peer_id for peer_id in peers if peer_id})
+                self._tracker.keep({peer_id for peer_id in peers if peer_id})
                 under_way = {peer_id: task for peer_id, task in under_way.items() if not task.done()}
                 for peer_id, peer in peers.items():
                     if peer_id and peer_id not in under_way:  # One that does not answer does not hold up the others.
@@ -193,8 +283,7 @@ class StageStepper:
                 task.cancel()
             await asyncio.gather(*under_way.values(), return_exceptions=True)
 
-    def report(self) -> ProgressReport:
-        """How far this worker is."""
+    def _report(self) -> ProgressReport:
         return ProgressReport(
             incarnation=self._replies.incarnation,
             version=self._replica.version,
@@ -213,20 +302,19 @@ class StageStepper:
     def _is_due(self) -> bool:
         version, own_tokens = self._replica.version, self._replica.accumulated.num_tokens
         waited_s = self._clock() - self._stepped_s
-        if self._progress.version_to_follow(version, own_tokens, self._target_tokens, waited_s) > version:
+        if self._tracker.version_to_follow(version, own_tokens, self._target_tokens, waited_s) > version:
             return True
         if not own_tokens:
             return False
-        if self._progress.stage_tokens(version, own_tokens) >= self._target_tokens:
+        if self._tracker.stage_tokens(version, own_tokens) >= self._target_tokens:
             return True
-        idle_since_s = max(self._counted_s, self._progress.changed_s)
-        return self._clock() - idle_since_s > self._config.auto_step_s
+        return self._clock() - max(self._counted_s, self._tracker.changed_s) > self._config.auto_step_s
 
     def _step(self) -> None:
         num_micro_batches = self._replica.accumulated.num_micro_batches
         info = self._replica.step(self._replica.version)
         self._stepped_s = self._clock()
-        self._shared.stepped(info.version, self._replies.stepped())
+        self._replies.stepped(info.version)
         if self.strategy is not None:
             self.note(self.strategy.after_inner_step(num_micro_batches if info.applied else 0))
         self._look()
@@ -235,7 +323,7 @@ class StageStepper:
         self._wake()
 
     def _is_with_others(self, report: RoundReport | None) -> bool:
-        """Whether others hold the whole of what this worker brought to a round."""
+        """Returns whether others hold all of this worker's contribution to a round."""
         if report is None or self._own_id not in report.members or len(report.members) == 1:
             return False
         return all(who != self._own_id for who, _ in report.dropped)
@@ -247,22 +335,22 @@ class StageStepper:
     async def _exchange(self, peer: Peer) -> None:
         timeout_s = max(_MIN_TIMEOUT_S, self._config.progress_interval_s)
         try:
-            told = self.report()
+            told = self._report()
             reply = await self._endpoint.call(peer, PROGRESS, told, ProgressReport, timeout_s=timeout_s)
         except RpcError as error:
             logger.debug("no progress heard of %s: %s", peer.address, error)
             return
         self._hear(reply.sender, reply.body)
-        now = self.report()
+        now = self._report()
         grown = now.num_tokens - told.num_tokens >= self._target_tokens * _TELL_SHARE
         if now.version != told.version or grown:  # There was news while this was under way.
             self._news.set()
 
     def _hear(self, peer_id: PeerId, report: ProgressReport) -> None:
-        if self._progress.hear(peer_id, report) and self.on_news is not None:
+        if self._tracker.hear(peer_id, report) and self.on_news is not None:
             self.on_news()
 
     async def _answer(self, request: Request[ProgressReport]) -> Reply[ProgressReport]:
         if any(peer.peer_id == request.sender for peer in self._peers()):
             self._hear(request.sender, request.body)
-        return Reply(self.report())
+        return Reply(self._report())

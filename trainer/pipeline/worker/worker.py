@@ -18,20 +18,15 @@ from trainer.model.plan import StagePlan
 from trainer.network.rpc import Endpoint, Peer, PeerId
 from trainer.pipeline.protocol.work import boottime_s
 from trainer.pipeline.stage import StageReplica, StageShape
-from trainer.pipeline.worker.applying import StageReplies
 from trainer.pipeline.worker.config import WorkerConfig
 from trainer.pipeline.worker.link import StageLink
 from trainer.pipeline.worker.replies import ReplyCache
 from trainer.pipeline.worker.runtime import Runtime
 from trainer.pipeline.worker.service import StageService
-from trainer.pipeline.worker.sharing import SharedThrough
+from trainer.pipeline.worker.stage_executor import StageExecutor
 from trainer.pipeline.worker.stepping import StageStepper, Stepped, StepStrategy, Synchronised
 
 __all__ = ["StageWorker"]
-
-
-def _nobody() -> tuple[Peer, ...]:
-    return ()
 
 
 class StageWorker:
@@ -41,20 +36,20 @@ class StageWorker:
         endpoint: not started yet; the caller starts and stops it.
         plan: the run's stages.
         stage_name: which of them.
-        replica: its weights; once `start` was called, the compute thread's alone (see `runtime`).
-        codec: of what crosses the stage's borders, on both sides.
+        replica: its weights; after `start` only the compute thread may use it (see `runtime`).
+        codec: of activations and gradients, on both sides of the stage.
         config: options.
         target_tokens: of the stage, for one optimizer step.
-        peers: the stage's other workers, now.
+        peers: returns the stage's other workers.
         strategy: keeps replicas together; it may be set later (`stepper.strategy`), in the compute thread.
-        meter: told what is sent.
+        meter: measures what is sent.
         batches: whether forward requests are computed together, as suits `StageConfig.backward` ``recompute``.
-        num_fragments: parts the strategy synchronises one by one (DiLoCo's fragments, SPARTA's slices).
-        max_lead: versions to follow another worker over.
+        num_fragments: parts the strategy synchronises separately (DiLoCo's fragments, SPARTA's slices).
+        max_lead: versions another worker may be ahead and still be followed.
         clock: seconds; CLOCK_BOOTTIME but in tests.
-        on_step: told of each step, in the compute thread.
-        on_round: told of each round that has ended, there.
-        keepers: whose micro-batches are computed and counted; see `StageService`.
+        on_step: called after each step, in the compute thread.
+        on_round: called after each round, in the compute thread.
+        drivers: whose micro-batches are computed and counted; see `StageService`.
         keeper: who may have any of them refused; see `StageService`.
     """
 
@@ -68,7 +63,7 @@ class StageWorker:
         config: WorkerConfig,
         *,
         target_tokens: int,
-        peers: Callable[[], tuple[Peer, ...]] = _nobody,
+        peers: Callable[[], tuple[Peer, ...]] = tuple,
         strategy: StepStrategy | None = None,
         meter: LinkMeter | None = None,
         batches: bool = False,
@@ -77,17 +72,16 @@ class StageWorker:
         clock: Callable[[], float] = boottime_s,
         on_step: Stepped | None = None,
         on_round: Synchronised | None = None,
-        keepers: Callable[[], Collection[PeerId]] | None = None,
+        drivers: Callable[[], Collection[PeerId]] | None = None,
         keeper: Callable[[], PeerId | None] | None = None,
     ) -> None:
         self.replica = replica
-        self.shared = SharedThrough(num_fragments)
-        self.replies: StageReplies = ReplyCache(config, clock=clock)
+        self.replies = ReplyCache(config, num_fragments=num_fragments, clock=clock)
+        self.shared = self.replies.shared
         self.stepper = StageStepper(
             endpoint,
             replica,
             self.replies,
-            self.shared,
             config,
             target_tokens=target_tokens,
             peers=peers,
@@ -99,24 +93,15 @@ class StageWorker:
         )
         self.runtime = Runtime(config, clock=clock, between=self.stepper.between)
         self.stepper.on_news = self.runtime.wake
-        self._link = StageLink(StageShape.of(plan.config, replica.kind), codec, meter)
-        self.service = StageService(
-            endpoint,
-            plan,
-            stage_name,
-            replica=replica,
-            runtime=self.runtime,
-            link=self._link,
-            replies=self.replies,
-            shared=self.shared,
-            config=config,
-            batches=batches,
-            keepers=keepers,
-            keeper=keeper,
+        self.link = StageLink(StageShape.of(plan.config, replica.kind), codec, meter)
+        max_batch_size = config.max_batch_size if batches else 1
+        self.executor = StageExecutor(
+            stage_name, replica, self.runtime, self.link, self.replies, max_batch_size=max_batch_size
         )
+        self.service = StageService(endpoint, plan, self.executor, config, drivers=drivers, keeper=keeper)
 
     def register(self) -> None:
-        """Makes the stage's methods answerable; before the endpoint starts."""
+        """Registers the stage's methods; before the endpoint starts."""
         self.service.register()
         self.stepper.register()
 
@@ -125,13 +110,13 @@ class StageWorker:
         self.runtime.start()
 
     async def run(self) -> None:
-        """Exchanges progress with the stage's others, and watches for stops of this process, until it is cancelled.
+        """Exchanges progress with the stage's others and detects suspensions of this process, until it is cancelled.
 
         Raises:
             TrainerError: optimizer or strategy cannot go on.
         """
         loop = asyncio.get_running_loop()
-        tasks = [loop.create_task(self.stepper.run()), loop.create_task(self.service.pulse.run())]
+        tasks = [loop.create_task(self.stepper.run()), loop.create_task(self.service.suspend_detector.run())]
         failure = asyncio.wrap_future(self.runtime.failure)
         try:
             done, _ = await asyncio.wait([*tasks, failure], return_when=asyncio.FIRST_COMPLETED)
@@ -143,7 +128,7 @@ class StageWorker:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def stop(self, timeout_s: float = 30.0) -> bool:
-        """Ends the compute thread behind what it computes now; False: it did not end in time."""
+        """Ends the compute thread after its current job; returns whether it ended in time."""
         ended = await asyncio.get_running_loop().run_in_executor(None, self.runtime.stop, timeout_s)
-        self._link.close()
+        self.link.close()
         return ended

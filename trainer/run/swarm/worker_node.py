@@ -135,7 +135,7 @@ class WorkerNode:
             max_lead=self._max_lead(),
             on_step=self._stepped,
             on_round=self._after_round,
-            keepers=self._others.drivers,
+            drivers=self._others.drivers,
             keeper=self._others.keeper,
         )
         self._worker.service.workers = self._others.workers

@@ -17,7 +17,7 @@ from trainer.errors import IncompatiblePeerError, RoundLeftError, TrainerUsageEr
 from trainer.outer.engine.collective import Contribution
 from trainer.outer.engine.strategy import OuterStrategy
 from trainer.outer.sparta import SpartaConfig
-from trainer.pipeline.worker.sharing import SharedThrough
+from trainer.pipeline.worker.replies import SharedThrough
 
 EACH_STEP = SpartaConfig(every_steps=1, num_slices=4, background=False)
 BEHIND_THE_SCENES = SpartaConfig(every_steps=2, num_slices=4)

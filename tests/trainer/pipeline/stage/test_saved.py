@@ -1,4 +1,4 @@
-"""A state goes on to the bit, wherever between two steps it was taken, and what is none changes nothing."""
+"""A state resumes to the bit, wherever between two steps it was taken; one that does not fit changes nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.stage_replicas import CUT, bits_of, micro_batch, stage_replica
+from tests.support.stage_replicas import backward, bits_of, hidden, micro_batch, stage_replica
 from trainer.errors import CheckpointMismatchError
 from trainer.pipeline.stage import StageReplica
 
@@ -18,20 +18,19 @@ _ACTIONS = st.lists(st.sampled_from(["count", "count", "empty", "step", "forward
 
 
 def _act(stage: StageReplica, action: str, number: int) -> None:
-    generator = torch.Generator().manual_seed(number)
-    hidden = torch.randn(2, 4, CUT.dim, generator=generator)
+    values = hidden(number, positions=4)
     _, ids, labels = micro_batch(number, positions=4, padded=4 if action == "empty" else number % 3)
-    x = ids if stage.kind == "head" else hidden
+    x = ids if stage.kind == "head" else values
     if action == "step":
         stage.step(number)
     elif action == "drop":
         stage.drop()
     elif stage.kind == "tail":
-        stage.tail("m", hidden, labels)
+        stage.tail("m", values, labels)
     elif action == "forward":
         stage.forward(f"m{number}", x)
     else:
-        stage.backward("m", x, hidden, 0 if action == "empty" else 8, stage.version)
+        backward(stage, x, values, num_tokens=0 if action == "empty" else 8)
 
 
 def _through_a_file(state: dict[str, Any]) -> dict[str, Any]:
@@ -45,7 +44,7 @@ def _through_a_file(state: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(index=st.integers(0, 2), before=_ACTIONS, behind=_ACTIONS, other=_ACTIONS)
-def test_it_goes_on_to_the_bit_from_anywhere(
+def test_it_resumes_to_the_bit_from_anywhere(
     index: int, before: list[str], behind: list[str], other: list[str]
 ) -> None:
     first, second = stage_replica(index, 3), stage_replica(index, 3, seed=1)
@@ -71,22 +70,17 @@ def test_two_replicas_of_one_state_do_not_share_their_sums() -> None:
     assert bits_of(first) == before
 
 
-def test_forward_passes_from_before_are_forgotten_and_the_hook_is_called() -> None:
+def test_loading_drops_forward_passes_calls_the_hook_and_leaves_options_as_configured() -> None:
     seen: list[bytes] = []
     first, second = stage_replica(1, 3, seed=1), stage_replica(1, 3, after_update=lambda module: seen.append(b""))
+    _act(first, "count", 1)
+    first.step(50)
+    first.optimizer.param_groups[0]["weight_decay"] = 0.7
     _act(second, "forward", 1)
     assert second.cached_bytes > 0
     second.load_state_dict(first.state_dict())
     assert second.cached_bytes == 0
     assert len(seen) == 1
-
-
-def test_options_are_the_configurations_not_the_states() -> None:
-    first, second = stage_replica(1, 3), stage_replica(1, 3)
-    _act(first, "count", 1)
-    first.step(50)
-    first.optimizer.param_groups[0]["weight_decay"] = 0.7
-    second.load_state_dict(first.state_dict())
     assert second.optimizer.param_groups[0]["weight_decay"] == 0.1
 
 
@@ -139,8 +133,7 @@ def test_a_state_from_before_norms_were_kept_is_taken_up() -> None:
     assert second.state_dict()["norms"] == []
 
 
-def test_the_state_of_another_stage_is_refused() -> None:
+@pytest.mark.parametrize(("index", "other", "num_stages"), [(1, 0, 3), (1, 2, 4)])
+def test_the_state_of_another_stage_is_refused(index: int, other: int, num_stages: int) -> None:
     with pytest.raises(CheckpointMismatchError, match="expected"):
-        stage_replica(1, 3).load_state_dict(stage_replica(0, 3).state_dict())
-    with pytest.raises(CheckpointMismatchError, match="expected"):
-        stage_replica(1, 4).load_state_dict(stage_replica(2, 4).state_dict())
+        stage_replica(index, num_stages).load_state_dict(stage_replica(other, num_stages).state_dict())

@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.support.event_loop import on_event_loop
 from tests.support.model_configs import random_tokens
 from tests.support.stage_driver import StageDriver, running_driver
-from tests.support.stage_worker import RunningWorker, WorkerSetup, held, running_worker, until
+from tests.support.stage_worker import RunningWorker, WorkerSetup, held, queued, running_worker, until
 from trainer.errors import RefusedError
 from trainer.network.rpc import Peer
 from trainer.pipeline.protocol.messages import Hop
@@ -62,13 +62,11 @@ async def test_a_later_worker_that_is_gone_is_named_and_another_takes_its_place(
 @on_event_loop
 async def test_an_answer_that_was_lost_on_the_way_is_had_by_asking_again_the_same_way() -> None:
     async with _chain() as (workers, driver):
-        async with held(workers[1]) as release:
-            asked = asyncio.create_task(driver.chain(workers, KEY, IDS, LABELS))
-            await until(lambda: workers[1].worker.runtime.figures.queued == 1)
+        async with held(workers[1]):
+            (asked,) = await queued(workers[1], driver.chain(workers, KEY, IDS, LABELS))
             asked.cancel()
             await asyncio.gather(asked, return_exceptions=True)
             await until(lambda: workers[1].worker.runtime.figures.queued == 0)
-            release()
         assert _counts(workers) == [0, 0, 0]
         first = await driver.chain(workers, KEY, IDS, LABELS)
         again = await driver.chain(workers, KEY, IDS, LABELS)
@@ -112,7 +110,7 @@ async def test_refusals_of_later_workers_keep_their_reason_and_name() -> None:
 @on_event_loop
 async def test_a_later_worker_that_answers_nonsense_is_named() -> None:
     async with _chain() as (workers, driver):
-        link = workers[1].worker.service._link
+        link = workers[1].worker.link
         gradient = link.gradient
 
         async def nonsense(value: Tensor) -> dict[str, Tensor]:
@@ -141,22 +139,21 @@ async def test_a_chain_that_waits_for_the_next_worker_takes_room_and_keeps_no_ou
     setups = [replace(SETUPS["head"], worker={"max_received_bytes": 8000}), *list(SETUPS.values())[1:]]
     async with _chain(setups) as (workers, driver):
         service = workers[0].worker.service
-        activation = service._link.activation
+        link = workers[0].worker.link
+        activation = link.activation
 
         async def noted(y: Tensor, ids: Tensor | None) -> dict[str, Tensor]:
             outputs.append(weakref.ref(y))
             return {name: tensor.clone() for name, tensor in (await activation(y, ids)).items()}
 
-        service._link.activation = noted
-        async with held(workers[2]) as release:
-            waiting = asyncio.create_task(driver.chain(workers, KEY, IDS, LABELS))
-            await until(lambda: workers[2].worker.runtime.figures.queued == 1)
-            assert service._room.size_bytes == 2 * 64 + 2 * 128 + 3 * 1024
+        link.activation = noted
+        async with held(workers[2]):
+            (waiting,) = await queued(workers[2], driver.chain(workers, KEY, IDS, LABELS))
+            assert service._memory.size_bytes == 2 * 64 + 2 * 128 + 3 * 1024
             assert (await _refused(driver, workers, micro_batch="e0.s0.r2")).reason == "busy"
             assert [output() for output in outputs] == [None]
-            release()
         assert (await waiting).body.applied == ("head", "body-1", "tail")
-        await until(lambda: service._room.size_bytes == 0)
+        await until(lambda: service._memory.size_bytes == 0)
 
 
 class _Known:
@@ -178,7 +175,7 @@ class _Known:
     @asynccontextmanager
     async def worker(self, stage: str) -> AsyncIterator[RunningWorker]:
         """One that is announced."""
-        async with running_worker(SETUPS[stage], keepers=lambda: self.drivers) as running:
+        async with running_worker(SETUPS[stage], drivers=lambda: self.drivers) as running:
             running.worker.service.workers = lambda stage: self.workers[stage]
             self.workers[stage][running.endpoint.peer_id] = running.peer
             yield running

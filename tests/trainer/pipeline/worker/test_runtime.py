@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 from tests.support.event_loop import on_event_loop
 from trainer.errors import NonFiniteActivationError, RefusedError, TrainerError
 from trainer.pipeline.worker import Runtime, WorkerConfig
-from trainer.pipeline.worker.waiting import Job, Rank
+from trainer.pipeline.worker.admission import Job, Priority
 
 
 @contextmanager
@@ -26,47 +26,41 @@ def _running(between: Callable[[], None] | None = None, **config: Any) -> Iterat
         assert runtime.stop(10)
 
 
-def _of(function: Callable[[Any], Any], rank: Rank = Rank.FORWARD, item: Any = None, **changes: Any) -> Job:
-    return Job(rank, changes.pop("owner", "a"), item, lambda items: [function(item) for item in items], **changes)
+def _of(function: Callable[[Any], Any], priority: Priority = Priority.FORWARD, item: Any = None, **changes: Any) -> Job:
+    return Job(priority, "a", item, lambda items: [function(item) for item in items], **changes)
 
 
-class _Gate:
-    """Holds the compute thread up until it is opened."""
+@contextmanager
+def _held(runtime: Runtime) -> Iterator[None]:
+    """Holds the compute thread up within the block."""
+    entered, released = threading.Event(), threading.Event()
 
-    def __init__(self, runtime: Runtime) -> None:
-        self.opened = threading.Event()
-        self.entered = threading.Event()
-        self.job = _of(self._wait, Rank.CONTROL)
-        runtime.submit(self.job)
-        assert self.entered.wait(10)
+    def wait(_: object) -> None:
+        entered.set()
+        assert released.wait(10)
 
-    def _wait(self, _: object) -> None:
-        self.entered.set()
-        assert self.opened.wait(10)
+    runtime.submit(_of(wait, Priority.CONTROL))
+    assert entered.wait(10)
+    try:
+        yield
+    finally:
+        released.set()
 
 
-@pytest.mark.slow
-@on_event_loop
-async def test_what_comes_while_it_computes_is_done_by_rank() -> None:
-    done: list[str] = []
-    with _running() as runtime:
-        gate = _Gate(runtime)
-        jobs = [
-            _of(done.append, rank, f"{rank.name} {number}")
-            for number in range(2)
-            for rank in (Rank.FORWARD, Rank.TAIL, Rank.BACKWARD)
-        ]
-        waits = [asyncio.create_task(runtime.compute(job)) for job in jobs]
-        await asyncio.sleep(0)
-        assert runtime.figures.queued == 6
-        gate.opened.set()
-        await asyncio.gather(*waits)
-    wanted = [f"{rank} {number}" for rank in ("BACKWARD", "TAIL", "FORWARD") for number in range(2)]
-    assert done == wanted
+async def _queued(runtime: Runtime, *jobs: Job, owed: bool = False) -> list[asyncio.Task[Any]]:
+    tasks = [asyncio.create_task(runtime.compute(job, owed=owed)) for job in jobs]
+    await asyncio.sleep(0)
+    return tasks
+
+
+async def _reason(asked: Awaitable[object], match: str | None = None) -> str:
+    with pytest.raises(RefusedError, match=match) as caught:
+        await asked
+    return caught.value.reason
 
 
 @on_event_loop
-async def test_jobs_of_a_group_are_computed_in_one_call_and_fail_apart() -> None:
+async def test_jobs_go_by_priority_and_those_of_a_group_in_one_call_and_fail_apart() -> None:
     calls: list[list[int]] = []
 
     def halve(items: Sequence[int]) -> list[int | TrainerError]:
@@ -74,62 +68,47 @@ async def test_jobs_of_a_group_are_computed_in_one_call_and_fail_apart() -> None
         return [item // 2 if item % 2 == 0 else NonFiniteActivationError(f"{item} is odd") for item in items]
 
     with _running(max_batch_size=3) as runtime:
-        gate = _Gate(runtime)
-        jobs = [Job(Rank.FORWARD, "a", item, halve, group="g") for item in (2, 3, 4, 6)]
-        waits = [asyncio.create_task(runtime.compute(job)) for job in jobs]
-        await asyncio.sleep(0)
-        gate.opened.set()
+        with _held(runtime):
+            grouped = [Job(Priority.FORWARD, "a", item, halve, group="g") for item in (2, 3, 4, 6)]
+            others = [
+                Job(priority, "a", item, halve) for priority, item in zip(list(Priority)[1:3], (8, 10), strict=True)
+            ]
+            waits = await _queued(runtime, *grouped, *reversed(others))
+            assert runtime.figures.queued == 6
         results = await asyncio.gather(*waits, return_exceptions=True)
-        assert runtime.figures.computed == 4
-    assert calls == [[2, 3, 4], [6]]
-    assert [getattr(result, "value", None) for result in results] == [1, None, 2, 3]
+        assert runtime.figures.computed == 6
+    assert calls == [[8], [10], [2, 3, 4], [6]]
+    assert [getattr(result, "value", None) for result in results] == [1, None, 2, 3, 5, 4]
     assert isinstance(results[1], NonFiniteActivationError)
 
 
-@pytest.mark.slow
 @on_event_loop
-async def test_a_request_that_is_given_up_leaves_the_queue_and_is_not_computed() -> None:
+async def test_a_request_that_is_given_up_or_too_late_leaves_the_queue_and_is_not_computed() -> None:
     computed: list[str] = []
     with _running() as runtime:
-        gate = _Gate(runtime)
-        task = asyncio.create_task(runtime.compute(_of(computed.append, item="given up", size_bytes=1000)))
-        await asyncio.sleep(0)
-        assert runtime.figures.queued_bytes == 1000
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        assert (runtime.figures.queued, runtime.figures.queued_bytes) == (0, 0)
-        gate.opened.set()
+        with _held(runtime):
+            (task,) = await _queued(runtime, _of(computed.append, item="given up", size_bytes=1000))
+            assert runtime.figures.queued_bytes == 1000
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            assert (runtime.figures.queued, runtime.figures.queued_bytes) == (0, 0)
+            late = _of(computed.append, item="late", begin_before_s=runtime.now_s - 1)
+            (task,) = await _queued(runtime, late)
+        assert await _reason(task) == "expired"
         await runtime.compute(_of(computed.append, item="wanted"))
     assert computed == ["wanted"]
 
 
-@on_event_loop
-async def test_a_request_nobody_waits_for_any_more_is_refused_as_expired() -> None:
-    with _running() as runtime:
-        gate = _Gate(runtime)
-        task = asyncio.create_task(runtime.compute(_of(str, begin_before_s=runtime.now_s - 1)))
-        await asyncio.sleep(0)
-        gate.opened.set()
-        with pytest.raises(RefusedError) as caught:
-            await task
-    assert caught.value.reason == "expired"
-
-
 @pytest.mark.slow
 @on_event_loop
-async def test_an_error_of_a_job_is_that_jobs_and_what_is_no_error_of_ours_is_internal() -> None:
-    def fail(_: object) -> None:
-        raise NonFiniteActivationError("not finite")
-
-    def break_down(_: object) -> None:
-        raise RuntimeError("out of memory")
+async def test_an_error_of_a_job_is_that_jobs_and_an_unforeseen_one_is_internal() -> None:
+    def fail(error: Exception) -> None:
+        raise error
 
     with _running() as runtime:
         with pytest.raises(NonFiniteActivationError):
-            await runtime.compute(_of(fail))
-        with pytest.raises(RefusedError, match="RuntimeError") as caught:
-            await runtime.compute(_of(break_down))
-        assert caught.value.reason == "internal"
+            await runtime.compute(_of(fail, item=NonFiniteActivationError("not finite")))
+        assert await _reason(runtime.compute(_of(fail, item=RuntimeError("memory"))), "RuntimeError") == "internal"
         assert (await runtime.compute(_of(len, item="abc"))).value == 3
 
 
@@ -142,8 +121,7 @@ async def test_a_device_that_is_lost_ends_the_runtime_and_says_so() -> None:
         refused = 0
         while not runtime.failure.done():
             assert refused < 100
-            with pytest.raises(RefusedError):
-                await runtime.compute(_of(break_down))
+            await _reason(runtime.compute(_of(break_down)))
             refused += 1
             await asyncio.sleep(0.001)
         assert refused >= 10
@@ -152,7 +130,7 @@ async def test_a_device_that_is_lost_ends_the_runtime_and_says_so() -> None:
 
 
 @on_event_loop
-async def test_between_runs_in_the_compute_thread_behind_every_job_and_when_woken() -> None:
+async def test_between_runs_in_the_compute_thread_after_every_job_and_when_woken() -> None:
     threads: list[str] = []
     woken = threading.Event()
 
@@ -179,27 +157,21 @@ async def test_a_step_that_cannot_go_on_ends_the_runtime_and_says_so() -> None:
     with _running(between) as runtime:
         with pytest.raises((TrainerError, RefusedError)):
             await asyncio.wrap_future(runtime.failure)
-        with pytest.raises(RefusedError) as caught:
-            await runtime.compute(_of(str))
-    assert caught.value.reason == "stopping"
+        assert await _reason(runtime.compute(_of(str))) == "stopping"
 
 
 @on_event_loop
 async def test_stopping_refuses_what_waits() -> None:
     runtime = Runtime(WorkerConfig())
     runtime.start()
-    gate = _Gate(runtime)
-    task = asyncio.create_task(runtime.compute(_of(str)))
-    await asyncio.sleep(0)
-    stopping = asyncio.get_running_loop().run_in_executor(None, runtime.stop, 10)
-    with pytest.raises(RefusedError):
-        while True:
-            runtime.check_room(Rank.CONTROL, "", 0)
-            await asyncio.sleep(0.001)
-    gate.opened.set()
-    with pytest.raises(RefusedError) as caught:
-        await task
-    assert caught.value.reason == "stopping"
+    with _held(runtime):
+        (task,) = await _queued(runtime, _of(str))
+        stopping = asyncio.get_running_loop().run_in_executor(None, runtime.stop, 10)
+        with pytest.raises(RefusedError):
+            while True:
+                runtime.check_room(Priority.CONTROL, "", 0)
+                await asyncio.sleep(0.001)
+    assert await _reason(task) == "stopping"
     assert await stopping
     assert runtime.failure.result() is None
 
@@ -228,38 +200,30 @@ async def test_figures_say_how_busy_it_is() -> None:
 async def test_when_jobs_are_refused_nothing_but_its_own_business_is_computed() -> None:
     done: list[str] = []
     with _running() as runtime:
-        gate = _Gate(runtime)
-        waits = [asyncio.create_task(runtime.compute(_of(done.append, rank, "waits"))) for rank in list(Rank)[1:]]
-        waits.append(asyncio.create_task(runtime.compute(_of(done.append, item="owed"), owed=True)))
-        handed_over = asyncio.create_task(runtime.control(lambda: done.append("control")))
-        await asyncio.sleep(0)
-        runtime.refuse_jobs()
-        assert runtime.figures.queued == 1
-        for refused in waits:
-            with pytest.raises(RefusedError, match="going down") as caught:
-                await refused
-            assert caught.value.reason == "stopping"
-        gate.opened.set()
+        with _held(runtime):
+            waits = await _queued(runtime, *(_of(done.append, priority, "waits") for priority in list(Priority)[1:]))
+            waits += await _queued(runtime, _of(done.append, item="owed"), owed=True)
+            handed_over = asyncio.create_task(runtime.control(lambda: done.append("control")))
+            await asyncio.sleep(0)
+            runtime.refuse_jobs()
+            assert runtime.figures.queued == 1
+            assert {await _reason(refused, "going down") for refused in waits} == {"stopping"}
         await handed_over
         for owed in (False, True):
-            with pytest.raises(RefusedError, match="going down"):
-                await runtime.compute(_of(done.append, item="comes"), owed=owed)
+            await _reason(runtime.compute(_of(done.append, item="comes"), owed=owed), "going down")
         with pytest.raises(RefusedError, match="going down"):
-            runtime.check_room(Rank.BACKWARD, "a", 1)
+            runtime.check_room(Priority.BACKWARD, "a", 1)
         await runtime.control(lambda: done.append("control"))
     assert done == ["control", "control"]
 
 
 @on_event_loop
-async def test_jobs_refused_by_the_compute_thread_itself_are_not_computed_behind_it() -> None:
+async def test_jobs_refused_by_the_compute_thread_itself_are_not_computed_afterwards() -> None:
     done: list[str] = []
     with _running() as runtime:
-        gate = _Gate(runtime)
-        last = asyncio.create_task(runtime.control(runtime.refuse_jobs))
-        waits = asyncio.create_task(runtime.compute(_of(done.append, Rank.BACKWARD, "waits"), owed=True))
-        await asyncio.sleep(0)
-        gate.opened.set()
+        with _held(runtime):
+            last = asyncio.create_task(runtime.control(runtime.refuse_jobs))
+            (waits,) = await _queued(runtime, _of(done.append, Priority.BACKWARD, "waits"), owed=True)
         await last
-        with pytest.raises(RefusedError, match="going down"):
-            await waits
+        await _reason(waits, "going down")
     assert not done

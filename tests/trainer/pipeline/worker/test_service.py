@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -23,22 +23,26 @@ from tests.support.stage_worker import (
     WorkerSetup,
     build_worker,
     held,
+    queued,
     running_worker,
     until,
 )
 from trainer.errors import RefusedError
 from trainer.model import build_model
+from trainer.model.loss import IGNORED_LABEL
 from trainer.network.rpc import Endpoint, Identity, RpcConfig
 from trainer.network.transfer.descriptor import TensorSpec
 from trainer.pipeline.protocol import messages
 from trainer.pipeline.protocol.wire import part_of, wire_ids
 from trainer.pipeline.protocol.work import boottime_s
 from trainer.pipeline.stage import StageConfig
-from trainer.pipeline.stage.norm_bound import WARM_UP
-from trainer.pipeline.worker.replies import Slot
+from trainer.pipeline.stage.accumulator import WARM_UP
+from trainer.pipeline.worker.replies import PendingCount
 
 KEY = "e0.s0.r0"
-HEAD, BODY, TAIL = WorkerSetup("head"), WorkerSetup("body-1"), WorkerSetup("tail")
+STAGES = ("head", "body-1", "tail")
+HEAD, TAIL = WorkerSetup("head"), WorkerSetup("tail")
+GRADIENT = {"gradient": torch.randn(2, 8, small_config().dim)}
 Tensors = dict[str, Tensor]
 
 
@@ -57,6 +61,18 @@ def _with(tensor: Tensor, value: float) -> Tensor:
     spoilt = tensor.clone()
     spoilt.view(-1)[3] = value
     return spoilt
+
+
+def _opened(driver: StageDriver, tail: RunningWorker, answer_within_s: float = 30.0) -> Any:
+    """A stream that announces 2 MiB, which are 6 MiB once computed with."""
+    hidden = TensorSpec(name="activation", dtype="float32", shape=(64, 512, 16))
+    fields = {"micro_batch": KEY, "stage": "tail", "num_rows": 64, "num_positions": 512, "apply_within_s": 30.0}
+    ask = messages.TailAsk(**fields, answer_within_s=answer_within_s, tensors=(hidden,))
+    return driver.endpoint.open_stream(tail.peer, messages.TAIL + "/stream", ask, timeout_s=20.0)
+
+
+def _backward(worker: RunningWorker, driver: StageDriver, tensors: Tensors, key: str = KEY, **fields: Any) -> Any:
+    return driver.backward(worker, key, {**GRADIENT, **tensors}, **fields)
 
 
 BAD_TAILS: dict[str, Callable[[Tensors], Tensors]] = {
@@ -123,43 +139,34 @@ async def test_requests_for_others_and_of_any_size_are_refused(head_input: Tenso
 @on_event_loop
 async def test_a_gradient_needs_its_input_only_where_it_is_not_kept(head_input: Tensors) -> None:
     async with running_worker(HEAD) as head, running_driver() as driver:
-        gradient = {"gradient": torch.randn(2, 8, small_config().dim)}
-        assert await _reason(driver.backward(head, KEY, gradient)) == "no-input"
-        assert (
-            await _reason(driver.backward(head, KEY, {"gradient": gradient["gradient"] * float("nan")})) == "nonfinite"
-        )
+        assert await _reason(_backward(head, driver, {})) == "no-input"
+        assert await _reason(_backward(head, driver, {"gradient": GRADIENT["gradient"] * float("nan")})) == "nonfinite"
         await driver.forward(head, KEY, head_input)
-        kept = await driver.backward(head, KEY, gradient)
-        again = await driver.backward(head, "e0.s0.r2", {**gradient, **head_input})
+        kept = await _backward(head, driver, {})
+        again = await _backward(head, driver, head_input, "e0.s0.r2")
         assert (kept.body.applied_number, again.body.applied_number) == (1, 2)
-        assert (
-            await _reason(driver.backward(head, "e0.s0.r4", {**gradient, **head_input}, forward_version=51)) == "stale"
-        )
+        assert await _reason(_backward(head, driver, head_input, "e0.s0.r4", forward_version=51)) == "stale"
 
 
 @pytest.mark.slow
 @on_event_loop
 async def test_a_gradient_of_more_tokens_than_there_are_is_malformed_and_ends_no_step(head_input: Tensors) -> None:
-    setup = replace(HEAD, target_tokens=32)
-    given = {"gradient": torch.randn(2, 8, small_config().dim), **head_input}
-    async with running_worker(setup) as head, running_driver() as liar:
+    async with running_worker(replace(HEAD, target_tokens=32)) as head, running_driver() as liar:
         for num_tokens in (17, 2**52):
-            assert await _reason(liar.backward(head, KEY, given, num_tokens=num_tokens)) == "malformed"
+            assert await _reason(_backward(head, liar, head_input, num_tokens=num_tokens)) == "malformed"
         assert head.worker.replica.version == head.worker.replica.accumulated.num_tokens == 0
-        assert (await liar.backward(head, KEY, given, num_tokens=16)).body.applied == ("head",)
+        assert (await _backward(head, liar, head_input, num_tokens=16)).body.applied == ("head",)
 
 
 @pytest.mark.slow
 @on_event_loop
 async def test_a_huge_gradient_is_counted_as_a_moderate_one_and_told_of(head_input: Tensors) -> None:
-    gradient = torch.randn(2, 8, small_config().dim)
     async with running_worker(replace(HEAD, target_tokens=10**6)) as head, running_driver() as driver:
 
         async def count(number: int, factor: float) -> float:
-            given = {"gradient": gradient * factor, **head_input}
-            await driver.backward(head, f"e0.s0.r{2 * number}", given, num_tokens=16)
-            sums = head.worker.replica.state_dict()["sums"].values()
-            return float(get_total_norm(list(sums)))
+            given = {"gradient": GRADIENT["gradient"] * factor, **head_input}
+            await _backward(head, driver, given, f"e0.s0.r{2 * number}", num_tokens=16)
+            return float(get_total_norm(list(head.worker.replica.state_dict()["sums"].values())))
 
         for number in range(WARM_UP):
             honest = await count(number, 1.0) / (number + 1)
@@ -185,14 +192,11 @@ async def test_the_same_request_again_gets_the_same_answer_and_one_gradient(tail
 
 @on_event_loop
 async def test_what_is_wrong_with_one_request_is_not_held_against_one_that_came_with_it(head_input: Tensors) -> None:
-    gradient = {"gradient": torch.randn(2, 8, small_config().dim)}
     async with running_worker(HEAD) as head, running_driver() as driver:
-        async with held(head) as release:
-            first = asyncio.create_task(driver.backward(head, KEY, gradient))
-            await until(lambda: head.worker.runtime.figures.queued == 1)
-            second = asyncio.create_task(driver.backward(head, KEY, {**gradient, **head_input}))
+        async with held(head):
+            (first,) = await queued(head, _backward(head, driver, {}))
+            second = asyncio.create_task(_backward(head, driver, head_input))
             await asyncio.sleep(0.1)
-            release()
         assert await _reason(first) == "no-input"
         assert (await second).body.applied == ("head",)
 
@@ -201,17 +205,14 @@ async def test_what_is_wrong_with_one_request_is_not_held_against_one_that_came_
 @on_event_loop
 async def test_a_caller_that_goes_away_leaves_nothing_counted_and_one_that_stays_gets_it(tail_input: Tensors) -> None:
     async with running_worker(TAIL) as tail, running_driver() as driver:
-        async with held(tail) as release:
-            alone = asyncio.create_task(driver.tail(tail, "e0.s0.r2", tail_input))
-            first = asyncio.create_task(driver.tail(tail, KEY, tail_input))
-            await until(lambda: tail.worker.runtime.figures.queued == 2)
+        async with held(tail):
+            alone, first = await queued(tail, *(driver.tail(tail, key, tail_input) for key in ("e0.s0.r2", KEY)))
             second = asyncio.create_task(driver.tail(tail, KEY, tail_input))
             await asyncio.sleep(0.1)
             for task in (alone, first):
                 task.cancel()
             await asyncio.gather(alone, first, return_exceptions=True)
             await until(lambda: tail.worker.runtime.figures.queued == 1)
-            release()
         assert (await second).body.applied_number == 1
         assert await driver.applied(tail, KEY, "e0.s0.r2") == (KEY,)
         assert tail.worker.replica.accumulated.num_micro_batches == 1
@@ -224,13 +225,8 @@ async def test_forward_requests_computed_together_give_what_each_gives_alone() -
     inputs = [{"ids": wire_ids(random_tokens(64, 2, 8, seed=seed)[0])} for seed in range(3)]
     recompute = WorkerSetup("head", stage_config={"backward": "recompute"})
     async with running_worker(recompute) as head, running_worker(HEAD) as alone, running_driver() as driver:
-        async with held(head) as release:
-            asked = [
-                asyncio.create_task(driver.forward(head, f"e0.s0.r{2 * row}", given))
-                for row, given in enumerate(inputs)
-            ]
-            await until(lambda: head.worker.runtime.figures.queued == 3)
-            release()
+        async with held(head):
+            asked = await queued(head, *(driver.forward(head, f"e0.s0.r{row}", it) for row, it in enumerate(inputs)))
         together = await asyncio.gather(*asked)
         assert head.worker.runtime.figures.batch_rows == 6.0
         for reply, given in zip(together, inputs, strict=True):
@@ -242,11 +238,9 @@ async def test_forward_requests_computed_together_give_what_each_gives_alone() -
 async def test_late_is_expired_and_nothing_is_counted(tail_input: Tensors) -> None:
     offset = [0.0]
     async with running_worker(TAIL, clock=lambda: boottime_s() + offset[0]) as tail, running_driver() as driver:
-        async with held(tail) as release:
-            late = asyncio.create_task(driver.tail(tail, KEY, tail_input, apply_within_s=5.0))
-            await until(lambda: tail.worker.runtime.figures.queued == 1)
+        async with held(tail):
+            (late,) = await queued(tail, driver.tail(tail, KEY, tail_input, apply_within_s=5.0))
             offset[0] = 6.0
-            release()
         assert await _reason(late) == "expired"
         assert tail.worker.replica.accumulated.num_micro_batches == 0
         assert (await driver.tail(tail, KEY, tail_input)).body.applied_number == 1
@@ -259,8 +253,8 @@ async def test_stopped_while_adding_up_it_drops_all_and_is_another_incarnation(t
         before = await driver.tail(tail, "e0.s0.r2", tail_input)
         claim = tail.worker.replies.claim
 
-        def claim_and_stop(slot: Slot) -> None:
-            claim(slot)
+        def claim_and_stop(pending: PendingCount) -> None:
+            claim(pending)
             offset[0] += 100.0
 
         tail.worker.replies.claim = claim_and_stop
@@ -280,7 +274,7 @@ async def test_an_answer_that_cannot_be_made_does_not_say_that_nothing_was_count
         async def overflow(gradient: Tensor) -> dict[str, Tensor]:
             raise RefusedError("nonfinite", "the gradient does not fit into the codec's values")
 
-        tail.worker._link.gradient = overflow
+        tail.worker.link.gradient = overflow
         for _ in range(2):
             assert await _reason(driver.tail(tail, KEY, tail_input)) == "already-applied"
         assert await driver.applied(tail, KEY) == (KEY,)
@@ -300,7 +294,7 @@ async def test_who_asks_about_one_is_told_what_it_was_acknowledged_as(tail_input
 @on_event_loop
 async def test_only_who_may_has_micro_batches_refused_and_others_are_told_so(tail_input: Tensors) -> None:
     may: set[str] = set()
-    async with running_worker(TAIL, keepers=lambda: may) as tail, running_driver() as driver, running_driver() as other:
+    async with running_worker(TAIL, drivers=lambda: may) as tail, running_driver() as driver, running_driver() as other:
         may.add(driver.endpoint.peer_id)
         assert await _reason(other.applied(tail, KEY, refuse_from_now=True)) == "not-a-driver"
         assert await other.applied(tail, KEY) == ()
@@ -316,7 +310,7 @@ async def test_a_driver_that_is_not_the_keeper_has_only_its_own_refused(tail_inp
     keeper: list[str] = []
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
-        tail = await enter(running_worker(TAIL, keepers=lambda: may, keeper=lambda: keeper[0] if keeper else None))
+        tail = await enter(running_worker(TAIL, drivers=lambda: may, keeper=lambda: keeper[0] if keeper else None))
         driver, impostor = await enter(running_driver()), await enter(running_driver())
         may |= {driver.endpoint.peer_id, impostor.endpoint.peer_id}
         for _ in range(2):
@@ -333,23 +327,19 @@ async def test_a_driver_that_is_not_the_keeper_has_only_its_own_refused(tail_inp
 @pytest.mark.slow
 @on_event_loop
 async def test_for_strangers_nothing_is_received_computed_or_counted(head_input: Tensors, tail_input: Tensors) -> None:
-    hidden = TensorSpec(name="activation", dtype="float32", shape=(64, 512, 16))
-    fields = {"micro_batch": KEY, "stage": "tail", "num_rows": 64, "num_positions": 512}
-    ask = messages.TailAsk(**fields, answer_within_s=30.0, apply_within_s=30.0, tensors=(hidden,))
     may: set[str] = set()
     async with AsyncExitStack() as stack:
-        head, tail = [await stack.enter_async_context(running_worker(it, keepers=lambda: may)) for it in (HEAD, TAIL)]
+        head, tail = [await stack.enter_async_context(running_worker(it, drivers=lambda: may)) for it in (HEAD, TAIL)]
         stranger = await stack.enter_async_context(running_driver())
-        gradient = {"gradient": torch.randn(2, 8, small_config().dim)}
         asked = [
             stranger.forward(head, KEY, head_input),
-            stranger.backward(head, KEY, {**head_input, **gradient}),
+            _backward(head, stranger, head_input),
             stranger.evaluate(head, head_input),
             stranger.tail(tail, KEY, tail_input),
             stranger.chain([tail], KEY, *random_tokens(64, 2, 8)),
         ]
         assert [await _reason(each) for each in asked] == ["not-a-driver"] * 5
-        async with _opened(stranger, tail, messages.TAIL + "/stream", ask) as stream:
+        async with _opened(stranger, tail) as stream:
             assert await _reason(stream.receive()) == "not-a-driver"
         assert head.worker.replica.cached_bytes == 0
         may.add(stranger.endpoint.peer_id)  # Its announcement has come.
@@ -360,17 +350,15 @@ async def test_for_strangers_nothing_is_received_computed_or_counted(head_input:
 @on_event_loop
 async def test_what_was_counted_for_one_driver_is_no_answer_for_another(tail_input: Tensors) -> None:
     may: set[str] = set()
-    async with running_worker(TAIL, keepers=lambda: may) as tail, running_driver() as liar, running_driver() as driver:
+    async with running_worker(TAIL, drivers=lambda: may) as tail, running_driver() as liar, running_driver() as driver:
         may |= {liar.endpoint.peer_id, driver.endpoint.peer_id}
         lie = {**tail_input, "activation": torch.zeros_like(tail_input["activation"])}
         first = await liar.tail(tail, KEY, lie)
         assert await _reason(driver.tail(tail, KEY, tail_input)) == "counted-for-another"
         assert (await liar.tail(tail, KEY, lie)).body == first.body
-        async with held(tail) as release:
-            begun = asyncio.create_task(liar.tail(tail, "e0.s0.r2", lie))
-            await until(lambda: tail.worker.runtime.figures.queued == 1)
+        async with held(tail):
+            (begun,) = await queued(tail, liar.tail(tail, "e0.s0.r2", lie))
             assert await _reason(driver.tail(tail, "e0.s0.r2", tail_input)) == "busy"
-            release()
         await begun
         assert tail.worker.replica.accumulated.num_micro_batches == 2
 
@@ -378,66 +366,40 @@ async def test_what_was_counted_for_one_driver_is_no_answer_for_another(tail_inp
 @on_event_loop
 async def test_a_micro_batch_that_was_given_away_is_refused_whether_it_waits_or_comes(tail_input: Tensors) -> None:
     async with running_worker(TAIL) as tail, running_driver() as driver, running_driver() as keeper:
-        async with held(tail) as release:
-            waiting = asyncio.create_task(driver.tail(tail, KEY, tail_input))
-            await until(lambda: tail.worker.runtime.figures.queued == 1)
+        async with held(tail):
+            (waiting,) = await queued(tail, driver.tail(tail, KEY, tail_input))
             assert await keeper.applied(tail, KEY, "e0.s0.r2", refuse_from_now=True) == ()
-            release()
         assert await _reason(waiting) == "expired"
         assert await _reason(driver.tail(tail, "e0.s0.r2", tail_input)) == "busy"
         assert tail.worker.replica.accumulated.num_micro_batches == 0
 
 
-@pytest.mark.slow
-@on_event_loop
-async def test_a_driver_that_floods_is_told_so_and_another_is_served(tail_input: Tensors) -> None:
-    setup = WorkerSetup("tail", worker={"max_queue_per_driver": 4})
-    async with running_worker(setup) as tail, running_driver() as flooding, running_driver() as meek:
-        async with held(tail) as release:
-            flood = [asyncio.create_task(flooding.tail(tail, f"e0.s0.r{row}", tail_input)) for row in range(20)]
-            await until(lambda: sum(task.done() for task in flood) == 16)
-            served = asyncio.create_task(meek.tail(tail, "e0.s1.r0", tail_input))
-            await until(lambda: tail.worker.runtime.figures.queued == 5)
-            release()
-        assert (await served).body.applied == ("tail",)
-        results = await asyncio.gather(*flood, return_exceptions=True)
-        refused = [error.reason for error in results if isinstance(error, RefusedError)]
-        assert refused == ["busy"] * 16
-        assert (await meek.status(tail)).refused == {"busy": 16}
-        assert tail.worker.replica.accumulated.num_micro_batches == 5
-
-
 @on_event_loop
 async def test_gradients_that_wait_at_the_head_take_the_queue_s_room(head_input: Tensors) -> None:
-    gradient = {"gradient": torch.randn(2, 8, small_config().dim)}
-    size_bytes = gradient["gradient"].nbytes + 8 * 16
+    size_bytes = GRADIENT["gradient"].nbytes + 8 * 16
     setup = replace(HEAD, worker={"max_queue_bytes": 3 * size_bytes - 1})
-    async with running_worker(setup) as head, running_driver() as driver, held(head) as release:
-        first = asyncio.create_task(driver.backward(head, KEY, {**gradient, **head_input}))
-        await until(lambda: head.worker.runtime.figures.queued == 1)
-        assert head.worker.runtime.figures.queued_bytes == size_bytes
-        assert await _reason(driver.backward(head, "e0.s0.r2", {**gradient, **head_input})) == "busy"
-        release()
+    async with running_worker(setup) as head, running_driver() as driver:
+        async with held(head):
+            (first,) = await queued(head, _backward(head, driver, head_input))
+            assert head.worker.runtime.figures.queued_bytes == size_bytes
+            assert await _reason(_backward(head, driver, head_input, "e0.s0.r2")) == "busy"
         assert (await first).body.applied == ("head",)
 
 
 @on_event_loop
 async def test_what_is_being_received_is_bounded_of_each_and_of_all() -> None:
-    """Strangers announce 2 MiB a stream, which are 6 MiB once computed with, and send nothing of it."""
+    """Strangers announce tensors and send nothing of them."""
     setup = WorkerSetup("tail", worker={"max_received_bytes": 21 << 20})
-    hidden = TensorSpec(name="activation", dtype="float32", shape=(64, 512, 16))
-    fields = {"micro_batch": KEY, "stage": "tail", "num_rows": 64, "num_positions": 512}
-    ask = messages.TailAsk(**fields, answer_within_s=30.0, apply_within_s=30.0, tensors=(hidden,))
     async with AsyncExitStack() as stack:
         tail = await stack.enter_async_context(running_worker(setup))
         first, second = [await stack.enter_async_context(running_driver()) for _ in range(2)]
-        method, room = messages.TAIL + "/stream", tail.worker.service._room
-        streams = [await stack.enter_async_context(_opened(first, tail, method, ask))]
-        await until(lambda: room.size_bytes == 6 << 20)
-        async with _opened(first, tail, method, ask) as refused:
+        memory = tail.worker.service._memory
+        await stack.enter_async_context(_opened(first, tail))
+        await until(lambda: memory.size_bytes == 6 << 20)
+        async with _opened(first, tail) as refused:
             assert await _reason(refused.receive()) == "busy"
-        streams.append(await stack.enter_async_context(_opened(second, tail, method, ask)))
-        await until(lambda: room.size_bytes == 12 << 20)
+        await stack.enter_async_context(_opened(second, tail))
+        await until(lambda: memory.size_bytes == 12 << 20)
         assert (await first.status(tail)).refused == {"busy": 1}
         await stack.pop_all().aclose()
 
@@ -445,22 +407,14 @@ async def test_what_is_being_received_is_bounded_of_each_and_of_all() -> None:
 @pytest.mark.slow
 @on_event_loop
 async def test_who_does_not_send_in_time_what_it_wants_answered_is_not_waited_for() -> None:
-    hidden = TensorSpec(name="activation", dtype="float32", shape=(64, 512, 16))
-    fields = {"micro_batch": KEY, "stage": "tail", "num_rows": 64, "num_positions": 512}
-    ask = messages.TailAsk(**fields, answer_within_s=0.2, apply_within_s=30.0, tensors=(hidden,))
     async with running_worker(TAIL) as tail, running_driver() as slow:
-        async with _opened(slow, tail, messages.TAIL + "/stream", ask) as stream:
+        async with _opened(slow, tail, answer_within_s=0.2) as stream:
             assert await _reason(stream.receive()) == "expired"
-        await until(lambda: tail.worker.service._room.size_bytes == 0)
-
-
-def _opened(driver: StageDriver, worker: RunningWorker, method: str, ask: messages.TailAsk) -> Any:
-    return driver.endpoint.open_stream(worker.peer, method, ask, timeout_s=20.0)
+        await until(lambda: tail.worker.service._memory.size_bytes == 0)
 
 
 @on_event_loop
 async def test_what_is_let_in_is_said_apart_from_what_is_announced(head_input: Tensors) -> None:
-    gradient = {"gradient": torch.randn(2, 8, small_config().dim)}
     async with running_worker(HEAD) as head, running_driver() as driver:
         service = head.worker.service
         service.status, service.accepts = "serving", "nothing"
@@ -470,36 +424,22 @@ async def test_what_is_let_in_is_said_apart_from_what_is_announced(head_input: T
         assert (await driver.status(head)).status == "joining"
         service.accepts = "begun"
         assert await _reason(driver.forward(head, "e0.s0.r2", head_input)) == "stopping"
-        assert (await driver.backward(head, KEY, gradient)).body.applied == ("head",)
+        assert (await _backward(head, driver, {})).body.applied == ("head",)
         assert (await driver.status(head)).refused == {"stopping": 2}
-
-
-@on_event_loop
-async def test_what_nobody_let_in_is_refused_by_a_new_worker(head_input: Tensors) -> None:
-    endpoint = Endpoint(Identity.create(), RUN_ID, RpcConfig(**FAST))
-    worker = build_worker(endpoint, HEAD)
-    worker.register()
-    await endpoint.start()
-    try:
-        async with running_driver() as driver:
-            new = RunningWorker(HEAD, endpoint, worker)
-            assert await _reason(driver.forward(new, KEY, head_input)) == "stopping"
-    finally:
-        await endpoint.stop()
+    new = build_worker(Endpoint(Identity.create(), RUN_ID, RpcConfig(**FAST)), HEAD)
+    assert (new.service.status, new.service.accepts) == ("joining", "nothing")
 
 
 @on_event_loop
 async def test_a_call_is_under_way_until_it_is_answered(tail_input: Tensors) -> None:
     async with running_worker(TAIL) as tail, running_driver() as driver:
         service = tail.worker.service
-        async with held(tail) as release:
-            waiting = asyncio.create_task(driver.tail(tail, KEY, tail_input))
-            await until(lambda: tail.worker.runtime.figures.queued == 1)
+        async with held(tail):
+            (waiting,) = await queued(tail, driver.tail(tail, KEY, tail_input))
             assert service.num_under_way == 1
             service.accepts = "nothing"
             assert await _reason(driver.tail(tail, "e0.s0.r2", tail_input)) == "stopping"
             assert service.num_under_way == 1
-            release()
         assert (await waiting).body.applied == ("tail",)
         await until(lambda: service.num_under_way == 0)
 
@@ -507,12 +447,9 @@ async def test_a_call_is_under_way_until_it_is_answered(tail_input: Tensors) -> 
 @pytest.mark.slow
 @on_event_loop
 async def test_a_stream_is_under_way_from_before_its_tensors_until_it_is_answered() -> None:
-    hidden = TensorSpec(name="activation", dtype="float32", shape=(64, 512, 16))
-    fields = {"micro_batch": KEY, "stage": "tail", "num_rows": 64, "num_positions": 512}
-    ask = messages.TailAsk(**fields, answer_within_s=30.0, apply_within_s=30.0, tensors=(hidden,))
     async with running_worker(TAIL) as tail, running_driver() as driver:
         service = tail.worker.service
-        async with _opened(driver, tail, messages.TAIL + "/stream", ask) as stream:
+        async with _opened(driver, tail) as stream:
             await until(lambda: service.num_under_way == 1)
             assert tail.worker.runtime.figures.queued == 0
             service.accepts = "nothing"
@@ -523,21 +460,56 @@ async def test_a_stream_is_under_way_from_before_its_tensors_until_it_is_answere
         await until(lambda: service.num_under_way == 0)
 
 
+@asynccontextmanager
+async def _three_stages(
+    needs_ids: bool = False, **setup: Any
+) -> AsyncIterator[tuple[list[RunningWorker], StageDriver]]:
+    async with AsyncExitStack() as stack:
+        setups = [WorkerSetup(stage, **setup) for stage in STAGES]
+        workers = [await stack.enter_async_context(running_worker(each)) for each in setups]
+        yield workers, await stack.enter_async_context(running_driver(needs_ids=needs_ids))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("routing", ["hub", "chain"])
+@pytest.mark.parametrize("backward", ["cached", "recompute"])
+@on_event_loop
+async def test_losses_and_gradients_are_the_whole_models(routing: str, backward: str) -> None:
+    ids, labels = random_tokens(64, 3, 9)
+    labels = labels.clone()
+    labels[0, :4] = IGNORED_LABEL
+    model = build_model(small_config(), 0)
+    total, _ = model.loss_sum(ids, labels)
+    total.backward()
+    async with _three_stages(stage_config={"backward": backward}) as (workers, driver):
+        if routing == "hub":
+            replies = await driver.hub(workers, KEY, ids, labels)
+            assert [reply.body.applied for reply in replies] == [("tail",), ("body-1",), ("head",)]
+            body = replies[0].body
+        else:
+            body = (await driver.chain(workers, KEY, ids, labels)).body
+            assert body.applied == STAGES
+        assert body.num_tokens == int((labels != IGNORED_LABEL).sum())
+        assert body.loss_sum == pytest.approx(float(total.detach()), rel=1e-6)
+        sums = {name: it for each in workers for name, it in each.worker.replica.state_dict()["sums"].items()}
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(sums[name], parameter.grad, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.slow
 @on_event_loop
 async def test_held_out_data_leave_nothing_behind(head_input: Tensors, tail_input: Tensors) -> None:
-    model = build_model(small_config(), 0)
-    async with AsyncExitStack() as stack:
-        head, body, tail = [await stack.enter_async_context(running_worker(setup)) for setup in (HEAD, BODY, TAIL)]
-        driver = await stack.enter_async_context(running_driver())
+    async with _three_stages() as (workers, driver):
+        head, body, tail = workers
         hidden = await driver.evaluate(head, head_input)
         hidden = await driver.evaluate(body, hidden.tensors)
         reply = await driver.evaluate(tail, {**hidden.tensors, "labels": tail_input["labels"]})
         with torch.no_grad():
-            total, count = model.loss_sum(head_input["ids"].long(), tail_input["labels"].long())
+            given = head_input["ids"].long(), tail_input["labels"].long()
+            total, count = build_model(small_config(), 0).loss_sum(*given)
         assert reply.body.loss_sum == pytest.approx(float(total), rel=1e-6)
         assert (reply.body.num_tokens, reply.body.applied) == (int(count), ())
-        for running in (head, body, tail):
+        for running in workers:
             assert running.worker.replica.cached_bytes == running.worker.replica.accumulated.num_micro_batches == 0
 
 
@@ -548,10 +520,7 @@ async def test_narrow_links_change_little(codec: str) -> None:
     ids, labels = random_tokens(64, 2, 8)
     space: dict[str, Any] = {"subspace_rank": 4, "subspace_free_layers": 1} if codec.startswith("subspace") else {}
     total, _ = build_model(small_config(**space), 0).loss_sum(ids, labels)
-    async with AsyncExitStack() as stack:
-        setups = [WorkerSetup(stage, codec=codec, model=space) for stage in ("head", "body-1", "tail")]
-        workers = [await stack.enter_async_context(running_worker(setup)) for setup in setups]
-        driver = await stack.enter_async_context(running_driver(needs_ids=bool(space)))
+    async with _three_stages(bool(space), codec=codec, model=space) as (workers, driver):
         hub = await driver.hub(workers, KEY, ids, labels)
         chain = await driver.chain(workers, "e0.s0.r2", ids, labels)
         assert hub[0].body.loss_sum == chain.body.loss_sum == pytest.approx(float(total.detach()), rel=1e-3)

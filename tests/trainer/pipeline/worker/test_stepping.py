@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -22,8 +22,7 @@ from trainer.outer.engine.collective import RoundReport
 from trainer.outer.engine.strategy import OuterResult
 from trainer.pipeline.protocol.messages import ProgressReport
 from trainer.pipeline.stage import StepInfo
-from trainer.pipeline.worker.progress import StageProgress
-from trainer.pipeline.worker.sharing import SharedThrough
+from trainer.pipeline.worker.stepping import ProgressTracker
 
 TAIL = WorkerSetup("tail", target_tokens=32, worker={"progress_interval_s": 0.05, "auto_step_s": 3600.0})
 
@@ -66,14 +65,26 @@ class Rounds:
         )
 
 
+@asynccontextmanager
+async def _stage(
+    setup: WorkerSetup, strategies: Sequence[Rounds | None] = (None, None), others: Sequence[Peer] = ()
+) -> AsyncIterator[list[RunningWorker]]:
+    """Workers of one stage that know each other, and others."""
+    peers = list(others)
+    async with AsyncExitStack() as stack:
+        options = [{"peers": lambda: tuple(peers), "strategy": strategy} for strategy in strategies]
+        workers = [await stack.enter_async_context(running_worker(setup, **each)) for each in options]
+        peers += [running.peer for running in workers]
+        yield workers
+
+
 @pytest.mark.slow
 @on_event_loop
 async def test_others_that_wait_for_a_round_need_not_wait_for_a_step(tail_input: dict[str, Tensor]) -> None:
     rounds: list[OuterResult] = []
-    async with AsyncExitStack() as stack:
-        strategy = Rounds(others_wait=True)
-        tail = await stack.enter_async_context(running_worker(TAIL, strategy=strategy, on_round=rounds.append))
-        driver = await stack.enter_async_context(running_driver())
+    strategy = Rounds(others_wait=True)
+    worker = running_worker(TAIL, strategy=strategy, on_round=rounds.append)
+    async with worker as tail, running_driver() as driver:
         await until(lambda: bool(rounds))
         await driver.tail(tail, "e0.s0.r0", tail_input)
         assert (len(rounds), strategy.batches, strategy.others_wait) == (1, [], False)
@@ -84,10 +95,8 @@ async def test_others_that_wait_for_a_round_need_not_wait_for_a_step(tail_input:
 async def test_a_stage_of_one_steps_at_its_target_and_says_what_is_shared(tail_input: dict[str, Tensor]) -> None:
     steps: list[StepInfo] = []
     strategy = Rounds()
-    async with AsyncExitStack() as stack:
-        options = {"identity": OWN, "strategy": strategy, "on_step": steps.append}
-        tail = await stack.enter_async_context(running_worker(TAIL, **options))
-        driver = await stack.enter_async_context(running_driver())
+    worker = running_worker(TAIL, identity=OWN, strategy=strategy, on_step=steps.append)
+    async with worker as tail, running_driver() as driver:
         replies = [await driver.tail(tail, f"e0.s0.r{2 * row}", tail_input) for row in range(6)]
         await until(lambda: len(steps) == 3)
         assert [reply.body.version for reply in replies] == [0, 0, 1, 1, 2, 2]
@@ -114,10 +123,8 @@ async def test_a_stage_of_one_steps_at_its_target_and_says_what_is_shared(tail_i
 async def test_a_round_shares_what_others_hold_of_it_and_no_more(
     tail_input: dict[str, Tensor], strategy: Rounds, num_shared: int
 ) -> None:
-    async with AsyncExitStack() as stack:
-        mine = replace(strategy, batches=[])
-        tail = await stack.enter_async_context(running_worker(TAIL, identity=OWN, strategy=mine))
-        driver = await stack.enter_async_context(running_driver())
+    mine = replace(strategy, batches=[])
+    async with running_worker(TAIL, identity=OWN, strategy=mine) as tail, running_driver() as driver:
         for row in range(4):
             await driver.tail(tail, f"e0.s0.r{2 * row}", tail_input)
         await until(lambda: len(mine.batches) == 2)
@@ -128,11 +135,9 @@ async def test_a_round_shares_what_others_hold_of_it_and_no_more(
 @on_event_loop
 async def test_a_round_on_the_way_out_shares_what_was_handed_over(tail_input: dict[str, Tensor]) -> None:
     rounds: list[OuterResult] = []
-    async with AsyncExitStack() as stack:
-        strategy = Rounds()
-        options = {"identity": OWN, "strategy": strategy, "on_round": rounds.append}
-        tail = await stack.enter_async_context(running_worker(TAIL, **options))
-        driver = await stack.enter_async_context(running_driver())
+    strategy = Rounds()
+    worker = running_worker(TAIL, identity=OWN, strategy=strategy, on_round=rounds.append)
+    async with worker as tail, running_driver() as driver:
         await driver.tail(tail, "e0.s0.r0", tail_input)
 
         def hand_over() -> None:
@@ -149,19 +154,13 @@ async def test_a_round_on_the_way_out_shares_what_was_handed_over(tail_input: di
 @on_event_loop
 async def test_workers_of_a_stage_step_together_and_who_has_nothing_follows_without_an_update() -> None:
     _, labels = random_tokens(64, 2, 8)
-    async with AsyncExitStack() as stack:
-        workers: list[RunningWorker] = []
-        peers: Callable[[], tuple[Peer, ...]] = lambda: tuple(running.peer for running in workers)  # noqa: E731
-        strategies = [Rounds() for _ in range(3)]
-        for strategy in strategies:
-            options = {"peers": peers, "strategy": strategy}
-            workers.append(await stack.enter_async_context(running_worker(TAIL, **options)))
-        driver = await stack.enter_async_context(running_driver())
+    strategies = [Rounds() for _ in range(3)]
+    async with _stage(TAIL, strategies) as workers, running_driver() as driver:
         before = weights(workers[2].worker)
         hidden = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(1))
         given = {"activation": hidden, "labels": labels.int()}
         await driver.tail(workers[0], "e0.s0.r0", given)
-        await until(lambda: workers[1].worker.stepper._progress.stage_tokens(0, 16) == 32)
+        await until(lambda: workers[1].worker.stepper._tracker.stage_tokens(0, 16) == 32)
         await driver.tail(workers[1], "e0.s0.r2", given)
         await until(lambda: all(running.worker.replica.version == 1 for running in workers))
         assert [strategy.batches for strategy in strategies] == [[1], [1], [0]]
@@ -184,14 +183,8 @@ async def test_an_idle_stage_steps_with_what_it_has_and_not_at_all_with_nothing(
 @pytest.mark.slow
 @on_event_loop
 async def test_a_joining_worker_neither_steps_nor_counts(tail_input: dict[str, Tensor]) -> None:
-    async with AsyncExitStack() as stack:
-        workers: list[RunningWorker] = []
-        peers: Callable[[], tuple[Peer, ...]] = lambda: tuple(running.peer for running in workers)  # noqa: E731
-        first = await stack.enter_async_context(running_worker(TAIL, peers=peers))
-        joining = await stack.enter_async_context(running_worker(TAIL, peers=peers))
-        workers += [first, joining]
+    async with _stage(TAIL) as (first, joining), running_driver() as driver:
         joining.worker.stepper.joining = True
-        driver = await stack.enter_async_context(running_driver())
         for row in range(4):
             await driver.tail(first, f"e0.s0.r{2 * row}", tail_input)
         await until(lambda: first.worker.replica.version == 2)
@@ -221,9 +214,9 @@ def _report(version: int, num_tokens: int, *, joining: bool = False) -> Progress
     return ProgressReport(incarnation="0" * 16, version=version, num_tokens=num_tokens, joining=joining)
 
 
-def _progress() -> tuple[StageProgress, list[float]]:
+def _progress() -> tuple[ProgressTracker, list[float]]:
     now_s = [100.0]
-    return StageProgress(1.0, 50, lambda: now_s[0]), now_s
+    return ProgressTracker(1.0, 50, lambda: now_s[0]), now_s
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=6), st.integers(1, 2**50))
@@ -320,54 +313,6 @@ def test_what_is_old_joining_or_too_far_ahead_counts_for_nothing() -> None:
     assert progress.version_to_follow(5, 40, 40, 3600.0) == 5
 
 
-@given(
-    st.integers(1, 4),
-    st.lists(st.tuples(st.integers(0, 5), st.none() | st.integers(0, 12)), min_size=1, max_size=40),
-)
-def test_what_is_said_to_be_shared_is(num_fragments: int, steps: list[tuple[int, int | None]]) -> None:
-    """Against a model: a fragment holds what was counted when the latest of its committed rounds began."""
-    shared = SharedThrough(num_fragments)
-    history, fragments, applied = [0], [0] * num_fragments, 0
-    for version, (num_applied, steps_ago) in enumerate(steps, start=1):
-        applied += num_applied
-        history.append(applied)
-        shared.stepped(version, applied)
-        if steps_ago is not None:
-            fragment = version % num_fragments
-            shared.committed(fragment, steps_ago)
-            fragments[fragment] = max(fragments[fragment], history[max(0, version - steps_ago)])
-        assert shared.count == min(fragments)
-
-
-def test_a_checkpoint_shares_what_it_holds() -> None:
-    shared = SharedThrough()
-    for version, applied in ((1, 4), (2, 8), (3, 12)):
-        shared.stepped(version, applied)
-    shared.saved(2)
-    assert (shared.count, shared.in_weights) == (8, 12)
-    shared.start_over()
-    assert (shared.count, shared.in_weights) == (0, 0)
-
-
-def test_a_checkpoint_of_a_former_incarnation_shares_nothing_of_this_one() -> None:
-    """A worker that ran ahead alone took up a state further back: its newest file is still that of before."""
-    shared = SharedThrough()
-    shared.stepped(480, 100)
-    shared.saved(479)
-    shared.start_over()
-    for version, applied in ((451, 2), (452, 4)):
-        shared.stepped(version, applied)
-        shared.saved(480)
-        assert shared.count == 0
-    shared.start_over()
-    shared.stepped(480, 6)
-    shared.saved(480)
-    assert shared.count == 0
-    shared.stepped(481, 8)
-    shared.saved(481)
-    assert shared.count == 8
-
-
 @pytest.mark.slow
 @on_event_loop
 async def test_a_worker_that_does_not_answer_holds_up_nobody(tail_input: dict[str, Tensor]) -> None:
@@ -377,13 +322,10 @@ async def test_a_worker_that_does_not_answer_holds_up_nobody(tail_input: dict[st
         silent.register("stage/progress", ProgressReport, _never)
         await silent.start()
         stack.push_async_callback(silent.stop)
-        peers = [silent.peer]
         # A step is told at once; what a busy machine would lose to a stall is told again an hour later only.
         setup = replace(TAIL, worker={"progress_interval_s": 3600.0}, rpc={"stall_timeout_s": 60.0})
-        first = await stack.enter_async_context(running_worker(setup, peers=lambda: tuple(peers)))
-        second = await stack.enter_async_context(running_worker(setup, peers=lambda: tuple(peers)))
-        peers += [first.peer, second.peer]
-        progress = second.worker.stepper._progress
+        first, second = await stack.enter_async_context(_stage(setup, others=[silent.peer]))
+        progress = second.worker.stepper._tracker
         for step in range(4):
             await driver.tail(first, f"e0.s0.r{4 * step}", tail_input)
             # Who has not heard of half a step follows two intervals later only.
@@ -402,14 +344,9 @@ async def _never(_: Request[ProgressReport]) -> Reply[ProgressReport]:
 async def test_short_steps_are_not_overshot_between_two_exchanges(tail_input: dict[str, Tensor]) -> None:
     """An eighth of a step is told at once, however long the interval: the second steps although it has not enough."""
     setup = replace(TAIL, target_tokens=64, worker={"progress_interval_s": 3600.0}, rpc={"stall_timeout_s": 60.0})
-    async with AsyncExitStack() as stack:
-        peers: list[Peer] = []
-        first = await stack.enter_async_context(running_worker(setup, peers=lambda: tuple(peers)))
-        second = await stack.enter_async_context(running_worker(setup, peers=lambda: tuple(peers)))
-        peers += [first.peer, second.peer]
-        driver = await stack.enter_async_context(running_driver())
+    async with _stage(setup) as (first, second), running_driver() as driver:
         await driver.tail(first, "e0.s0.r0", tail_input)
-        await until(lambda: second.worker.stepper._progress.stage_tokens(0, 16) == 32)
+        await until(lambda: second.worker.stepper._tracker.stage_tokens(0, 16) == 32)
         for row in range(1, 4):
             assert second.worker.replica.version == 0
             await driver.tail(second, f"e0.s0.r{2 * row}", tail_input)
