@@ -10,8 +10,7 @@ from trainer.pipeline.ledger.ledger import Ledger
 from trainer.pipeline.ledger.ledger_state import LedgerState
 from trainer.pipeline.ledger.records import Opened, Record
 from trainer.pipeline.ledger.units import Run
-from trainer.pipeline.protocol.micro_batch import MicroBatchId
-from trainer.pipeline.protocol.work import Settlement, StageCredit
+from trainer.pipeline.protocol.work import MicroBatchId, Settlement, StageCredit
 
 STAGES = ("head", "body-1", "tail")
 WORKER = {"head": "a" * 16, "body-1": "b" * 16, "tail": "c" * 16}

@@ -25,9 +25,8 @@ from trainer.network.rpc import Endpoint, Identity, Peer, PeerId, Reply, Request
 from trainer.pipeline.driver import StageWorker
 from trainer.pipeline.driver.workers import LastWord
 from trainer.pipeline.protocol import messages
-from trainer.pipeline.protocol.micro_batch import MicroBatchId
 from trainer.pipeline.protocol.tensors import TensorAnswer, TensorService, ask_tensors
-from trainer.pipeline.protocol.work import LeaseTerm, MicroBatch, Settlement, boottime_s
+from trainer.pipeline.protocol.work import LeaseTerm, MicroBatch, MicroBatchId, Settlement, boottime_s
 from trainer.pipeline.worker.status import STATUS, StatusAnswer, StatusAsk
 
 DIM = 4

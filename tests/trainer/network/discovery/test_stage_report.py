@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from trainer.errors import TrainerUsageError
 from trainer.model.config import stage_names
 from trainer.network.discovery.stage_report import FIRST_NUMBER, LAST_NUMBER, StageUid, free_number
-from trainer.pipeline.protocol.micro_batch import MicroBatchId
+from trainer.pipeline.protocol.work import MicroBatchId
 
 STAGES = st.sampled_from(stage_names(7))
 COUNTS = st.integers(0, 10**9 - 1)

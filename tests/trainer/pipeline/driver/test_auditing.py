@@ -9,15 +9,15 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from trainer.pipeline.driver.audit_rates import FORGIVEN_AFTER, STRIKES, AuditRates
+from trainer.pipeline.driver.likeness import StageOutput, difference, midpoint, nudge, output_of, slope_ratio
+from trainer.pipeline.driver.links import LinkForm
 
 from tests.support.event_loop import on_event_loop
 from tests.support.toy_drive import FAST, ONE_EACH, STAGES, TWO_EACH, Drive, driving, until
 from tests.support.toy_stage import Fault, Reply_, ToyStage, distort, garble
 from trainer.compression.activations import ACTIVATION_CODECS, activation_codec
 from trainer.model.subspace import basis_of
-from trainer.pipeline.driver.audit_rates import FORGIVEN_AFTER, STRIKES, AuditRates
-from trainer.pipeline.driver.likeness import StageOutput, difference, midpoint, nudge, output_of, slope_ratio
-from trainer.pipeline.driver.links import LinkForm
 from trainer.pipeline.protocol.messages import BACKWARD, EVALUATE, FORWARD, TAIL
 from trainer.pipeline.protocol.tensors import TensorAnswer
 

@@ -26,8 +26,7 @@ from trainer.network.rpc import Peer, Reply, Request
 from trainer.pipeline.ledger import LedgerClient, LedgerConfig, LedgerService
 from trainer.pipeline.ledger.messages import LEDGER_LEASE, LeaseAnswer, LeaseAsk
 from trainer.pipeline.ledger.units import Run as Rows
-from trainer.pipeline.protocol.micro_batch import MicroBatchId
-from trainer.pipeline.protocol.work import boottime_s
+from trainer.pipeline.protocol.work import MicroBatchId, boottime_s
 
 
 @pytest.fixture

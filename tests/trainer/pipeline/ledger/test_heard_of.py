@@ -15,8 +15,7 @@ from tests.support.ledger_run import Run, all_of, ledger_run
 from trainer.pipeline.ledger import LedgerConfig
 from trainer.pipeline.ledger.lease_cache import Bundle, LeaseCache
 from trainer.pipeline.ledger.records import RECORD, WorkerSeen
-from trainer.pipeline.protocol.micro_batch import MicroBatchId
-from trainer.pipeline.protocol.work import Settlement
+from trainer.pipeline.protocol.work import MicroBatchId, Settlement
 
 CONFIG = LedgerConfig(lease_s=10, lease_margin_s=2, epochs=2, worker_gone_s=5, reissue_after_s=3)
 A, B = "a" * 32, "b" * 32

@@ -6,7 +6,6 @@ from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
-
 from trainer.pipeline.ledger.lane_book import Intervals
 
 _NUMBERS = st.integers(0, 30)

@@ -15,7 +15,7 @@ from tests.support.ledger_keeper import KEEPER_CONFIG, KeeperProcess, keeper_pro
 from tests.support.ledger_run import Run, ledger_run
 from trainer.network.rpc import Peer
 from trainer.pipeline.ledger import LedgerClient, open_ledger
-from trainer.pipeline.protocol.micro_batch import MicroBatchId
+from trainer.pipeline.protocol.work import MicroBatchId
 
 KILLS = 2
 MICRO_BATCHES = 4 * 15

@@ -27,8 +27,7 @@ from trainer.pipeline.ledger import LedgerConfig
 from trainer.pipeline.ledger.ledger_state import LedgerState
 from trainer.pipeline.ledger.records import RECORD, WorkerSeen
 from trainer.pipeline.ledger.units import runs_of
-from trainer.pipeline.protocol.micro_batch import MicroBatchId
-from trainer.pipeline.protocol.work import Settlement
+from trainer.pipeline.protocol.work import MicroBatchId, Settlement
 
 CONFIG = LedgerConfig(lease_s=10, lease_margin_s=2, epochs=2, worker_gone_s=5, reissue_after_s=3)
 A, B, C = "a" * 32, "b" * 32, "c" * 32

@@ -14,7 +14,7 @@ from trainer.errors import LedgerError, RefusedError
 from trainer.pipeline.ledger import LedgerConfig
 from trainer.pipeline.ledger.ledger_state import LedgerState
 from trainer.pipeline.ledger.records import RECORD, WorkerSeen
-from trainer.pipeline.protocol.micro_batch import MicroBatchId
+from trainer.pipeline.protocol.work import MicroBatchId
 
 CONFIG = LedgerConfig(
     lease_s=10, lease_margin_s=2, epochs=2, max_open=12, worker_gone_s=5, unit_rows=8, reissue_after_s=3
