@@ -61,100 +61,88 @@ def reference_losses(setup: WorkerSetup, num_steps: int) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("routing", ["hub", "chain"])
-def test_step_for_step_the_losses_of_one_process(routing: str) -> None:
-    @on_event_loop
-    async def test() -> None:
-        inf = float("inf")
-        setup = WorkerSetup(
+@on_event_loop
+async def test_step_for_step_the_losses_of_one_process(routing: str) -> None:
+    inf = float("inf")
+    setup = WorkerSetup(
+        target_tokens=TARGET,
+        inner={"lr": 1e-2},
+        stage_config={"clip_factor": inf, "tail_clip_factor": inf},
+    )
+    steps: list[StepLoss] = []
+    async with real_swarm(setup) as directory, running_endpoint(run_id=RUN_ID) as endpoint:
+        work = Windows(5 * PER_STEP)
+        driver = driver_of(
+            endpoint,
+            setup,
+            directory,
+            work,
+            config={"routing": routing, "synchronous": True},
             target_tokens=TARGET,
-            inner={"lr": 1e-2},
-            stage_config={"clip_factor": inf, "tail_clip_factor": inf},
+            on_step=steps.append,
         )
-        steps: list[StepLoss] = []
-        async with real_swarm(setup) as directory, running_endpoint(run_id=RUN_ID) as endpoint:
-            work = Windows(5 * PER_STEP)
-            driver = driver_of(
-                endpoint,
-                setup,
-                directory,
-                work,
-                config={"routing": routing, "synchronous": True},
-                target_tokens=TARGET,
-                on_step=steps.append,
-            )
-            await driver.run()
-        assert work.fates() == ["done"] * 5 * PER_STEP
-        expected = reference_losses(setup, 5)
-        assert [step.loss for step in steps] == pytest.approx(expected, rel=1e-5)
-        assert abs(expected[0] - expected[-1]) > 1e-3  # The weights have moved.
-
-    test()
+        await driver.run()
+    assert work.fates() == ["done"] * 5 * PER_STEP
+    expected = reference_losses(setup, 5)
+    assert [step.loss for step in steps] == pytest.approx(expected, rel=1e-5)
+    assert abs(expected[0] - expected[-1]) > 1e-3  # The weights have moved.
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("routing", ["hub", "chain"])
 @pytest.mark.parametrize("codec", ["int8", "subspace+fp16"])
-def test_what_a_codec_sends_is_handed_on_as_it_is(routing: str, codec: str) -> None:
-    @on_event_loop
-    async def test() -> None:
-        setup = WorkerSetup(codec=codec, model={"subspace_rank": 4} if codec.startswith("subspace") else {})
-        results: list[MicroBatchResult] = []
-        async with real_swarm(setup) as directory, running_endpoint(run_id=RUN_ID) as endpoint:
-            work = Windows(3)
-            driver = driver_of(endpoint, setup, directory, work, config={"routing": routing}, on_result=results.append)
-            await driver.run()
-        assert work.fates() == ["done"] * 3
-        assert all(0 < result.outcome.loss_sum / result.outcome.num_tokens < 10 for result in results)
-
-    test()
+@on_event_loop
+async def test_what_a_codec_sends_is_handed_on_as_it_is(routing: str, codec: str) -> None:
+    setup = WorkerSetup(codec=codec, model={"subspace_rank": 4} if codec.startswith("subspace") else {})
+    results: list[MicroBatchResult] = []
+    async with real_swarm(setup) as directory, running_endpoint(run_id=RUN_ID) as endpoint:
+        work = Windows(3)
+        driver = driver_of(endpoint, setup, directory, work, config={"routing": routing}, on_result=results.append)
+        await driver.run()
+    assert work.fates() == ["done"] * 3
+    assert all(0 < result.outcome.loss_sum / result.outcome.num_tokens < 10 for result in results)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("routing", ["hub", "chain"])
-def test_workers_that_compute_the_same_are_compared_and_alike(routing: str) -> None:
-    @on_event_loop
-    async def test() -> None:
-        setup = WorkerSetup(codec="subspace+fp16", model={"subspace_rank": 4})
-        async with real_swarm(setup, replicas=2) as directory, running_endpoint(run_id=RUN_ID) as endpoint:
-            work = Windows(12)
-            config = {"routing": routing, "audit_every": 1, "max_in_flight": 1}
-            driver = driver_of(endpoint, setup, directory, work, config=config)
-            await driver.run()
-        audit = driver.status().audit
-        assert audit.compared
-        assert (audit.disputed, audit.unopposed, work.fates()) == (0, (), ["done"] * 12)
-
-    test()
+@on_event_loop
+async def test_workers_that_compute_the_same_are_compared_and_alike(routing: str) -> None:
+    setup = WorkerSetup(codec="subspace+fp16", model={"subspace_rank": 4})
+    async with real_swarm(setup, replicas=2) as directory, running_endpoint(run_id=RUN_ID) as endpoint:
+        work = Windows(12)
+        config = {"routing": routing, "audit_every": 1, "max_in_flight": 1}
+        driver = driver_of(endpoint, setup, directory, work, config=config)
+        await driver.run()
+    audit = driver.status().audit
+    assert audit.compared
+    assert (audit.disputed, audit.unopposed, work.fates()) == (0, (), ["done"] * 12)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("routing", ["hub", "chain"])
 @pytest.mark.parametrize("lie", ["-3 x gradient", "-3 x gradient, honest when asked", "1,000 x activation"])
-def test_one_of_two_that_lies_is_found_early_and_the_honest_one_is_not_accused(lie: str, routing: str) -> None:
-    @on_event_loop
-    async def test() -> None:
-        setup = WorkerSetup(codec="int8")
-        stage, lying = lie_named(lie)
-        liar = ""
-        async with AsyncExitStack() as stack:
-            directory = Directory()
-            for name in stage_names(setup.num_stages):
-                for number in range(2):
-                    running = await stack.enter_async_context(running_worker(replace(setup, stage=name)))
-                    directory.found.append(announced(name, 32 + number, running.peer))
-                    if name == stage and not number:
-                        lying.begin(running.worker)
-                        liar = directory.found[-1].uid
-            endpoint = await stack.enter_async_context(running_endpoint(run_id=RUN_ID))
-            work = Windows(40)
-            driver = driver_of(
-                endpoint, setup, directory, work, config={"routing": routing, "max_in_flight": 2}, audit_seed=1
-            )
-            await driver.run()
-        assert driver.status().audit.liars == {liar: 1}
-        assert work.fates() == ["done"] * 40
-
-    test()
+@on_event_loop
+async def test_one_of_two_that_lies_is_found_early_and_the_honest_one_is_not_accused(lie: str, routing: str) -> None:
+    setup = WorkerSetup(codec="int8")
+    stage, lying = lie_named(lie)
+    liar = ""
+    async with AsyncExitStack() as stack:
+        directory = Directory()
+        for name in stage_names(setup.num_stages):
+            for number in range(2):
+                running = await stack.enter_async_context(running_worker(replace(setup, stage=name)))
+                directory.found.append(announced(name, 32 + number, running.peer))
+                if name == stage and not number:
+                    lying.begin(running.worker)
+                    liar = directory.found[-1].uid
+        endpoint = await stack.enter_async_context(running_endpoint(run_id=RUN_ID))
+        work = Windows(40)
+        driver = driver_of(
+            endpoint, setup, directory, work, config={"routing": routing, "max_in_flight": 2}, audit_seed=1
+        )
+        await driver.run()
+    assert driver.status().audit.liars == {liar: 1}
+    assert work.fates() == ["done"] * 40
 
 
 @pytest.mark.slow

@@ -61,7 +61,6 @@ def test_only_the_one_that_hangs_is_named_and_once(caplog: pytest.LogCaptureFixt
     async def test() -> None:
         async with watched() as here:
             tail = here.swarm.at("tail")
-            assert tail.worker is not None
             await tail.kill()
             await here.look_after(6.0)
             assert here.silences.silent() == {}, "that may be a slow micro-batch"
@@ -117,29 +116,26 @@ REFUSES = Verdict("nonfinite", "none", "ban")
     ("verdicts", "is_free"),
     [((UNAVAILABLE, UNAVAILABLE), True), ((REFUSES, REFUSES), False), ((UNAVAILABLE, None), False)],
 )
-def test_one_banned_for_silence_gets_work_again_if_its_stage_has_nobody_else(
+@on_event_loop
+async def test_one_banned_for_silence_gets_work_again_if_its_stage_has_nobody_else(
     verdicts: tuple[Verdict | None, ...], is_free: bool
 ) -> None:
-    @on_event_loop
-    async def test() -> None:
-        async with toy_swarm({"tail": 2}) as swarm, running_endpoint() as endpoint:
-            clock, there = Clock(), swarm.workers()
-            pool = StagePool("tail", replace(FAST, ban_s=600.0, max_ban_s=600.0), clock)
-            pool.update(there)
-            for worker, verdict in zip(there, verdicts, strict=True):
-                if verdict is not None:
-                    pool.blame(worker, verdict, clock())
-            await swarm.at("tail", 1).kill()
-            silences = StallDetector(endpoint, {"tail": pool}, clock)
-            clock.now_s += 0.5
-            await silences.look()
-            assert pool.is_banned(there[0]), "it was banned just now"
-            clock.now_s += 1.0
-            await silences.look()
-            assert pool.is_banned(there[0]) is not is_free
-            assert pool.is_banned(there[1]) is (verdicts[1] is not None), "it does not answer"
-
-    test()
+    async with toy_swarm({"tail": 2}) as swarm, running_endpoint() as endpoint:
+        clock, there = Clock(), swarm.workers()
+        pool = StagePool("tail", replace(FAST, ban_s=600.0, max_ban_s=600.0), clock)
+        pool.update(there)
+        for worker, verdict in zip(there, verdicts, strict=True):
+            if verdict is not None:
+                pool.blame(worker, verdict, clock())
+        await swarm.at("tail", 1).kill()
+        silences = StallDetector(endpoint, {"tail": pool}, clock)
+        clock.now_s += 0.5
+        await silences.look()
+        assert pool.is_banned(there[0]), "it was banned just now"
+        clock.now_s += 1.0
+        await silences.look()
+        assert pool.is_banned(there[0]) is not is_free
+        assert pool.is_banned(there[1]) is (verdicts[1] is not None), "it does not answer"
 
 
 def test_a_worker_that_restarts_is_free_of_its_ban_though_it_was_not_announced_for_a_while() -> None:
@@ -164,7 +160,7 @@ def test_a_driver_tells_who_holds_it_up(
 ) -> None:
     """Its tail takes everything in and answers nothing, as a stopped process does."""
     monkeypatch.setattr(
-        "trainer.pipeline.driver.driver.StallDetector", partial(StallDetector, say_after_s=0.2, look_s=0.02)
+        "trainer.pipeline.driver.driver.StallDetector", partial(StallDetector, name_after_s=0.2, look_s=0.02)
     )
     monkeypatch.setattr("trainer.pipeline.driver.stall_detector._ANSWER_S", 0.2)
 
@@ -172,7 +168,6 @@ def test_a_driver_tells_who_holds_it_up(
     async def test() -> None:
         async with driving(ONE_EACH, 1, replace(_KEEPS_WAITING, routing=routing)) as drive:
             tail = drive.swarm.at("tail")
-            assert tail.worker is not None
             tail.stopped = asyncio.Event()
             running = asyncio.create_task(drive.driver.run())
             await until(lambda: bool(drive.driver.status().silent))

@@ -176,39 +176,33 @@ async def test_a_larger_answer_than_expected_is_no_answer() -> None:
         ((), 8, "expected 0 bytes of tensors, found 8"),
     ],
 )
-def test_what_is_announced_is_what_must_come(
+@on_event_loop
+async def test_what_is_announced_is_what_must_come(
     specs: tuple[tuple[str, tuple[int, ...]], ...], payload: int, said: str
 ) -> None:
-    @on_event_loop
-    async def refused() -> None:
-        mirror = Mirror()
-        ask = Ask(tensors=tuple(TensorSpec(name=name, dtype="float32", shape=shape) for name, shape in specs))
-        async with pair(mirror) as (caller, callee):
-            with pytest.raises(RefusedError, match=said) as error:
-                await caller.call(callee.peer, "test/mirror", ask, Told, payload=bytes(payload), timeout_s=10.0)
-            assert error.value.reason == "malformed"
-            assert mirror.asked == 0
-
-    refused()
+    mirror = Mirror()
+    ask = Ask(tensors=tuple(TensorSpec(name=name, dtype="float32", shape=shape) for name, shape in specs))
+    async with pair(mirror) as (caller, callee):
+        with pytest.raises(RefusedError, match=said) as error:
+            await caller.call(callee.peer, "test/mirror", ask, Told, payload=bytes(payload), timeout_s=10.0)
+        assert error.value.reason == "malformed"
+        assert mirror.asked == 0
 
 
 @pytest.mark.parametrize("frames", [(), (MIB,), (MIB, MIB), (100, MIB), (MIB, 99), (MIB, 100, 1)])
-def test_a_stream_has_the_announced_bytes_in_frames_of_a_mebibyte(frames: tuple[int, ...]) -> None:
-    @on_event_loop
-    async def refused() -> None:
-        mirror = Mirror()
-        ask = Ask(tensors=(TensorSpec(name="a", dtype="uint8", shape=(MIB + 100,)),))
-        async with pair(mirror) as (caller, callee):
-            with pytest.raises((RefusedError, PeerUnavailableError)) as error:
-                async with caller.open_stream(callee.peer, "test/mirror/stream", ask, timeout_s=10.0) as stream:
-                    for index, size in enumerate(frames, start=1):
-                        await stream.send(index, bytes(size))
-                    await stream.end()
-                    assert await stream.receive() is None
-            assert mirror.asked == 0
-            assert not isinstance(error.value, RefusedError) or error.value.reason == "malformed"
-
-    refused()
+@on_event_loop
+async def test_a_stream_has_the_announced_bytes_in_frames_of_a_mebibyte(frames: tuple[int, ...]) -> None:
+    mirror = Mirror()
+    ask = Ask(tensors=(TensorSpec(name="a", dtype="uint8", shape=(MIB + 100,)),))
+    async with pair(mirror) as (caller, callee):
+        with pytest.raises((RefusedError, PeerUnavailableError)) as error:
+            async with caller.open_stream(callee.peer, "test/mirror/stream", ask, timeout_s=10.0) as stream:
+                for index, size in enumerate(frames, start=1):
+                    await stream.send(index, bytes(size))
+                await stream.end()
+                assert await stream.receive() is None
+        assert mirror.asked == 0
+        assert not isinstance(error.value, RefusedError) or error.value.reason == "malformed"
 
 
 @pytest.mark.slow
