@@ -80,11 +80,8 @@ class AuditRates:
     """How often each worker is audited, by key.
 
     A new worker is audited with each of its first micro-batches, then with half of them, a quarter and so on as it
-    passes, down to one in ``every``; a worker that was found wrong, with each until it has passed `FORGIVEN_AFTER`
-    times. So a new worker has some fifteen audits within its first 150 micro-batches, whatever ``every`` is.
-
-    Args:
-        every: one micro-batch in so many of a worker that has proven itself; 0: no audits.
+    passes, down to one in ``every`` (0: no audits); a worker that was found wrong, with each until it has passed
+    `FORGIVEN_AFTER` times. So a new worker has some fifteen audits within its first 150 micro-batches.
     """
 
     def __init__(self, every: int) -> None:
@@ -195,12 +192,7 @@ class Auditor:
         return self._random.random() < max(rates, default=0.0)
 
     def visited(self, visit: Visit, *, is_drawn: bool = False) -> None:
-        """Audits a random share of the visits.
-
-        Args:
-            visit: a worker has counted a micro-batch.
-            is_drawn: audit it, unless another audit of the stage is running.
-        """
+        """Audits a random share of the visits; if ``is_drawn``, each, unless another audit of the stage is running."""
         key, stage = visit.worker.key, visit.worker.stage
         is_drawn = self._random.random() < self._rates.rate(key) or is_drawn
         task = self._tasks.get(stage)

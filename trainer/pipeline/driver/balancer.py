@@ -80,11 +80,7 @@ class _Worker:
 
 
 class Balancer:
-    """Shares micro-batches out to the workers of one stage.
-
-    Args:
-        max_in_flight_per_worker: micro-batches at one worker.
-    """
+    """Shares micro-batches out to the workers of one stage."""
 
     def __init__(self, max_in_flight_per_worker: int = 4) -> None:
         self._limit = max_in_flight_per_worker

@@ -50,11 +50,7 @@ _MAX_PAUSE_S = 2.0
 
 
 class ChainRouter:
-    """Takes micro-batches through the stages in one request each.
-
-    Args:
-        context: the driver's.
-    """
+    """Takes micro-batches through the stages in one request each."""
 
     def __init__(self, context: RoutingContext) -> None:
         self._context = context

@@ -45,12 +45,7 @@ _NEVER_S = float("-inf")
 
 
 class Deaths:
-    """Which workers are proven gone; one for all stages, since it remembers when each was refused first.
-
-    Args:
-        directory: what is announced of them.
-        clock: that of `LastWord.heard_s`.
-    """
+    """Which workers are proven gone; one for all stages, since it remembers when each was refused first."""
 
     def __init__(self, directory: StageDirectory, clock: Callable[[], float] = time.monotonic) -> None:
         self._directory = directory
@@ -127,13 +122,7 @@ class _Record:
 
 
 class Bans:
-    """The bans of one stage's workers, or of their hosts.
-
-    Args:
-        ban_s: of a first failure.
-        max_ban_s: the longest of those that double.
-        malformed_ban_s: of a malformed answer.
-    """
+    """The bans of one stage's workers, or of their hosts."""
 
     def __init__(self, *, ban_s: float, max_ban_s: float, malformed_ban_s: float) -> None:
         self._ban_s = ban_s

@@ -50,11 +50,7 @@ class _Passed:
 
 
 class HubRouter:
-    """Takes micro-batches through the stages one hop at a time.
-
-    Args:
-        context: the driver's.
-    """
+    """Takes micro-batches through the stages one hop at a time."""
 
     def __init__(self, context: RoutingContext) -> None:
         self._context = context

@@ -44,13 +44,7 @@ class Placement:
 
 
 class StagePool:
-    """The workers of one stage.
-
-    Args:
-        stage: its name.
-        config: of the driver.
-        clock: seconds; any monotonic one.
-    """
+    """The workers of one stage; ``clock`` is any monotonic one, in seconds."""
 
     def __init__(self, stage: str, config: DriverConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.stage = stage
@@ -221,13 +215,7 @@ class StagePool:
         self._wake()
 
     def blame(self, worker: StageWorker, verdict: Verdict, asked_s: float) -> None:
-        """Has a worker rest, or bans it, for a failed request.
-
-        Args:
-            worker: which.
-            verdict: on the failure.
-            asked_s: when the request was sent.
-        """
+        """Has a worker rest, or bans it, for a failed request."""
         key, now = worker.key, self._clock()
         if verdict.blame == "rest":
             times = self._busy_in_a_row[key] = self._busy_in_a_row.get(key, 0) + 1

@@ -68,11 +68,7 @@ Asking = Callable[[StageWorker], Awaitable[Answered]]
 
 
 class MicroBatchEndedError(Exception):
-    """A micro-batch goes no further.
-
-    Args:
-        outcome: what became of it.
-    """
+    """A micro-batch goes no further."""
 
     def __init__(self, outcome: MicroBatchOutcome) -> None:
         super().__init__(f"{outcome.fate}: {outcome.reason} at {outcome.stage}")
@@ -202,13 +198,7 @@ class OutcomeResolution:
     """Seconds after which it stays unclear."""
 
     async def resolve(self, worker: StageWorker, micro_batch: MicroBatch, ask: Asking) -> Resolution:
-        """Finds out what has become of a request.
-
-        Args:
-            worker: that may have counted it.
-            micro_batch: which.
-            ask: sends the same request again.
-        """
+        """Finds out what has become of a request."""
         begun_s, pause_s, is_counted = time.monotonic(), _FIRST_REPEAT_S, False
 
         def lease_s() -> float:
@@ -265,16 +255,7 @@ class Router(Protocol):
 
 
 class RoutingContext:
-    """What a driver's routing works with.
-
-    Args:
-        pools: by stage, in order.
-        caller: sends requests.
-        deaths: knows which workers are proven gone.
-        form: of the links.
-        config: of the driver.
-        audit_seed: of the audits' draws; None: unpredictable.
-    """
+    """What a driver's routing works with."""
 
     def __init__(
         self,

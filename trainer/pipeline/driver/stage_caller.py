@@ -75,12 +75,7 @@ class LinkForm:
         return tuple(sorted(self.codec.specs(num_rows, num_positions, self.dim, direction), key=lambda spec: spec.name))
 
     def input_of(self, micro_batch: MicroBatch, activation: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-        """Returns a stage's input: ids for the head, else the activation, with the ids where the codec needs them.
-
-        Args:
-            micro_batch: whose.
-            activation: of the stage before; None for the head.
-        """
+        """Returns a stage's input: ids for the head, else the activation, with the ids where the codec needs them."""
         if activation is not None and not self.codec.needs_ids:
             return dict(activation)
         return {**(activation or {}), IDS: wire_ids(micro_batch.input_ids)}
@@ -109,12 +104,6 @@ class StageCaller:
     """Sends requests to workers, without retries.
 
     All of its methods raise RpcError where there is no answer, a refusal, or an answer that cannot be one.
-
-    Args:
-        endpoint: the driver's own.
-        stages: all of the run's, in order.
-        form: of the links between them.
-        config: of the driver.
     """
 
     def __init__(self, endpoint: Endpoint, stages: Sequence[str], form: LinkForm, config: DriverConfig) -> None:
@@ -203,14 +192,7 @@ class StageCaller:
     async def applied(
         self, worker: StageWorker, micro_batch: MicroBatch, *, refuse_from_now: bool, timeout_s: float
     ) -> Acknowledged:
-        """Asks whether a worker has counted a micro-batch.
-
-        Args:
-            worker: whom to ask.
-            micro_batch: which.
-            refuse_from_now: if it has not, it must not count it any more.
-            timeout_s: seconds to wait for an answer.
-        """
+        """Asks whether a worker has counted a micro-batch; if ``refuse_from_now``, it must not count it afterwards."""
         ask = AppliedAsk(micro_batches=(micro_batch.key,), refuse_from_now=refuse_from_now)
         async with _ended_at(worker, APPLIED, timeout_s + _GRACE_S):
             reply = await self._endpoint.call(worker.peer, APPLIED, ask, AppliedAnswer, timeout_s=timeout_s)

@@ -34,15 +34,7 @@ _ANSWER_S = 3.0
 
 
 class StallDetector:
-    """Watches the workers of all stages; for the driver's event loop.
-
-    Args:
-        endpoint: the driver's own.
-        pools: the stages'.
-        clock: that of the pools.
-        name_after_s: seconds without any answer after which a worker is named; it is asked after half of them.
-        look_s: seconds between two looks.
-    """
+    """Watches the workers of all stages: asks those quiet for half of ``name_after_s``, and names them after it."""
 
     def __init__(
         self,

@@ -39,9 +39,6 @@ class StepLosses:
     """Sums losses until a step's tokens are complete.
 
     With one driver a step here is a step of the stages; with several, each sees its own share of every step.
-
-    Args:
-        target_tokens: of a step.
     """
 
     def __init__(self, target_tokens: int) -> None:
@@ -64,11 +61,6 @@ class StepBarrier:
 
     So each micro-batch sees the weights that it would see in one process, and losses and gradients are the same, step
     by step. It costs the latency of the whole pipeline per step; it serves comparisons rather than training.
-
-    Args:
-        endpoint: asks workers for their versions.
-        pools: of the stages.
-        config: of the driver.
     """
 
     def __init__(self, endpoint: Endpoint, pools: Mapping[str, StagePool], config: DriverConfig) -> None:

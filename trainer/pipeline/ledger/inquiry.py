@@ -43,13 +43,7 @@ AppliedInquiry: TypeAlias = Callable[[Sequence[MicroBatchKey]], Awaitable[Applie
 
 
 class WorkerInquiry:
-    """Asks over the network.
-
-    Args:
-        endpoint: the keeper's own.
-        workers: returns stage and peer of every current worker.
-        timeout_s: for one worker's answer.
-    """
+    """Asks over the network."""
 
     def __init__(
         self, endpoint: Endpoint, workers: Callable[[], Iterable[tuple[str, Peer]]], timeout_s: float = 10.0

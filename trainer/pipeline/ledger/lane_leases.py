@@ -85,13 +85,7 @@ def new_lane(num_shards: int) -> LaneSnapshot:
 
 
 class LaneLeases:
-    """One lane's epochs.
-
-    Args:
-        shards: ascending; an epoch reads the first so many.
-        units_per_shard: the same for all.
-        snapshot: where the lane stands.
-    """
+    """One lane's epochs."""
 
     def __init__(self, shards: Sequence[int], units_per_shard: int, snapshot: LaneSnapshot) -> None:
         self.shards = shards

@@ -242,13 +242,7 @@ class Ledger:
         return record
 
     def note_workers(self, seen: Iterable[WorkerSeen], now_s: float, version: int | None = None) -> None:
-        """Notes all workers that are announced now; those that have been missing for long enough are gone.
-
-        Args:
-            seen: all of them.
-            now_s: the time.
-            version: the stages'; None: some stages are not heard of.
-        """
+        """Notes all workers that are announced now; those that have been missing for long enough are gone."""
         known = self.state.workers
         fresh = []
         for worker in seen:
@@ -266,9 +260,6 @@ class Ledger:
 
     def grow(self, shards: Sequence[Sequence[int]]) -> None:
         """Notes a store that has more shards: they are read from each lane's next epoch on.
-
-        Args:
-            shards: of each lane, ascending; all there are.
 
         Raises:
             LedgerError: it is not the same store, grown.

@@ -91,13 +91,7 @@ class _Sum(NamedTuple):
 
 
 class LedgerState:
-    """The state of an account; only `apply` changes it. Use `of`.
-
-    Args:
-        spec: what it is of.
-        shards: of each lane, ascending; at least as many as the records speak of.
-        lanes: where they stand.
-    """
+    """The state of an account; only `apply` changes it. Use `of`."""
 
     def __init__(self, spec: LedgerSpec, shards: Sequence[Sequence[int]], lanes: Iterable[LaneSnapshot]) -> None:
         units = spec.layout.units_per_shard

@@ -116,13 +116,7 @@ def preferred_shards(node_id: str, lanes: Sequence[LedgerLane], count: int, assi
 
 
 class MicroBatches:
-    """Reads micro-batches; safe to use from several threads, which wait for each other.
-
-    Args:
-        session: the store.
-        seed: of the run.
-        layout: how its shards are cut.
-    """
+    """Reads micro-batches; safe to use from several threads, which wait for each other."""
 
     def __init__(self, session: Session, seed: int, layout: Layout) -> None:
         self._session = session

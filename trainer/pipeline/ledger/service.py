@@ -178,10 +178,6 @@ class LedgerService:
         A worker that is not among them for `worker_gone_s` is gone: what only that worker had counts as perished, and
         leases that were live meanwhile are believed less.
 
-        Args:
-            workers: all of them.
-            version: the stages'; None: some stages are not heard of.
-
         Raises:
             LedgerError: the account cannot be written.
         """
@@ -277,12 +273,7 @@ class LedgerService:
             task.add_done_callback(lambda _: self._inquiries.pop(token, None))
 
     async def _resolve(self, token: str, unheard: Collection[MicroBatchId] | None) -> None:
-        """Ends a lease that ran out, by what the workers say; where that fails, it stays due.
-
-        Args:
-            token: of the lease.
-            unheard: of a live lease, what its driver says was done by unknown workers.
-        """
+        """Ends a lease that ran out, by what the workers say; where that fails, it stays due."""
         why = "ran out" if unheard is None else "is said to be done by workers that nobody has heard of"
         try:
             report = await self._report_on(token, unheard)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
@@ -21,8 +20,6 @@ from trainer.pipeline.driver.results import Verdict
 from trainer.pipeline.driver.stall_detector import StallDetector
 from trainer.pipeline.driver.workers import StageWorker
 
-_KEEPS_WAITING = replace(FAST, request_timeout_s=30.0, max_in_flight=1)
-
 
 class Clock:
     """Goes on when it is told to."""
@@ -34,15 +31,22 @@ class Clock:
         return self.now_s
 
 
+@dataclass
 class Watched:
     """Stages of one worker each, of which each has been given a micro-batch."""
 
-    def __init__(self, swarm: ToySwarm, silences: StallDetector, pools: dict[str, StagePool], clock: Clock) -> None:
-        self.swarm, self.silences, self.pools, self.clock = swarm, silences, pools, clock
+    swarm: ToySwarm
+    detector: StallDetector
+    pools: dict[str, StagePool]
+    clock: Clock
 
     async def look_after(self, seconds: float) -> None:
         self.clock.now_s += seconds
-        await self.silences.look()
+        await self.detector.look()
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [it.message for it in caplog.records if it.name.endswith("stall_detector") and it.levelname == "WARNING"]
 
 
 @asynccontextmanager
@@ -56,42 +60,34 @@ async def watched() -> AsyncIterator[Watched]:
         yield Watched(swarm, StallDetector(endpoint, pools, clock), pools, clock)
 
 
-def test_only_the_one_that_hangs_is_named_and_once(caplog: pytest.LogCaptureFixture) -> None:
-    @on_event_loop
-    async def test() -> None:
-        async with watched() as here:
-            tail = here.swarm.at("tail")
-            await tail.kill()
-            await here.look_after(6.0)
-            assert here.silences.silent() == {}, "that may be a slow micro-batch"
-            await here.look_after(6.0)
-            await here.look_after(6.0)
-            assert here.silences.silent() == {tail.worker.key: pytest.approx(18.0)}
-            await tail.start()
-            await here.look_after(6.0)
-            assert here.silences.silent() == {}
-
-    with caplog.at_level(logging.WARNING, "trainer.pipeline.driver.stall_detector"):
-        test()
-    assert [record.message for record in caplog.records] == [
+@on_event_loop
+async def test_only_the_one_that_hangs_is_named_and_once(caplog: pytest.LogCaptureFixture) -> None:
+    async with watched() as here:
+        tail = here.swarm.at("tail")
+        await tail.kill()
+        await here.look_after(6.0)
+        assert here.detector.silent() == {}, "that may be a slow micro-batch"
+        await here.look_after(6.0)
+        await here.look_after(6.0)
+        assert here.detector.silent() == {tail.worker.key: pytest.approx(18.0)}
+        await tail.start()
+        await here.look_after(6.0)
+        assert here.detector.silent() == {}
+    assert said(caplog) == [
         "tail.0.32 has not answered for 12 s; micro-batches wait for it (1)",
         "tail.0.32 answers again, after 24 s",
     ]
 
 
-def test_one_that_is_announced_no_longer_is_waited_for_no_longer(caplog: pytest.LogCaptureFixture) -> None:
-    @on_event_loop
-    async def test() -> None:
-        async with watched() as here:
-            await here.swarm.at("tail").kill()
-            await here.look_after(12.0)
-            here.pools["tail"].update(())
-            await here.look_after(6.0)
-            assert here.silences.silent() == {}
-
-    with caplog.at_level(logging.WARNING, "trainer.pipeline.driver.stall_detector"):
-        test()
-    assert caplog.records[-1].message == "tail.0.32 is gone: nothing came from it for 18 s"
+@on_event_loop
+async def test_one_that_is_announced_no_longer_is_waited_for_no_longer(caplog: pytest.LogCaptureFixture) -> None:
+    async with watched() as here:
+        await here.swarm.at("tail").kill()
+        await here.look_after(12.0)
+        here.pools["tail"].update(())
+        await here.look_after(6.0)
+        assert here.detector.silent() == {}
+    assert said(caplog)[-1] == "tail.0.32 is gone: nothing came from it for 18 s"
 
 
 @on_event_loop
@@ -100,12 +96,12 @@ async def test_whoever_has_nothing_under_way_is_not_asked() -> None:
         clock = Clock()
         pool = StagePool("tail", FAST, clock)
         pool.update(worker for worker in swarm.workers() if worker.stage == "tail")
-        silences = StallDetector(endpoint, {"tail": pool}, clock)
+        detector = StallDetector(endpoint, {"tail": pool}, clock)
         await swarm.at("tail").kill()
         for _ in range(3):
             clock.now_s += 10
-            await silences.look()
-        assert silences.silent() == {}
+            await detector.look()
+        assert detector.silent() == {}
 
 
 UNAVAILABLE = Verdict("unavailable", "unclear", "ban")
@@ -128,12 +124,12 @@ async def test_one_banned_for_silence_gets_work_again_if_its_stage_has_nobody_el
             if verdict is not None:
                 pool.blame(worker, verdict, clock())
         await swarm.at("tail", 1).kill()
-        silences = StallDetector(endpoint, {"tail": pool}, clock)
+        detector = StallDetector(endpoint, {"tail": pool}, clock)
         clock.now_s += 0.5
-        await silences.look()
+        await detector.look()
         assert pool.is_banned(there[0]), "it was banned just now"
         clock.now_s += 1.0
-        await silences.look()
+        await detector.look()
         assert pool.is_banned(there[0]) is not is_free
         assert pool.is_banned(there[1]) is (verdicts[1] is not None), "it does not answer"
 
@@ -155,7 +151,8 @@ def test_a_worker_that_restarts_is_free_of_its_ban_though_it_was_not_announced_f
 
 
 @pytest.mark.parametrize("routing", ["hub", "chain"])
-def test_a_driver_tells_who_holds_it_up(
+@on_event_loop
+async def test_a_driver_tells_who_holds_it_up(
     routing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its tail takes everything in and answers nothing, as a stopped process does."""
@@ -164,18 +161,14 @@ def test_a_driver_tells_who_holds_it_up(
     )
     monkeypatch.setattr("trainer.pipeline.driver.stall_detector._ANSWER_S", 0.2)
 
-    @on_event_loop
-    async def test() -> None:
-        async with driving(ONE_EACH, 1, replace(_KEEPS_WAITING, routing=routing)) as drive:
-            tail = drive.swarm.at("tail")
-            tail.stopped = asyncio.Event()
-            running = asyncio.create_task(drive.driver.run())
-            await until(lambda: bool(drive.driver.status().silent))
-            assert set(drive.driver.status().silent) == {tail.worker.key}
-            tail.stopped.set()
-            await running
-            assert drive.work.fates() == ["done"]
-
-    with caplog.at_level(logging.WARNING, "trainer.pipeline.driver.stall_detector"):
-        test()
-    assert {record.message.partition(" ")[0] for record in caplog.records} == {"tail.0.32"}
+    config = replace(FAST, request_timeout_s=30.0, max_in_flight=1, routing=routing)
+    async with driving(ONE_EACH, 1, config) as drive:
+        tail = drive.swarm.at("tail")
+        tail.stopped = asyncio.Event()
+        running = asyncio.create_task(drive.driver.run())
+        await until(lambda: bool(drive.driver.status().silent))
+        assert set(drive.driver.status().silent) == {tail.worker.key}
+        tail.stopped.set()
+        await running
+        assert drive.work.fates() == ["done"]
+    assert {message.partition(" ")[0] for message in said(caplog)} == {"tail.0.32"}
