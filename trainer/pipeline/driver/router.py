@@ -4,7 +4,7 @@ Whether a micro-batch may be handed back, is lost, or has to be left to the ledg
 `MicroBatchInFlight` keeps: which stages have acknowledged that they counted it, and whether one may have counted it
 without acknowledging.
 
-`OutcomeResolution` handles a request to count whose answer did not arrive. The same request is sent again: a worker
+`_OutcomeResolution` handles a request to count whose answer did not arrive. The same request is sent again: a worker
 answers a repetition as it answered the first time, and counts nothing twice. A process that took its place in the
 meantime counts the micro-batch itself, since what the other had counted died with it. Where the repetition is refused,
 or after `patience_s`, the worker is asked whether it has counted the micro-batch, and told not to count it any more:
@@ -181,7 +181,7 @@ def patience_s(unclear_s: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Resolution:
+class _Resolution:
     """What is known of a request to count whose answer did not arrive."""
 
     fate: Literal["answered", "answer-gone", "not-counted", "gone", "unclear"]
@@ -189,7 +189,7 @@ class Resolution:
 
 
 @dataclass(frozen=True, slots=True)
-class OutcomeResolution:
+class _OutcomeResolution:
     """Asks the worker that may have counted a micro-batch until it is clear whether it has."""
 
     caller: StageCaller
@@ -197,7 +197,7 @@ class OutcomeResolution:
     unclear_s: float
     """Seconds after which it stays unclear."""
 
-    async def resolve(self, worker: StageWorker, micro_batch: MicroBatch, ask: Asking) -> Resolution:
+    async def resolve(self, worker: StageWorker, micro_batch: MicroBatch, ask: Asking) -> _Resolution:
         """Finds out what has become of a request."""
         begun_s, pause_s, is_counted = time.monotonic(), _FIRST_REPEAT_S, False
 
@@ -210,23 +210,23 @@ class OutcomeResolution:
         while (limit_s := left_s()) > 0:
             try:
                 async with asyncio.timeout(limit_s):
-                    return Resolution("answered", await ask(worker))
+                    return _Resolution("answered", await ask(worker))
             except (RpcError, TimeoutError) as failure:
                 error = failure
             is_silent = isinstance(error, PeerUnavailableError | TimeoutError)
             if is_silent and await self.deaths.found(worker, min(QUESTION_S, limit_s)) == "gone":
-                return Resolution("gone")
+                return _Resolution("gone")
             may_come = isinstance(error, TimeoutError) or is_silent or verdict_of(error).blame == "rest"
             is_patient = time.monotonic() - begun_s < patience_s(self.unclear_s) <= lease_s()
             if not may_come or not is_patient:
                 says = await self._is_counted(worker, micro_batch, left_s())
                 if says is False or (says is True and _is_gone_for_good(error)):
-                    return Resolution("answer-gone" if says else "not-counted")
+                    return _Resolution("answer-gone" if says else "not-counted")
                 is_counted = is_counted or says is True
             worker = worker.unpinned()
             await asyncio.sleep(min(pause_s, max(0.0, left_s())))
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
-        return Resolution("answer-gone" if is_counted else "unclear")
+        return _Resolution("answer-gone" if is_counted else "unclear")
 
     async def _is_counted(self, worker: StageWorker, micro_batch: MicroBatch, left_s: float) -> bool | None:
         """Returns what the worker says of itself; None if it says nothing."""
@@ -274,7 +274,7 @@ class RoutingContext:
         self.failures: Counter[str] = Counter()
         """Failed requests by reason."""
         self.auditor = Auditor(pools, caller, form, config.audit_every, self.failures, audit_seed)
-        self._resolution = OutcomeResolution(caller, deaths, config.unclear_s)
+        self._resolution = _OutcomeResolution(caller, deaths, config.unclear_s)
 
     async def placed(self, in_flight: MicroBatchInFlight, stage: str, units: float, avoid: set[str]) -> Placement:
         """Waits for a worker for a micro-batch, and a while longer before it goes to the same ones again.
