@@ -106,11 +106,10 @@ class AuditRates:
             record.strikes = 0.0
 
     def struck(self, key: str, weight: float = 1.0) -> bool:
-        """Counts a comparison that found a worker wrong; returns whether that was its last strike, and starts anew.
+        """Counts a comparison that found a worker wrong, which weighs less where that is less certain.
 
-        Args:
-            key: whose.
-            weight: less than 1 where the finding is less certain.
+        Returns:
+            Whether that was its last strike; its record starts anew then.
         """
         record = self._record(key)
         record.passed_in_a_row = 0
@@ -275,15 +274,9 @@ class Auditor:
     ) -> float:
         """Returns how certainly a worker's output on both sides of an input contradicts its answers; 0: it does not.
 
-        The mean of both outputs has to be the answer, and their difference what the gradient predicts. A head, whose
-        input cannot be moved, is asked for the same again. A worker that refuses to be examined does not contradict
-        itself.
-
-        Args:
-            worker: which.
-            visit: whose input is moved.
-            said: the worker's answers.
-            others: gradients of the other workers, to move the input by where this one's is zero.
+        The mean of both outputs has to be the answer, and their difference what the gradient predicts. The input is
+        moved by the worker's gradient, or by one of ``others`` where that is zero. A head, whose input cannot be moved,
+        is asked for the same again. A worker that refuses to be examined does not contradict itself.
         """
         try:
             return await self._examined(worker, visit, said, others)

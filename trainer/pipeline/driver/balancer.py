@@ -123,16 +123,7 @@ class Balancer:
     def acquire(
         self, units: float, now: float, barred: Callable[[str], bool] = lambda _worker: False
     ) -> Reservation | None:
-        """Reserves a place for the next micro-batch.
-
-        Args:
-            units: its expected work; positive.
-            now: the time.
-            barred: whether a worker must not get it.
-
-        Returns:
-            None if all workers are full, resting or barred.
-        """
+        """Reserves a place for a micro-batch of so much work; None: all workers are full, resting or barred."""
         allowed = [worker for worker in self._workers.values() if not barred(worker.name)]
         free = [worker for worker in allowed if worker.rests_until_s <= now]
         proven = [worker for worker in free if worker.proven and len(worker.reservations) < self._limit]
@@ -146,14 +137,7 @@ class Balancer:
         return self._reserve(min(proven, key=lambda worker: (worker.runtime_s, worker.number)), units, now)
 
     def measured(self, reservation: Reservation, units: float, asked_s: float, now: float) -> None:
-        """Counts an answered request.
-
-        Args:
-            reservation: the micro-batch's.
-            units: the request's part of its work.
-            asked_s: when the request was sent.
-            now: when the answer arrived.
-        """
+        """Counts a request that was answered now; ``units`` is its part of the micro-batch's work."""
         worker = self._workers.get(reservation.worker)
         since_s = asked_s if worker is None else max(asked_s, worker.answered_s)
         if worker is not None:

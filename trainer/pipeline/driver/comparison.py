@@ -64,15 +64,9 @@ def output_of(
     scale: float = 1.0,
     version: int = 0,
 ) -> StageOutput:
-    """Decodes an answer.
+    """Decodes an answer: activation, gradient, both or none, and the mean loss of the labels at the tail.
 
-    Args:
-        form: of the run's links.
-        tensors: of the answer; activation, gradient, both or none.
-        ids: the micro-batch's.
-        loss: the tail's, mean of the labels.
-        scale: what the worker multiplied the gradient by, as it says.
-        version: of its weights.
+    The gradient is divided by ``scale``, which the worker says to have multiplied it by.
 
     Raises:
         CodecError: the tensors are not what the codec makes.

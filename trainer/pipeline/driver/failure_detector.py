@@ -54,11 +54,7 @@ class Deaths:
         """By key and incarnation: since when connections are refused and nothing is announced."""
 
     async def found(self, worker: StageWorker, timeout_s: float) -> Literal["gone", "refused", "unknown"]:
-        """Tries to find out what has become of a worker's process.
-
-        Args:
-            worker: as it was when it was asked to count.
-            timeout_s: seconds to try to reach it.
+        """Tries to find out what has become of a worker's process that was asked to count.
 
         Returns:
             ``gone`` is proof; ``refused``: no connection is accepted, but it may live; ``unknown``: somebody listens
@@ -134,14 +130,7 @@ class Bans:
         return self._records.setdefault(worker, _Record())
 
     def failed(self, worker: str, *, asked_s: float, now: float, is_silent: bool = False) -> float:
-        """Counts a failed request; returns until when the worker is banned.
-
-        Args:
-            worker: its key.
-            asked_s: when the request was sent.
-            now: the time.
-            is_silent: nothing was heard from the worker.
-        """
+        """Counts a request sent at ``asked_s`` that has failed; returns until when the worker is banned."""
         record = self._record(worker)
         if asked_s < record.since_s or now < record.until_s:
             return record.until_s  # It was sent before the ban that the others caused.

@@ -299,7 +299,7 @@ class RoutingContext:
         ask: Asking,
         held: Sequence[Placement] = (),
     ) -> tuple[Answered, StageWorker]:
-        """Has a stage count a micro-batch, once.
+        """Has a stage count a micro-batch, once; returns the answer, and the worker that gave it.
 
         Args:
             in_flight: the micro-batch.
@@ -309,9 +309,6 @@ class RoutingContext:
             placement_units: work of a place at another worker.
             ask: sends the request to a worker.
             held: its places in other stages.
-
-        Returns:
-            The answer, and the worker that gave it.
 
         Raises:
             MicroBatchEndedError: it goes no further.

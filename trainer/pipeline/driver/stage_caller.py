@@ -129,11 +129,7 @@ class StageCaller:
     ) -> Answered:
         """Has a stage compute its output and gradient (tail: loss and gradient) without counting anything.
 
-        Args:
-            worker: whom to ask.
-            micro_batch: whose.
-            given: the stage's input.
-            gradient: with respect to the stage's output; None for head and tail.
+        ``given`` is the stage's input, ``gradient`` that with respect to its output (None for head and tail).
         """
         is_tail = worker.stage == self._tail
         ask = self._request(EvaluateAsk, worker, micro_batch, with_gradient=worker.stage != self._head)
@@ -155,12 +151,7 @@ class StageCaller:
     ) -> Answered:
         """Has a stage count a gradient.
 
-        Args:
-            worker: whom to ask.
-            micro_batch: whose.
-            given: gradient with respect to the stage's output, and the stage's input unless the worker has it.
-            forward_version: of the weights of the forward pass.
-            num_tokens: labels that count.
+        ``given`` is the gradient with respect to the stage's output, and the stage's input unless the worker has it.
         """
         fields = {"forward_version": forward_version, "num_tokens": num_tokens}
         ask = self._request(BackwardAsk, worker, micro_batch, **fields)

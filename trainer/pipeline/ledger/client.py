@@ -54,16 +54,7 @@ AnswerT = TypeVar("AnswerT", bound=Message)
 
 
 class LedgerClient:
-    """A driver's `Work`.
-
-    Args:
-        endpoint: the driver's own.
-        keeper: returns the current keeper; None: not known.
-        rows: reads micro-batches.
-        spec: what the account is of.
-        config: the same as the keeper's.
-        preferred: shards this driver is assigned.
-    """
+    """A driver's `Work`; ``keeper`` returns the current keeper, which has the same ``spec`` and ``config``."""
 
     def __init__(
         self,
@@ -81,7 +72,7 @@ class LedgerClient:
         self._config = config
         self._preferred = tuple(preferred)
         self.cache = LeaseCache()
-        """What this driver holds; to be read only."""
+        """To be read only."""
         self._token = secrets.token_hex(16)
         self._renewed_s = self._lease_from_s = 0.0
         self._single = False

@@ -32,7 +32,7 @@ class Ledger:
 
     Args:
         state: what the journal adds up to.
-        config: how long leases are, and how much is leased.
+        config: of the ledger.
         write: takes every record before it is spoken of; an exception ends the account's life in this process.
         now_s: live leases begin anew at this time.
         max_tokens: to be trained on in all, those of the journal included; 0: no bound.
@@ -72,12 +72,8 @@ class Ledger:
     def lease(self, driver: str, token: str, preferred: Sequence[int], num_units: int, now_s: float) -> LeaseAnswer:
         """Gives a driver rows: first what others returned, then units of shards it prefers, then of any.
 
-        Args:
-            driver: its key.
-            token: drawn by it; a repeated token gives what is left of the same lease, and lets it begin anew.
-            preferred: shards, the most preferred first.
-            num_units: how many units, or as many micro-batches as these have.
-            now_s: the time.
+        A repeated token gives what is left of the same lease, and lets it begin anew. Returned rows count as the units
+        that have as many micro-batches.
 
         Raises:
             RefusedError: the token is another driver's, or the driver holds enough.
@@ -130,13 +126,8 @@ class Ledger:
     ) -> SettleAnswer:
         """Takes a driver's report on micro-batches of its lease; repeating it changes nothing.
 
-        Args:
-            driver: its key.
-            token: of the lease.
-            settlements: what became of micro-batches.
-            handed_back: those not begun.
-            checked_s: the time, where only workers that have announced themselves for the stage are believed to have
-                done something; what names others stays open (see `unheard`). None: drivers are believed.
+        With the time in ``checked_s``, only workers that have announced themselves for the stage are believed to have
+        done something; what names others stays open (see `unheard`). Without it, drivers are believed.
 
         Raises:
             RefusedError: the lease is another driver's, or a settlement makes no sense; nothing is counted.
@@ -220,14 +211,8 @@ class Ledger:
         Counted in all stages is done, in some is lost, in none waits for a driver. Where the report is not complete,
         what is counted in none is lost as ``unclear``: a silent worker may have it.
 
-        Args:
-            token: of the lease.
-            report: of the workers.
-            now_s: the time; what is in no stage is given again `reissue_after_s` later.
-            some: what of it to decide about (see `unheard`); None: all.
-
         Returns:
-            What was decided; None: nothing of it is open any more.
+            What was decided about ``some`` of it (see `unheard`), or all; None: nothing of it is open any more.
         """
         lease = self.state.leases.get(token)
         asked = sorted(lease.open if some is None else lease.open.intersection(some)) if lease is not None else []
@@ -242,7 +227,11 @@ class Ledger:
         return record
 
     def note_workers(self, seen: Iterable[WorkerSeen], now_s: float, version: int | None = None) -> None:
-        """Notes all workers that are announced now; those that have been missing for long enough are gone."""
+        """Notes all workers that are announced now, and the stages' version if all stages are heard of.
+
+        A worker that is missing for `worker_gone_s` is gone: what only that worker had counts as perished, and leases
+        that were live meanwhile are believed less.
+        """
         known = self.state.workers
         fresh = []
         for worker in seen:

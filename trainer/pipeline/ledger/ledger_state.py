@@ -113,12 +113,7 @@ class LedgerState:
 
     @classmethod
     def of(cls, records: Iterable[Record], spec: LedgerSpec, shards: Sequence[Sequence[int]]) -> Self:
-        """Returns what a journal adds up to.
-
-        Args:
-            records: all of it, the first of which is an `Opened` or a `Snapshot`.
-            spec: what the account is expected to be of.
-            shards: of each lane, as the store is now.
+        """Returns what a journal adds up to, with the shards of each lane as the store is now.
 
         Raises:
             LedgerError: it is of something else, or its records contradict each other.
@@ -181,13 +176,9 @@ class LedgerState:
         return None if self._noted is None else self._noted[0]
 
     def highest_version(self, target_tokens: int) -> int | None:
-        """Returns the version that stages can have if this account tells of all that they were trained on.
+        """Returns the highest version that stages can have if this account tells of all they were trained on.
 
-        Args:
-            target_tokens: of an optimizer step.
-
-        Returns:
-            None: it is unknown, since no version was ever noted.
+        None: it is unknown, since no version was ever noted. ``target_tokens`` is of an optimizer step.
         """
         leased = (self._done.rows + self._lost.rows + self._open_rows) * self.spec.layout.seq_len
         if self._noted is None:

@@ -51,13 +51,13 @@ T = TypeVar("T")
 def open_ledger(
     path: Path, spec: LedgerSpec, shards: Sequence[Sequence[int]], config: LedgerConfig, *, max_tokens: int = 0
 ) -> tuple[Ledger, Journal]:
-    """Opens the account in a file, as it was left; a new one if there is none.
+    """Opens the account in a journal, as it was left; a new one if there is none.
 
     Args:
         path: of the journal.
         spec: what the account is of.
         shards: of each lane, ascending; all there are now.
-        config: how long leases are.
+        config: of the ledger.
         max_tokens: to be trained on in all, over all lives of the account; 0: no bound.
 
     Raises:
@@ -87,14 +87,9 @@ def open_ledger(
 
 
 class LedgerService:
-    """Answers drivers.
+    """Answers drivers, at an endpoint that is not started yet; `stop` closes the journal.
 
     Args:
-        endpoint: not started yet.
-        ledger: the account.
-        journal: where it is kept; closed by `stop`.
-        config: how long leases are.
-        inquiry: asks all workers what they have counted.
         drivers: returns the run's other drivers as known now, which are given rows as this node is. What a driver says
             of its rows is believed, as long as it names workers that have announced themselves (`note_workers`). None:
             anybody is given rows and believed, which is for trusted networks only.
@@ -173,23 +168,12 @@ class LedgerService:
         raise LedgerError(f"the account cannot be kept: {self._ledger.failure}") from self._ledger.failure
 
     async def note_workers(self, workers: Iterable[WorkerSeen], version: int | None = None) -> None:
-        """Notes all workers that are announced now; to be called every few seconds.
-
-        A worker that is not among them for `worker_gone_s` is gone: what only that worker had counts as perished, and
-        leases that were live meanwhile are believed less.
-
-        Raises:
-            LedgerError: the account cannot be written.
-        """
+        """Notes all workers that are announced now, see `Ledger.note_workers`; to be called every few seconds."""
         seen = tuple(workers)
         await self._run(lambda: self._ledger.note_workers(seen, boottime_s(), version))
 
     async def grow(self, shards: Sequence[Sequence[int]]) -> None:
-        """Notes a store that has more shards.
-
-        Raises:
-            LedgerError: it is not the same store, grown; or the account cannot be written.
-        """
+        """Notes a store that has more shards, see `Ledger.grow`."""
         await self._run(lambda: self._ledger.grow(shards))
 
     # -- drivers' requests ---------------------------------------------------------------------------------------------
