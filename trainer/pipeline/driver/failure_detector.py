@@ -27,6 +27,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -124,14 +125,11 @@ class Bans:
         self._ban_s = ban_s
         self._max_ban_s = max_ban_s
         self._malformed_ban_s = malformed_ban_s
-        self._records: dict[str, _Record] = {}
-
-    def _record(self, worker: str) -> _Record:
-        return self._records.setdefault(worker, _Record())
+        self._records: defaultdict[str, _Record] = defaultdict(_Record)
 
     def failed(self, worker: str, *, asked_s: float, now: float, is_silent: bool = False) -> float:
         """Counts a request sent at ``asked_s`` that has failed; returns until when the worker is banned."""
-        record = self._record(worker)
+        record = self._records[worker]
         if asked_s < record.since_s or now < record.until_s:
             return record.until_s  # It was sent before the ban that the others caused.
         record.failures += 1
@@ -142,7 +140,7 @@ class Bans:
 
     def doubted(self, worker: str, *, asked_s: float, now: float, doubts: int = 1) -> float:
         """Counts refusals to count that honest workers rarely give; returns until when the worker is banned."""
-        record = self._record(worker)
+        record = self._records[worker]
         record.doubts += doubts
         if record.doubts >= DOUBTS:
             record.is_firm = True
@@ -151,26 +149,25 @@ class Bans:
 
     def malformed(self, worker: str, *, now: float) -> float:
         """Bans a worker for an answer that no honest worker gives; returns until when."""
-        record = self._record(worker)
+        record = self._records[worker]
         record.since_s = now
         record.malformed_until_s = now + self._malformed_ban_s
         return record.malformed_until_s
 
     def is_caught(self, worker: str, now: float) -> bool:
         """Whether it is banned for a malformed answer."""
-        record = self._records.get(worker)
-        return record is not None and now < record.malformed_until_s
+        return now < self._records[worker].malformed_until_s
 
     def succeeded(self, worker: str) -> None:
         """Forgets a worker's failures, and ends its ban for them, unless that is firm."""
-        record = self._records.get(worker)
-        if record is not None and not record.is_firm:
+        record = self._records[worker]
+        if not record.is_firm:
             record.failures, record.until_s = 0, _NEVER_S
 
     def may_be_asked(self, worker: str, now: float) -> bool:
         """Whether it is banned for silence, and for long enough to be asked for its status."""
-        record = self._records.get(worker)
-        if record is None or not record.is_silent or record.is_firm or not self.is_banned(worker, now):
+        record = self._records[worker]
+        if not record.is_silent or record.is_firm or not self.is_banned(worker, now):
             return False
         after_s = min(_MAX_ASK_AFTER_S, _ASK_AFTER_S * 2.0 ** min(record.failures - 1, 64))
         return now >= max(record.since_s + after_s, record.malformed_until_s)
@@ -182,21 +179,19 @@ class Bans:
 
     def counted(self, worker: str) -> None:
         """Clears a worker that has counted a micro-batch."""
-        record = self._records.get(worker)
-        if record is not None:
-            record.doubts, record.is_firm, record.is_forgiven = 0, False, False
-            self.succeeded(worker)
+        record = self._records[worker]
+        record.doubts, record.is_firm, record.is_forgiven = 0, False, False
+        self.succeeded(worker)
 
     def restarted(self, worker: str) -> None:
         """Ends the ban of a worker that is announced as another process than the one that failed."""
-        record = self._records.get(worker)
-        if record is not None and not record.is_firm and not record.is_forgiven:
+        record = self._records[worker]
+        if not record.is_firm and not record.is_forgiven and record.since_s > _NEVER_S:
             record.until_s, record.is_forgiven = _NEVER_S, True
 
     def until_s(self, worker: str) -> float:
         """Returns until when it is banned, or a time in the past."""
-        record = self._records.get(worker)
-        return _NEVER_S if record is None else max(record.until_s, record.malformed_until_s)
+        return max(self._records[worker].until_s, self._records[worker].malformed_until_s)
 
     def is_banned(self, worker: str, now: float) -> bool:
         """Whether it gets no work now."""
@@ -209,6 +204,5 @@ class Bans:
 
     def tidy(self, now: float, keep: set[str]) -> None:
         """Forgets workers neither in ``keep`` nor banned: keys cost nothing, so records must not pile up."""
-        self._records = {
-            worker: record for worker, record in self._records.items() if worker in keep or self.is_banned(worker, now)
-        }
+        for worker in [worker for worker in self._records if worker not in keep and not self.is_banned(worker, now)]:
+            del self._records[worker]

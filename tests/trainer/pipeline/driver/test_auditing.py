@@ -171,8 +171,7 @@ async def test_a_comparison_that_nobody_answers_holds_up_nothing() -> None:
     async with driving(TWO_EACH, 20, replace(AUDITED, audit_every=1, request_timeout_s=30.0)) as drive:
         for toy in drive.swarm.all:
             toy.faults[EVALUATE].extend([stay] * 100)
-        await drive.driver.run()
-        assert drive.work.fates() == ["done"] * 20
+        await drive.all_done()
         assert not drive.driver.status().audit.compared
 
 

@@ -159,8 +159,7 @@ async def test_a_worker_elsewhere_that_was_killed_is_replaced_once_it_has_been_s
 
     async with gated(routing, dies) as drive:
         drive.swarm.silence_s = 0.3
-        await drive.driver.run()
-        assert drive.work.fates() == ["done"] * 6
+        await drive.all_done()
 
 
 # -- bans --------------------------------------------------------------------------------------------------------------

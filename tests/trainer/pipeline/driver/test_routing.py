@@ -63,8 +63,7 @@ BAN_S = 900.0
 @on_event_loop
 async def test_undisturbed_every_stage_counts_everything_once(config: DriverConfig, hops: list[str]) -> None:
     async with driving(ONE_EACH, 10, config) as drive:
-        await drive.driver.run()
-        assert drive.work.fates() == ["done"] * 10
+        await drive.all_done()
         assert all(len(toy.counted) == 10 for toy in drive.swarm.all)
         for result in drive.results:
             number = int(result.micro_batch.rpartition("r")[2]) // ROWS
@@ -98,8 +97,7 @@ async def test_a_refusal_goes_elsewhere_and_costs_nothing(
     async with driving(TWO_EACH, 4, config) as drive:
         for stage in stages:
             drive.swarm.at(stage).faults[method].append(refuse(reason))
-        await drive.driver.run()
-        assert drive.work.fates() == ["done"] * 4
+        await drive.all_done()
         if config is FAST:
             assert drive.driver.status().failures.get(reason, 0) >= 1
 
@@ -123,8 +121,7 @@ async def test_what_may_have_been_counted_is_resolved_exactly(
 ) -> None:
     async with driving(TWO_EACH, 6, config) as drive:
         drive.swarm.at(stage).faults[method].append(fault)
-        await drive.driver.run()
-        assert drive.work.fates() == ["done"] * 6
+        await drive.all_done()
         assert drive.driver.status().failures
 
 
@@ -222,8 +219,7 @@ async def test_two_workers_share_a_stage() -> None:
     async with driving(TWO_EACH, 20) as drive:
         for toy in drive.swarm.all:
             toy.delay_s = 0.01
-        await drive.driver.run()
-        assert drive.work.fates() == ["done"] * 20
+        await drive.all_done()
         assert all(toy.counted for toy in drive.swarm.all)
 
 
@@ -398,8 +394,7 @@ async def test_a_chain_with_one_worker_a_stage_is_tried_again_by_the_same_worker
     async with driving(ONE_EACH, 3, CHAINED) as drive:
         for toy in drive.swarm.all:
             toy.faults[CHAIN].append(lose_answer)
-        await drive.driver.run()
-        assert drive.work.fates() == ["done"] * 3
+        await drive.all_done()
 
 
 @pytest.mark.slow
@@ -411,8 +406,7 @@ async def test_two_that_each_have_the_place_the_other_one_needs_go_on() -> None:
         drive.swarm.at("body-1", 0).faults[CHAIN].append(die)
         drive.swarm.at("head", 1).faults[CHAIN].append(die)
         async with asyncio.timeout(20):
-            await drive.driver.run()
-        assert drive.work.fates() == ["done"] * 2
+            await drive.all_done()
 
 
 @pytest.mark.slow
@@ -499,8 +493,7 @@ async def test_a_liar_is_banned_for_long_at_once_and_the_rest_is_done(name: str)
     ):
         announced, honest = StageWorker("body-1", "body1.0.99", at.peer, liar.incarnation), drive.swarm.workers
         drive.swarm.workers = lambda: (*honest(), announced)  # type: ignore[method-assign]
-        await drive.driver.run()
-        assert drive.work.fates() == ["done"] * 12
+        await drive.all_done()
         assert liar.asked[FORWARD] >= 1
         banned = {key: left_s for stage in drive.driver.status().stages for key, left_s in stage.banned.items()}
         assert banned[announced.key] > BAN_S
@@ -522,8 +515,7 @@ async def test_what_nobody_foresaw_in_an_answer_is_told_once_and_ends_nothing(
 
     monkeypatch.setattr("trainer.pipeline.driver.stage_caller.all_finite", unforeseen)
     async with driving(TWO_EACH, 4) as drive:
-        await drive.driver.run()
-        assert drive.work.fates() == ["done"] * 4
+        await drive.all_done()
         assert drive.driver.status().failures["malformed-answer"] == 1
     said = [record for record in caplog.records if record.levelno == logging.WARNING and record.exc_info]
     assert len(said) == 1
