@@ -13,13 +13,70 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.event_loop import on_event_loop
-from tests.support.gate import Gate, gate_before
 from tests.support.toy_drive import FAST, Drive, driving
 from tests.support.toy_stage import ToyStage
 from trainer.network.rpc import Peer
 from trainer.pipeline.driver.failure_detector import Bans, Deaths
 from trainer.pipeline.driver.workers import LastWord, StageWorker
 from trainer.pipeline.protocol.messages import BACKWARD, CHAIN
+
+
+class Gate:
+    """Forwards to a port of this machine; while it is shut, *it* refuses connections, as a router or a proxy does.
+
+    It listens at ``0.0.0.0``, which reaches this machine and is no loopback address: to a driver, a worker elsewhere.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.address = ""
+        self._port = port
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    async def open(self) -> None:
+        """Begins to listen, at the address it had before."""
+        port = int(self.address.rpartition(":")[2] or 0)
+        self._server = await asyncio.start_server(self._forward, "0.0.0.0", port)
+        self.address = f"0.0.0.0:{self._server.sockets[0].getsockname()[1]}"
+
+    def shut(self) -> None:
+        """Refuses from now on, and cuts what there is."""
+        if self._server is not None:
+            self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        except OSError:
+            writer.transport.abort()
+            return
+        self._writers |= {writer, inner_writer}
+        await asyncio.gather(_pass_on(reader, inner_writer), _pass_on(inner_reader, writer))
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    try:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+    except OSError:
+        pass
+    finally:
+        writer.transport.abort()
+
+
+@asynccontextmanager
+async def gate_before(port: int) -> AsyncIterator[Gate]:
+    """An open one."""
+    gate = Gate(port)
+    await gate.open()
+    try:
+        yield gate
+    finally:
+        gate.shut()
+
 
 KEY = "a" * 64
 SILENCE_S = 20.0
