@@ -215,9 +215,14 @@ class Auditor:
     async def _compare(self, visit: Visit) -> None:
         """Compares the answers with another worker's evaluation, and where they differ finds out which is wrong."""
         worker, said = visit.worker, await self._said(visit)
-        others = [other for other in self._workers(worker.stage) if other.key != worker.key]
-        self._note_unopposed(worker, is_alone=not others)
-        if not others:
+        others = [other for other in self._pools[worker.stage].usable() if other.key != worker.key]
+        self._random.shuffle(others)
+        if others:
+            self._unopposed.discard(worker.stage)
+        else:
+            if worker.stage not in self._unopposed:
+                logger.info("stage %s has a single worker: nobody shows whether it computes what it says", worker.stage)
+            self._unopposed.add(worker.stage)
             weight = await self._contradicts_itself(worker, visit, said, ())
             if weight:
                 self._strike(worker, "what it says contradicts itself", weight)
@@ -346,17 +351,6 @@ class Auditor:
             logger.warning(
                 "%s and %s disagree (%s); one of them is wrong, a third worker would show who", one, other, why
             )
-
-    def _note_unopposed(self, worker: StageWorker, *, is_alone: bool) -> None:
-        if is_alone and worker.stage not in self._unopposed:
-            logger.info("stage %s has a single worker: nobody shows whether it computes what it says", worker.stage)
-        (self._unopposed.add if is_alone else self._unopposed.discard)(worker.stage)
-
-    def _workers(self, stage: str) -> list[StageWorker]:
-        """Returns the workers of a stage that are not banned, in random order."""
-        usable = list(self._pools[stage].usable())
-        self._random.shuffle(usable)
-        return usable
 
     async def _evaluated(self, worker: StageWorker, visit: Visit) -> StageOutput:
         answered = await self._caller.evaluate(worker, visit.micro_batch, visit.given, visit.gradient)

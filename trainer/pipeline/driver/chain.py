@@ -60,16 +60,16 @@ class ChainRouter:
         """Takes a micro-batch through all stages, see `Router.take`; one that is to be audited goes by hub."""
         if self._context.auditor.draws():
             return await self._hub.take(in_flight, is_drawn=True)
-        trip = _Trip(self._context, in_flight)
+        run = _ChainRun(self._context, in_flight)
         try:
-            return await trip.run()
+            return await run.run()
         except MicroBatchEndedError as end:
             return end.outcome
         finally:
-            trip.release()
+            run.release()
 
 
-class _Trip:
+class _ChainRun:
     """One micro-batch's way along a route that changes as little as possible."""
 
     def __init__(self, context: RoutingContext, in_flight: MicroBatchInFlight) -> None:
@@ -210,7 +210,7 @@ class _Trip:
             if not is_repeated:
                 pool.blame(worker, verdict, asked_s)
             raise self._in_flight.lost(stage, "answer-gone")
-        found = await self._context.deaths.found(worker, min(QUESTION_S, self._left_s(stage)))
+        found = await self._context.liveness.probe(worker, min(QUESTION_S, self._left_s(stage)))
         if found == "gone":
             self._replace(stage, verdict, asked_s)
             return

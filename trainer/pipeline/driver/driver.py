@@ -12,7 +12,7 @@ from trainer.errors import TrainerUsageError
 from trainer.network.rpc import Endpoint
 from trainer.pipeline.driver.chain import ChainRouter
 from trainer.pipeline.driver.config import DriverConfig
-from trainer.pipeline.driver.failure_detector import Deaths
+from trainer.pipeline.driver.failure_detector import LivenessProbe
 from trainer.pipeline.driver.hub import HubRouter
 from trainer.pipeline.driver.pool import StagePool
 from trainer.pipeline.driver.results import DriverStatus, Fate, MicroBatchResult
@@ -72,8 +72,8 @@ class PipelineDriver:
         self._on_result = on_result
         self._on_step = on_step
         self._pools = {stage: StagePool(stage, config) for stage in stages}
-        caller, deaths = StageCaller(endpoint, stages, form, config), Deaths(directory)
-        self._context = RoutingContext(self._pools, caller, deaths, form, config, audit_seed)
+        caller, liveness = StageCaller(endpoint, stages, form, config), LivenessProbe(directory)
+        self._context = RoutingContext(self._pools, caller, liveness, form, config, audit_seed)
         self._router: Router = HubRouter(self._context) if config.routing == "hub" else ChainRouter(self._context)
         self._stalls = StallDetector(endpoint, self._pools)
         self._steps = StepLosses(target_tokens)

@@ -35,7 +35,7 @@ from typing import Literal
 from trainer.network.rpc.config import split_address
 from trainer.pipeline.driver.workers import StageDirectory, StageWorker
 
-__all__ = ["DOUBTS", "Bans", "Deaths", "is_refused"]
+__all__ = ["DOUBTS", "Bans", "LivenessProbe", "is_refused"]
 
 _MAX_PROCESSES = 1024
 DOUBTS = 5
@@ -45,7 +45,7 @@ _MAX_ASK_AFTER_S = 15.0
 _NEVER_S = float("-inf")
 
 
-class Deaths:
+class LivenessProbe:
     """Which workers are proven gone; one for all stages, since it remembers when each was refused first."""
 
     def __init__(self, directory: StageDirectory, clock: Callable[[], float] = time.monotonic) -> None:
@@ -54,7 +54,7 @@ class Deaths:
         self._refused_s: dict[tuple[str, str], float] = {}
         """By key and incarnation: since when connections are refused and nothing is announced."""
 
-    async def found(self, worker: StageWorker, timeout_s: float) -> Literal["gone", "refused", "unknown"]:
+    async def probe(self, worker: StageWorker, timeout_s: float) -> Literal["gone", "refused", "unknown"]:
         """Tries to find out what has become of a worker's process that was asked to count.
 
         Returns:

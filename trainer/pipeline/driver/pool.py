@@ -259,15 +259,15 @@ class StagePool:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _chosen(self, units: float, avoid: Collection[str], now: float) -> Placement | None:
-        """Chooses among workers that did not have it; among all usable ones if there are none of these."""
+        """Chooses among workers that did not have it, whose host is not banned; if there are none, among the others."""
         free = {key for key in self._workers if not self._bans.is_banned(key, now)}
         others = free - set(avoid)
-        allowed = {key for key in others if not self._shares_a_ban(key, now)} or others or free
+        unblamed = {
+            key for key in others if key in self._have_counted or not self._host_bans.is_banned(self._hosts[key], now)
+        }
+        allowed = unblamed or others or free
         reservation = self._balancer.acquire(units, now, lambda key: key not in allowed)
         return None if reservation is None else Placement(self._workers[reservation.worker], reservation)
-
-    def _shares_a_ban(self, key: str, now: float) -> bool:
-        return key not in self._have_counted and self._host_bans.is_banned(self._hosts[key], now)
 
     def _next_change_s(self, now: float) -> float:
         """Returns the seconds until a ban or a rest ends, which wakes nobody."""

@@ -29,7 +29,7 @@ from typing import Literal, Protocol
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedError, RpcError
 from trainer.pipeline.driver.auditing import Auditor
 from trainer.pipeline.driver.config import DriverConfig
-from trainer.pipeline.driver.failure_detector import Deaths
+from trainer.pipeline.driver.failure_detector import LivenessProbe
 from trainer.pipeline.driver.pool import Placement, StagePool
 from trainer.pipeline.driver.results import Fate, HopTime, MicroBatchOutcome, MicroBatchResult, Verdict, verdict_of
 from trainer.pipeline.driver.stage_caller import Answered, LinkForm, StageCaller
@@ -193,7 +193,7 @@ class _OutcomeResolution:
     """Asks the worker that may have counted a micro-batch until it is clear whether it has."""
 
     caller: StageCaller
-    deaths: Deaths
+    liveness: LivenessProbe
     unclear_s: float
     """Seconds after which it stays unclear."""
 
@@ -214,7 +214,7 @@ class _OutcomeResolution:
             except (RpcError, TimeoutError) as failure:
                 error = failure
             is_silent = isinstance(error, PeerUnavailableError | TimeoutError)
-            if is_silent and await self.deaths.found(worker, min(QUESTION_S, limit_s)) == "gone":
+            if is_silent and await self.liveness.probe(worker, min(QUESTION_S, limit_s)) == "gone":
                 return _Resolution("gone")
             may_come = isinstance(error, TimeoutError) or is_silent or verdict_of(error).blame == "rest"
             is_patient = time.monotonic() - begun_s < patience_s(self.unclear_s) <= lease_s()
@@ -261,20 +261,20 @@ class RoutingContext:
         self,
         pools: Mapping[str, StagePool],
         caller: StageCaller,
-        deaths: Deaths,
+        liveness: LivenessProbe,
         form: LinkForm,
         config: DriverConfig,
         audit_seed: int | None = None,
     ) -> None:
         self.pools = pools
         self.caller = caller
-        self.deaths = deaths
+        self.liveness = liveness
         self.form = form
         self.config = config
         self.failures: Counter[str] = Counter()
         """Failed requests by reason."""
         self.auditor = Auditor(pools, caller, form, config.audit_every, self.failures, audit_seed)
-        self._resolution = _OutcomeResolution(caller, deaths, config.unclear_s)
+        self._resolution = _OutcomeResolution(caller, liveness, config.unclear_s)
 
     async def placed(self, in_flight: MicroBatchInFlight, stage: str, units: float, avoid: set[str]) -> Placement:
         """Waits for a worker for a micro-batch, and a while longer before it goes to the same ones again.

@@ -80,33 +80,29 @@ class StallDetector:
         answers = await asyncio.gather(*(self._answers(there[key][1]) for key in asked))
         for key, answered in zip(asked, answers, strict=True):
             pool, worker = there[key]
+            now = self._clock()
             if answered:
-                self._note_answer(worker)
+                self._heard_s[key] = now
+                if key in self._silent:
+                    logger.warning("%s answers again, after %.0f s", worker.uid, now - self._silent.pop(key)[1])
                 if key in banned:
                     pool.answers(worker)
             elif key in waits and key not in self._silent:
-                self._note_silence(worker, *waits[key])
+                since_s, num_waiting = waits[key]
+                since_s = max(since_s, self._heard_s.get(key, since_s))
+                if now - since_s >= self._name_after_s:
+                    self._silent[key] = (worker, since_s)
+                    logger.warning(
+                        "%s has not answered for %.0f s; micro-batches wait for it (%d)",
+                        worker.uid,
+                        now - since_s,
+                        num_waiting,
+                    )
 
     def silent(self) -> dict[str, float]:
         """Returns the seconds without an answer of the workers that were named, by key."""
         now = self._clock()
         return {key: now - since_s for key, (_, since_s) in self._silent.items()}
-
-    def _note_answer(self, worker: StageWorker) -> None:
-        now = self._clock()
-        self._heard_s[worker.key] = now
-        known = self._silent.pop(worker.key, None)
-        if known is not None:
-            logger.warning("%s answers again, after %.0f s", worker.uid, now - known[1])
-
-    def _note_silence(self, worker: StageWorker, since_s: float, num_waiting: int) -> None:
-        since_s = max(since_s, self._heard_s.get(worker.key, since_s))
-        silent_s = self._clock() - since_s
-        if silent_s >= self._name_after_s:
-            self._silent[worker.key] = (worker, since_s)
-            logger.warning(
-                "%s has not answered for %.0f s; micro-batches wait for it (%d)", worker.uid, silent_s, num_waiting
-            )
 
     def _forget_others(self, there: Iterable[str]) -> None:
         """Forgets the workers that are no longer announced."""

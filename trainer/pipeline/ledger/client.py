@@ -22,7 +22,7 @@ from trainer.network.rpc import Endpoint, Message, Peer
 from trainer.network.rpc.stream import end_task
 from trainer.outer.engine.daemon_call import in_daemon_thread
 from trainer.pipeline.ledger.config import MAX_LEASE_UNITS, LedgerConfig
-from trainer.pipeline.ledger.lease_cache import Bundle, HeldLease, LeaseCache, Pace
+from trainer.pipeline.ledger.lease_cache import Bundle, HeldLease, LeaseCache, Throughput
 from trainer.pipeline.ledger.messages import (
     LEDGER_LEASE,
     LEDGER_RENEW,
@@ -76,7 +76,7 @@ class LedgerClient:
         self._token = secrets.token_hex(16)
         self._renewed_s = self._lease_from_s = 0.0
         self._single = False
-        self._pace = Pace()
+        self._throughput = Throughput()
         self._finished = self._closing = False
         self._away_since_s = self._logged_away_s = math.inf
         self._failure: BaseException | None = None
@@ -113,7 +113,7 @@ class LedgerClient:
                 raise LedgerError(f"no more micro-batches: {self._failure}") from self._failure
             micro_batch = self.cache.begin(boottime_s())
             if micro_batch is not None:
-                self._pace.begun(boottime_s())
+                self._throughput.begun(boottime_s())
                 self._to_read.set()
                 self._to_report.set()
                 return micro_batch
@@ -125,7 +125,7 @@ class LedgerClient:
 
     def settle(self, settlement: Settlement) -> None:
         """Reports what became of one; the settlement is kept until the keeper has acknowledged it."""
-        self._pace.ended(boottime_s())
+        self._throughput.ended(boottime_s())
         if not self.cache.settle(settlement):
             self.stale += 1
             logger.info("%s is not held any more; what became of it is not reported", settlement.micro_batch)
@@ -198,7 +198,7 @@ class LedgerClient:
         """Returns how many units to ask for, so that what is held lasts for `LedgerConfig.hold_s` at this speed."""
         per_unit, ahead = self._spec.layout.micro_batches_per_unit, self.cache.num_ahead
         least = per_unit * self._config.lease_units
-        wanted = math.ceil(self._pace.per_s(boottime_s()) * self._config.hold_s)
+        wanted = math.ceil(self._throughput.per_s(boottime_s()) * self._config.hold_s)
         wanted = max(least, min(wanted, self._config.max_open - self.cache.num_begun))
         if ahead > wanted - (least + 1) // 2:
             return 0

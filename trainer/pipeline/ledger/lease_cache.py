@@ -1,7 +1,7 @@
 """What a driver holds of the ledger: its leases, what of them it has not begun, and what it has yet to report.
 
-Plain state without a network, so that what may be handed out, and what is owed to the keeper, can be tested. `Pace`
-measures how fast the driver gets micro-batches done, and so how many it has to hold.
+Plain state without a network, so that what may be handed out, and what is owed to the keeper, can be tested.
+`Throughput` measures how fast the driver gets micro-batches done, and so how many it has to hold.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from trainer.pipeline.protocol.work import LeaseTerm, MicroBatch, MicroBatchId, MicroBatchKey, Settlement
 
-__all__ = ["Bundle", "HeldLease", "LeaseCache", "Pace"]
+__all__ = ["Bundle", "HeldLease", "LeaseCache", "Throughput"]
 
 _WINDOW_S = 30.0
 _SHORTEST_S = 10.0
@@ -24,7 +24,7 @@ _BUNDLE_BYTES = 40_000
 _BUNDLE_COUNT = 256
 
 
-class Pace:
+class Throughput:
     """Micro-batches per second over the last half minute. Times are of any one clock, in seconds."""
 
     def __init__(self) -> None:

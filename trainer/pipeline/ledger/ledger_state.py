@@ -19,11 +19,11 @@ from trainer.pipeline.ledger.records import (
     Grown,
     LaneSnapshot,
     LeaseSnapshot,
+    LedgerSnapshot,
     Opened,
     Record,
     Resolved,
     Settled,
-    Snapshot,
     Workers,
     WorkerSeen,
     WorkerSnapshot,
@@ -120,13 +120,13 @@ class LedgerState:
         """
         iterator = iter(records)
         first = next(iterator, None)
-        if not isinstance(first, Opened | Snapshot):
+        if not isinstance(first, Opened | LedgerSnapshot):
             raise LedgerError(f"expected a journal that begins with what it is of, found {type(first).__name__}")
         _check_spec(first.spec, spec)
-        lanes = first.lanes if isinstance(first, Snapshot) else tuple(map(new_lane, first.shards))
+        lanes = first.lanes if isinstance(first, LedgerSnapshot) else tuple(map(new_lane, first.shards))
         _check_shards([lane.next_num_shards for lane in lanes], shards)
         state = cls(first.spec, shards, lanes)
-        if isinstance(first, Snapshot):
+        if isinstance(first, LedgerSnapshot):
             state._restore(first)
         for record in iterator:
             state.apply(record)
@@ -248,10 +248,10 @@ class LedgerState:
             lanes=tuple(map(_progress, self.spec.lanes, self.lanes)),
         )
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> LedgerSnapshot:
         """Returns all of it as one record."""
         layout = self.spec.layout
-        return Snapshot(
+        return LedgerSnapshot(
             spec=self.spec,
             lanes=tuple(lane.snapshot() for lane in self.lanes),
             leases=tuple(
@@ -274,7 +274,7 @@ class LedgerState:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _restore(self, snapshot: Snapshot) -> None:
+    def _restore(self, snapshot: LedgerSnapshot) -> None:
         """Takes over what a snapshot holds beside the lanes."""
         layout = self.spec.layout
         for lease in snapshot.leases:

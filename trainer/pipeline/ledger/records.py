@@ -21,12 +21,12 @@ __all__ = [
     "Grown",
     "LaneSnapshot",
     "LeaseSnapshot",
+    "LedgerSnapshot",
     "LostRuns",
     "Opened",
     "Record",
     "Resolved",
     "Settled",
-    "Snapshot",
     "WorkerSeen",
     "WorkerSnapshot",
     "Workers",
@@ -148,7 +148,7 @@ class WorkerSnapshot(Message):
     unshared: tuple[Span, ...]
 
 
-class Snapshot(Message):
+class LedgerSnapshot(Message):
     """All that the lines before it add up to."""
 
     kind: Literal["snapshot"] = "snapshot"
@@ -173,6 +173,6 @@ class Snapshot(Message):
 
 
 Record: TypeAlias = Annotated[
-    Opened | Grown | Granted | Settled | Resolved | Workers | Snapshot, Field(discriminator="kind")
+    Opened | Grown | Granted | Settled | Resolved | Workers | LedgerSnapshot, Field(discriminator="kind")
 ]
 RECORD: TypeAdapter[Record] = TypeAdapter(Record)

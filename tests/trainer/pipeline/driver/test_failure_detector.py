@@ -16,7 +16,7 @@ from tests.support.event_loop import on_event_loop
 from tests.support.toy_drive import FAST, Drive, driving
 from tests.support.toy_stage import ToyStage
 from trainer.network.rpc import Peer
-from trainer.pipeline.driver.failure_detector import Bans, Deaths
+from trainer.pipeline.driver.failure_detector import Bans, LivenessProbe
 from trainer.pipeline.driver.workers import LastWord, StageWorker
 from trainer.pipeline.protocol.messages import BACKWARD, CHAIN
 
@@ -114,29 +114,29 @@ def worker_at(address: str) -> StageWorker:
 
 @on_event_loop
 async def test_on_this_machine_a_refusal_is_proof_enough(port: int) -> None:
-    deaths = Deaths(Heard())
-    assert await deaths.found(worker_at(f"127.0.0.1:{port}"), 5.0) == "gone"
-    assert await deaths.found(worker_at(f"localhost:{port}"), 5.0) == "gone"
+    liveness = LivenessProbe(Heard())
+    assert await liveness.probe(worker_at(f"127.0.0.1:{port}"), 5.0) == "gone"
+    assert await liveness.probe(worker_at(f"localhost:{port}"), 5.0) == "gone"
 
 
 @on_event_loop
 async def test_elsewhere_it_takes_silence_too_from_the_first_refusal_on(port: int) -> None:
     worker = worker_at(f"0.0.0.0:{port}")
     heard = Heard(LastWord("first", worker.peer.address, heard_s=10.0))  # Silent for long, and not refused.
-    deaths = Deaths(heard, heard.clock)
-    assert await deaths.found(worker, 5.0) == "refused"
+    liveness = LivenessProbe(heard, heard.clock)
+    assert await liveness.probe(worker, 5.0) == "refused"
     heard.now_s += SILENCE_S - 1
-    assert await deaths.found(worker, 5.0) == "refused"
+    assert await liveness.probe(worker, 5.0) == "refused"
     heard.word = LastWord("first", worker.peer.address, heard_s=heard.now_s)
     heard.now_s += 2
-    assert await deaths.found(worker, 5.0) == "refused", "it lives: its key has announced something since"
+    assert await liveness.probe(worker, 5.0) == "refused", "it lives: its key has announced something since"
     heard.now_s += SILENCE_S - 1
-    assert await deaths.found(worker, 5.0) == "refused"
+    assert await liveness.probe(worker, 5.0) == "refused"
     heard.now_s += 1
-    assert await deaths.found(worker, 5.0) == "gone"
+    assert await liveness.probe(worker, 5.0) == "gone"
     heard.word = None  # It has run out.
-    assert await deaths.found(worker, 5.0) == "gone"
-    assert await deaths.found(replace(worker, incarnation="second"), 5.0) == "refused"
+    assert await liveness.probe(worker, 5.0) == "gone"
+    assert await liveness.probe(replace(worker, incarnation="second"), 5.0) == "refused"
 
 
 @pytest.mark.parametrize(
@@ -150,21 +150,21 @@ async def test_its_key_may_say_that_it_is_another_process_elsewhere(
     """At the same address it may be the other process that was asked, and that has counted behind what refuses."""
     worker = worker_at(f"0.0.0.0:{port}")
     heard = Heard(LastWord(incarnation, "0.0.0.0:9" if moved else worker.peer.address, heard_s=99.0))
-    assert await Deaths(heard, heard.clock).found(worker, 5.0) == ("gone" if proven else "refused")
+    assert await LivenessProbe(heard, heard.clock).probe(worker, 5.0) == ("gone" if proven else "refused")
 
 
 @on_event_loop
 async def test_who_listens_is_there_however_long_it_is_silent() -> None:
     async with gate_before(9) as gate:
         heard = Heard()
-        deaths, worker = Deaths(heard, heard.clock), worker_at(gate.address)
+        liveness, worker = LivenessProbe(heard, heard.clock), worker_at(gate.address)
         gate.shut()
-        assert await deaths.found(worker, 5.0) == "refused"
+        assert await liveness.probe(worker, 5.0) == "refused"
         heard.now_s += 10 * SILENCE_S
         await gate.open()
-        assert await deaths.found(worker, 5.0) == "unknown"
+        assert await liveness.probe(worker, 5.0) == "unknown"
         gate.shut()
-        assert await deaths.found(worker, 5.0) == "refused", "refused anew: silence counts from here"
+        assert await liveness.probe(worker, 5.0) == "refused", "refused anew: silence counts from here"
 
 
 # -- a driver and what stands before a worker --------------------------------------------------------------------------

@@ -249,7 +249,7 @@ async def test_a_driver_tells_who_holds_it_up(
     monkeypatch.setattr(
         "trainer.pipeline.driver.driver.StallDetector", partial(StallDetector, name_after_s=0.2, look_s=0.02)
     )
-    monkeypatch.setattr("trainer.pipeline.driver.stall_detector._ANSWER_S", 0.2)
+    monkeypatch.setattr("trainer.pipeline.driver.stall_detector._ANSWER_S", 1.5)
 
     config = replace(FAST, request_timeout_s=30.0, max_in_flight=1, routing=routing)
     async with driving(ONE_EACH, 1, config) as drive:

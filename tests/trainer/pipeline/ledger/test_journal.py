@@ -148,7 +148,8 @@ def test_a_line_that_cannot_be_written_ends_it_and_costs_nothing(tmp_path: Path)
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert path.stat().st_size == journal.size_bytes + 20  # A part of it is there.
         with pytest.raises(LedgerError, match="writing has failed"):
-            ledger.settle("one", A, [done(given[0])])
+            ledger.lease("two", B, (), 1, 0.0)
+        assert ledger.account() == before
     with opened(path) as (ledger, _):
         assert ledger.account() == before
         assert ledger.settle("one", A, [done(given[0])]).accepted == 1

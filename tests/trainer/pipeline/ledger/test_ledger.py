@@ -389,21 +389,6 @@ def test_an_account_of_something_else_is_not_gone_on_with(kept: ListedLedger) ->
         LedgerState.of(kept.records, kept.spec, (SHARDS[:2],))
 
 
-def test_nothing_is_counted_once_writing_has_failed(kept: ListedLedger) -> None:
-    given = kept.given("one", A)
-    before = kept.ledger.account()
-
-    def full_disk(_record: object) -> None:
-        raise LedgerError("expected to write, found the disk full")
-
-    ledger = type(kept.ledger)(kept.state, CONFIG, full_disk, 0.0)
-    with pytest.raises(LedgerError, match="disk full"):
-        ledger.settle("one", A, [done(given[0])])
-    with pytest.raises(LedgerError, match="writing has failed"):
-        ledger.lease("two", B, (), 1, 0.0)
-    assert ledger.account() == before
-
-
 def test_what_is_settled_takes_no_memory() -> None:
     kept = ListedLedger(LedgerConfig(epochs=8), shards=(tuple(range(50)),))
     sizes = set()
