@@ -176,14 +176,14 @@ class _ChainRun:
         """
         worker, micro_batch = self._route[stage].worker.unpinned(), self._in_flight.micro_batch
         try:
-            said = await self._context.caller.applied(worker, micro_batch, refuse_from_now=False, timeout_s=QUESTION_S)
+            incarnation, credit = await self._context.caller.applied(
+                worker, micro_batch, refuse_from_now=False, timeout_s=QUESTION_S
+            )
         except RpcError as error:
             logger.info("%s does not say which process of it has counted %s: %s", worker, micro_batch.key, error)
         else:
-            if said.credit is not None:
-                return said.credit
-            if said.incarnation == worker.incarnation:
-                return stage
+            if credit is not None or incarnation == worker.incarnation:
+                return credit or stage
         return StageCredit(stage=stage, incarnation=worker.incarnation, applied_number=0)
 
     async def _after(self, error: RpcError, asked_s: float) -> None:
@@ -248,10 +248,12 @@ class _ChainRun:
         timeout_s = min(QUESTION_S, self._left_s(stage))
         worker, micro_batch = self._route[stage].worker.unpinned(), self._in_flight.micro_batch
         try:
-            said = await self._context.caller.applied(worker, micro_batch, refuse_from_now=True, timeout_s=timeout_s)
+            _, credit = await self._context.caller.applied(
+                worker, micro_batch, refuse_from_now=True, timeout_s=timeout_s
+            )
         except RpcError:
             return
-        if said.credit is None:
+        if credit is None:
             self._replace(stage, verdict, asked_s)
         elif verdict.reason in ("malformed", "malformed-answer"):
             self._pools[stage].blame(worker, verdict, asked_s)

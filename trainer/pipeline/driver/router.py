@@ -181,14 +181,6 @@ def patience_s(unclear_s: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Resolution:
-    """What is known of a request to count whose answer did not arrive."""
-
-    fate: Literal["answered", "answer-gone", "not-counted", "gone", "unclear"]
-    answered: Answered | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class _OutcomeResolution:
     """Asks the worker that may have counted a micro-batch until it is clear whether it has."""
 
@@ -197,7 +189,9 @@ class _OutcomeResolution:
     unclear_s: float
     """Seconds after which it stays unclear."""
 
-    async def resolve(self, worker: StageWorker, micro_batch: MicroBatch, ask: Asking) -> _Resolution:
+    async def resolve(
+        self, worker: StageWorker, micro_batch: MicroBatch, ask: Asking
+    ) -> Answered | Literal["answer-gone", "not-counted", "unclear"]:
         """Finds out what has become of a request."""
         begun_s, pause_s, is_counted = time.monotonic(), _FIRST_REPEAT_S, False
 
@@ -210,23 +204,23 @@ class _OutcomeResolution:
         while (limit_s := left_s()) > 0:
             try:
                 async with asyncio.timeout(limit_s):
-                    return _Resolution("answered", await ask(worker))
+                    return await ask(worker)
             except (RpcError, TimeoutError) as failure:
                 error = failure
             is_silent = isinstance(error, PeerUnavailableError | TimeoutError)
             if is_silent and await self.liveness.probe(worker, min(QUESTION_S, limit_s)) == "gone":
-                return _Resolution("gone")
+                return "not-counted"
             may_come = isinstance(error, TimeoutError) or is_silent or verdict_of(error).blame == "rest"
             is_patient = time.monotonic() - begun_s < patience_s(self.unclear_s) <= lease_s()
             if not may_come or not is_patient:
                 says = await self._is_counted(worker, micro_batch, left_s())
                 if says is False or (says is True and _is_gone_for_good(error)):
-                    return _Resolution("answer-gone" if says else "not-counted")
+                    return "answer-gone" if says else "not-counted"
                 is_counted = is_counted or says is True
             worker = worker.unpinned()
             await asyncio.sleep(min(pause_s, max(0.0, left_s())))
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
-        return _Resolution("answer-gone" if is_counted else "unclear")
+        return "answer-gone" if is_counted else "unclear"
 
     async def _is_counted(self, worker: StageWorker, micro_batch: MicroBatch, left_s: float) -> bool | None:
         """Returns what the worker says of itself; None if it says nothing."""
@@ -234,10 +228,10 @@ class _OutcomeResolution:
             return None
         timeout_s = min(QUESTION_S, left_s)
         try:
-            said = await self.caller.applied(worker, micro_batch, refuse_from_now=True, timeout_s=timeout_s)
+            _, credit = await self.caller.applied(worker, micro_batch, refuse_from_now=True, timeout_s=timeout_s)
         except RpcError:
             return None
-        return said.credit is not None
+        return credit is not None
 
 
 def _is_gone_for_good(error: RpcError | TimeoutError) -> bool:
@@ -382,17 +376,17 @@ class RoutingContext:
         if verdict.effect == "unclear":
             pool.blame(worker, verdict, asked_s)
             with self._set_aside(in_flight, held):
-                resolution = await self._resolution.resolve(worker, in_flight.micro_batch, ask)
-            if resolution.answered is not None:
+                found = await self._resolution.resolve(worker, in_flight.micro_batch, ask)
+            if isinstance(found, Answered):
                 in_flight.num_retries += 1
                 in_flight.is_unclear = False
                 pool.recovered(placement)
-                return resolution.answered
-            if resolution.fate == "unclear":
+                return found
+            if found == "unclear":
                 pool.failed(placement, verdict, asked_s)
                 in_flight.check_lease()
                 raise in_flight.lost(stage, "unclear")
-            if resolution.fate == "answer-gone":
+            if found == "answer-gone":
                 verdict = Verdict(verdict.reason, "counted", verdict.blame)
         in_flight.is_unclear = False
         pool.failed(placement, verdict, asked_s)

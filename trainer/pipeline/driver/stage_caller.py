@@ -52,7 +52,7 @@ from trainer.pipeline.protocol.tensors import ask_tensors
 from trainer.pipeline.protocol.wire import ACTIVATION, GRADIENT, IDS, LABELS, wire_ids
 from trainer.pipeline.protocol.work import MicroBatch, StageCredit, boottime_s
 
-__all__ = ["Acknowledged", "Answered", "LinkForm", "StageCaller"]
+__all__ = ["Answered", "LinkForm", "StageCaller"]
 
 logger = logging.getLogger(__name__)
 
@@ -88,16 +88,6 @@ class Answered:
     body: StageAnswer
     tensors: Mapping[str, Tensor]
     hop: HopTime
-
-
-@dataclass(frozen=True, slots=True)
-class Acknowledged:
-    """What a worker says afterwards of having counted a micro-batch."""
-
-    incarnation: str
-    """Of the process that says it."""
-    credit: StageCredit | None
-    """None: it has not counted it."""
 
 
 class StageCaller:
@@ -182,8 +172,12 @@ class StageCaller:
 
     async def applied(
         self, worker: StageWorker, micro_batch: MicroBatch, *, refuse_from_now: bool, timeout_s: float
-    ) -> Acknowledged:
-        """Asks whether a worker has counted a micro-batch; if ``refuse_from_now``, it must not count it afterwards."""
+    ) -> tuple[str, StageCredit | None]:
+        """Asks whether a worker has counted a micro-batch; if ``refuse_from_now``, it must not count it afterwards.
+
+        Returns:
+            The incarnation that answers, and its credit; None: it has not counted it.
+        """
         ask = AppliedAsk(micro_batches=(micro_batch.key,), refuse_from_now=refuse_from_now)
         async with _ended_at(worker, APPLIED, timeout_s + _GRACE_S):
             reply = await self._endpoint.call(worker.peer, APPLIED, ask, AppliedAnswer, timeout_s=timeout_s)
@@ -192,7 +186,7 @@ class StageCaller:
             is_counted = micro_batch.key in said.micro_batches
             counted_as = said.counted_as or CountedAs(incarnation=said.incarnation, applied_number=0)
             credit = StageCredit(stage=worker.stage, **counted_as.model_dump()) if is_counted else None
-        return Acknowledged(said.incarnation, credit)
+        return said.incarnation, credit
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

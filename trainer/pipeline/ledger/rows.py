@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from functools import lru_cache
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -41,9 +39,6 @@ __all__ = ["LedgerLane", "MicroBatches", "lanes_of", "preferred_shards", "spec_o
 
 _MOST_OPEN = 8
 _MOST_AHEAD = 2
-
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +119,7 @@ class MicroBatches:
         self._layout = layout
         self._prefetcher = Prefetcher(self._open, session.options.timeout_s)
         self._views: OrderedDict[int, WindowView] = OrderedDict()
-        self._orders: OrderedDict[tuple[int, int], npt.NDArray[np.int64]] = OrderedDict()
+        self._order = lru_cache(_MOST_OPEN)(window_order)
         self._lock = threading.Lock()
 
     def read(self, micro_batch: MicroBatchId) -> tuple[Tensor, Tensor]:
@@ -140,10 +135,13 @@ class MicroBatches:
         layout, epoch, shard = self._layout, micro_batch.epoch, micro_batch.shard
         count = layout.rows_of(micro_batch)
         with self._lock:
-            order = _recent(
-                self._orders, (epoch, shard), lambda: window_order(layout.num_windows, self._seed, epoch, shard)
-            )
-            view = _recent(self._views, shard, lambda: WindowView.of(self._prefetcher.take(shard).ids, layout.seq_len))
+            order = self._order(layout.num_windows, self._seed, epoch, shard)
+            view = self._views.pop(shard, None)
+            if view is None:
+                view = WindowView.of(self._prefetcher.take(shard).ids, layout.seq_len)
+            self._views[shard] = view
+            if len(self._views) > _MOST_OPEN:
+                self._views.popitem(last=False)
             inputs, labels = view.gather(order[micro_batch.row : micro_batch.row + count])
         return torch.from_numpy(inputs), torch.from_numpy(labels)
 
@@ -157,12 +155,3 @@ class MicroBatches:
         if shard >= self._session.catalog.manifest.total_shards:
             self._session = replace(self._session, catalog=self._session.newest_catalog())
         return self._session.open_shard(shard)
-
-
-def _recent(cache: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
-    """Returns what the cache has under a key, or makes it; drops the least recently used."""
-    value = cache.pop(key) if key in cache else make()
-    cache[key] = value
-    if len(cache) > _MOST_OPEN:
-        cache.popitem(last=False)
-    return value
