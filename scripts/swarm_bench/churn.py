@@ -20,7 +20,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from trainer.pipeline.driver.balancer import Balancer, BalancerConfig, Grant
+from trainer.pipeline.driver.balancer import Balancer, Reservation
 
 __all__ = ["RULES", "ChurnPlan", "ChurnResult", "Rule", "compare", "rule_of", "simulate"]
 
@@ -131,7 +131,7 @@ class OurRule:
     """The balancer of trainer/pipeline/driver."""
 
     def __init__(self) -> None:
-        self._balancer = Balancer(BalancerConfig())
+        self._balancer = Balancer()
 
     def add(self, worker: str) -> None:
         """See `Balancer.add`."""
@@ -141,16 +141,16 @@ class OurRule:
         """See `Balancer.remove`."""
         self._balancer.remove(worker)
 
-    def grant(self, now: float) -> Grant | None:
+    def grant(self, now: float) -> Reservation | None:
         """See `Balancer.acquire`."""
         return self._balancer.acquire(1.0, now)
 
-    def done(self, ticket: Grant, now: float) -> None:
+    def done(self, ticket: Reservation, now: float) -> None:
         """Measured as one request."""
-        self._balancer.measured(ticket, 1.0, ticket.granted_s, now)
+        self._balancer.measured(ticket, 1.0, ticket.reserved_s, now)
         self._balancer.done(ticket)
 
-    def failed(self, ticket: Grant, now: float) -> None:
+    def failed(self, ticket: Reservation, now: float) -> None:
         """See `Balancer.failed`."""
         self._balancer.failed(ticket, now)
 

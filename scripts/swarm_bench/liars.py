@@ -28,8 +28,7 @@ from trainer.model.config import stage_names
 from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig
 from trainer.outer.diloco import DiLoCoConfig, DiLoCoTrainer
 from trainer.pipeline.driver import MicroBatchResult
-from trainer.pipeline.protocol.micro_batch import MicroBatchId
-from trainer.pipeline.protocol.work import LeaseTerm, MicroBatch, boottime_s
+from trainer.pipeline.protocol.work import LeaseTerm, MicroBatch, MicroBatchId, boottime_s
 
 __all__ = ["bench_liars", "measured"]
 

@@ -8,10 +8,9 @@ from pathlib import Path
 from trainer.pipeline.ledger import AppliedReport, LaneSpec, Layout, LedgerConfig, LedgerSpec
 from trainer.pipeline.ledger.ledger import Ledger
 from trainer.pipeline.ledger.ledger_state import LedgerState
-from trainer.pipeline.ledger.records import Opened, Record
+from trainer.pipeline.ledger.records import RECORD, Opened, Record
 from trainer.pipeline.ledger.units import Run
-from trainer.pipeline.protocol.micro_batch import MicroBatchId
-from trainer.pipeline.protocol.work import Settlement, StageCredit
+from trainer.pipeline.protocol.work import MicroBatchId, Settlement, StageCredit
 
 STAGES = ("head", "body-1", "tail")
 WORKER = {"head": "a" * 16, "body-1": "b" * 16, "tail": "c" * 16}
@@ -40,20 +39,41 @@ class ListedLedger:
         self.shards = shards
         self.spec = spec(len(shards))
         self.records: list[Record] = [Opened(spec=self.spec, shards=tuple(map(len, shards)))]
-        self.ledger = self._open(0.0)
-
-    def _open(self, now_s: float) -> Ledger:
-        books = LedgerState.of(list(self.records), self.spec, self.shards)
-        return Ledger(books, self.config, self.records.append, now_s, max_tokens=self.max_tokens)
+        self.restart(0.0)
 
     def restart(self, now_s: float) -> None:
         """As a keeper that died and came back."""
-        self.ledger = self._open(now_s)
+        state = LedgerState.of(list(self.records), self.spec, self.shards)
+        self.ledger = Ledger(state, self.config, self.records.append, now_s, max_tokens=self.max_tokens)
+
+    def compact(self, now_s: float) -> None:
+        """Replaces the records by a snapshot, and restarts from it as read back."""
+        self.records[:] = [RECORD.validate_json(self.state.snapshot().model_dump_json())]
+        self.restart(now_s)
+
+    @property
+    def state(self) -> LedgerState:
+        """The ledger's."""
+        return self.ledger.state
+
+    def given(
+        self, driver: str, token: str, units: int = 1, preferred: Sequence[int] = (), now_s: float = 0.0
+    ) -> list[MicroBatchId]:
+        """Leases; the micro-batches of the lease."""
+        return micro_batches(self.ledger.lease(driver, token, preferred, units, now_s).runs)
+
+    def perished(self) -> dict[str, int]:
+        """By stage."""
+        return {each.stage: each.micro_batches for each in self.ledger.account().perished}
+
+    def lost(self) -> dict[tuple[str, str], int]:
+        """By stage and reason."""
+        return {(each.stage, each.reason): each.micro_batches for each in self.ledger.account().lost}
 
 
 def micro_batches(runs: Sequence[Run], layout: Layout = LAYOUT) -> list[MicroBatchId]:
     """Of some runs."""
-    return [each for run in runs for each in layout.micro_batches(run)]
+    return list(layout.micro_batches(*runs))
 
 
 def credits(number: int, shared_through: int = 0, stages: Sequence[str] = STAGES) -> tuple[StageCredit, ...]:

@@ -20,7 +20,7 @@ from trainer.model import build_model, limit_ids
 from trainer.model.loss import IGNORED_LABEL
 from trainer.pipeline.ledger import Journal, LedgerSpec, MicroBatches
 from trainer.pipeline.ledger.records import Granted, Opened, Record, Settled
-from trainer.pipeline.protocol.micro_batch import MicroBatchId
+from trainer.pipeline.protocol.work import MicroBatchId
 from trainer.run.config import RunConfig
 from trainer.run.node.data import open_session
 from trainer.run.swarm.shape import shape_of, target_tokens_of

@@ -15,7 +15,7 @@ from tests.support.one_process import records_of
 from tests.support.pipeline_swarm import STAGES, PipelineSwarm
 from trainer.pipeline.ledger import Account, LedgerSpec, LedgerState, Run, lanes_of
 from trainer.pipeline.ledger.records import Granted, Opened, Record, Resolved, Settled
-from trainer.pipeline.protocol.micro_batch import MicroBatchId
+from trainer.pipeline.protocol.work import MicroBatchId
 from trainer.run.node.data import open_session
 
 __all__ = ["Recount", "account_at_rest", "check_account", "recount_of"]

@@ -25,8 +25,7 @@ from trainer.network.discovery.stage_report import StageUid
 from trainer.network.rpc import Endpoint, Peer
 from trainer.pipeline.driver import DriverConfig, LinkForm, PipelineDriver, StageWorker
 from trainer.pipeline.driver.workers import LastWord
-from trainer.pipeline.protocol.micro_batch import MicroBatchId
-from trainer.pipeline.protocol.work import LeaseTerm, MicroBatch, boottime_s
+from trainer.pipeline.protocol.work import LeaseTerm, MicroBatch, MicroBatchId, boottime_s
 
 __all__ = ["POSITIONS", "ROWS", "Directory", "Member", "SmallPipeline", "Windows", "announced", "driver_of", "window"]
 

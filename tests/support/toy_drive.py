@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from tests.support.rpc_pair import running_endpoint
@@ -27,12 +28,20 @@ FAST = DriverConfig(
 )
 
 
+@dataclass
 class Drive:
     """A driver at work on a toy swarm."""
 
-    def __init__(self, swarm: ToySwarm, work: ListedWork, driver: PipelineDriver) -> None:
-        self.swarm, self.work, self.driver = swarm, work, driver
-        self.results: list[MicroBatchResult] = []
+    swarm: ToySwarm
+    work: ListedWork
+    driver: PipelineDriver
+    results: list[MicroBatchResult]
+
+    async def all_done(self) -> None:
+        """Runs to the end; every micro-batch is done."""
+        num = len(self.work.left)
+        await self.driver.run()
+        assert self.work.fates() == ["done"] * num
 
     def check_account(self) -> None:
         """What the driver said agrees with what the workers have counted."""
@@ -62,8 +71,7 @@ async def driving(
         results: list[MicroBatchResult] = []
         form = LinkForm(activation_codec("fp32"), DIM)
         driver = PipelineDriver(endpoint, STAGES, swarm, work, form, config, on_result=results.append, **options)
-        drive = Drive(swarm, work, driver)
-        drive.results = results
+        drive = Drive(swarm, work, driver, results)
         yield drive
         drive.check_account()
 

@@ -13,7 +13,8 @@ from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -25,9 +26,8 @@ from trainer.network.rpc import Endpoint, Identity, Peer, PeerId, Reply, Request
 from trainer.pipeline.driver import StageWorker
 from trainer.pipeline.driver.workers import LastWord
 from trainer.pipeline.protocol import messages
-from trainer.pipeline.protocol.micro_batch import MicroBatchId
 from trainer.pipeline.protocol.tensors import TensorAnswer, TensorService, ask_tensors
-from trainer.pipeline.protocol.work import LeaseTerm, MicroBatch, Settlement, boottime_s
+from trainer.pipeline.protocol.work import LeaseTerm, MicroBatch, MicroBatchId, Settlement, boottime_s
 from trainer.pipeline.worker.status import STATUS, StatusAnswer, StatusAsk
 
 DIM = 4
@@ -52,17 +52,20 @@ def refuse(reason: str) -> Fault:
     return fault
 
 
-async def say_nothing(_stage: ToyStage, _key: str, _work: Callable[[], Awaitable[Reply_]]) -> Reply_:
-    """Nothing is done, nothing is said."""
+async def _hang() -> NoReturn:
     await asyncio.sleep(60)
     raise AssertionError("nobody waits so long")
+
+
+async def say_nothing(_stage: ToyStage, _key: str, _work: Callable[[], Awaitable[Reply_]]) -> Reply_:
+    """Nothing is done, nothing is said."""
+    await _hang()
 
 
 async def lose_answer(_stage: ToyStage, _key: str, work: Callable[[], Awaitable[Reply_]]) -> Reply_:
     """It is done, and nobody hears of it."""
     await work()
-    await asyncio.sleep(60)
-    raise AssertionError("nobody waits so long")
+    await _hang()
 
 
 async def fail_after(_stage: ToyStage, _key: str, work: Callable[[], Awaitable[Reply_]]) -> Reply_:
@@ -94,16 +97,14 @@ def distort(change: Callable[[Tensor], Tensor], *, count: bool = True) -> Fault:
 async def die(stage: ToyStage, _key: str, _work: Callable[[], Awaitable[Reply_]]) -> Reply_:
     """The process is killed before anything is done."""
     stage.begin_to_die()
-    await asyncio.sleep(60)
-    raise AssertionError("nobody waits so long")
+    await _hang()
 
 
 async def count_and_die(stage: ToyStage, _key: str, work: Callable[[], Awaitable[Reply_]]) -> Reply_:
     """The process is killed after it has counted."""
     await work()
     stage.begin_to_die()
-    await asyncio.sleep(60)
-    raise AssertionError("nobody waits so long")
+    await _hang()
 
 
 # -- a stage -----------------------------------------------------------------------------------------------------------
@@ -146,11 +147,14 @@ class ToyStage:
         self.counted, self.refused = {}, {}
         endpoint = Endpoint(self.identity, RUN_ID, fast_config(port=port, stop_grace_s=0.0))
         service = TensorService(endpoint)
-        service.register(messages.FORWARD, messages.ForwardAsk, self._forward, max_bytes=MAX_BYTES)
-        service.register(messages.BACKWARD, messages.BackwardAsk, self._backward, max_bytes=MAX_BYTES)
-        service.register(messages.TAIL, messages.TailAsk, self._tail, max_bytes=MAX_BYTES)
-        service.register(messages.EVALUATE, messages.EvaluateAsk, self._evaluate, max_bytes=MAX_BYTES)
-        service.register(messages.CHAIN, messages.ChainAsk, self._chain, max_bytes=MAX_BYTES)
+        for method, ask, work in (
+            (messages.FORWARD, messages.ForwardAsk, self._forward),
+            (messages.BACKWARD, messages.BackwardAsk, self._backward),
+            (messages.TAIL, messages.TailAsk, self._tail),
+            (messages.EVALUATE, messages.EvaluateAsk, self._evaluate),
+            (messages.CHAIN, messages.ChainAsk, self._chain),
+        ):
+            service.register(method, ask, partial(self._suffer, method, work), max_bytes=MAX_BYTES)
         endpoint.register(messages.APPLIED, messages.AppliedAsk, self._applied)
         endpoint.register(STATUS, StatusAsk, self._status)
         await endpoint.start()
@@ -183,51 +187,36 @@ class ToyStage:
 
     # -- methods -------------------------------------------------------------------------------------------------------
 
-    async def _forward(self, _sender: PeerId, ask: messages.ForwardAsk, tensors: dict[str, Tensor]) -> Reply_:
-        async def work() -> Reply_:
-            return TensorAnswer(self._body(), {"activation": self._output(tensors)})
+    async def _forward(self, _ask: messages.ForwardAsk, tensors: dict[str, Tensor]) -> Reply_:
+        return TensorAnswer(self._body(), {"activation": self._output(tensors)})
 
-        return await self._suffer(messages.FORWARD, ask.micro_batch, work)
+    async def _evaluate(self, ask: messages.EvaluateAsk, tensors: dict[str, Tensor]) -> Reply_:
+        if self.stage != self.stages[-1]:
+            gradient = {"gradient": tensors["gradient"]} if "gradient" in tensors else {}
+            return TensorAnswer(self._body(), {"activation": self._output(tensors), **gradient})
+        answer = self._with_loss(ask.micro_batch, tensors)
+        tail_gradient = answer.tensors if ask.with_gradient else {}
+        return TensorAnswer(answer.body.model_copy(update={"applied": (), "applied_number": 0}), tail_gradient)
 
-    async def _evaluate(self, _sender: PeerId, ask: messages.EvaluateAsk, tensors: dict[str, Tensor]) -> Reply_:
-        async def work() -> Reply_:
-            if self.stage != self.stages[-1]:
-                gradient = {"gradient": tensors["gradient"]} if "gradient" in tensors else {}
-                return TensorAnswer(self._body(), {"activation": self._output(tensors), **gradient})
-            answer = self._with_loss(ask.micro_batch, tensors)
-            tail_gradient = answer.tensors if ask.with_gradient else {}
-            return TensorAnswer(answer.body.model_copy(update={"applied": (), "applied_number": 0}), tail_gradient)
+    async def _backward(self, ask: messages.BackwardAsk, tensors: dict[str, Tensor]) -> Reply_:
+        return self._count(ask.micro_batch, lambda: self.answer_to(ask.micro_batch, tensors["gradient"]))
 
-        return await self._suffer(messages.EVALUATE, ask.micro_batch, work)
+    async def _tail(self, ask: messages.TailAsk, tensors: dict[str, Tensor]) -> Reply_:
+        return self._count(ask.micro_batch, lambda: self._with_loss(ask.micro_batch, tensors))
 
-    async def _backward(self, _sender: PeerId, ask: messages.BackwardAsk, tensors: dict[str, Tensor]) -> Reply_:
-        async def work() -> Reply_:
-            return self._count(ask.micro_batch, lambda: self.answer_to(ask.micro_batch, tensors["gradient"]))
-
-        return await self._suffer(messages.BACKWARD, ask.micro_batch, work)
-
-    async def _tail(self, _sender: PeerId, ask: messages.TailAsk, tensors: dict[str, Tensor]) -> Reply_:
-        async def work() -> Reply_:
+    async def _chain(self, ask: messages.ChainAsk, tensors: dict[str, Tensor]) -> Reply_:
+        if ask.micro_batch in self.counted:
+            return self.counted[ask.micro_batch]
+        if not ask.route:
             return self._count(ask.micro_batch, lambda: self._with_loss(ask.micro_batch, tensors))
-
-        return await self._suffer(messages.TAIL, ask.micro_batch, work)
-
-    async def _chain(self, _sender: PeerId, ask: messages.ChainAsk, tensors: dict[str, Tensor]) -> Reply_:
-        async def work() -> Reply_:
-            if ask.micro_batch in self.counted:
-                return self.counted[ask.micro_batch]
-            if not ask.route:
-                return self._count(ask.micro_batch, lambda: self._with_loss(ask.micro_batch, tensors))
-            behind = await self._ask_next(ask, tensors)
-            own = self.answer_to(ask.micro_batch, behind.tensors["gradient"])
-            update = {
-                "applied": (self.stage, *behind.body.applied),
-                "loss_sum": behind.body.loss_sum,
-                "num_tokens": behind.body.num_tokens,
-            }
-            return self._count(ask.micro_batch, lambda: TensorAnswer(own.body.model_copy(update=update), own.tensors))
-
-        return await self._suffer(messages.CHAIN, ask.micro_batch, work)
+        behind = await self._ask_next(ask, tensors)
+        own = self.answer_to(ask.micro_batch, behind.tensors["gradient"])
+        update = {
+            "applied": (self.stage, *behind.body.applied),
+            "loss_sum": behind.body.loss_sum,
+            "num_tokens": behind.body.num_tokens,
+        }
+        return self._count(ask.micro_batch, lambda: TensorAnswer(own.body.model_copy(update=update), own.tensors))
 
     async def _ask_next(self, ask: messages.ChainAsk, tensors: dict[str, Tensor]) -> Reply_:
         hop, *rest = ask.route
@@ -268,36 +257,23 @@ class ToyStage:
 
     async def _status(self, _request: Request[StatusAsk]) -> Reply[StatusAnswer]:
         await self._until_continued()
-        return Reply(
-            StatusAnswer(
-                stage=self.stage,
-                status="serving",
-                incarnation=self.incarnation,
-                version=self.version,
-                num_tokens=0,
-                applied=len(self.counted),
-                shared_through=0,
-                queued=0,
-                queued_bytes=0,
-                computed=0,
-                batch_rows=0.0,
-                compute_s=0.0,
-                rows_per_s=0.0,
-                busy=0.0,
-                cached_bytes=0,
-                reply_bytes=0,
-                refused={},
-            )
-        )
+        said = {"stage": self.stage, "incarnation": self.incarnation, "version": self.version}
+        counts = ("num_tokens", "shared_through", "queued", "queued_bytes", "computed", "cached_bytes", "reply_bytes")
+        floats = ("batch_rows", "compute_s", "rows_per_s", "busy")
+        zeros = {**dict.fromkeys(counts, 0), **dict.fromkeys(floats, 0.0)}
+        return Reply(StatusAnswer(**said, **zeros, status="serving", applied=len(self.counted), refused={}))
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    async def _suffer(self, method: str, key: str, work: Callable[[], Awaitable[Reply_]]) -> Reply_:
+    async def _suffer(
+        self, method: str, work: Callable[..., Awaitable[Reply_]], _sender: PeerId, ask: Any, tensors: dict[str, Tensor]
+    ) -> Reply_:
+        """Does the work, or what the next fault makes of it."""
         await self._until_continued()
-        self.asked.append((method, key))
+        self.asked.append((method, ask.micro_batch))
         await asyncio.sleep(self.delay_s)
-        faults = self.faults[method]
-        return await (faults.popleft()(self, key, work) if faults else work())
+        faults, do = self.faults[method], partial(work, ask, tensors)
+        return await (faults.popleft()(self, ask.micro_batch, do) if faults else do())
 
     async def _until_continued(self) -> None:
         if self.stopped is not None:

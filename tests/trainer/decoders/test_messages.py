@@ -36,8 +36,7 @@ from trainer.network.rpc.identity import certificate_digest
 from trainer.network.transfer.descriptor import TensorSpec
 from trainer.pipeline.driver.failure_detector import is_refused
 from trainer.pipeline.driver.workers import workers_in
-from trainer.pipeline.ledger.account import Account
-from trainer.pipeline.ledger.messages import LeaseAnswer, LeaseAsk, RenewAnswer, SettleAnswer, SettleAsk
+from trainer.pipeline.ledger.messages import Account, LeaseAnswer, LeaseAsk, RenewAnswer, SettleAnswer, SettleAsk
 from trainer.pipeline.protocol.messages import AppliedAnswer, ChainAsk, ForwardAsk, ProgressReport, StageAnswer
 from trainer.pipeline.worker.status import StatusAnswer
 

@@ -1,15 +1,14 @@
-"""The driver of a pipeline: takes micro-batches through the stages by way of whichever workers hold them.
+"""The driver of a pipeline: takes micro-batches through the stages by way of the workers that hold them.
 
     driver = PipelineDriver(endpoint, plan.names, directory, work, LinkForm(codec, dim), DriverConfig())
     await driver.run()                     # until the work is done, or `stop`
 
-Guarantees: a micro-batch is counted in every stage once, or is said to be lost, with the stage and the reason, whatever
-workers do: what may have been counted is asked after at the same worker until that is clear, and is never sent to
-another one before. The work of a stage is shared in the ratio of its workers' measured speeds; whoever does not answer
-or answers nonsense is left out for a while. Nothing waits without end but for a stage that has no worker left, and
-then the log says which. The trade-off: a driver holds the inputs of each stage for what is under way, and every
-activation crosses its link twice (hub); or activations go from worker to worker, and it sees neither them nor what each
-worker's part of the time was (chain).
+Guarantees: a micro-batch is counted in every stage once, or is reported lost, with the stage and the reason, whatever
+workers do. A worker that may have counted one is asked until that is clear, and no other worker gets it before. The
+work of a stage is shared in the ratio of its workers' measured speeds; a worker that does not answer, or answers
+nonsense, gets no work for a while. Nothing waits without end except for a stage without workers, which the log names.
+The trade-off: by hub, a driver holds the inputs of each stage for what is in flight, and every activation crosses its
+link twice; by chain, activations go from worker to worker, and the driver sees neither them nor each worker's time.
 """
 
 from __future__ import annotations

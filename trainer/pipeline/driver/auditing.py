@@ -1,28 +1,27 @@
-"""Whether workers compute what they say: now and then one's answers are compared with another worker's.
+"""Whether workers compute what they say: some of their answers are compared with another worker's.
 
-An answer of the right form and full of noise passes every other check, and a worker that makes such answers is the
-fastest of its stage. So of a share of the micro-batches that a worker has counted, drawn where nobody can foresee it
-(`trainer.pipeline.driver.audit_rates`), a second worker of the stage evaluates the same input and the same upstream
-gradient, which counts nothing: output or loss, and the gradient of the input, have to be alike
-(`trainer.pipeline.driver.likeness`). Where they differ, a third one is asked, and each of them is examined by itself
-(`_contradicts_itself`): asked for its output on both sides of the input, an honest worker's gradient foretells how that
-changes. So
+An answer of the right form and full of noise passes every other check, and a worker that gives such answers is the
+fastest of its stage. So of a random share of the micro-batches that a worker has counted (`AuditRates`), a second
+worker of the stage evaluates the same input and the same upstream gradient, which counts nothing: output or loss, and
+the gradient of the input, have to be alike (`trainer.pipeline.driver.comparison`). Where they differ, a third one is
+asked, and each of them is examined by itself (`_contradicts_itself`): asked for its output on both sides of the input,
+an honest worker's gradient predicts how that output changes. So
 
-- who contradicts itself while another does not is wrong, also where it is one of two, or where most of them lie;
-- else who differs from two others that are alike;
-- else it is not decided: the two are named, and both are given work.
+- a worker that contradicts itself while another does not is wrong, also where it is one of two, or where most lie;
+- else a worker that differs from two others that are alike is wrong;
+- else it is undecided: both workers are named, and both are given work.
 
-Who is found to be wrong twice, or four times of answers of different versions, is banned as one that answers nonsense.
-A stage's only worker is examined alone.
+A worker found wrong twice, or four times in answers of different versions, is banned as one that answers nonsense. A
+stage's only worker is examined alone.
 
-What a comparison costs is 0.77 of a counted pass at another worker; at one in 64 that is 1.2 %.
+A comparison costs 0.77 of a counted pass at another worker; at one in 64 that is 1.2 %.
 
-By chain (spec P-12) the driver sees no activation and no gradient. There a drawn micro-batch is sent by hub, to be
-counted as any other (`draws`).
+In chains (spec P-12) the driver sees no activation and no gradient, so a drawn micro-batch is sent by hub, and counted
+as any other (`draws`).
 
-Not found are: a worker that lies in chains only; one whose answers come closer than replicas are to each other; one
-that lies to whoever asks about the same input as before as it did then, and whose lie is the gradient of its other lie
-(a body that hands on its input, and the gradient as it came), where it is one of two or most lie alike.
+Not found are: a worker that lies in chains only; one whose answers are closer than replicas are to each other; one that
+lies consistently to whoever asks about the same input, and whose lie is the gradient of its other lie (a body that
+passes on its input and its gradient unchanged), where it is one of two or most lie alike.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ import asyncio
 import logging
 import random
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -39,9 +38,7 @@ from torch import Tensor
 
 from trainer.errors import CodecError, NonFiniteActivationError, RpcError
 from trainer.network.rpc.boundary import peer_boundary
-from trainer.pipeline.driver.asking import Answered, StageCaller
-from trainer.pipeline.driver.audit_rates import AuditRates
-from trainer.pipeline.driver.likeness import (
+from trainer.pipeline.driver.comparison import (
     MAX_SLOPE_RATIO,
     StageOutput,
     difference,
@@ -51,38 +48,101 @@ from trainer.pipeline.driver.likeness import (
     own_part,
     slope_ratio,
 )
-from trainer.pipeline.driver.links import LinkForm
 from trainer.pipeline.driver.pool import StagePool
 from trainer.pipeline.driver.results import AuditStatus, Verdict
+from trainer.pipeline.driver.stage_caller import Answered, LinkForm, StageCaller
 from trainer.pipeline.driver.workers import StageWorker
 from trainer.pipeline.protocol.wire import ACTIVATION, part_of
 from trainer.pipeline.protocol.work import MicroBatch
 
-__all__ = ["Auditor", "Visit"]
+__all__ = ["FORGIVEN_AFTER", "STRIKES", "AuditRates", "Auditor", "Visit"]
 
 logger = logging.getLogger(__name__)
 
+STRIKES = 2
+"""Times to be found wrong after which a worker is banned."""
+FORGIVEN_AFTER = 8
+_PASSED_PER_HALVING = 2
+_MAX_WORKERS = 4096
 _WITNESSES = 2
 _EXAMINED_TIMES = 3
 _LIED = Verdict("audit", "none", "long-ban")
 
 
+@dataclass(slots=True)
+class _Record:
+    passed: int = 0
+    passed_in_a_row: int = 0
+    strikes: float = 0.0
+
+
+class AuditRates:
+    """How often each worker is audited, by key.
+
+    A new worker is audited with each of its first micro-batches, then with half of them, a quarter and so on as it
+    passes, down to one in ``every`` (0: no audits); a worker that was found wrong, with each until it has passed
+    `FORGIVEN_AFTER` times. So a new worker has some fifteen audits within its first 150 micro-batches.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._records: OrderedDict[str, _Record] = OrderedDict()
+
+    def rate(self, key: str) -> float:
+        """Returns the share of a worker's micro-batches that is audited, 0 to 1."""
+        if not self._every:
+            return 0.0
+        record = self._records.get(key, _Record())
+        if record.strikes:
+            return 1.0
+        return max(1.0 / self._every, 2.0 ** -min(record.passed // _PASSED_PER_HALVING, 64))
+
+    def passed(self, key: str) -> None:
+        """Counts a comparison that found a worker right."""
+        record = self._record(key)
+        record.passed += 1
+        record.passed_in_a_row += 1
+        if record.passed_in_a_row >= FORGIVEN_AFTER:
+            record.strikes = 0.0
+
+    def struck(self, key: str, weight: float = 1.0) -> bool:
+        """Counts a comparison that found a worker wrong, which weighs less where that is less certain.
+
+        Returns:
+            Whether that was its last strike; its record starts anew then.
+        """
+        record = self._record(key)
+        record.passed_in_a_row = 0
+        record.strikes += weight
+        if record.strikes < STRIKES:
+            return False
+        self._records[key] = _Record()
+        return True
+
+    def _record(self, key: str) -> _Record:
+        record = self._records.setdefault(key, _Record())
+        self._records.move_to_end(key)
+        while len(self._records) > _MAX_WORKERS:
+            self._records.popitem(last=False)
+        return record
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Visit:
-    """A micro-batch's at one worker, which has counted it."""
+    """A micro-batch's visit at one worker, which has counted it."""
 
     worker: StageWorker
     micro_batch: MicroBatch
     given: Mapping[str, Tensor]
-    """The stage's input, as it was sent."""
+    """The stage's input, as sent."""
     answers: tuple[Answered, ...]
-    """The worker's: of the forward and backward pass, or the tail's one."""
+    """To the forward and backward pass, or the tail's one."""
     gradient: Mapping[str, Tensor] | None = None
-    """Body: by the stage's output, as it was sent."""
+    """Body: with respect to the stage's output, as sent."""
 
 
 class Auditor:
-    """Compares workers of a stage with each other, one comparison a stage at a time, beside the work.
+    """Compares workers of a stage with each other, one comparison per stage at a time, beside the work.
 
     Args:
         pools: of the stages, in order.
@@ -90,7 +150,7 @@ class Auditor:
         form: of the links.
         every: one micro-batch in so many of a worker that has proven itself; 0: none.
         failures: where liars are counted, as ``audit``.
-        seed: of the draws; None: not to be foreseen.
+        seed: of the draws; None: unpredictable.
     """
 
     def __init__(
@@ -113,10 +173,10 @@ class Auditor:
         self._unopposed: set[str] = set()
         self._liars: Counter[str] = Counter()
         self._undecided: dict[frozenset[str], tuple[str, str]] = {}
-        """Keys of two workers that differ, and their names."""
+        """Names of two workers that differ, by their keys."""
 
     def status(self) -> AuditStatus:
-        """What has come of it."""
+        """Returns what the comparisons have shown."""
         return AuditStatus(
             self._compared,
             self._disputed,
@@ -126,17 +186,12 @@ class Auditor:
         )
 
     def draws(self) -> bool:
-        """Whether a micro-batch is to be sent so that all its visits are seen, and audited: asked once of each."""
+        """Draws whether a micro-batch is sent by hub, with all its visits audited; called once per micro-batch."""
         rates = [self._rates.rate(worker.key) for pool in self._pools.values() for worker in pool.usable()]
         return self._random.random() < max(rates, default=0.0)
 
     def visited(self, visit: Visit, *, is_drawn: bool = False) -> None:
-        """A worker has counted a micro-batch; perhaps it is audited.
-
-        Args:
-            visit: what was said.
-            is_drawn: it is, unless another one of the stage is under way.
-        """
+        """Audits a random share of the visits; if ``is_drawn``, each, unless another audit of the stage is running."""
         key, stage = visit.worker.key, visit.worker.stage
         is_drawn = self._random.random() < self._rates.rate(key) or is_drawn
         task = self._tasks.get(stage)
@@ -144,7 +199,7 @@ class Auditor:
             self._tasks[stage] = asyncio.create_task(self._audit(visit), name=f"driver-audit-{stage}")
 
     async def close(self) -> None:
-        """Ends comparisons that are under way."""
+        """Cancels running comparisons."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
@@ -155,14 +210,19 @@ class Auditor:
         try:
             await self._compare(visit)
         except (RpcError, CodecError, NonFiniteActivationError) as error:
-            logger.info("a comparison of workers came to nothing: %s", error)
+            logger.info("a comparison of workers failed: %s", error)
 
     async def _compare(self, visit: Visit) -> None:
-        """Compares what was said with another worker's evaluation, and where they differ finds out who is wrong."""
+        """Compares the answers with another worker's evaluation, and where they differ finds out which is wrong."""
         worker, said = visit.worker, await self._said(visit)
-        others = [other for other in self._workers(worker.stage) if other.key != worker.key]
-        self._note_unopposed(worker, is_alone=not others)
-        if not others:
+        others = [other for other in self._pools[worker.stage].usable() if other.key != worker.key]
+        self._random.shuffle(others)
+        if others:
+            self._unopposed.discard(worker.stage)
+        else:
+            if worker.stage not in self._unopposed:
+                logger.info("stage %s has a single worker: nobody shows whether it computes what it says", worker.stage)
+            self._unopposed.add(worker.stage)
             weight = await self._contradicts_itself(worker, visit, said, ())
             if weight:
                 self._strike(worker, "what it says contradicts itself", weight)
@@ -189,7 +249,7 @@ class Auditor:
             await self._find_liar({worker: said, **witnesses}, visit)
 
     async def _find_liar(self, found: Mapping[StageWorker, StageOutput], visit: Visit) -> None:
-        """Strikes who is wrong of workers that differ, or says that it is not clear."""
+        """Strikes the wrong ones of workers that differ, or notes that it is undecided."""
         weights = {
             worker: await self._contradicts_itself(
                 worker, visit, said, [other.gradient for other in found.values() if other is not said]
@@ -217,16 +277,11 @@ class Auditor:
     async def _contradicts_itself(
         self, worker: StageWorker, visit: Visit, said: StageOutput, others: Sequence[Tensor | None]
     ) -> float:
-        """Whether, and how certainly, a worker's output on both sides of an input shows that it is not as it says.
+        """Returns how certainly a worker's output on both sides of an input contradicts its answers; 0: it does not.
 
-        In the middle it is to be what was said, and the gradient what the change is. A head, whose input cannot be
-        moved, is asked for the same again. Whoever refuses to be examined is not held to contradict itself.
-
-        Args:
-            worker: whom.
-            visit: where.
-            said: by it.
-            others: what the others say that the gradient is, to move the input by where it says that there is none.
+        The mean of both outputs has to be the answer, and their difference what the gradient predicts. The input is
+        moved by the worker's gradient, or by one of ``others`` where that is zero. A head, whose input cannot be moved,
+        is asked for the same again. A worker that refuses to be examined does not contradict itself.
         """
         try:
             return await self._examined(worker, visit, said, others)
@@ -237,11 +292,7 @@ class Auditor:
     async def _examined(
         self, worker: StageWorker, visit: Visit, said: StageOutput, others: Sequence[Tensor | None]
     ) -> float:
-        """See `_contradicts_itself`.
-
-        Raises:
-            RpcError: it gives no evaluation.
-        """
+        """See `_contradicts_itself`; raises RpcError if the worker gives no evaluation."""
         if said.gradient is None:
             again = await self._evaluated(worker, visit)
             return _weight([said, again]) if difference(said, again) else 0.0
@@ -259,7 +310,7 @@ class Auditor:
             return ahead, behind, codec.decode(ahead, ids) - codec.decode(behind, ids)
 
         ahead, behind, moved = await asyncio.to_thread(sides)
-        for _ in range(_EXAMINED_TIMES):  # A worker may step in between.
+        for _ in range(_EXAMINED_TIMES):  # A worker may take a step in between.
             answers = [
                 await self._caller.evaluate(worker, visit.micro_batch, {**visit.given, **side}, visit.gradient)
                 for side in (ahead, behind)
@@ -276,15 +327,14 @@ class Auditor:
             )
             differs = difference(said, midpoint(*outputs))
             logger.debug("%s: %s, slope ratio %s", worker, differs or "says the same again", ratio)
-            is_foretold = ratio is None or 1 / MAX_SLOPE_RATIO < ratio < MAX_SLOPE_RATIO
-            if gradient is not said.gradient:  # It says that nothing changes; the others foretell that it does.
-                is_foretold = ratio is None or not is_foretold
-            return differs is not None or not is_foretold
+            is_predicted = ratio is None or 1 / MAX_SLOPE_RATIO < ratio < MAX_SLOPE_RATIO
+            if gradient is not said.gradient:  # Its own gradient is zero; those of the others predict a change.
+                is_predicted = ratio is None or not is_predicted
+            return differs is not None or not is_predicted
 
         return _weight([said, *outputs]) if await asyncio.to_thread(is_contradicted) else 0.0
 
     def _strike(self, worker: StageWorker, why: str, weight: float) -> None:
-        """It was found to be wrong."""
         if not self._rates.struck(worker.key, weight):
             logger.warning("%s: %s; from now on all it does is compared", worker, why)
             return
@@ -302,31 +352,17 @@ class Auditor:
                 "%s and %s disagree (%s); one of them is wrong, a third worker would show who", one, other, why
             )
 
-    def _note_unopposed(self, worker: StageWorker, *, is_alone: bool) -> None:
-        if is_alone and worker.stage not in self._unopposed:
-            logger.info("stage %s has a single worker: nobody shows whether it computes what it says", worker.stage)
-        (self._unopposed.add if is_alone else self._unopposed.discard)(worker.stage)
-
-    def _workers(self, stage: str) -> list[StageWorker]:
-        """Those of a stage that are not banned, in any order."""
-        usable = list(self._pools[stage].usable())
-        self._random.shuffle(usable)
-        return usable
-
     async def _evaluated(self, worker: StageWorker, visit: Visit) -> StageOutput:
         answered = await self._caller.evaluate(worker, visit.micro_batch, visit.given, visit.gradient)
         return await self._output(answered, visit)
 
     async def _said(self, visit: Visit) -> StageOutput:
-        """What the worker answered while it counted."""
+        """Returns what the worker answered while it counted."""
         outputs = [await self._output(answered, visit) for answered in visit.answers]
-        activations = [each.activation for each in outputs if each.activation is not None]
-        gradients = [each.gradient for each in outputs if each.gradient is not None]
-        losses = [each.loss for each in outputs if each.loss is not None]
         return StageOutput(
-            activation=activations[0] if activations else None,
-            loss=losses[0] if losses else None,
-            gradient=gradients[0] if gradients else None,
+            activation=next((each.activation for each in outputs if each.activation is not None), None),
+            loss=next((each.loss for each in outputs if each.loss is not None), None),
+            gradient=next((each.gradient for each in outputs if each.gradient is not None), None),
             version=outputs[-1].version,
         )
 
@@ -340,5 +376,5 @@ class Auditor:
 
 
 def _weight(outputs: Sequence[StageOutput]) -> float:
-    """How certain a difference is: across a step, the first above all, honest workers may differ."""
+    """Returns how certain a difference is: across a step, above all the first, honest workers may differ."""
     return 1.0 if len({output.version for output in outputs}) == 1 else 0.5

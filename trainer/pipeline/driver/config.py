@@ -13,7 +13,7 @@ __all__ = ["DriverConfig", "Routing"]
 Routing = Literal["hub", "chain"]
 
 _SECONDS = ("request_timeout_s", "unclear_s", "ban_s", "max_ban_s", "malformed_ban_s", "drain_s", "refresh_s")
-_COUNTS = ("max_in_flight", "max_in_flight_per_worker", "max_attempts")
+_LEAST = {"max_in_flight": 1, "max_in_flight_per_worker": 1, "max_attempts": 1, "audit_every": 0}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,33 +21,33 @@ class DriverConfig:
     """How a driver takes micro-batches through the stages."""
 
     max_in_flight: int = 8
-    """Micro-batches under way at once; twice the number of stages keeps one-worker stages busy. Twice as many more may
-    wait for workers that may have counted them and do not answer."""
+    """Micro-batches in flight; twice the number of stages keeps one-worker stages busy. Twice as many more may wait for
+    workers that may have counted them and do not answer."""
     max_in_flight_per_worker: int = 4
-    """Of them, at one worker: what its queue hides of the way there, and what is lost with it."""
+    """Micro-batches at one worker at once: enough to hide the latency of its link, few enough to lose with it."""
     routing: Routing = "hub"
-    """``hub``: every activation comes back here; ``chain``: each worker sends on to the next."""
+    """``hub``: every activation returns to the driver; ``chain``: each worker sends on to the next."""
     synchronous: bool = False
-    """Send nothing of the next optimizer step before all of this one is counted: step for step as in one process."""
+    """Send nothing of the next optimizer step before all of this one is counted: the same steps as in one process."""
     request_timeout_s: float = 60.0
-    """Seconds one request to one stage may take; a chain may take so long for each of its stages."""
+    """Seconds one request to one stage may take; a chain may take as long for each of its stages."""
     unclear_s: float = 120.0
-    """Seconds in which a worker that may have counted a micro-batch is asked again; after that it is given up as lost.
-    More than the workers take to come back from being stopped for a while. Others go on meanwhile."""
+    """Seconds for which a worker that may have counted a micro-batch is asked again before it is given up as lost:
+    more than workers take to come back after they were stopped for a while. Others go on meanwhile."""
     ban_s: float = 30.0
-    """Seconds a worker that could not be reached gets no work; doubled with each failure in a row."""
+    """Seconds without work for a worker that could not be reached; doubled with each failure in a row."""
     max_ban_s: float = 3600.0
-    """The longest of these."""
+    """The longest of these bans."""
     malformed_ban_s: float = 3600.0
-    """Seconds a worker gets no work that answered what no honest worker answers."""
+    """Seconds without work for a worker that answered what no honest worker answers."""
     max_attempts: int = 6
-    """Failures of a micro-batch in one stage after which it is given up; being told to come later is none."""
+    """Failures of a micro-batch in one stage after which it is given up; a worker that is busy does not count."""
     audit_every: int = 64
     """One forward pass in so many is compared with another worker's of the stage; 0: none."""
     drain_s: float = 20.0
-    """Seconds what is under way may take after `stop`."""
+    """Seconds for which micro-batches in flight may go on after `stop`."""
     refresh_s: float = 0.5
-    """Seconds between two looks at who is there."""
+    """Seconds between two reads of the directory of workers."""
 
     def __post_init__(self) -> None:
         """Checks every value.
@@ -55,12 +55,10 @@ class DriverConfig:
         Raises:
             TrainerUsageError: naming the field and its value.
         """
-        for name in _COUNTS:
+        for name, least in _LEAST.items():
             count: int = getattr(self, name)
-            if count < 1:
-                raise TrainerUsageError(f"driver.{name}: expected 1 or more, found {count}")
-        if self.audit_every < 0:
-            raise TrainerUsageError(f"driver.audit_every: expected 0 or more, found {self.audit_every}")
+            if count < least:
+                raise TrainerUsageError(f"driver.{name}: expected {least} or more, found {count}")
         for name in _SECONDS:
             value: float = getattr(self, name)
             if not (math.isfinite(value) and 0 < value <= 86_400):

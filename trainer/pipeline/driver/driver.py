@@ -1,4 +1,4 @@
-"""Several micro-batches on their way at once, from where they are leased to where it is told what became of them."""
+"""Keeps several micro-batches in flight, from where they are leased to where their outcomes are settled."""
 
 from __future__ import annotations
 
@@ -10,28 +10,25 @@ from typing import Any, TypeVar
 
 from trainer.errors import TrainerUsageError
 from trainer.network.rpc import Endpoint
-from trainer.pipeline.driver.asking import StageCaller
-from trainer.pipeline.driver.barrier import StepBarrier
 from trainer.pipeline.driver.chain import ChainRouter
 from trainer.pipeline.driver.config import DriverConfig
-from trainer.pipeline.driver.failure_detector import Deaths
+from trainer.pipeline.driver.failure_detector import LivenessProbe
 from trainer.pipeline.driver.hub import HubRouter
-from trainer.pipeline.driver.in_flight import MicroBatchInFlight
-from trainer.pipeline.driver.links import LinkForm
 from trainer.pipeline.driver.pool import StagePool
-from trainer.pipeline.driver.results import DriverStatus, Fate, MicroBatchResult, settlement_of
-from trainer.pipeline.driver.router import Router, RoutingContext
+from trainer.pipeline.driver.results import DriverStatus, Fate, MicroBatchResult
+from trainer.pipeline.driver.router import MicroBatchInFlight, Router, RoutingContext
+from trainer.pipeline.driver.stage_caller import LinkForm, StageCaller
 from trainer.pipeline.driver.stall_detector import StallDetector
-from trainer.pipeline.driver.steps import StepLoss, StepLosses
+from trainer.pipeline.driver.steps import StepBarrier, StepLoss, StepLosses
 from trainer.pipeline.driver.workers import StageDirectory
-from trainer.pipeline.protocol.work import MicroBatch, Work
+from trainer.pipeline.protocol.work import MicroBatch, Settlement, Work
 
 __all__ = ["PipelineDriver"]
 
 logger = logging.getLogger(__name__)
 
 _MOST_ASIDE = 2
-"""Times `DriverConfig.max_in_flight`: micro-batches set aside beside those under way."""
+"""Times `DriverConfig.max_in_flight`: micro-batches set aside beside those that go on."""
 
 T = TypeVar("T")
 
@@ -42,14 +39,14 @@ class PipelineDriver:
     Args:
         endpoint: the driver's own, started.
         stages: the run's, in order.
-        directory: who holds them now.
-        work: where micro-batches come from, and what became of them goes to.
+        directory: of the workers that hold them.
+        work: gives micro-batches, and takes what became of them.
         form: of the links between stages.
-        config: how.
-        target_tokens: of a stage's optimizer step; 0: not known here, and then no losses by step, and not synchronous.
-        on_result: told of each micro-batch that has ended.
-        on_step: told of the loss of each step's tokens.
-        audit_seed: of the draws of what is compared; None: nobody can foresee them.
+        config: how to drive.
+        target_tokens: of a stage's optimizer step; 0: unknown, so no losses by step, and not synchronous.
+        on_result: called for each micro-batch that has ended.
+        on_step: called with the loss of each step.
+        audit_seed: of the audits' draws; None: unpredictable.
     """
 
     def __init__(
@@ -75,10 +72,10 @@ class PipelineDriver:
         self._on_result = on_result
         self._on_step = on_step
         self._pools = {stage: StagePool(stage, config) for stage in stages}
-        caller, deaths = StageCaller(endpoint, stages, form, config), Deaths(directory)
-        self._desk = RoutingContext.of(self._pools, caller, deaths, form, config, audit_seed)
-        self._router: Router = HubRouter(self._desk) if config.routing == "hub" else ChainRouter(self._desk)
-        self._silences = StallDetector(endpoint, self._pools)
+        caller, liveness = StageCaller(endpoint, stages, form, config), LivenessProbe(directory)
+        self._context = RoutingContext(self._pools, caller, liveness, form, config, audit_seed)
+        self._router: Router = HubRouter(self._context) if config.routing == "hub" else ChainRouter(self._context)
+        self._stalls = StallDetector(endpoint, self._pools)
         self._steps = StepLosses(target_tokens)
         self._barrier = StepBarrier(endpoint, self._pools, config)
         self._fates: Counter[Fate] = Counter()
@@ -86,39 +83,38 @@ class PipelineDriver:
         self._tokens = 0
         self._failed: list[BaseException] = []
         self._tasks: dict[asyncio.Task[None], MicroBatchInFlight] = {}
-        self._room = asyncio.Event()
+        self._has_ended = asyncio.Event()
+        """Set when a micro-batch has ended or was set aside, so that there may be room for another."""
         self._stopping = asyncio.Event()
 
-    # -- running -------------------------------------------------------------------------------------------------------
-
     async def run(self) -> None:
-        """Until there is no more work, or `stop`; then until what is under way has ended, `drain_s` at most.
+        """Drives until there is no more work or `stop`, then until all in flight has ended, for `drain_s` at most.
 
-        What is still under way then is handed back where nobody can have counted it, and else left to the keeper of the
-        account.
+        What is still in flight then is handed back where nobody can have counted it, and else left to the ledger's
+        keeper.
 
         Raises:
-            TrainerError: the account cannot be kept, or the work not be had.
+            TrainerError: micro-batches cannot be had or settled.
         """
         watching = asyncio.create_task(self._watch(), name="driver-watch")
         stopping = asyncio.create_task(self._stopping.wait(), name="driver-stop")
-        listening = asyncio.create_task(self._silences.watch(), name="driver-silences")
+        stalls = asyncio.create_task(self._stalls.watch(), name="driver-stalls")
         try:
             while (micro_batch := await self._next(watching, stopping)) is not None:
                 self._begin(micro_batch)
-            await self._drained(stopping)
+            await self._drain(stopping)
         finally:
-            for task in (watching, stopping, listening, *self._tasks):
+            for task in (watching, stopping, stalls, *self._tasks):
                 task.cancel()
-            await asyncio.gather(watching, stopping, listening, *self._tasks, return_exceptions=True)
-            await self._desk.auditor.close()
+            await asyncio.gather(watching, stopping, stalls, *self._tasks, return_exceptions=True)
+            await self._context.auditor.close()
 
     def stop(self) -> None:
         """Begins nothing new; `run` returns soon."""
         self._stopping.set()
 
     def status(self) -> DriverStatus:
-        """How it stands."""
+        """Returns the driver's state and counters."""
         return DriverStatus(
             in_flight=len(self._tasks),
             done=self._fates["done"],
@@ -126,18 +122,18 @@ class PipelineDriver:
             handed_back=self._fates["handed-back"],
             left=self._fates["left"],
             tokens=self._tokens,
-            failures=dict(self._desk.failures),
+            failures=dict(self._context.failures),
             lost_by=dict(self._lost_by),
             stalls={stage: pool.stalled_s for stage, pool in self._pools.items()},
             stages=tuple(pool.status() for pool in self._pools.values()),
-            audit=self._desk.auditor.status(),
-            silent=self._silences.silent(),
+            audit=self._context.auditor.status(),
+            silent=self._stalls.silent(),
         )
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Tells the stages who is there, again and again."""
+        """Passes the announced workers to the stages' pools, again and again."""
         while True:
             found = tuple(self._directory.workers())
             for stage, pool in self._pools.items():
@@ -145,12 +141,13 @@ class PipelineDriver:
             await asyncio.sleep(self._config.refresh_s)
 
     async def _next(self, watching: asyncio.Task[None], stopping: asyncio.Task[bool]) -> MicroBatch | None:
-        """The next micro-batch when there is room for it; None: nothing is to be begun any more."""
+        """Returns the next micro-batch when there is room for it; None: nothing is begun any more."""
         while not self._stopping.is_set():
             if not self._has_room():
-                self._room.clear()
+                self._has_ended.clear()
                 is_step_over = not self._tasks and self._config.synchronous
-                await self._first_of(self._barrier.passed() if is_step_over else self._room.wait(), watching, stopping)
+                room = self._barrier.passed() if is_step_over else self._has_ended.wait()
+                await self._first_of(room, watching, stopping)
             elif self._config.synchronous and not self._barrier.is_ready:
                 await self._first_of(self._barrier.prepare(), watching, stopping)
             else:
@@ -160,7 +157,7 @@ class PipelineDriver:
     async def _first_of(
         self, coroutine: Coroutine[Any, Any, T], watching: asyncio.Task[None], stopping: asyncio.Task[bool]
     ) -> T | None:
-        """What ``coroutine`` gives; None: the driver is to stop.
+        """Returns what ``coroutine`` returns; None if the driver is to stop first.
 
         Raises:
             BaseException: what ``coroutine`` or the watch raised.
@@ -177,57 +174,67 @@ class PipelineDriver:
 
     def _has_room(self) -> bool:
         most = self._config.max_in_flight
-        num_aside = sum(journey.is_set_aside for journey in self._tasks.values())
+        num_aside = sum(in_flight.is_set_aside for in_flight in self._tasks.values())
         if len(self._tasks) - min(num_aside, _MOST_ASIDE * most) >= most:
             return False
         return not self._config.synchronous or self._barrier.begun_tokens < self._target_tokens
 
     def _begin(self, micro_batch: MicroBatch) -> None:
         self._barrier.begun_tokens += micro_batch.num_tokens
-        journey = MicroBatchInFlight(micro_batch, self._config.max_attempts, self._room.set)
-        task = asyncio.create_task(self._take(journey), name=f"micro-batch {micro_batch.key}")
-        self._tasks[task] = journey
+        in_flight = MicroBatchInFlight(micro_batch, self._config.max_attempts, self._has_ended.set)
+        task = asyncio.create_task(self._take(in_flight), name=f"micro-batch {micro_batch.key}")
+        self._tasks[task] = in_flight
         task.add_done_callback(self._ended)
 
-    async def _take(self, journey: MicroBatchInFlight) -> None:
+    async def _take(self, in_flight: MicroBatchInFlight) -> None:
         try:
-            outcome = await self._router.take(journey)
+            outcome = await self._router.take(in_flight)
         except asyncio.CancelledError:
-            outcome = journey.stopped("stopping").outcome
-        self._settle(journey.micro_batch, journey.result(outcome))
+            outcome = in_flight.stopped("stopping").outcome
+        self._settle(in_flight.micro_batch, in_flight.result(outcome))
 
     def _settle(self, micro_batch: MicroBatch, result: MicroBatchResult) -> None:
         outcome = result.outcome
-        self._fates[outcome.fate] += 1
-        if outcome.fate == "handed-back":
+        fate = outcome.fate
+        self._fates[fate] += 1
+        if fate == "handed-back":
             self._work.hand_back(micro_batch)
-        elif outcome.fate in ("done", "lost"):
-            self._work.settle(settlement_of(micro_batch.key, outcome))
-        if outcome.fate == "lost":
+        elif fate != "left":
+            self._work.settle(
+                Settlement(
+                    micro_batch=micro_batch.key,
+                    outcome=fate,
+                    credits=outcome.credits,
+                    num_tokens=outcome.num_tokens,
+                    lost_at=outcome.stage,
+                    reason=outcome.reason,
+                )
+            )
+        if fate == "lost":
             self._lost_by[f"{outcome.stage}: {outcome.reason}"] += 1
             logger.warning("micro-batch %s is lost at %s (%s)", result.micro_batch, outcome.stage, outcome.reason)
-        if outcome.fate == "done":
+        if fate == "done":
             self._tokens += outcome.num_tokens
         else:
             self._barrier.begun_tokens -= micro_batch.num_tokens  # Others make up for it.
         if self._on_result is not None:
             self._on_result(result)
-        step = self._steps.add(outcome.loss_sum, outcome.num_tokens) if outcome.fate == "done" else None
+        step = self._steps.add(outcome.loss_sum, outcome.num_tokens) if fate == "done" else None
         if step is not None and self._on_step is not None and self._target_tokens:
             self._on_step(step)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         del self._tasks[task]
-        self._room.set()
+        self._has_ended.set()
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failed.append(error)
             self._stopping.set()
 
-    async def _drained(self, stopping: asyncio.Task[bool]) -> None:
-        """Until what is under way has ended; after `stop`, `drain_s` at most.
+    async def _drain(self, stopping: asyncio.Task[bool]) -> None:
+        """Waits until all in flight has ended; after `stop`, for `drain_s` at most.
 
         Raises:
-            BaseException: what went wrong with one of them that is nobody else's doing.
+            BaseException: what a micro-batch's task raised.
         """
         while self._tasks and not self._stopping.is_set():
             await asyncio.wait({*self._tasks, stopping}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,25 +1,25 @@
 """The failure detector of a driver: which workers are proven gone, and which get no work for a while.
 
-**Proof of death.** A process that is stopped, swapped out or busy keeps its port, and its kernel takes connections for
-it. So silence proves nothing, and a refused connection proves that nobody listens *at that address*. On this machine
-(loopback) that is the process itself. Elsewhere it may be a router whose mapping has lapsed, a forwarder or a firewall
-that refuses, while the worker behind it lives, has counted, and steps with it. There two witnesses are needed:
-connections are refused, *and* the worker's own key either announces another process at another address, or has
-announced nothing since the first refusal for longer than a live worker ever stays silent (`StageDirectory.silence_s`).
-The trade-off: the death of a worker elsewhere is known after that time (20 s by default) instead of at once.
+**Proof of death.** A process that is stopped, swapped out or busy keeps its port, and its kernel accepts connections
+for it. So silence proves nothing, and a refused connection proves only that nobody listens *at that address*. On this
+machine (loopback) that is the process itself. Elsewhere it may be a router whose mapping has expired, a forwarder or a
+firewall that refuses, while the worker behind it lives, has counted, and takes steps with it. There a second proof is
+needed: the worker's own key announces another process at another address, or has announced nothing since the first
+refusal for longer than a live worker ever stays silent (`StageDirectory.silence_s`). The trade-off: the death of a
+worker elsewhere is known after that time (20 s by default) instead of at once.
 
-**Bans.** Pure: times are arguments, seconds of any one clock. A worker's failures in a row double its ban from
-``ban_s`` up to ``max_ban_s``; an answer that no honest worker gives costs ``malformed_ban_s`` at once. What was under
-way when a worker was banned counts once: eight requests lost with one worker are one failure.
+**Bans.** Pure: times are arguments, in seconds of any one clock. A worker's failures in a row double its ban from
+``ban_s`` up to ``max_ban_s``; an answer that no honest worker gives costs ``malformed_ban_s`` at once. Requests that
+were in flight when a worker was banned count once: eight requests lost with one worker are one failure.
 
-A worker that answers requests to count with refusals only is banned the same way after `DOUBTS` of them. That ban is
-firm: forward passes, which it may run well or seem to, do not end it; only having counted something does.
+A worker that only refuses to count is banned the same way after `DOUBTS` refusals. That ban is firm: forward passes,
+which the worker may run well or seem to, do not end it; only counting something does.
 
-A ban for silence is half-open (a circuit breaker): where a stage has nobody else, its worker is asked how it is doing,
-and the ban ends once it answers (`may_be_asked`, `answers`), first after 1 s, then 2 s, up to 15 s.
+A ban for silence is half-open (a circuit breaker): where a stage has no other worker, the banned one is asked for its
+status, first after 1 s, then 2 s, up to 15 s, and the ban ends once it answers (`may_be_asked`, `answers`).
 
 A restarted worker (another incarnation) is free of a ban for silence, once until it has counted something, since
-anybody may call itself restarted. It keeps firm bans and those for nonsense, because the key is still the same.
+anybody may claim to have restarted. It keeps firm bans and those for malformed answers, because the key is the same.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -34,66 +35,61 @@ from typing import Literal
 from trainer.network.rpc.config import split_address
 from trainer.pipeline.driver.workers import StageDirectory, StageWorker
 
-__all__ = ["DOUBTS", "Bans", "Deaths", "is_refused"]
+__all__ = ["DOUBTS", "Bans", "LivenessProbe", "is_refused"]
 
-_MOST_KNOWN = 1024
+_MAX_PROCESSES = 1024
+DOUBTS = 5
+"""Refusals in a row, each of which an honest worker may have a reason for; a worker that stops gives some at once."""
+_ASK_AFTER_S = 1.0
+_MAX_ASK_AFTER_S = 15.0
+_NEVER_S = float("-inf")
 
 
-class Deaths:
-    """Which workers are proven to be gone; one for all stages, since it remembers when each was refused first.
-
-    Args:
-        directory: what is heard of them.
-        clock: that of `LastWord.heard_s`.
-    """
+class LivenessProbe:
+    """Which workers are proven gone; one for all stages, since it remembers when each was refused first."""
 
     def __init__(self, directory: StageDirectory, clock: Callable[[], float] = time.monotonic) -> None:
         self._directory = directory
         self._clock = clock
         self._refused_s: dict[tuple[str, str], float] = {}
-        """By key and incarnation: since when connections are refused and nothing is heard."""
+        """By key and incarnation: since when connections are refused and nothing is announced."""
 
-    async def found(self, worker: StageWorker, timeout_s: float) -> Literal["gone", "refused", "unknown"]:
-        """What has become of the process that is known as ``worker``, by all that proves anything.
+    async def probe(self, worker: StageWorker, timeout_s: float) -> Literal["gone", "refused", "unknown"]:
+        """Tries to find out what has become of a worker's process that was asked to count.
 
-        ``refused``: nobody is let through to it now, and it may live; ``unknown``: somebody listens there, or nothing
-        is heard.
-
-        Args:
-            worker: as it was when it was asked to count.
-            timeout_s: seconds to try to reach it.
+        Returns:
+            ``gone`` is proof; ``refused``: no connection is accepted, but it may live; ``unknown``: somebody listens
+            there, or nothing is heard.
         """
-        process = worker.key, worker.incarnation
-        if not await is_refused(worker.peer.address, timeout_s):
+        process, address = (worker.key, worker.incarnation), worker.peer.address
+        if not await is_refused(address, timeout_s):
             self._refused_s.pop(process, None)
             return "unknown"
-        return "gone" if _is_loopback(worker.peer.address) or self._is_elsewhere_or_silent(worker) else "refused"
-
-    def _is_elsewhere_or_silent(self, worker: StageWorker) -> bool:
-        process = worker.key, worker.incarnation
+        if _is_loopback(address):
+            return "gone"
         word, now_s = self._directory.last_word(worker.key), self._clock()
-        if word is not None and word.incarnation != worker.incarnation and word.address != worker.peer.address:
-            return True
+        if word is not None and word.incarnation != worker.incarnation and word.address != address:
+            return "gone"
         since_s = self._refused_s.pop(process, now_s)
         if word is not None and word.heard_s > since_s:
             since_s = now_s
         self._refused_s[process] = since_s
-        if len(self._refused_s) > _MOST_KNOWN:
+        if len(self._refused_s) > _MAX_PROCESSES:
             del self._refused_s[next(iter(self._refused_s))]
-        return now_s - since_s >= self._directory.silence_s
+        return "gone" if now_s - since_s >= self._directory.silence_s else "refused"
 
 
 async def is_refused(address: str, timeout_s: float) -> bool:
-    """Whether a connection to ``address`` (``host:port``) is refused; False where nothing is heard."""
+    """Whether a connection to ``address`` (``host:port``) is refused; False where nothing answers."""
     host, port = split_address(address)
     try:
         async with asyncio.timeout(timeout_s):
             _, writer = await asyncio.open_connection(host, port)
     except ConnectionRefusedError:
         return True
-    except (OSError, TimeoutError, UnicodeError):  # The last of a host that can be no name.
+    except (OSError, TimeoutError, UnicodeError):  # UnicodeError: a host that cannot be a name.
         return False
-    writer.transport.abort()  # The end of a connection that was never used is nobody's concern.
+    writer.transport.abort()  # Nothing was sent, so nothing needs an orderly end.
     return False
 
 
@@ -105,56 +101,37 @@ def _is_loopback(address: str) -> bool:
         return host == "localhost"
 
 
-DOUBTS = 5
-"""Refusals in a row, each of which an honest worker may have a reason for; a stopped worker has some at once."""
-_ASK_AFTER_S = 1.0
-_MAX_ASK_AFTER_S = 15.0
-
-
 @dataclass(slots=True)
 class _Record:
     failures: int = 0
     """In a row."""
-    since_s: float = float("-inf")
-    until_s: float = float("-inf")
-    malformed_until_s: float = float("-inf")
+    since_s: float = _NEVER_S
+    until_s: float = _NEVER_S
+    malformed_until_s: float = _NEVER_S
     doubts: int = 0
     """Refusals to count since it last counted."""
     is_silent: bool = False
-    """Nothing was heard of it when it was banned last."""
+    """Whether it was last banned for silence."""
     is_firm: bool = False
-    """Only counting ends its ban."""
+    """Whether only counting ends its ban."""
     is_forgiven: bool = False
-    """A restart has ended a ban since it last counted."""
+    """Whether a restart has ended a ban since it last counted."""
 
 
 class Bans:
-    """The bans of one stage's workers.
-
-    Args:
-        ban_s: of a first failure.
-        max_ban_s: the longest of those that double.
-        malformed_ban_s: of an answer that is none.
-    """
+    """The bans of one stage's workers, or of their hosts."""
 
     def __init__(self, *, ban_s: float, max_ban_s: float, malformed_ban_s: float) -> None:
         self._ban_s = ban_s
         self._max_ban_s = max_ban_s
         self._malformed_ban_s = malformed_ban_s
-        self._records: dict[str, _Record] = {}
+        self._records: defaultdict[str, _Record] = defaultdict(_Record)
 
     def failed(self, worker: str, *, asked_s: float, now: float, is_silent: bool = False) -> float:
-        """A request to it that was sent at ``asked_s`` has failed; returns until when it is banned.
-
-        Args:
-            worker: whose.
-            asked_s: when the request was sent.
-            now: the time.
-            is_silent: nothing was heard of it.
-        """
-        record = self._records.setdefault(worker, _Record())
+        """Counts a request sent at ``asked_s`` that has failed; returns until when the worker is banned."""
+        record = self._records[worker]
         if asked_s < record.since_s or now < record.until_s:
-            return record.until_s  # It was sent before the ban that its fellows caused.
+            return record.until_s  # It was sent before the ban that the others caused.
         record.failures += 1
         record.is_silent = is_silent
         record.since_s = now
@@ -162,8 +139,8 @@ class Bans:
         return record.until_s
 
     def doubted(self, worker: str, *, asked_s: float, now: float, doubts: int = 1) -> float:
-        """It refused to count for a reason that honest workers have seldom; returns until when it is banned."""
-        record = self._records.setdefault(worker, _Record())
+        """Counts refusals to count that honest workers rarely give; returns until when the worker is banned."""
+        record = self._records[worker]
         record.doubts += doubts
         if record.doubts >= DOUBTS:
             record.is_firm = True
@@ -171,64 +148,61 @@ class Bans:
         return self.until_s(worker)
 
     def malformed(self, worker: str, *, now: float) -> float:
-        """It answered what no honest worker answers; returns until when it is banned."""
-        record = self._records.setdefault(worker, _Record())
+        """Bans a worker for an answer that no honest worker gives; returns until when."""
+        record = self._records[worker]
         record.since_s = now
         record.malformed_until_s = now + self._malformed_ban_s
         return record.malformed_until_s
 
     def is_caught(self, worker: str, now: float) -> bool:
-        """Whether it is banned for nonsense."""
-        record = self._records.get(worker)
-        return record is not None and now < record.malformed_until_s
+        """Whether it is banned for a malformed answer."""
+        return now < self._records[worker].malformed_until_s
 
     def succeeded(self, worker: str) -> None:
-        """It answered well: its failures are forgotten, and it is banned no longer for not answering."""
-        record = self._records.get(worker)
-        if record is not None and not record.is_firm:
-            record.failures, record.until_s = 0, float("-inf")
+        """Forgets a worker's failures, and ends its ban for them, unless that is firm."""
+        record = self._records[worker]
+        if not record.is_firm:
+            record.failures, record.until_s = 0, _NEVER_S
 
     def may_be_asked(self, worker: str, now: float) -> bool:
-        """Whether it is banned for silence, and for long enough to find out whether it still is silent."""
-        record = self._records.get(worker)
-        if record is None or not record.is_silent or record.is_firm or not self.is_banned(worker, now):
+        """Whether it is banned for silence, and for long enough to be asked for its status."""
+        record = self._records[worker]
+        if not record.is_silent or record.is_firm or not self.is_banned(worker, now):
             return False
         after_s = min(_MAX_ASK_AFTER_S, _ASK_AFTER_S * 2.0 ** min(record.failures - 1, 64))
         return now >= max(record.since_s + after_s, record.malformed_until_s)
 
     def answers(self, worker: str, now: float) -> None:
-        """It was asked how it is doing, and has answered."""
+        """Ends the ban of a worker that has answered a request for its status."""
         if self.may_be_asked(worker, now):
-            self._records[worker].until_s = float("-inf")
+            self._records[worker].until_s = _NEVER_S
 
     def counted(self, worker: str) -> None:
-        """It counted a micro-batch, and is beyond doubt."""
-        record = self._records.get(worker)
-        if record is not None:
-            record.doubts, record.is_firm, record.is_forgiven = 0, False, False
-            self.succeeded(worker)
+        """Clears a worker that has counted a micro-batch."""
+        record = self._records[worker]
+        record.doubts, record.is_firm, record.is_forgiven = 0, False, False
+        self.succeeded(worker)
 
     def restarted(self, worker: str) -> None:
-        """It is said to be another process than the one that failed."""
-        record = self._records.get(worker)
-        if record is not None and not record.is_firm and not record.is_forgiven:
-            record.until_s, record.is_forgiven = float("-inf"), True
+        """Ends the ban of a worker that is announced as another process than the one that failed."""
+        record = self._records[worker]
+        if not record.is_firm and not record.is_forgiven and record.since_s > _NEVER_S:
+            record.until_s, record.is_forgiven = _NEVER_S, True
 
     def until_s(self, worker: str) -> float:
-        """Until when it is banned, or a time that has passed."""
-        record = self._records.get(worker)
-        return float("-inf") if record is None else max(record.until_s, record.malformed_until_s)
+        """Returns until when it is banned, or a time in the past."""
+        return max(self._records[worker].until_s, self._records[worker].malformed_until_s)
 
     def is_banned(self, worker: str, now: float) -> bool:
         """Whether it gets no work now."""
         return now < self.until_s(worker)
 
     def banned(self, now: float) -> dict[str, float]:
-        """Those banned now, with the seconds that are left."""
+        """Returns the seconds left of all current bans."""
         left = {worker: self.until_s(worker) - now for worker in self._records}
         return {worker: left_s for worker, left_s in sorted(left.items()) if left_s > 0}
 
     def tidy(self, now: float, keep: set[str]) -> None:
-        """Forgets those that are neither in ``keep`` nor banned: keys cost nothing, so they must not pile up."""
+        """Forgets workers neither in ``keep`` nor banned: keys cost nothing, so records must not pile up."""
         for worker in [worker for worker in self._records if worker not in keep and not self.is_banned(worker, now)]:
             del self._records[worker]

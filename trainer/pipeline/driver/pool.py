@@ -1,10 +1,10 @@
-"""A stage's workers, and who of them gets the next micro-batch; waits while the stage has nobody.
+"""A stage's workers, and which of them gets the next micro-batch; waits while the stage has none.
 
 The one place where balancer, bans and announcements meet. All of it belongs to the driver's event loop.
 
-Keys cost nothing, so a worker that has counted nothing yet shares its host's fate: what such workers do amiss bans
-their host for those that come after them, for longer each time, as long as the stage has somebody else. One that counts
-something clears its host's name, and a host's bans do not concern those that have counted before.
+Keys cost nothing, so workers that have counted nothing yet share a record with their host: what they do wrong bans
+their host for those that come after them, for longer each time, as long as the stage has other workers. A worker that
+counts something clears its host's record, and a host's bans do not concern workers that have counted before.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from trainer.network.rpc.config import split_address
 from trainer.network.rpc.remote_address import address_group
-from trainer.pipeline.driver.balancer import Balancer, BalancerConfig, Grant
+from trainer.pipeline.driver.balancer import Balancer, Reservation
 from trainer.pipeline.driver.config import DriverConfig
 from trainer.pipeline.driver.failure_detector import DOUBTS, Bans
 from trainer.pipeline.driver.results import StageStatus, Verdict
@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 _REST_S = 0.1
 _MAX_REST_S = 2.0
 _LEAVE_S = 3.0
-_SAY_STALLED_S = 30.0
+_LOG_STALL_S = 30.0
 _SILENT = frozenset({"unavailable", "failed", "refused", "hop"})
-"""Reasons of verdicts on workers of which nothing was heard."""
+"""Reasons of verdicts on workers that were not heard from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,39 +40,35 @@ class Placement:
     """A micro-batch's place at a worker."""
 
     worker: StageWorker
-    grant: Grant
+    reservation: Reservation
 
 
 class StagePool:
-    """The workers of one stage.
-
-    Args:
-        stage: its name.
-        config: of the driver.
-        clock: seconds; any monotonic one.
-    """
+    """The workers of one stage; ``clock`` is any monotonic one, in seconds."""
 
     def __init__(self, stage: str, config: DriverConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.stage = stage
         self._clock = clock
-        self._balancer = Balancer(BalancerConfig(max_in_flight_per_worker=config.max_in_flight_per_worker))
-        self._bans = Bans(ban_s=config.ban_s, max_ban_s=config.max_ban_s, malformed_ban_s=config.malformed_ban_s)
-        self._host_bans = Bans(ban_s=config.ban_s, max_ban_s=config.max_ban_s, malformed_ban_s=config.malformed_ban_s)
+        self._balancer = Balancer(config.max_in_flight_per_worker)
+        self._bans, self._host_bans = (
+            Bans(ban_s=config.ban_s, max_ban_s=config.max_ban_s, malformed_ban_s=config.malformed_ban_s)
+            for _ in range(2)
+        )
         self._have_counted: set[str] = set()
         self._hosts: dict[str, str] = {}
         self._workers: dict[str, StageWorker] = {}
         self._blamed: dict[str, str] = {}
-        """Incarnation of each that is banned, by key: one that restarts is not announced as serving for a while."""
+        """Incarnation of each banned worker, by key: one that restarts is not announced as serving for a while."""
         self._busy_in_a_row: dict[str, int] = {}
         self._changed = asyncio.Event()
         self._stalled_since_s: float | None = None
-        self._said_stalled_s = float("-inf")
+        self._logged_stall_s = float("-inf")
         self._stalled_s = 0.0
 
-    # -- who is there --------------------------------------------------------------------------------------------------
+    # -- membership ----------------------------------------------------------------------------------------------------
 
     def update(self, workers: Iterable[StageWorker]) -> None:
-        """These are the stage's workers now."""
+        """Replaces the stage's workers by those announced now."""
         now = self._clock()
         found = {worker.key: worker for worker in workers}
         for key in self._workers.keys() - found.keys():
@@ -95,7 +91,7 @@ class StagePool:
         self._blamed = {key: it for key, it in self._blamed.items() if self._bans.is_banned(key, now)}
 
     def current(self, worker: StageWorker) -> StageWorker:
-        """The same worker as it is announced now; as it was where it is no longer announced."""
+        """Returns the worker as announced now; unchanged if it is no longer announced."""
         return self._workers.get(worker.key, worker)
 
     def is_banned(self, worker: StageWorker) -> bool:
@@ -103,7 +99,7 @@ class StagePool:
         return self._bans.is_banned(worker.key, self._clock())
 
     def workers(self) -> tuple[StageWorker, ...]:
-        """All that are announced."""
+        """Returns all announced workers."""
         return tuple(self._workers.values())
 
     def waits(self) -> dict[str, tuple[float, int]]:
@@ -111,41 +107,38 @@ class StagePool:
         return self._balancer.waits()
 
     def usable(self) -> tuple[StageWorker, ...]:
-        """Those that are not banned."""
-        now = self._clock()
-        return tuple(worker for key, worker in self._workers.items() if not self._bans.is_banned(key, now))
+        """Returns the workers that are not banned."""
+        return tuple(worker for worker in self._workers.values() if not self.is_banned(worker))
 
     def to_be_asked(self) -> tuple[StageWorker, ...]:
-        """Where all of the stage are banned: those that are so for silence only, and may answer by now."""
+        """Returns, where all workers are banned, those that are banned for silence only and may answer by now."""
         if not self.is_stalled:
             return ()
         now = self._clock()
         return tuple(worker for key, worker in self._workers.items() if self._bans.may_be_asked(key, now))
 
     def answers(self, worker: StageWorker) -> None:
-        """It was asked how it is doing, and has answered."""
-        now = self._clock()
-        was_banned = self._bans.is_banned(worker.key, now)
-        self._bans.answers(worker.key, now)
-        if was_banned and not self._bans.is_banned(worker.key, now):
+        """Ends a ban for silence of a worker that has answered a request for its status."""
+        was_banned = self.is_banned(worker)
+        self._bans.answers(worker.key, self._clock())
+        if was_banned and not self.is_banned(worker):
             logger.info("%s answers again, and its stage has nobody else: it gets work", worker)
             self._wake()
 
     @property
     def is_stalled(self) -> bool:
-        """Whether there is nobody to send to: no worker, or all of them banned."""
-        now = self._clock()
-        return all(self._bans.is_banned(key, now) for key in self._workers)
+        """Whether there is no worker to send to: none at all, or all of them banned."""
+        return not self.usable()
 
-    # -- granting ------------------------------------------------------------------------------------------------------
+    # -- placements ----------------------------------------------------------------------------------------------------
 
     async def acquire(self, units: float, *, avoid: Collection[str], left_s: Callable[[], float]) -> Placement | None:
-        """The worker that gets a micro-batch; waits for one.
+        """Waits for a worker for a micro-batch.
 
         Args:
-            units: work it is expected to be.
+            units: its expected work.
             avoid: keys of workers that had it and failed; taken all the same where there are no others.
-            left_s: seconds it may still be sent; asked again and again, since leases are renewed.
+            left_s: seconds for which it may still be sent; read again and again, since leases are renewed.
 
         Returns:
             None: it may be sent no longer.
@@ -156,71 +149,73 @@ class StagePool:
             placement = self._chosen(units, avoid, now)
             if placement is not None:
                 return placement
-            await self._wait(min(limit_s, self._next_change_s(now)))
+            changed = self._changed
+            try:
+                async with asyncio.timeout(min(limit_s, self._next_change_s(now))):
+                    await changed.wait()
+            except TimeoutError:
+                pass
         return None
 
     def measured(self, placement: Placement, units: float, asked_s: float) -> None:
-        """A request of it was answered just now."""
-        self._balancer.measured(placement.grant, units, asked_s, self._clock())
+        """Counts a request that was answered just now."""
+        self._balancer.measured(placement.reservation, units, asked_s, self._clock())
         self._bans.succeeded(placement.worker.key)
         self._busy_in_a_row.pop(placement.worker.key, None)
 
     def counted(self, placement: Placement) -> None:
-        """What was answered well was a request to count."""
-        self._has_counted(placement.worker)
+        """Clears a worker, and its host, that has answered a request to count."""
+        worker = placement.worker
+        self._bans.counted(worker.key)
+        self._host_bans.counted(_host(worker))
+        self._have_counted.add(worker.key)
 
-    def told(self, placement: Placement, units: float, took_s: float) -> None:
-        """It was counted, and is taken to have used so much of its worker's time."""
-        self._balancer.told(placement.grant, units, took_s)
-        self._has_counted(placement.worker)
+    def timed(self, placement: Placement, units: float, took_s: float) -> None:
+        """Counts a micro-batch that was counted, and took so much of its worker's time."""
+        self._balancer.timed(placement.reservation, units, took_s)
+        self.counted(placement)
         self._busy_in_a_row.pop(placement.worker.key, None)
 
     def estimate_s(self, placement: Placement, units: float) -> float:
-        """How long its worker takes for so much work, by what is known."""
+        """Returns how long its worker would take for so much work."""
         return self._balancer.estimate_s(placement.worker.key, units)
 
     def done(self, placement: Placement) -> None:
-        """All of its requests were answered."""
-        if placement.grant.open:
-            self._balancer.done(placement.grant)
+        """Ends a placement whose requests were all answered."""
+        if placement.reservation.open:
+            self._balancer.done(placement.reservation)
             self._wake()
 
     def recovered(self, placement: Placement) -> None:
-        """It was counted after all: the worker is banned no longer; what it took says nothing of its speed."""
-        self._has_counted(placement.worker)
-        if placement.grant.open:
-            self._balancer.failed(placement.grant, self._clock())
+        """Ends a placement that was counted after all; the time says nothing of its worker's speed."""
+        self.counted(placement)
+        if placement.reservation.open:
+            self._balancer.failed(placement.reservation, self._clock())
         self._wake()
 
     def released(self, placement: Placement) -> None:
-        """It was asked for nothing, or has been asked in vain through no fault of its own."""
-        if placement.grant.open:
-            self._balancer.released(placement.grant)
+        """Ends a placement that was not used, or failed through no fault of its worker."""
+        if placement.reservation.open:
+            self._balancer.released(placement.reservation)
             self._wake()
 
     def resumed(self, placement: Placement) -> None:
-        """It was released while another stage was waited for, and its worker goes on with it now."""
-        self._balancer.resume(placement.grant, self._clock())
+        """Takes a placement again that was released while another stage was waited for."""
+        self._balancer.resume(placement.reservation, self._clock())
 
     def failed(self, placement: Placement, verdict: Verdict, asked_s: float) -> None:
-        """A request of it failed, and it is not asked again."""
+        """Ends a placement whose request has failed and is not repeated."""
         self.blame(placement.worker, verdict, asked_s)
-        if not placement.grant.open:
+        if not placement.reservation.open:
             return
         if verdict.blame in ("rest", "leave"):
-            self._balancer.released(placement.grant)
+            self._balancer.released(placement.reservation)
         else:
-            self._balancer.failed(placement.grant, self._clock())
+            self._balancer.failed(placement.reservation, self._clock())
         self._wake()
 
     def blame(self, worker: StageWorker, verdict: Verdict, asked_s: float) -> None:
-        """Draws the consequences of a failed request for whoever is sent there next.
-
-        Args:
-            worker: who failed.
-            verdict: how.
-            asked_s: when the request was sent.
-        """
+        """Has a worker rest, or bans it, for a failed request."""
         key, now = worker.key, self._clock()
         if verdict.blame == "rest":
             times = self._busy_in_a_row[key] = self._busy_in_a_row.get(key, 0) + 1
@@ -250,38 +245,32 @@ class StagePool:
         self._wake()
 
     def status(self) -> StageStatus:
-        """For those who watch."""
+        """Returns the stage's state."""
         now = self._clock()
         names = {key: worker.uid for key, worker in self._workers.items()}
-        since_s = self._stalled_since_s
-        stalled_s = 0.0 if since_s is None else now - since_s
+        stalled_s = 0.0 if self._stalled_since_s is None else now - self._stalled_since_s
         return StageStatus(self.stage, self._balancer.loads(), names, self._bans.banned(now), stalled_s)
 
     @property
     def stalled_s(self) -> float:
-        """Seconds in all that something waited here for a stage with nobody in it."""
+        """Seconds in all for which something waited here for a stage without workers."""
         return self._stalled_s + (0.0 if self._stalled_since_s is None else self._clock() - self._stalled_since_s)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _chosen(self, units: float, avoid: Collection[str], now: float) -> Placement | None:
-        """The next one that did not have it; where there is none of these, one that had it."""
+        """Chooses among workers that did not have it, whose host is not banned; if there are none, among the others."""
         free = {key for key in self._workers if not self._bans.is_banned(key, now)}
         others = free - set(avoid)
-        allowed = {key for key in others if not self._shares_a_ban(key, now)} or others or free
-        grant = self._balancer.acquire(units, now, lambda key: key not in allowed)
-        return None if grant is None else Placement(self._workers[grant.worker], grant)
-
-    def _has_counted(self, worker: StageWorker) -> None:
-        self._bans.counted(worker.key)
-        self._host_bans.counted(_host(worker))
-        self._have_counted.add(worker.key)
-
-    def _shares_a_ban(self, key: str, now: float) -> bool:
-        return key not in self._have_counted and self._host_bans.is_banned(self._hosts[key], now)
+        unblamed = {
+            key for key in others if key in self._have_counted or not self._host_bans.is_banned(self._hosts[key], now)
+        }
+        allowed = unblamed or others or free
+        reservation = self._balancer.acquire(units, now, lambda key: key not in allowed)
+        return None if reservation is None else Placement(self._workers[reservation.worker], reservation)
 
     def _next_change_s(self, now: float) -> float:
-        """Seconds until something changes of which nobody tells: a ban or a rest ends."""
+        """Returns the seconds until a ban or a rest ends, which wakes nobody."""
         ends = [self._bans.until_s(key) for key in self._workers]
         ends += [self._host_bans.until_s(host) for host in set(self._hosts.values())]
         rested_s = self._balancer.next_rested_s(now)
@@ -291,33 +280,19 @@ class StagePool:
 
     def _note_stall(self, now: float) -> None:
         if not self.is_stalled:
-            self._end_stall(now)
+            if self._stalled_since_s is not None:
+                self._stalled_s += now - self._stalled_since_s
+                self._stalled_since_s, self._logged_stall_s = None, float("-inf")
+                logger.info("stage %s has a worker again", self.stage)
             return
         if self._stalled_since_s is None:
             self._stalled_since_s = now
-        if now - self._said_stalled_s >= _SAY_STALLED_S:
-            self._said_stalled_s = now
-            banned = ", ".join(f"{self._workers[key].uid} ({left_s:.0f} s)" for key, left_s in self._banned_here(now))
+        if now - self._logged_stall_s >= _LOG_STALL_S:
+            self._logged_stall_s = now
+            left = {key: left_s for key, left_s in self._bans.banned(now).items() if key in self._workers}
+            banned = ", ".join(f"{self._workers[key].uid} ({left_s:.0f} s)" for key, left_s in left.items())
             why = f" (banned: {banned})" if banned else ""
             logger.warning("stage %s has no worker to send to%s; everything waits for one", self.stage, why)
-
-    def _banned_here(self, now: float) -> list[tuple[str, float]]:
-        return [(key, left_s) for key, left_s in self._bans.banned(now).items() if key in self._workers]
-
-    def _end_stall(self, now: float) -> None:
-        if self._stalled_since_s is not None:
-            self._stalled_s += now - self._stalled_since_s
-            self._stalled_since_s = None
-            self._said_stalled_s = float("-inf")
-            logger.info("stage %s has a worker again", self.stage)
-
-    async def _wait(self, timeout_s: float) -> None:
-        changed = self._changed
-        try:
-            async with asyncio.timeout(timeout_s):
-                await changed.wait()
-        except TimeoutError:
-            return
 
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

@@ -1,4 +1,4 @@
-"""Outcomes: what a failed request says of the worker and of the micro-batch, and what a driver reports in the end.
+"""What a failed request says of its worker and micro-batch, and what a driver reports.
 
 | what happened                          | counted there? | the worker         | then                        |
 |----------------------------------------|----------------|--------------------|-----------------------------|
@@ -11,17 +11,14 @@
 | ``counted-for-another``                | yes            | –                  | the answer is gone          |
 | ``malformed``                          | not clear      | banned for a while | another; twice: give up     |
 | ``internal``, ``timeout``, no answer   | not clear      | banned for a while | another, when it is clear   |
-| an answer that is none                 | not clear      | banned for long    | another, when it is clear   |
+| a malformed answer                     | not clear      | banned for long    | another, when it is clear   |
 
-``not-a-driver`` says a worker that has not heard of this driver yet.
+A worker that has not heard of this driver yet answers ``not-a-driver``. ``already-applied`` is honest only as the
+answer to a repetition; as the answer to a first request it is what a worker would say that wants nothing trained.
 
-``already-applied`` is honest of a repetition only; as the answer to the first request it is what a worker would say
-that wants to see nothing trained. `Bans` tells how those that do nothing but refuse are found out.
-
-Only requests that apply something can be unclear; a forward pass is simply done again elsewhere. A refusal says so of
-the request it answers only: of an earlier one of the same micro-batch whose answer did not come it says nothing.
-A worker that was told not to count a micro-batch any more refuses it as ``expired`` for some 20 s, so a few of these in
-a row are no reason to give it up: each uses up a quarter of an attempt.
+Only requests that apply something can be unclear; a forward pass is repeated elsewhere. A refusal speaks of the request
+it answers only, not of an earlier one of the same micro-batch whose answer did not arrive. A worker that was told not
+to count a micro-batch refuses it as ``expired`` for some 20 s, so each of these uses up a quarter of an attempt only.
 """
 
 from __future__ import annotations
@@ -33,25 +30,19 @@ from typing import Literal
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedError, RpcError
 from trainer.network.rpc.messages import Reason
 from trainer.pipeline.driver.balancer import WorkerLoad
-from trainer.pipeline.protocol.work import Settlement, StageCredit
+from trainer.pipeline.protocol.work import StageCredit
 
 __all__ = [
     "AuditStatus",
-    "Blame",
     "DriverStatus",
-    "Effect",
     "Fate",
     "HopTime",
+    "MicroBatchOutcome",
     "MicroBatchResult",
-    "Outcome",
     "StageStatus",
     "Verdict",
-    "settlement_of",
     "verdict_of",
 ]
-
-Effect = Literal["none", "unclear", "counted"]
-Blame = Literal["none", "rest", "leave", "doubt", "ban", "firm-ban", "long-ban"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +50,12 @@ class Verdict:
     """What a failed request says."""
 
     reason: str
-    """One word for counters: the refusal's if it is one that is known (``refused``: another), ``unavailable`` or
-    ``malformed-answer``. A worker chooses its words freely; they end up in settlements and counters."""
-    effect: Effect
-    blame: Blame
+    """One word for counters: the refusal's if it is known (``refused`` for others), ``unavailable`` or
+    ``malformed-answer``. Workers choose their words freely, and reasons end up in settlements and counters."""
+    effect: Literal["none", "unclear", "counted"]
+    blame: Literal["none", "rest", "leave", "doubt", "ban", "firm-ban", "long-ban"]
     attempts: float = 1.0
-    """How many of a micro-batch's attempts in a stage it uses up; 0: it may go on for ever."""
+    """How many of a micro-batch's attempts in a stage it uses up; 0: it may be retried without end."""
 
 
 _BEFORE_ANYTHING = frozenset(
@@ -74,40 +65,41 @@ _BEFORE_ANYTHING = frozenset(
         *("stage", "nonfinite"),
     }
 )
-"""Refusals that come before anything is counted, and that a worker that fits this run and stage does not make."""
+"""Refusals that precede any counting, and that a worker of this run and stage does not give."""
 _VERDICTS = {
-    "busy": Verdict("busy", "none", "rest", 0.0),
-    "rate": Verdict("rate", "none", "rest", 0.0),
-    "stopping": Verdict("stopping", "none", "leave", 0.0),
-    "no-input": Verdict("no-input", "none", "none", 0.5),
-    "expired": Verdict("expired", "none", "doubt", 0.25),
-    "stale": Verdict("stale", "none", "doubt"),
-    "tainted": Verdict("tainted", "none", "doubt"),
-    "already-applied": Verdict("already-applied", "counted", "firm-ban"),
-    "counted-for-another": Verdict("counted-for-another", "counted", "none"),
-    "not-a-driver": Verdict("not-a-driver", "none", "rest", 0.0),
-    "malformed": Verdict("malformed", "unclear", "ban", 3.0),
+    verdict.reason: verdict
+    for verdict in (
+        Verdict("busy", "none", "rest", 0.0),
+        Verdict("rate", "none", "rest", 0.0),
+        Verdict("not-a-driver", "none", "rest", 0.0),
+        Verdict("stopping", "none", "leave", 0.0),
+        Verdict("no-input", "none", "none", 0.5),
+        Verdict("expired", "none", "doubt", 0.25),
+        Verdict("stale", "none", "doubt"),
+        Verdict("tainted", "none", "doubt"),
+        Verdict("already-applied", "counted", "firm-ban"),
+        Verdict("counted-for-another", "counted", "none"),
+        Verdict("malformed", "unclear", "ban", 3.0),
+    )
 }
-_KNOWN_WORDS = frozenset(map(str, Reason))
+_KNOWN_REASONS = frozenset(map(str, Reason))
 
 
 def verdict_of(error: RpcError) -> Verdict:
-    """What a failed request says, if it is the first of its micro-batch at this worker."""
+    """Returns what a failed request says, if it is the first of its micro-batch at this worker."""
     if isinstance(error, MalformedAnswerError):
         return Verdict("malformed-answer", "unclear", "long-ban")
     if isinstance(error, RefusedError):
         if error.reason in _BEFORE_ANYTHING:
             return Verdict(error.reason, "none", "ban")
-        word = error.reason if error.reason in _KNOWN_WORDS else "refused"
-        return _VERDICTS.get(error.reason, Verdict(word, "unclear", "ban"))
-    if isinstance(error, PeerUnavailableError):
-        return Verdict("unavailable", "unclear", "ban")
-    return Verdict("failed", "unclear", "ban")
+        reason = error.reason if error.reason in _KNOWN_REASONS else "refused"
+        return _VERDICTS.get(error.reason, Verdict(reason, "unclear", "ban"))
+    return Verdict("unavailable" if isinstance(error, PeerUnavailableError) else "failed", "unclear", "ban")
 
 
 Fate = Literal["done", "lost", "handed-back", "left"]
-"""``done`` in every stage; ``lost``, counted in some or perhaps in some; ``handed-back``, nobody was asked to count it;
-``left`` to the keeper of the account, which asks the workers once its lease has run out."""
+"""``done`` in every stage; ``lost``: counted, or perhaps counted, in some; ``handed-back``: nobody was asked to count
+it; ``left`` to the ledger's keeper, which asks the workers once the lease has run out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +109,9 @@ class HopTime:
     stage: str
     method: str
     worker: str
-    """Its name for people."""
+    """The worker's name for people."""
     key: str
-    """What it is known by."""
+    """The worker's key."""
     round_trip_s: float
     compute_s: float
     queue_s: float
@@ -128,14 +120,14 @@ class HopTime:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class MicroBatchOutcome:
     """What became of a micro-batch."""
 
     fate: Fate
     credits: tuple[StageCredit, ...] = ()
-    """Of the stages that said that they counted it, in the order in which they did."""
+    """Of the stages that acknowledged counting it, in that order."""
     loss_sum: float = 0.0
-    """Of the labels that count; 0 unless the tail answered."""
+    """Over the labels that count; 0 unless the tail answered."""
     num_tokens: int = 0
     """Labels that counted."""
     stage: str | None = None
@@ -149,11 +141,11 @@ class MicroBatchResult:
     """An outcome with what it took."""
 
     micro_batch: str
-    outcome: Outcome
+    outcome: MicroBatchOutcome
     wall_s: float
     hops: tuple[HopTime, ...]
     num_retries: int
-    """Requests of it that failed."""
+    """Requests that failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +155,11 @@ class StageStatus:
     stage: str
     workers: tuple[WorkerLoad, ...]
     names: Mapping[str, str]
-    """By key, for people."""
+    """Names for people, by key."""
     banned: Mapping[str, float]
     """Seconds left, by key."""
     stalled_s: float
-    """How long it has had no worker to send to; 0 if it has one."""
+    """Seconds for which the stage has had no worker to send to; 0 if it has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,20 +167,20 @@ class AuditStatus:
     """What comparing workers with each other has shown."""
 
     compared: int = 0
-    """Answers with another worker's."""
+    """Answers compared with another worker's."""
     disputed: int = 0
     """Of them, those that differed."""
     unopposed: tuple[str, ...] = ()
-    """Stages in which there was nobody to compare with."""
+    """Stages without a second worker to compare with."""
     liars: Mapping[str, int] = field(default_factory=dict)
-    """How often each was banned for it, by its name for people."""
+    """How often each worker was banned for lying, by its name for people."""
     undecided: tuple[tuple[str, str], ...] = ()
-    """Pairs of workers that differ where nothing shows which is wrong, by their names for people."""
+    """Names for people of pairs of workers that differ where nothing shows which is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class DriverStatus:
-    """A driver, for those who watch it."""
+    """A driver's state and counters."""
 
     in_flight: int
     done: int
@@ -196,30 +188,14 @@ class DriverStatus:
     handed_back: int
     left: int
     tokens: int
-    """Of what is done."""
+    """Of the micro-batches that are done."""
     failures: Mapping[str, int]
-    """Requests that failed, by reason."""
+    """Failed requests by reason."""
     lost_by: Mapping[str, int]
-    """Lost micro-batches, by ``stage: reason``."""
+    """Lost micro-batches by ``stage: reason``."""
     stalls: Mapping[str, float]
-    """Seconds in all that each stage had no worker to send to, while there was something to send."""
+    """Seconds in all for which each stage had no worker while there was something to send."""
     stages: tuple[StageStatus, ...]
     audit: AuditStatus = AuditStatus()
     silent: Mapping[str, float] = field(default_factory=dict)
-    """Workers that micro-batches wait for and that do not answer: for how many seconds, by key."""
-
-
-def settlement_of(micro_batch: str, outcome: Outcome) -> Settlement:
-    """A ``done`` or ``lost`` outcome as the account takes it."""
-    if outcome.fate == "done":
-        return Settlement(
-            micro_batch=micro_batch, outcome="done", credits=outcome.credits, num_tokens=outcome.num_tokens
-        )
-    return Settlement(
-        micro_batch=micro_batch,
-        outcome="lost",
-        credits=outcome.credits,
-        num_tokens=outcome.num_tokens,
-        lost_at=outcome.stage,
-        reason=outcome.reason,
-    )
+    """Seconds without an answer of workers that micro-batches wait for, by key."""

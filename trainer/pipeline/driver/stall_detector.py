@@ -1,10 +1,10 @@
-"""The stall detector: which workers do not answer while micro-batches wait for them, logged at begin and end.
+"""The stall detector: logs which workers do not answer while micro-batches wait for them, and when they answer again.
 
-A worker that is stopped, or cut off, fails only when a request's time is over, a minute by default, and where it is the
+A worker that is stopped or cut off fails only when a request times out, after a minute by default, and where it is the
 only one of its stage everything waits until then. So a worker that has given no answer for `_ASK_AFTER_S` is asked for
-its status, which takes a live one some milliseconds however much it has to compute: a slow worker is not named, nor, in
-a chain, those before the one that hangs. The cost is a message of some bytes for every 5 s that a worker takes for a
-micro-batch.
+its status, which a live one answers within milliseconds however much it has to compute: neither slow workers nor, in a
+chain, those before the one that hangs are named. The cost is a message of a few bytes for every 5 s that a micro-batch
+takes at a worker.
 
 One decision depends on it: where all workers of a stage are banned, those banned for silence are asked too, and one
 that answers gets work again at once.
@@ -29,20 +29,12 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
 _ASK_AFTER_S = 5.0
-_SAY_AFTER_S = 10.0
+_NAME_AFTER_S = 10.0
 _ANSWER_S = 3.0
 
 
 class StallDetector:
-    """Keeps watch over the workers of all stages; for the driver's event loop.
-
-    Args:
-        endpoint: the driver's own.
-        pools: the stages'.
-        clock: that of the pools.
-        say_after_s: seconds without any answer after which a worker is named; half of it before it is asked.
-        look_s: seconds between two looks.
-    """
+    """Watches the workers of all stages: asks those quiet for half of ``name_after_s``, and names them after it."""
 
     def __init__(
         self,
@@ -50,77 +42,70 @@ class StallDetector:
         pools: Mapping[str, StagePool],
         clock: Callable[[], float] = time.monotonic,
         *,
-        say_after_s: float = _SAY_AFTER_S,
+        name_after_s: float = _NAME_AFTER_S,
         look_s: float = _LOOK_S,
     ) -> None:
         self._endpoint = endpoint
         self._pools = pools
         self._clock = clock
-        self._say_after_s = say_after_s
+        self._name_after_s = name_after_s
         self._look_s = look_s
         self._heard_s: dict[str, float] = {}
-        """When those that were asked how they are answered last, by key."""
+        """When workers last answered a request for their status, by key."""
         self._silent: dict[str, tuple[StageWorker, float]] = {}
-        """Those that were named, and since when nothing came; by key."""
+        """Workers that were named, and since when nothing came from them, by key."""
 
     async def watch(self) -> None:
-        """For ever."""
+        """Looks again and again, until it is cancelled."""
         while True:
             try:
                 await self.look()
-            except Exception:  # It decides nothing: the driver does as well without.
-                logger.exception("whether workers answer is not known now")
+            except Exception:  # The driver's work does not depend on it.
+                logger.exception("the stall detector failed, and tries again")
             await asyncio.sleep(self._look_s)
 
     async def look(self) -> None:
-        """Asks those of whom nothing has come for a while, and tells what has changed."""
+        """Asks workers that have been quiet for a while, and logs what has changed."""
         there = {worker.key: (pool, worker) for pool in self._pools.values() for worker in pool.workers()}
-        self._forget(there.keys())
+        self._forget_others(there.keys())
         waits = {key: wait for pool in self._pools.values() for key, wait in pool.waits().items() if key in there}
         now = self._clock()
         quiet = [
             key
             for key, (since_s, _) in waits.items()
-            if now - max(since_s, self._heard_s.get(key, since_s)) >= min(_ASK_AFTER_S, self._say_after_s / 2)
+            if now - max(since_s, self._heard_s.get(key, since_s)) >= min(_ASK_AFTER_S, self._name_after_s / 2)
         ]
         banned = [worker.key for pool in self._pools.values() for worker in pool.to_be_asked()]
         asked = list(dict.fromkeys([*quiet, *self._silent, *banned]))
         answers = await asyncio.gather(*(self._answers(there[key][1]) for key in asked))
         for key, answered in zip(asked, answers, strict=True):
             pool, worker = there[key]
+            now = self._clock()
             if answered:
-                self._heard_from(worker)
+                self._heard_s[key] = now
+                if key in self._silent:
+                    logger.warning("%s answers again, after %.0f s", worker.uid, now - self._silent.pop(key)[1])
                 if key in banned:
                     pool.answers(worker)
             elif key in waits and key not in self._silent:
-                self._nothing_from(worker, *waits[key])
+                since_s, num_waiting = waits[key]
+                since_s = max(since_s, self._heard_s.get(key, since_s))
+                if now - since_s >= self._name_after_s:
+                    self._silent[key] = (worker, since_s)
+                    logger.warning(
+                        "%s has not answered for %.0f s; micro-batches wait for it (%d)",
+                        worker.uid,
+                        now - since_s,
+                        num_waiting,
+                    )
 
     def silent(self) -> dict[str, float]:
-        """Seconds without an answer of those that were named, by key."""
+        """Returns the seconds without an answer of the workers that were named, by key."""
         now = self._clock()
         return {key: now - since_s for key, (_, since_s) in self._silent.items()}
 
-    # -- inside --------------------------------------------------------------------------------------------------------
-
-    def _heard_from(self, worker: StageWorker) -> None:
-        now = self._clock()
-        self._heard_s[worker.key] = now
-        known = self._silent.pop(worker.key, None)
-        if known is not None:
-            logger.warning("%s answers again, after %.0f s", worker.uid, now - known[1])
-
-    def _nothing_from(self, worker: StageWorker, since_s: float, num_waiting: int) -> None:
-        since_s = max(since_s, self._heard_s.get(worker.key, since_s))
-        silent_s = self._clock() - since_s
-        if silent_s < self._say_after_s:
-            return
-        self._silent[worker.key] = (worker, since_s)
-        logger.warning(
-            "%s has not answered for %.0f s; micro-batches wait for it (%d)", worker.uid, silent_s, num_waiting
-        )
-
-    def _forget(self, there: Iterable[str]) -> None:
-        """Whoever is announced no longer is waited for no longer."""
+    def _forget_others(self, there: Iterable[str]) -> None:
+        """Forgets the workers that are no longer announced."""
         kept = set(there)
         for key in self._silent.keys() - kept:
             worker, since_s = self._silent.pop(key)

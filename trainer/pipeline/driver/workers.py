@@ -15,23 +15,22 @@ __all__ = ["LastWord", "StageDirectory", "StageWorker", "workers_in"]
 
 @dataclass(frozen=True, slots=True)
 class StageWorker:
-    """A worker that takes micro-batches, as it was last announced."""
+    """A worker that takes micro-batches, as last announced."""
 
     stage: str
     uid: str
     """Its name for people, such as ``body3.0.55``."""
     peer: Peer
-    """Where it is; its `peer_id` is what it is known by."""
     incarnation: str
     """Of its process; may be out of date."""
 
     @property
     def key(self) -> str:
-        """What it is known by to balancer and bans."""
+        """What balancer and bans know it by."""
         return self.peer.peer_id or self.peer.address
 
     def unpinned(self) -> StageWorker:
-        """The same, to be asked whatever certificate it shows, since it may have restarted after it was announced.
+        """Returns it with any certificate accepted, since it may have restarted after it was announced.
 
         Its answer, signed by its key, vouches for the certificate.
         """
@@ -43,7 +42,7 @@ class StageWorker:
 
 @dataclass(frozen=True, slots=True)
 class LastWord:
-    """The newest announcement under a worker's key, whatever it says that it does."""
+    """The newest announcement under a worker's key, whatever it announces."""
 
     incarnation: str
     """Of the process; empty: it holds no stage any more."""
@@ -53,24 +52,24 @@ class LastWord:
 
 
 class StageDirectory(Protocol):
-    """Who is there."""
+    """The workers that are announced."""
 
     @property
     def silence_s(self) -> float:
-        """Seconds for which a worker that lives, and that others hear, never goes without a new announcement."""
+        """Seconds for which a live worker that others hear never goes without a new announcement."""
         ...
 
     def workers(self) -> Iterable[StageWorker]:
-        """All workers that take micro-batches now, of all stages; returns at once."""
+        """Returns all workers of all stages that take micro-batches now, without waiting."""
         ...
 
     def last_word(self, key: str) -> LastWord | None:
-        """What was last heard under a worker's key; None: nothing, or what was heard has run out."""
+        """Returns what was last heard under a worker's key; None: nothing, or it has expired."""
         ...
 
 
 def workers_in(announcements: Iterable[Announcement]) -> tuple[StageWorker, ...]:
-    """Those of some announcements that speak of a worker that takes micro-batches."""
+    """Returns the workers among some announcements that take micro-batches."""
     return tuple(
         StageWorker(StageUid.parse(said.stage.uid).stage, said.stage.uid, said.peer(), said.stage.incarnation)
         for said in announcements

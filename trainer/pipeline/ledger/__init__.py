@@ -8,10 +8,10 @@
     micro_batch = await work.next(); ...; work.settle(settlement)
 
 Guarantees: leased = done + lost + open at every moment, in micro-batches and in tokens; a micro-batch is in one live
-lease at most, and the micro-batches of an epoch are every window of every shard once; what a driver was told is on disk
+lease at most, and the micro-batches of an epoch are every window of every shard once; what a driver is told is on disk
 before it is told (killed at any byte, the keeper comes back with it); settling twice counts once. The trade-off: one
-keeper a run, an fsync (1 to 5 ms) for each lease and each bundle of settlements. Drivers go on with what they hold
-while it is away, for a minute by their own speed (`LedgerConfig.hold_s`).
+keeper per run, an fsync (1 to 5 ms) for each lease and each bundle of settlements. Drivers go on with what they hold
+while it is away, for a minute at their own speed (`LedgerConfig.hold_s`).
 """
 
 from __future__ import annotations

@@ -1,24 +1,24 @@
 """What `trainer.pipeline.ledger` offers, by module; a name's module is imported when the name is first used."""
 
-from .account import Account as Account
-from .account import LostCount as LostCount
 from .client import LedgerClient as LedgerClient
 from .config import LedgerConfig as LedgerConfig
 from .inquiry import AppliedInquiry as AppliedInquiry
 from .inquiry import AppliedReport as AppliedReport
 from .inquiry import WorkerInquiry as WorkerInquiry
 from .journal import Journal as Journal
-from .lanes import Lane as Lane
-from .lanes import lanes_of as lanes_of
-from .lanes import preferred_shards as preferred_shards
-from .lanes import spec_of as spec_of
 from .ledger import Ledger as Ledger
 from .ledger_state import LedgerState as LedgerState
 from .messages import LEDGER_ACCOUNT as LEDGER_ACCOUNT
 from .messages import LEDGER_LEASE as LEDGER_LEASE
 from .messages import LEDGER_RENEW as LEDGER_RENEW
 from .messages import LEDGER_SETTLE as LEDGER_SETTLE
+from .messages import Account as Account
+from .messages import LostCount as LostCount
+from .rows import LedgerLane as LedgerLane
 from .rows import MicroBatches as MicroBatches
+from .rows import lanes_of as lanes_of
+from .rows import preferred_shards as preferred_shards
+from .rows import spec_of as spec_of
 from .service import LedgerService as LedgerService
 from .service import open_ledger as open_ledger
 from .units import LaneSpec as LaneSpec

@@ -1,8 +1,8 @@
-"""A driver's side: micro-batches to work on, and a place to say what became of them, keeper or no keeper.
+"""A driver's side: gives micro-batches to work on, and reports what became of them, whether the keeper answers or not.
 
-`next` and `settle` never wait for the network: one task reads rows ahead, one talks to the keeper. It says everything
-until it is acknowledged, which is safe because saying it twice is as once. A lease's end is counted from before it was
-asked for, on a clock that goes on while this process is stopped, so it is never later than the keeper's.
+`next` and `settle` never wait for the network: one task reads rows ahead, one talks to the keeper. It repeats every
+report until it is acknowledged, which is safe because a repetition changes nothing. A lease's end is counted from
+before it was asked for, on a clock that goes on while this process is stopped, so it is never later than the keeper's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainer.network.rpc import Endpoint, Message, Peer
 from trainer.network.rpc.wire import end_task
 from trainer.outer.engine.daemon_call import in_daemon_thread
 from trainer.pipeline.ledger.config import MAX_LEASE_UNITS, LedgerConfig
-from trainer.pipeline.ledger.lease_cache import Bundle, HeldLease, LeaseCache, Pace
+from trainer.pipeline.ledger.lease_cache import Bundle, HeldLease, LeaseCache, Throughput
 from trainer.pipeline.ledger.messages import (
     LEDGER_LEASE,
     LEDGER_RENEW,
@@ -38,33 +38,23 @@ from trainer.pipeline.ledger.messages import (
 )
 from trainer.pipeline.ledger.rows import MicroBatches
 from trainer.pipeline.ledger.units import LedgerSpec, Run
-from trainer.pipeline.protocol.micro_batch import MicroBatchId
-from trainer.pipeline.protocol.work import MicroBatch, Settlement, boottime_s
+from trainer.pipeline.protocol.work import MicroBatch, MicroBatchId, Settlement, boottime_s
 
 __all__ = ["LedgerClient"]
 
 logger = logging.getLogger(__name__)
 
 _GATHER_S = 0.05
-"""Settlements that come within this are said together."""
+"""Settlements that come within this time are reported together."""
 _RETRY_S = 1.0
-"""Between two attempts to reach a keeper that is away, and two questions for rows where there are none now."""
+"""Between two attempts to reach a keeper that is away, and two requests for rows where there are none now."""
 _UNREADABLE_S = 5.0
-_SAY_AWAY_S = 60.0
+_LOG_AWAY_S = 60.0
 AnswerT = TypeVar("AnswerT", bound=Message)
 
 
 class LedgerClient:
-    """A driver's `Work`.
-
-    Args:
-        endpoint: one's own.
-        keeper: who keeps the account now; None: not known.
-        rows: reads micro-batches.
-        spec: what the account is of.
-        config: as the keeper's.
-        preferred: shards this driver is assigned.
-    """
+    """A driver's `Work`; ``keeper`` returns the current keeper, which has the same ``spec`` and ``config``."""
 
     def __init__(
         self,
@@ -81,26 +71,22 @@ class LedgerClient:
         self._spec = spec
         self._config = config
         self._preferred = tuple(preferred)
-        self._holdings = LeaseCache()
+        self.cache = LeaseCache()
+        """To be read only."""
         self._token = secrets.token_hex(16)
         self._renewed_s = self._lease_from_s = 0.0
         self._single = False
-        self._pace = Pace()
+        self._throughput = Throughput()
         self._finished = self._closing = False
-        self._away_since_s = self._said_away_s = math.inf
+        self._away_since_s = self._logged_away_s = math.inf
         self._failure: BaseException | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._lease_under_way: asyncio.Task[bool] | None = None
-        self._to_say, self._to_read, self._to_give = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._leasing: asyncio.Task[bool] | None = None
+        self._to_report, self._to_read, self._to_give = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.stale = 0
-        """Settlements that came too late: what they were of had been given to others."""
+        """Settlements that came too late: their micro-batches had been given to others."""
         self.refused = 0
         """Settlements that the keeper did not understand."""
-
-    @property
-    def holdings(self) -> LeaseCache:
-        """What this driver holds, to look at."""
-        return self._holdings
 
     @property
     def keeper_away_s(self) -> float:
@@ -114,10 +100,10 @@ class LedgerClient:
             asyncio.create_task(self._read(), name="ledger-rows"),
         ]
         for task in self._tasks:
-            task.add_done_callback(self._ended)
+            task.add_done_callback(lambda task: None if task.cancelled() else self._fail(task.exception()))
 
     async def next(self) -> MicroBatch | None:
-        """The next micro-batch; waits while there is none. None: the data are through, or this was closed.
+        """Waits for the next micro-batch; None: the data are through, or this was closed.
 
         Raises:
             LedgerError: the keeper's account is of other data than this driver's, or this has failed.
@@ -125,11 +111,11 @@ class LedgerClient:
         while not self._closing:
             if self._failure is not None:
                 raise LedgerError(f"no more micro-batches: {self._failure}") from self._failure
-            micro_batch = self._holdings.begin(boottime_s())
+            micro_batch = self.cache.begin(boottime_s())
             if micro_batch is not None:
-                self._pace.begun(boottime_s())
+                self._throughput.begun(boottime_s())
                 self._to_read.set()
-                self._to_say.set()
+                self._to_report.set()
                 return micro_batch
             if self._finished:
                 return None
@@ -138,143 +124,123 @@ class LedgerClient:
         return None
 
     def settle(self, settlement: Settlement) -> None:
-        """Says what became of one; it is kept until the keeper has acknowledged it."""
-        self._pace.ended(boottime_s())
-        if not self._holdings.settle(settlement):
+        """Reports what became of one; the settlement is kept until the keeper has acknowledged it."""
+        self._throughput.ended(boottime_s())
+        if not self.cache.settle(settlement):
             self.stale += 1
-            logger.info("%s is not held any more; what became of it is not said", settlement.micro_batch)
-        self._to_say.set()
+            logger.info("%s is not held any more; what became of it is not reported", settlement.micro_batch)
+        self._to_report.set()
 
     def hand_back(self, micro_batch: MicroBatch) -> None:
         """Gives back one that no stage was asked to apply."""
-        self._holdings.hand_back(micro_batch.key)
-        self._to_say.set()
+        self.cache.hand_back(micro_batch.key)
+        self._to_report.set()
 
     async def close(self) -> None:
-        """Hands back what was not begun, says what is to be said, for `close_s` at most. May be called again.
+        """Hands back what was not begun and reports all settlements, for `close_s` at most. May be called again.
 
         What was begun and not settled stays leased; the keeper is told that nothing more of it is sent, and asks the
         workers.
         """
         self._closing = True
         self._to_give.set()
-        await self._cancel()
-        try:
-            async with asyncio.timeout(self._config.close_s):
-                if self._lease_under_way is not None:
-                    await asyncio.wait({self._lease_under_way}, timeout=self._config.close_s / 2)
-                self._holdings.hand_back_all()
-                await self._say_last()
-        except TimeoutError:
-            logger.warning(
-                "%d settlements could not be said; their leases will run out and be asked after",
-                self._holdings.num_unreported,
-            )
-        finally:
-            await end_task(self._lease_under_way)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled():
-            self._fail(task.exception())
-
-    def _fail(self, failure: BaseException | None) -> None:
-        """Lets `next` say so."""
-        self._failure = self._failure or failure
-        self._to_give.set()
-
-    async def _cancel(self) -> None:
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        try:
+            async with asyncio.timeout(self._config.close_s):
+                if self._leasing is not None:
+                    await asyncio.wait({self._leasing}, timeout=self._config.close_s / 2)
+                self.cache.hand_back_all()
+                while self.cache.num_unreported:
+                    bundle = self.cache.bundle(boottime_s(), single=self._single)
+                    if bundle is None or not await self._report(bundle):
+                        await asyncio.sleep(_RETRY_S / 4)
+                self.cache.lapse(math.inf)
+                for token in self.cache.forget_lapsed():
+                    await self._ask(LEDGER_SETTLE, SettleAsk(token=token, release=True), SettleAnswer)
+        except TimeoutError:
+            logger.warning(
+                "%d settlements could not be reported; the keeper asks the workers when their leases run out",
+                self.cache.num_unreported,
+            )
+        finally:
+            await end_task(self._leasing)
 
-    async def _say_last(self) -> None:
-        while self._holdings.num_unreported:
-            bundle = self._holdings.bundle(boottime_s(), single=self._single)
-            if bundle is None or not await self._say(bundle):
-                await asyncio.sleep(_RETRY_S / 4)
-        self._holdings.lapse(math.inf)
-        for token in self._holdings.forget_lapsed():
-            await self._ask(LEDGER_SETTLE, SettleAsk(token=token, release=True), SettleAnswer)
+    # -- talking to the keeper -----------------------------------------------------------------------------------------
 
     async def _talk(self) -> None:
-        """Says, renews and asks, one after the other, as long as there is something to."""
+        """Renews leases, reports and asks for rows, one after the other, as long as there is something to do."""
         while True:
-            waits_s = await self._renew_if_due()
-            await self._say_all()
-            if self._holdings.num_unreported:
-                waits_s = min(waits_s, _RETRY_S)
-            if self._units_wanted():
-                waits_s = min(waits_s, await self._lease_if_due())
-            if self._away_since_s == math.inf:
-                await self._woken(waits_s)
+            wait_s = await self._renew_if_due()
+            while (bundle := self.cache.bundle(boottime_s(), single=self._single)) is not None:
+                if not await self._report(bundle):
+                    break
             else:
+                self._single = False
+            if self.cache.num_unreported:
+                wait_s = min(wait_s, _RETRY_S)
+            if self._units_wanted():
+                wait_s = min(wait_s, await self._lease_if_due())
+            if self._away_since_s != math.inf:
                 await asyncio.sleep(_RETRY_S)
-
-    async def _woken(self, within_s: float) -> None:
-        """Until something is to be said, or time is up."""
-        try:
-            async with asyncio.timeout(max(within_s, _GATHER_S)):
-                await self._to_say.wait()
-                await asyncio.sleep(_GATHER_S)
-        except TimeoutError:
-            pass
-        self._to_say.clear()
+                continue
+            try:
+                async with asyncio.timeout(max(wait_s, _GATHER_S)):
+                    await self._to_report.wait()
+                    await asyncio.sleep(_GATHER_S)
+            except TimeoutError:
+                pass
+            self._to_report.clear()
 
     def _units_wanted(self) -> int:
-        """How many to ask for, so that what is held lasts for `LedgerConfig.hold_s` at this driver's speed."""
-        per_unit, ahead = self._spec.layout.micro_batches_per_unit, self._holdings.num_ahead
+        """Returns how many units to ask for, so that what is held lasts for `LedgerConfig.hold_s` at this speed."""
+        per_unit, ahead = self._spec.layout.micro_batches_per_unit, self.cache.num_ahead
         least = per_unit * self._config.lease_units
-        wanted = math.ceil(self._pace.per_s(boottime_s()) * self._config.hold_s)
-        wanted = max(least, min(wanted, self._config.max_open - self._holdings.num_begun))
+        wanted = math.ceil(self._throughput.per_s(boottime_s()) * self._config.hold_s)
+        wanted = max(least, min(wanted, self._config.max_open - self.cache.num_begun))
         if ahead > wanted - (least + 1) // 2:
             return 0
         return min(MAX_LEASE_UNITS, max(self._config.lease_units, -(-(wanted - ahead) // per_unit)))
 
     async def _lease_if_due(self) -> float:
-        """Asks for rows, unless there were none a moment ago; seconds until the next time."""
+        """Asks for rows, unless there were none a moment ago; returns the seconds until the next time."""
         now_s = boottime_s()
         if now_s >= self._lease_from_s:
-            # Shielded: what the keeper grants to one that has begun to stop is handed back by `close`.
-            self._lease_under_way = asyncio.create_task(self._lease(self._units_wanted()), name="genesis-lease")
-            granted = await asyncio.shield(self._lease_under_way)
+            # Shielded: what the keeper grants a client that has begun to close is handed back by `close`.
+            self._leasing = asyncio.create_task(self._lease(self._units_wanted()), name="genesis-lease")
+            granted = await asyncio.shield(self._leasing)
             self._lease_from_s = now_s if granted else now_s + _RETRY_S
         return max(0.0, self._lease_from_s - now_s)
 
     async def _lease(self, num_units: int) -> bool:
-        """Asks for rows; whether there were any."""
+        """Asks for rows; returns whether there were any."""
         asked_s = boottime_s()
-        preferred = tuple(dict.fromkeys((*self._holdings.shards(), *self._preferred)))[:MAX_PREFERRED]
         ask = LeaseAsk(
             token=self._token,
             data_digest=self._spec.digest(),
-            preferred=preferred,
+            preferred=tuple(dict.fromkeys((*self.cache.shards(), *self._preferred)))[:MAX_PREFERRED],
             num_units=num_units,
         )
         answer = await self._ask(LEDGER_LEASE, ask, LeaseAnswer)
         if answer is None:
             return False
         try:
-            named = self._named_in(answer.runs)
+            leased = self._checked(answer.runs)
         except MalformedAnswerError as error:
-            self._away(error)
+            self._note_away(error)
             return False
         self._finished = answer.finished
-        if named:
-            self._holdings.add(self._token, named, asked_s + answer.lease_s)
+        if leased:
+            self.cache.add(self._token, leased, asked_s + answer.lease_s)
             self._token = secrets.token_hex(16)
         self._to_read.set()
         self._to_give.set()
-        return bool(named)
+        return bool(leased)
 
-    def _give_up_lapsed(self) -> None:
-        now_s = boottime_s()
-        for token in self._holdings.lapse(now_s):
-            logger.warning("lease %s ran out before it could be renewed; what was not begun is handed back", token[:8])
-        self._holdings.forget_lapsed(now_s - 2 * self._config.lease_s)
-
-    def _named_in(self, runs: Sequence[Run]) -> list[MicroBatchId]:
-        """The micro-batches of a lease.
+    def _checked(self, runs: Sequence[Run]) -> list[MicroBatchId]:
+        """Returns the micro-batches of a lease.
 
         Raises:
             MalformedAnswerError: they are not what a lease of this run can have.
@@ -282,22 +248,23 @@ class LedgerClient:
         layout = self._spec.layout
         if any(run.row % layout.micro_batch_rows or run.row + run.num_rows > layout.num_windows for run in runs):
             raise MalformedAnswerError(
-                "expected a lease of rows of this run's shards, found others; mind who keeps the account"
+                "expected a lease of rows of this run's shards, found others; check which node is the keeper"
             )
         num_rows = sum(run.num_rows for run in runs)
         most = max(self._config.max_open * layout.micro_batch_rows, self._config.lease_units * layout.unit_rows)
         if num_rows > most:
             raise MalformedAnswerError(
-                f"expected a lease of at most {most} rows, found {num_rows}; mind who keeps the account"
+                f"expected a lease of at most {most} rows, found {num_rows}; check which node is the keeper"
             )
-        return [each for run in runs for each in layout.micro_batches(run)]
+        return list(layout.micro_batches(*runs))
 
     async def _renew_if_due(self) -> float:
-        """Renews all leases in time; seconds until the next time."""
-        every_s = self._config.renew_s
-        self._give_up_lapsed()
-        tokens = tuple(self._holdings.leases)
-        asked_s = boottime_s()
+        """Renews all leases in time; returns the seconds until the next time."""
+        every_s, asked_s = self._config.renew_s, boottime_s()
+        for token in self.cache.lapse(asked_s):
+            logger.warning("lease %s ran out before it could be renewed; what was not begun is handed back", token[:8])
+        self.cache.forget_lapsed(asked_s - 2 * self._config.lease_s)
+        tokens = tuple(self.cache.leases)
         if not tokens:
             return every_s
         if asked_s < self._renewed_s + every_s:
@@ -309,55 +276,49 @@ class LedgerClient:
             if answer is None:
                 return _RETRY_S
             for token in answer.live:
-                lease = self._holdings.leases.get(token)
+                lease = self.cache.leases.get(token)
                 if lease is not None and boottime_s() < lease.term.send_before_s:
                     lease.term.send_before_s = asked_s + answer.lease_s
             live.update(answer.live)
         self._renewed_s = asked_s
         for token in set(tokens) - live:
-            unsettled = self._holdings.drop(token)
+            unsettled = self.cache.drop(token)
             logger.warning("lease %s is over; %d begun of it were not settled", token[:8], unsettled)
         self._to_give.set()
         return every_s
 
-    async def _say_all(self) -> None:
-        """Says what there is to say, until the keeper does not answer."""
-        while (bundle := self._holdings.bundle(boottime_s(), single=self._single)) is not None:
-            if not await self._say(bundle):
-                return
-        self._single = False
-
-    async def _say(self, bundle: Bundle) -> bool:
-        """Whether there is an answer to it."""
+    async def _report(self, bundle: Bundle) -> bool:
+        """Reports to the keeper; returns whether it answered."""
         ask = SettleAsk(token=bundle.token, settlements=bundle.settlements, handed_back=bundle.handed_back)
+        unheard: tuple[str, ...] = ()
         try:
-            answer = await self._called(LEDGER_SETTLE, ask, SettleAnswer)
+            answer = await self._call(LEDGER_SETTLE, ask, SettleAnswer)
         except RefusedError as error:
             if error.reason not in ("malformed", "not-yours", "body"):
-                self._away(error)
+                self._note_away(error)
                 return False
             if len(bundle.settlements) + len(bundle.handed_back) > 1:
                 self._single = True
                 return True
-            logger.error("%s: the keeper refuses what became of it: %s", bundle.token[:8], error)
+            logger.error("%s: the keeper refuses the settlement: %s", bundle.token[:8], error)
             self.refused += 1
         except RpcError as error:
-            self._away(error)
+            self._note_away(error)
             return False
         else:
             self._away_since_s = math.inf
             self.stale += len(answer.stale)
-            # The keeper may hear of a worker a little later than this driver did.
-            bundle = self._holdings.not_taken_up(bundle, answer.unheard, boottime_s() + _RETRY_S)
-        self._holdings.said(bundle)
+            unheard = answer.unheard
+        # The keeper may hear of a worker a little later than this driver did.
+        self.cache.reported(bundle, unheard, boottime_s() + _RETRY_S)
         return True
 
     async def _ask(self, method: str, ask: Message, answer: type[AnswerT]) -> AnswerT | None:
-        """The answer; None: there is none now."""
+        """Returns the keeper's answer; None: there is none now."""
         try:
-            found = await self._called(method, ask, answer)
-        except RefusedError as error:
-            match error.reason:
+            found = await self._call(method, ask, answer)
+        except RpcError as error:
+            match error.reason if isinstance(error, RefusedError) else "":
                 case "lease-over":
                     self._token = secrets.token_hex(16)
                 case "enough":
@@ -365,16 +326,13 @@ class LedgerClient:
                 case "data":
                     self._fail(error)
                 case _:
-                    self._away(error)
-            return None
-        except RpcError as error:
-            self._away(error)
+                    self._note_away(error)
             return None
         self._away_since_s = math.inf
         return found
 
-    async def _called(self, method: str, ask: Message, answer: type[AnswerT]) -> AnswerT:
-        """Raises RpcError if there is no answer."""
+    async def _call(self, method: str, ask: Message, answer: type[AnswerT]) -> AnswerT:
+        """Calls the keeper; raises RpcError if there is no answer."""
         keeper = self._keeper()
         if keeper is None:
             raise PeerUnavailableError(
@@ -383,32 +341,39 @@ class LedgerClient:
         reply = await self._endpoint.call(keeper, method, ask, answer, timeout_s=self._config.call_timeout_s)
         return reply.body
 
-    def _away(self, error: RpcError) -> None:
-        """Says that the keeper is away, and again every minute."""
+    def _fail(self, failure: BaseException | None) -> None:
+        """Has `next` raise."""
+        self._failure = self._failure or failure
+        self._to_give.set()
+
+    def _note_away(self, error: RpcError) -> None:
+        """Logs that the keeper is away, and again every minute."""
         now_s = boottime_s()
         if self._away_since_s == math.inf:
-            self._away_since_s = self._said_away_s = now_s
+            self._away_since_s = self._logged_away_s = now_s
             logger.warning("the account's keeper does not answer; going on with what is held: %s", error)
-        elif now_s - self._said_away_s >= _SAY_AWAY_S:
-            self._said_away_s = now_s
+        elif now_s - self._logged_away_s >= _LOG_AWAY_S:
+            self._logged_away_s = now_s
             logger.warning(
                 "waiting for the account's keeper, %s, for %.0f s; %d micro-batches are held and not begun: %s",
                 self._config.keeper,
                 now_s - self._away_since_s,
-                self._holdings.num_ahead,
+                self.cache.num_ahead,
                 error,
             )
+
+    # -- reading rows --------------------------------------------------------------------------------------------------
 
     async def _read(self) -> None:
         """Keeps some micro-batches read."""
         while True:
-            while self._holdings.unread and len(self._holdings.ready) < self._config.ahead:
-                await self._read_one(*self._holdings.unread[0])
+            while self.cache.unread and len(self.cache.ready) < self._config.ahead:
+                await self._read_one(*self.cache.unread[0])
             self._to_read.clear()
             await self._to_read.wait()
 
     async def _read_one(self, lease: HeldLease, wanted: MicroBatchId) -> None:
-        coming = dict.fromkeys(each.shard for _, each in self._holdings.unread)
+        coming = dict.fromkeys(each.shard for _, each in self.cache.unread)
 
         def read() -> tuple[Tensor, Tensor]:
             self._rows.want(coming)  # Waits for its turn, as reading does: neither is for the event loop.
@@ -418,9 +383,9 @@ class LedgerClient:
             inputs, labels = await in_daemon_thread(read, "ledger-rows")
         except LoaderError as error:
             logger.warning("%s cannot be read here, and is handed back: %s", wanted, error)
-            self._holdings.hand_back_unread(lease, wanted)
-            self._to_say.set()
+            self.cache.hand_back_unread(lease, wanted)
+            self._to_report.set()
             await asyncio.sleep(_UNREADABLE_S)
             return
-        self._holdings.have_read(lease, MicroBatch(wanted, inputs, labels, lease.term))
+        self.cache.have_read(lease, MicroBatch(wanted, inputs, labels, lease.term))
         self._to_give.set()

@@ -1,4 +1,4 @@
-"""How data are leased to the drivers of a swarm, and how the account of them is kept."""
+"""Options of the ledger: how data are leased to the drivers of a swarm, and how the account is kept."""
 
 from __future__ import annotations
 
@@ -12,52 +12,47 @@ __all__ = ["MAX_LEASE_UNITS", "LedgerConfig"]
 
 MAX_LEASE_UNITS = 256
 _KEY = re.compile(r"[0-9a-f]{64}")
-_POSITIVE_SECONDS = ("lease_s", "call_timeout_s", "close_s", "worker_gone_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerConfig:
-    """Leases of data; the same at all nodes of a run.
-
-    Raises:
-        TrainerUsageError: a value makes no sense.
-    """
+    """Leases of data; the same at all nodes of a run. Raises TrainerUsageError if a value makes no sense."""
 
     keeper: str = "driver-1"
-    """Key (64 hexadecimal digits) of the driver that keeps the account; its node id only where no stranger can come
+    """Key (64 hexadecimal digits) of the driver that keeps the account; its node id only where no stranger can join
     (`RunConfig.is_private`)."""
     begin_anew: bool = False
-    """The keeper begins, or goes on, though workers have trained what its journal does not tell of."""
+    """The keeper begins, or goes on, even if workers have trained on data that its journal does not contain."""
     unit_rows: int = 0
     """Rows of a unit, the least that is leased anew: a multiple of the micro-batch's; 0: 8 micro-batches."""
     lease_units: int = 2
-    """Units a driver asks for at once at least. It holds what `hold_s` take at its own measured speed."""
+    """Least units a driver asks for at once. It holds as many as it gets done in `hold_s`."""
     lease_s: float = 90.0
     """Seconds a lease lasts unless it is renewed, which drivers do six times as often."""
     lease_margin_s: float = 10.0
-    """Seconds after its end before it is looked into; more than clocks of two machines can part in `lease_s`."""
+    """Seconds from a lease's end until it is resolved; more than two machines' clocks can drift apart in `lease_s`."""
     inquiry_s: float = 30.0
-    """Seconds workers are asked what they have of a lease that ran out, before what is unclear counts as lost."""
+    """Seconds for which workers are asked about a lease that ran out, before what is unclear counts as lost."""
     reissue_after_s: float = 20.0
-    """Seconds before what came back from a lease that ran out is given again: workers, once asked what they have of it,
-    refuse the rest for so long (`WorkerConfig.refuse_s`), whoever sends it."""
+    """Seconds before what came back from a lease that ran out is given again: workers that were asked about it refuse
+    the rest for so long (`WorkerConfig.refuse_s`), whoever sends it."""
     worker_gone_s: float = 30.0
-    """Seconds without an announcement after which a worker is gone, and what only it had with it."""
+    """Seconds without an announcement after which a worker counts as gone, and with it what only it had."""
     max_open: int = 1024
     """Micro-batches one driver may hold; near the end of the data, or of ``max_steps``, fewer."""
     epochs: int = 0
-    """Passes over the data after which there is no more; 0: endless."""
+    """Passes over the data; 0: endless."""
     ahead: int = 4
-    """Micro-batches a driver has read before they are asked for."""
+    """Micro-batches a driver reads ahead."""
     call_timeout_s: float = 10.0
-    """Seconds a driver waits for an answer of the keeper."""
+    """Seconds a driver waits for an answer from the keeper."""
     close_s: float = 5.0
-    """Seconds a driver that stops tries to settle what it knows and hand back what it did not begin."""
+    """Seconds for which a driver that stops tries to settle what it knows and hand back what it did not begin."""
     compact_bytes: int = 4 << 20
     """Size of the journal at which it is replaced by what it adds up to."""
 
     def __post_init__(self) -> None:
-        for name in _POSITIVE_SECONDS:
+        for name in ("lease_s", "call_timeout_s", "close_s", "worker_gone_s"):
             value: float = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise TrainerUsageError(f"swarm.ledger.{name}: expected a positive number of seconds, found {value}")
@@ -81,7 +76,7 @@ class LedgerConfig:
 
     @property
     def keeper_is_key(self) -> bool:
-        """Whether the keeper is named by its key, which nobody else can claim."""
+        """Whether the keeper is named by its key, which no other node can claim."""
         return _KEY.fullmatch(self.keeper) is not None
 
     @property
@@ -91,18 +86,14 @@ class LedgerConfig:
 
     @property
     def hold_s(self) -> float:
-        """Seconds of work a driver holds, and so how long it goes on while the keeper is away.
+        """Seconds of work a driver holds, and goes on while the keeper is away.
 
-        That is less than is left of a lease that was about to be renewed.
+        Less than is left of a lease that was about to be renewed.
         """
         return self.lease_s * 2 / 3
 
     def rows_of_unit(self, micro_batch_rows: int) -> int:
-        """Rows of a unit for micro-batches of so many.
-
-        Raises:
-            TrainerUsageError: it is not a multiple of them.
-        """
+        """Returns the rows of a unit; raises TrainerUsageError if they are no multiple of a micro-batch's rows."""
         rows = self.unit_rows or 8 * micro_batch_rows
         if rows % micro_batch_rows:
             raise TrainerUsageError(

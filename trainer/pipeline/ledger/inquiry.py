@@ -1,6 +1,6 @@
-"""Asking all workers which micro-batches of a lease that ran out they have counted, and telling them to count no more.
+"""Asks all workers which micro-batches of a lease that ran out they have counted, and tells them to count no more.
 
-An answer is worth something if it says who was asked: a worker that does not answer may have counted any of them.
+The report says which workers answered, since one that does not answer may have counted any of the micro-batches.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from trainer.errors import RpcError
 from trainer.network.rpc import Endpoint, Peer
 from trainer.network.rpc.token_buckets import TokenBuckets
 from trainer.pipeline.protocol.messages import APPLIED, AppliedAnswer, AppliedAsk
-from trainer.pipeline.protocol.micro_batch import MicroBatchKey
+from trainer.pipeline.protocol.work import MicroBatchKey
 
 __all__ = ["AppliedInquiry", "AppliedReport", "WorkerInquiry"]
 
@@ -28,12 +28,12 @@ _LOG_INTERVAL_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class AppliedReport:
-    """What the workers said."""
+    """What the workers answered."""
 
     applied: Mapping[str, frozenset[MicroBatchKey]]
     """By stage: counted by at least one of its workers."""
     answered: frozenset[str]
-    """Incarnations of those that answered for all that was asked."""
+    """Incarnations of the workers that answered for all that was asked."""
     silent: int = 0
     """How many did not."""
 
@@ -43,13 +43,7 @@ AppliedInquiry: TypeAlias = Callable[[Sequence[MicroBatchKey]], Awaitable[Applie
 
 
 class WorkerInquiry:
-    """Asks over the network.
-
-    Args:
-        endpoint: one's own.
-        workers: stage and peer of every worker there is now.
-        timeout_s: for one worker's answer.
-    """
+    """Asks over the network."""
 
     def __init__(
         self, endpoint: Endpoint, workers: Callable[[], Iterable[tuple[str, Peer]]], timeout_s: float = 10.0
@@ -60,7 +54,7 @@ class WorkerInquiry:
         self._log_limit = TokenBuckets(1.0, 1.0 / _LOG_INTERVAL_S)
 
     async def __call__(self, micro_batches: Sequence[MicroBatchKey]) -> AppliedReport:
-        """Asks them all at once."""
+        """Asks all workers at once."""
         workers = list(self._workers())
         answers = await asyncio.gather(*(self._ask(peer, micro_batches) for _, peer in workers))
         applied: dict[str, frozenset[str]] = {}
@@ -69,30 +63,21 @@ class WorkerInquiry:
             if answer is not None:
                 answered.add(answer[0])
                 applied[stage] = applied.get(stage, frozenset()) | answer[1]
-        return AppliedReport(applied, frozenset(answered), sum(answer is None for answer in answers))
+        return AppliedReport(applied, frozenset(answered), answers.count(None))
 
     async def _ask(self, peer: Peer, micro_batches: Sequence[str]) -> tuple[str, frozenset[str]] | None:
-        """Incarnation, and what it has counted; None: it does not say, or was another one in between."""
+        """Returns a worker's incarnation, and what it has counted; None: no answer, or it restarted in between."""
         incarnations: set[str] = set()
         applied: set[str] = set()
         for first in range(0, len(micro_batches), _AT_ONCE):
             part = tuple(micro_batches[first : first + _AT_ONCE])
+            ask = AppliedAsk(micro_batches=part, refuse_from_now=True)
             try:
-                reply = await self._endpoint.call(
-                    peer,
-                    APPLIED,
-                    AppliedAsk(micro_batches=part, refuse_from_now=True),
-                    AppliedAnswer,
-                    timeout_s=self._timeout_s,
-                )
+                reply = await self._endpoint.call(peer, APPLIED, ask, AppliedAnswer, timeout_s=self._timeout_s)
             except RpcError as error:
-                self._tell(peer, error)
+                if self._log_limit.take(peer.address):  # Each lease that runs out asks all workers.
+                    logger.info("%s does not say what it has counted: %s", peer.address, error)
                 return None
             incarnations.add(reply.body.incarnation)
             applied.update(set(reply.body.micro_batches) & set(part))
         return (incarnations.pop(), frozenset(applied)) if len(incarnations) == 1 else None
-
-    def _tell(self, peer: Peer, error: RpcError) -> None:
-        """Once a minute for each worker: each lease that runs out asks all of them."""
-        if self._log_limit.take(peer.address):
-            logger.info("%s does not say what it has counted: %s", peer.address, error)

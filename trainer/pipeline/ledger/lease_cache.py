@@ -1,7 +1,7 @@
 """What a driver holds of the ledger: its leases, what of them it has not begun, and what it has yet to report.
 
-Plain state without a network, so that what may be handed out, and what is owed to the ledger server, can be tested.
-`Pace` measures how fast the driver gets micro-batches done, and so how many it has to hold.
+Plain state without a network, so that what may be handed out, and what is owed to the keeper, can be tested.
+`Throughput` measures how fast the driver gets micro-batches done, and so how many it has to hold.
 """
 
 from __future__ import annotations
@@ -11,42 +11,39 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from trainer.pipeline.protocol.micro_batch import MicroBatchId, MicroBatchKey
-from trainer.pipeline.protocol.work import LeaseTerm, MicroBatch, Settlement
+from trainer.pipeline.protocol.work import LeaseTerm, MicroBatch, MicroBatchId, MicroBatchKey, Settlement
 
-__all__ = ["Bundle", "HeldLease", "LeaseCache", "Pace"]
+__all__ = ["Bundle", "HeldLease", "LeaseCache", "Throughput"]
 
 _WINDOW_S = 30.0
 _SHORTEST_S = 10.0
-"""What few micro-batches took says little; until then they count as having taken so long."""
-_MOST = 8192
-
-
-class Pace:
-    """Micro-batches a second, of the last half minute. Times are of any one clock, in seconds."""
-
-    def __init__(self) -> None:
-        self._ended_s: deque[float] = deque(maxlen=_MOST)
-        self._began_s = math.inf
-
-    def begun(self, now_s: float) -> None:
-        """One is begun."""
-        self._began_s = min(self._began_s, now_s)
-
-    def ended(self, now_s: float) -> None:
-        """One is through."""
-        self._ended_s.append(now_s)
-
-    def per_s(self, now_s: float) -> float:
-        """Its speed; 0: nothing has ended of late."""
-        while self._ended_s and self._ended_s[0] <= now_s - _WINDOW_S:
-            self._ended_s.popleft()
-        return len(self._ended_s) / min(_WINDOW_S, max(_SHORTEST_S, now_s - self._began_s))
-
-
+"""Few micro-batches say little of the speed; until then they count as having taken so long."""
+_MOST_TIMES = 8192
 _BUNDLE_BYTES = 40_000
 """Of settlements in one call, whose whole message may have 64 KiB."""
 _BUNDLE_COUNT = 256
+
+
+class Throughput:
+    """Micro-batches per second over the last half minute. Times are of any one clock, in seconds."""
+
+    def __init__(self) -> None:
+        self._ended_s: deque[float] = deque(maxlen=_MOST_TIMES)
+        self._began_s = math.inf
+
+    def begun(self, now_s: float) -> None:
+        """Notes that one is begun."""
+        self._began_s = min(self._began_s, now_s)
+
+    def ended(self, now_s: float) -> None:
+        """Notes that one has ended."""
+        self._ended_s.append(now_s)
+
+    def per_s(self, now_s: float) -> float:
+        """Returns the speed; 0: nothing has ended of late."""
+        while self._ended_s and self._ended_s[0] <= now_s - _WINDOW_S:
+            self._ended_s.popleft()
+        return len(self._ended_s) / min(_WINDOW_S, max(_SHORTEST_S, now_s - self._began_s))
 
 
 @dataclass(slots=True, eq=False)
@@ -56,12 +53,12 @@ class HeldLease:
     token: str
     term: LeaseTerm
     begun: set[MicroBatchKey] = field(default_factory=set)
-    """Given to the routing, which has not said yet what became of them."""
+    """Given to the routing, which has not reported yet what became of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """What is said to the keeper in one call about one lease."""
+    """What is reported to the keeper in one call about one lease."""
 
     token: str
     settlements: tuple[Settlement, ...]
@@ -72,18 +69,18 @@ class Bundle:
 class _Unreported:
     settlements: dict[MicroBatchKey, Settlement] = field(default_factory=dict)
     handed_back: dict[MicroBatchKey, None] = field(default_factory=dict)
-    say_from_s: dict[MicroBatchKey, float] = field(default_factory=dict)
-    """When settlements are to be said again that the keeper did not take up."""
+    report_from_s: dict[MicroBatchKey, float] = field(default_factory=dict)
+    """When to repeat settlements that the keeper did not accept yet."""
 
 
 class LeaseCache:
-    """A driver's side of the account."""
+    """A driver's side of the ledger."""
 
     def __init__(self) -> None:
         self.leases: dict[str, HeldLease] = {}
-        """Those that last."""
+        """Live ones, by token."""
         self._lapsed: dict[str, tuple[HeldLease, float]] = {}
-        """Those that ran out, and when that was found: of what was begun of them the routing may still speak."""
+        """Those that ran out, and when that was found: what was begun of them may still be settled."""
         self.unread: deque[tuple[HeldLease, MicroBatchId]] = deque()
         """Leased, rows not read yet."""
         self.ready: deque[tuple[HeldLease, MicroBatch]] = deque()
@@ -107,12 +104,12 @@ class LeaseCache:
         return sum(len(each.settlements) + len(each.handed_back) for each in self._unreported.values())
 
     def add(self, token: str, micro_batches: Iterable[MicroBatchId], send_before_s: float) -> None:
-        """Takes up a lease."""
+        """Adds a lease."""
         lease = self.leases[token] = HeldLease(token, LeaseTerm(send_before_s))
         self.unread.extend((lease, each) for each in micro_batches)
 
     def begin(self, now_s: float) -> MicroBatch | None:
-        """Hands out the first that is read and whose lease lasts."""
+        """Hands out the first micro-batch that is read and whose lease is live."""
         for position, (lease, micro_batch) in enumerate(self.ready):
             if now_s < lease.term.send_before_s:
                 del self.ready[position]
@@ -122,29 +119,28 @@ class LeaseCache:
         return None
 
     def settle(self, settlement: Settlement) -> bool:
-        """Keeps what is to be said of one that was begun; False: nothing is, since its lease is over or it was said."""
+        """Keeps a settlement to report; returns False if its lease is over or it was settled before."""
         lease = self._end(settlement.micro_batch)
         if lease is not None:
-            self._unsaid_of(lease).settlements[settlement.micro_batch] = settlement
+            self._unreported_of(lease).settlements[settlement.micro_batch] = settlement
         return lease is not None
 
-    def hand_back(self, key: MicroBatchKey) -> bool:
-        """As `settle`, of one that no stage was asked to apply."""
+    def hand_back(self, key: MicroBatchKey) -> None:
+        """Gives back one that was begun, but that no stage was asked to apply."""
         lease = self._end(key)
         if lease is not None:
-            self._unsaid_of(lease).handed_back[key] = None
-        return lease is not None
+            self._unreported_of(lease).handed_back[key] = None
 
     def hand_back_all(self) -> None:
-        """Gives up all that is not begun."""
+        """Gives back all that is not begun."""
         for lease in self.leases.values():
             self._hand_back_unbegun(lease)
 
     def lapse(self, now_s: float) -> list[str]:
         """Gives up leases that have run out: what was not begun is handed back, what was begun may still be settled.
 
-        None is renewed afterwards: the routing may have left what it had begun to the keeper, who asks the workers when
-        the lease is over for the keeper too.
+        None of them is renewed any more: the routing may have left what it had begun to the keeper, which asks the
+        workers once the lease is over for the keeper too.
 
         Returns:
             Their tokens.
@@ -157,7 +153,7 @@ class LeaseCache:
         return [lease.token for lease in over]
 
     def forget_lapsed(self, until_s: float = math.inf) -> list[str]:
-        """Forgets those that were found to have run out by then; their tokens."""
+        """Forgets leases that were found to have run out by then; returns their tokens."""
         over = [lease for lease, since_s in self._lapsed.values() if since_s <= until_s]
         for lease in over:
             del self._lapsed[lease.token]
@@ -165,17 +161,17 @@ class LeaseCache:
         return [lease.token for lease in over]
 
     def hand_back_unread(self, lease: HeldLease, micro_batch: MicroBatchId) -> None:
-        """Gives up one whose rows cannot be read here."""
+        """Gives back one whose rows cannot be read here."""
         if self._takes_from_unread(lease, micro_batch):
-            self._unsaid_of(lease).handed_back[str(micro_batch)] = None
+            self._unreported_of(lease).handed_back[str(micro_batch)] = None
 
     def have_read(self, lease: HeldLease, micro_batch: MicroBatch) -> None:
-        """Its rows are there, and can be handed out if the lease is still held."""
+        """Keeps one whose rows were read, to be handed out if the lease is still held."""
         if self._takes_from_unread(lease, micro_batch.id):
             self.ready.append((lease, micro_batch))
 
     def drop(self, token: str) -> int:
-        """Forgets a lease that is over, with all that was not begun of it; how many that were begun are not settled."""
+        """Forgets a lease that is over; returns how many that were begun of it are not settled."""
         lease = self.leases.pop(token, None)
         if lease is None:
             return 0
@@ -185,7 +181,7 @@ class LeaseCache:
         return len(lease.begun)
 
     def bundle(self, now_s: float, *, single: bool = False) -> Bundle | None:
-        """What to say next; None: nothing now.
+        """Returns what to report next; None: nothing now.
 
         Args:
             now_s: the time.
@@ -195,7 +191,7 @@ class LeaseCache:
             settlements: list[Settlement] = []
             size_bytes = 0
             for key, settlement in unreported.settlements.items():
-                if unreported.say_from_s.get(key, now_s) > now_s:
+                if unreported.report_from_s.get(key, now_s) > now_s:
                     continue
                 size_bytes += len(settlement.model_dump_json())
                 if settlements and (single or size_bytes > _BUNDLE_BYTES or len(settlements) >= _BUNDLE_COUNT):
@@ -208,34 +204,40 @@ class LeaseCache:
                 return Bundle(token, tuple(settlements), tuple(back))
         return None
 
-    def not_taken_up(self, bundle: Bundle, keys: Iterable[MicroBatchKey], say_from_s: float) -> Bundle:
-        """Keeps some settlements of what was said, to be said again from then on; returns the rest."""
-        kept = {each.micro_batch for each in bundle.settlements}.intersection(keys)
-        if kept:
-            self._unreported[bundle.token].say_from_s.update(dict.fromkeys(kept, say_from_s))
-        taken = tuple(each for each in bundle.settlements if each.micro_batch not in kept)
-        return Bundle(bundle.token, taken, bundle.handed_back)
+    def reported(self, bundle: Bundle, unheard: Iterable[MicroBatchKey], repeat_from_s: float) -> None:
+        """Forgets what the keeper has acknowledged, and leases of which nothing is left.
 
-    def said(self, bundle: Bundle) -> None:
-        """Forgets what the keeper has acknowledged, and leases of which nothing is left."""
+        Args:
+            bundle: as reported.
+            unheard: micro-batches whose settlements have to be repeated.
+            repeat_from_s: from when on.
+        """
         unreported = self._unreported[bundle.token]
+        kept = {each.micro_batch for each in bundle.settlements}.intersection(unheard)
+        unreported.report_from_s.update(dict.fromkeys(kept, repeat_from_s))
         for settlement in bundle.settlements:
-            unreported.settlements.pop(settlement.micro_batch, None)
-            unreported.say_from_s.pop(settlement.micro_batch, None)
+            if settlement.micro_batch not in kept:
+                unreported.settlements.pop(settlement.micro_batch, None)
+                unreported.report_from_s.pop(settlement.micro_batch, None)
         for key in bundle.handed_back:
             unreported.handed_back.pop(key, None)
-        if not unreported.settlements and not unreported.handed_back:
-            del self._unreported[bundle.token]
-        self._forget_if_through(bundle.token)
+        if unreported.settlements or unreported.handed_back:
+            return
+        del self._unreported[bundle.token]
+        lease = self.leases.get(bundle.token)
+        if lease is not None and not lease.begun and not any(each is lease for each, _ in (*self.unread, *self.ready)):
+            del self.leases[bundle.token]
 
     def shards(self) -> list[int]:
-        """Shards of what is held, the latest leased first."""
+        """Returns the shards of what is held, the latest leased first."""
         held = [each.id.shard for _, each in self.ready] + [each.shard for _, each in self.unread]
         return list(dict.fromkeys(reversed(held)))
 
+    # -- inside --------------------------------------------------------------------------------------------------------
+
     def _hand_back_unbegun(self, lease: HeldLease) -> None:
         for micro_batch in self._take_unbegun(lease):
-            self._unsaid_of(lease).handed_back[str(micro_batch)] = None
+            self._unreported_of(lease).handed_back[str(micro_batch)] = None
 
     def _take_unbegun(self, lease: HeldLease) -> list[MicroBatchId]:
         """Takes out all of a lease that is not begun."""
@@ -251,7 +253,7 @@ class LeaseCache:
                 del self._lease_of[key]
 
     def _takes_from_unread(self, lease: HeldLease, micro_batch: MicroBatchId) -> bool:
-        """Whether it was the first there; else its lease was dropped meanwhile."""
+        """Takes the first unread one; returns False if it is another, its lease having been dropped meanwhile."""
         is_first = bool(self.unread) and self.unread[0] == (lease, micro_batch)
         if is_first:
             self.unread.popleft()
@@ -263,12 +265,5 @@ class LeaseCache:
             lease.begun.discard(key)
         return lease
 
-    def _unsaid_of(self, lease: HeldLease) -> _Unreported:
+    def _unreported_of(self, lease: HeldLease) -> _Unreported:
         return self._unreported.setdefault(lease.token, _Unreported())
-
-    def _forget_if_through(self, token: str) -> None:
-        lease = self.leases.get(token)
-        if lease is None or lease.begun or token in self._unreported:
-            return
-        if not any(each is lease for each, _ in self.unread) and not any(each is lease for each, _ in self.ready):
-            del self.leases[token]

@@ -1,145 +1,116 @@
-"""Decides: who is given what, what is believed of what drivers say, what becomes of leases that ran out.
+"""Decides what each driver is given, what is believed of drivers' reports, and what becomes of leases that ran out.
 
-Every change is a record, written before it is spoken of. Time comes as an argument (seconds on CLOCK_BOOTTIME) and is
-in no record; the ledger itself waits for nothing and calls nobody but ``write``.
+Every change is a record, written before it is spoken of. Time is an argument (seconds on CLOCK_BOOTTIME) and in no
+record; the ledger waits for nothing and calls nothing but ``write``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 
 from trainer.errors import LedgerError, RefusedError, TrainerUsageError
-from trainer.pipeline.ledger.account import Account
 from trainer.pipeline.ledger.config import LedgerConfig
 from trainer.pipeline.ledger.inquiry import AppliedReport
-from trainer.pipeline.ledger.lane_book import LaneBook
-from trainer.pipeline.ledger.ledger_state import LeaseBook, LedgerState
+from trainer.pipeline.ledger.lane_leases import LaneLeases
+from trainer.pipeline.ledger.ledger_state import LedgerState, OpenLease
+from trainer.pipeline.ledger.messages import Account, LeaseAnswer, SettleAnswer
 from trainer.pipeline.ledger.records import Granted, Grown, LostRuns, Record, Resolved, Settled, Workers, WorkerSeen
 from trainer.pipeline.ledger.units import Run, Unit, runs_of
-from trainer.pipeline.protocol.micro_batch import MicroBatchId
-from trainer.pipeline.protocol.work import Settlement
+from trainer.pipeline.protocol.work import MicroBatchId, Settlement
 
-__all__ = ["Grant", "Ledger", "Receipt"]
+__all__ = ["Ledger"]
 
 _MOST_RETURNED = 512
-"""Micro-batches of a lease of what came back: each may be a run of its own, 60 bytes of an answer's 64 KiB."""
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """What a driver is given."""
-
-    runs: tuple[Run, ...]
-    finished: bool = False
-    """Nothing is left, and nothing will be."""
-
-
-@dataclass(frozen=True, slots=True)
-class Receipt:
-    """What became of what a driver said."""
-
-    accepted: int
-    repeated: int = 0
-    """Were settled before; nothing was counted twice."""
-    stale: tuple[MicroBatchId, ...] = ()
-    """Not this lease's any more; what was said of them does not count."""
-    unheard: tuple[MicroBatchId, ...] = ()
-    """Done by workers that nobody else has heard of; open still."""
+"""Micro-batches of a lease of returned ones: each may be a run of its own, 60 bytes of an answer's 64 KiB."""
 
 
 class Ledger:
     """The account, and the rules by which it changes.
 
+    All methods that change it raise LedgerError where the account cannot be written.
+
     Args:
-        books: its state.
-        config: how long leases are, and how much is leased.
-        write: takes every record before it is spoken of; what it raises ends the account's life in this process.
-        now_s: leases that are live already begin anew here.
+        state: what the journal adds up to.
+        config: of the ledger.
+        write: takes every record before it is spoken of; an exception ends the account's life in this process.
+        now_s: live leases begin anew at this time.
         max_tokens: to be trained on in all, those of the journal included; 0: no bound.
     """
 
     def __init__(
         self,
-        books: LedgerState,
+        state: LedgerState,
         config: LedgerConfig,
         write: Callable[[Record], None],
         now_s: float,
         *,
         max_tokens: int = 0,
     ) -> None:
-        self._books = books
+        self.state = state
+        """To be read only."""
         self._config = config
+        self._layout = state.spec.layout
         self._write = write
         self._max_tokens = max_tokens
-        self._ends_s = dict.fromkeys(books.leases, now_s + config.lease_s)
-        self._looked_into: set[str] = set()
-        self._seen_s = dict.fromkeys(books.workers, now_s)
+        self._ends_s = dict.fromkeys(state.leases, now_s + config.lease_s)
+        self._due: set[str] = set()
+        """Leases that ran out and are being resolved."""
+        self._seen_s = dict.fromkeys(state.workers, now_s)
         self._unheard_s: dict[tuple[str, MicroBatchId], float] = {}
-        """By lease and micro-batch: since when its driver says that workers have done it whom nobody has heard of."""
-        self._rests_until_s = dict.fromkeys(books.waiting, now_s + config.reissue_after_s)
+        """By lease and micro-batch: since when its driver says that unknown workers have done it."""
+        self._rests_until_s = dict.fromkeys(state.waiting, now_s + config.reissue_after_s)
         self.leases_nothing = False
         """Set until it is known that this is the account of what the workers were trained on."""
         self.failure: Exception | None = None
-        """Why the account cannot be written any more; the process has to be started again."""
-
-    @property
-    def books(self) -> LedgerState:
-        """The state, to look at."""
-        return self._books
+        """Why the account cannot be written any more; the process has to be restarted."""
 
     def account(self) -> Account:
-        """What has become of the data so far."""
-        return self._books.account()
+        """Returns what has become of the data so far."""
+        return self.state.account()
 
-    def lease(self, driver: str, token: str, preferred: Sequence[int], num_units: int, now_s: float) -> Grant:
-        """Gives a driver rows: first what came back from others, then units of shards it prefers, then of any.
+    def lease(self, driver: str, token: str, preferred: Sequence[int], num_units: int, now_s: float) -> LeaseAnswer:
+        """Gives a driver rows: first what others returned, then units of shards it prefers, then of any.
 
-        Args:
-            driver: who asks.
-            token: drawn by it; the same again gives what is left of the same lease, and lets it begin anew.
-            preferred: shards, the first most.
-            num_units: how many units, or as many micro-batches as these have.
-            now_s: the time.
+        A repeated token gives what is left of the same lease, and lets it begin anew. Returned rows count as the units
+        that have as many micro-batches.
 
         Raises:
             RefusedError: the token is another driver's, or the driver holds enough.
-            LedgerError: the account cannot be written.
         """
         known = self._lease_of(driver, token)
-        if known is not None and token not in self._looked_into:
+        if known is not None and token not in self._due:
             self._ends_s[token] = now_s + self._config.lease_s
-            return Grant(runs_of(known.open, self._books.spec.layout))
+            return self._leased(runs_of(known.open, self._layout))
         if known is not None:
             raise RefusedError("lease-over", f"lease {token[:8]} has run out; draw another token")
         if self._left_tokens() <= 0:
-            return Grant((), finished=not self._books.leases)
+            return self._leased((), finished=not self.state.leases)
         num_units = min(num_units, self._units_for(driver))
         if not num_units:
             raise RefusedError(
                 "enough",
                 f"expected a driver that holds fewer than {self._config.max_open} micro-batches and less than its "
-                f"share of what is left, found {self._books.num_held_by(driver)}",
+                f"share of what is left, found {self.state.num_held_by(driver)}",
             )
         runs = self._returned_runs(preferred, num_units, now_s) or self._new_runs(preferred, num_units)
         if not runs:
-            return Grant((), finished=not self._books.leases and not self._books.waiting)
+            return self._leased((), finished=not self.state.leases and not self.state.waiting)
         if self.leases_nothing:
-            return Grant(())
+            return self._leased(())
         given, surplus = self._cut(runs)
         self._change(Granted(token=token, driver=driver, runs=runs))
         self._ends_s[token] = now_s + self._config.lease_s
         if surplus:
             self._change(Settled(token=token, handed_back=surplus))
-        return Grant(given)
+        return self._leased(given)
 
     def renew(self, driver: str, tokens: Iterable[str], now_s: float) -> tuple[str, ...]:
-        """Lets leases last longer; those that are live and this driver's, the others being over."""
+        """Extends leases; returns those that are live and this driver's. The others are over."""
         live = []
         for token in tokens:
-            lease = self._books.leases.get(token)
-            if lease is not None and lease.driver == driver and token not in self._looked_into:
+            lease = self.state.leases.get(token)
+            if lease is not None and lease.driver == driver and token not in self._due:
                 self._ends_s[token] = now_s + self._config.lease_s
                 live.append(token)
         return tuple(live)
@@ -152,20 +123,14 @@ class Ledger:
         handed_back: Sequence[MicroBatchId] = (),
         *,
         checked_s: float | None = None,
-    ) -> Receipt:
-        """Takes a driver's word on micro-batches of its lease; again is as once.
+    ) -> SettleAnswer:
+        """Takes a driver's report on micro-batches of its lease; repeating it changes nothing.
 
-        Args:
-            driver: who says so.
-            token: of the lease.
-            settlements: what became of micro-batches.
-            handed_back: those not begun.
-            checked_s: the time, where only workers are believed to have done something that have announced themselves
-                for that stage; what names others stays open (see `unheard`). None: drivers are believed.
+        With the time in ``checked_s``, only workers that have announced themselves for the stage are believed to have
+        done something; what names others stays open (see `unheard`). Without it, drivers are believed.
 
         Raises:
             RefusedError: the lease is another driver's, or a settlement makes no sense; nothing is counted.
-            LedgerError: the account cannot be written.
         """
         self._lease_of(driver, token)
         for settlement in settlements:
@@ -174,26 +139,28 @@ class Ledger:
         back = dict.fromkeys(each for each in handed_back if each not in said)
         for each in back:
             self._check_micro_batch(each)
-        held = [each for each in (*said, *back) if self._books.holder(each) == token]
-        others = [each for each in (*said, *back) if self._books.holder(each) != token]
+        held = [each for each in (*said, *back) if self.state.holder(each) == token]
+        others = [each for each in (*said, *back) if self.state.holder(each) != token]
         unheard = () if checked_s is None else tuple(each for each in held if self._is_unheard(said.get(each)))
         for each in unheard:
             self._unheard_s.setdefault((token, each), checked_s or 0.0)
         mine = set(held).difference(unheard)
-        stale = tuple(each for each in others if not self._is_settled(each))
+        stale = tuple(str(each) for each in others if not self._is_settled(each))
         if mine:
             self._change(
                 Settled(
                     token=token,
                     settlements=tuple(settlement for each, settlement in said.items() if each in mine),
-                    handed_back=runs_of((each for each in back if each in mine), self._books.spec.layout),
+                    handed_back=runs_of((each for each in back if each in mine), self._layout),
                 )
             )
             self._forget_ended()
-        return Receipt(len(mine), len(others) - len(stale), stale, unheard)
+        return SettleAnswer(
+            accepted=len(mine), repeated=len(others) - len(stale), stale=stale, unheard=tuple(map(str, unheard))
+        )
 
     def release(self, driver: str, token: str, now_s: float) -> None:
-        """Ends a lease of a driver that says it sends nothing of it any more.
+        """Ends a lease of which its driver sends nothing any more.
 
         Raises:
             RefusedError: it is another driver's.
@@ -202,28 +169,25 @@ class Ledger:
             self._ends_s[token] = min(self._ends_s[token], now_s)
 
     def release_all(self, driver: str, now_s: float) -> None:
-        """Ends all leases of a driver whose process is known to be gone, as a keeper's own of its life before."""
-        for token, lease in self._books.leases.items():
+        """Ends all leases of a driver whose process is known to be gone, as a restarted keeper's own."""
+        for token, lease in self.state.leases.items():
             if lease.driver == driver:
-                self._ends_s[token] = min(self._ends_s[token], now_s)
+                self.release(driver, token, now_s)
 
     def due(self, now_s: float) -> tuple[str, ...]:
-        """Leases that have run out long enough to be looked into; from now on they cannot be renewed."""
+        """Returns the leases that ran out long enough ago to be resolved; they cannot be renewed any more."""
         margin_s = self._config.lease_margin_s
         over = tuple(token for token, end_s in self._ends_s.items() if end_s + margin_s <= now_s)
-        self._looked_into.update(over)
+        self._due.update(over)
         return over
 
     def unheard(self, now_s: float) -> dict[str, tuple[MicroBatchId, ...]]:
-        """Open micro-batches that workers have done, as drivers say, who had long enough to be heard of and were not.
+        """Returns, by lease, open micro-batches that unknown workers have done, as their driver has said for long.
 
-        Announcements may come later than what is said of a worker, but not later than a worker is missed.
-
-        Returns:
-            By lease.
+        An announcement may come later than a driver's report of the worker, but not later than a worker is missed.
         """
         patience_s = max(self._config.worker_gone_s, self._config.lease_s)
-        holder = self._books.holder
+        holder = self.state.holder
         self._unheard_s = {which: since_s for which, since_s in self._unheard_s.items() if holder(which[1]) == which[0]}
         found: dict[str, tuple[MicroBatchId, ...]] = {}
         for (token, each), since_s in self._unheard_s.items():
@@ -232,37 +196,25 @@ class Ledger:
         return found
 
     def is_complete(self, token: str, report: AppliedReport) -> bool:
-        """Whether whoever may have counted something of a lease has said so."""
-        lease = self._books.leases.get(token)
-        alive = self._books.announced_workers() <= report.answered and not report.silent
-        return lease is not None and alive and not lease.bereaved
+        """Whether all workers that may have counted something of a lease have answered."""
+        return not self._is_bereaved(token) and self._is_answered_by_all(report)
 
-    def may_become_complete(self, token: str) -> bool:
-        """Whether asking again may tell more."""
-        lease = self._books.leases.get(token)
-        return lease is not None and not lease.bereaved
+    def may_learn_more(self, token: str, report: AppliedReport) -> bool:
+        """Whether asking the workers again may complete a report."""
+        return not self._is_bereaved(token) and not self._is_answered_by_all(report)
 
     def resolve(
         self, token: str, report: AppliedReport, now_s: float, some: Collection[MicroBatchId] | None = None
     ) -> Resolved | None:
-        """Ends a lease, or some of it, by what workers say.
+        """Ends a lease, or some of it, by what workers report.
 
-        Counted in all stages is done, in some is lost, in none waits for a driver.
-        Where not all could be asked, what is counted in none is lost as ``unclear``: who is silent may have it.
-
-        Args:
-            token: of the lease.
-            report: what the workers say.
-            now_s: the time; what is in no stage is given again `reissue_after_s` from then.
-            some: what of it to decide about (see `unheard`); None: all.
+        Counted in all stages is done, in some is lost, in none waits for a driver. Where the report is not complete,
+        what is counted in none is lost as ``unclear``: a silent worker may have it.
 
         Returns:
-            What was decided; None: that has ended by itself.
-
-        Raises:
-            LedgerError: the account cannot be written.
+            What was decided about ``some`` of it (see `unheard`), or all; None: nothing of it is open any more.
         """
-        lease = self._books.leases.get(token)
+        lease = self.state.leases.get(token)
         asked = sorted(lease.open if some is None else lease.open.intersection(some)) if lease is not None else []
         if not asked:
             self._forget_ended()
@@ -270,58 +222,64 @@ class Ledger:
         record = self._resolution(token, asked, report, "driver-lost" if some is None else "unheard")
         self._change(record)
         self._forget_ended()
-        again_s = now_s + self._config.reissue_after_s
-        for run in record.returned:
-            self._rests_until_s.update(dict.fromkeys(self._books.spec.layout.micro_batches(run), again_s))
+        returned = self._layout.micro_batches(*record.returned)
+        self._rests_until_s.update(dict.fromkeys(returned, now_s + self._config.reissue_after_s))
         return record
 
     def note_workers(self, seen: Iterable[WorkerSeen], now_s: float, version: int | None = None) -> None:
-        """Takes note of all workers that are announced now; those that are not, for long enough, are gone.
+        """Notes all workers that are announced now, and the stages' version if all stages are heard of.
 
-        Args:
-            seen: they.
-            now_s: the time.
-            version: the stages'; None: not all of them are heard of.
-
-        Raises:
-            LedgerError: the account cannot be written.
+        A worker that is missing for `worker_gone_s` is gone: what only that worker had counts as perished, and leases
+        that were live meanwhile are believed less.
         """
-        known = self._books.workers
+        known = self.state.workers
         fresh = []
         for worker in seen:
             self._seen_s[worker.incarnation] = now_s
-            if self._books.has_news(worker):
+            if self.state.has_news(worker):
                 fresh.append(worker)
         for incarnation in known:
             self._seen_s.setdefault(incarnation, now_s)
         gone = tuple(each for each in known if self._seen_s[each] + self._config.worker_gone_s <= now_s)
-        if version == self._books.noted_version or self.leases_nothing:
+        if version == self.state.noted_version or self.leases_nothing:
             version = None
         if fresh or gone or version is not None:
             self._change(Workers(seen=tuple(fresh), gone=gone, version=version))
         self._seen_s = {each: when_s for each, when_s in self._seen_s.items() if each in known}
 
     def grow(self, shards: Sequence[Sequence[int]]) -> None:
-        """Takes note of a store that has more shards: read from each lane's next epoch on.
-
-        Args:
-            shards: of each lane, ascending; all there are.
+        """Notes a store that has more shards: they are read from each lane's next epoch on.
 
         Raises:
-            LedgerError: it is not the same store, grown; or the account cannot be written.
+            LedgerError: it is not the same store, grown.
         """
-        lanes = self._books.lanes
-        if len(shards) != len(lanes) or any(map(_shrinks, self._books.shards, shards)):
+        lanes = self.state.lanes
+        if len(shards) != len(lanes) or any(
+            list(ids)[: len(lane.shards)] != list(lane.shards) for lane, ids in zip(lanes, shards, strict=True)
+        ):
             raise LedgerError("expected a store that has grown at its end, found one that has lost or changed shards")
         counts = [len(ids) for ids in shards]
         if counts == [lane.next_num_shards for lane in lanes]:
             return
-        self._books.know(shards)
+        self.state.learn_shards(shards)
         self._change(Grown(shards=tuple(counts)))
 
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _leased(self, runs: tuple[Run, ...], *, finished: bool = False) -> LeaseAnswer:
+        return LeaseAnswer(runs=runs, lease_s=self._config.lease_s, finished=finished)
+
+    def _is_bereaved(self, token: str) -> bool:
+        """Whether a lease is over, or some worker that may have counted something of it cannot be asked any more."""
+        lease = self.state.leases.get(token)
+        return lease is None or lease.bereaved
+
+    def _is_answered_by_all(self, report: AppliedReport) -> bool:
+        return self.state.announced_workers() <= report.answered and not report.silent
+
     def _resolution(self, token: str, asked: Sequence[MicroBatchId], report: AppliedReport, in_some: str) -> Resolved:
-        """What becomes of micro-batches; those that only some stages have are lost for the reason ``in_some``."""
-        stages, layout = self._books.spec.stages, self._books.spec.layout
+        """Returns what becomes of micro-batches; those that only some stages have are lost for the reason `in_some`."""
+        stages, layout = self.state.spec.stages, self._layout
         complete = self.is_complete(token, report)
         done, returned, lost = [], [], dict[tuple[str, str], list[MicroBatchId]]()
         for micro_batch in asked:
@@ -345,49 +303,50 @@ class Ledger:
         )
 
     def _units_for(self, driver: str) -> int:
-        """How many more a driver may have: `max_open`, and while an end is in sight its share of half of what is left.
+        """Returns how many more units a driver may have.
 
-        So drivers come to their ends together, however fast each is, and hold what they need ahead until then.
+        That is up to `max_open`, and once an end is in sight its share of half of what is left: so drivers come to
+        their ends together, however fast each is, and hold what they need ahead until then.
         """
-        layout, held = self._books.spec.layout, self._books.num_held_by(driver)
+        layout, held = self._layout, self.state.num_held_by(driver)
         room = -(-(self._config.max_open - held) // layout.micro_batches_per_unit)
-        drivers = {driver, *(lease.driver for lease in self._books.leases.values())}
         left = self._left_micro_batches()
         if left == math.inf:
             return max(0, room)
-        share = (left + self._books.num_open) / (2 * len(drivers))
+        drivers = {driver, *(lease.driver for lease in self.state.leases.values())}
+        share = (left + self.state.num_open) / (2 * len(drivers))
         least = self._config.lease_units * layout.micro_batches_per_unit
         return max(0, min(room, math.ceil((max(2 * least, share) - held) / layout.micro_batches_per_unit)))
 
     def _left_micro_batches(self) -> float:
-        """Those that may still be given to drivers; infinity: there is no end."""
-        layout, epochs = self._books.spec.layout, self._config.epochs
+        """Returns how many may still be given to drivers; infinity: there is no end."""
+        layout, epochs = self._layout, self._config.epochs
         by_tokens = self._left_tokens() / (layout.micro_batch_rows * layout.seq_len)
         if not epochs:
             return by_tokens
         units = 0
-        for lane in self._books.lanes:
+        for lane in self.state.lanes:
             leased, in_all = lane.units_of_epoch
             units += in_all - leased + (epochs - 1 - lane.epoch) * lane.next_num_shards * layout.units_per_shard
-        return min(by_tokens, units * layout.micro_batches_per_unit + len(self._books.waiting))
+        return min(by_tokens, units * layout.micro_batches_per_unit + len(self.state.waiting))
 
     def _left_tokens(self) -> float:
-        """How many may still be given to drivers; what is lost is made up for."""
-        return self._max_tokens - self._books.spoken_for_tokens() if self._max_tokens else math.inf
+        """Returns how many may still be given to drivers; what is lost is made up for."""
+        return self._max_tokens - self.state.spoken_for_tokens() if self._max_tokens else math.inf
 
     def _cut(self, runs: tuple[Run, ...]) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
-        """Of some rows, those that may be given, and the others, which wait: shards are begun by whole units."""
-        layout, left = self._books.spec.layout, self._left_tokens()
+        """Splits rows into those that may be given and a surplus, which waits: shards are begun by whole units."""
+        layout, left = self._layout, self._left_tokens()
         given: list[MicroBatchId] = []
         surplus: list[MicroBatchId] = []
-        for micro_batch in (each for run in runs for each in layout.micro_batches(run)):
+        for micro_batch in layout.micro_batches(*runs):
             (given if left > 0 else surplus).append(micro_batch)
             left -= layout.rows_of(micro_batch) * layout.seq_len
         return (runs_of(given, layout), runs_of(surplus, layout)) if surplus else (runs, ())
 
     def _returned_runs(self, preferred: Sequence[int], num_units: int, now_s: float) -> tuple[Run, ...]:
-        """Of what came back, the oldest first, of preferred shards before others."""
-        waiting, layout = self._books.waiting, self._books.spec.layout
+        """Returns some of what came back, preferred shards first, then the oldest first."""
+        waiting, layout = self.state.waiting, self._layout
         self._rests_until_s = {
             each: until_s for each, until_s in self._rests_until_s.items() if each in waiting and until_s > now_s
         }
@@ -397,32 +356,32 @@ class Ledger:
         return runs_of(ordered[: min(num_units * layout.micro_batches_per_unit, _MOST_RETURNED)], layout)
 
     def _new_runs(self, preferred: Sequence[int], num_units: int) -> tuple[Run, ...]:
-        """Units that nobody was given yet."""
-        books = self._books.draft()
+        """Returns units that no driver was given yet, of lanes by their weights."""
+        lanes = list(zip(self.state.draft(), self.state.spec.lanes, strict=True))
         units: list[Unit] = []
         while len(units) < num_units:
-            lane = min(
-                (each for each in zip(books, self._books.spec.lanes, strict=True) if self._has_more(each[0])),
+            lane, _ = min(
+                (each for each in lanes if self._has_more(each[0])),
                 key=lambda each: each[0].units_leased / each[1].weight,
-                default=None,
+                default=(None, None),
             )
-            unit = None if lane is None else _next_of(lane[0], preferred)
+            unit = None if lane is None else lane.next_unit(preferred)
             if lane is None or unit is None:
                 break
-            lane[0].lease(unit)
+            lane.lease(unit)
             units.append(unit)
-        return tuple(map(self._books.spec.layout.run_of, units))
+        return tuple(map(self._layout.run_of, units))
 
-    def _has_more(self, lane: LaneBook) -> bool:
+    def _has_more(self, lane: LaneLeases) -> bool:
         return not lane.is_through or not self._config.epochs or lane.epoch + 1 < self._config.epochs
 
-    def _lease_of(self, driver: str, token: str) -> LeaseBook | None:
-        """A live lease; None: there is none of that token.
+    def _lease_of(self, driver: str, token: str) -> OpenLease | None:
+        """Returns the live lease of a token, if there is one.
 
         Raises:
             RefusedError: it is another driver's.
         """
-        lease = self._books.leases.get(token)
+        lease = self.state.leases.get(token)
         if lease is not None and lease.driver != driver:
             raise RefusedError("not-yours", f"lease {token[:8]} is another driver's")
         return lease
@@ -430,44 +389,43 @@ class Ledger:
     def _is_unheard(self, settlement: Settlement | None) -> bool:
         if settlement is None or settlement.outcome != "done":
             return False
-        return not all(map(self._books.has_heard_of, settlement.credits))
+        return not all(map(self.state.has_heard_of, settlement.credits))
 
     def _is_settled(self, micro_batch: MicroBatchId) -> bool:
-        open_now = self._books.holder(micro_batch) is not None or micro_batch in self._books.waiting
-        return not open_now and self._books.is_leased(micro_batch)
+        open_now = self.state.holder(micro_batch) is not None or micro_batch in self.state.waiting
+        return not open_now and self.state.is_leased(micro_batch)
 
     def _check(self, settlement: Settlement) -> None:
         """Raises RefusedError if it makes no sense."""
-        rows = self._check_micro_batch(MicroBatchId.parse(settlement.micro_batch))
+        tokens = self._check_micro_batch(MicroBatchId.parse(settlement.micro_batch)) * self._layout.seq_len
+        expected = self.state.spec.stages
         stages = [credit.stage for credit in settlement.credits]
         text = ""
-        if len(set(stages)) != len(stages) or not set(stages) <= set(self._books.spec.stages):
+        if len(set(stages)) != len(stages) or not set(stages) <= set(expected):
             text = f"credits of stages of this run, each once, found {stages}"
-        elif settlement.num_tokens > rows * self._books.spec.layout.seq_len:
-            text = f"at most {rows * self._books.spec.layout.seq_len} tokens, found {settlement.num_tokens}"
-        elif settlement.outcome == "done" and (len(stages) < len(self._books.spec.stages) or settlement.lost_at):
+        elif settlement.num_tokens > tokens:
+            text = f"at most {tokens} tokens, found {settlement.num_tokens}"
+        elif settlement.outcome == "done" and (len(stages) < len(expected) or settlement.lost_at):
             text = f"all stages to have counted what is done, found {stages}"
-        elif settlement.outcome == "lost" and (
-            settlement.reason is None or settlement.lost_at not in self._books.spec.stages
-        ):
+        elif settlement.outcome == "lost" and (settlement.reason is None or settlement.lost_at not in expected):
             text = f"a reason and a stage of this run, found {settlement.reason} and {settlement.lost_at}"
         if text:
             raise RefusedError("malformed", f"{settlement.micro_batch}: expected {text}")
 
     def _check_micro_batch(self, micro_batch: MicroBatchId) -> int:
-        """How many rows it has; raises RefusedError if there is none of that name."""
+        """Returns how many rows it has; raises RefusedError if there is none of that name."""
         try:
-            rows = self._books.spec.layout.rows_of(micro_batch)
+            rows = self._layout.rows_of(micro_batch)
         except TrainerUsageError as error:
             raise RefusedError("malformed", str(error)) from None
-        if self._books.lane_of(micro_batch.shard) is None:
+        if self.state.lane_of(micro_batch.shard) is None:
             raise RefusedError("malformed", f"expected a shard of this run, found {micro_batch}")
         return rows
 
     def _forget_ended(self) -> None:
-        live = self._books.leases
+        live = self.state.leases
         self._ends_s = {token: end_s for token, end_s in self._ends_s.items() if token in live}
-        self._looked_into &= live.keys()
+        self._due &= live.keys()
 
     def _change(self, record: Record) -> None:
         """Writes a record, then counts it."""
@@ -475,15 +433,7 @@ class Ledger:
             raise LedgerError("expected an account that can be written, found that writing has failed; start it again")
         try:
             self._write(record)
-            self._books.apply(record)
+            self.state.apply(record)
         except Exception as error:
             self.failure = error
             raise
-
-
-def _next_of(lane: LaneBook, preferred: Sequence[int]) -> Unit | None:
-    return lane.first_of_next_epoch(preferred) if lane.is_through else lane.next_unit(preferred)
-
-
-def _shrinks(before: Sequence[int], after: Collection[int]) -> bool:
-    return len(after) < len(before) or list(after)[: len(before)] != list(before)

@@ -12,71 +12,71 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 from trainer.errors import LedgerError, TrainerUsageError
-from trainer.pipeline.ledger.account import Account, LaneProgress, LostCount, PerishedCount, Tally
-from trainer.pipeline.ledger.lane_book import Intervals, LaneBook
+from trainer.pipeline.ledger.lane_leases import Intervals, LaneLeases, new_lane
+from trainer.pipeline.ledger.messages import Account, LaneProgress, LostCount, PerishedCount, Tally
 from trainer.pipeline.ledger.records import (
     Granted,
     Grown,
-    LeaseState,
+    LaneSnapshot,
+    LeaseSnapshot,
+    LedgerSnapshot,
     Opened,
     Record,
     Resolved,
     Settled,
-    Snapshot,
     Workers,
     WorkerSeen,
-    WorkerState,
+    WorkerSnapshot,
 )
 from trainer.pipeline.ledger.units import LaneSpec, LedgerSpec, Run, Unit, runs_of
-from trainer.pipeline.protocol.micro_batch import MicroBatchId
-from trainer.pipeline.protocol.work import StageCredit
+from trainer.pipeline.protocol.work import MicroBatchId, StageCredit
 
-__all__ = ["LeaseBook", "LedgerState", "WorkerBook"]
+__all__ = ["LedgerState", "OpenLease"]
 
 _MOST_WAYS = 256
 _MOST_UNANNOUNCED = 1024
 _MOST_GAPS = 4096
-"""Runs of numbers kept of one worker; honest drivers' credits of it close up."""
+"""Runs of numbers kept of one worker; honest drivers' credits of it leave no gaps."""
 _MOST_DEPARTED = 4096
 _OTHER = "other"
-"""The reason counted for whatever drivers come up with beyond so many pairs of stage and reason."""
+"""The reason counted for losses once drivers have come up with `_MOST_WAYS` pairs of stage and reason."""
 
 
 @dataclass(slots=True)
-class LeaseBook:
+class OpenLease:
     """A live lease."""
 
     driver: str
     open: set[MicroBatchId] = field(default_factory=set)
     bereaved: bool = False
-    """A worker of the last stage has vanished since it was given: what that one had applied cannot be asked any more.
+    """A worker of the last stage has vanished since it was given, so what that one had applied cannot be asked for.
 
-    Of other stages that does not matter: they apply what the last stage has applied before, so that where nobody there
-    has, nobody has.
+    Workers of other stages do not matter: they apply what the last stage has applied before, so where nobody there has,
+    nobody has.
     """
 
 
 @dataclass(slots=True)
-class WorkerBook:
-    """A worker that is taken to be alive."""
+class _Worker:
+    """A worker that is assumed to be alive."""
 
     stage: str
     announced: bool = False
-    """Whether it was heard of by itself. Of others drivers alone speak, who may invent them: when they go, that says
-    nothing of anybody's leases, nor is anything counted as perished with them."""
+    """Whether it has announced itself. Others are named by drivers alone, who may invent them: when they go, that says
+    nothing of anybody's leases, and nothing counts as perished with them."""
     shared_through: int = 0
     unshared: Intervals = field(default_factory=Intervals)
     """Numbers of the micro-batches that it acknowledged and is not known to have shared."""
 
     def acknowledge(self, number: int) -> int:
-        """Takes note of a micro-batch that it has counted; by how many more it is not known to have shared."""
+        """Notes a micro-batch that it has counted; returns by how much what it is not known to have shared grows."""
         before = len(self.unshared)
         if number > self.shared_through and self.unshared.num_runs < _MOST_GAPS:
             self.unshared.add(number)
         return len(self.unshared) - before
 
     def share(self, through: int) -> None:
-        """Takes note of what outlives it."""
+        """Notes what outlives it."""
         if through > self.shared_through:
             self.shared_through = through
             self.unshared.drop_through(through)
@@ -91,23 +91,17 @@ class _Sum(NamedTuple):
 
 
 class LedgerState:
-    """The state of an account; changed by `apply` alone. Use `of`.
+    """The state of an account; only `apply` changes it. Use `of`."""
 
-    Args:
-        spec: what it is of.
-        shards: of each lane, ascending; at least as many as the records speak of.
-        lanes: where they stand.
-    """
-
-    def __init__(self, spec: LedgerSpec, shards: Sequence[Sequence[int]], lanes: Sequence[LaneBook]) -> None:
+    def __init__(self, spec: LedgerSpec, shards: Sequence[Sequence[int]], lanes: Iterable[LaneSnapshot]) -> None:
+        units = spec.layout.units_per_shard
         self.spec = spec
-        self.shards = tuple(shards)
-        self.lanes = list(lanes)
-        self.leases: dict[str, LeaseBook] = {}
+        self.lanes = [LaneLeases(ids, units, lane) for ids, lane in zip(shards, lanes, strict=True)]
+        self.leases: dict[str, OpenLease] = {}
         self.waiting: dict[MicroBatchId, None] = {}
-        self.workers: dict[str, WorkerBook] = {}
-        self._departed: dict[str, WorkerBook] = {}
-        """Announced once and gone lately, the last at the end: drivers may only now say what these have counted."""
+        self.workers: dict[str, _Worker] = {}
+        self._departed: dict[str, _Worker] = {}
+        """Announced once and gone lately, the last at the end: drivers may only now report what these have counted."""
         self._holder: dict[MicroBatchId, str] = {}
         self._done, self._lost = _Sum(), _Sum()
         self._open_rows = 0
@@ -119,48 +113,31 @@ class LedgerState:
 
     @classmethod
     def of(cls, records: Iterable[Record], spec: LedgerSpec, shards: Sequence[Sequence[int]]) -> Self:
-        """What a journal adds up to.
-
-        Args:
-            records: all of it, the first of which is an `Opened` or a `Snapshot`.
-            spec: what the account is expected to be of.
-            shards: of each lane, as the store is now.
+        """Returns what a journal adds up to, with the shards of each lane as the store is now.
 
         Raises:
             LedgerError: it is of something else, or its records contradict each other.
         """
         iterator = iter(records)
         first = next(iterator, None)
-        if not isinstance(first, Opened | Snapshot):
+        if not isinstance(first, Opened | LedgerSnapshot):
             raise LedgerError(f"expected a journal that begins with what it is of, found {type(first).__name__}")
         _check_spec(first.spec, spec)
-        books = cls._opened(first, shards) if isinstance(first, Opened) else cls._restored(first, shards)
+        lanes = first.lanes if isinstance(first, LedgerSnapshot) else tuple(map(new_lane, first.shards))
+        _check_shards([lane.next_num_shards for lane in lanes], shards)
+        state = cls(first.spec, shards, lanes)
+        if isinstance(first, LedgerSnapshot):
+            state._restore(first)
         for record in iterator:
-            books.apply(record)
-        return books
-
-    @classmethod
-    def _opened(cls, record: Opened, shards: Sequence[Sequence[int]]) -> Self:
-        _check_shards(record.shards, shards)
-        units = record.spec.layout.units_per_shard
-        lanes = [LaneBook.new(ids, units, count) for ids, count in zip(shards, record.shards, strict=True)]
-        return cls(record.spec, shards, lanes)
-
-    @classmethod
-    def _restored(cls, record: Snapshot, shards: Sequence[Sequence[int]]) -> Self:
-        _check_shards([lane.next_num_shards for lane in record.lanes], shards)
-        units = record.spec.layout.units_per_shard
-        lanes = [LaneBook(ids, units, state) for ids, state in zip(shards, record.lanes, strict=True)]
-        books = cls(record.spec, shards, lanes)
-        books._restore(record)
-        return books
+            state.apply(record)
+        return state
 
     def holder(self, micro_batch: MicroBatchId) -> str | None:
-        """The token of the lease it is open in."""
+        """Returns the token of the lease it is open in."""
         return self._holder.get(micro_batch)
 
-    def lane_of(self, shard: int) -> LaneBook | None:
-        """The lane that has a shard."""
+    def lane_of(self, shard: int) -> LaneLeases | None:
+        """Returns the lane that has a shard."""
         return next((lane for lane in self.lanes if lane.has(shard)), None)
 
     def is_leased(self, micro_batch: MicroBatchId) -> bool:
@@ -174,11 +151,11 @@ class LedgerState:
         return len(self._holder)
 
     def num_held_by(self, driver: str) -> int:
-        """Micro-batches a driver has."""
+        """Returns how many micro-batches a driver has."""
         return sum(len(lease.open) for lease in self.leases.values() if lease.driver == driver)
 
     def announced_workers(self) -> set[str]:
-        """Incarnations of those who were heard of by themselves, and are not gone."""
+        """Returns the incarnations of workers that have announced themselves, and are not gone."""
         return {incarnation for incarnation, worker in self.workers.items() if worker.announced}
 
     def has_heard_of(self, credit: StageCredit) -> bool:
@@ -187,7 +164,7 @@ class LedgerState:
         return worker is not None and worker.announced and worker.stage == credit.stage
 
     def has_news(self, seen: WorkerSeen) -> bool:
-        """Whether what a worker says changes anything."""
+        """Whether what a worker announces changes anything."""
         worker, former = self.workers.get(seen.incarnation), self._known(seen.resumed)
         if worker is None or not worker.announced or seen.shared_through > worker.shared_through:
             return True
@@ -199,13 +176,9 @@ class LedgerState:
         return None if self._noted is None else self._noted[0]
 
     def highest_version(self, target_tokens: int) -> int | None:
-        """The version that stages can have if this account tells of all that they were trained on.
+        """Returns the highest version that stages can have if this account tells of all they were trained on.
 
-        Args:
-            target_tokens: of an optimizer step.
-
-        Returns:
-            It; None: that is not known, since nothing was ever noted of them.
+        None: it is unknown, since no version was ever noted. ``target_tokens`` is of an optimizer step.
         """
         leased = (self._done.rows + self._lost.rows + self._open_rows) * self.spec.layout.seq_len
         if self._noted is None:
@@ -214,7 +187,7 @@ class LedgerState:
         return version + -(-(leased - settled) // target_tokens)
 
     def spoken_for_tokens(self) -> int:
-        """Tokens that were trained on, or that a driver has to train on."""
+        """Returns the tokens that were trained on, or that a driver has to train on."""
         layout = self.spec.layout
         waiting_rows = sum(map(layout.rows_of, self.waiting))
         return self._trained_tokens + (self._open_rows - waiting_rows) * layout.seq_len
@@ -233,41 +206,32 @@ class LedgerState:
             case Resolved():
                 self._resolve(record)
             case Workers():
-                self._take_note(record)
+                self._note_workers(record)
             case Grown():
-                self._grow(record)
+                _check_shards(record.shards, [lane.shards for lane in self.lanes])
+                for lane, num_shards in zip(self.lanes, record.shards, strict=True):
+                    lane.grow(num_shards)
             case _:
                 raise LedgerError(f"expected one beginning of a journal, found a second one ({record.kind})")
 
-    def draft(self) -> list[LaneBook]:
-        """Copies of the lanes, to try on what comes next."""
+    def draft(self) -> list[LaneLeases]:
+        """Returns copies of the lanes, to try on what comes next."""
         units = self.spec.layout.units_per_shard
-        return [LaneBook(ids, units, lane.state) for ids, lane in zip(self.shards, self.lanes, strict=True)]
+        return [LaneLeases(lane.shards, units, lane.snapshot()) for lane in self.lanes]
 
-    def know(self, shards: Sequence[Sequence[int]]) -> None:
+    def learn_shards(self, shards: Sequence[Sequence[int]]) -> None:
         """Learns the ids of further shards of each lane."""
-        self.shards = tuple(shards)
         for lane, ids in zip(self.lanes, shards, strict=True):
-            lane.know(ids)
+            lane.shards = ids
 
     def account(self) -> Account:
-        """What has become of the data so far."""
+        """Returns what has become of the data so far."""
         seq_len = self.spec.layout.seq_len
         num_open = len(self._holder) + len(self.waiting)
         done, lost = self._done, self._lost
         return Account(
-            micro_batches=Tally(
-                leased=done.micro_batches + lost.micro_batches + num_open,
-                done=done.micro_batches,
-                lost=lost.micro_batches,
-                open=num_open,
-            ),
-            tokens=Tally(
-                leased=(done.rows + lost.rows + self._open_rows) * seq_len,
-                done=done.rows * seq_len,
-                lost=lost.rows * seq_len,
-                open=self._open_rows * seq_len,
-            ),
+            micro_batches=_tally(done.micro_batches, lost.micro_batches, num_open),
+            tokens=_tally(done.rows * seq_len, lost.rows * seq_len, self._open_rows * seq_len),
             trained_tokens=self._trained_tokens,
             waiting=len(self.waiting),
             reissued=self._reissued,
@@ -284,19 +248,21 @@ class LedgerState:
             lanes=tuple(map(_progress, self.spec.lanes, self.lanes)),
         )
 
-    def snapshot(self) -> Snapshot:
-        """All of it as one record."""
+    def snapshot(self) -> LedgerSnapshot:
+        """Returns all of it as one record."""
         layout = self.spec.layout
-        return Snapshot(
+        return LedgerSnapshot(
             spec=self.spec,
-            lanes=tuple(lane.state for lane in self.lanes),
+            lanes=tuple(lane.snapshot() for lane in self.lanes),
             leases=tuple(
-                LeaseState(token=token, driver=lease.driver, bereaved=lease.bereaved, open=runs_of(lease.open, layout))
+                LeaseSnapshot(
+                    token=token, driver=lease.driver, bereaved=lease.bereaved, open=runs_of(lease.open, layout)
+                )
                 for token, lease in self.leases.items()
             ),
             waiting=runs_of(self.waiting, layout),
-            workers=_states(self.workers),
-            departed=_states(self._departed),
+            workers=_worker_snapshots(self.workers),
+            departed=_worker_snapshots(self._departed),
             done=self._done,
             lost=self._lost,
             lost_by=tuple((stage, reason, count) for (stage, reason), count in sorted(self._lost_by.items())),
@@ -306,18 +272,20 @@ class LedgerState:
             noted=self._noted,
         )
 
-    def _restore(self, snapshot: Snapshot) -> None:
-        """Takes up what a snapshot says beside the lanes."""
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _restore(self, snapshot: LedgerSnapshot) -> None:
+        """Takes over what a snapshot holds beside the lanes."""
         layout = self.spec.layout
         for lease in snapshot.leases:
-            self.leases[lease.token] = LeaseBook(lease.driver, bereaved=lease.bereaved)
-            for micro_batch in _each(lease.open, self.spec):
+            self.leases[lease.token] = OpenLease(lease.driver, bereaved=lease.bereaved)
+            for micro_batch in layout.micro_batches(*lease.open):
                 self._hold(micro_batch, lease.token)
                 self._open_rows += layout.rows_of(micro_batch)
-        for micro_batch in _each(snapshot.waiting, self.spec):
+        for micro_batch in layout.micro_batches(*snapshot.waiting):
             self.waiting[micro_batch] = None
             self._open_rows += layout.rows_of(micro_batch)
-        self.workers, self._departed = _workers(snapshot.workers), _workers(snapshot.departed)
+        self.workers, self._departed = _workers_of(snapshot.workers), _workers_of(snapshot.departed)
         self._done, self._lost = _Sum(*snapshot.done), _Sum(*snapshot.lost)
         self._lost_by.update({(stage, reason): count for stage, reason, count in snapshot.lost_by})
         self._perished_by.update(dict(snapshot.perished_by))
@@ -325,8 +293,8 @@ class LedgerState:
         self._noted = snapshot.noted
 
     def _grant(self, record: Granted) -> None:
-        self.leases.setdefault(record.token, LeaseBook(record.driver))
-        for micro_batch in _each(record.runs, self.spec):
+        self.leases.setdefault(record.token, OpenLease(record.driver))
+        for micro_batch in self.spec.layout.micro_batches(*record.runs):
             if micro_batch in self._holder:
                 raise LedgerError(f"expected a micro-batch that nobody holds, found {micro_batch}")
             if micro_batch in self.waiting:
@@ -349,8 +317,7 @@ class LedgerState:
 
     def _settle(self, record: Settled) -> None:
         for settlement in record.settlements:
-            micro_batch = MicroBatchId.parse(settlement.micro_batch)
-            rows = self._release(micro_batch, record.token)
+            rows = self._close(MicroBatchId.parse(settlement.micro_batch), record.token)
             if settlement.outcome == "done":
                 self._done = self._done.plus(rows)
                 self._trained_tokens += settlement.num_tokens
@@ -358,27 +325,24 @@ class LedgerState:
                 self._lose(rows, settlement.lost_at or "", settlement.reason or "")
             for credit in settlement.credits:
                 self._credit(credit)
-        for micro_batch in _each(record.handed_back, self.spec):
-            self._return(micro_batch, record.token)
-        self._forget_if_empty(record.token)
+        self._return(record.handed_back, record.token)
 
     def _resolve(self, record: Resolved) -> None:
-        for micro_batch in _each(record.done, self.spec):
-            rows = self._release(micro_batch, record.token)
+        layout = self.spec.layout
+        for micro_batch in layout.micro_batches(*record.done):
+            rows = self._close(micro_batch, record.token)
             self._done = self._done.plus(rows)
-            self._trained_tokens += rows * self.spec.layout.seq_len
+            self._trained_tokens += rows * layout.seq_len
         for lost in record.lost:
-            for micro_batch in _each(lost.runs, self.spec):
-                self._lose(self._release(micro_batch, record.token), lost.stage, lost.reason)
-        for micro_batch in _each(record.returned, self.spec):
-            self._return(micro_batch, record.token)
-        self._forget_if_empty(record.token)
+            for micro_batch in layout.micro_batches(*lost.runs):
+                self._lose(self._close(micro_batch, record.token), lost.stage, lost.reason)
+        self._return(record.returned, record.token)
 
-    def _take_note(self, record: Workers) -> None:
+    def _note_workers(self, record: Workers) -> None:
         if record.version is not None:
             self._noted = record.version, (self._done.rows + self._lost.rows) * self.spec.layout.seq_len
         for seen in record.seen:
-            worker = self.workers.get(seen.incarnation) or self._back(seen.incarnation) or WorkerBook(seen.stage)
+            worker = self.workers.get(seen.incarnation) or self._back(seen.incarnation) or _Worker(seen.stage)
             self.workers[seen.incarnation] = worker
             worker.announced, worker.stage = True, seen.stage
             worker.share(seen.shared_through)
@@ -396,12 +360,12 @@ class LedgerState:
                 for lease in self.leases.values():
                     lease.bereaved = True
 
-    def _known(self, incarnation: str | None) -> WorkerBook | None:
-        """One that is there, or was lately."""
+    def _known(self, incarnation: str | None) -> _Worker | None:
+        """Returns a worker that is there, or was lately."""
         return None if incarnation is None else self.workers.get(incarnation) or self._departed.get(incarnation)
 
     def _take_back(self, seen: WorkerSeen) -> None:
-        """What a worker goes on with of one before it has not perished with that."""
+        """Counts what a worker goes on with of a former one as not perished."""
         former = self._known(seen.resumed)
         if former is None or former.stage != seen.stage:
             return
@@ -410,20 +374,15 @@ class LedgerState:
         if seen.resumed in self._departed:
             self._perished_by[former.stage] -= before - len(former.unshared)
 
-    def _back(self, incarnation: str) -> WorkerBook | None:
-        """One that was silent for so long that it counted as gone, and what it had does not count as perished."""
+    def _back(self, incarnation: str) -> _Worker | None:
+        """Returns a worker that was silent for so long that it counted as gone; takes back what had perished."""
         worker = self._departed.pop(incarnation, None)
         if worker is not None:
             self._perished_by[worker.stage] -= len(worker.unshared)
         return worker
 
-    def _grow(self, record: Grown) -> None:
-        _check_shards(record.shards, self.shards)
-        for lane, num_shards in zip(self.lanes, record.shards, strict=True):
-            lane.grow(num_shards)
-
     def _credit(self, credit: StageCredit) -> None:
-        """What a worker has counted, as a driver says; what it has shared it says itself (`WorkerSeen`)."""
+        """Notes what a worker has counted, by a driver's word; what it has shared it says itself (`WorkerSeen`)."""
         worker = self.workers.get(credit.incarnation)
         departed = self._departed.get(credit.incarnation) if worker is None else None
         if departed is not None:
@@ -432,23 +391,28 @@ class LedgerState:
         if worker is None:
             if sum(not each.announced for each in self.workers.values()) >= _MOST_UNANNOUNCED:
                 return
-            worker = self.workers[credit.incarnation] = WorkerBook(credit.stage)
+            worker = self.workers[credit.incarnation] = _Worker(credit.stage)
         worker.acknowledge(credit.applied_number)
 
     def _hold(self, micro_batch: MicroBatchId, token: str) -> None:
         self.leases[token].open.add(micro_batch)
         self._holder[micro_batch] = token
 
-    def _release(self, micro_batch: MicroBatchId, token: str) -> int:
-        """Takes it out of its lease; how many rows it has, which are not open any more."""
+    def _close(self, micro_batch: MicroBatchId, token: str) -> int:
+        """Takes a settled micro-batch out of its lease; returns how many rows it has."""
         self._drop(micro_batch, token)
         rows = self.spec.layout.rows_of(micro_batch)
         self._open_rows -= rows
         return rows
 
-    def _return(self, micro_batch: MicroBatchId, token: str) -> None:
-        self._drop(micro_batch, token)
-        self.waiting[micro_batch] = None
+    def _return(self, runs: Iterable[Run], token: str) -> None:
+        """Has micro-batches of a lease wait for another driver; forgets the lease if nothing of it is left open."""
+        for micro_batch in self.spec.layout.micro_batches(*runs):
+            self._drop(micro_batch, token)
+            self.waiting[micro_batch] = None
+        lease = self.leases.get(token)
+        if lease is not None and not lease.open:
+            del self.leases[token]
 
     def _drop(self, micro_batch: MicroBatchId, token: str) -> None:
         if self._holder.get(micro_batch) != token:
@@ -461,23 +425,13 @@ class LedgerState:
         is_new = (stage, reason) not in self._lost_by
         self._lost_by[stage, _OTHER if is_new and len(self._lost_by) >= _MOST_WAYS else reason] += 1
 
-    def _forget_if_empty(self, token: str) -> None:
-        lease = self.leases.get(token)
-        if lease is not None and not lease.open:
-            del self.leases[token]
-
     def _unit_of(self, micro_batch: MicroBatchId) -> Unit:
         return Unit(micro_batch.epoch, micro_batch.shard, micro_batch.row // self.spec.layout.unit_rows)
 
 
-def _each(runs: Iterable[Run], spec: LedgerSpec) -> Iterable[MicroBatchId]:
-    for run in runs:
-        yield from spec.layout.micro_batches(run)
-
-
-def _states(workers: Mapping[str, WorkerBook]) -> tuple[WorkerState, ...]:
+def _worker_snapshots(workers: Mapping[str, _Worker]) -> tuple[WorkerSnapshot, ...]:
     return tuple(
-        WorkerState(
+        WorkerSnapshot(
             stage=worker.stage,
             incarnation=incarnation,
             announced=worker.announced,
@@ -488,14 +442,17 @@ def _states(workers: Mapping[str, WorkerBook]) -> tuple[WorkerState, ...]:
     )
 
 
-def _workers(states: Iterable[WorkerState]) -> dict[str, WorkerBook]:
+def _workers_of(snapshots: Iterable[WorkerSnapshot]) -> dict[str, _Worker]:
     return {
-        state.incarnation: WorkerBook(state.stage, state.announced, state.shared_through, Intervals(state.unshared))
-        for state in states
+        it.incarnation: _Worker(it.stage, it.announced, it.shared_through, Intervals(it.unshared)) for it in snapshots
     }
 
 
-def _progress(spec: LaneSpec, lane: LaneBook) -> LaneProgress:
+def _tally(done: int, lost: int, num_open: int) -> Tally:
+    return Tally(leased=done + lost + num_open, done=done, lost=lost, open=num_open)
+
+
+def _progress(spec: LaneSpec, lane: LaneLeases) -> LaneProgress:
     leased, units = lane.units_of_epoch
     return LaneProgress(source=spec.source, epoch=lane.epoch, shards=lane.num_shards, units_leased=leased, units=units)
 

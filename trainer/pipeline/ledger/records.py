@@ -1,4 +1,4 @@
-"""What the journal's lines say. Replayed in order they give the account again; times are in none of them.
+"""The journal's lines. Replayed in order they give the ledger's state again; they hold no times.
 
 A lease that was live when the keeper went down begins anew when it is back: drivers know their own, earlier ends, so
 nothing is given twice, only later.
@@ -10,25 +10,25 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, TypeAdapter
 
+from trainer.network.discovery.stage_report import Counted, Incarnation, StageName
 from trainer.network.rpc.messages import Message
 from trainer.pipeline.ledger.units import LedgerSpec, Run
-from trainer.pipeline.protocol.messages import Counted, Incarnation, StageName
 from trainer.pipeline.protocol.work import LossReason, Settlement
 
 __all__ = [
     "RECORD",
     "Granted",
     "Grown",
-    "LaneState",
-    "LeaseState",
+    "LaneSnapshot",
+    "LeaseSnapshot",
+    "LedgerSnapshot",
     "LostRuns",
     "Opened",
     "Record",
     "Resolved",
     "Settled",
-    "Snapshot",
     "WorkerSeen",
-    "WorkerState",
+    "WorkerSnapshot",
     "Workers",
 ]
 
@@ -63,7 +63,7 @@ class Granted(Message):
 
 
 class Settled(Message):
-    """A driver said what became of some, and handed some back."""
+    """A driver said what became of some micro-batches, and handed some back."""
 
     kind: Literal["settled"] = "settled"
     token: str
@@ -90,15 +90,15 @@ class Resolved(Message):
 
 
 class WorkerSeen(Message):
-    """A worker there is, and how much of what it has applied outlives it."""
+    """A worker as announced, and how much of what it has applied outlives it."""
 
     stage: StageName
     incarnation: Incarnation
     shared_through: Counted = 0
     resumed: Incarnation | None = None
-    """One that was before, from whose state this one goes on."""
+    """The former worker from whose state this one goes on."""
     resumed_through: Counted = 0
-    """Of what that one had applied, the first so many are in it, and did not perish."""
+    """The first so many that the former worker had applied are in that state, and did not perish."""
 
 
 class Workers(Message):
@@ -108,17 +108,17 @@ class Workers(Message):
     seen: tuple[WorkerSeen, ...] = ()
     gone: tuple[Incarnation, ...] = ()
     version: Counted | None = None
-    """The stages' now; None: as before."""
+    """The stages' version now; None: as before."""
 
 
-class LaneState(Message):
+class LaneSnapshot(Message):
     """Where a lane stands."""
 
     epoch: Counted
     num_shards: Counted
     """Of this epoch."""
     next_num_shards: Counted
-    """Of the next."""
+    """Of the next epoch."""
     begun: tuple[Span, ...]
     """Positions of shards of which units were leased in this epoch: first and last of each run."""
     cursors: tuple[Span, ...]
@@ -127,7 +127,7 @@ class LaneState(Message):
     """In all epochs."""
 
 
-class LeaseState(Message):
+class LeaseSnapshot(Message):
     """A live lease."""
 
     token: str
@@ -137,29 +137,29 @@ class LeaseState(Message):
     open: Runs
 
 
-class WorkerState(Message):
-    """A worker that is taken to be alive."""
+class WorkerSnapshot(Message):
+    """A worker that is assumed to be alive."""
 
     stage: StageName
     incarnation: Incarnation
     announced: bool = True
-    """Else drivers alone have spoken of it."""
+    """False: only drivers have named it."""
     shared_through: Counted
     unshared: tuple[Span, ...]
 
 
-class Snapshot(Message):
+class LedgerSnapshot(Message):
     """All that the lines before it add up to."""
 
     kind: Literal["snapshot"] = "snapshot"
     version: Literal[1] = 1
     spec: LedgerSpec
-    lanes: tuple[LaneState, ...]
-    leases: tuple[LeaseState, ...]
+    lanes: tuple[LaneSnapshot, ...]
+    leases: tuple[LeaseSnapshot, ...]
     waiting: Runs
-    workers: tuple[WorkerState, ...]
-    departed: tuple[WorkerState, ...] = ()
-    """Of those announced that are gone, the last, in that order."""
+    workers: tuple[WorkerSnapshot, ...]
+    departed: tuple[WorkerSnapshot, ...] = ()
+    """The last of the announced workers that are gone, in that order."""
     done: Span
     """Micro-batches, rows."""
     lost: Span
@@ -173,6 +173,6 @@ class Snapshot(Message):
 
 
 Record: TypeAlias = Annotated[
-    Opened | Grown | Granted | Settled | Resolved | Workers | Snapshot, Field(discriminator="kind")
+    Opened | Grown | Granted | Settled | Resolved | Workers | LedgerSnapshot, Field(discriminator="kind")
 ]
 RECORD: TypeAdapter[Record] = TypeAdapter(Record)

@@ -1,6 +1,9 @@
-"""Any micro-batch by its name alone: the rows it stands for, from whichever shard and epoch.
+"""The store as the ledger sees it: lanes of shards to lease, and the rows of any micro-batch by its name alone.
 
-The order of a shard's windows in an epoch depends on the run's seed, the epoch and the shard, not on who reads it, so
+Lanes are the loader's: one per source with its weight, or one of all shards, without the first `holdout` shards of
+every source. They belong to all drivers of the run together, where a lane of `loader.stream.schedule` is one node's.
+
+The order of a shard's windows in an epoch depends on the run's seed, the epoch and the shard, not on the reader, so
 any driver can do any micro-batch. A few shards stay mapped (20 MB each, of which the kernel keeps what it likes), the
 next ones are opened in threads. The trade-off: rows of one micro-batch are neighbours in an order of one shard, where
 the loader's streams mix sources within a batch; sources mix from unit to unit.
@@ -10,36 +13,105 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from loader.fetch.catalog import Catalog
 from loader.fetch.prefetch import Prefetcher
 from loader.fetch.shards import OpenShard
+from loader.options import StreamOptions
+from loader.plan import shard_pool
 from loader.session import Session
+from loader.stream.assignment import Assignment, assign
 from loader.stream.permutation import window_order
-from loader.stream.windows import WindowView
-from trainer.pipeline.ledger.units import Layout
-from trainer.pipeline.protocol.micro_batch import MicroBatchId
+from loader.stream.windows import WindowView, num_windows
+from trainer.errors import TrainerUsageError
+from trainer.pipeline.ledger.config import LedgerConfig
+from trainer.pipeline.ledger.messages import MAX_PREFERRED
+from trainer.pipeline.ledger.units import LaneSpec, Layout, LedgerSpec
+from trainer.pipeline.protocol.work import MicroBatchId
 
-__all__ = ["MicroBatches"]
+__all__ = ["LedgerLane", "MicroBatches", "lanes_of", "preferred_shards", "spec_of"]
 
 _MOST_OPEN = 8
 _MOST_AHEAD = 2
 
 
-class MicroBatches:
-    """Reads micro-batches; safe to use from several threads, which wait for each other.
+@dataclass(frozen=True, slots=True)
+class LedgerLane:
+    """A lane and its shards."""
+
+    spec: LaneSpec
+    shards: Sequence[int]
+    """Ascending."""
+
+
+def lanes_of(catalog: Catalog, sources: Mapping[str, float], holdout: int) -> tuple[LedgerLane, ...]:
+    """Returns the lanes of a run, as the store is now.
 
     Args:
-        session: the store.
-        seed: of the run.
-        layout: how its shards are cut.
+        catalog: the store's.
+        sources: weights by source; empty: all shards alike.
+        holdout: the first so many shards of every source are left out.
+
+    Raises:
+        LoaderError: there is no shard to train on, or the index cannot be had.
     """
+    options = StreamOptions("ledger", sources=tuple(sources.items()), holdout=holdout)
+    chosen: list[tuple[str | None, float]] = [*sources.items()] or [(None, 1.0)]
+    lanes = []
+    for source, weight in chosen:
+        shards = shard_pool(catalog, options, source, catalog.manifest.total_shards)
+        first = catalog.entry(shards[0]).sha256
+        lanes.append(LedgerLane(LaneSpec(source=source, weight=float(weight), first_shard_sha256=first), shards))
+    return tuple(lanes)
+
+
+def spec_of(
+    catalog: Catalog,
+    lanes: Sequence[LedgerLane],
+    *,
+    stages: Sequence[str],
+    seed: int,
+    seq_len: int,
+    micro_batch_rows: int,
+    config: LedgerConfig,
+) -> LedgerSpec:
+    """Returns what the account of a run is of, with all of its stages.
+
+    Raises:
+        TrainerUsageError: a shard holds no window, or units are no multiple of micro-batches.
+    """
+    windows = num_windows(catalog.manifest.shard_tokens, seq_len)
+    if windows < 1:
+        raise TrainerUsageError(
+            f"inner.seq_len: expected at most {catalog.manifest.shard_tokens - 1}, which a shard holds, found {seq_len}"
+        )
+    layout = Layout(
+        num_windows=windows,
+        seq_len=seq_len,
+        micro_batch_rows=micro_batch_rows,
+        unit_rows=config.rows_of_unit(micro_batch_rows),
+    )
+    return LedgerSpec(seed=seed, layout=layout, lanes=tuple(lane.spec for lane in lanes), stages=tuple(stages))
+
+
+def preferred_shards(node_id: str, lanes: Sequence[LedgerLane], count: int, assignment: Assignment) -> tuple[int, ...]:
+    """Returns the shards of every lane that a driver is assigned, and asks for first.
+
+    Raises:
+        LoaderUsageError: the node has no name.
+    """
+    shards = [shard for lane in lanes for shard in assign(node_id, lane.shards, count, assignment)]
+    return tuple(shards[:MAX_PREFERRED])
+
+
+class MicroBatches:
+    """Reads micro-batches; safe to use from several threads, which wait for each other."""
 
     def __init__(self, session: Session, seed: int, layout: Layout) -> None:
         self._session = session
@@ -47,14 +119,11 @@ class MicroBatches:
         self._layout = layout
         self._prefetcher = Prefetcher(self._open, session.options.timeout_s)
         self._views: OrderedDict[int, WindowView] = OrderedDict()
-        self._orders: OrderedDict[tuple[int, int], npt.NDArray[np.int64]] = OrderedDict()
+        self._order = lru_cache(_MOST_OPEN)(window_order)
         self._lock = threading.Lock()
 
     def read(self, micro_batch: MicroBatchId) -> tuple[Tensor, Tensor]:
-        """The rows of one.
-
-        Args:
-            micro_batch: which.
+        """Reads the rows of a micro-batch.
 
         Returns:
             Inputs and labels, int64[B, T] each; B is smaller than the others' where a shard ends.
@@ -63,10 +132,16 @@ class MicroBatches:
             TrainerUsageError: there is none of that name.
             LoaderError: the shard cannot be had.
         """
-        count = self._layout.rows_of(micro_batch)
+        layout, epoch, shard = self._layout, micro_batch.epoch, micro_batch.shard
+        count = layout.rows_of(micro_batch)
         with self._lock:
-            order = self._order(micro_batch.epoch, micro_batch.shard)
-            view = self._view(micro_batch.shard)
+            order = self._order(layout.num_windows, self._seed, epoch, shard)
+            view = self._views.pop(shard, None)
+            if view is None:
+                view = WindowView.of(self._prefetcher.take(shard).ids, layout.seq_len)
+            self._views[shard] = view
+            if len(self._views) > _MOST_OPEN:
+                self._views.popitem(last=False)
             inputs, labels = view.gather(order[micro_batch.row : micro_batch.row + count])
         return torch.from_numpy(inputs), torch.from_numpy(labels)
 
@@ -80,21 +155,3 @@ class MicroBatches:
         if shard >= self._session.catalog.manifest.total_shards:
             self._session = replace(self._session, catalog=self._session.newest_catalog())
         return self._session.open_shard(shard)
-
-    def _view(self, shard: int) -> WindowView:
-        view = self._views.pop(shard, None)
-        if view is None:
-            view = WindowView.of(self._prefetcher.take(shard).ids, self._layout.seq_len)
-        self._views[shard] = view
-        if len(self._views) > _MOST_OPEN:
-            self._views.popitem(last=False)
-        return view
-
-    def _order(self, epoch: int, shard: int) -> npt.NDArray[np.int64]:
-        order = self._orders.pop((epoch, shard), None)
-        if order is None:
-            order = window_order(self._layout.num_windows, self._seed, epoch, shard)
-        self._orders[epoch, shard] = order
-        if len(self._orders) > _MOST_OPEN:
-            self._orders.popitem(last=False)
-        return order

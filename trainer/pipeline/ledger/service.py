@@ -1,7 +1,7 @@
-"""The keeper of the account: the ledger and its journal behind an endpoint, and the watch over leases that run out.
+"""The keeper's side: the ledger and its journal behind an endpoint, and the watch over leases that run out.
 
-All that touches the account runs one after the other in a thread of its own, since each change waits for the disk;
-the event loop goes on meanwhile, and a caller that gives up leaves nothing half done.
+All that touches the ledger runs in one thread of its own, since each change waits for the disk; the event loop goes on
+meanwhile, and a caller that gives up leaves nothing half done.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from trainer.errors import LedgerError, RefusedError, TrainerError
 from trainer.network.rpc import Endpoint, PeerId, Reply, Request
-from trainer.pipeline.ledger.account import Account
 from trainer.pipeline.ledger.config import LedgerConfig
 from trainer.pipeline.ledger.inquiry import AppliedInquiry, AppliedReport
 from trainer.pipeline.ledger.journal import Journal
@@ -28,6 +27,7 @@ from trainer.pipeline.ledger.messages import (
     LEDGER_LEASE,
     LEDGER_RENEW,
     LEDGER_SETTLE,
+    Account,
     AccountAsk,
     LeaseAnswer,
     LeaseAsk,
@@ -38,8 +38,7 @@ from trainer.pipeline.ledger.messages import (
 )
 from trainer.pipeline.ledger.records import Opened, Record, WorkerSeen
 from trainer.pipeline.ledger.units import LedgerSpec, Run
-from trainer.pipeline.protocol.micro_batch import MicroBatchId
-from trainer.pipeline.protocol.work import boottime_s
+from trainer.pipeline.protocol.work import MicroBatchId, boottime_s
 
 __all__ = ["LedgerService", "open_ledger"]
 
@@ -52,13 +51,13 @@ T = TypeVar("T")
 def open_ledger(
     path: Path, spec: LedgerSpec, shards: Sequence[Sequence[int]], config: LedgerConfig, *, max_tokens: int = 0
 ) -> tuple[Ledger, Journal]:
-    """The account in a file, as it was left; a new one if there is none.
+    """Opens the account in a journal, as it was left; a new one if there is none.
 
     Args:
         path: of the journal.
         spec: what the account is of.
         shards: of each lane, ascending; all there are now.
-        config: how long leases are.
+        config: of the ledger.
         max_tokens: to be trained on in all, over all lives of the account; 0: no bound.
 
     Raises:
@@ -75,7 +74,7 @@ def open_ledger(
         def write(record: Record) -> None:
             nonlocal compact_at
             if journal.size_bytes > compact_at:
-                journal.replace(ledger.books.snapshot())
+                journal.replace(ledger.state.snapshot())
                 compact_at = max(config.compact_bytes, 2 * journal.size_bytes)
             journal.append(record)
 
@@ -88,16 +87,11 @@ def open_ledger(
 
 
 class LedgerService:
-    """Answers drivers.
+    """Answers drivers, at an endpoint that is not started yet; `stop` closes the journal.
 
     Args:
-        endpoint: not started yet.
-        ledger: the account.
-        journal: where it is kept; closed by `stop`.
-        config: how long leases are.
-        inquiry: asks all workers what they have counted.
-        drivers: who is given rows beside this node: the run's other drivers as known now. What a driver says of its
-            rows is believed, as long as it names workers that have announced themselves (`note_workers`). None:
+        drivers: returns the run's other drivers as known now, which are given rows as this node is. What a driver says
+            of its rows is believed, as long as it names workers that have announced themselves (`note_workers`). None:
             anybody is given rows and believed, which is for trusted networks only.
     """
 
@@ -117,7 +111,7 @@ class LedgerService:
         self._config = config
         self._inquiry = inquiry
         self._drivers = drivers
-        self._digest = ledger.books.spec.digest()
+        self._digest = ledger.state.spec.digest()
         self._thread = ThreadPoolExecutor(1, "genesis-ledger")
         self._watch: asyncio.Task[None] | None = None
         self._stopped = False
@@ -127,19 +121,19 @@ class LedgerService:
         self._has_failed = asyncio.Event()
 
     def has_told(self, driver: str) -> bool:
-        """Whether a driver knows that nothing is left, and so needs the account no more."""
+        """Whether a driver knows that nothing is left, and so needs the keeper no more."""
         return driver in self._told_finished
 
     def quiet_s(self, driver: str) -> float:
-        """Seconds since a driver asked for rows, or to keep those it has; infinity: it never has.
+        """Returns the seconds since a driver asked for rows, or to keep those it has; infinity: it never has.
 
-        One that is at work asks every `lease_s` / 3 at least; one that only says it is a driver need not be waited for.
+        A driver at work asks every `lease_s` / 3 at least; one that never asks need not be waited for.
         """
         asked_s = self._asked_s.get(driver)
         return math.inf if asked_s is None else boottime_s() - asked_s
 
     def register(self) -> None:
-        """Makes its methods answerable."""
+        """Registers its methods at the endpoint."""
         self._endpoint.register(LEDGER_LEASE, LeaseAsk, self._lease)
         self._endpoint.register(LEDGER_RENEW, RenewAsk, self._renew)
         self._endpoint.register(LEDGER_SETTLE, SettleAsk, self._settle)
@@ -150,7 +144,7 @@ class LedgerService:
         self._watch = asyncio.create_task(self._watch_leases(), name="ledger-watch")
 
     async def stop(self) -> None:
-        """Stops watching, and lets go of the journal; drivers are refused from then on. May be called again."""
+        """Stops watching and closes the journal; drivers are refused from then on. May be called again."""
         self._stopped = True
         tasks = [*self._inquiries.values(), *([self._watch] if self._watch else [])]
         self._watch = None
@@ -161,15 +155,11 @@ class LedgerService:
         self._journal.close()
 
     async def account(self) -> Account:
-        """How the account stands.
-
-        Raises:
-            LedgerError: this was stopped.
-        """
+        """Returns the account; raises LedgerError if this was stopped."""
         return await self._run(self._ledger.account)
 
     async def failed(self) -> None:
-        """Waits until the account cannot be kept any more.
+        """Waits until the account cannot be written any more.
 
         Raises:
             LedgerError: always, with the reason.
@@ -178,48 +168,33 @@ class LedgerService:
         raise LedgerError(f"the account cannot be kept: {self._ledger.failure}") from self._ledger.failure
 
     async def note_workers(self, workers: Iterable[WorkerSeen], version: int | None = None) -> None:
-        """Takes note of all workers that are announced now; to be told every few seconds.
-
-        Who is not among them for `worker_gone_s` is gone: what only that worker had counts as perished, and leases that
-        were live meanwhile are believed less.
-
-        Args:
-            workers: they.
-            version: the stages'; None: not all of them are heard of.
-
-        Raises:
-            LedgerError: the account cannot be written.
-        """
+        """Notes all workers that are announced now, see `Ledger.note_workers`; to be called every few seconds."""
         seen = tuple(workers)
         await self._run(lambda: self._ledger.note_workers(seen, boottime_s(), version))
 
     async def grow(self, shards: Sequence[Sequence[int]]) -> None:
-        """Takes note of a store that has more shards.
-
-        Raises:
-            LedgerError: it is not the same store, grown; or the account cannot be written.
-        """
+        """Notes a store that has more shards, see `Ledger.grow`."""
         await self._run(lambda: self._ledger.grow(shards))
 
+    # -- drivers' requests ---------------------------------------------------------------------------------------------
+
     async def _lease(self, request: Request[LeaseAsk]) -> Reply[LeaseAnswer]:
-        ask = request.body
+        ask, sender = request.body, request.sender
         if ask.data_digest != self._digest:
             raise RefusedError(
                 "data",
                 "expected a driver with this run's seed, seq_len, micro-batch, stages, sources, holdout and store, "
                 f"found one with others (digest {ask.data_digest}, here {self._digest})",
             )
-        if self._drivers is not None and request.sender not in (self._endpoint.peer_id, *self._drivers()):
-            raise RefusedError(
-                "not-a-driver", f"expected a driver that is announced, found {request.sender[:12]}; try again"
-            )
-        self._asked_s[request.sender] = boottime_s()
-        grant = await self._answered(
-            lambda: self._ledger.lease(request.sender, ask.token, ask.preferred, ask.num_units, boottime_s())
+        if self._drivers is not None and sender not in (self._endpoint.peer_id, *self._drivers()):
+            raise RefusedError("not-a-driver", f"expected a driver that is announced, found {sender[:12]}; try again")
+        self._asked_s[sender] = boottime_s()
+        answer = await self._answered(
+            lambda: self._ledger.lease(sender, ask.token, ask.preferred, ask.num_units, boottime_s())
         )
-        if grant.finished:
-            self._told_finished.add(request.sender)
-        return Reply(LeaseAnswer(runs=grant.runs, lease_s=self._config.lease_s, finished=grant.finished))
+        if answer.finished:
+            self._told_finished.add(sender)
+        return Reply(answer)
 
     async def _renew(self, request: Request[RenewAsk]) -> Reply[RenewAnswer]:
         tokens = request.body.tokens
@@ -234,15 +209,10 @@ class LedgerService:
 
         def settle() -> SettleAnswer:
             checked_s = None if self._drivers is None else boottime_s()
-            receipt = self._ledger.settle(sender, ask.token, ask.settlements, back, checked_s=checked_s)
+            answer = self._ledger.settle(sender, ask.token, ask.settlements, back, checked_s=checked_s)
             if ask.release:
                 self._ledger.release(sender, ask.token, boottime_s())
-            return SettleAnswer(
-                accepted=receipt.accepted,
-                repeated=receipt.repeated,
-                stale=tuple(map(str, receipt.stale)),
-                unheard=tuple(map(str, receipt.unheard)),
-            )
+            return answer
 
         return Reply(await self._answered(settle))
 
@@ -250,7 +220,7 @@ class LedgerService:
         return Reply(await self._answered(self._ledger.account))
 
     async def _run(self, work: Callable[[], T]) -> T:
-        """Does something with the account, to its end even if whoever waits for it is cancelled."""
+        """Runs something in the ledger's thread, to its end even if the caller is cancelled."""
         if self._stopped:
             raise LedgerError("expected an account that is kept here, found that it was closed")
         try:
@@ -260,38 +230,34 @@ class LedgerService:
                 self._has_failed.set()
 
     async def _answered(self, work: Callable[[], T]) -> T:
-        """As `_run`, for a driver."""
+        """Runs something as `_run` does, for a driver."""
         try:
             return await self._run(work)
         except LedgerError as error:
             logger.error("a driver is refused: %s", error)
             raise RefusedError("account", str(error)) from error
 
+    # -- leases that run out -------------------------------------------------------------------------------------------
+
     async def _watch_leases(self) -> None:
         while True:
             try:
                 for token in await self._run(lambda: self._ledger.due(boottime_s())):
-                    if token not in self._inquiries:
-                        self._inquiries[token] = self._spawn(token, self._look_into(token))
+                    self._begin_inquiry(token)
                 for token, unheard in (await self._run(lambda: self._ledger.unheard(boottime_s()))).items():
-                    if token not in self._inquiries:
-                        self._inquiries[token] = self._spawn(token, self._look_into(token, unheard))
+                    self._begin_inquiry(token, unheard)
             except LedgerError as error:
                 logger.error("leases are not watched over: %s", error)
             await asyncio.sleep(min(1.0, self._config.lease_s / 10))
 
-    def _spawn(self, token: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=f"ledger-inquiry-{token[:8]}")
-        task.add_done_callback(lambda _: self._inquiries.pop(token, None))
-        return task
+    def _begin_inquiry(self, token: str, unheard: Collection[MicroBatchId] | None = None) -> None:
+        if token not in self._inquiries:
+            task = asyncio.create_task(self._resolve(token, unheard), name=f"ledger-inquiry-{token[:8]}")
+            self._inquiries[token] = task
+            task.add_done_callback(lambda _: self._inquiries.pop(token, None))
 
-    async def _look_into(self, token: str, unheard: Collection[MicroBatchId] | None = None) -> None:
-        """Ends a lease that ran out, by what the workers say; where that fails, it is still due.
-
-        Args:
-            token: of the lease.
-            unheard: of one that lasts, what its driver says was done by workers that nobody has heard of.
-        """
+    async def _resolve(self, token: str, unheard: Collection[MicroBatchId] | None) -> None:
+        """Ends a lease that ran out, by what the workers say; where that fails, it stays due."""
         why = "ran out" if unheard is None else "is said to be done by workers that nobody has heard of"
         try:
             report = await self._report_on(token, unheard)
@@ -310,32 +276,26 @@ class LedgerService:
             )
 
     async def _report_on(self, token: str, some: Collection[MicroBatchId] | None) -> AppliedReport:
-        """What the workers say of a lease, or some of it, asked until all have answered or time is up."""
+        """Asks the workers about a lease, or some of it, until all have answered or time is up."""
         deadline_s = boottime_s() + self._config.inquiry_s
+
+        def open_keys() -> tuple[str, ...]:
+            lease = self._ledger.state.leases.get(token)
+            wanted = set() if lease is None else lease.open if some is None else lease.open.intersection(some)
+            return tuple(map(str, sorted(wanted)))
+
         while True:
-            keys = await self._run(lambda: self._open_in(token, some))
-            report = await self._asked(keys)
-            complete, hopeful = await self._run(partial(self._standing, token, report))
+            keys = await self._run(open_keys)
+            try:
+                report = await self._inquiry(keys)
+            except (TrainerError, OSError, TimeoutError) as error:
+                logger.warning("the workers cannot be asked: %s", error)
+                report = AppliedReport({}, frozenset(), silent=1)
+            may_learn_more = await self._run(partial(self._ledger.may_learn_more, token, report))
             left_s = deadline_s - boottime_s()
-            if complete or not hopeful or left_s <= 0:
+            if not may_learn_more or left_s <= 0:
                 return report
             await asyncio.sleep(min(_ASK_AGAIN_S, left_s))
-
-    def _standing(self, token: str, report: AppliedReport) -> tuple[bool, bool]:
-        """Whether a report is complete, and whether another may be."""
-        return self._ledger.is_complete(token, report), self._ledger.may_become_complete(token)
-
-    def _open_in(self, token: str, some: Collection[MicroBatchId] | None) -> tuple[str, ...]:
-        lease = self._ledger.books.leases.get(token)
-        wanted = set() if lease is None else lease.open if some is None else lease.open.intersection(some)
-        return tuple(map(str, sorted(wanted)))
-
-    async def _asked(self, keys: tuple[str, ...]) -> AppliedReport:
-        try:
-            return await self._inquiry(keys)
-        except (TrainerError, OSError, TimeoutError) as error:
-            logger.warning("the workers cannot be asked: %s", error)
-            return AppliedReport({}, frozenset(), silent=1)
 
 
 def _num_rows(runs: Sequence[Run]) -> int:

@@ -1,8 +1,8 @@
-"""How the data of a run are cut into units and micro-batches, and how runs of these are spelt.
+"""How the data of a run are cut into units and micro-batches, and how runs of these are written.
 
 The rows of a shard in an epoch are its windows in that epoch's order. Micro-batches lie on a grid of
 `micro_batch_rows` from row 0 on, units on a grid of `unit_rows`; where a shard's windows do not fill the last of them,
-it is shorter. So every window is in one micro-batch, and a micro-batch's name says which.
+it is shorter. So every window is in one micro-batch, and a micro-batch's name says in which.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pydantic import Field
 
 from trainer.errors import TrainerUsageError
 from trainer.network.rpc.messages import Message
-from trainer.pipeline.protocol.micro_batch import MicroBatchId
+from trainer.pipeline.protocol.work import MicroBatchId
 
 __all__ = ["LaneSpec", "Layout", "LedgerSpec", "Run", "Unit", "runs_of"]
 
 
 class Run(Message):
-    """Rows that follow each other in one shard's order in one epoch."""
+    """Consecutive rows of one shard's order in one epoch."""
 
     epoch: Annotated[int, Field(ge=0, lt=10**9)]
     shard: Annotated[int, Field(ge=0, lt=10**10)]
@@ -57,17 +57,17 @@ class Layout(Message):
 
     @property
     def micro_batches_per_unit(self) -> int:
-        """Of one that is not short."""
+        """Of a unit of full length."""
         return self.unit_rows // self.micro_batch_rows
 
     def run_of(self, unit: Unit) -> Run:
-        """A unit's rows."""
+        """Returns a unit's rows."""
         row = unit.index * self.unit_rows
         num_rows = min(self.unit_rows, self.num_windows - row)
         return Run(epoch=unit.epoch, shard=unit.shard, row=row, num_rows=num_rows)
 
     def rows_of(self, micro_batch: MicroBatchId) -> int:
-        """How many rows a micro-batch has.
+        """Returns how many rows a micro-batch has.
 
         Raises:
             TrainerUsageError: there is none of that name.
@@ -80,14 +80,15 @@ class Layout(Message):
             )
         return min(self.micro_batch_rows, self.num_windows - row)
 
-    def micro_batches(self, run: Run) -> Iterator[MicroBatchId]:
-        """A run's, in order."""
-        for row in range(run.row, run.row + run.num_rows, self.micro_batch_rows):
-            yield MicroBatchId(run.epoch, run.shard, row)
+    def micro_batches(self, *runs: Run) -> Iterator[MicroBatchId]:
+        """Yields the micro-batches of runs, in order."""
+        for run in runs:
+            for row in range(run.row, run.row + run.num_rows, self.micro_batch_rows):
+                yield MicroBatchId(run.epoch, run.shard, row)
 
 
 def runs_of(micro_batches: Iterable[MicroBatchId], layout: Layout) -> tuple[Run, ...]:
-    """The fewest runs that hold these micro-batches, each different; sorted."""
+    """Returns the fewest runs that hold these micro-batches, each different; sorted."""
     runs: list[list[int]] = []
     for each in sorted(micro_batches):
         rows = layout.rows_of(each)
@@ -99,18 +100,18 @@ def runs_of(micro_batches: Iterable[MicroBatchId], layout: Layout) -> tuple[Run,
 
 
 class LaneSpec(Message):
-    """Shards that are passed over together, epoch after epoch: a source's, or all of them."""
+    """A lane: shards that are read together, epoch after epoch; a source's, or all of the store's."""
 
     source: str | None
     """None: all shards of the store alike."""
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """Share of the rows it gets, beside the other lanes'."""
+    """Its share of the rows, relative to the other lanes."""
     first_shard_sha256: str
     """Of its first shard, which stays the same when a store grows: tells one store from another."""
 
 
 class LedgerSpec(Message):
-    """What an account is of. A journal of another one is not gone on with, and its drivers are refused."""
+    """What an account is of. A journal of another one is refused, and so are its drivers."""
 
     seed: int
     """Of the data's order."""
@@ -120,5 +121,5 @@ class LedgerSpec(Message):
     """All that have to count a micro-batch."""
 
     def digest(self) -> str:
-        """16 hexadecimal digits for it."""
+        """Returns 16 hexadecimal digits of its SHA-256."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]

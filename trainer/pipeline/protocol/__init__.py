@@ -1,6 +1,5 @@
-"""What all sides of a pipeline have in common: how a model is cut, what its parts are called, what is said of them.
+"""What all sides of a pipeline share: the names of micro-batches, the messages about them, tensors beside these.
 
-    plan = StagePlan.of(model_config, num_stages=3)          # head, body-1, tail
     MicroBatchId(epoch=0, shard=17, row=4096)                # the same name for the same rows, for ever
     await ask_tensors(endpoint, worker, FORWARD, ask, {"input": hidden}, StageAnswer, ...)
 

@@ -1,4 +1,4 @@
-"""What drivers and workers say to each other about a micro-batch; tensors travel beside these, see `tensors`.
+"""What drivers and workers say to each other about a micro-batch; tensors travel beside the messages, see `tensors`.
 
 | method            | asks                | tensors there           | tensors back                |
 |-------------------|---------------------|-------------------------|-----------------------------|
@@ -16,10 +16,10 @@ from typing import Annotated, TypeAlias
 
 from pydantic import Field
 
-from trainer.network.discovery.stage_report import Counted, Incarnation, StageName, StageReport
+from trainer.network.discovery.stage_report import Counted, Incarnation, StageName
 from trainer.network.rpc.messages import Message
-from trainer.pipeline.protocol.micro_batch import MicroBatchKey
 from trainer.pipeline.protocol.tensors import Parcel
+from trainer.pipeline.protocol.work import MicroBatchKey
 
 __all__ = [
     "APPLIED",
@@ -33,17 +33,13 @@ __all__ = [
     "AppliedAsk",
     "BackwardAsk",
     "ChainAsk",
-    "Counted",
     "CountedAs",
     "EvaluateAsk",
     "ForwardAsk",
     "Hop",
-    "Incarnation",
     "ProgressReport",
     "StageAnswer",
     "StageAsk",
-    "StageName",
-    "StageReport",
     "TailAsk",
 ]
 
@@ -54,41 +50,41 @@ Seconds: TypeAlias = Annotated[float, Field(ge=0, le=86_400)]
 
 
 class StageAsk(Parcel):
-    """What every request about a micro-batch has."""
+    """The fields of every request about a micro-batch."""
 
     micro_batch: MicroBatchKey
     stage: StageName
-    """Whom it is meant for; a worker of another stage refuses it."""
+    """The stage it is meant for; a worker of another stage refuses it."""
     num_rows: Annotated[int, Field(ge=1, le=4096)]
     num_positions: Annotated[int, Field(ge=1, le=2**20)]
     """Tokens of a row."""
     answer_within_s: Seconds
-    """From receipt: what is not begun by then need not be, since nobody waits for it."""
+    """From receipt: what is not begun by then is not needed, since nobody waits for it."""
 
 
 class ForwardAsk(StageAsk):
-    """Run the stage forward; changes nothing at the worker but its caches."""
+    """Runs the stage forward; changes nothing at the worker but its caches."""
 
 
 class BackwardAsk(StageAsk):
-    """Apply the gradient of a micro-batch whose forward pass may have been elsewhere."""
+    """Applies the gradient of a micro-batch whose forward pass may have been elsewhere."""
 
     apply_within_s: Seconds
-    """From receipt: later it must not be applied any more."""
+    """From receipt: later it must not be applied."""
     forward_version: Counted
-    """The weights its forward pass saw (`StageAnswer.version`)."""
+    """Of the weights of its forward pass (`StageAnswer.version`)."""
     num_tokens: Counted
-    """Labels that count, of all its rows: what its gradient is a sum over."""
+    """Labels that count, over all rows: what its gradient is a sum over."""
 
 
 class TailAsk(StageAsk):
-    """Loss, gradient and its application in one."""
+    """Computes loss and gradient, and applies the gradient."""
 
     apply_within_s: Seconds
 
 
 class Hop(Message):
-    """Where a chain goes on."""
+    """The next worker of a chain."""
 
     stage: StageName
     peer_id: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -97,78 +93,78 @@ class Hop(Message):
 
 
 class ChainAsk(StageAsk):
-    """Run forward, let the next hops do the rest, apply the gradient that comes back."""
+    """Runs forward, has the next hops do the rest, and applies the gradient that comes back."""
 
     apply_within_s: Seconds
     route: Annotated[tuple[Hop, ...], Field(max_length=256)]
     """The stages after this one, the next first; empty at the tail."""
     driver: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
-    """Whose micro-batch it is, said by a worker that passes it on; empty: of whoever asks."""
+    """The driver, as named by a worker that passes the micro-batch on; empty: the caller."""
 
 
 class EvaluateAsk(StageAsk):
-    """What the stage makes of an input, to compare it with another worker's answer; nothing counts or stays."""
+    """Has the stage compute an input, to compare it with another worker's answer; nothing is counted or kept."""
 
     with_gradient: bool = False
-    """Body, tail: also the gradient of the input, as a request that counts would be answered with."""
+    """Body, tail: also answer with the gradient of the input, as to a request that counts."""
 
 
 class StageAnswer(Parcel):
-    """What every answer about a micro-batch has."""
+    """The fields of every answer about a micro-batch."""
 
     incarnation: Incarnation
     version: Counted
-    """Optimizer steps the weights had behind them that computed it."""
+    """Optimizer steps that the weights had taken that computed it."""
     num_rows: Counted
     applied: tuple[StageName, ...] = ()
     """Stages in which it is counted now, this one and those behind it; empty for a forward pass."""
     applied_number: Counted = 0
     """How many micro-batches this worker has applied, this one included."""
     shared_through: Counted = 0
-    """Of them, the first so many are in a state that outlives the worker (committed with others, or on disk)."""
+    """The first so many of them are in a state that outlives the worker (committed with others, or on disk)."""
     loss_sum: float | None = None
     """Tail: the sum of the losses of the labels that count."""
     num_tokens: Counted = 0
     """Tail: how many labels counted."""
     scale: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """What the gradient was multiplied by: less than 1 where it was far larger than is usual in the stage."""
+    """What the gradient was multiplied by: less than 1 where it was far larger than usual in the stage."""
     compute_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0
-    """Time in the stage's own arithmetic, without queues and wires; of a chain: this stage's alone."""
+    """Time of the stage's own arithmetic, without queues and links; in a chain: this stage's alone."""
     queue_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0
 
 
 class AppliedAsk(Message):
-    """Which of these micro-batches are counted here?"""
+    """Asks which of these micro-batches are counted here."""
 
     micro_batches: Annotated[tuple[MicroBatchKey, ...], Field(max_length=1024)]
     refuse_from_now: bool = False
-    """Also refuse to apply those that are not: whoever holds their lease now gives them to somebody else."""
+    """Also refuse to apply those that are not, since another driver may get them now."""
 
 
 class CountedAs(Message):
-    """What a worker acknowledged a micro-batch with; see `StageAnswer` for the fields."""
+    """How a worker acknowledged a micro-batch; see `StageAnswer` for the fields."""
 
     incarnation: Incarnation
-    """When it was counted: the worker may have begun another since."""
+    """At the time it was counted: the worker may have restarted since."""
     applied_number: Counted
     shared_through: Counted = 0
 
 
 class AppliedAnswer(Message):
-    """Those that are, and who says so."""
+    """The micro-batches that are counted, and the process that says so."""
 
     incarnation: Incarnation
     micro_batches: Annotated[tuple[MicroBatchKey, ...], Field(max_length=1024)]
     counted_as: CountedAs | None = None
-    """Where it was asked about one micro-batch only, and that is counted."""
+    """Set where one micro-batch only was asked about, and that is counted."""
 
 
 class ProgressReport(Message):
-    """How far a worker is with its stage's step: asked and answered among the workers of a stage."""
+    """How far a worker is with its stage's step; exchanged among the workers of a stage."""
 
     incarnation: Incarnation
     version: Counted
     """Optimizer steps taken."""
     num_tokens: Counted
-    """Accumulated towards the next one."""
+    """Accumulated towards the next step."""
     joining: bool = False

@@ -1,13 +1,13 @@
-"""Tensors beside a message, there and back: one call where both ways fit into 1 MiB, a stream of 1 MiB frames else.
+"""Tensors beside a message, in request and answer: one call where both fit into 1 MiB, else a stream of 1 MiB frames.
 
     TensorService(endpoint).register("stage/forward", ForwardAsk, answer, max_bytes=64 << 20)
     reply = await ask_tensors(endpoint, peer, "stage/forward", ask, {"input": x}, StageAnswer, answer_bytes=..., ...)
 
 Guarantees: what a message says of its tensors bounds what is read of them, and is bounded itself before a byte is
-stored; nothing is unpickled; a tensor that is handed over has the type and shape its message says. Whether these are
-the right ones for what is asked is the handler's to check. The trade-off: the tensors of a stream are gathered before
-the handler begins (a stage needs all of its input anyway), so a call holds its size once at each end; whoever registers
-a method may bound what all streams together hold (``admit``).
+stored; nothing is unpickled; tensors have the type and shape their message says. The handler checks whether these are
+the right ones for the request. The trade-off: the tensors of a stream are gathered before the handler begins (a stage
+needs all of its input anyway), so a call holds its size once at each end; ``admit`` bounds what all streams together
+hold.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Parcel(Message):
     """A message with tensors beside it."""
 
     tensors: Annotated[tuple[TensorSpec, ...], Field(max_length=MAX_TENSORS)] = ()
-    """Filled in by whoever sends it."""
+    """Filled in by the sender."""
 
 
 AskT = TypeVar("AskT", bound=Parcel)
@@ -61,27 +61,23 @@ class TensorAnswer(Generic[AnswerT]):
 
 
 TensorHandler = Callable[[PeerId, AskT, dict[str, Tensor]], Awaitable[TensorAnswer[AnswerT]]]
-"""Who asks, what, with which tensors."""
+"""Takes the caller, its message and its tensors."""
 
 Admit = Callable[[PeerId, AskT], AbstractContextManager[None]]
-"""Who asks, what, with the tensors its message names: holds room for them, or refuses."""
+"""Takes the caller and its message: reserves memory for the tensors it names, or refuses."""
 
 
 class _LateError(PeerUnavailableError):
-    """Not all tensors came in time, over a connection that stands."""
+    """Not all tensors arrived in time, over a connection that stands."""
 
 
 def size_bytes_of(tensors: Mapping[str, Tensor]) -> int:
-    """Bytes of their values."""
+    """Returns the bytes of their values."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 class TensorService:
-    """Makes methods that take and give tensors answerable at an endpoint.
-
-    Args:
-        endpoint: not started yet.
-    """
+    """Registers methods that take and give tensors at an endpoint that is not started yet."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
@@ -97,42 +93,42 @@ class TensorService:
         within_s: Callable[[AskT], float] | None = None,
         admit: Admit[AskT] | None = None,
     ) -> None:
-        """Makes a method answerable, as a call and as a stream.
+        """Registers a method, as a call and as a stream.
 
         Args:
             method: as for `Endpoint.register`.
-            ask: what its message must be.
-            handler: called when all of the tensors are here; cancelled when the caller gives up.
+            ask: the type of its message.
+            handler: called when all tensors have arrived; cancelled when the caller gives up.
             max_bytes: of the tensors of a request; more is refused before any of it is read.
             timeout_s: for receiving them, at most.
             within_s: of a message: for receiving its tensors, where that is less.
-            admit: entered before any tensor of a stream is read, or with a call's (1 MiB at most, and the endpoint
-                bounds how many there are); left when a stream's answer is sent, or a call's is about to be.
+            admit: entered before any tensor of a stream is read, or with those of a call (1 MiB at most, and the
+                endpoint bounds how many there are); left when a stream's answer is sent, or a call's is about to be.
         """
 
-        def room(sender: PeerId, ask: AskT) -> AbstractContextManager[None]:
-            return nullcontext() if admit is None else admit(sender, ask)
+        def admitted(request: Request[AskT]) -> AbstractContextManager[None]:
+            return nullcontext() if admit is None else admit(request.sender, request.body)
 
         async def answer_call(request: Request[AskT]) -> Reply[Any]:
             specs = _checked(request.body, max_bytes)
-            with room(request.sender, request.body):
+            with admitted(request):
                 answer = await handler(request.sender, request.body, _unpacked(specs, request.payload))
                 payload = payload_of(answer.tensors)
             if len(payload) > MAX_PAYLOAD_BYTES:
                 raise RefusedError("answer-size", f"the answer has {len(payload)} bytes of tensors; ask by stream")
-            return Reply(_labelled(answer.body, answer.tensors), payload)
+            return Reply(_with_specs(answer.body, answer.tensors), payload)
 
         async def answer_stream(request: Request[AskT], stream: Stream) -> None:
             specs = _checked(request.body, max_bytes)
             left_s = timeout_s if within_s is None else min(timeout_s, within_s(request.body))
-            with room(request.sender, request.body):
+            with admitted(request):
                 try:
-                    data = await _received(stream, specs, left_s, "the caller")
+                    data = await _receive(stream, specs, left_s, "the caller")
                 except _LateError as error:
                     raise RefusedError("expired", f"{error}; nothing was done") from error
                 answer = await handler(request.sender, request.body, tensors_in(data, specs))
-                await stream.send(0, _labelled(answer.body, answer.tensors).model_dump_json().encode())
-                await _sent(stream, answer.tensors)
+                await stream.send(0, _with_specs(answer.body, answer.tensors).model_dump_json().encode())
+                await _send(stream, answer.tensors)
 
         self._endpoint.register(method, ask, answer_call)
         self._endpoint.register_stream(method + _STREAM, ask, answer_stream)
@@ -150,25 +146,25 @@ async def ask_tensors(
     timeout_s: float,
     stall_timeout_s: float | None = None,
 ) -> TensorAnswer[AnswerT]:
-    """Asks ``peer``; at most once: nothing is tried again.
+    """Sends a request to ``peer``, once: nothing is retried.
 
     Args:
         endpoint: one's own.
-        peer: whom.
+        peer: whom to ask.
         method: as registered there.
         ask: the message; its `tensors` are filled in.
         tensors: at most 8, on the CPU.
-        answer: what the answer's message must be.
+        answer: the type of the answer's message.
         answer_bytes: most bytes of tensors the answer may have.
-        timeout_s: until all of the answer must be here.
-        stall_timeout_s: silence to bear; None: the configured one.
+        timeout_s: until all of the answer must have arrived.
+        stall_timeout_s: silence to tolerate; None: the configured time.
 
     Raises:
         PeerUnavailableError: no answer in time.
-        MalformedAnswerError: an answer that is none.
+        MalformedAnswerError: the answer is malformed.
         RefusedError: the peer refused; ``reason`` says why.
     """
-    labelled = _labelled(ask, tensors)
+    labelled = _with_specs(ask, tensors)
     if max(answer_bytes, size_bytes_of(tensors)) <= MAX_PAYLOAD_BYTES:
         payload = payload_of(tensors)
         reply = await endpoint.call(
@@ -179,29 +175,13 @@ async def ask_tensors(
                 return TensorAnswer(reply.body, _unpacked(_checked(reply.body, answer_bytes), reply.payload))
             except RefusedError as error:
                 raise MalformedAnswerError(f"{peer.address}: {error}") from error
-    return await _ask_by_stream(
-        endpoint, peer, method, labelled, tensors, answer, answer_bytes, timeout_s, stall_timeout_s
-    )
-
-
-async def _ask_by_stream(
-    endpoint: Endpoint,
-    peer: Peer,
-    method: str,
-    ask: Parcel,
-    tensors: Mapping[str, Tensor],
-    answer: type[AnswerT],
-    answer_bytes: int,
-    timeout_s: float,
-    stall_timeout_s: float | None,
-) -> TensorAnswer[AnswerT]:
     deadline_s = time.monotonic() + timeout_s
     async with endpoint.open_stream(
-        peer, method + _STREAM, ask, timeout_s=timeout_s, stall_timeout_s=stall_timeout_s
+        peer, method + _STREAM, labelled, timeout_s=timeout_s, stall_timeout_s=stall_timeout_s
     ) as stream:
-        await _sent(stream, tensors)
+        await _send(stream, tensors)
         await stream.end()
-        frame = await _in_time(stream, deadline_s, peer.address)
+        frame = await _receive_frame(stream, deadline_s, peer.address)
         if frame is None:
             raise MalformedAnswerError(f"{peer.address} ended the stream without an answer")
         with peer_boundary(peer.address):
@@ -209,22 +189,18 @@ async def _ask_by_stream(
                 body = answer.model_validate_json(bytes(frame))
                 specs = _checked(body, answer_bytes)
             except (ValidationError, RefusedError) as error:
-                raise MalformedAnswerError(f"{peer.address} gave an answer that is none: {str(error)[:200]}") from error
-        data = await _received(stream, specs, deadline_s - time.monotonic(), peer.address, MalformedAnswerError)
+                raise MalformedAnswerError(f"{peer.address} sent a malformed answer: {str(error)[:200]}") from error
+        data = await _receive(stream, specs, deadline_s - time.monotonic(), peer.address, MalformedAnswerError)
     with peer_boundary(peer.address):
         return TensorAnswer(body, tensors_in(data, specs))
 
 
-def _labelled(body: AskT, tensors: Mapping[str, Tensor]) -> AskT:
+def _with_specs(body: AskT, tensors: Mapping[str, Tensor]) -> AskT:
     return body.model_copy(update={"tensors": specs_of(tensors)})
 
 
 def _checked(body: Parcel, max_bytes: int) -> tuple[TensorSpec, ...]:
-    """What is announced, if it is within bounds.
-
-    Raises:
-        RefusedError: it is too much, or not in order.
-    """
+    """Returns the announced tensors; raises RefusedError if they are too much, or not in order."""
     size_bytes = sum(spec.size_bytes for spec in body.tensors)
     if size_bytes > max_bytes:
         raise RefusedError("size", f"expected at most {max_bytes} bytes of tensors, found {size_bytes}")
@@ -243,7 +219,7 @@ def _unpacked(specs: tuple[TensorSpec, ...], payload: Payload) -> dict[str, Tens
     return tensors_in(data, specs)
 
 
-async def _sent(stream: Stream, tensors: Mapping[str, Tensor]) -> None:
+async def _send(stream: Stream, tensors: Mapping[str, Tensor]) -> None:
     for index, chunk in enumerate(chunks_of(tensors), start=1):
         await stream.send(index, chunk)
 
@@ -252,35 +228,35 @@ def _refusal(text: str) -> RpcError:
     return RefusedError("malformed", text)
 
 
-async def _received(
+async def _receive(
     stream: Stream,
     specs: tuple[TensorSpec, ...],
     timeout_s: float,
     who: str,
     malformed: Callable[[str], RpcError] = _refusal,
 ) -> _Bytes:
-    """All bytes that are announced; memory is taken as they come, so an announcement alone costs nothing.
+    """Receives all announced bytes; memory is taken as they arrive, so an announcement alone costs nothing.
 
     Raises:
-        PeerUnavailableError: they do not come, or not in time.
-        RpcError: they are more or fewer; of ``malformed``.
+        PeerUnavailableError: they do not arrive in time.
+        RpcError: they are more or fewer; made by ``malformed``.
     """
     expected = sum(spec.size_bytes for spec in specs)
     data: _Bytes = np.empty(expected, np.uint8)  # Pages are given by the kernel when they are written to.
     deadline_s, position = time.monotonic() + timeout_s, 0
     while position < expected:
-        frame = await _in_time(stream, deadline_s, who)
+        frame = await _receive_frame(stream, deadline_s, who)
         if frame is None or len(frame) != min(MAX_PAYLOAD_BYTES, expected - position):
             found = "the end" if frame is None else f"{len(frame)} bytes"
             raise malformed(f"{who}: expected {expected} bytes in frames of 1 MiB, found {found} at {position}")
         data[position : position + len(frame)] = np.frombuffer(frame, np.uint8)
         position += len(frame)
-    if await _in_time(stream, deadline_s, who) is not None:
+    if await _receive_frame(stream, deadline_s, who) is not None:
         raise malformed(f"{who}: expected {expected} bytes, found more")
     return data
 
 
-async def _in_time(stream: Stream, deadline_s: float, who: str) -> memoryview | None:
+async def _receive_frame(stream: Stream, deadline_s: float, who: str) -> memoryview | None:
     left_s = deadline_s - time.monotonic()
     if math.isnan(left_s) or left_s <= 0:
         raise _LateError(f"{who} did not send all tensors in time")

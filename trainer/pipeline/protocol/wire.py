@@ -1,7 +1,7 @@
 """The names under which tensors travel between drivers and workers.
 
 A codec's tensors (``activation``, ``activation.scales``, …) keep their names from the worker that made them to the
-worker that reads them, so whoever routes hands on what it gets. Ids and labels are int32: half of int64's bytes, and
+worker that reads them, so a driver passes on what it gets. Ids and labels are int32: half of int64's bytes, and
 every vocabulary fits.
 """
 
@@ -23,10 +23,10 @@ LABELS: Final = "labels"
 
 
 def part_of(what: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those of some tensors that make up an activation, or a gradient; names kept, to be sent on as they are."""
+    """Returns the tensors that make up an activation or a gradient, under their names, to be sent on unchanged."""
     return {name: tensor for name, tensor in tensors.items() if name == what or name.startswith(what + ".")}
 
 
 def wire_ids(ids: Tensor) -> Tensor:
-    """Ids or labels as they travel; labels that do not count keep their −100."""
+    """Returns ids or labels as they travel; labels that do not count keep their −100."""
     return ids.to(device="cpu", dtype=torch.int32).contiguous()

@@ -1,16 +1,20 @@
-"""What passes between the account of the data and a driver's routing: micro-batches, and what became of them.
+"""Micro-batches and what became of them, as they pass between the ledger and a driver's routing.
 
-The routing knows a `Work` and nothing of leases, files or other drivers; the account knows settlements and nothing of
-workers' queues. Both can therefore be tried alone, and a run on one machine needs no keeper process.
+A micro-batch's name stays the same for ever, whoever sends it and however often: ``e2.s17.r4096`` is epoch 2, shard 17,
+rows from 4096 on of that shard's order in that epoch. Workers are asked by this name whether they have counted one, so
+it holds nothing that changes from one attempt to the next.
 
-Guarantees a `Work` gives: a micro-batch is handed to one driver at a time, and nothing of it may be sent from
-`MicroBatch.send_before_s` on, so that whoever gets it next cannot meet a late copy. What the routing owes in return:
-each micro-batch it was given is settled or handed back once; one that it does neither with is asked after at the
-workers when its lease has run out.
+The routing knows a `Work` and nothing of leases, files or other drivers; the ledger knows settlements and nothing of
+workers' queues. So both can be tested alone, and a run on one machine needs no keeper process.
+
+A `Work` guarantees: a micro-batch is handed to one driver at a time, and nothing of it may be sent from
+`MicroBatch.send_before_s` on, so the driver that gets it next cannot meet a late copy. In return the routing settles or
+hands back each micro-batch once; for one with which it does neither, the workers are asked when its lease has run out.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass
 from typing import Annotated, Literal, Protocol, TypeAlias
@@ -18,29 +22,68 @@ from typing import Annotated, Literal, Protocol, TypeAlias
 from pydantic import Field
 from torch import Tensor
 
+from trainer.errors import TrainerUsageError
 from trainer.model.loss import IGNORED_LABEL
+from trainer.network.discovery.stage_report import Counted, Incarnation, StageName
 from trainer.network.rpc.messages import Message
-from trainer.pipeline.protocol.messages import Counted, Incarnation, StageName
-from trainer.pipeline.protocol.micro_batch import MicroBatchId, MicroBatchKey
 
-__all__ = ["LeaseTerm", "LossReason", "MicroBatch", "Settlement", "StageCredit", "Work", "boottime_s"]
+__all__ = [
+    "LeaseTerm",
+    "LossReason",
+    "MicroBatch",
+    "MicroBatchId",
+    "MicroBatchKey",
+    "Settlement",
+    "StageCredit",
+    "Work",
+    "boottime_s",
+]
 
+_PATTERN = r"e(0|[1-9][0-9]{0,8})\.s(0|[1-9][0-9]{0,9})\.r(0|[1-9][0-9]{0,9})"
+
+MicroBatchKey: TypeAlias = Annotated[str, Field(pattern=f"^{_PATTERN}$")]
+"""Written form of a :class:`MicroBatchId`, as messages carry it."""
 LossReason: TypeAlias = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,47}$")]
 """Why a micro-batch is lost, one word for counters: ``unclear``, ``refused``, ``attempts``, ``driver-lost``, …"""
-
 
 _BOOT_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 """macOS has no CLOCK_BOOTTIME; its CLOCK_MONOTONIC goes on while the machine sleeps."""
 
 
 def boottime_s() -> float:
-    """Seconds on CLOCK_BOOTTIME: goes on while the process is stopped and the machine sleeps."""
+    """Returns seconds on CLOCK_BOOTTIME, which goes on while the process is stopped and the machine sleeps."""
     return time.clock_gettime(_BOOT_CLOCK)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class MicroBatchId:
+    """Which rows of the data a micro-batch is."""
+
+    epoch: int
+    """Passes over the whole store before it."""
+    shard: int
+    row: int
+    """Its first row's place in the order in which the shard is read in that epoch."""
+
+    def __str__(self) -> str:
+        return f"e{self.epoch}.s{self.shard}.r{self.row}"
+
+    @classmethod
+    def parse(cls, key: str) -> MicroBatchId:
+        """Inverts ``str``.
+
+        Raises:
+            TrainerUsageError: ``key`` names no micro-batch.
+        """
+        found = re.fullmatch(_PATTERN, key)
+        if found is None:
+            raise TrainerUsageError(f"expected a micro-batch such as e0.s17.r4096, found {key[:80]!r}")
+        return cls(*map(int, found.groups()))
 
 
 @dataclass(slots=True, eq=False)
 class LeaseTerm:
-    """How long a lease lasts; shared by all its micro-batches, and put off whenever it is renewed."""
+    """How long a lease lasts; shared by all its micro-batches, and extended whenever it is renewed."""
 
     send_before_s: float
     """On CLOCK_BOOTTIME (`boottime_s`)."""
@@ -61,7 +104,7 @@ class MicroBatch:
     def send_before_s(self) -> float:
         """On CLOCK_BOOTTIME: from then on nothing of it may be sent; `apply_within_s` has to end before it too.
 
-        It moves on while the lease is renewed, so it is read before each sending.
+        Renewing the lease moves it, so it is read before each sending.
         """
         return self.term.send_before_s
 
@@ -77,7 +120,7 @@ class MicroBatch:
 
 
 class StageCredit(Message):
-    """A stage's acknowledgement that it has counted a micro-batch, as its answer (`StageAnswer`) said."""
+    """A stage's acknowledgement that it has counted a micro-batch, from its answer (`StageAnswer`)."""
 
     stage: StageName
     incarnation: Incarnation
@@ -85,7 +128,7 @@ class StageCredit(Message):
     applied_number: Counted
     """How many micro-batches that worker had applied, this one included; 0: not known to the driver."""
     shared_through: Counted = 0
-    """Of them, the first so many were in a state that outlives the worker."""
+    """The first so many of them were in a state that outlives the worker."""
 
 
 class Settlement(Message):
@@ -104,14 +147,14 @@ class Settlement(Message):
 
 
 class Work(Protocol):
-    """Where a driver's routing gets micro-batches from, and where it says what became of them."""
+    """Where a driver's routing gets micro-batches from, and reports what became of them."""
 
     async def next(self) -> MicroBatch | None:
-        """The next one; waits while there is none to be had. None: there will be no more."""
+        """Waits for the next one; None: there will be no more."""
         ...
 
     def settle(self, settlement: Settlement) -> None:
-        """Says what became of one. Returns at once: it is kept, and sent until it is acknowledged."""
+        """Reports what became of one. Returns at once: it is kept, and sent until it is acknowledged."""
         ...
 
     def hand_back(self, micro_batch: MicroBatch) -> None:

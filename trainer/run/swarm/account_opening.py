@@ -113,7 +113,7 @@ class AccountOpening:
         return median_low(reached.values()) if reached.keys() >= set(self._stages) else None
 
     def _highest(self) -> int | None:
-        return self._ledger.books.highest_version(target_tokens_of(self._config))
+        return self._ledger.state.highest_version(target_tokens_of(self._config))
 
     def _say_who_is_missing(self, reports: Iterable[StageReport]) -> None:
         if self._clock() < self._said_s + _SAY_S:

@@ -27,11 +27,12 @@ from trainer.network.discovery.stage_report import StageReport, StageUid
 from trainer.network.rpc import Endpoint
 from trainer.outer.engine.daemon_call import in_daemon_thread
 from trainer.pipeline.driver.driver import PipelineDriver
-from trainer.pipeline.driver.links import LinkForm
 from trainer.pipeline.driver.results import MicroBatchResult
+from trainer.pipeline.driver.stage_caller import LinkForm
 from trainer.pipeline.driver.steps import StepLoss
 from trainer.pipeline.ledger import (
     LedgerClient,
+    LedgerLane,
     LedgerService,
     LedgerSpec,
     MicroBatches,
@@ -41,7 +42,6 @@ from trainer.pipeline.ledger import (
     preferred_shards,
     spec_of,
 )
-from trainer.pipeline.ledger.lanes import Lane
 from trainer.pipeline.ledger.records import WorkerSeen
 from trainer.pipeline.protocol.work import boottime_s
 from trainer.run.config import RunConfig
@@ -271,7 +271,7 @@ class DriverNode:
     def _patience_s(self) -> float:
         return 2 * self._config.discovery.announcement_lifetime_s
 
-    def _account_of(self) -> tuple[tuple[Lane, ...], LedgerSpec]:
+    def _account_of(self) -> tuple[tuple[LedgerLane, ...], LedgerSpec]:
         config, catalog = self._config, self._session.catalog
         lanes = lanes_of(catalog, config.data.sources, config.data.holdout)
         spec = spec_of(
@@ -285,7 +285,7 @@ class DriverNode:
         )
         return lanes, spec
 
-    def _open_account(self, lanes: tuple[Lane, ...], spec: LedgerSpec) -> None:
+    def _open_account(self, lanes: tuple[LedgerLane, ...], spec: LedgerSpec) -> None:
         config = self._config
         folder = ledger_folder(config)
         folder.mkdir(parents=True, exist_ok=True)
@@ -316,7 +316,7 @@ class DriverNode:
         )
         self._keeper.register()
 
-    def _client(self, lanes: tuple[Lane, ...], spec: LedgerSpec) -> LedgerClient:
+    def _client(self, lanes: tuple[LedgerLane, ...], spec: LedgerSpec) -> LedgerClient:
         data = self._config.data
         return LedgerClient(
             self._endpoint,

@@ -30,8 +30,7 @@ from trainer.pipeline.driver.driver import PipelineDriver
 from trainer.pipeline.driver.results import DriverStatus, MicroBatchResult
 from trainer.pipeline.driver.steps import StepLoss
 from trainer.pipeline.ledger import LEDGER_ACCOUNT, Account, LedgerClient, LedgerService
-from trainer.pipeline.ledger.account import Tally
-from trainer.pipeline.ledger.messages import AccountAsk
+from trainer.pipeline.ledger.messages import AccountAsk, Tally
 from trainer.run.config import RunConfig
 from trainer.run.swarm.announcing import Presence
 from trainer.run.swarm.shape import SwarmShape, target_tokens_of
@@ -114,7 +113,7 @@ class DriverView:
         workers, now_s = self._presence.fitting(), time.monotonic()
         words = {said.peer_id: self._presence.last_word(said.peer_id) for said in workers}
         ages_s = {key: now_s - word.heard_s for key, word in words.items() if word is not None}
-        away_s, held = (0.0, 0) if self._work is None else (self._work.keeper_away_s, self._work.holdings.num_ahead)
+        away_s, held = (0.0, 0) if self._work is None else (self._work.keeper_away_s, self._work.cache.num_ahead)
         self._picture = _Picture(workers, ages_s, status, self._loss, self._tokens_per_s(), away_s, held)
 
     async def refresh(self) -> None:

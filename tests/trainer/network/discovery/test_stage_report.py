@@ -24,7 +24,7 @@ from trainer.network.discovery.stage_report import (
     settled_uid,
     workers_of,
 )
-from trainer.pipeline.protocol.micro_batch import MicroBatchId
+from trainer.pipeline.protocol.work import MicroBatchId
 
 STAGES = st.sampled_from(stage_names(7))
 COUNTS = st.integers(0, 10**9 - 1)

@@ -15,9 +15,9 @@ from tests.support.toy_drive import FAST, ONE_EACH, STAGES, TWO_EACH, Drive, dri
 from tests.support.toy_stage import Fault, Reply_, ToyStage, distort, garble
 from trainer.compression.activations import ACTIVATION_CODECS, activation_codec
 from trainer.model.subspace import basis_of
-from trainer.pipeline.driver.audit_rates import FORGIVEN_AFTER, STRIKES, AuditRates
-from trainer.pipeline.driver.likeness import StageOutput, difference, midpoint, nudge, output_of, slope_ratio
-from trainer.pipeline.driver.links import LinkForm
+from trainer.pipeline.driver import LinkForm
+from trainer.pipeline.driver.auditing import FORGIVEN_AFTER, STRIKES, AuditRates
+from trainer.pipeline.driver.comparison import StageOutput, difference, midpoint, nudge, output_of, slope_ratio
 from trainer.pipeline.protocol.messages import BACKWARD, EVALUATE, FORWARD, TAIL
 from trainer.pipeline.protocol.tensors import TensorAnswer
 
@@ -46,12 +46,10 @@ async def run_with(drive: Drive) -> None:
     await drive.driver.run()
 
 
-def lie_for_ever(drive: Drive, stage: str, lie: str, *methods: str) -> str:
+def lie_for_ever(liar: ToyStage, lie: Fault, *methods: str) -> str:
     """The liar's name."""
-    liar = drive.swarm.at(stage)
     for method in methods:
-        liar.faults[method].extend([LIES[lie]] * 10_000)
-    assert liar.worker is not None
+        liar.faults[method].extend([lie] * 10_000)
     return liar.worker.uid
 
 
@@ -68,22 +66,21 @@ def lie_for_ever(drive: Drive, stage: str, lie: str, *methods: str) -> str:
         ("tail", "-3 times"),
     ],
 )
-def test_a_liar_among_three_is_named_and_banned_for_long_and_nobody_else(stage: str, lie: str, routing: str) -> None:
-    @on_event_loop
-    async def test() -> None:
-        async with driving(THREE_EACH, 80, replace(AUDITED, routing=routing), audit_seed=4) as drive:
-            name = lie_for_ever(drive, stage, lie, EVALUATE, *COUNTING[stage])
-            await run_with(drive)
-            status = drive.driver.status()
-            assert set(status.audit.liars) == {name}
-            assert status.failures["audit"] == sum(status.audit.liars.values())
-            for pool in status.stages:
-                banned = {pool.names[key]: left_s for key, left_s in pool.banned.items()}
-                assert set(banned) == ({name} if pool.stage == stage else set())
-                assert all(left_s > 500 for left_s in banned.values())
-            assert drive.work.fates() == ["done"] * 80
-
-    test()
+@on_event_loop
+async def test_a_liar_among_three_is_named_and_banned_for_long_and_nobody_else(
+    stage: str, lie: str, routing: str
+) -> None:
+    async with driving(THREE_EACH, 80, replace(AUDITED, routing=routing), audit_seed=4) as drive:
+        name = lie_for_ever(drive.swarm.at(stage), LIES[lie], EVALUATE, *COUNTING[stage])
+        await run_with(drive)
+        status = drive.driver.status()
+        assert set(status.audit.liars) == {name}
+        assert status.failures["audit"] == sum(status.audit.liars.values())
+        for pool in status.stages:
+            banned = {pool.names[key]: left_s for key, left_s in pool.banned.items()}
+            assert set(banned) == ({name} if pool.stage == stage else set())
+            assert all(left_s > 500 for left_s in banned.values())
+        assert drive.work.fates() == ["done"] * 80
 
 
 @pytest.mark.slow
@@ -100,42 +97,33 @@ async def test_an_honest_swarm_is_compared_and_nobody_suspected() -> None:
 @pytest.mark.parametrize("asked", [(EVALUATE,), ()], ids=["lies when asked", "honest when asked"])
 @pytest.mark.parametrize(("stage", "method"), [("body-1", BACKWARD), ("tail", TAIL)])
 @pytest.mark.parametrize(("replicas", "factor"), [(1, -3), (2, -3), (2, 0)])
-def test_a_gradient_that_is_not_the_output_s_convicts_by_itself(
+@on_event_loop
+async def test_a_gradient_that_is_not_the_output_s_convicts_by_itself(
     replicas: int, factor: int, stage: str, method: str, asked: tuple[str, ...]
 ) -> None:
-    @on_event_loop
-    async def test() -> None:
-        async with driving(TWO_EACH | {stage: replicas}, 40, AUDITED, audit_seed=4) as drive:
-            liar = drive.swarm.at(stage)
+    async with driving(TWO_EACH | {stage: replicas}, 40, AUDITED, audit_seed=4) as drive:
+        liar = drive.swarm.at(stage)
 
-            async def lie(toy: ToyStage, key: str, work: Callable[[], Awaitable[Reply_]]) -> Reply_:
-                answer = await work()
-                gradient = {name: factor * found for name, found in answer.tensors.items() if name == "gradient"}
-                return TensorAnswer(answer.body, {**answer.tensors, **gradient})
+        async def lie(toy: ToyStage, key: str, work: Callable[[], Awaitable[Reply_]]) -> Reply_:
+            answer = await work()
+            gradient = {name: factor * found for name, found in answer.tensors.items() if name == "gradient"}
+            return TensorAnswer(answer.body, {**answer.tensors, **gradient})
 
-            for each in (method, *asked):
-                liar.faults[each].extend([lie] * 10_000)
-            running = asyncio.create_task(drive.driver.run())
-            await until(lambda: bool(drive.driver.status().audit.liars) or running.done())
-            drive.driver.stop()
-            await running
-            assert liar.worker is not None
-            assert drive.driver.status().audit.liars == {liar.worker.uid: 1}
-            assert drive.driver.status().audit.undecided == ()
-
-    test()
+        lie_for_ever(liar, lie, method, *asked)
+        running = asyncio.create_task(drive.driver.run())
+        await until(lambda: bool(drive.driver.status().audit.liars) or running.done())
+        drive.driver.stop()
+        await running
+        assert drive.driver.status().audit.liars == {liar.worker.uid: 1}
+        assert drive.driver.status().audit.undecided == ()
 
 
 @pytest.mark.slow
 @on_event_loop
 async def test_most_of_a_stage_may_lie_where_they_contradict_themselves() -> None:
     async with driving(THREE_EACH, 60, AUDITED, audit_seed=4) as drive:
-        liars = []
-        for toy in drive.swarm.workers_by_stage["tail"][:2]:
-            toy.faults[TAIL].extend([LIES["-3 times"]] * 10_000)
-            toy.faults[EVALUATE].extend([LIES["-3 times"]] * 10_000)
-            assert toy.worker is not None
-            liars.append(toy.worker.uid)
+        toys = drive.swarm.workers_by_stage["tail"][:2]
+        liars = [lie_for_ever(toy, LIES["-3 times"], TAIL, EVALUATE) for toy in toys]
         await run_with(drive)
         assert set(drive.driver.status().audit.liars) == set(liars)
 
@@ -144,19 +132,16 @@ async def test_most_of_a_stage_may_lie_where_they_contradict_themselves() -> Non
 @on_event_loop
 async def test_one_of_two_heads_whose_output_is_another_each_time_is_found() -> None:
     async with driving(TWO_EACH, 40, AUDITED, audit_seed=4) as drive:
-        liar = drive.swarm.at("head")
-        for method in (FORWARD, EVALUATE):
-            liar.faults[method].extend([distort(torch.randn_like)] * 10_000)
+        name = lie_for_ever(drive.swarm.at("head"), distort(torch.randn_like), FORWARD, EVALUATE)
         await run_with(drive)
-        assert liar.worker is not None
-        assert drive.driver.status().audit.liars == {liar.worker.uid: 1}
+        assert drive.driver.status().audit.liars == {name: 1}
 
 
 @pytest.mark.slow
 @on_event_loop
 async def test_of_two_heads_that_differ_none_is_banned_and_both_are_named(caplog: pytest.LogCaptureFixture) -> None:
     async with driving(TWO_EACH, 40, AUDITED, audit_seed=4) as drive:
-        lie_for_ever(drive, "head", "a spike", FORWARD, EVALUATE)
+        lie_for_ever(drive.swarm.at("head"), LIES["a spike"], FORWARD, EVALUATE)
         await run_with(drive)
         status = drive.driver.status()
         assert status.audit.disputed
@@ -186,8 +171,7 @@ async def test_a_comparison_that_nobody_answers_holds_up_nothing() -> None:
     async with driving(TWO_EACH, 20, replace(AUDITED, audit_every=1, request_timeout_s=30.0)) as drive:
         for toy in drive.swarm.all:
             toy.faults[EVALUATE].extend([stay] * 100)
-        await drive.driver.run()
-        assert drive.work.fates() == ["done"] * 20
+        await drive.all_done()
         assert not drive.driver.status().audit.compared
 
 

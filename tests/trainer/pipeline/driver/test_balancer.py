@@ -10,19 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scripts.swarm_bench.churn import ChurnPlan, compare, simulate
-from trainer.pipeline.driver import Balancer, BalancerConfig, Grant
+from trainer.pipeline.driver import Balancer, Reservation
 
 
 class Queues:
     """Workers that serve one after another, each at its speed, on a simulated clock."""
 
     def __init__(self, in_flight: int) -> None:
-        self.balancer = Balancer(BalancerConfig(max_in_flight_per_worker=4))
+        self.balancer = Balancer(4)
         self.in_flight = in_flight
         self.service_s: dict[str, float] = {}
         self.free_s: dict[str, float] = {}
-        self.under_way: list[tuple[float, Grant]] = []
-        self.granted: Counter[str] = Counter()
+        self.under_way: list[tuple[float, Reservation]] = []
+        self.taken: Counter[str] = Counter()
         self.order: list[str] = []
         self.now = 0.0
 
@@ -34,31 +34,31 @@ class Queues:
         """Until so many more are granted."""
         done = len(self.order) + num
         while len(self.order) < done:
-            while len(self.under_way) < self.in_flight and (grant := self.balancer.acquire(1.0, self.now)) is not None:
-                begin_s = max(self.now, self.free_s[grant.worker])
-                self.free_s[grant.worker] = begin_s + self.service_s[grant.worker]
-                self.under_way.append((self.free_s[grant.worker], grant))
-                self.granted[grant.worker] += 1
-                self.order.append(grant.worker)
+            while len(self.under_way) < self.in_flight and (place := self.balancer.acquire(1.0, self.now)) is not None:
+                begin_s = max(self.now, self.free_s[place.worker])
+                self.free_s[place.worker] = begin_s + self.service_s[place.worker]
+                self.under_way.append((self.free_s[place.worker], place))
+                self.taken[place.worker] += 1
+                self.order.append(place.worker)
             self.under_way.sort(key=lambda each: each[0])
-            self.now, grant = self.under_way.pop(0)
-            self.balancer.measured(grant, 1.0, grant.granted_s, self.now)
-            self.balancer.done(grant)
+            self.now, place = self.under_way.pop(0)
+            self.balancer.measured(place, 1.0, place.reserved_s, self.now)
+            self.balancer.done(place)
 
 
-def granted(balancer: Balancer, worker: str) -> Grant:
-    grant = balancer.acquire(1.0, 0.0, lambda other: other != worker)
-    assert grant is not None
-    return grant
+def reserved(balancer: Balancer, worker: str) -> Reservation:
+    place = balancer.acquire(1.0, 0.0, lambda other: other != worker)
+    assert place is not None
+    return place
 
 
 def known(balancer: Balancer, workers: str, s_per_unit: float) -> None:
     """Adds workers that have proved themselves, level with each other."""
     for number, worker in enumerate(workers):
         balancer.add(worker)
-        grant = granted(balancer, worker)
-        balancer.told(grant, 1.0, s_per_unit)
-        (balancer.released if number else balancer.done)(grant)
+        place = reserved(balancer, worker)
+        balancer.timed(place, 1.0, s_per_unit)
+        (balancer.released if number else balancer.done)(place)
     assert len({load.runtime_s for load in balancer.loads()}) == 1
 
 
@@ -67,37 +67,37 @@ def test_shares_are_in_the_ratio_of_speeds() -> None:
     for worker, service_s in {"a": 1.0, "b": 1.0, "c": 2.0, "d": 4.0}.items():
         queues.join(worker, service_s)
     queues.run(550)
-    shares = {worker: count / 550 * 2.75 for worker, count in queues.granted.items()}
+    shares = {worker: count / 550 * 2.75 for worker, count in queues.taken.items()}
     assert shares == pytest.approx({"a": 1.0, "b": 1.0, "c": 0.5, "d": 0.25}, rel=0.1)
 
 
 def test_two_requests_in_a_row_do_not_take_the_same_worker_for_free() -> None:
-    balancer = Balancer(BalancerConfig())
+    balancer = Balancer()
     known(balancer, "ab", 1.0)
     chosen = [balancer.acquire(1.0, 0.0) for _ in range(4)]
-    assert Counter(grant.worker for grant in chosen if grant) == {"a": 2, "b": 2}
+    assert Counter(place.worker for place in chosen if place) == {"a": 2, "b": 2}
 
 
 def test_charged_with_the_estimate_and_corrected_to_what_it_took() -> None:
-    balancer = Balancer(BalancerConfig())
+    balancer = Balancer()
     known(balancer, "ab", 2.0)
-    grant = balancer.acquire(3.0, 10.0)
-    assert grant is not None
+    place = balancer.acquire(3.0, 10.0)
+    assert place is not None
     runtimes = {load.worker: load.runtime_s for load in balancer.loads()}
-    assert runtimes[grant.worker] == pytest.approx(6.0)
-    balancer.measured(grant, 3.0, 10.0, 11.5)
-    balancer.done(grant)
+    assert runtimes[place.worker] == pytest.approx(6.0)
+    balancer.measured(place, 3.0, 10.0, 11.5)
+    balancer.done(place)
     runtimes = {load.worker: load.runtime_s for load in balancer.loads()}
-    assert runtimes[grant.worker] == pytest.approx(1.5)
+    assert runtimes[place.worker] == pytest.approx(1.5)
 
 
 def test_requests_that_wait_in_line_at_a_worker_count_once() -> None:
-    balancer = Balancer(BalancerConfig())
+    balancer = Balancer()
     known(balancer, "a", 1.0)
-    grants = [granted(balancer, "a") for _ in range(3)]
-    for number, grant in enumerate(grants, start=1):
-        balancer.measured(grant, 1.0, 0.0, float(number))
-        balancer.done(grant)
+    places = [reserved(balancer, "a") for _ in range(3)]
+    for number, place in enumerate(places, start=1):
+        balancer.measured(place, 1.0, 0.0, float(number))
+        balancer.done(place)
     assert balancer.estimate_s("a", 1.0) == pytest.approx(1.0)
 
 
@@ -123,7 +123,7 @@ def test_a_fast_newcomer_gets_its_share_within_a_few_requests(num_slow: int) -> 
     joined = len(queues.order)
     queues.run(10 * num_slow)
     after = queues.order[joined:]
-    assert "new" in after[:5]  # BalancerConfig.probe_every is 4
+    assert "new" in after[:5]  # One newcomer in four micro-batches.
     found_out = after.index("new") + num_slow  # Its first answer comes within a second.
     share = 10 / (10 + num_slow)  # It is ten times as fast as each of the others.
     following = after[found_out : found_out + 4 * num_slow]
@@ -138,7 +138,7 @@ def test_newcomers_draw_a_bounded_share_while_others_are_known() -> None:
     for number in range(100):
         queues.join(f"slow-{number}", 1000.0)
     queues.run(200)
-    slow = sum(count for worker, count in queues.granted.items() if worker.startswith("slow"))
+    slow = sum(count for worker, count in queues.taken.items() if worker.startswith("slow"))
     assert slow <= 2  # A quarter of what is under way.
 
 
@@ -150,17 +150,17 @@ def test_a_worker_that_was_banned_proves_itself_anew_and_makes_up_for_nothing() 
     queues.balancer.distrust("c")
     banned = queues.order.count("c")
     for _ in range(30):
-        grant = queues.balancer.acquire(1.0, queues.now, lambda worker: worker == "c")
-        assert grant is not None
+        place = queues.balancer.acquire(1.0, queues.now, lambda worker: worker == "c")
+        assert place is not None
         queues.now += 0.5
-        queues.balancer.measured(grant, 1.0, queues.now - 0.5, queues.now)
-        queues.balancer.done(grant)
+        queues.balancer.measured(place, 1.0, queues.now - 0.5, queues.now)
+        queues.balancer.done(place)
     queues.run(60)
     assert 10 <= queues.order.count("c") - banned <= 30
 
 
 def test_no_more_than_the_cap_at_one_worker_and_none_where_nobody_may() -> None:
-    balancer = Balancer(BalancerConfig(max_in_flight_per_worker=2))
+    balancer = Balancer(2)
     balancer.add("a")
     first = balancer.acquire(1.0, 0.0)
     assert first is not None
@@ -178,24 +178,24 @@ def test_no_more_than_the_cap_at_one_worker_and_none_where_nobody_may() -> None:
 
 
 def test_a_newcomer_alone_gets_more_when_its_first_is_held_up_elsewhere() -> None:
-    balancer = Balancer(BalancerConfig(max_in_flight_per_worker=3, held_up_s=2.0))
+    balancer = Balancer(3)
     balancer.add("a")
     times = [now for now in range(12) if balancer.acquire(1.0, now) is not None]
     assert times == [0, 2, 4]
-    beside = Balancer(BalancerConfig(max_in_flight_per_worker=3, held_up_s=2.0))
+    beside = Balancer(3)
     known(beside, "b", 1.0)
     beside.add("a")
-    taken = [grant.worker for now in range(6) if (grant := beside.acquire(1.0, 10.0 * now)) is not None]
+    taken = [place.worker for now in range(6) if (place := beside.acquire(1.0, 10.0 * now)) is not None]
     assert taken == ["b"] * 3, "there is one that is known, if full"
 
 
 def test_a_place_that_was_released_is_taken_again_however_full_its_worker_is() -> None:
-    balancer = Balancer(BalancerConfig(max_in_flight_per_worker=1))
+    balancer = Balancer(1)
     known(balancer, "a", 2.0)
     before_s = balancer.loads()[0].runtime_s
-    first = granted(balancer, "a")
+    first = reserved(balancer, "a")
     balancer.released(first)
-    second = granted(balancer, "a")
+    second = reserved(balancer, "a")
     balancer.resume(first, 3.0)
     balancer.resume(second, 3.0)  # It is open, and stays as it is.
     assert balancer.waits() == {"a": (pytest.approx(0.0), 2)}
@@ -209,13 +209,13 @@ def test_a_place_that_was_released_is_taken_again_however_full_its_worker_is() -
 
 
 def test_a_worker_that_left_and_came_back_is_a_newcomer() -> None:
-    balancer = Balancer(BalancerConfig())
+    balancer = Balancer()
     balancer.add("a")
-    grant = balancer.acquire(1.0, 0.0)
-    assert grant is not None
+    place = balancer.acquire(1.0, 0.0)
+    assert place is not None
     balancer.remove("a")
     balancer.add("a")
-    balancer.done(grant)  # Of its former life: nothing of it is booked here.
+    balancer.done(place)  # Of its former life: nothing of it is booked here.
     assert [(load.in_flight, load.runtime_s) for load in balancer.loads()] == [(0, 0.0)]
 
 
@@ -223,41 +223,44 @@ def test_a_worker_that_left_and_came_back_is_a_newcomer() -> None:
 @given(st.integers(0, 2**32), st.integers(1, 6), st.integers(1, 8))
 def test_nothing_is_granted_twice_or_forgotten(seed: int, num_workers: int, cap: int) -> None:
     draw = random.Random(seed)
-    balancer = Balancer(BalancerConfig(max_in_flight_per_worker=cap))
+    balancer = Balancer(cap)
     names = [f"w{number}" for number in range(num_workers)]
-    held: list[Grant] = []
+    held: list[Reservation] = []
+    here: set[str] = set()
     now = 0.0
     for _ in range(120):
         now += draw.random()
         worker, event = draw.choice(names), draw.randrange(8)
         if event == 0:
             balancer.add(worker)
+            here.add(worker)
         elif event == 1:
             balancer.remove(worker)
-            held = [grant for grant in held if grant.worker != worker]
+            here.discard(worker)
+            held = [place for place in held if place.worker != worker]
         elif event == 2:
             balancer.distrust(worker)
-        elif event <= 4 and (grant := balancer.acquire(draw.uniform(0.1, 9), now)) is not None:
-            held.append(grant)
+        elif event <= 4 and (place := balancer.acquire(draw.uniform(0.1, 9), now)) is not None:
+            held.append(place)
         elif held:
-            grant = held.pop(draw.randrange(len(held)))
+            place = held.pop(draw.randrange(len(held)))
             if event == 5:
-                balancer.failed(grant, now)
+                balancer.failed(place, now)
             elif event == 6:
-                balancer.released(grant)
+                balancer.released(place)
             else:
-                balancer.measured(grant, grant.units, grant.granted_s, now)
-                balancer.done(grant)
+                balancer.measured(place, place.units, place.reserved_s, now)
+                balancer.done(place)
         loads = {load.worker: load for load in balancer.loads()}
-        assert set(loads) == set(balancer.workers)
-        assert Counter(grant.worker for grant in held) == Counter(
+        assert set(loads) == here
+        assert Counter(place.worker for place in held) == Counter(
             {name: load.in_flight for name, load in loads.items() if load.in_flight}
         )
         assert all(load.in_flight <= cap for load in loads.values())
         assert all(load.s_per_unit > 0 and load.runtime_s >= 0 for load in loads.values())
-    for grant in held:
-        balancer.done(grant)
-    if balancer.workers:
+    for place in held:
+        balancer.done(place)
+    if here:
         assert balancer.acquire(1.0, now + 10) is not None
 
 

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,23 +21,34 @@ from tests.support.toy_drive import until
 from trainer.inner import make_optimizer
 from trainer.model import build_model
 from trainer.model.config import stage_names
-from trainer.pipeline.driver import MicroBatchResult, StepLoss
+from trainer.pipeline.driver import MicroBatchResult, PipelineDriver, StepLoss
 
 PER_STEP = 4
 TARGET = ROWS * POSITIONS * PER_STEP
 
+pytestmark = pytest.mark.slow
+both_routings = pytest.mark.parametrize("routing", ["hub", "chain"])
+
 
 @asynccontextmanager
-async def real_swarm(setup: WorkerSetup, replicas: int = 1) -> AsyncIterator[Directory]:
-    """Workers in this process."""
-    directory = Directory()
+async def driving(
+    setup: WorkerSetup,
+    num: int,
+    *,
+    replicas: int = 1,
+    on_worker: Callable[[str, int, Any], None] = lambda *_: None,
+    **options: Any,
+) -> AsyncIterator[tuple[PipelineDriver, Windows, Directory]]:
+    """A driver of workers in this process; ``on_worker`` gets stage, number and worker of each."""
+    directory, work = Directory(), Windows(num)
     async with AsyncExitStack() as stack:
         for stage in stage_names(setup.num_stages):
             for number in range(replicas):
-                fields = {name: getattr(setup, name) for name in setup.__dataclass_fields__} | {"stage": stage}
-                running = await stack.enter_async_context(running_worker(WorkerSetup(**fields)))
+                running = await stack.enter_async_context(running_worker(replace(setup, stage=stage)))
                 directory.found.append(announced(stage, 32 + number, running.peer))
-        yield directory
+                on_worker(stage, number, running.worker)
+        endpoint = await stack.enter_async_context(running_endpoint(run_id=RUN_ID))
+        yield driver_of(endpoint, setup, directory, work, **options), work, directory
 
 
 def reference_losses(setup: WorkerSetup, num_steps: int) -> list[float]:
@@ -59,105 +71,64 @@ def reference_losses(setup: WorkerSetup, num_steps: int) -> list[float]:
     return losses
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("routing", ["hub", "chain"])
-def test_step_for_step_the_losses_of_one_process(routing: str) -> None:
-    @on_event_loop
-    async def test() -> None:
-        inf = float("inf")
-        setup = WorkerSetup(
-            target_tokens=TARGET,
-            inner={"lr": 1e-2},
-            stage_config={"clip_factor": inf, "tail_clip_factor": inf},
-        )
-        steps: list[StepLoss] = []
-        async with real_swarm(setup) as directory, running_endpoint(run_id=RUN_ID) as endpoint:
-            work = Windows(5 * PER_STEP)
-            driver = driver_of(
-                endpoint,
-                setup,
-                directory,
-                work,
-                config={"routing": routing, "synchronous": True},
-                target_tokens=TARGET,
-                on_step=steps.append,
-            )
-            await driver.run()
-        assert work.fates() == ["done"] * 5 * PER_STEP
-        expected = reference_losses(setup, 5)
-        assert [step.loss for step in steps] == pytest.approx(expected, rel=1e-5)
-        assert abs(expected[0] - expected[-1]) > 1e-3  # The weights have moved.
-
-    test()
+@both_routings
+@on_event_loop
+async def test_step_for_step_the_losses_of_one_process(routing: str) -> None:
+    unclipped = dict.fromkeys(("clip_factor", "tail_clip_factor"), float("inf"))
+    setup = WorkerSetup(target_tokens=TARGET, inner={"lr": 1e-2}, stage_config=unclipped)
+    steps: list[StepLoss] = []
+    config = {"routing": routing, "synchronous": True}
+    options = {"config": config, "target_tokens": TARGET, "on_step": steps.append}
+    async with driving(setup, 5 * PER_STEP, **options) as (driver, work, _):
+        await driver.run()
+    assert work.fates() == ["done"] * 5 * PER_STEP
+    expected = reference_losses(setup, 5)
+    assert [step.loss for step in steps] == pytest.approx(expected, rel=1e-5)
+    assert abs(expected[0] - expected[-1]) > 1e-3  # The weights have moved.
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("routing", ["hub", "chain"])
+@both_routings
 @pytest.mark.parametrize("codec", ["int8", "subspace+fp16"])
-def test_what_a_codec_sends_is_handed_on_as_it_is(routing: str, codec: str) -> None:
-    @on_event_loop
-    async def test() -> None:
-        setup = WorkerSetup(codec=codec, model={"subspace_rank": 4} if codec.startswith("subspace") else {})
-        results: list[MicroBatchResult] = []
-        async with real_swarm(setup) as directory, running_endpoint(run_id=RUN_ID) as endpoint:
-            work = Windows(3)
-            driver = driver_of(endpoint, setup, directory, work, config={"routing": routing}, on_result=results.append)
-            await driver.run()
-        assert work.fates() == ["done"] * 3
-        assert all(0 < result.outcome.loss_sum / result.outcome.num_tokens < 10 for result in results)
-
-    test()
+@on_event_loop
+async def test_what_a_codec_sends_is_passed_on_as_it_is(routing: str, codec: str) -> None:
+    setup = WorkerSetup(codec=codec, model={"subspace_rank": 4} if codec.startswith("subspace") else {})
+    results: list[MicroBatchResult] = []
+    async with driving(setup, 3, config={"routing": routing}, on_result=results.append) as (driver, work, _):
+        await driver.run()
+    assert work.fates() == ["done"] * 3
+    assert all(0 < result.outcome.loss_sum / result.outcome.num_tokens < 10 for result in results)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("routing", ["hub", "chain"])
-def test_workers_that_compute_the_same_are_compared_and_alike(routing: str) -> None:
-    @on_event_loop
-    async def test() -> None:
-        setup = WorkerSetup(codec="subspace+fp16", model={"subspace_rank": 4})
-        async with real_swarm(setup, replicas=2) as directory, running_endpoint(run_id=RUN_ID) as endpoint:
-            work = Windows(12)
-            config = {"routing": routing, "audit_every": 1, "max_in_flight": 1}
-            driver = driver_of(endpoint, setup, directory, work, config=config)
-            await driver.run()
-        audit = driver.status().audit
-        assert audit.compared
-        assert (audit.disputed, audit.unopposed, work.fates()) == (0, (), ["done"] * 12)
-
-    test()
+@both_routings
+@on_event_loop
+async def test_workers_that_compute_the_same_are_compared_and_alike(routing: str) -> None:
+    setup = WorkerSetup(codec="subspace+fp16", model={"subspace_rank": 4})
+    config = {"routing": routing, "audit_every": 1, "max_in_flight": 1}
+    async with driving(setup, 12, replicas=2, config=config) as (driver, work, _):
+        await driver.run()
+    audit = driver.status().audit
+    assert audit.compared
+    assert (audit.disputed, audit.unopposed, work.fates()) == (0, (), ["done"] * 12)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("routing", ["hub", "chain"])
+@both_routings
 @pytest.mark.parametrize("lie", ["-3 x gradient", "-3 x gradient, honest when asked", "1,000 x activation"])
-def test_one_of_two_that_lies_is_found_early_and_the_honest_one_is_not_accused(lie: str, routing: str) -> None:
-    @on_event_loop
-    async def test() -> None:
-        setup = WorkerSetup(codec="int8")
-        stage, lying = lie_named(lie)
-        liar = ""
-        async with AsyncExitStack() as stack:
-            directory = Directory()
-            for name in stage_names(setup.num_stages):
-                for number in range(2):
-                    running = await stack.enter_async_context(running_worker(replace(setup, stage=name)))
-                    directory.found.append(announced(name, 32 + number, running.peer))
-                    if name == stage and not number:
-                        lying.begin(running.worker)
-                        liar = directory.found[-1].uid
-            endpoint = await stack.enter_async_context(running_endpoint(run_id=RUN_ID))
-            work = Windows(40)
-            driver = driver_of(
-                endpoint, setup, directory, work, config={"routing": routing, "max_in_flight": 2}, audit_seed=1
-            )
-            await driver.run()
-        assert driver.status().audit.liars == {liar: 1}
-        assert work.fates() == ["done"] * 40
+@on_event_loop
+async def test_one_of_two_that_lies_is_found_early_and_the_honest_one_is_not_accused(lie: str, routing: str) -> None:
+    lying_stage, lying = lie_named(lie)
 
-    test()
+    def begin_to_lie(stage: str, number: int, worker: Any) -> None:
+        if (stage, number) == (lying_stage, 0):
+            lying.begin(worker)
+
+    options = {"config": {"routing": routing, "max_in_flight": 2}, "audit_seed": 1, "on_worker": begin_to_lie}
+    async with driving(WorkerSetup(codec="int8"), 40, replicas=2, **options) as (driver, work, directory):
+        await driver.run()
+    liar = next(worker.uid for worker in directory.found if worker.stage == lying_stage)
+    assert driver.status().audit.liars == {liar: 1}
+    assert work.fates() == ["done"] * 40
 
 
-@pytest.mark.slow
 def test_a_process_is_stopped_for_a_while_and_another_killed() -> None:
     body = WorkerSetup(stage="body-1")
     with stage_worker_processes([body, body]) as (doomed, stopped):
@@ -165,14 +136,13 @@ def test_a_process_is_stopped_for_a_while_and_another_killed() -> None:
 
         @on_event_loop
         async def test(routing: str, hurt: Callable[[], Awaitable[None]]) -> None:
-            async with real_swarm(WorkerSetup(), replicas=2) as directory, running_endpoint(run_id=RUN_ID) as endpoint:
+            results: list[MicroBatchResult] = []
+            config = {"routing": routing, "request_timeout_s": 20.0, "unclear_s": 30.0}
+            options = {"replicas": 2, "config": config, "on_result": results.append}
+            async with driving(WorkerSetup(), 60, **options) as (driver, work, directory):
                 others = [worker for worker in directory.found if worker.stage != "body-1"]
                 directory.found = [*others, *announcements]
-                work = Windows(60)
                 work.left = deque(range(60) if routing == "hub" else range(60, 120))
-                results: list[MicroBatchResult] = []
-                config = {"routing": routing, "request_timeout_s": 20.0, "unclear_s": 30.0}
-                driver = driver_of(endpoint, WorkerSetup(), directory, work, config=config, on_result=results.append)
                 running = asyncio.create_task(driver.run())
                 await until(lambda: driver.status().done >= 10)
                 await hurt()

@@ -1,16 +1,14 @@
-"""Drivers and a keeper on real sockets, rows from a real store."""
+"""Drivers' side of the ledger, with a keeper on real sockets and rows from a real store."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from torch import Tensor
 
@@ -19,15 +17,14 @@ from loader.fetch.shards import OpenShard
 from loader.session import Session
 from tests.support.event_loop import on_event_loop
 from tests.support.ledger_cast import done, lost
-from tests.support.ledger_run import CONFIG, SEQ_LEN, Run, all_of, ledger_run
+from tests.support.ledger_run import CONFIG, Run, all_of, ledger_run
 from tests.support.rpc_pair import running_endpoint
-from trainer.errors import LedgerError, RefusedError
 from trainer.network.rpc import Peer, Reply, Request
 from trainer.pipeline.ledger import LedgerClient, LedgerConfig, LedgerService
+from trainer.pipeline.ledger.lease_cache import Bundle, LeaseCache
 from trainer.pipeline.ledger.messages import LEDGER_LEASE, LeaseAnswer, LeaseAsk
 from trainer.pipeline.ledger.units import Run as Rows
-from trainer.pipeline.protocol.micro_batch import MicroBatchId
-from trainer.pipeline.protocol.work import boottime_s
+from trainer.pipeline.protocol.work import MicroBatchId, boottime_s
 
 
 @pytest.fixture
@@ -37,92 +34,11 @@ def run(tmp_path: Path) -> Run:
 
 @pytest.mark.slow
 @on_event_loop
-async def test_two_drivers_read_every_window_of_every_shard_once_but_of_those_held_out(run: Run) -> None:
-    async with run.keeper() as (service, endpoint), run.driver(endpoint.peer) as one, run.driver(endpoint.peer) as two:
-        first, second = await asyncio.gather(all_of(one), all_of(two, 1000))
-        account = await service.account()
-    assert first
-    assert second
-    found = np.concatenate([each.input_ids.numpy() for each in (*first, *second)])
-    expected = np.concatenate(
-        [run.session.open_shard(shard).ids[: 19 * SEQ_LEN].reshape(19, SEQ_LEN) for shard in (1, 2, 3)]
-    )
-    assert sorted(map(tuple, found.tolist())) == sorted(map(tuple, expected.tolist()))
-    assert (account.micro_batches.done, account.micro_batches.open) == (15, 0)
-    assert account.trained_tokens == account.tokens.done == 3 * 19 * SEQ_LEN
-
-
-@pytest.mark.slow
-@on_event_loop
-async def test_two_drivers_do_what_the_run_is_to_train_on_together_and_both_hear_that_it_is_done(run: Run) -> None:
-    async with (
-        run.keeper(max_tokens=7 * 4 * SEQ_LEN) as (service, endpoint),
-        run.driver(endpoint.peer) as one,
-        run.driver(endpoint.peer) as two,
-    ):
-        first, second = await asyncio.gather(all_of(one), all_of(two, 1000))
-        account = await service.account()
-        assert all(map(service.has_told, run.drivers))
-        assert not service.has_told("another")
-    assert sum(each.num_tokens for each in (*first, *second)) == account.trained_tokens
-    assert 7 * 4 * SEQ_LEN <= account.trained_tokens < 8 * 4 * SEQ_LEN
-    assert account.micro_batches.open == account.waiting
-
-
-@pytest.mark.slow
-@on_event_loop
-async def test_rows_are_given_to_drivers_that_are_announced_and_a_new_one_waits_until_it_is(run: Run) -> None:
-    announced: set[str] = set()
-    async with (
-        run.keeper(announced=lambda: announced) as (service, at),
-        run.driver(at.peer) as one,
-        running_endpoint() as stranger,
-    ):
-        ask = LeaseAsk(token="0" * 32, data_digest=run.spec.digest(), num_units=1)
-        with pytest.raises(RefusedError) as refused:
-            await stranger.call(at.peer, LEDGER_LEASE, ask, LeaseAnswer, timeout_s=30.0)
-        assert refused.value.reason == "not-a-driver"
-        own = await at.call(at.peer, LEDGER_LEASE, ask, LeaseAnswer, timeout_s=30.0)
-        assert own.body.runs
-        waiting = asyncio.create_task(one.next())
-        await asyncio.sleep(0.1)
-        assert not waiting.done()
-        assert {*map(service.quiet_s, (*run.drivers, stranger.peer_id))} == {math.inf}
-        announced.update(run.drivers)
-        assert await waiting is not None
-        assert 0 <= service.quiet_s(run.drivers[0]) < 30
-        assert service.quiet_s(stranger.peer_id) == math.inf
-
-
-@pytest.mark.slow
-@on_event_loop
-async def test_a_keeper_whose_journal_cannot_be_written_says_so_to_whoever_waits(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with run.keeper() as (service, endpoint), run.driver(endpoint.peer) as one:
-        failing = asyncio.create_task(service.failed())
-        begun = await one.next()
-        assert begun is not None
-        assert not failing.done()
-
-        def full(_descriptor: int) -> None:
-            raise OSError("no space left on device")
-
-        monkeypatch.setattr("trainer.pipeline.ledger.journal.os.fdatasync", full)
-        one.settle(done(begun.id))
-        with pytest.raises(LedgerError, match="no space left on device"):
-            await asyncio.wait_for(failing, 20)
-
-
-@pytest.mark.slow
-@on_event_loop
 async def test_a_driver_that_closes_hands_back_what_it_did_not_begin(run: Run) -> None:
     async with run.keeper() as (service, endpoint):
         async with run.driver(endpoint.peer) as one:
             begun = await one.next()
-            assert begun is not None
             also = await one.next()
-            assert also is not None
             one.hand_back(also)
             one.settle(lost(begun.id, "head", "refused"))
         account = await service.account()
@@ -161,36 +77,6 @@ async def test_what_is_granted_to_a_driver_that_closes_meanwhile_is_handed_back(
 
 @pytest.mark.slow
 @on_event_loop
-async def test_a_dead_drivers_lease_is_asked_after_and_what_no_worker_has_is_given_again(run: Run) -> None:
-    config = LedgerConfig(
-        unit_rows=8, lease_s=1.0, lease_margin_s=0.1, inquiry_s=0.0, reissue_after_s=0.0, epochs=1, close_s=0.2
-    )
-    async with run.keeper(config) as (service, endpoint):
-        reach = [endpoint.peer]
-        async with run.driver(reach, config) as dead, run.driver(endpoint.peer, config) as heir:
-            begun = [await dead.next() for _ in range(3)]
-            everywhere, somewhere, nowhere = [each.id for each in begun if each is not None]
-            both = {str(everywhere), str(somewhere)}
-            run.workers.applied.update(head=both, tail=both, **{"body-1": {str(everywhere)}})
-            reach.clear()  # It reaches nobody any more.
-            found = {each.id for each in await all_of(heir)}
-            assert boottime_s() >= begun[0].send_before_s
-            assert {str(nowhere)} | both <= set(run.workers.asked)
-            account = await service.account()
-            assert nowhere in found
-            assert not {everywhere, somewhere} & found
-            assert [(each.stage, each.reason, each.micro_batches) for each in account.lost] == [
-                ("body-1", "driver-lost", 1)
-            ]
-            assert (account.micro_batches.done, account.micro_batches.open) == (14, 0)
-            dead.settle(done(everywhere))
-            reach.append(endpoint.peer)
-        assert (dead.stale, dead.holdings.num_unreported) == (0, 0)  # It was known already.
-        assert (await service.account()).micro_batches.done == 14
-
-
-@pytest.mark.slow
-@on_event_loop
 async def test_a_driver_goes_on_while_the_keeper_is_away_and_says_all_when_it_is_back(run: Run) -> None:
     reach: list[Peer] = []
     async with run.driver(reach) as driver:
@@ -198,11 +84,10 @@ async def test_a_driver_goes_on_while_the_keeper_is_away_and_says_all_when_it_is
             reach.append(endpoint.peer)
             held = [await driver.next()]
         held += [await driver.next() for _ in range(3)]  # The keeper is gone; two units of two were leased.
-        micro_batches = [each for each in held if each is not None]
-        assert len({each.id for each in micro_batches}) == 4
-        for number, each in enumerate(micro_batches, 1):
+        assert len({each.id for each in held}) == 4
+        for number, each in enumerate(held, 1):
             driver.settle(done(each.id, number, tokens=each.num_tokens))
-        assert driver.holdings.num_unreported == 4
+        assert driver.cache.num_unreported == 4
         async with run.keeper() as (service, endpoint):
             reach.append(endpoint.peer)
             rest = await all_of(driver, 100)
@@ -221,20 +106,18 @@ async def test_a_driver_holds_ahead_what_it_gets_done_in_two_thirds_of_a_lease(r
         assert (await service.account()).micro_batches.open <= 3 * 2
         for number in range(1, 20):
             each = await driver.next()
-            assert each is not None
             driver.settle(done(each.id, number))
         async with asyncio.timeout(20):
-            while driver.holdings.num_ahead < 36:
+            while driver.cache.num_ahead < 36:
                 await asyncio.sleep(0.02)
         assert (await service.account()).micro_batches.open <= 40 + 4
         few = replace(config, max_open=8)
         async with run.driver(endpoint.peer, few) as other:
             for number in range(100, 120):
                 each = await other.next()
-                assert each is not None
                 other.settle(done(each.id, number))
             await asyncio.sleep(0.3)
-            assert other.holdings.num_ahead <= 8 + 2
+            assert other.cache.num_ahead <= 8 + 2
 
 
 @pytest.mark.slow
@@ -243,7 +126,7 @@ async def test_a_driver_that_waits_for_its_keeper_says_so_again_and_tells_how_lo
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("trainer.pipeline.ledger.client._RETRY_S", 0.02)
-    monkeypatch.setattr("trainer.pipeline.ledger.client._SAY_AWAY_S", 0.1)
+    monkeypatch.setattr("trainer.pipeline.ledger.client._LOG_AWAY_S", 0.1)
     reach: list[Peer] = []
     async with run.driver(reach) as driver:
         async with asyncio.timeout(20):
@@ -265,9 +148,7 @@ async def test_a_lease_that_has_run_out_is_given_up_and_what_was_begun_of_it_may
     async with run.driver(reach, config) as driver:
         async with run.keeper(config) as (_, endpoint):
             reach.append(endpoint.peer)
-            first, left = await driver.next(), await driver.next()
-            assert first is not None
-            assert left is not None
+            first, _left = await driver.next(), await driver.next()
         while boottime_s() < first.send_before_s:
             await asyncio.sleep(0.05)
         with pytest.raises(TimeoutError):
@@ -277,7 +158,7 @@ async def test_a_lease_that_has_run_out_is_given_up_and_what_was_begun_of_it_may
             reach.append(endpoint.peer)
             found = await all_of_but(driver, service, 1)
             account = await service.account()
-            assert first.send_before_s < boottime_s()  # It was not renewed: `left` is the keeper's to ask about.
+            assert first.send_before_s < boottime_s()  # It was not renewed: `_left` is the keeper's to ask about.
     assert found == 13
     assert (account.micro_batches.done, account.micro_batches.open, account.waiting, driver.stale) == (14, 1, 0, 0)
     assert account.leases == 1
@@ -287,7 +168,7 @@ async def test_a_lease_that_has_run_out_is_given_up_and_what_was_begun_of_it_may
 @on_event_loop
 async def test_one_settlement_that_makes_no_sense_does_not_hold_up_the_others(run: Run) -> None:
     async with run.keeper() as (service, endpoint), run.driver(endpoint.peer) as driver:
-        some = [each for each in [await driver.next() for _ in range(4)] if each is not None]
+        some = [await driver.next() for _ in range(4)]
         driver.settle(done(some[0].id))
         driver.settle(lost(some[1].id, "body-7"))
         driver.settle(done(some[2].id, 2))
@@ -306,21 +187,9 @@ async def all_of_but(driver: LedgerClient, service: LedgerService, num_open: int
             each = await asyncio.wait_for(driver.next(), 0.2)
         except TimeoutError:
             continue
-        assert each is not None
         count += 1
         driver.settle(done(each.id, 100 + count))
     return count
-
-
-@on_event_loop
-async def test_a_driver_with_other_data_is_refused(run: Run) -> None:
-    async with run.keeper() as (service, endpoint):
-        run.spec = run.spec.model_copy(update={"seed": 4})
-        async with run.driver(endpoint.peer) as driver:
-            with pytest.raises(LedgerError, match="seed, seq_len"):
-                await driver.next()
-        assert (await service.account()).micro_batches.leased == 0
-        assert endpoint.counters.refused["data"] >= 1
 
 
 @pytest.mark.slow
@@ -350,7 +219,7 @@ async def test_rows_that_no_lease_has_are_taken_from_no_keeper_and_end_no_driver
         async with run.driver(keepers) as driver:
             while asked < 2:
                 await asyncio.sleep(0.01)
-            assert not driver.holdings.leases
+            assert not driver.cache.leases
             keepers.append(endpoint.peer)
             assert len(await all_of(driver)) == 15
         assert (await service.account()).micro_batches.done == 15
@@ -371,22 +240,12 @@ async def test_rows_that_cannot_be_read_end_no_driver(
         liar.register(LEDGER_LEASE, LeaseAsk, answer)
         keepers = [liar.peer]
         async with run.driver(keepers, replace(CONFIG, close_s=0.1)) as driver:
-            while not driver.holdings.leases:
+            while not driver.cache.leases:
                 await asyncio.sleep(0.01)
-            while driver.holdings.unread:
+            while driver.cache.unread:
                 await asyncio.sleep(0.01)
             keepers.append(endpoint.peer)
             assert len([await driver.next() for _ in range(3)]) == 3
-
-
-@on_event_loop
-async def test_a_driver_may_be_the_keeper_too(run: Run) -> None:
-    async with run.keeper() as (service, endpoint):
-        client = LedgerClient(endpoint, lambda: endpoint.peer, run.rows(), run.spec, CONFIG)
-        await client.start()
-        assert len(await all_of(client)) == 15
-        await client.close()
-        assert (await service.account()).micro_batches.done == 15
 
 
 @pytest.mark.slow
@@ -432,10 +291,24 @@ def test_a_store_that_does_not_answer_holds_up_neither_leases_nor_the_end(
             while (await service.account()).leases < 2 or len(set(opened)) < 2:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(driver.next(), 0.1)
-            assert driver.holdings.unread
+            assert driver.cache.unread
 
     try:
         test()
         assert not given_up
     finally:
         released.set()
+
+
+def test_a_settlement_that_was_not_accepted_is_repeated_after_a_while_and_holds_up_nothing_else() -> None:
+    token = "a" * 32
+    cache, first, second = LeaseCache(), MicroBatchId(0, 2, 0), MicroBatchId(0, 2, 4)
+    cache.add(token, (), 99.0)
+    cache._unreported_of(cache.leases[token]).settlements.update({str(each): done(each) for each in (first, second)})
+    cache.reported(cache.bundle(0.0), [str(first), "e0.s9.r0"], 5.0)
+    assert (cache.num_unreported, cache.bundle(4.9)) == (1, None)
+    assert cache.leases  # It is renewed as long as something of it is to be reported.
+    again = cache.bundle(5.0)
+    assert again == Bundle(token, (done(first),), ())
+    cache.reported(again, (), 0.0)
+    assert (cache.num_unreported, cache.leases) == (0, {})

@@ -124,7 +124,7 @@ def test_a_compaction_that_was_killed_leaves_the_journal_as_it_was(tmp_path: Pat
         account = ledger.account()
         copy = tmp_path / "copy"
         shutil.copytree(path.parent, copy)
-        journal.replace(ledger.books.snapshot())
+        journal.replace(ledger.state.snapshot())
         snapshot = path.read_bytes()
     for length in range(0, len(snapshot), 61):  # Killed before the renaming.
         (copy / (path.name + ".new")).write_bytes(snapshot[:length])
@@ -148,7 +148,8 @@ def test_a_line_that_cannot_be_written_ends_it_and_costs_nothing(tmp_path: Path)
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert path.stat().st_size == journal.size_bytes + 20  # A part of it is there.
         with pytest.raises(LedgerError, match="writing has failed"):
-            ledger.settle("one", A, [done(given[0])])
+            ledger.lease("two", B, (), 1, 0.0)
+        assert ledger.account() == before
     with opened(path) as (ledger, _):
         assert ledger.account() == before
         assert ledger.settle("one", A, [done(given[0])]).accepted == 1
@@ -175,7 +176,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_it_leaves_no_descriptor_behind(tmp_path: Path) -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     with opened(journal_path(tmp_path)) as (ledger, journal):
-        journal.replace(ledger.books.snapshot())
+        journal.replace(ledger.state.snapshot())
         with pytest.raises(LedgerError):
             Journal.open(journal_path(tmp_path))
     (tmp_path / "damaged").write_bytes(b"x\nx\n")

@@ -25,10 +25,9 @@ from tests.support.ledger_cast import (
 from trainer.errors import LedgerError, RefusedError
 from trainer.pipeline.ledger import LedgerConfig
 from trainer.pipeline.ledger.ledger_state import LedgerState
-from trainer.pipeline.ledger.records import RECORD, WorkerSeen
+from trainer.pipeline.ledger.records import WorkerSeen
 from trainer.pipeline.ledger.units import runs_of
-from trainer.pipeline.protocol.micro_batch import MicroBatchId
-from trainer.pipeline.protocol.work import Settlement
+from trainer.pipeline.protocol.work import MicroBatchId, Settlement
 
 CONFIG = LedgerConfig(lease_s=10, lease_margin_s=2, epochs=2, worker_gone_s=5, reissue_after_s=3)
 A, B, C = "a" * 32, "b" * 32, "c" * 32
@@ -40,17 +39,18 @@ def kept() -> ListedLedger:
     return ListedLedger(CONFIG)
 
 
-def all_rows(kept: ListedLedger, driver: str = "one", units: int = 2) -> list[MicroBatchId]:
+def keys(*micro_batches: MicroBatchId) -> tuple[str, ...]:
+    return tuple(map(str, micro_batches))
+
+
+def all_rows(kept: ListedLedger, driver: str = "one") -> list[MicroBatchId]:
     """Everything, leased and settled as done."""
     found: list[MicroBatchId] = []
-    while True:
+    while given := kept.given(driver, f"{len(found):032x}", 2):
         token = f"{len(found):032x}"
-        grant = kept.ledger.lease(driver, token, (), units, 0.0)
-        if not grant.runs:
-            return found
-        given = micro_batches(grant.runs)
         kept.ledger.settle(driver, token, [done(each, len(found) + n) for n, each in enumerate(given, 1)])
         found.extend(given)
+    return found
 
 
 def test_an_epoch_is_every_row_of_every_shard_once_and_then_the_next_begins(kept: ListedLedger) -> None:
@@ -62,27 +62,25 @@ def test_an_epoch_is_every_row_of_every_shard_once_and_then_the_next_begins(kept
 
 
 def test_the_next_epoch_begins_while_the_last_units_of_this_are_at_work(kept: ListedLedger) -> None:
-    first = micro_batches(kept.ledger.lease("one", A, (), 9, 0.0).runs)
+    first = kept.given("one", A, 9)
     assert len(first) == 18
-    second = micro_batches(kept.ledger.lease("two", B, (), 1, 0.0).runs)
+    second = kept.given("two", B)
     assert {each.epoch for each in second} == {1}
     assert kept.ledger.settle("one", A, [done(each) for each in first]).accepted == 18
 
 
 def test_a_driver_gets_the_shards_it_prefers_then_some_that_nobody_reads(kept: ListedLedger) -> None:
-    one = micro_batches(kept.ledger.lease("one", A, (5,), 4, 0.0).runs)
+    one = kept.given("one", A, 4, preferred=(5,))
     assert [each.shard for each in one] == [5, 5, 5, 5, 5, 5, 2, 2]
-    two = micro_batches(kept.ledger.lease("two", B, (), 1, 0.0).runs)
+    two = kept.given("two", B)
     assert {each.shard for each in two} == {3}
-    three = micro_batches(kept.ledger.lease("three", C, (5, 99), 1, 0.0).runs)
+    three = kept.given("three", C, preferred=(5, 99))
     assert {(each.epoch, each.shard) for each in three} == {(0, 2)}
 
 
 def test_sources_are_read_by_their_weights_each_with_its_own_epochs() -> None:
     kept = ListedLedger(LedgerConfig(max_open=10**6), shards=((0, 2, 4, 6), (1,)))
-    shards = Counter(
-        each.shard for n in range(60) for each in micro_batches(kept.ledger.lease("one", f"{n:032x}", (), 1, 0.0).runs)
-    )
+    shards = Counter(each.shard for n in range(60) for each in kept.given("one", f"{n:032x}"))
     of_first = sum(count for shard, count in shards.items() if shard != 1)
     assert of_first / shards.total() == pytest.approx(1 / 3, abs=0.03)
     assert [lane.epoch for lane in kept.ledger.account().lanes] == [1, 13]
@@ -104,16 +102,16 @@ def test_no_more_is_given_than_the_run_is_to_train_on_and_what_is_lost_is_made_u
     num_done, number, follows = 0, 0, iter(fates)
     while True:
         token = f"{number:032x}"
-        grant = kept.ledger.lease("one", token, (), units, 100.0)
-        assert kept.ledger.lease("two", f"{number + 1:032x}", (), 1, 100.0).finished is grant.finished
-        if grant.finished:
+        leased = kept.ledger.lease("one", token, (), units, 100.0)
+        assert kept.ledger.lease("two", f"{number + 1:032x}", (), 1, 100.0).finished is leased.finished
+        if leased.finished:
             break
-        given_now = micro_batches(grant.runs)
+        given_now = micro_batches(leased.runs)
         number += 2
-        held = kept.ledger.books.num_held_by("two")
+        held = kept.state.num_held_by("two")
         assert num_done + len(given_now) + held <= 6  # The last of a shard has 3 rows of 4.
         for driver, each_token in (("one", token), ("two", f"{number - 1:032x}")):
-            lease = kept.ledger.books.leases.get(each_token)
+            lease = kept.state.leases.get(each_token)
             for each in sorted(lease.open) if lease is not None else ():
                 fate = next(follows, "done")
                 if fate == "restart":
@@ -129,8 +127,8 @@ def test_no_more_is_given_than_the_run_is_to_train_on_and_what_is_lost_is_made_u
 
 
 def test_asking_again_with_the_same_token_is_not_asking_for_more(kept: ListedLedger) -> None:
-    grant = kept.ledger.lease("one", A, (), 1, 0.0)
-    assert kept.ledger.lease("one", A, (), 1, 5.0) == grant
+    leased = kept.ledger.lease("one", A, (), 1, 0.0)
+    assert kept.ledger.lease("one", A, (), 1, 5.0) == leased
     assert kept.ledger.account().micro_batches.leased == 2
     assert kept.ledger.due(16.9) == ()
     assert kept.ledger.due(17.0) == (A,)
@@ -144,8 +142,8 @@ def test_asking_again_with_the_same_token_is_not_asking_for_more(kept: ListedLed
 @pytest.mark.parametrize(("asked", "given"), [(1, 2), (3, 6), (200, 10)])
 def test_a_driver_gets_what_it_asks_for_ahead_and_never_more_than_it_may_hold(asked: int, given: int) -> None:
     kept = ListedLedger(LedgerConfig(max_open=10))
-    assert len(micro_batches(kept.ledger.lease("one", A, (), asked, 0.0).runs)) == given
-    assert len(micro_batches(kept.ledger.lease("two", B, (), asked, 0.0).runs)) == given
+    assert len(kept.given("one", A, asked)) == given
+    assert len(kept.given("two", B, asked)) == given
 
 
 @pytest.mark.parametrize("end", [{"epochs": 4}, {"epochs": 0, "max_tokens": 64 * 40}])
@@ -163,15 +161,15 @@ def all_ahead(kept: ListedLedger, driver: str) -> int:
     found = 0
     with pytest.raises(RefusedError, match="its share"):
         while True:
-            grant = kept.ledger.lease(driver, hashlib.md5(f"{driver} {found}".encode()).hexdigest(), (), 200, 0.0)
-            found += len(micro_batches(grant.runs))
+            leased = kept.ledger.lease(driver, hashlib.md5(f"{driver} {found}".encode()).hexdigest(), (), 200, 0.0)
+            found += len(micro_batches(leased.runs))
     return found
 
 
 def test_while_it_is_not_known_whose_account_it_is_nothing_new_is_leased(kept: ListedLedger) -> None:
     kept.ledger.leases_nothing = True
-    grant = kept.ledger.lease("one", A, (), 1, 0.0)
-    assert (grant.runs, grant.finished) == ((), False)
+    leased = kept.ledger.lease("one", A, (), 1, 0.0)
+    assert (leased.runs, leased.finished) == ((), False)
     assert kept.ledger.account().micro_batches.leased == 0
     kept.ledger.leases_nothing = False
     assert kept.ledger.lease("one", A, (), 1, 0.0).runs
@@ -179,23 +177,22 @@ def test_while_it_is_not_known_whose_account_it_is_nothing_new_is_leased(kept: L
 
 def test_the_versions_that_stages_can_have_follow_from_what_was_noted_and_leased_since(kept: ListedLedger) -> None:
     """A step of 80 tokens is two micro-batches of 4 rows of 10."""
-    assert kept.ledger.books.highest_version(80) == 0
-    given = micro_batches(kept.ledger.lease("one", A, (), 2, 0.0).runs)
-    assert kept.ledger.books.highest_version(80) is None, "leased by a release that noted nothing"
+    assert kept.state.highest_version(80) == 0
+    given = kept.given("one", A, 2)
+    assert kept.state.highest_version(80) is None, "leased by a release that noted nothing"
     kept.ledger.note_workers(ALIVE, 0.0, 7)
-    assert kept.ledger.books.highest_version(80) == 7 + 2
+    assert kept.state.highest_version(80) == 7 + 2
     kept.ledger.settle("one", A, [done(each) for each in given[:2]])
     kept.ledger.note_workers(ALIVE, 1.0, 8)
-    assert kept.ledger.books.highest_version(80) == 8 + 1
+    assert kept.state.highest_version(80) == 8 + 1
     before = len(kept.records)
     kept.ledger.note_workers(ALIVE, 2.0, 8)
     kept.ledger.note_workers(ALIVE, 3.0)
     assert len(kept.records) == before
     kept.restart(4.0)
-    assert kept.ledger.books.highest_version(80) == 8 + 1
-    kept.records[:] = [kept.ledger.books.snapshot()]
-    kept.restart(5.0)
-    assert (kept.ledger.books.highest_version(80), kept.ledger.books.noted_version) == (9, 8)
+    assert kept.state.highest_version(80) == 8 + 1
+    kept.compact(5.0)
+    assert (kept.state.highest_version(80), kept.state.noted_version) == (9, 8)
 
 
 def test_a_driver_can_hold_only_so_much() -> None:
@@ -208,28 +205,28 @@ def test_a_driver_can_hold_only_so_much() -> None:
 
 
 def test_what_is_handed_back_goes_to_whoever_asks_next(kept: ListedLedger) -> None:
-    given = micro_batches(kept.ledger.lease("one", A, (), 2, 0.0).runs)
+    given = kept.given("one", A, 2)
     kept.ledger.settle("one", A, [done(given[0])], given[1:3])
     assert kept.ledger.account().waiting == 2
-    assert micro_batches(kept.ledger.lease("two", B, (), 2, 0.0).runs) == given[1:3]
+    assert kept.given("two", B, 2) == given[1:3]
     assert kept.ledger.account().reissued == 2
 
 
 @pytest.mark.parametrize("answered", [(), tuple(WORKER.values())])
 def test_a_dead_drivers_micro_batches_are_what_the_workers_say(kept: ListedLedger, answered: tuple[str, ...]) -> None:
     kept.ledger.note_workers(ALIVE, 0.0)
-    everywhere, somewhere, nowhere, _ = micro_batches(kept.ledger.lease("one", A, (), 2, 0.0).runs)
+    everywhere, somewhere, nowhere, _ = kept.given("one", A, 2)
     assert kept.ledger.due(12.0) == (A,)
     said = report(
         {"head": [everywhere], "body-1": [everywhere, somewhere], "tail": [everywhere, somewhere]}, answered=answered
     )
     kept.ledger.resolve(A, said, 12.0)
     account = kept.ledger.account()
-    found = {(each.stage, each.reason): each.micro_batches for each in account.lost}
+    found = kept.lost()
     if answered:
         assert (account.micro_batches.done, found, account.waiting) == (1, {("head", "driver-lost"): 1}, 2)
-        assert nowhere not in micro_batches(kept.ledger.lease("two", B, (), 1, 14.9).runs)  # Workers refuse it still.
-        assert micro_batches(kept.ledger.lease("two", C, (), 1, 15.0).runs)[0] == nowhere
+        assert nowhere not in kept.given("two", B, now_s=14.9)  # Workers refuse it still.
+        assert kept.given("two", C, now_s=15.0)[0] == nowhere
     else:
         assert (account.micro_batches.done, account.waiting) == (1, 0)
         assert found == {("head", "driver-lost"): 1, ("head", "unclear"): 2}
@@ -258,26 +255,25 @@ def test_what_a_tail_that_vanished_meanwhile_may_have_counted_is_not_given_again
         kept.ledger.note_workers(left, now_s)
     kept.restart(8.0)
     kept.ledger.resolve(A, report(answered=[each.incarnation for each in left]), 30.0)
-    account = kept.ledger.account()
-    lost = [(each.reason, each.micro_batches) for each in account.lost]
-    assert (lost, account.waiting) == (([("unclear", 2)], 0) if vanished == "tail" else ([], 2))
+    found = kept.lost(), kept.ledger.account().waiting
+    assert found == (({("head", "unclear"): 2}, 0) if vanished == "tail" else ({}, 2))
 
 
 def test_what_perished_with_a_worker_is_what_it_is_not_known_to_have_shared(kept: ListedLedger) -> None:
     kept.ledger.note_workers(ALIVE, 0.0)
-    given = micro_batches(kept.ledger.lease("one", A, (), 3, 0.0).runs)
+    given = kept.given("one", A, 3)
     kept.ledger.settle("one", A, [done(each, number) for number, each in enumerate(given[:4], 1)])
     kept.ledger.settle("one", A, [done(given[4], 5, shared_through=99)])  # That is for the worker itself to say.
-    assert kept.ledger.account().perished == ()
+    assert kept.perished() == {}
     shared = {"head": 5, "body-1": 3, "tail": 0}
     kept.ledger.note_workers([each.model_copy(update={"shared_through": shared[each.stage]}) for each in ALIVE], 1.0)
     kept.restart(1.0)
     kept.ledger.note_workers(ALIVE[2:], 5.9)
-    assert kept.ledger.account().perished == ()  # Not for long enough.
+    assert kept.perished() == {}  # Not for long enough.
     kept.ledger.note_workers(ALIVE[2:], 6.0)
-    found = {each.stage: each.micro_batches for each in kept.ledger.account().perished}
+    found = kept.perished()
     assert found == {"body-1": 2}  # Numbers 4 and 5; the head had shared all of its own.
-    assert set(kept.ledger.books.workers) == {WORKER["tail"]}
+    assert set(kept.state.workers) == {WORKER["tail"]}
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
@@ -286,15 +282,14 @@ def test_what_a_worker_goes_on_with_of_one_before_has_not_perished(
     kept: ListedLedger, is_gone: bool, compacted: bool
 ) -> None:
     kept.ledger.note_workers(ALIVE, 0.0)
-    given = micro_batches(kept.ledger.lease("one", A, (), 3, 0.0).runs)
+    given = kept.given("one", A, 3)
     kept.ledger.settle("one", A, [done(each, number) for number, each in enumerate(given[:5], 1)])
     kept.restart(0.0)
     if is_gone:
         kept.ledger.note_workers([], 5.0)
-        assert {each.stage: each.micro_batches for each in kept.ledger.account().perished} == dict.fromkeys(STAGES, 5)
+        assert kept.perished() == dict.fromkeys(STAGES, 5)
     if compacted:
-        kept.records[:] = [RECORD.validate_json(kept.ledger.books.snapshot().model_dump_json())]
-        kept.restart(5.0)
+        kept.compact(5.0)
     head, body, tail = (
         WorkerSeen(stage=stage, incarnation=f"{number:016x}", resumed=WORKER[stage], resumed_through=through)
         for number, (stage, through) in enumerate({"head": 5, "body-1": 3, "tail": 5}.items())
@@ -302,12 +297,12 @@ def test_what_a_worker_goes_on_with_of_one_before_has_not_perished(
     not_its_stage = head.model_copy(update={"incarnation": "9" * 16, "resumed": WORKER["tail"]})
     for now_s in (6.0, 11.0):
         kept.ledger.note_workers([head, body, not_its_stage], now_s)
-    assert {each.stage: each.micro_batches for each in kept.ledger.account().perished} == {"body-1": 2, "tail": 5}
+    assert kept.perished() == {"body-1": 2, "tail": 5}
     num_records = len(kept.records)
     kept.ledger.note_workers([head, body, not_its_stage], 12.0)
     assert len(kept.records) == num_records  # Said again, it is no news.
     kept.ledger.note_workers([head, body, not_its_stage, tail], 12.0)
-    assert {each.stage: each.micro_batches for each in kept.ledger.account().perished} == {"body-1": 2}
+    assert kept.perished() == {"body-1": 2}
     before = kept.ledger.account()
     kept.restart(12.0)
     assert kept.ledger.account() == before
@@ -319,22 +314,22 @@ def test_workers_that_a_driver_invents_hurt_nobody_and_do_not_pile_up(
     monkeypatch.setattr("trainer.pipeline.ledger.ledger_state._MOST_UNANNOUNCED", 6)
     kept.ledger.note_workers(ALIVE, 0.0)
     kept.ledger.lease("honest", B, (), 1, 0.0)
-    given = micro_batches(kept.ledger.lease("liar", A, (), 3, 0.0).runs)
+    given = kept.given("liar", A, 3)
     for number, each in enumerate(given):
         invented = tuple(
             credit.model_copy(update={"incarnation": f"{3 * number + n:016x}", "applied_number": 7 * number + 1})
             for n, credit in enumerate(credits(1))
         )
         kept.ledger.settle("liar", A, [done(each).model_copy(update={"credits": invented})])
-    assert len(kept.ledger.books.workers) == 3 + 6
+    assert len(kept.state.workers) == 3 + 6
     kept.restart(1.0)
     kept.ledger.note_workers(ALIVE, 1.0)
     assert kept.ledger.is_complete(B, report())  # Nobody waits for those whom nobody has seen.
     for now_s in (5.0, 9.0):
         kept.ledger.note_workers(ALIVE, now_s)
-    assert set(kept.ledger.books.workers) == set(WORKER.values())
-    assert not kept.ledger.books.leases[B].bereaved
-    assert kept.ledger.account().perished == ()
+    assert set(kept.state.workers) == set(WORKER.values())
+    assert not kept.state.leases[B].bereaved
+    assert kept.perished() == {}
 
 
 _FIRST = MicroBatchId(0, SHARDS[0], 0)
@@ -376,7 +371,7 @@ def test_a_store_that_grew_is_read_from_the_next_epoch_on(kept: ListedLedger) ->
     kept.ledger.grow(grown)
     kept.shards = grown
     kept.restart(0.0)
-    found = micro_batches(kept.ledger.lease("one", A, (), 1, 0.0).runs)
+    found = kept.given("one", A)
     found += all_rows(kept, "two")
     assert Counter((each.epoch, each.shard) for each in found) == {
         **{(0, shard): 6 for shard in SHARDS},
@@ -394,33 +389,17 @@ def test_an_account_of_something_else_is_not_gone_on_with(kept: ListedLedger) ->
         LedgerState.of(kept.records, kept.spec, (SHARDS[:2],))
 
 
-def test_nothing_is_counted_once_writing_has_failed(kept: ListedLedger) -> None:
-    given = micro_batches(kept.ledger.lease("one", A, (), 1, 0.0).runs)
-    before = kept.ledger.account()
-
-    class FullDisk(list):
-        def append(self, record: object) -> None:
-            raise LedgerError("expected to write, found the disk full")
-
-    ledger = type(kept.ledger)(kept.ledger.books, CONFIG, FullDisk().append, 0.0)
-    with pytest.raises(LedgerError, match="disk full"):
-        ledger.settle("one", A, [done(given[0])])
-    with pytest.raises(LedgerError, match="writing has failed"):
-        ledger.lease("two", B, (), 1, 0.0)
-    assert ledger.account() == before
-
-
 def test_what_is_settled_takes_no_memory() -> None:
     kept = ListedLedger(LedgerConfig(epochs=8), shards=(tuple(range(50)),))
     sizes = set()
     settled = 0
     for n in range(8 * 50 * 3):
-        given = micro_batches(kept.ledger.lease("one", f"{n:032x}", (), 25, 0.0).runs)
+        given = kept.given("one", f"{n:032x}", 25)
         if not given:
             break
         kept.ledger.settle("one", f"{n:032x}", [done(each, settled + k) for k, each in enumerate(given, 1)])
         settled += len(given)
-        sizes.add(len(kept.ledger.books.snapshot().model_dump_json()))
+        sizes.add(len(kept.state.snapshot().model_dump_json()))
     assert kept.ledger.account().micro_batches.done == 8 * 50 * 6
     assert max(sizes) < 2000
 
@@ -434,9 +413,138 @@ def test_runs_are_the_fewest_that_hold_the_same() -> None:
 
 def test_drivers_cannot_make_the_account_long() -> None:
     kept = ListedLedger(LedgerConfig(max_open=10**6, epochs=100), shards=(tuple(range(50)),))
-    given = micro_batches(kept.ledger.lease("one", A, (), 150, 0.0).runs)
+    given = kept.given("one", A, 150)
     assert len(given) == 300
     kept.ledger.settle("one", A, [lost(each, "head", f"r{n}") for n, each in enumerate(given)])
-    counted = {each.reason: each.micro_batches for each in kept.ledger.account().lost}
-    assert len(counted) == 257
-    assert counted["other"] == 300 - 256
+    assert len(kept.lost()) == 257
+    assert kept.lost()["head", "other"] == 300 - 256
+
+
+# -- workers that only drivers have named ------------------------------------------------------------------------------
+
+
+def _invented(micro_batch: MicroBatchId, stage: str = "tail") -> Settlement:
+    """Done, by a worker of one stage that there is not."""
+    others = tuple(each for each in STAGES if each != stage)
+    nobody = credits(1, stages=(stage,))[0].model_copy(update={"incarnation": "f" * 16})
+    return done(micro_batch).model_copy(update={"credits": (*credits(1, stages=others), nobody)})
+
+
+def test_it_stays_open_until_they_are_heard_of(kept: ListedLedger) -> None:
+    first, second = kept.given("one", A)
+    answer = kept.ledger.settle("one", A, [done(first), done(second)], checked_s=1.0)
+    assert (answer.accepted, answer.repeated, answer.stale, answer.unheard) == (0, 0, (), keys(first, second))
+    assert kept.ledger.account().micro_batches.open == 2
+    kept.ledger.note_workers(ALIVE[:2], 1.0)
+    assert kept.ledger.settle("one", A, [done(first)], checked_s=2.0).unheard == keys(first)
+    kept.ledger.note_workers(ALIVE, 2.0)
+    assert kept.ledger.settle("one", A, [done(first), _invented(second)], checked_s=3.0).accepted == 1
+    assert kept.ledger.account().micro_batches.done == 1
+    assert kept.ledger.unheard(99.0) == {A: (second,)}
+
+
+def test_what_is_lost_or_handed_back_needs_nobody(kept: ListedLedger) -> None:
+    first, second = kept.given("one", A)
+    partly = lost(first).model_copy(update={"credits": credits(1, stages=("head",))})
+    answer = kept.ledger.settle("one", A, [partly], [second], checked_s=1.0)
+    assert (answer.accepted, answer.unheard) == (2, ())
+
+
+def test_a_worker_is_believed_for_its_own_stage_only_whatever_was_said_of_it_before(kept: ListedLedger) -> None:
+    first, second, third, _ = kept.given("one", A, 2)
+    swapped = tuple(
+        each.model_copy(update={"stage": stage}) for each, stage in zip(credits(1), STAGES[::-1], strict=True)
+    )
+    kept.ledger.settle("one", A, [lost(first).model_copy(update={"credits": swapped})], checked_s=0.0)
+    kept.ledger.note_workers(ALIVE, 1.0)
+    wrong = done(second).model_copy(update={"credits": swapped})
+    assert kept.ledger.settle("one", A, [wrong, done(third)], checked_s=1.0).unheard == keys(second)
+    assert kept.ledger.account().micro_batches.done == 1
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+def test_of_a_worker_that_died_meanwhile_it_is_believed_also_by_a_keeper_that_came_back(
+    kept: ListedLedger, compacted: bool
+) -> None:
+    first, second = kept.given("one", A)
+    kept.ledger.note_workers(ALIVE, 0.0)
+    kept.ledger.settle("one", A, [done(first, 1)], checked_s=0.0)
+    for now_s in (4.0, 8.0):
+        kept.ledger.note_workers(ALIVE[1:], now_s)
+    assert WORKER["head"] not in kept.state.workers
+    if compacted:
+        kept.compact(8.0)
+    kept.restart(8.0)
+    assert kept.ledger.settle("one", A, [done(second, 2)], checked_s=9.0).accepted == 1
+    account = kept.ledger.account()
+    assert account.micro_batches.done == 2
+    assert {each.stage: each.micro_batches for each in account.perished} == {"head": 2}  # The late one too.
+
+
+def test_a_worker_that_was_only_silent_takes_back_what_counted_as_perished(kept: ListedLedger) -> None:
+    first, second = kept.given("one", A)
+    kept.ledger.note_workers(ALIVE, 0.0)
+    kept.ledger.settle("one", A, [done(first, 1), done(second, 2)], checked_s=0.0)
+    kept.ledger.note_workers(ALIVE[1:], 5.0)
+    assert kept.ledger.account().perished
+    kept.ledger.note_workers([*ALIVE[1:], ALIVE[0].model_copy(update={"shared_through": 1})], 6.0)
+    assert kept.perished() == {}
+    kept.restart(6.0)
+    kept.ledger.note_workers(ALIVE[1:], 11.0)
+    assert kept.perished() == {"head": 1}
+
+
+def test_how_many_of_the_dead_are_remembered_is_bounded(kept: ListedLedger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.pipeline.ledger.ledger_state._MOST_DEPARTED", 4)
+    first, second = kept.given("one", A)
+    for number in range(9):
+        kept.ledger.note_workers([WorkerSeen(stage="head", incarnation=f"{number:016x}")], 6.0 * number)
+    kept.ledger.note_workers(ALIVE, 54.0)
+
+    def by(number: int, micro_batch: MicroBatchId) -> Settlement:
+        head = credits(1, stages=("head",))[0].model_copy(update={"incarnation": f"{number:016x}"})
+        return done(micro_batch).model_copy(update={"credits": (head, *credits(1)[1:])})
+
+    answer = kept.ledger.settle("one", A, [by(8, first), by(2, second)], checked_s=54.0)
+    assert (answer.accepted, answer.unheard) == (1, keys(second))
+
+
+@pytest.mark.parametrize(
+    ("counted_in", "becomes"),
+    [
+        (STAGES, {"done": 2}),
+        (("head", "body-1"), {"done": 1, "lost": 1}),
+        ((), {"done": 1, "open": 1}),
+    ],
+)
+def test_who_is_not_heard_of_in_time_is_asked_after_and_the_workers_decide(
+    kept: ListedLedger, counted_in: tuple[str, ...], becomes: dict[str, int]
+) -> None:
+    first, second = kept.given("one", A)
+    kept.ledger.note_workers(ALIVE, 0.0)
+    kept.ledger.settle("one", A, [done(first), _invented(second)], checked_s=1.0)
+    for now_s in (4.0, 8.0):
+        assert kept.ledger.settle("one", A, [_invented(second)], checked_s=now_s).unheard == keys(second)
+        assert kept.ledger.unheard(now_s) == {}
+    unheard = kept.ledger.unheard(11.0)
+    assert unheard == {A: (second,)}
+    kept.ledger.resolve(A, report({stage: [second] for stage in counted_in}), 11.0, unheard[A])
+    account = kept.ledger.account()
+    tally = account.micro_batches
+    found = {name: getattr(tally, name) for name in ("done", "lost", "open")}
+    assert {name: count for name, count in found.items() if count} == becomes
+    assert [(each.stage, each.reason) for each in account.lost] == ([("tail", "unheard")] if tally.lost else [])
+    assert kept.ledger.unheard(99.0) == {}
+    assert kept.ledger.settle("one", A, [_invented(second)], checked_s=12.0).unheard == ()
+    if not counted_in:
+        assert kept.given("two", B, now_s=99.0) == [second]
+
+
+def test_the_rest_of_the_lease_goes_on(kept: ListedLedger) -> None:
+    first, second = kept.given("one", A)
+    kept.ledger.note_workers(ALIVE, 0.0)
+    kept.ledger.settle("one", A, [_invented(first)], checked_s=0.0)
+    kept.ledger.renew("one", [A], 9.0)
+    kept.ledger.resolve(A, report(), 10.0, kept.ledger.unheard(10.0)[A])
+    assert kept.ledger.renew("one", [A], 10.0) == (A,)
+    assert kept.ledger.settle("one", A, [done(second)], checked_s=10.0).accepted == 1

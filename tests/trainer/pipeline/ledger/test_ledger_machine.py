@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.support.ledger_cast import LAYOUT, SHARDS, STAGES, WORKER, ListedLedger, done, lost, micro_batches, report
 from trainer.errors import LedgerError, RefusedError
 from trainer.pipeline.ledger import LedgerConfig
+from trainer.pipeline.ledger.lane_leases import Intervals
 from trainer.pipeline.ledger.ledger_state import LedgerState
-from trainer.pipeline.ledger.records import RECORD, WorkerSeen
-from trainer.pipeline.protocol.micro_batch import MicroBatchId
+from trainer.pipeline.ledger.records import WorkerSeen
+from trainer.pipeline.protocol.work import MicroBatchId
 
 CONFIG = LedgerConfig(
     lease_s=10, lease_margin_s=2, epochs=2, max_open=12, worker_gone_s=5, unit_rows=8, reissue_after_s=3
@@ -55,16 +57,16 @@ class LedgerMachine(RuleBasedStateMachine):
         self.tokens += 1
         token = f"{self.tokens:032x}"
         try:
-            grant = self.ledger.lease(driver, token, preferred, units, self.now_s)
+            leased = self.ledger.lease(driver, token, preferred, units, self.now_s)
         except RefusedError as error:
             assert error.reason == "enough"
             return
-        given = micro_batches(grant.runs)
+        given = micro_batches(leased.runs)
         assert len(given) == len(set(given))
         for each in given:
             assert not any(each in other for other in self.held.values())
             assert each not in self.done | self.lost_ids
-        assert grant.finished <= (not self.held and self.done | self.lost_ids == ALL)
+        assert leased.finished <= (not self.held and self.done | self.lost_ids == ALL)
         if given:
             self.held[token], self.driver_of[token] = set(given), driver
             self.ever.update(given)
@@ -79,10 +81,10 @@ class LedgerMachine(RuleBasedStateMachine):
         if checked and how in ("done", "again") and self.heard < set(STAGES):
             unheard = tuple(sorted(some))
             before = self.ledger.account()
-            receipt = self.ledger.settle(
+            answer = self.ledger.settle(
                 self.driver_of[token], token, [done(each) for each in unheard], checked_s=self.now_s
             )
-            assert (receipt.accepted, receipt.unheard) == (0, unheard)
+            assert (answer.accepted, answer.unheard) == (0, tuple(map(str, unheard)))
             assert self.ledger.account() == before
             return
         for each in sorted(some):
@@ -97,14 +99,14 @@ class LedgerMachine(RuleBasedStateMachine):
                 said.append(done(each, self.applied))
                 self.done.add(each)
         driver = self.driver_of[token]
-        receipt = self.ledger.settle(driver, token, said, back, checked_s=self.now_s if checked else None)
-        assert (receipt.accepted, receipt.repeated, receipt.stale, receipt.unheard) == (len(some), 0, (), ())
+        answer = self.ledger.settle(driver, token, said, back, checked_s=self.now_s if checked else None)
+        assert (answer.accepted, answer.repeated, answer.stale, answer.unheard) == (len(some), 0, (), ())
         self.held[token] -= some
         if not self.held[token]:
             del self.held[token]
         if how == "again":
-            receipt = self.ledger.settle(driver, token, said, back)
-            assert (receipt.accepted, receipt.repeated, receipt.stale) == (0, len(some), ())
+            answer = self.ledger.settle(driver, token, said, back)
+            assert (answer.accepted, answer.repeated, answer.stale) == (0, len(some), ())
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -123,9 +125,9 @@ class LedgerMachine(RuleBasedStateMachine):
     def a_lease_that_is_over_settles_nothing(self, data: st.DataObject, driver: str) -> None:
         each = data.draw(st.sampled_from(sorted(self.ever)))
         before = self.ledger.account()
-        receipt = self.ledger.settle(driver, "f" * 32, [done(each)])
-        assert receipt.accepted == 0
-        assert bool(receipt.repeated) == (each in self.done | self.lost_ids)
+        answer = self.ledger.settle(driver, "f" * 32, [done(each)])
+        assert answer.accepted == 0
+        assert bool(answer.repeated) == (each in self.done | self.lost_ids)
         assert self.ledger.account() == before
 
     @precondition(lambda self: self.held)
@@ -146,10 +148,10 @@ class LedgerMachine(RuleBasedStateMachine):
             stages = {each: data.draw(st.sets(st.sampled_from(STAGES))) for each in mine}
             said = report(
                 {stage: [each for each in mine if stage in stages[each]] for stage in STAGES},
-                answered=() if silent else tuple(self.ledger.books.workers),
+                answered=() if silent else tuple(self.kept.state.workers),
             )
-            is_answered = not silent or not self.ledger.books.announced_workers()
-            is_complete = is_answered and not self.ledger.books.leases[token].bereaved
+            is_answered = not silent or not self.kept.state.announced_workers()
+            is_complete = is_answered and not self.kept.state.leases[token].bereaved
             self.ledger.resolve(token, said, self.now_s)
             for each in mine:
                 missing = [stage for stage in STAGES if stage not in stages[each]]
@@ -176,24 +178,22 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule()
     def the_journal_is_compacted(self) -> None:
         before = self.ledger.account()
-        snapshot = RECORD.validate_json(self.ledger.books.snapshot().model_dump_json())
-        self.kept.records[:] = [snapshot]
-        self.kept.restart(self.now_s)
+        self.kept.compact(self.now_s)
         assert self.ledger.account() == before
 
     @invariant()
     def it_adds_up(self) -> None:
-        account, books = self.ledger.account(), self.ledger.books
+        account, state = self.ledger.account(), self.kept.state
         for tally in (account.micro_batches, account.tokens):
             assert tally.leased == tally.done + tally.lost + tally.open
         assert account.micro_batches.leased == len(self.ever)
         assert account.micro_batches.done == len(self.done)
         assert account.micro_batches.lost == len(self.lost_ids) == sum(self.lost.values())
-        assert {(each.stage, each.reason): each.micro_batches for each in account.lost} == dict(self.lost)
+        assert self.kept.lost() == dict(self.lost)
         assert account.tokens.leased == LAYOUT.seq_len * sum(map(LAYOUT.rows_of, self.ever))
         assert account.tokens.done == LAYOUT.seq_len * sum(map(LAYOUT.rows_of, self.done))
-        assert {token: lease.open for token, lease in books.leases.items()} == self.held
-        assert set(books.waiting) == self.ever - self.done - self.lost_ids - set().union(*self.held.values())
+        assert {token: lease.open for token, lease in state.leases.items()} == self.held
+        assert set(state.waiting) == self.ever - self.done - self.lost_ids - set().union(*self.held.values())
         assert account.reissued == self.given - len(self.ever)
 
 
@@ -208,3 +208,35 @@ def test_records_that_contradict_each_other_are_refused() -> None:
     for wrong in ([granted], [kept.records[0]]):
         with pytest.raises(LedgerError):
             LedgerState.of([*kept.records, *wrong], kept.spec, kept.shards)
+
+
+# -- sets kept as intervals --------------------------------------------------------------------------------------------
+
+_NUMBERS = st.integers(0, 30)
+_STEPS = st.lists(st.tuples(st.sampled_from(["add", "drop_through"]), _NUMBERS), max_size=60)
+
+
+@given(_STEPS)
+def test_it_holds_what_a_set_holds_in_the_fewest_runs(steps: list[tuple[str, int]]) -> None:
+    intervals, expected = Intervals(), set[int]()
+    for step, number in steps:
+        if step == "add":
+            intervals.add(number)
+            expected.add(number)
+        else:
+            intervals.drop_through(number)
+            expected = {each for each in expected if each > number}
+        runs = list(intervals)
+        assert {each for first, last in runs for each in range(first, last + 1)} == expected
+        assert all(before[1] + 1 < after[0] for before, after in pairwise(runs))
+        assert len(intervals) == len(expected)
+        assert [each in intervals for each in range(32)] == [each in expected for each in range(32)]
+        assert intervals.first_gap() == min(set(range(32)) - expected)
+        assert list(Intervals(runs)) == runs
+
+
+def test_many_in_order_are_one_run() -> None:
+    intervals = Intervals()
+    for number in range(1, 10**5 + 1):
+        intervals.add(number)
+    assert list(intervals) == [(1, 10**5)]

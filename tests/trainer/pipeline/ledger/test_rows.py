@@ -15,7 +15,7 @@ from tests.support.ledger_run import CONFIG, SEQ_LEN, Run, ledger_run, run_of
 from tests.support.token_store import TokenStore
 from trainer.errors import TrainerUsageError
 from trainer.pipeline.ledger import lanes_of, preferred_shards, spec_of
-from trainer.pipeline.protocol.micro_batch import MicroBatchId
+from trainer.pipeline.protocol.work import MicroBatchId
 
 
 @pytest.fixture

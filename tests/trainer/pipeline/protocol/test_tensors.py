@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support.event_loop import on_event_loop
-from tests.support.rpc_node import RUN_ID, fast_config
+from tests.support.rpc_pair import running_endpoint
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedError
-from trainer.network.rpc import Endpoint, Identity, PeerId, Reply, Request, Stream
+from trainer.network.rpc import Endpoint, PeerId, Reply, Request, Stream
 from trainer.network.transfer.descriptor import TensorSpec
 from trainer.pipeline.protocol.tensors import Admit, Parcel, TensorAnswer, TensorService, ask_tensors, size_bytes_of
 
@@ -56,22 +56,16 @@ class Mirror:
 async def pair(
     mirror: Mirror, max_bytes: int = 64 * MIB, admit: Admit[Ask] | None = None
 ) -> AsyncIterator[tuple[Endpoint, Endpoint]]:
-    caller, callee = (Endpoint(Identity.create(), RUN_ID, fast_config()) for _ in range(2))
-    TensorService(callee).register("test/mirror", Ask, mirror, max_bytes=max_bytes, timeout_s=20.0, admit=admit)
-    await callee.start()
-    await caller.start()
-    try:
+    async with running_endpoint() as caller, running_endpoint() as callee:
+        TensorService(callee).register("test/tensors", Ask, mirror, max_bytes=max_bytes, timeout_s=20.0, admit=admit)
         yield caller, callee
-    finally:
-        await caller.stop()
-        await callee.stop()
 
 
 async def mirrored(
     caller: Endpoint, callee: Endpoint, tensors: dict[str, Tensor], answer_bytes: int, factor: int = 1
 ) -> TensorAnswer[Told]:
     return await ask_tensors(
-        caller, callee.peer, "test/mirror", Ask(factor=factor), tensors, Told, answer_bytes=answer_bytes, timeout_s=20.0
+        caller, callee.peer, "test/tensors", Ask(factor=factor), tensors, Told, answer_bytes=answer_bytes, timeout_s=20.0
     )
 
 
@@ -176,39 +170,33 @@ async def test_a_larger_answer_than_expected_is_no_answer() -> None:
         ((), 8, "expected 0 bytes of tensors, found 8"),
     ],
 )
-def test_what_is_announced_is_what_must_come(
+@on_event_loop
+async def test_what_is_announced_is_what_must_come(
     specs: tuple[tuple[str, tuple[int, ...]], ...], payload: int, said: str
 ) -> None:
-    @on_event_loop
-    async def refused() -> None:
-        mirror = Mirror()
-        ask = Ask(tensors=tuple(TensorSpec(name=name, dtype="float32", shape=shape) for name, shape in specs))
-        async with pair(mirror) as (caller, callee):
-            with pytest.raises(RefusedError, match=said) as error:
-                await caller.call(callee.peer, "test/mirror", ask, Told, payload=bytes(payload), timeout_s=10.0)
-            assert error.value.reason == "malformed"
-            assert mirror.asked == 0
-
-    refused()
+    mirror = Mirror()
+    ask = Ask(tensors=tuple(TensorSpec(name=name, dtype="float32", shape=shape) for name, shape in specs))
+    async with pair(mirror) as (caller, callee):
+        with pytest.raises(RefusedError, match=said) as error:
+            await caller.call(callee.peer, "test/tensors", ask, Told, payload=bytes(payload), timeout_s=10.0)
+        assert error.value.reason == "malformed"
+        assert mirror.asked == 0
 
 
 @pytest.mark.parametrize("frames", [(), (MIB,), (MIB, MIB), (100, MIB), (MIB, 99), (MIB, 100, 1)])
-def test_a_stream_has_the_announced_bytes_in_frames_of_a_mebibyte(frames: tuple[int, ...]) -> None:
-    @on_event_loop
-    async def refused() -> None:
-        mirror = Mirror()
-        ask = Ask(tensors=(TensorSpec(name="a", dtype="uint8", shape=(MIB + 100,)),))
-        async with pair(mirror) as (caller, callee):
-            with pytest.raises((RefusedError, PeerUnavailableError)) as error:
-                async with caller.open_stream(callee.peer, "test/mirror/stream", ask, timeout_s=10.0) as stream:
-                    for index, size in enumerate(frames, start=1):
-                        await stream.send(index, bytes(size))
-                    await stream.end()
-                    assert await stream.receive() is None
-            assert mirror.asked == 0
-            assert not isinstance(error.value, RefusedError) or error.value.reason == "malformed"
-
-    refused()
+@on_event_loop
+async def test_a_stream_has_the_announced_bytes_in_frames_of_a_mebibyte(frames: tuple[int, ...]) -> None:
+    mirror = Mirror()
+    ask = Ask(tensors=(TensorSpec(name="a", dtype="uint8", shape=(MIB + 100,)),))
+    async with pair(mirror) as (caller, callee):
+        with pytest.raises((RefusedError, PeerUnavailableError)) as error:
+            async with caller.open_stream(callee.peer, "test/tensors/stream", ask, timeout_s=10.0) as stream:
+                for index, size in enumerate(frames, start=1):
+                    await stream.send(index, bytes(size))
+                await stream.end()
+                assert await stream.receive() is None
+        assert mirror.asked == 0
+        assert not isinstance(error.value, RefusedError) or error.value.reason == "malformed"
 
 
 @pytest.mark.slow
@@ -222,7 +210,8 @@ def test_a_stream_has_the_announced_bytes_in_frames_of_a_mebibyte(frames: tuple[
         b'{"num_values": 1, "tensors": [{"name": "a", "dtype": "float32", "shape": [2]}]}',
     ],
 )
-def test_an_answer_that_is_none_is_called_so(first: bytes) -> None:
+@on_event_loop
+async def test_a_malformed_answer_is_called_so(first: bytes) -> None:
     async def lie(request: Request[Ask], stream: Stream) -> None:
         while await stream.receive() is not None:
             pass
@@ -232,21 +221,11 @@ def test_an_answer_that_is_none_is_called_so(first: bytes) -> None:
     async def unused(request: Request[Ask]) -> Reply[Told]:
         raise AssertionError("the answer would fit into one message, but was not asked for so")
 
-    @on_event_loop
-    async def told() -> None:
-        caller, callee = (Endpoint(Identity.create(), RUN_ID, fast_config()) for _ in range(2))
-        callee.register("test/mirror", Ask, unused)
-        callee.register_stream("test/mirror/stream", Ask, lie)
-        await callee.start()
-        await caller.start()
-        try:
-            with pytest.raises(MalformedAnswerError):
-                await mirrored(caller, callee, {"a": torch.zeros(1)}, 2 * MIB)
-        finally:
-            await caller.stop()
-            await callee.stop()
-
-    told()
+    async with running_endpoint() as caller, running_endpoint() as callee:
+        callee.register("test/tensors", Ask, unused)
+        callee.register_stream("test/tensors/stream", Ask, lie)
+        with pytest.raises(MalformedAnswerError):
+            await mirrored(caller, callee, {"a": torch.zeros(1)}, 2 * MIB)
 
 
 def test_sizes_are_those_of_the_values() -> None:

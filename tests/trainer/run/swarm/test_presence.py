@@ -20,7 +20,7 @@ from trainer.errors import LedgerError
 from trainer.network.discovery import Announcement, DiscoveryConfig
 from trainer.network.discovery.stage_report import StageReport, StageUid
 from trainer.network.rpc import Endpoint, Identity
-from trainer.pipeline.ledger.lanes import Lane
+from trainer.pipeline.ledger import LedgerLane
 from trainer.run.config import RunConfig, from_mapping
 from trainer.run.node.announcement import NodeProgress
 from trainer.run.node.data import open_session
@@ -356,7 +356,7 @@ class HangingStore:
     def __init__(self) -> None:
         self.asked, self.released, self.given_up = threading.Event(), threading.Event(), threading.Event()
 
-    def __call__(self, *_args: object) -> tuple[Lane, ...]:
+    def __call__(self, *_args: object) -> tuple[LedgerLane, ...]:
         self.asked.set()
         self.released.wait(30.0)
         self.given_up.set()

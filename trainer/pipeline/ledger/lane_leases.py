@@ -10,10 +10,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
 from trainer.errors import LedgerError
-from trainer.pipeline.ledger.records import LaneState
+from trainer.pipeline.ledger.records import LaneSnapshot
 from trainer.pipeline.ledger.units import Unit
 
-__all__ = ["Intervals", "LaneBook"]
+__all__ = ["Intervals", "LaneLeases", "new_lane"]
 
 
 class Intervals:
@@ -31,16 +31,16 @@ class Intervals:
             self._lasts.append(last)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """First and last of each run."""
+        """Yields first and last of each run."""
         return zip(self._firsts, self._lasts, strict=True)
 
     def __len__(self) -> int:
-        """How many numbers."""
+        """Returns how many numbers it holds."""
         return sum(self._lasts) - sum(self._firsts) + len(self._firsts)
 
     @property
     def num_runs(self) -> int:
-        """What it takes to keep them."""
+        """Its size in memory."""
         return len(self._firsts)
 
     def __contains__(self, number: int) -> bool:
@@ -48,7 +48,7 @@ class Intervals:
         return at >= 0 and number <= self._lasts[at]
 
     def add(self, number: int) -> None:
-        """Adds a number; again is once."""
+        """Adds a number, unless it is there."""
         if number in self:
             return
         at = bisect_left(self._firsts, number)
@@ -66,48 +66,40 @@ class Intervals:
             self._lasts.insert(at, number)
 
     def drop_through(self, number: int) -> None:
-        """Takes out all numbers up to this one."""
+        """Removes all numbers up to this one."""
         at = bisect_right(self._lasts, number)
         del self._firsts[:at], self._lasts[:at]
         if self._firsts and self._firsts[0] <= number:
             self._firsts[0] = number + 1
 
     def first_gap(self) -> int:
-        """The least number that is not in it."""
+        """Returns the least number that is not in it."""
         return self._lasts[0] + 1 if self._firsts and self._firsts[0] == 0 else 0
 
 
-class LaneBook:
-    """One lane's epochs.
+def new_lane(num_shards: int) -> LaneSnapshot:
+    """Returns a lane at the beginning of epoch 0, with so many of its shards."""
+    return LaneSnapshot(
+        epoch=0, num_shards=num_shards, next_num_shards=num_shards, begun=(), cursors=(), units_leased=0
+    )
 
-    Args:
-        shards: ascending; an epoch reads the first so many.
-        units_per_shard: the same for all.
-        state: where it stands.
-    """
 
-    def __init__(self, shards: Sequence[int], units_per_shard: int, state: LaneState) -> None:
-        self._shards = shards
+class LaneLeases:
+    """One lane's epochs."""
+
+    def __init__(self, shards: Sequence[int], units_per_shard: int, snapshot: LaneSnapshot) -> None:
+        self.shards = shards
         self._units_per_shard = units_per_shard
-        self._begun = Intervals(state.begun)
-        self._cursors = dict(state.cursors)
-        self.epoch = state.epoch
-        self.num_shards = state.num_shards
-        self.next_num_shards = state.next_num_shards
-        self.units_leased = state.units_leased
+        self._begun = Intervals(snapshot.begun)
+        self._cursors = dict(snapshot.cursors)
+        self.epoch = snapshot.epoch
+        self.num_shards = snapshot.num_shards
+        self.next_num_shards = snapshot.next_num_shards
+        self.units_leased = snapshot.units_leased
 
-    @classmethod
-    def new(cls, shards: Sequence[int], units_per_shard: int, num_shards: int) -> LaneBook:
-        """At the beginning of epoch 0, with so many of the shards."""
-        state = LaneState(
-            epoch=0, num_shards=num_shards, next_num_shards=num_shards, begun=(), cursors=(), units_leased=0
-        )
-        return cls(shards, units_per_shard, state)
-
-    @property
-    def state(self) -> LaneState:
-        """Where it stands."""
-        return LaneState(
+    def snapshot(self) -> LaneSnapshot:
+        """Returns where the lane stands."""
+        return LaneSnapshot(
             epoch=self.epoch,
             num_shards=self.num_shards,
             next_num_shards=self.next_num_shards,
@@ -118,13 +110,13 @@ class LaneBook:
 
     @property
     def units_of_epoch(self) -> tuple[int, int]:
-        """Leased, and in all, of this epoch."""
+        """Units of this epoch: leased, and in all."""
         whole = (len(self._begun) - len(self._cursors)) * self._units_per_shard
         return whole + sum(self._cursors.values()), self.num_shards * self._units_per_shard
 
     @property
     def is_through(self) -> bool:
-        """Every unit of this epoch is leased."""
+        """Whether every unit of this epoch is leased."""
         return not self._cursors and self._begun.first_gap() >= self.num_shards
 
     def has(self, shard: int) -> bool:
@@ -141,11 +133,15 @@ class LaneBook:
         return unit.index < self._cursors.get(position, self._units_per_shard)
 
     def next_unit(self, preferred: Iterable[int]) -> Unit | None:
-        """What comes next for whoever prefers these shards, the first most; None: this epoch is through.
+        """Returns the next unit for a driver, of the next epoch if this one is through; None: that has no shards.
 
-        Where none of them has units left it is a shard nobody has begun, else the one with the most units left, so that
-        drivers seldom download what others have.
+        The first preferred shard with units left comes first, then a shard nobody has begun, then the one with the most
+        units left, so that drivers seldom download what others have.
         """
+        if self.is_through:
+            next_epoch = LaneLeases(self.shards, self._units_per_shard, new_lane(self.next_num_shards))
+            unit = None if next_epoch.is_through else next_epoch.next_unit(preferred)
+            return None if unit is None else Unit(self.epoch + 1, unit.shard, unit.index)
         for shard in preferred:
             position = self._position(shard)
             if position is not None and position < self.num_shards and self._has_units(position):
@@ -153,8 +149,6 @@ class LaneBook:
         position = self._begun.first_gap()
         if position < self.num_shards:
             return self._unit_at(position)
-        if not self._cursors:
-            return None
         return self._unit_at(min(self._cursors, key=lambda each: (self._cursors[each], each)))
 
     def lease(self, unit: Unit) -> None:
@@ -181,26 +175,16 @@ class LaneBook:
             del self._cursors[position]
         self.units_leased += 1
 
-    def first_of_next_epoch(self, preferred: Iterable[int]) -> Unit | None:
-        """What the next epoch would begin with; None: it would have no shards."""
-        fresh = LaneBook.new(self._shards, self._units_per_shard, self.next_num_shards)
-        unit = fresh.next_unit(preferred)
-        return None if unit is None else Unit(self.epoch + 1, unit.shard, unit.index)
-
     def grow(self, num_shards: int) -> None:
         """Reads so many shards from the next epoch on; never fewer than before."""
         self.next_num_shards = max(self.next_num_shards, num_shards)
 
-    def know(self, shards: Sequence[int]) -> None:
-        """Learns the ids of further shards."""
-        self._shards = shards
-
     def _position(self, shard: int) -> int | None:
-        position = bisect_left(self._shards, shard)
-        return position if position < len(self._shards) and self._shards[position] == shard else None
+        position = bisect_left(self.shards, shard)
+        return position if position < len(self.shards) and self.shards[position] == shard else None
 
     def _has_units(self, position: int) -> bool:
         return position in self._cursors or position not in self._begun
 
     def _unit_at(self, position: int) -> Unit:
-        return Unit(self.epoch, self._shards[position], self._cursors.get(position, 0))
+        return Unit(self.epoch, self.shards[position], self._cursors.get(position, 0))

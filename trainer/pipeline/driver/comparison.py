@@ -1,13 +1,13 @@
 """Whether two workers of a stage computed the same, and whether a worker's gradient is that of its own output.
 
-Replicas of a stage drift apart between averages, are a few steps apart, and their answers are rounded by the link's
-codec; so the comparison is rough, by direction *and* size: activations and gradients are alike if their cosine is
-`MIN_COSINE` or more and neither is more than `MAX_RATIO` times as large as the other, losses if they differ by less
-than half, or less than `MIN_NATS` a label. Of an activation the stage's own part is compared: with a subspace codec
+Replicas of a stage drift apart between averages, are a few steps apart, and the link's codec rounds their answers. So
+the comparison is rough, by direction *and* size: activations and gradients are alike if their cosine is `MIN_COSINE` or
+more and neither is more than `MAX_RATIO` times as large as the other; losses are alike if they differ by less than
+half, or by less than `MIN_NATS` a label. Of an activation the stage's own part is compared: with a subspace codec
 without the tokens' fixed rows, which nobody computes.
 
-A gradient can be examined without anybody else's help: an input that is moved along it by a little changes the output
-by what the gradient says, or the gradient is not that of this output (`slope_ratio`).
+A gradient can be examined without another worker: an input that is moved along it by a little changes the output by
+what the gradient predicts, or the gradient is not that of this output (`slope_ratio`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.pipeline.driver.links import LinkForm
+from trainer.pipeline.driver.stage_caller import LinkForm
 from trainer.pipeline.protocol.wire import ACTIVATION, GRADIENT, part_of
 
 __all__ = [
-    "MAX_RATIO",
     "MAX_SLOPE_RATIO",
-    "MIN_COSINE",
-    "MIN_NATS",
     "StageOutput",
     "difference",
     "midpoint",
@@ -39,21 +36,21 @@ MIN_COSINE = 0.3
 MAX_RATIO = 4.0
 MIN_NATS = 1.0
 MAX_SLOPE_RATIO = 4.0
-"""Between the change that a gradient foretells and the one that is seen."""
+"""Between the change that a gradient predicts and the one that is seen."""
 _NUDGE = 0.05
 """Of each position's norm."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageOutput:
-    """What a stage made of one input, as one worker says."""
+    """What a stage made of one input, by one worker's answer."""
 
     activation: Tensor | None = None
     """Head, body: fp32[B, S, dim], the stage's own part of it."""
     loss: float | None = None
-    """Tail: of a label."""
+    """Tail: mean of the labels."""
     gradient: Tensor | None = None
-    """Body, tail: of the input, fp32[B, S, dim], before the worker scaled it down."""
+    """Body, tail: with respect to the input, fp32[B, S, dim], before the worker scaled it down."""
     version: int = 0
     """Of the weights."""
 
@@ -67,18 +64,12 @@ def output_of(
     scale: float = 1.0,
     version: int = 0,
 ) -> StageOutput:
-    """Decodes an answer.
+    """Decodes an answer: activation, gradient, both or none, and the mean loss of the labels at the tail.
 
-    Args:
-        form: of the run's links.
-        tensors: of the answer; activation, gradient, both or none.
-        ids: the micro-batch's.
-        loss: the tail's, of a label.
-        scale: what the worker says to have multiplied the gradient by.
-        version: of its weights.
+    The gradient is divided by ``scale``, which the worker says to have multiplied it by.
 
     Raises:
-        CodecError: they are not what the codec makes.
+        CodecError: the tensors are not what the codec makes.
         NonFiniteActivationError: they are not finite.
     """
     activation, gradient = part_of(ACTIVATION, tensors), part_of(GRADIENT, tensors)
@@ -91,7 +82,7 @@ def output_of(
 
 
 def difference(one: StageOutput, other: StageOutput) -> str | None:
-    """In what two answers differ by more than replicas do, of what is in both; None: they are alike."""
+    """Returns in what two answers differ by more than replicas do, of what is in both; None: they are alike."""
     for what in ("activation", "gradient"):
         found, expected = getattr(one, what), getattr(other, what)
         if found is not None and expected is not None and not _is_alike(found, expected):
@@ -105,10 +96,10 @@ def difference(one: StageOutput, other: StageOutput) -> str | None:
 
 
 def nudge(own: Tensor, gradient: Tensor) -> Tensor:
-    """A step along a gradient, at each position by `_NUDGE` of the input's norm there.
+    """Returns a step along a gradient, at each position by `_NUDGE` of the input's norm there.
 
     Args:
-        own: of the input, fp32[B, S, dim]: the part of it that a stage computed, and a link's codec can tell.
+        own: the part of the input, fp32[B, S, dim], that a stage computed and a link's codec transmits.
         gradient: likewise; positions where it is zero stay.
     """
     size = _NUDGE * own.norm(dim=-1, keepdim=True)
@@ -119,7 +110,7 @@ def nudge(own: Tensor, gradient: Tensor) -> Tensor:
 
 
 def midpoint(one: StageOutput, other: StageOutput) -> StageOutput:
-    """The mean of two answers: but for the curvature, that to the input in between."""
+    """Returns the mean of two answers: up to curvature, the answer to the input in between."""
 
     def mean(first: Tensor | None, second: Tensor | None) -> Tensor | None:
         return None if first is None or second is None else (first + second) / 2
@@ -137,20 +128,20 @@ def slope_ratio(
     grad_y: Tensor | None,
     num_labels: int,
 ) -> float | None:
-    """How much the losses changed, seen through the stage's output, for each nat that a gradient foretells.
+    """Returns the change of the losses, seen through the stage's output, per nat that a gradient predicts.
 
     Args:
         moved: what the input was moved by between ``behind`` and ``ahead``.
-        gradient: of the sum of losses by the input, as claimed.
+        gradient: of the sum of losses with respect to the input, as claimed.
         ahead: the output on one side.
-        behind: on the other.
-        grad_y: of the sum of losses by the stage's output; None: the output is the loss.
+        behind: the output on the other side.
+        grad_y: of the sum of losses with respect to the stage's output; None: the output is the loss.
         num_labels: of the loss, at the tail.
 
     Returns:
-        About 1 of an honest worker; None: the gradient foretells no change, or there is no output to see one in.
+        About 1 for an honest worker; None: the gradient predicts no change, or there is no output to see one in.
     """
-    foretold = _dot(gradient, moved)
+    predicted = _dot(gradient, moved)
     if grad_y is None:
         if ahead.loss is None or behind.loss is None:
             return None
@@ -159,11 +150,11 @@ def slope_ratio(
         if ahead.activation is None or behind.activation is None:
             return None
         seen = _dot(grad_y, ahead.activation.double() - behind.activation.double())
-    return seen / foretold if foretold else None
+    return seen / predicted if predicted else None
 
 
 def own_part(form: LinkForm, tensors: Mapping[str, Tensor], ids: Tensor) -> Tensor:
-    """What a stage computed of an activation: without what the codec would decode of zeros."""
+    """Returns what a stage computed of an activation: without what the codec would decode of zeros."""
     decoded = form.codec.decode(tensors, ids)
     if not form.codec.needs_ids:
         return decoded
@@ -181,6 +172,6 @@ def _cosine(one: Tensor, other: Tensor) -> float:
 
 
 def _is_alike(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors may be those of two replicas; some first weights make zeros, which are alike."""
+    """Whether two tensors may be those of two replicas; some initial weights give zeros, which are alike."""
     norms = sorted((float(one.double().norm()), float(other.double().norm())))
     return _cosine(one, other) >= MIN_COSINE and norms[1] <= MAX_RATIO * norms[0]
