@@ -1,16 +1,14 @@
-"""Checks once, before a keeper leases anything, that its account is that of what the workers were trained on.
+"""Checks, before a keeper leases anything, that its account is that of what the workers were trained on.
 
-A keeper without its journal (another disk, another state folder) would lease all data again from the first row, and one
-with a backup of it what was leased since: workers would train on it once more, and the account would not tell. So
-nothing is leased before a worker of each stage is known, and a keeper does not begin if the workers are ahead of its
-account, unless `swarm.ledger.begin_anew` is set.
+A keeper without its journal, or with an old backup of it, would lease data again that workers were trained on, and the
+account would not tell. So nothing is leased before a worker of each stage is known, and a keeper does not begin if the
+workers are ahead of its account, unless `swarm.ledger.begin_anew` is set.
 
-An empty account fits workers at version 0 alone. For others the journal notes every few seconds the version that the
-stages are at and what was settled by then. From there the stages can be ahead by what was leased since, and by a few
-steps more, since workers that leave or have nothing to do step with less than a whole step's tokens. Announcements are
-believed: for a stage, what most of its workers announce; for an account that has begun, what most stages are at, so
-that one liar does not keep a keeper from coming back. The trade-off: a backup that is a few steps old passes for the
-journal itself.
+An empty account fits workers at version 0 alone. Else the journal notes every few seconds the stages' version and what
+was settled by then; the stages can be ahead of that by what was leased since, and by a few steps more, since workers
+that leave or have nothing to do step with less than a whole step's tokens. Announcements are believed: for a stage,
+what most of its workers announce; for an account that has begun, what most stages are at, so that one liar does not
+keep a keeper from coming back. The trade-off: a backup that is a few steps old passes for the journal itself.
 """
 
 from __future__ import annotations

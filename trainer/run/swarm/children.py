@@ -1,8 +1,8 @@
 """One child process of a tree: its output goes to a file, and it is restarted when it dies.
 
-Signals go to the child's own process id, never to a group, and only while the child has not been waited for, so that
-no other process with a reused id gets them. A child does not outlive this process (`parent_death_signal`). It runs in
-a session of its own, so that Ctrl+C at the terminal reaches this process alone, which then ends its children in order.
+Signals go to the child's own process id, never to a group, and only while the child has not been waited for, so that no
+other process with a reused id gets them. It ends with this process (`parent_death_signal`), and runs in a session of
+its own, so that Ctrl+C at the terminal reaches this process alone, which then ends its children in order.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Child:
         if self.status == "pausing" and now_s >= self._restart_due_s:
             self.num_restarts += 1
             self.start()
-            return f"{self.spec.name} restarted (restart {self.num_restarts})"
+            return f"{self.spec.name} is started again (restart {self.num_restarts})"
         if self.status == "running" and self._process is not None:
             code = self._process.poll()
             if code is not None:
@@ -194,10 +194,10 @@ class Child:
         text = f"{name} ended ({exit_text(code)}{f': {self.last_words()}' if code > 0 else ''})"
         if not self._policy.enabled or self._num_failures >= self._policy.max_failures:
             self.status = "dead"
-            return f"{text} and is not restarted; see {self.log_path}"
+            return f"{text} and is not started again; see {self.log_path}"
         pause_s = min(self._policy.first_pause_s * 2 ** (self._num_failures - 1), self._policy.max_pause_s)
         self.status, self._restart_due_s = "pausing", now_s + pause_s
-        return f"{text}; restarting in {pause_s:g} s; see {self.log_path}"
+        return f"{text}; started again in {pause_s:g} s; see {self.log_path}"
 
 
 def exit_text(code: int) -> str:

@@ -1,14 +1,13 @@
 """Checks whether a process fits the swarm it was pointed at: its terms, the states it can take up, its first weights.
 
-Nodes that hold a whole model compare themselves with each other. The first worker of a stage has no such peers, nor
-have drivers, which hold no model: so in a swarm each compares itself with everybody, by what that peer's stage would
-have to announce under this run file (`trainer.run.node.compatibility`). A peer that does not fit gets no work
-(`SwarmTerms.fits`). The trade-off: several that begin at once with the same wrong file train apart from the rest.
+Nodes that hold a whole model compare themselves with each other. Drivers and the first worker of a stage have no such
+peers: so in a swarm each compares itself with everybody, by what that peer's stage would have to announce under this
+run file (`trainer.run.node.compatibility`). The trade-off: several processes that begin at once with the same wrong
+file train apart from the rest.
 
-Workers that begin with a model (`swarm.start_from`) read it from folders of their own machines, so they compare
-fingerprints of the weights. A worker that differs from most ends and says so. Workers that go on from checkpoints have
-read no such model and announce no fingerprint. Where anybody may announce workers, many strangers that claim another
-model can keep newcomers from such a run, though nobody that has a checkpoint.
+Workers read the model that a run begins with (`swarm.start_from`) from their own machines, so they compare
+fingerprints of the weights; a worker that goes on from a checkpoint has read none and announces none. Where anybody may
+announce workers, many strangers that claim another model can keep newcomers from such a run.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
     store → rows of leased micro-batches → stages, through their workers → settlements → account
 
 The driver that the run file names as keeper (``swarm.ledger.keeper``) keeps the account for all, in a journal under
-``state_dir``. Its ``max_steps`` bounds the run, whichever driver makes the steps and however often it is restarted; it
-stays until the other drivers know that all is done. A driver holds nothing that is worth saving: killed, it begins
-again with a new lease, and the keeper asks the workers about what it had open.
+``state_dir``. Its ``max_steps`` bounds the run, and it stays until the other drivers know that all is done. A driver
+holds nothing that is worth saving: killed, it begins again with a new lease.
 """
 
 from __future__ import annotations

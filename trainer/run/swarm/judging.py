@@ -1,11 +1,10 @@
 """Checks, in a round of two replicas, whether the other's contribution is what training brings.
 
 Among three replicas or more the collective's rule leaves out the one that differs most. Of two, neither is in the
-minority, and the average is half of a lie. But a replica knows its own work: what two honest ones learn in the same
-rounds points the same way, or in no particular direction, and is of similar size. So each takes its own contribution
-out of the result. If the rest points against its own work, or is many times as large, it does not take the average,
-and has nothing to do with the other for `_DISTRUST_S`. Both go on alone, and the log says so. The drivers then see two
-workers that differ; audits may show which of them is wrong (`trainer.pipeline.driver.auditing`).
+minority, and the average is half of a lie. But what two honest replicas learn in the same rounds points the same way,
+or in no particular direction, and is of similar size. So each takes its own contribution out of the result; if the rest
+points against its own work, or is many times as large, it refuses the average and has nothing to do with the other for
+`_DISTRUST_S`. Both go on alone, and audits may show which of them is wrong (`trainer.pipeline.driver.auditing`).
 
 Contributions are pseudo-gradients under DiLoCo; under SPARTA they are values, and the last average of the same slice is
 subtracted from them (4 bytes a parameter).

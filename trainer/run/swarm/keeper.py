@@ -1,11 +1,9 @@
 """The keeper of the account: how a run names it, how it is found, and the account it leaves behind when it ends.
 
-Anybody may call a node `driver-1`. So a process that strangers can join knows the keeper by its key alone, and waits
-for that key however long it is away. A name is accepted in a private run only (`RunConfig.is_private`): the first
-driver that is heard of under it is the keeper.
-
-The last account is a file beside the journal, read by people and by `swarm up`: the last answer of a driver over HTTP
-is from before it settled and handed back what it had not begun.
+Anybody may call a node `driver-1`. So a process that strangers can join knows the keeper by its key alone, however long
+it is away. A name is accepted in a private run only (`RunConfig.is_private`): the first driver that is heard of under
+it is the keeper. The last account is a file beside the journal, for people and `swarm up`: what a driver answers over
+HTTP is from before it settled.
 """
 
 from __future__ import annotations

@@ -3,12 +3,10 @@
 Threads, network and clock are passed in as functions, so that tests run every path with a clock of their own.
 
 Newcomers take up the stage's state during the first tenth of a round (spec P-43): later they would begin with work that
-the others have long done. They may be at most five rounds behind. A stage on which nobody works has no rounds to wait
-for, so a round that does not move for `JoinConfig.idle_s` counts as a beginning. A worker whose fetch failed, or that
-finds no donor, keeps waiting and asking: none serves its own first weights while others have better ones. A worker
-that comes back with a checkpoint of the state from which the others' round began is current at once, so that after a
-restart of all nobody waits for a round's end. The first to come back need not be the one with the newest state; one
-that comes later with a newer state keeps it (`is_ahead`).
+the others have long done. A stage on which nobody works has no rounds to wait for, so a round that does not move for
+`JoinConfig.idle_s` counts as a beginning. A worker that finds no donor keeps asking: none serves its own first weights
+while others have better ones. After a restart of all, a worker whose checkpoint has the state from which the others'
+round began is current at once, and one that comes later with a newer state keeps it (`is_ahead`).
 """
 
 from __future__ import annotations
@@ -185,19 +183,17 @@ def shut_down_gracefully(
 ) -> None:
     """Answers what is under way, counts nothing more, steps and saves, and shares the work in a last round.
 
-    Drivers send to others once nothing is counted; so whatever was acknowledged is in the state that is saved, and in
-    the round if there is one. The worker saves first because it can do that alone. The last round is early, so its
-    outer step weighs as little as the work in it (`trainer.outer.diloco.outer`); the file keeps the state before it,
-    which has all of this worker's steps.
+    Whatever was acknowledged is in the state that is saved. The worker saves first because it can do that alone. The
+    last round is early, so its outer step weighs as little as the work in it (`trainer.outer.diloco.outer`).
 
     Args:
         leave_s: for all of it; half of it is for answers.
         num_unanswered: requests that were accepted and not answered yet.
         refuse: from then on nothing is counted.
-        save: steps with what was counted and saves what is not on disk; gets its time limit.
-        share: has a round with the others, if there are any; gets its time limit.
-        clock: monotonic.
-        sleep: waits.
+        save: steps with what was counted and saves what is not on disk, within so many seconds.
+        share: has a round with the others, if there are any, within so many seconds.
+        clock: monotonic seconds.
+        sleep: waits so many seconds.
 
     Raises:
         CheckpointError: the state could not be saved; it was shared if that was possible.

@@ -1,10 +1,7 @@
 """What of a worker is on the disk: checkpoints of its stage, and whose work is in them.
 
-A checkpoint is of one incarnation of a worker and has the first so many of its micro-batches in it. A worker that goes
-on from it announces that until it takes up another state, so that the account does not call perished what has come
-back.
-
-Everything but `resume` and what is read of it belongs to the compute thread.
+A checkpoint has the first so many micro-batches of one incarnation of a worker in it. A worker that goes on from it
+announces that until it takes up another state, so that the account does not call perished what has come back.
 """
 
 from __future__ import annotations
@@ -28,13 +25,13 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerSaving:
-    """Checkpoints of one worker.
+    """Checkpoints of one worker; for its compute thread, except `resume` and what is read.
 
     Args:
         config: of the run.
         shape: what all of the swarm agree on.
         built: the worker's stage.
-        synchroniser: keeps its replica together with the others.
+        synchroniser: of its replica.
         worker: told how much of its work is saved.
         who: names its files; no two workers that run at a time have the same.
     """

@@ -1,13 +1,12 @@
 """Checks before a process of a swarm begins: errors that a restart does not mend, and one process for a name.
 
-A checkpoint folder that is a file, checkpoints of another cut, a journal of other data: a restart with the same run
-file finds the same. Such an end is exit code 2, like options that make no sense, so that `swarm up` and service
-managers (systemd's ``RestartPreventExitStatus=2``) do not restart the process. A failure after it has served keeps its
-own class and exit code 1: another start may well succeed.
+A checkpoint folder that is a file, checkpoints of another cut, a journal of other data: such an end is exit code 2, so
+that `swarm up` and service managers (systemd's ``RestartPreventExitStatus=2``) do not restart the process. A failure
+after it has served keeps its own class and exit code 1: another start may well succeed.
 
-Two processes with the same ``--node-id`` on one machine would announce themselves in turn under one key, and peers
-would take each for the end of the other. A lock beside the key's file prevents that; the system releases it with the
-process, however that ends. A key that was copied to another machine is not noticed.
+Two processes with the same ``--node-id`` on one machine would announce themselves in turn under one key. A lock beside
+the key's file prevents that; the system releases it with the process, however that ends. A key that was copied to
+another machine is not noticed.
 """
 
 from __future__ import annotations

@@ -1,18 +1,14 @@
 """Checks whether a starting worker may initialise its weights, given the versions the other stages announce.
 
-Where the other stages have stepped, and a stage has neither a checkpoint here nor a worker elsewhere, its work is lost
-or lies on a disk that nobody has started from. First weights would train on among trained ones, and only the loss
-would tell. Such a worker waits for a peer that has the stage's state, serves nothing meanwhile, and then refuses to
-start (`swarm.checkpoint.begin_anew` makes it go on).
+Where the other stages have stepped, and a stage has neither a checkpoint here nor a worker elsewhere, first weights
+would train on among trained ones, and only the loss would tell. Such a worker waits for a peer that has the stage's
+state, and then refuses to start, unless `swarm.checkpoint.begin_anew` is set.
 
-The check compares how much of the others' work is on disk (`StageReport.saved`), not how far they are. Until the first
-multiple of `interval_s` nothing is, and a stage whose only worker dies then has to begin anew: that loss is what the
-interval was chosen for, and refusing would end the swarm. The worker logs a warning. Differences of a few steps are
-ignored: stages step by themselves, and announcements are seconds old.
-
-Peers are discovered one after another, so the check goes on until the stage has stepped for a while. Announcements are
-believed: an attacker that announces a worker that has saved much can keep others from beginning an empty stage, though
-nobody that has a checkpoint.
+The check compares how much of the others' work is on disk (`StageReport.saved`), not how far they are: until the first
+multiple of `interval_s` nothing is, and a stage whose only worker dies then begins anew, with a warning. Differences of
+a few steps are ignored: stages step by themselves, and announcements are seconds old. Peers are discovered one after
+another, so the check goes on until the stage has stepped for a while. Announcements are believed: an attacker that
+announces a worker that has saved much can keep others from beginning an empty stage, though nobody with a checkpoint.
 """
 
 from __future__ import annotations

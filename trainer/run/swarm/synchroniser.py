@@ -1,10 +1,8 @@
 """Replica synchronisers: one interface over DiLoCo and SPARTA for the worker that holds a stage's replica.
 
-A worker asks the same of both: take part in rounds, tell how far the round is, hand out a state, take one up, and tell
-when it has lost touch. They differ in what a state is (DiLoCo's anchor, which all members hold bit for bit; SPARTA's
-parameters and moments, each replica's own) and in when a newcomer counts.
-
-Everything here runs in the worker's compute thread, except `place` and `is_lost`, which read numbers.
+They differ in what a state is (DiLoCo's anchor, which all members hold bit for bit; SPARTA's parameters and moments,
+each replica's own) and in when a newcomer counts. Everything here runs in the worker's compute thread, except `place`
+and `is_lost`, which read numbers.
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@
         while (status := tree.look()) is None: ...
 
 It is over when all drivers are done, or when it cannot go on: a child dies again and again, or cannot begin with what
-it was given (exit code 2). Leaving the ``with`` ends all children: drivers first, so that they settle what is under way
-while there are workers to answer, then workers, then seeds. Each gets SIGTERM, and SIGKILL after `grace_s`. If the tree
-itself is killed with SIGKILL, its children end with it; their data are as safe as after any other power cut.
+it was given (exit code 2). Leaving the ``with`` ends drivers first, so that they settle what is under way while there
+are workers to answer, then workers, then seeds: with SIGTERM, and with SIGKILL after `grace_s`.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
     → (lost touch with the others: take up their state) → asked to stop: finish, save, share
 
 Three threads share the work: the event loop answers and asks, the compute thread does all arithmetic and every change
-of weights, and the main thread decides about joining and leaving, and waits. A worker that is killed leaves nothing
-behind but its last checkpoint; the account calls perished what its stage loses with it.
+of weights, and the main thread decides about joining and leaving, and waits.
 """
 
 from __future__ import annotations

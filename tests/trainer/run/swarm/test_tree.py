@@ -112,8 +112,8 @@ def test_a_child_that_is_killed_is_restarted(make: Callable[..., Watched]) -> No
         os.kill(first, signal.SIGKILL)
         assert watched.until(lambda: worker.num_restarts == 1) is None
         assert worker.pid not in (None, first)
-    assert "head.1 ended (SIGKILL); restarting in 0.05 s" in watched.told[0]
-    assert watched.told[1] == "head.1 restarted (restart 1)"
+    assert "head.1 ended (SIGKILL); started again in 0.05 s" in watched.told[0]
+    assert watched.told[1] == "head.1 is started again (restart 1)"
     assert worker.log_path.read_text().count("--- ") == 2
 
 
@@ -126,7 +126,7 @@ def test_one_that_dies_again_and_again_ends_the_tree_and_is_quoted(make: Callabl
     assert status.exit_code == 1
     assert "head.1 cannot be kept alive (exit code 1): the disk is full; all of it is in" in status.reason
     assert bad.num_restarts == QUICK.max_failures - 1
-    pauses = [text.partition("restarting in ")[2].partition(";")[0] for text in watched.told if "restarting" in text]
+    pauses = [text.partition("again in ")[2].partition(";")[0] for text in watched.told if "again in" in text]
     assert pauses == ["0.05 s", "0.1 s"]
 
 
