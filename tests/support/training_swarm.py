@@ -16,6 +16,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -113,13 +114,7 @@ def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = WAIT_S) 
 
 
 class TrainingNode:
-    """One node, over all its lives.
-
-    Args:
-        name: its node id.
-        command: that starts it.
-        folder: of its swarm.
-    """
+    """One node, over all its lives; ``folder`` is its swarm's."""
 
     def __init__(self, name: str, command: Sequence[str], folder: Path) -> None:
         self.name = name
@@ -252,8 +247,9 @@ class TrainingSwarm:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for node in self.nodes.values():
-            node.kill()
+        with ExitStack() as killed:
+            for node in self.nodes.values():
+                killed.callback(node.kill)
         if isinstance(error, Exception):
             error.add_note("\n".join(node.tail() for node in self.nodes.values()))
 
@@ -264,14 +260,7 @@ class TrainingSwarm:
         initial_peers: Sequence[str] | None = None,
         program: Sequence[str] = ("-m", "trainer"),
     ) -> None:
-        """Starts new nodes, all at once.
-
-        Args:
-            names: their node ids.
-            options: further arguments of these.
-            initial_peers: where they begin to look for others; by default at the first two nodes of the swarm.
-            program: what Python runs.
-        """
+        """Starts new nodes, all at once; by default they begin to look for others at the first two of the swarm."""
         for name in names:
             self._ports[name] = free_port()
         for name in names:
@@ -294,14 +283,7 @@ class TrainingSwarm:
         timeout_s: float = WAIT_S,
         alive: Iterable[TrainingNode] | None = None,
     ) -> None:
-        """Waits, and fails at once when one of the nodes that should be alive is not.
-
-        Args:
-            holds: what is waited for.
-            what: the same in words.
-            timeout_s: how long.
-            alive: by default all nodes.
-        """
+        """Waits, and fails at once when one of the nodes that should be alive (all, by default) is not."""
         watched = list(self.nodes.values() if alive is None else alive)
 
         def looked() -> bool:

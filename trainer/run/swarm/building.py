@@ -30,7 +30,6 @@ class BuiltStage:
     """A stage with everything that trains it."""
 
     name: str
-    device: torch.device
     module: Stage
     optimizer: Optimizer
     replica: StageReplica
@@ -100,7 +99,7 @@ def build_stage_site(config: RunConfig, shape: SwarmShape, stage: str) -> BuiltS
         after_update=after_average,
     )
     codec = codec_of(config, shape, device)
-    return BuiltStage(stage, device, module, optimizer, replica, codec, after_average, kept_axes, began_from)
+    return BuiltStage(stage, module, optimizer, replica, codec, after_average, kept_axes, began_from)
 
 
 def saved_state(config: RunConfig, shape: SwarmShape, stage: str) -> StageState | None:
