@@ -12,6 +12,7 @@ import secrets
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,6 @@ from tests.support.token_store import TokenStore
 from tests.support.toy_drive import until
 from tests.support.training_swarm import TERMINATED
 from trainer.errors import PeerUnavailableError, RefusedError
-from trainer.network.rpc import Endpoint
 from trainer.pipeline.driver import PipelineDriver, StageWorker
 from trainer.pipeline.ledger import LEDGER_LEASE
 from trainer.pipeline.ledger.messages import LeaseAnswer, LeaseAsk
@@ -55,17 +55,11 @@ IN_CHAINS = [
 class Named:
     """A liar among the workers."""
 
-    name: str
-    """Of its lie."""
     liar: Liar
     worker: StageWorker
 
 
-@asynccontextmanager
-async def driving_endpoint() -> AsyncIterator[Endpoint]:
-    """A driver's."""
-    async with running_endpoint(run_id=RUN_ID, **PATIENT) as endpoint:
-        yield endpoint
+driving_endpoint = partial(running_endpoint, run_id=RUN_ID, **PATIENT)
 
 
 @contextmanager
@@ -97,7 +91,7 @@ async def among_liars(lies: Iterable[tuple[str, str]]) -> AsyncIterator[tuple[Sm
                     says_counted=number % 2 == 1,
                 )
             )
-            liars.append(Named(name, liar, announced(stage, 100 + number, at.peer)))
+            liars.append(Named(liar, announced(stage, 100 + number, at.peer)))
         pipeline.directory.found += [named.worker for named in liars]
         yield pipeline, liars
 
