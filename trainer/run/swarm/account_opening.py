@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median_low
 
@@ -40,20 +40,12 @@ _LOG_EVERY_S = 60.0
 class AccountOpening:
     """Holds back a keeper's leases until the account is checked; for one event loop. ``journal`` is for messages."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        journal: Path,
-        ledger: Ledger,
-        stages: Sequence[str],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, config: RunConfig, journal: Path, ledger: Ledger, stages: Sequence[str]) -> None:
         self._config = config
         self._journal = journal
         self._ledger = ledger
         self._stages = stages
-        self._clock = clock
-        self._logged_s = clock()
+        self._logged_s = time.monotonic()
         ledger.leases_nothing = True
 
     def check_checkpoints(self) -> None:
@@ -103,9 +95,9 @@ class AccountOpening:
         return self._ledger.books.highest_version(target_tokens_of(self._config))
 
     def _log_missing(self, reports: Iterable[StageReport]) -> None:
-        if self._clock() < self._logged_s + _LOG_EVERY_S:
+        if time.monotonic() < self._logged_s + _LOG_EVERY_S:
             return
-        self._logged_s = self._clock()
+        self._logged_s = time.monotonic()
         there = {stage_of(report) for report in reports}
         missing = ", ".join(name for name in self._stages if name not in there)
         logger.info("nothing is leased yet: no worker of %s has been heard of", missing)

@@ -100,7 +100,7 @@ class KeeperSearch:
 
     def __init__(self, config: RunConfig) -> None:
         self._wanted = config.swarm.ledger
-        self._key = self._wanted.keeper if self._wanted.keeper_is_key else ""
+        self._key = ""
         self._rejected: frozenset[str] = frozenset()
 
     def find(self, drivers: Iterable[Announcement]) -> Announcement | None:
