@@ -30,8 +30,8 @@ from scripts.swarm_bench.disturbing import Disturber, is_at_work, schedule
 from scripts.trainer_bench.workspace import make_store
 from trainer.model.config import stage_names
 from trainer.monitor import SwarmAccount
-from trainer.run.swarm.children import Child, RestartPolicy, free_ports
-from trainer.run.swarm.local import LocalSwarm, Ports, swarm_specs
+from trainer.run.swarm.children import Child, RestartPolicy
+from trainer.run.swarm.running import LocalSwarm, deal_ports, swarm_specs
 from trainer.run.swarm.tree import ProcessTree
 
 __all__ = ["ASKED", "Progress", "bench_goodput"]
@@ -128,7 +128,7 @@ def bench_goodput(arguments: argparse.Namespace) -> dict[str, Any]:
         swarm = LocalSwarm(run=run, stages=stage_names(_STAGES), num_workers=_WORKERS, num_drivers=_DRIVERS)
         tree = ProcessTree(folder, RestartPolicy(enabled=False), tell=lambda _: None, grace_s=20.0)
         with tree:
-            for spec in swarm_specs(swarm, Ports.dealt(swarm, free_ports(swarm.num_ports)), ()):
+            for spec in swarm_specs(swarm, deal_ports(swarm), ()):
                 tree.add(spec)
             report = _measured(tree, arguments)
     print(_as_text(report))

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import json
 import urllib.error
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.training_swarm import WAIT_S, TrainingNode, TrainingSwarm
+from tests.support.training_swarm import WAIT_S, TrainingNode, TrainingSwarm, merged
 from trainer.checkpoint.stages import StageSet, newest_set, parse_time
 from trainer.monitor import SwarmAccount, SwarmStages
 from trainer.run.config import RunConfig, from_mapping, read_yaml
@@ -137,12 +137,3 @@ def steps_of(driver: TrainingNode) -> list[dict[str, Any]]:
     """The steps a driver has printed, over all its lives."""
     lines = [line for line in driver.output().splitlines() if line.startswith('{"kind":"step"')]
     return [json.loads(line) for line in lines if line.endswith("}")]
-
-
-def merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """``settings`` with ``changes`` in their place, section by section."""
-    result = dict(settings)
-    for name, value in changes.items():
-        known = result.get(name)
-        result[name] = merged(known, value) if isinstance(known, Mapping) and isinstance(value, Mapping) else value
-    return result

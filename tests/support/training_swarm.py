@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -27,14 +26,26 @@ import yaml
 from tests.support.text_store import text_store
 from trainer.checkpoint.node import load_newest, wallet_id
 from trainer.monitor import Event, read_events
+from trainer.run.swarm.running import free_ports
 
-__all__ = ["MAX_STEPS", "WAIT_S", "TrainingNode", "TrainingSwarm", "check_agreement", "free_port", "wait_until"]
+__all__ = [
+    "TERMINATED",
+    "WAIT_S",
+    "TrainingNode",
+    "TrainingSwarm",
+    "check_agreement",
+    "free_port",
+    "merged",
+    "wait_until",
+]
 
 _ROOT = Path(__file__).resolve().parents[2]
 
 WAIT_S = 180.0
 """For anything that takes some seconds on an idle machine."""
 MAX_STEPS = 20_000
+TERMINATED = 128 + signal.SIGTERM
+"""Exit code of a node that was asked to stop and did."""
 
 SETTINGS: dict[str, Any] = {
     "seed": 11,
@@ -70,17 +81,9 @@ _DEALT_PORTS: set[int] = set()
 
 def free_port() -> int:
     """A port nobody listens on nor was dealt, below those the kernel hands out to whoever connects."""
-    for port in random.SystemRandom().sample(range(12_000, 32_000), 100):
-        if port in _DEALT_PORTS:
-            continue
-        with socket.socket() as listener:
-            try:
-                listener.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            _DEALT_PORTS.add(port)
-            return port
-    raise AssertionError("expected a free port, found 100 taken ones")
+    port = next(port for port in free_ports(len(_DEALT_PORTS) + 1) if port not in _DEALT_PORTS)
+    _DEALT_PORTS.add(port)
+    return port
 
 
 def check_agreement(nodes: Iterable[TrainingNode], first_step: int, last_step: int) -> None:
@@ -111,13 +114,7 @@ def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = WAIT_S) 
 
 
 class TrainingNode:
-    """One node, over all its lives.
-
-    Args:
-        name: its node id.
-        command: that starts it.
-        folder: of its swarm.
-    """
+    """One node, over all its lives; ``folder`` is its swarm's."""
 
     def __init__(self, name: str, command: Sequence[str], folder: Path) -> None:
         self.name = name
@@ -160,13 +157,9 @@ class TrainingNode:
         self._running.send_signal(number)
 
     def kill(self) -> None:
-        """As a machine that loses power; a stopped one, too."""
+        """As a machine that loses power; also a stopped one. Returns when it is gone."""
         if self._process is not None:
             self._process.kill()
-
-    def reap(self) -> None:
-        """Waits for the end of a killed one."""
-        if self._process is not None:
             self._process.wait(30)
 
     def exit_code(self, timeout_s: float = WAIT_S) -> int:
@@ -214,10 +207,6 @@ class TrainingNode:
         assert found is not None, f"expected a checkpoint of {self.name}"
         return dict(found)
 
-    def checkpoint_path(self) -> Path:
-        """Where that lies."""
-        return self._folder / "checkpoints" / f"dynamic_node_{wallet_id('', self.name)}.pt"
-
     def api(self, path: str) -> dict[str, Any]:
         """What its HTTP interface answers."""
         found = re.findall(r"API at (http://127\.0\.0\.1:\d+)/", self.output())
@@ -241,7 +230,7 @@ class TrainingSwarm:
         self._store = store or text_store()
         self._ports: dict[str, int] = {}
         self._config = folder / "run.yaml"
-        self._settings = _merged(SETTINGS, options)
+        self._settings = merged(SETTINGS, options)
         self._settings |= {"max_steps": self._settings.get("max_steps", MAX_STEPS)}
 
     def __enter__(self) -> Self:
@@ -258,10 +247,9 @@ class TrainingSwarm:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for node in self.nodes.values():
-            node.kill()
-        for node in self.nodes.values():
-            node.reap()
+        with ExitStack() as killed:
+            for node in self.nodes.values():
+                killed.callback(node.kill)
         if isinstance(error, Exception):
             error.add_note("\n".join(node.tail() for node in self.nodes.values()))
 
@@ -272,14 +260,7 @@ class TrainingSwarm:
         initial_peers: Sequence[str] | None = None,
         program: Sequence[str] = ("-m", "trainer"),
     ) -> None:
-        """Starts new nodes, all at once.
-
-        Args:
-            names: their node ids.
-            options: further arguments of these.
-            initial_peers: where they begin to look for others; by default at the first two nodes of the swarm.
-            program: what Python runs.
-        """
+        """Starts new nodes, all at once; by default they begin to look for others at the first two of the swarm."""
         for name in names:
             self._ports[name] = free_port()
         for name in names:
@@ -302,14 +283,7 @@ class TrainingSwarm:
         timeout_s: float = WAIT_S,
         alive: Iterable[TrainingNode] | None = None,
     ) -> None:
-        """Waits, and fails at once when one of the nodes that should be alive is not.
-
-        Args:
-            holds: what is waited for.
-            what: the same in words.
-            timeout_s: how long.
-            alive: by default all nodes.
-        """
+        """Waits, and fails at once when one of the nodes that should be alive (all, by default) is not."""
         watched = list(self.nodes.values() if alive is None else alive)
 
         def looked() -> bool:
@@ -339,8 +313,10 @@ class TrainingSwarm:
         return [node.exit_code() for node in nodes]
 
 
-def _merged(settings: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(settings)
-    for name, value in options.items():
-        merged[name] = {**settings.get(name, {}), **value} if isinstance(value, dict) else value
-    return merged
+def merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """``settings`` with ``changes`` in their place, section by section."""
+    result = dict(settings)
+    for name, value in changes.items():
+        known = result.get(name)
+        result[name] = merged(known, value) if isinstance(known, Mapping) and isinstance(value, Mapping) else value
+    return result

@@ -8,21 +8,31 @@ goodput``.
 
 from __future__ import annotations
 
+import asyncio
+import re
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from scripts.swarm_bench.disturbing import schedule
+from scripts.swarm_bench.disturbing import Disturbance, Disturber, is_at_work, schedule
+from scripts.swarm_bench.goodput import Progress
 from scripts.swarm_bench.losses import LossCurve, curve_of
-from tests.support.churning_swarm import Worker, begin_churning, counted_at_workers, disturb
+from tests.support.event_loop import on_event_loop
 from tests.support.one_process import records_of
 from tests.support.pipeline_account import Recount, account_at_rest, recount_of
-from tests.support.pipeline_swarm import PipelineSwarm, merged
+from tests.support.pipeline_swarm import STAGES, PipelineSwarm, merged
+from tests.support.training_swarm import WAIT_S, TrainingNode, wait_until
+from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig
 from trainer.pipeline.ledger import Account
 from trainer.pipeline.ledger.records import Record, Settled
+from trainer.pipeline.protocol.messages import APPLIED, AppliedAnswer, AppliedAsk
 from trainer.pipeline.protocol.work import Settlement
 
 DRIVERS = ("driver-1", "driver-2")
+REPLICAS = (1, 2)
 SEED = 5
 TOLERANCE = 0.03
 MOST_LOST = 0.005
@@ -37,6 +47,110 @@ OPTIONS = {
         "sparta": {"every_steps": 10},
     },
 }
+
+
+@dataclass(slots=True)
+class Worker:
+    """One that can be disturbed (`scripts.swarm_bench.disturbing.Victim`)."""
+
+    node: TrainingNode
+    stage: str
+    _begun_at: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.node.name
+
+    def is_at_work(self) -> bool:
+        return is_at_work(self.node.output()[self._begun_at :])
+
+    def send(self, number: int) -> None:
+        self.node.send(number)  # type: ignore[arg-type]
+
+    def kill(self) -> None:
+        self.node.kill()
+        self._begun_at = len(self.node.output())
+
+    def revive(self) -> None:
+        self.node.start()
+
+
+@dataclass(frozen=True, slots=True)
+class CountedAt:
+    """What a worker says it has counted."""
+
+    stage: str
+    incarnation: str
+    keys: frozenset[str] = field(repr=False)
+
+
+def begin_churning(swarm: PipelineSwarm) -> list[Worker]:
+    """Starts drivers and workers of all stages; returns when all workers are at work."""
+    for name in DRIVERS:
+        swarm.begin_driver(name)
+    for number in REPLICAS:
+        swarm.begin_workers(*STAGES, suffix=f".{number}")
+    workers = [Worker(swarm[f"{stage}.{number}"], stage) for stage in STAGES for number in REPLICAS]
+    swarm.wait(lambda: all(worker.is_at_work() for worker in workers), "all workers to be at work", 4 * WAIT_S)
+    return workers
+
+
+def disturb(swarm: PipelineSwarm, workers: Sequence[Worker], plan: Sequence[Disturbance]) -> tuple[Disturber, Progress]:
+    """Carries a schedule out; fails at once when a process ends that was not killed.
+
+    Returns:
+        What was done, all workers being at work again; and how the account's micro-batches got done meanwhile.
+    """
+    disturber = Disturber(plan, workers)
+    begun_s = time.monotonic()
+    progress = Progress(0, begun_s)
+    limit_s = 4 * WAIT_S + (plan[-1].at_s if plan else 0.0)
+    try:
+        while not disturber.is_over:
+            now_s = time.monotonic() - begun_s
+            assert now_s < limit_s, f"expected a schedule to end within {limit_s:.0f} s\n{disturber.done}"
+            disturber.tick(now_s)
+            account = swarm.account(DRIVERS[0]) if time.monotonic() - progress.looked_s >= 1.0 else None
+            if account is not None:
+                progress.look(account.micro_batches.done, time.monotonic())
+            ended = [name for name, node in swarm.nodes.items() if name not in disturber.dead and node.has_ended()]
+            assert not ended, f"{', '.join(ended)} ended by themselves"
+            time.sleep(0.02)
+    finally:
+        disturber.end()
+    wait_until(lambda: all(worker.is_at_work() for worker in workers), "all workers to be at work again", 4 * WAIT_S)
+    return disturber, progress
+
+
+@on_event_loop
+async def ask_workers(
+    swarm: PipelineSwarm, workers: Iterable[Worker], keys: Sequence[str], found: list[CountedAt]
+) -> None:
+    """Asks each worker which of these micro-batches it has counted."""
+    endpoint = Endpoint(Identity.create(), swarm.config.run_id, RpcConfig(host="127.0.0.1"))
+    await endpoint.start()
+    try:
+        asking = (_counted_at(endpoint, worker.stage, _peer_of(worker.node), keys) for worker in workers)
+        found.extend(await asyncio.gather(*asking))
+    finally:
+        await endpoint.stop()
+
+
+def _peer_of(node: TrainingNode) -> Peer:
+    """Who it is in its last life, and where it is reached."""
+    peer_id, address = re.findall(r"node ([0-9a-f]{64}) answers at (\S+)", node.output())[-1]
+    return Peer(peer_id, address)
+
+
+async def _counted_at(endpoint: Endpoint, stage: str, peer: Peer, keys: Sequence[str]) -> CountedAt:
+    counted, incarnation = set[str](), ""
+    for start in range(0, len(keys), 1024):
+        ask = AppliedAsk(micro_batches=tuple(keys[start : start + 1024]))
+        reply = await endpoint.call(peer, APPLIED, ask, AppliedAnswer, timeout_s=60.0)
+        counted |= set(reply.body.micro_batches)
+        assert incarnation in ("", reply.body.incarnation)
+        incarnation = reply.body.incarnation
+    return CountedAt(stage, incarnation, frozenset(counted))
 
 
 @pytest.mark.long
@@ -57,7 +171,7 @@ def test_for_three_minutes_and_the_losses_of_an_undisturbed_run(tmp_path: Path) 
     with PipelineSwarm(tmp_path / "disturbed", **OPTIONS) as swarm:
         disturbed, _ = churn(swarm, 180.0)
     with PipelineSwarm(tmp_path / "undisturbed", **OPTIONS) as swarm:
-        begin_churning(swarm, DRIVERS)
+        begin_churning(swarm)
         swarm.wait(lambda: losses_of(swarm).num_tokens >= disturbed.num_tokens, "as many tokens", 900.0)
         undisturbed = losses_of(swarm)
     pairs = list(zip(disturbed.parts(disturbed.num_tokens, 6), undisturbed.parts(disturbed.num_tokens, 6), strict=True))
@@ -70,9 +184,9 @@ def churn(swarm: PipelineSwarm, duration_s: float) -> tuple[LossCurve, Account]:
 
     Each stage has a worker at work all the time, so something gets done all the time.
     """
-    workers = begin_churning(swarm, DRIVERS)
+    workers = begin_churning(swarm)
     plan = schedule(SEED, duration_s)
-    disturber, progress = disturb(swarm, workers, plan, DRIVERS[0])
+    disturber, progress = disturb(swarm, workers, plan)
     assert len(disturber.done) == len(plan)
     assert progress.longest_s <= LONGEST_STANDSTILL_S, disturber.done
     told = [swarm.account(name) for name in DRIVERS]
@@ -106,7 +220,8 @@ def check_account(swarm: PipelineSwarm, workers: list[Worker], records: list[Rec
 def check_workers(swarm: PipelineSwarm, workers: list[Worker], recount: Recount, settlements: list[Settlement]) -> None:
     """What was settled is what the workers that live have counted, each micro-batch once a stage."""
     keys = [str(each) for each in sorted(recount.done | recount.lost | recount.open)]
-    found = counted_at_workers(swarm, workers, keys)
+    found: list[CountedAt] = []
+    ask_workers(swarm, workers, keys, found)
     for stage in {it.stage for it in found}:
         at_stage = [it.keys for it in found if it.stage == stage]
         assert sum(map(len, at_stage)) == len(frozenset().union(*at_stage)), f"{stage}: counted by two workers"

@@ -1,34 +1,47 @@
-"""Workers that lie and drivers that flood or send nonsense: contained, named, banned; the rest train on.
+"""Workers that lie, drivers that flood, processes of other run files: contained, named, banned or turned away.
 
-Real workers of a small model, real drivers and a real keeper of the account, in this process and on real sockets; what
-lies or floods is made by hand at an endpoint of its own.
+In this process, on real sockets: real workers of a small model, real drivers and a real keeper of the account; what
+lies or floods is made by hand at an endpoint of its own. Then the same as processes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support.event_loop import on_event_loop
+from tests.support.ledger_run import CONFIG, all_of, ledger_run
 from tests.support.lying_worker import LIES, Liar, lying_worker
+from tests.support.model_configs import random_tokens
+from tests.support.one_process import records_of
+from tests.support.pipeline_account import account_at_rest, check_account, recount_of
+from tests.support.pipeline_swarm import STAGES, PipelineSwarm, steps_of
 from tests.support.rpc_node import fast_config
 from tests.support.rpc_pair import running_endpoint
 from tests.support.small_pipeline import SmallPipeline, Windows, announced
-from tests.support.stage_worker import RUN_ID, WorkerSetup
+from tests.support.stage_driver import running_driver
+from tests.support.stage_worker import RUN_ID, WorkerSetup, held
+from tests.support.token_store import TokenStore
 from tests.support.toy_drive import until
-from trainer.network.rpc import Endpoint
+from tests.support.training_swarm import TERMINATED
+from trainer.errors import PeerUnavailableError, RefusedError
 from trainer.pipeline.driver import PipelineDriver, StageWorker
+from trainer.pipeline.ledger import LEDGER_LEASE
+from trainer.pipeline.ledger.messages import LeaseAnswer, LeaseAsk
+from trainer.pipeline.protocol.wire import wire_ids
 
 PATIENT = {"stall_timeout_s": 30.0}
 """On a machine that is busy with other things, a worker that says nothing for a second is not gone."""
 SETUP = WorkerSetup(rpc=PATIENT)
-STAGES = ("head", "body-1", "tail")
 OF_TAILS = ("a negative loss", "no loss", "more labels")
 OF_FORWARDS = ("NaN activations", "a wider activation", "counted in a forward pass")
 OF_CHAINS = ("all counted behind it",)
@@ -42,17 +55,11 @@ IN_CHAINS = [
 class Named:
     """A liar among the workers."""
 
-    name: str
-    """Of its lie."""
     liar: Liar
     worker: StageWorker
 
 
-@asynccontextmanager
-async def driving_endpoint() -> AsyncIterator[Endpoint]:
-    """A driver's."""
-    async with running_endpoint(run_id=RUN_ID, **PATIENT) as endpoint:
-        yield endpoint
+driving_endpoint = partial(running_endpoint, run_id=RUN_ID, **PATIENT)
 
 
 @contextmanager
@@ -84,7 +91,7 @@ async def among_liars(lies: Iterable[tuple[str, str]]) -> AsyncIterator[tuple[Sm
                     says_counted=number % 2 == 1,
                 )
             )
-            liars.append(Named(name, liar, announced(stage, 100 + number, at.peer)))
+            liars.append(Named(liar, announced(stage, 100 + number, at.peer)))
         pipeline.directory.found += [named.worker for named in liars]
         yield pipeline, liars
 
@@ -159,3 +166,141 @@ def _check_rest(pipeline: SmallPipeline, work: Windows, most_lost: int, *reasons
 def _is_sound(module: torch.nn.Module) -> bool:
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+
+
+NUM_FLOODING, NUM_BEFORE, NUM_HONEST = 48, 4, 1
+QUEUED = 12
+FLOODED = WorkerSetup(worker={"max_queue_per_driver": QUEUED, "max_compute_lead_s": 0.001}, rpc=PATIENT)
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_a_flooding_driver_waits_for_itself_and_the_others_do_not() -> None:
+    async with (
+        SmallPipeline(FLOODED, dict.fromkeys(STAGES, 1)) as pipeline,
+        running_driver() as flooding,
+        driving_endpoint() as endpoint,
+    ):
+        tail, work = pipeline.at("tail")[0].running, Windows(NUM_HONEST)
+        given = {
+            "activation": torch.randn(8, 32, FLOODED.plan.config.dim),
+            "labels": wire_ids(random_tokens(64, 8, 32)[1]),
+        }
+        for number in range(NUM_BEFORE):
+            await flooding.tail(tail, f"e9.s8.r{number}", given)
+        asked = [flooding.tail(tail, f"e9.s9.r{number}", given) for number in range(NUM_FLOODING)]
+        async with held(tail) as release:
+            flood = [asyncio.create_task(each) for each in asked]
+            await until(lambda: tail.worker.runtime.figures.queued == QUEUED and any(task.done() for task in flood))
+            driver = pipeline.driver(endpoint, work, config={"request_timeout_s": 30.0})
+            running = asyncio.create_task(driver.run())
+            await until(lambda: tail.worker.runtime.figures.queued == QUEUED + NUM_HONEST)
+            release()
+            await running
+        answers = await asyncio.gather(*flood, return_exceptions=True)
+        assert work.fates() == ["done"] * NUM_HONEST
+        assert driver.status().failures == {}
+        numbers = [credit.applied_number for said in work.settled.values() for credit in said.credits[:1]]
+        assert sorted(numbers) == list(range(NUM_BEFORE + 1, NUM_BEFORE + NUM_HONEST + 1)), "counted behind the flood"
+        refused = [answer for answer in answers if isinstance(answer, BaseException)]
+        assert refused
+        assert all(isinstance(it, PeerUnavailableError) or _reason(it) == "busy" for it in refused)
+
+
+def _reason(error: BaseException) -> str:
+    return error.reason if isinstance(error, RefusedError) else repr(error)
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_a_driver_that_leases_all_it_can_leaves_the_rest_to_others(tmp_path: Path) -> None:
+    config = replace(CONFIG, max_open=4, lease_s=1.0)
+    run = ledger_run(tmp_path)
+    async with run.keeper(config) as (keeper, at), running_endpoint() as greedy, run.driver(at.peer, config) as client:
+
+        async def lease() -> int:
+            ask = LeaseAsk(token=secrets.token_hex(16), data_digest=run.spec.digest(), num_units=1)
+            reply = await greedy.call(at.peer, LEDGER_LEASE, ask, LeaseAnswer, timeout_s=30.0)
+            return sum(len(list(run.spec.layout.micro_batches(each))) for each in reply.body.runs)
+
+        answers = await asyncio.gather(*(lease() for _ in range(100)), return_exceptions=True)
+        refused = [answer for answer in answers if isinstance(answer, RefusedError)]
+        got = sum(answer for answer in answers if isinstance(answer, int))
+        assert {"enough"} <= {error.reason for error in refused} <= {"enough", "busy"}
+        assert config.max_open <= got < config.max_open + 2 * config.lease_units
+        assert len(await all_of(client)) == 15  # When the greedy one's leases had run out.
+        account = await keeper.account()
+        assert (account.micro_batches.done, account.micro_batches.lost, account.micro_batches.open) == (15, 0, 0)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_a_process_that_lies_is_banned_for_an_hour_by_name_and_the_rest_train_on(tmp_path: Path) -> None:
+    with PipelineSwarm(tmp_path / "swarm") as swarm:
+        driver = swarm.begin_driver("driver-1")
+        workers = swarm.begin_workers(*STAGES)
+        lie = ["--stage", "body-1", "--lie", "NaN activations"]
+        swarm.begin("liar", options=lie, program=("-m", "tests.support.lying_worker"))
+        swarm.wait_for_steps("driver-1", 1, 240.0)
+        swarm.wait(lambda: banned_for_s(swarm, "liar") > 3000, "the liar to be banned", 240.0)
+        begun = len(steps_of(driver))
+        swarm.wait_for_steps("driver-1", begun + 10, 240.0, [driver, *workers])
+        assert banned_for_s(swarm, "liar") > 3000
+        assert all(banned_for_s(swarm, worker.name) == 0 for worker in workers)
+        assert driver.output().count("answers what no honest worker answers") == 1
+        assert f"body1.0.666 ({swarm['liar'].peer_id[:12]}" in driver.output()
+        assert swarm.stop("driver-1") == [TERMINATED]
+        records = records_of(swarm.journal)
+        account = account_at_rest(swarm, recount_of(records), records)
+        assert account.micro_batches.lost == 0
+        assert account.micro_batches.open == account.waiting
+
+
+def banned_for_s(swarm: PipelineSwarm, name: str) -> float:
+    """As the driver tells it over HTTP; 0 where it does not know that worker."""
+    stages = swarm.stages()
+    workers = [] if stages is None else [worker for stage in stages.stages for worker in stage.workers]
+    return max((worker.banned_for_s for worker in workers if worker.node_id == name), default=0.0)
+
+
+CHANGES = {
+    "seed": ("seed=12", "seed 11"),
+    "length": ("inner.seq_len=64", "inner.seq_len 32"),
+    "codec": ("swarm.activation_codec=fp16", "swarm.activation_codec fp32"),
+    "preset": ("model.preset=15m", "dim 128"),
+}
+"""What they change, and the resident's value, of which they are told."""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_who_has_another_run_file_is_told_what_differs(tmp_path: Path) -> None:
+    with PipelineSwarm(tmp_path / "swarm", TokenStore.of(tmp_path / "store", 3).folder) as swarm:
+        residents = [swarm.begin_driver("driver-1"), *swarm.begin_workers("head", "body-1")]
+        strangers = swarm.begin_workers("tail", suffix="-first", options=["--set", "seed=12"])  # Its stage is empty.
+        assert strangers[0].exit_code() == 1
+        residents += swarm.begin_workers("tail")
+        swarm.wait_for_steps("driver-1", 2, alive=residents)
+        for stage, name in (("head", "length"), ("body-1", "codec"), ("tail", "preset")):
+            strangers += swarm.begin_workers(stage, suffix=f"-{name}", options=["--set", CHANGES[name][0]])
+        assert [stranger.exit_code() for stranger in strangers] == [1] * 4
+        for name in ("seed", "codec"):
+            strangers.append(swarm.begin_driver(f"driver-{name}", "--set", CHANGES[name][0]))
+        for stranger in strangers:
+            assert stranger.exit_code() == 1, stranger.tail()
+            name = stranger.name.rpartition("-")[2]
+            last = stranger.output().splitlines()[-1]
+            assert last.startswith("trainer: "), last
+            assert CHANGES["seed" if name == "first" else name][1] in last
+        seen = swarm.account()
+        assert seen is not None
+        swarm.wait(
+            lambda: swarm.account().micro_batches.done > seen.micro_batches.done,
+            "the driver to go on",
+            alive=residents,
+        )
+        assert swarm.stop(*(node.name for node in residents)) == [TERMINATED] * 4
+        for stranger in strangers:
+            assert not stranger.events("step")
+        account, _ = check_account(swarm)
+    assert not account.micro_batches.lost

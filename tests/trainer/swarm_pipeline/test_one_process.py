@@ -1,4 +1,4 @@
-"""Three stages, a worker each, driven step by step: the losses, gradients and weights of one process.
+"""Three stages, a worker each, train as one process does; their stages are one Hugging Face model, and begin with one.
 
 fp32, the same micro-batches, nothing clipped on either side. Products and sums are grouped differently (a micro-batch
 at a time against one graph; gradients added up before they are divided, or after), so figures differ by a few units of
@@ -10,19 +10,31 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.support.one_process import OneProcess, records_of
+from tests.support.one_process import OneProcess, micro_batches_given, records_of
 from tests.support.pipeline_swarm import STAGES, PipelineSwarm, steps_of
 from tests.support.text_store import text_store
 from tests.support.token_store import TokenStore
-from trainer.run.swarm.building import build_stage_site
+from tests.support.trainer_command import TrainerCommand
+from tests.support.training_swarm import TERMINATED
+from trainer.model import build_model
+from trainer.run.swarm.building import BuiltStage, build_stage_site
 from trainer.run.swarm.shape import shape_of
 
 STEP_TOLERANCE, TENSOR_TOLERANCE = 1e-4, 1e-3
+SYNCHRONOUS = {"driver": {"synchronous": True}}
+
+
+def saved_stage(swarm: PipelineSwarm, stage: str) -> BuiltStage:
+    """A stage with the state of its last checkpoint."""
+    built = build_stage_site(swarm.config, shape_of(swarm.config), stage)
+    built.replica.load_state_dict(swarm.checkpoints().files[stage].read().state.for_replica())
+    return built
 
 
 def check_equal_training(swarm: PipelineSwarm, num_steps: int) -> list[float]:
@@ -44,8 +56,7 @@ def check_equal_training(swarm: PipelineSwarm, num_steps: int) -> list[float]:
 
 def check_equal_stage(swarm: PipelineSwarm, stage: str, single: OneProcess, num_steps: int) -> None:
     """The stage's last checkpoint holds the one process' weights and moments."""
-    built = build_stage_site(swarm.config, shape_of(swarm.config), stage)
-    built.replica.load_state_dict(swarm.checkpoints().files[stage].read().state.for_replica())
+    built = saved_stage(swarm, stage)
     assert built.replica.version == num_steps
     weights, moments = dict(single.model.named_parameters()), single.moments()
     trained = [(name, parameter) for name, parameter in built.module.named_parameters() if parameter.requires_grad]
@@ -73,7 +84,7 @@ def test_hub_and_chain_train_as_one_process_does(tmp_path: Path) -> None:
         assert driver.exit_code() == 0
         swarm.begin_driver("driver-1", "--max-steps", "20", "--set", "swarm.driver.routing=chain")
         assert swarm["driver-1"].exit_code() == 0
-        assert swarm.stop(*STAGES) == [143] * 3
+        assert swarm.stop(*STAGES) == [TERMINATED] * 3
         losses = check_equal_training(swarm, 20)
     assert all(math.isfinite(loss) for loss in losses)
     assert losses[-1] < losses[0]
@@ -90,6 +101,75 @@ def test_three_hundred_steps_on_text(routing: str, tmp_path: Path) -> None:
         driver = swarm.begin_driver("driver-1", "--max-steps", "300")
         swarm.begin_workers(*STAGES)
         assert driver.exit_code(400) == 0
-        assert swarm.stop(*STAGES) == [143] * 3
+        assert swarm.stop(*STAGES) == [TERMINATED] * 3
         losses = check_equal_training(swarm, 300)
     assert sum(losses[-20:]) / 20 < sum(losses[:20]) / 20 - 1
+
+
+def logits_of_stages(swarm: PipelineSwarm, ids: Tensor) -> Tensor:
+    """Through the stages' newest checkpoints, one after the other."""
+    hidden = ids
+    for stage in STAGES:
+        with torch.no_grad():
+            hidden = saved_stage(swarm, stage).module.eval()(hidden)
+    return hidden
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Of transformers' own imports.
+def test_export_loads_in_transformers_and_another_swarm_starts_from_it(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    store = text_store()
+    command = TrainerCommand(store, tmp_path)
+    with PipelineSwarm(tmp_path / "first", store, swarm=SYNCHRONOUS) as swarm:
+        driver = swarm.begin_driver("driver-1", "--max-steps", "20")
+        swarm.begin_workers(*STAGES)
+        assert driver.exit_code() == 0
+        assert swarm.stop(*STAGES) == [TERMINATED] * 3
+        command.other("export", "--run", swarm.run_file, "--at", "now", "--to", "hf", tmp_path / "model")
+        ids = torch.randint(10, 900, (2, 24), generator=torch.Generator().manual_seed(3))
+        expected, untrained = logits_of_stages(swarm, ids), steps_of(driver)[0]["loss"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(ids).logits
+    # Exported are the ids there are, without the rows that fill the embedding up to a multiple of 1,024.
+    torch.testing.assert_close(logits, expected[..., : logits.shape[-1]], rtol=1e-4, atol=1e-4)
+
+    options = {**SYNCHRONOUS, "start_from": str(tmp_path / "model")}
+    with PipelineSwarm(tmp_path / "second", store, seed=12, swarm=options) as swarm:
+        driver = swarm.begin_driver("driver-1", "--max-steps", "2")
+        swarm.begin_workers(*STAGES)
+        assert driver.exit_code() == 0
+        assert swarm.stop(*STAGES) == [TERMINATED] * 3
+        first = steps_of(driver)[0]
+        with_all_rows(model, swarm)
+        assert first["loss"] == pytest.approx(loss_on_first_step(swarm, model, first["num_tokens"]), rel=1e-4)
+    assert first["loss"] < untrained - 0.2
+
+
+def with_all_rows(model: Any, swarm: PipelineSwarm) -> None:
+    """Gives transformers' model the rows a swarm fills up with: those it would have begun with itself."""
+    fresh = build_model(shape_of(swarm.config).model, swarm.config.seed)
+    known = model.config.vocab_size
+    model.resize_token_embeddings(fresh.config.vocab_size, mean_resizing=False)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[known:] = fresh.embedding.weight[known:]
+        model.get_output_embeddings().weight[known:] = fresh.readout.output.weight[known:]
+
+
+def loss_on_first_step(swarm: PipelineSwarm, model: torch.nn.Module, num_tokens: int) -> float:
+    """Of transformers' model, on what the first step of a swarm was made of."""
+    records = records_of(swarm.journal)
+    rows = OneProcess(swarm.config, records).rows
+    loss_sum, seen = 0.0, 0
+    for micro_batch in micro_batches_given(records):
+        if seen >= num_tokens:
+            break
+        inputs, labels = rows.read(micro_batch)
+        with torch.no_grad():
+            logits = model(inputs).logits
+        loss_sum += float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
+        seen += labels.numel()
+    assert seen == num_tokens
+    return loss_sum / seen

@@ -14,7 +14,7 @@ from trainer.run.cli.train import StoppedBySignal, config_of
 
 if TYPE_CHECKING:
     from trainer.run.config import RunConfig
-    from trainer.run.swarm.local import LocalSwarm
+    from trainer.run.swarm.running import LocalSwarm
 
 __all__ = ["app"]
 
@@ -48,8 +48,7 @@ def up_command(
     from trainer.run.node.stopping import StopRequest
     from trainer.run.swarm.children import RestartPolicy
     from trainer.run.swarm.keeper import keeper_among
-    from trainer.run.swarm.local import driver_names
-    from trainer.run.swarm.running import run_local
+    from trainer.run.swarm.running import driver_names, run_local
     from trainer.run.swarm.shape import shape_of
 
     settings = [*(set_ or []), *_places(folder)]
@@ -84,8 +83,7 @@ def status_command(
 ) -> int:
     """Prints the stages and the account of the data, as a driver tells them; exit code 1 if it does not add up."""
     from trainer.run.cli.swarm_lines import stage_table, status_json, workers_table
-    from trainer.run.swarm.asking import ask_account, ask_stages
-    from trainer.run.swarm.swarm_snapshot import SwarmSnapshot
+    from trainer.run.swarm.swarm_snapshot import SwarmSnapshot, ask_account, ask_stages
 
     stages = ask_stages(api)
     account = ask_account(api)
@@ -110,7 +108,7 @@ def _swarm_of(
     settings: tuple[str, ...],
 ) -> LocalSwarm:
     from trainer.model.config import stage_names
-    from trainer.run.swarm.local import LocalSwarm
+    from trainer.run.swarm.running import LocalSwarm
 
     return LocalSwarm(
         run=run.absolute(),

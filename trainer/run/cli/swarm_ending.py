@@ -26,7 +26,7 @@ def ending_texts(config: RunConfig, run: Path, logs: Path, began_at: float, stor
     from trainer.checkpoint.stages.naming import named_files
     from trainer.model.config import stage_names
     from trainer.run.cli.swarm_lines import settled_text
-    from trainer.run.swarm.last_account import read_last_account
+    from trainer.run.swarm.keeper import read_last_account
     from trainer.run.swarm.shape import target_tokens_of
 
     account = read_last_account(config, began_at)

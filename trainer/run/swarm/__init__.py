@@ -4,8 +4,6 @@
     python -m trainer --node-id driver-1 --store URL --run run.yaml --initial-peers 10.0.0.5:4001 --pipeline swarm
     python -m trainer swarm up --run run.yaml --workers 2 --drivers 1
 
-The rooms beside this one know one thing each (a stage's arithmetic, its service, routing, leases, checkpoints); here
-they are put together, and here is what a process does when it starts, joins, falls behind, leaves or is killed.
-
-What brings torch or grpc is imported when it is first named.
+The packages below know one thing each (a stage's arithmetic, its service, routing, leases, checkpoints). This one puts
+them together, and has what a process does when it starts, joins, falls behind, leaves or is killed.
 """

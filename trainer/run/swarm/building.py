@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer.checkpoint.stages import StageCheckpoints, StageState, newest_set, time_us
+from trainer.checkpoint.stages import StageState, newest_set, time_us
 from trainer.checkpoint.stages.naming import named_files, run_folder
 from trainer.compression.activations import ActivationCodec, activation_codec
 from trainer.errors import CheckpointError
@@ -22,14 +22,7 @@ from trainer.pipeline.stage import StageKind, StageReplica
 from trainer.run.config import RunConfig
 from trainer.run.swarm.shape import SwarmShape
 
-__all__ = [
-    "BuiltStage",
-    "build_stage_site",
-    "checkpoints_of",
-    "codec_of",
-    "kind_of",
-    "saved_state",
-]
+__all__ = ["BuiltStage", "build_stage_site", "codec_of", "kind_of", "saved_state"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +30,16 @@ class BuiltStage:
     """A stage with everything that trains it."""
 
     name: str
-    device: torch.device
     module: Stage
     optimizer: Optimizer
     replica: StageReplica
     codec: ActivationCodec
     after_average: Callable[[nn.Module], None] | None
-    """Puts weights that an average has rounded back into the subspace."""
+    """Projects weights that an average has rounded back into the subspace."""
     kept_axes: Mapping[str, int]
     """By name, the axis along which a matrix of a subspace may only be averaged whole."""
     began_from: str = ""
-    """What its first weights are of (`checkpoint.stages.fingerprint`); empty: of none, or it has checkpoints."""
+    """Fingerprint of the model that its first weights are from; empty: of none, or it has checkpoints."""
 
 
 def kind_of(shape: SwarmShape, stage: str) -> StageKind:
@@ -60,7 +52,7 @@ def codec_of(config: RunConfig, shape: SwarmShape, device: torch.device | str = 
     """The codec of a run's links.
 
     Raises:
-        TrainerUsageError: there is none of that name, or it needs a subspace.
+        TrainerUsageError: there is no such codec, or it needs a subspace.
     """
     model, name = shape.model, config.swarm.activation_codec
     if not name.startswith("subspace"):
@@ -70,12 +62,12 @@ def codec_of(config: RunConfig, shape: SwarmShape, device: torch.device | str = 
 
 
 def build_stage_site(config: RunConfig, shape: SwarmShape, stage: str) -> BuiltStage:
-    """Builds a stage with its first weights, or those of the checkpoint the run starts from.
+    """Builds a stage with its first weights, or those of the model that the run starts from.
 
-    Where there are checkpoints of the stage already, `saved_state` has what it goes on from: that model is not read.
+    That model is not read if there are checkpoints of the stage already; see `saved_state`.
 
     Raises:
-        TrainerError: options that make no sense, or a checkpoint that does not fit.
+        TrainerError: options that make no sense, or a model that does not fit.
     """
     device = choose_device(config.device)
     plan, index = shape.plan, shape.plan.index(stage)
@@ -89,7 +81,7 @@ def build_stage_site(config: RunConfig, shape: SwarmShape, stage: str) -> BuiltS
     )
     began_from = ""
     if config.swarm.start_from and not _has_checkpoints(config, stage):
-        # With torch.distributed.checkpoint comes sympy: a third of what a worker needs to start.
+        # Here, since torch.distributed.checkpoint imports sympy: a third of a worker's start.
         from trainer.checkpoint.stages import fingerprint, load_initial_state
 
         began_from = fingerprint(config.swarm.start_from)
@@ -107,11 +99,11 @@ def build_stage_site(config: RunConfig, shape: SwarmShape, stage: str) -> BuiltS
         after_update=after_average,
     )
     codec = codec_of(config, shape, device)
-    return BuiltStage(stage, device, module, optimizer, replica, codec, after_average, kept_axes, began_from)
+    return BuiltStage(stage, module, optimizer, replica, codec, after_average, kept_axes, began_from)
 
 
 def saved_state(config: RunConfig, shape: SwarmShape, stage: str) -> StageState | None:
-    """The newest state of a stage on this machine's disk; None where there are no checkpoints of it.
+    """The newest state of a stage on this machine's disk; None: there are no checkpoints of it.
 
     Raises:
         CheckpointError: there are some, and none can be used; the stage would begin anew among others that do not.
@@ -136,7 +128,7 @@ def _has_checkpoints(config: RunConfig, stage: str) -> bool:
 def _constrained(
     module: Stage, optimizer: Optimizer, shape: SwarmShape
 ) -> tuple[Callable[[nn.Module], None] | None, Mapping[str, int]]:
-    """What projects, and which matrices it keeps within the subspace: embeddings by rows, others by columns."""
+    """The projection, and the axis of each matrix that it keeps in the subspace: rows of embeddings, else columns."""
     if not shape.model.subspace_rank:
         return None, {}
     constraint = SubspaceConstraint(module, shape.model)
@@ -147,8 +139,3 @@ def _constrained(
         constraint.ensure()
 
     return ensure, {name: 1 if name == EMBEDDING else 0 for name in constraint.names}
-
-
-def checkpoints_of(config: RunConfig, shape: SwarmShape, stage: str, who: str) -> StageCheckpoints:
-    """What writes a stage's state now and then."""
-    return StageCheckpoints(config.swarm.checkpoint, config.run_id, shape.plan, stage, who)

@@ -1,11 +1,10 @@
-"""A driver as a process: the data and the account of them on one side, the workers of the stages on the other.
+"""A driver as a process: the data and their account on one side, the workers of the stages on the other.
 
-    store → rows of leased micro-batches → stages by way of their workers → settlements → account
+    store → rows of leased micro-batches → stages, through their workers → settlements → account
 
 The driver that the run file names as keeper (``swarm.ledger.keeper``) keeps the account for all, in a journal under
-``state_dir``. It bounds what all of them get by its ``max_steps``, whichever driver takes them and however often it is
-started again, and stays when they are done until the others know. A driver holds nothing that is worth saving: killed,
-it begins again with a new lease, and what it had open is asked after at the workers.
+``state_dir``. Its ``max_steps`` bounds the run, and it stays until the other drivers know that all is done. A driver
+holds nothing that is worth saving: killed, it begins again with a new lease.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ from loader.errors import LoaderError
 from loader.session import Session
 from trainer.errors import TrainerError, TrainerUsageError
 from trainer.inner import StepResult, lr_at
-from trainer.network.discovery import Announcement
-from trainer.network.discovery.stage_report import StageReport, StageUid
-from trainer.network.rpc import Endpoint
+from trainer.network.discovery.stage_report import StageReport
+from trainer.network.rpc import Endpoint, Peer
 from trainer.outer.engine.daemon_call import in_daemon_thread
 from trainer.pipeline.driver.driver import PipelineDriver
 from trainer.pipeline.driver.results import MicroBatchResult
@@ -45,39 +43,37 @@ from trainer.pipeline.ledger import (
 from trainer.pipeline.ledger.records import WorkerSeen
 from trainer.pipeline.protocol.work import boottime_s
 from trainer.run.config import RunConfig
-from trainer.run.node.announcement import NodeProgress
 from trainer.run.node.data import open_session
 from trainer.run.node.identity import identity_of
 from trainer.run.node.stopping import StopRequest
 from trainer.run.node.training import ProgressLine
 from trainer.run.node.watching import Watch
 from trainer.run.swarm.account_opening import AccountOpening
-from trainer.run.swarm.announcing import Presence
 from trainer.run.swarm.building import codec_of
 from trainer.run.swarm.driver_view import DriverView
-from trainer.run.swarm.keeper import check_keeper, keeper_option, keeps_account
-from trainer.run.swarm.last_account import ledger_folder, write_last_account
-from trainer.run.swarm.shape import SwarmShape, shape_of, target_tokens_of
-from trainer.run.swarm.startup import beginning, only_process
+from trainer.run.swarm.keeper import check_keeper, keeper_option, keeps_account, ledger_folder, write_last_account
+from trainer.run.swarm.peer_view import DriverPeerView
+from trainer.run.swarm.shape import SwarmShape, shape_of, stage_of, target_tokens_of
+from trainer.run.swarm.startup import as_usage_errors, only_process
 
 __all__ = ["DriverNode", "run_driver"]
 
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.2
-_SHOWN_S = 1.5
+_SHOW_END_S = 1.5
 _NOTE_WORKERS_S = 2.0
 _NOTE_SHARDS_S = 60.0
 _HEARD_S = 1.0
-"""For others to take note of what they have been told, which they do twice a second."""
+"""For others to take note of an announcement, which they do twice a second."""
 _FIRST_KEEPER_S, _FIRST_WORKERS_S = 15.0, 30.0
-"""How long those may take to be there that were started together with the driver."""
+"""How long processes that were started together with the driver may take to be there."""
 
 T = TypeVar("T")
 
 
 def run_driver(config: RunConfig, stop: StopRequest, line: ProgressLine) -> None:
-    """Drives a pipeline until the data are through, the run's ``max_steps`` are done, or it is asked to stop.
+    """Drives a pipeline until the data are used up, the run's ``max_steps`` are done, or it is asked to stop.
 
     Raises:
         TrainerError: it cannot begin, or not go on.
@@ -97,15 +93,7 @@ def run_driver(config: RunConfig, stop: StopRequest, line: ProgressLine) -> None
 
 
 class DriverNode:
-    """One driver.
-
-    Args:
-        config: of the run.
-        shape: what all of the swarm agree on.
-        session: the store.
-        stop: whether it has been asked to stop.
-        line: where a person reads how it goes.
-    """
+    """One driver; ``session`` is the open store, and ``line`` shows its steps to people."""
 
     def __init__(
         self, config: RunConfig, shape: SwarmShape, session: Session, stop: StopRequest, line: ProgressLine
@@ -118,33 +106,35 @@ class DriverNode:
         self._steps = 0
         self._step_began_s = time.perf_counter()
         self._endpoint = Endpoint(identity_of(config), config.run_id, config.rpc)
-        self._presence = Presence(config, self._endpoint, shape, self._progress, self._heard)
+        self._peers = DriverPeerView(
+            config, self._endpoint, shape, lambda: self._watch.progress(), lambda others: self._watch.peers(others)
+        )
         self._keeper: LedgerService | None = None
         self._opening: AccountOpening | None = None
         self._driver: PipelineDriver | None = None
-        self.view = DriverView(config, shape, self._presence)
+        self.view = DriverView(config, shape, self._peers)
         self._watch = Watch(config, None, stop.ask, self.view.figures)
 
     async def run(self) -> None:
         """Drives until it is done."""
         async with AsyncExitStack() as stack:
-            account_of = await self._unless_stopped(in_daemon_thread(self._account_of, "driver-store"))
-            if account_of is None:
+            data = await self._unless_stopped(in_daemon_thread(self._lanes_and_spec, "driver-store"))
+            if data is None:
                 return
-            lanes, spec = account_of
+            lanes, spec = data
             if keeps_account(self._config, self._endpoint.peer_id):
                 self._open_account(lanes, spec)
-            self._presence.register()
+            self._peers.register()
             await self._endpoint.start()
             stack.push_async_callback(self._endpoint.stop)
-            await self._presence.start()
-            stack.push_async_callback(self._presence.stop)
-            await self._presence.check_fit(self._config.swarm.join.first_peers_s, self._stop)
+            await self._peers.start()
+            stack.push_async_callback(self._peers.stop)
+            await self._peers.check_fit(self._config.swarm.join.first_peers_s, self._stop)
             if self._keeper is not None:
                 await self._keeper.start()
                 stack.push_async_callback(self._keeper.stop)
                 stack.push_async_callback(self._leave_account)
-            await self._hear_of_keeper()
+            await self._wait_for_keeper()
             work = self._client(lanes, spec)
             await work.start()
             stack.push_async_callback(work.close)
@@ -155,18 +145,14 @@ class DriverNode:
             stack.enter_context(self._watch.with_pipeline(self.view))
             logger.info("%s drives %s at %s", self._config.node_id, self._config.run_id, self._endpoint.address)
             await self._drive(self._driver)
-            await self._show_end()
+            await self.view.refresh()
+            self.view.look()
+            if self._config.api.enabled and not self._stop():
+                await asyncio.sleep(_SHOW_END_S)  # For those who look once a second to see how it has ended.
         logger.info("stopped after %d steps", self._steps)
 
-    async def _show_end(self) -> None:
-        """Answers a little longer: whoever looks once a second is to see how it has ended."""
-        await self.view.refresh()
-        self.view.look()
-        if self._config.api.enabled and not self._stop():
-            await asyncio.sleep(_SHOWN_S)
-
     async def _leave_account(self) -> None:
-        """Of the keeper: everything is settled or handed back."""
+        """Of the keeper, when everything is settled or handed back."""
         try:
             await self.view.refresh()
         except TrainerError as error:
@@ -177,22 +163,22 @@ class DriverNode:
             write_last_account(self._config, account)
 
     async def _drive(self, driver: PipelineDriver) -> None:
-        """Until there is nothing left to do here, or one of what has to go on meanwhile fails.
+        """Runs until there is nothing left to do here, or one of the tasks beside it fails.
 
         Raises:
             TrainerError: the account cannot be kept or reached.
         """
-        tasks = [
-            asyncio.create_task(self._work(driver), name="driver"),
-            asyncio.create_task(self._look(), name="look"),
-            asyncio.create_task(_repeated(_NOTE_WORKERS_S, self._note_workers), name="note-workers"),
-            asyncio.create_task(self._presence.misfits(), name="misfits"),
+        running: list[Coroutine[None, None, None]] = [
+            self._work(driver),
+            self._look(),
+            _repeated(_NOTE_WORKERS_S, self._note_workers),
+            self._peers.watch_fit(),
         ]
         if self._keeper is not None:
-            tasks.append(asyncio.create_task(self._keeper.failed(), name="keeper"))
-            tasks.append(asyncio.create_task(_repeated(_NOTE_SHARDS_S, self._note_shards), name="note-shards"))
+            running += [self._keeper.failed(), _repeated(_NOTE_SHARDS_S, self._note_shards)]
         if self._opening is not None:
-            tasks.append(asyncio.create_task(self._open_leasing(self._opening), name="open-leasing"))
+            running.append(self._open_leasing(self._opening))
+        tasks = [asyncio.create_task(each) for each in running]
         try:
             ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in ended:
@@ -203,37 +189,56 @@ class DriverNode:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _work(self, driver: PipelineDriver) -> None:
-        """Drives; who keeps the account then stays until all other drivers have heard that nothing is left.
+        """Drives; the keeper then stays until all other drivers have been told that nothing is left.
 
-        One that asks for nothing, as those do that only say that they are drivers, is not waited for longer than it
-        takes to hear of one that begins just now.
+        It waits no longer for one that asks for nothing, as those do that only claim to be drivers, than it takes to
+        hear of one that begins just now.
         """
-        await self._hear_of_workers()
+        await self._wait_for_workers()
         await driver.run()
-        said, done_s = False, time.monotonic()
+        logged, done_s = False, time.monotonic()
+        patience_s = 2 * self._config.discovery.announcement_lifetime_s
         while (keeper := self._keeper) is not None and not self._stop():
             waited_s = time.monotonic() - done_s
-            untold = [key for key in self._presence.other_drivers() if not keeper.has_told(key)]
-            awaited = [key for key in untold if min(waited_s, keeper.quiet_s(key)) < self._patience_s]
+            untold = [key for key in self._peers.other_drivers() if not keeper.has_told(key)]
+            awaited = [key for key in untold if min(waited_s, keeper.quiet_s(key)) < patience_s]
             if not awaited and not (await keeper.account()).leases:
                 return
-            if not said:
+            if not logged:
                 logger.info("done here; keeping the account until the other drivers are done too")
-                said = True
+                logged = True
             await asyncio.sleep(_LOOK_S)
 
-    async def _hear_of_keeper(self) -> None:
-        """Asks for nothing before there is somebody to ask."""
+    async def _wait_for_keeper(self) -> None:
+        """Waits a while for the keeper, which leases only to drivers that it has heard of."""
 
         def missing() -> list[str]:
-            return [] if self._presence.keeper() is not None else [self._config.swarm.ledger.keeper]
+            return [] if self._peers.keeper() is not None else [self._config.swarm.ledger.keeper]
 
-        await self._hear_of(missing, _FIRST_KEEPER_S, "the keeper of the account:")
-        if self._keeper is None:  # It leases to those it has heard of.
+        await self._wait_for(missing, _FIRST_KEEPER_S, "the keeper of the account:")
+        if self._keeper is None:
             await asyncio.sleep(_HEARD_S + self._config.discovery.poll_interval_s)
 
+    async def _wait_for_workers(self) -> None:
+        """Waits a while for a worker of each stage; after that, a stage without any is a stall."""
+
+        def missing() -> list[str]:
+            there = {worker.stage for worker in self._peers.workers()}
+            return [name for name in self._shape.plan.names if name not in there]
+
+        if not self._config.max_steps or self._steps < self._config.max_steps:
+            await self._wait_for(missing, _FIRST_WORKERS_S, "workers of")
+
+    async def _wait_for(self, missing: Callable[[], Sequence[str]], timeout_s: float, what: str) -> None:
+        deadline_s, logged = time.monotonic() + timeout_s, False
+        while (names := missing()) and time.monotonic() < deadline_s and not self._stop():
+            if not logged:
+                logger.info("waiting for %s %s", what, ", ".join(names))
+                logged = True
+            await asyncio.sleep(_LOOK_S)
+
     async def _open_leasing(self, opening: AccountOpening) -> None:
-        """Leases to nobody before the workers of all stages have said what they were trained on.
+        """Leases nothing before the workers of all stages have announced what they were trained on.
 
         Raises:
             TrainerUsageError: this is not the account of that.
@@ -244,34 +249,11 @@ class DriverNode:
         await asyncio.Event().wait()  # `_drive` ends with the first task that ends.
 
     def _reports(self) -> list[StageReport]:
-        return [report for report, _ in self._presence.stage_workers()]
+        return [report for report, _ in self._peers.stage_workers()]
 
-    async def _hear_of_workers(self) -> None:
-        """Sends nothing before each stage has a worker; behind that time, a stage without any is a stall."""
+    # -- parts ---------------------------------------------------------------------------------------------------------
 
-        def missing() -> list[str]:
-            there = {worker.stage for worker in self._presence.workers()}
-            return [name for name in self._shape.plan.names if name not in there]
-
-        if not self._config.max_steps or self._steps < self._config.max_steps:
-            await self._hear_of(missing, _FIRST_WORKERS_S, "workers of")
-
-    async def _hear_of(self, missing: Callable[[], Sequence[str]], timeout_s: float, what: str) -> None:
-        """Waits while somebody is missing, for a while: those that are started together are not there at once."""
-        deadline_s, said = time.monotonic() + timeout_s, False
-        while (names := missing()) and time.monotonic() < deadline_s and not self._stop():
-            if not said:
-                logger.info("waiting for %s %s", what, ", ".join(names))
-                said = True
-            await asyncio.sleep(_LOOK_S)
-
-    # -- what it is made of --------------------------------------------------------------------------------------------
-
-    @property
-    def _patience_s(self) -> float:
-        return 2 * self._config.discovery.announcement_lifetime_s
-
-    def _account_of(self) -> tuple[tuple[LedgerLane, ...], LedgerSpec]:
+    def _lanes_and_spec(self) -> tuple[tuple[LedgerLane, ...], LedgerSpec]:
         config, catalog = self._config, self._session.catalog
         lanes = lanes_of(catalog, config.data.sources, config.data.holdout)
         spec = spec_of(
@@ -287,32 +269,35 @@ class DriverNode:
 
     def _open_account(self, lanes: tuple[LedgerLane, ...], spec: LedgerSpec) -> None:
         config = self._config
-        folder = ledger_folder(config)
-        folder.mkdir(parents=True, exist_ok=True)
+        path = ledger_folder(config) / "journal.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
         logger.info("the account is kept here; in the run file of all: %s", keeper_option(self._endpoint.peer_id))
-        with beginning():
+        with as_usage_errors():
             ledger, journal = open_ledger(
-                folder / "journal.jsonl",
+                path,
                 spec,
                 [lane.shards for lane in lanes],
                 config.swarm.ledger,
                 max_tokens=config.max_steps * target_tokens_of(config),
             )
         ledger.release_all(self._endpoint.peer_id, boottime_s())
-        self._opening = AccountOpening(config, folder / "journal.jsonl", ledger, self._shape.plan.names)
+        self._opening = AccountOpening(config, path, ledger, self._shape.plan.names)
         try:
             self._opening.check_checkpoints()
         except TrainerUsageError:
             journal.close()
             raise
-        inquiry = WorkerInquiry(self._endpoint, self._presence.stage_peers)
+
+        def workers() -> list[tuple[str, Peer]]:
+            return [(stage_of(report), peer) for report, peer in self._peers.stage_workers()]
+
         self._keeper = LedgerService(
             self._endpoint,
             ledger,
             journal,
             config.swarm.ledger,
-            inquiry,
-            drivers=self._presence.other_drivers,
+            WorkerInquiry(self._endpoint, workers),
+            drivers=self._peers.other_drivers,
         )
         self._keeper.register()
 
@@ -320,7 +305,7 @@ class DriverNode:
         data = self._config.data
         return LedgerClient(
             self._endpoint,
-            self._presence.keeper,
+            self._peers.keeper,
             MicroBatches(self._session, self._config.seed, spec.layout),
             spec,
             self._config.swarm.ledger,
@@ -328,20 +313,19 @@ class DriverNode:
         )
 
     def _pipeline(self, work: LedgerClient) -> PipelineDriver:
-        target_tokens = target_tokens_of(self._config)
         return PipelineDriver(
             self._endpoint,
             self._shape.plan.names,
-            self._presence,
+            self._peers,
             work,
             LinkForm(codec_of(self._config, self._shape), self._shape.model.dim),
             self._config.swarm.driver,
-            target_tokens=target_tokens,
+            target_tokens=target_tokens_of(self._config),
             on_result=self._ended,
             on_step=self._stepped,
         )
 
-    # -- what it tells -------------------------------------------------------------------------------------------------
+    # -- reporting -----------------------------------------------------------------------------------------------------
 
     def _ended(self, result: MicroBatchResult) -> None:
         self.view.ended(result)
@@ -356,7 +340,7 @@ class DriverNode:
             )
 
     def _stepped(self, step: StepLoss) -> None:
-        """Numbered as the run's: those of other drivers, and of lives before, as far as the keeper has told of them."""
+        """Numbers steps as the run's: other drivers' and earlier ones included, as far as the keeper has told."""
         now_s = time.perf_counter()
         self._steps = max(self._steps, self._steps_of_run() - 1)  # This one may be among them already.
         result = StepResult(
@@ -376,14 +360,8 @@ class DriverNode:
     def _steps_of_run(self) -> int:
         return self.view.trained_tokens // target_tokens_of(self._config)
 
-    def _progress(self) -> NodeProgress:
-        return self._watch.progress()
-
-    def _heard(self, announcements: tuple[Announcement, ...]) -> None:
-        self._watch.peers(announcements)
-
     async def _look(self) -> None:
-        """Whether to stop, and a picture for those who watch; waits for nobody."""
+        """Looks whether to stop, and takes snapshots for the API; waits for nobody."""
         while True:
             if self._stop() and self._driver is not None:
                 self._driver.stop()
@@ -391,11 +369,7 @@ class DriverNode:
             await asyncio.sleep(_LOOK_S)
 
     async def _unless_stopped(self, coroutine: Coroutine[None, None, T]) -> T | None:
-        """What it gives; None: it is asked to stop before that.
-
-        Raises:
-            BaseException: what it raised.
-        """
+        """The coroutine's result; None: the driver is asked to stop before that."""
         task = asyncio.ensure_future(coroutine)
         try:
             while not task.done():
@@ -409,25 +383,24 @@ class DriverNode:
     async def _note_workers(self) -> None:
         try:
             if self._keeper is not None:
-                await self._keeper.note_workers(
-                    (
-                        WorkerSeen(
-                            stage=StageUid.parse(report.uid).stage,
-                            incarnation=report.incarnation,
-                            shared_through=report.shared_through,
-                            resumed=report.resumed or None,
-                            resumed_through=report.resumed_through,
-                        )
-                        for report, _ in self._presence.stage_workers()
-                    ),
-                    self._opening.version(self._reports()) if self._opening is not None else None,
+                seen = (
+                    WorkerSeen(
+                        stage=stage_of(report),
+                        incarnation=report.incarnation,
+                        shared_through=report.shared_through,
+                        resumed=report.resumed or None,
+                        resumed_through=report.resumed_through,
+                    )
+                    for report in self._reports()
                 )
+                version = self._opening.version(self._reports()) if self._opening is not None else None
+                await self._keeper.note_workers(seen, version)
             await self.view.refresh()
         except TrainerError as error:
             logger.warning("%s", error)
 
     async def _note_shards(self) -> None:
-        """What the store has more than before is read from the next epoch on."""
+        """Adds shards that the store has got since; they are read from the next epoch on."""
         if self._keeper is None:
             return
         data, session = self._config.data, self._session
@@ -443,7 +416,7 @@ class DriverNode:
 
 
 async def _repeated(every_s: float, act: Callable[[], Awaitable[None]]) -> None:
-    """Again and again; first in ``every_s`` seconds."""
+    """Acts every ``every_s`` seconds, for the first time after that."""
     while True:
         await asyncio.sleep(every_s)
         await act()

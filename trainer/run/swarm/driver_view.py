@@ -1,6 +1,6 @@
-"""What a driver lets be seen over HTTP (`trainer.monitor.pipeline`).
+"""What a driver shows over HTTP (`trainer.monitor.pipeline`).
 
-The driver's event loop takes a picture a few times a second (`DriverView.look`); the API's threads are shown the newest
+The driver's event loop takes a snapshot a few times a second (`DriverView.look`). The API's threads read the newest
 one, and never what the loop is changing meanwhile.
 """
 
@@ -14,17 +14,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from trainer.errors import RpcError
-from trainer.monitor.pipeline import (
-    LostShare,
-    PerishedShare,
-    StageStatus,
-    SwarmAccount,
-    SwarmStages,
-    TallyStatus,
-    WorkerStatus,
-)
+from trainer.monitor.pipeline import StageStatus, SwarmAccount, SwarmStages, WorkerStatus
 from trainer.network.discovery import Announcement
-from trainer.network.discovery.stage_report import StageUid
 from trainer.network.rpc import Endpoint
 from trainer.pipeline.driver.driver import PipelineDriver
 from trainer.pipeline.driver.results import DriverStatus, MicroBatchResult
@@ -32,8 +23,8 @@ from trainer.pipeline.driver.steps import StepLoss
 from trainer.pipeline.ledger import LEDGER_ACCOUNT, Account, LedgerClient, LedgerService
 from trainer.pipeline.ledger.messages import AccountAsk, Tally
 from trainer.run.config import RunConfig
-from trainer.run.swarm.announcing import Presence
-from trainer.run.swarm.shape import SwarmShape, target_tokens_of
+from trainer.run.swarm.peer_view import DriverPeerView
+from trainer.run.swarm.shape import SwarmShape, stage_of, target_tokens_of
 
 __all__ = ["DriverView"]
 
@@ -44,8 +35,8 @@ _ASK_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Picture:
-    """The driver at a moment; nothing in it changes any more."""
+class _Snapshot:
+    """The driver at a moment."""
 
     workers: tuple[Announcement, ...] = ()
     """Of all workers of this run file."""
@@ -55,31 +46,26 @@ class _Picture:
     loss: float | None = None
     tokens_per_s: float = 0.0
     keeper_away_s: float = 0.0
-    held: int = 0
+    num_ahead: int = 0
     """Micro-batches that are leased and not begun."""
 
 
 class DriverView:
-    """A `trainer.monitor.pipeline.PipelineView`.
+    """A `trainer.monitor.pipeline.PipelineView`."""
 
-    Args:
-        config: of the run.
-        shape: its stages.
-        presence: who is there.
-    """
-
-    def __init__(self, config: RunConfig, shape: SwarmShape, presence: Presence) -> None:
+    def __init__(self, config: RunConfig, shape: SwarmShape, peers: DriverPeerView) -> None:
         self._config = config
         self._shape = shape
-        self._presence = presence
+        self._peers = peers
         self._driver: PipelineDriver | None = None
         self._work: LedgerClient | None = None
         self._keeper: LedgerService | None = None
         self._endpoint: Endpoint | None = None
         self._account: tuple[Account, float] | None = None
-        self._picture = _Picture()
+        self._snapshot = _Snapshot()
         self._loss: float | None = None
-        self._ended: deque[tuple[float, int]] = deque(maxlen=4096)
+        self._done: deque[tuple[float, int]] = deque(maxlen=4096)
+        """When micro-batches were done, and their tokens."""
         self._began_s = time.monotonic()
 
     def begin(
@@ -89,55 +75,51 @@ class DriverView:
         endpoint: Endpoint,
         work: LedgerClient | None = None,
     ) -> None:
-        """From now on there is something to see."""
+        """Shows this driver from now on."""
         self._driver, self._keeper, self._endpoint, self._work = driver, keeper, endpoint, work
         self.look()
 
     def ended(self, result: MicroBatchResult) -> None:
-        """A micro-batch is through."""
+        """Notes the end of a micro-batch."""
         if result.outcome.fate == "done":
-            self._ended.append((time.monotonic(), result.outcome.num_tokens))
+            self._done.append((time.monotonic(), result.outcome.num_tokens))
 
     def stepped(self, step: StepLoss) -> None:
-        """A step's loss is known."""
+        """Notes a step's loss."""
         self._loss = step.loss
 
     @property
     def trained_tokens(self) -> int:
-        """Of the whole run, as the keeper last said; 0 while it has not."""
+        """Of the whole run, as the keeper last said; 0 before that."""
         return 0 if self._account is None else self._account[0].trained_tokens
 
     def look(self) -> None:
-        """Takes a picture of how it is now; in the driver's loop."""
+        """Takes a snapshot; in the driver's loop."""
         status = None if self._driver is None else self._driver.status()
-        workers, now_s = self._presence.fitting(), time.monotonic()
-        words = {said.peer_id: self._presence.last_word(said.peer_id) for said in workers}
+        workers, now_s = self._peers.fitting(), time.monotonic()
+        words = {said.peer_id: self._peers.last_word(said.peer_id) for said in workers}
         ages_s = {key: now_s - word.heard_s for key, word in words.items() if word is not None}
-        away_s, held = (0.0, 0) if self._work is None else (self._work.keeper_away_s, self._work.cache.num_ahead)
-        self._picture = _Picture(workers, ages_s, status, self._loss, self._tokens_per_s(), away_s, held)
+        away_s, num_ahead = (0.0, 0)
+        if self._work is not None:
+            away_s, num_ahead = self._work.keeper_away_s, self._work.cache.num_ahead
+        self._snapshot = _Snapshot(workers, ages_s, status, self._loss, self._tokens_per_s(), away_s, num_ahead)
 
     async def refresh(self) -> None:
-        """Asks the keeper how the account stands."""
-        account = await self._asked()
-        if account is not None:
-            self._account = (account, time.monotonic())
-
-    async def _asked(self) -> Account | None:
+        """Asks the keeper for the account."""
+        peer = self._peers.keeper()
         if self._keeper is not None:
-            return await self._keeper.account()
-        peer = self._presence.keeper()
-        if peer is None or self._endpoint is None:
-            return None
-        try:
-            reply = await self._endpoint.call(peer, LEDGER_ACCOUNT, AccountAsk(), Account, timeout_s=_ASK_TIMEOUT_S)
-        except RpcError as error:
-            logger.debug("the keeper of the account: %s", error)
-            return None
-        return reply.body
+            self._account = (await self._keeper.account(), time.monotonic())
+        elif peer is not None and self._endpoint is not None:
+            try:
+                reply = await self._endpoint.call(peer, LEDGER_ACCOUNT, AccountAsk(), Account, timeout_s=_ASK_TIMEOUT_S)
+            except RpcError as error:
+                logger.debug("the keeper of the account: %s", error)
+            else:
+                self._account = (reply.body, time.monotonic())
 
     def figures(self) -> Iterator[tuple[str, str, float]]:
-        """For the metrics: name, help and value."""
-        status = self._picture.status
+        """Name, help and value of each metric."""
+        status = self._snapshot.status
         if status is None:
             return
         yield "driver_in_flight", "Micro-batches under way.", status.in_flight
@@ -158,76 +140,66 @@ class DriverView:
         if self._account is None:
             return None
         account, heard_s = self._account
-        return SwarmAccount(
-            node_id=self._config.node_id,
-            keeper=self._config.swarm.ledger.keeper,
-            age_s=round(time.monotonic() - heard_s, 3),
-            micro_batches=_tally(account.micro_batches),
-            tokens=_tally(account.tokens),
-            trained_tokens=account.trained_tokens,
-            waiting=account.waiting,
-            reissued=account.reissued,
-            leases=account.leases,
-            lost=tuple(
-                LostShare(stage=it.stage or "", reason=it.reason, micro_batches=it.micro_batches) for it in account.lost
-            ),
-            perished=tuple(PerishedShare(stage=it.stage, micro_batches=it.micro_batches) for it in account.perished),
-            lanes=tuple(lane.model_dump(mode="json") for lane in account.lanes),
-        )
+        own = {
+            "node_id": self._config.node_id,
+            "keeper": self._config.swarm.ledger.keeper,
+            "age_s": round(time.monotonic() - heard_s, 3),
+        }
+        return SwarmAccount.model_validate(account.model_dump(mode="json") | own)
 
     def stages(self) -> SwarmStages:
         """See `trainer.monitor.pipeline.PipelineView`."""
-        picture = self._picture
-        workers = _workers_in(picture)
-        stages = tuple(self._stage(name, workers.get(name, []), picture) for name in self._shape.plan.names)
+        snapshot = self._snapshot
+        workers = _workers_by_stage(snapshot)
         return SwarmStages(
             node_id=self._config.node_id,
             time=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             step=self.trained_tokens // target_tokens_of(self._config),
-            loss=picture.loss,
-            tokens_per_s=picture.tokens_per_s,
-            in_flight=picture.status.in_flight if picture.status is not None else 0,
+            loss=snapshot.loss,
+            tokens_per_s=snapshot.tokens_per_s,
+            in_flight=snapshot.status.in_flight if snapshot.status is not None else 0,
             keeper=self._config.swarm.ledger.keeper,
-            keeper_away_s=round(picture.keeper_away_s, 1),
-            held=picture.held,
-            stages=stages,
+            keeper_away_s=round(snapshot.keeper_away_s, 1),
+            held=snapshot.num_ahead,
+            stages=tuple(self._stage(name, workers.get(name, []), snapshot) for name in self._shape.plan.names),
         )
 
-    def _stage(self, name: str, workers: list[WorkerStatus], picture: _Picture) -> StageStatus:
-        seen = picture.status.stages if picture.status is not None else ()
+    def _stage(self, name: str, workers: list[WorkerStatus], snapshot: _Snapshot) -> StageStatus:
+        seen = snapshot.status.stages if snapshot.status is not None else ()
         stalled = {stage.stage: stage.stalled_s for stage in seen}
+        answering = [worker for worker in workers if not worker.silent_s]
         return StageStatus(
             stage=name,
             num_layers=len(self._shape.plan.ranges[self._shape.plan.index(name)]),
-            num_serving=sum(
-                worker.status == "serving" and not worker.banned_for_s and not worker.silent_s for worker in workers
-            ),
+            num_serving=sum(worker.status == "serving" and not worker.banned_for_s for worker in answering),
             version=max((worker.version for worker in workers), default=None),
-            rows_per_s=round(sum(worker.rows_per_s for worker in workers if not worker.silent_s), 3),
+            rows_per_s=round(sum(worker.rows_per_s for worker in answering), 3),
             empty_for_s=round(stalled.get(name, 0.0), 1),
             workers=tuple(sorted(workers, key=lambda worker: worker.uid)),
         )
 
     def _tokens_per_s(self) -> float:
         now_s = time.monotonic()
-        recent = [tokens for ended_s, tokens in self._ended if ended_s > now_s - _RATE_WINDOW_S]
+        recent = [tokens for ended_s, tokens in self._done if ended_s > now_s - _RATE_WINDOW_S]
         return round(sum(recent) / max(1e-9, min(_RATE_WINDOW_S, now_s - self._began_s)), 1)
 
 
-def _workers_in(picture: _Picture) -> dict[str, list[WorkerStatus]]:
+def _workers_by_stage(snapshot: _Snapshot) -> dict[str, list[WorkerStatus]]:
+    status = snapshot.status
     banned: dict[str, float] = {}
     in_flight: dict[str, int] = {}
-    for stage in picture.status.stages if picture.status is not None else ():
+    for stage in status.stages if status is not None else ():
         banned |= stage.banned
         in_flight |= {load.worker: load.in_flight for load in stage.workers}
-    silent = picture.status.silent if picture.status is not None else {}
-    undecided = picture.status.audit.undecided if picture.status is not None else ()
+    silent = status.silent if status is not None else {}
+    undecided = status.audit.undecided if status is not None else ()
     workers: dict[str, list[WorkerStatus]] = {}
-    for said in picture.workers:
+    for said in snapshot.workers:
         report = said.stage
         if report is None:
             continue
-        workers.setdefault(StageUid.parse(report.uid).stage, []).append(
+        differing = {name for pair in undecided if report.uid in pair for name in pair if name != report.uid}
+        workers.setdefault(stage_of(report), []).append(
             WorkerStatus(
                 uid=report.uid,
                 node_id=said.node_id,
@@ -240,17 +212,11 @@ def _workers_in(picture: _Picture) -> dict[str, list[WorkerStatus]]:
                 busy=round(report.busy, 3),
                 in_flight=in_flight.get(said.peer_id, 0),
                 banned_for_s=round(banned.get(said.peer_id, 0.0), 1),
-                differs_from=tuple(
-                    sorted(name for pair in undecided if report.uid in pair for name in pair if name != report.uid)
-                ),
-                age_s=round(picture.ages_s.get(said.peer_id, 0.0), 1),
+                differs_from=tuple(sorted(differing)),
+                age_s=round(snapshot.ages_s.get(said.peer_id, 0.0), 1),
                 silent_s=round(silent.get(said.peer_id, 0.0), 1),
                 unsaved_s=round(report.unsaved_s, 1),
                 unsaved_because=report.unsaved_because,
             )
         )
     return workers
-
-
-def _tally(tally: Tally) -> TallyStatus:
-    return TallyStatus(leased=tally.leased, done=tally.done, lost=tally.lost, open=tally.open)

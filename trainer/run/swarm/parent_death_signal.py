@@ -1,9 +1,8 @@
 """``python -m trainer.run.swarm.parent_death_signal PARENT COMMAND …``: runs a command that ends when PARENT does.
 
-The kernel is asked to kill this process when its parent ends, in whatever way, and then it becomes the command; the
-number of the process stays. A program of its own and not `preexec_fn`, because that runs Python between fork and exec,
-where a thread that held a lock is gone and the lock is not. It costs 40 ms a start. Linux only: elsewhere a child of a
-parent that was killed lives on.
+The kernel is asked to kill this process when its parent ends, and then the process becomes the command, with the same
+process id. It is a program of its own and no `preexec_fn`, which would run Python between fork and exec, where a lock
+that another thread held is never released. A start costs 40 ms. Linux only: elsewhere children outlive a killed parent.
 """
 
 from __future__ import annotations

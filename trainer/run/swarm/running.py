@@ -1,27 +1,52 @@
-"""Runs a whole swarm on this machine until its drivers are done, something cannot go on, or somebody says stop."""
+"""A whole swarm on this machine: which processes it has, their command lines, and running them until it is over.
+
+The processes find each other by peer exchange, beginning with the drivers and the first worker of each stage, whose
+ports are chosen beforehand; or, as on the internet, through seeds of a DHT. All listen on 127.0.0.1 only.
+"""
 
 from __future__ import annotations
 
+import random
+import socket
+import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from genesis.file_lock import FileLock, FileLockedError
-from trainer.errors import TrainerUsageError
-from trainer.run.swarm.children import RestartPolicy, free_ports
-from trainer.run.swarm.local import LocalSwarm, Ports, seed_address, seed_spec, swarm_specs
+from trainer.errors import TrainerError, TrainerUsageError
+from trainer.run.swarm.children import ChildSpec, RestartPolicy
 from trainer.run.swarm.swarm_snapshot import SwarmSnapshot, process_counts, snapshot_of
-from trainer.run.swarm.tree import Outcome, ProcessTree
+from trainer.run.swarm.tree import ExitStatus, ProcessTree
 
-__all__ = ["Display", "run_local"]
+__all__ = [
+    "HOST",
+    "Display",
+    "LocalSwarm",
+    "deal_ports",
+    "driver_names",
+    "free_ports",
+    "run_local",
+    "seed_address",
+    "seed_spec",
+    "swarm_specs",
+]
 
+HOST = "127.0.0.1"
+_PROGRAM = (sys.executable, "-m", "trainer")
+_READY = "  --initial-peers "
+"""First characters of the line in which a seed prints its address."""
+_FIRST_PORT, _LAST_PORT = 12_000, 32_000
+"""Below the ports that Linux gives to outgoing connections (32,768 on), which may be taken a moment later."""
+_PORT_TRIES = 200
 _TICK_S = 0.1
 _LOOK_S = 1.0
-"""Between two questions to the drivers: what one said last is to be the end of it, or nearly."""
+"""Between two questions to the drivers, so that the last answer is close to the end of the run."""
 _SEED_READY_S = 90.0
-_ASKED = Outcome(0, "asked to stop")
+_ASKED = ExitStatus(0, "asked to stop")
 
 
 class Display(Protocol):
@@ -31,18 +56,150 @@ class Display(Protocol):
     """How often there is something new to show."""
 
     def event(self, text: str) -> None:
-        """Something happened."""
+        """Shows that something happened."""
         ...
 
-    def show(self, sight: SwarmSnapshot) -> None:
-        """How it stands."""
+    def show(self, snapshot: SwarmSnapshot) -> None:
+        """Shows how the swarm stands."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSwarm:
+    """The size of a swarm and the options of its processes."""
+
+    run: Path
+    """Run file."""
+    stages: tuple[str, ...]
+    num_workers: int = 1
+    """Of each stage."""
+    num_drivers: int = 1
+    num_seeds: int = 0
+    """0: peer exchange."""
+    keeper: str = "driver-1"
+    """The driver that keeps the account: it ends after the others, which settle with it."""
+    store: str = ""
+    """Replaces the run file's; empty: that."""
+    max_steps: int | None = None
+    """Replaces the run file's; None: that."""
+    settings: tuple[str, ...] = ()
+    """``name.name=value`` for all processes."""
+    program: tuple[str, ...] = _PROGRAM
+
+    @property
+    def workers(self) -> list[tuple[str, str]]:
+        """Stage and name of each worker."""
+        numbers = range(1, self.num_workers + 1)
+        return [(stage, f"{stage}.{number}") for stage in self.stages for number in numbers]
+
+    @property
+    def port_names(self) -> list[str]:
+        """Names of the ports that are needed: each process's name, and ``NAME.api`` for each driver."""
+        drivers = driver_names(self.num_drivers)
+        seeds = [f"seed-{number}" for number in range(1, self.num_seeds + 1)]
+        return [*seeds, *(name for _, name in self.workers), *drivers, *(f"{name}.api" for name in drivers)]
+
+
+def driver_names(count: int) -> list[str]:
+    """Node ids of the drivers."""
+    return [f"driver-{number}" for number in range(1, count + 1)]
+
+
+def free_ports(count: int) -> list[int]:
+    """Different ports of `HOST` on which nobody listens.
+
+    Nothing keeps others from taking one before it is used; the process that then cannot listen ends the swarm.
+
+    Raises:
+        TrainerError: there are too few.
+    """
+    ports: list[int] = []
+    with ExitStack() as held:
+        for port in random.SystemRandom().sample(range(_FIRST_PORT, _LAST_PORT), _PORT_TRIES + count):
+            if len(ports) == count:
+                break
+            listener = held.enter_context(socket.socket())
+            try:
+                listener.bind((HOST, port))
+            except OSError:
+                continue
+            ports.append(port)
+    if len(ports) < count:
+        raise TrainerError(
+            f"expected {count} free ports at {HOST} between {_FIRST_PORT} and {_LAST_PORT}, found {len(ports)}"
+        )
+    return ports
+
+
+def deal_ports(swarm: LocalSwarm) -> dict[str, int]:
+    """A free port for each of `LocalSwarm.port_names`.
+
+    Raises:
+        TrainerError: there are too few.
+    """
+    names = swarm.port_names
+    return dict(zip(names, free_ports(len(names)), strict=True))
+
+
+def seed_spec(swarm: LocalSwarm, ports: Mapping[str, int], folder: Path, known: Sequence[str]) -> ChildSpec:
+    """The next seed.
+
+    Args:
+        swarm: the whole.
+        ports: from `deal_ports`.
+        folder: for its key, with which its address stays the same after a restart.
+        known: addresses of the seeds before it, with which it becomes one DHT.
+    """
+    name = f"seed-{len(known) + 1}"
+    command = ["seed", "--host", HOST, "--port", str(ports[name]), "--identity", str(folder / f"{name}.id")]
+    return ChildSpec(name=name, role="seed", command=(*swarm.program, *command, *_peers(known)))
+
+
+def seed_address(log: str) -> str | None:
+    """The address a seed has printed into its log; None: it is not ready yet."""
+    for line in log.splitlines(keepends=True):
+        if line.startswith(_READY) and line.endswith("\n"):
+            return line.removeprefix(_READY).strip()
+    return None
+
+
+def swarm_specs(swarm: LocalSwarm, ports: Mapping[str, int], seeds: Sequence[str]) -> list[ChildSpec]:
+    """Workers and drivers; ``ports`` are from `deal_ports`, ``seeds`` are addresses, none: peer exchange."""
+    drivers = driver_names(swarm.num_drivers)
+    known = (*drivers, *(f"{stage}.1" for stage in swarm.stages))
+    peers = _peers(list(seeds) or [f"{HOST}:{ports[name]}" for name in known])
+    local = [f"rpc.host={HOST}", f"rpc.public_address={HOST}", f"discovery.dht_host={HOST}", *swarm.settings]
+    common = ["--run", str(swarm.run), *peers, *(part for setting in local for part in ("--set", setting))]
+    common += ["--store", swarm.store] if swarm.store else []
+    specs = []
+    for stage, name in swarm.workers:
+        command = ["worker", "--stage", stage, "--node-id", name, "--port", str(ports[name]), "--no-api", *common]
+        specs.append(ChildSpec(name=name, role="worker", stage=stage, command=(*swarm.program, *command)))
+    for name in drivers:
+        api_port = ports[f"{name}.api"]
+        command = ["--node-id", name, "--pipeline", "swarm", "--port", str(ports[name])]
+        command += ["--api", "--api-port", str(api_port), *common]
+        command += ["--max-steps", str(swarm.max_steps)] if swarm.max_steps is not None else []
+        specs.append(
+            ChildSpec(
+                name=name,
+                role="driver",
+                command=(*swarm.program, *command),
+                api_url=f"http://{HOST}:{api_port}",
+                ends_last=name == swarm.keeper,
+            )
+        )
+    return specs
+
+
+def _peers(addresses: Sequence[str]) -> list[str]:
+    return [part for address in addresses for part in ("--initial-peers", address)]
 
 
 def run_local(
     swarm: LocalSwarm, folder: Path, policy: RestartPolicy, display: Display, stop: Callable[[], bool]
-) -> Outcome:
-    """Starts all of it, watches it, ends all of it.
+) -> ExitStatus:
+    """Starts all processes, watches them, and ends all of them.
 
     Args:
         swarm: what to start.
@@ -67,32 +224,32 @@ def run_local(
     with lock:
         tree = ProcessTree(folder, policy, tell=display.event, asked=stop)
         with tree:
-            outcome = _start(tree, swarm, folder, display, stop) or _watch(tree, display, stop)
-            hint = "; Ctrl+C again kills them at once, with what they have not saved" if outcome is _ASKED else ""
-            display.event(f"{outcome.reason}; ending all processes{hint}")
-        return outcome if outcome.exit_code else _ended(tree, outcome)
+            status = _start(tree, swarm, folder, display, stop) or _watch(tree, display, stop)
+            hint = "; Ctrl+C again kills them at once, with what they have not saved" if status is _ASKED else ""
+            display.event(f"{status.reason}; ending all processes{hint}")
+        return status if status.exit_code else _final_status(tree, status)
 
 
-def _ended(tree: ProcessTree, outcome: Outcome) -> Outcome:
-    """The outcome, unless children failed on the way out: then all of these, each with its own reason."""
+def _final_status(tree: ProcessTree, status: ExitStatus) -> ExitStatus:
+    """The status, unless children failed while they ended: then all of these, each with its own reason."""
     failed = [child for child in tree.children if child.failed_to_end]
     said = [f"{child.spec.name} ended with an error: {child.last_words()}" for child in failed if not child.was_killed]
     killed = [child.spec.name for child in failed if child.was_killed]
     if killed:
         said.append(f"{', '.join(killed)} had to be killed: what was done there last may not be saved")
-    return Outcome(1, "; ".join(said)) if said else outcome
+    return ExitStatus(1, "; ".join(said)) if said else status
 
 
 def _start(
     tree: ProcessTree, swarm: LocalSwarm, folder: Path, display: Display, stop: Callable[[], bool]
-) -> Outcome | None:
-    """Starts all; an outcome if that does not come to its end."""
-    ports = Ports.dealt(swarm, free_ports(swarm.num_ports))
+) -> ExitStatus | None:
+    """Starts all processes; returns a status if the swarm is over before that is done."""
+    ports = deal_ports(swarm)
     seeds: list[str] = []
     while len(seeds) < swarm.num_seeds:
         child = tree.add(seed_spec(swarm, ports, folder, seeds))
-        found = _ready_seed(tree, child.log_path, stop)
-        if isinstance(found, Outcome):
+        found = _await_seed(tree, child.log_path, stop)
+        if isinstance(found, ExitStatus):
             return found
         seeds.append(found)
     for spec in swarm_specs(swarm, ports, seeds):
@@ -104,24 +261,24 @@ def _start(
     return None
 
 
-def _ready_seed(tree: ProcessTree, log_path: Path, stop: Callable[[], bool]) -> str | Outcome:
-    """Its address, once it has printed it."""
+def _await_seed(tree: ProcessTree, log_path: Path, stop: Callable[[], bool]) -> str | ExitStatus:
+    """The seed's address, once it has printed it."""
     deadline_s = time.monotonic() + _SEED_READY_S
     while time.monotonic() < deadline_s:
         address = seed_address(log_path.read_text(encoding="utf-8", errors="replace"))
-        outcome = _ASKED if stop() else tree.look()
-        if outcome is not None or address is not None:
-            return outcome or address or ""
+        status = _ASKED if stop() else tree.look()
+        if status is not None or address is not None:
+            return status or address or ""
         time.sleep(_TICK_S)
-    return Outcome(1, f"the seed was not ready within {_SEED_READY_S:g} s; see {log_path}")
+    return ExitStatus(1, f"the seed was not ready within {_SEED_READY_S:g} s; see {log_path}")
 
 
-def _watch(tree: ProcessTree, display: Display, stop: Callable[[], bool]) -> Outcome:
-    """Until it is over; the last that is shown is the last that a driver said."""
+def _watch(tree: ProcessTree, display: Display, stop: Callable[[], bool]) -> ExitStatus:
+    """Shows the swarm until it is over; the last snapshot shown is the last that a driver gave."""
     latest = SwarmSnapshot()
     next_look_s = next_show_s = time.monotonic() + min(_LOOK_S, display.every_s)
-    outcome: Outcome | None = None
-    while outcome is None:
+    status: ExitStatus | None = None
+    while status is None:
         if time.monotonic() >= next_look_s:
             latest = _newer(latest, snapshot_of(tree.children))
             next_look_s = time.monotonic() + _LOOK_S
@@ -129,13 +286,13 @@ def _watch(tree: ProcessTree, display: Display, stop: Callable[[], bool]) -> Out
             display.show(latest)
             next_show_s = time.monotonic() + display.every_s
         time.sleep(_TICK_S)
-        outcome = _ASKED if stop() else tree.look()
+        status = _ASKED if stop() else tree.look()
     display.show(replace(latest, processes=process_counts(tree.children), is_stale=False))
-    return outcome
+    return status
 
 
 def _newer(latest: SwarmSnapshot, found: SwarmSnapshot) -> SwarmSnapshot:
-    """What was found; or, where no driver answers (they begin, hang or end), what was said last."""
+    """The snapshot that was found; where no driver answers (it begins, hangs or ends), the latest, marked stale."""
     if found.stages is not None or latest.stages is None:
         return replace(found, account=found.account or latest.account)
     return replace(latest, processes=found.processes, is_stale=True)

@@ -1,7 +1,7 @@
 """From a run's configuration to the model and its cut: the same at every worker and driver, or they refuse each other.
 
-Whoever reads the store's vocabulary can tell how many rows the embedding has; a worker without a way to the store is
-told by ``swarm.vocab_rows`` in the run file. In a swarm the vocabulary stays as it is for the length of a run.
+The store's vocabulary decides how many rows the embedding has; where workers cannot reach the store, the run file says
+it (``swarm.vocab_rows``). The vocabulary does not grow during a run of a swarm.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from trainer.collective import Terms
 from trainer.errors import TrainerUsageError
 from trainer.model import ModelConfig, preset, rows_for
 from trainer.model.plan import StagePlan
+from trainer.network.discovery.stage_report import StageReport, StageUid
 from trainer.network.rpc.envelope import PROTOCOL_VERSION
 from trainer.run.config import RunConfig, to_mapping
 from trainer.run.node.data import open_session
 from trainer.run.node.vocabulary import lineage_of
 
-__all__ = ["DRIVER", "SwarmShape", "shape_of", "target_tokens_of"]
+__all__ = ["DRIVER", "SwarmShape", "shape_of", "stage_of", "target_tokens_of"]
 
 DRIVER = "driver"
-"""Stands for a stage in the terms of those that hold none."""
+"""Stands for a stage in the terms of drivers, which hold none."""
 
 _AUTO = "auto"
-_OWN = ("round_timeout_s", "background")
-"""Options of a strategy in which workers may differ: they change when a round is over, not what comes of it."""
-_INNER = (
+_LOCAL = ("round_timeout_s", "background")
+"""Options of a strategy in which workers may differ: they change when a round is over, not its result."""
+_SHARED_INNER = (
     "lr",
     "betas",
     "eps",
@@ -39,7 +40,7 @@ _INNER = (
     "micro_batch_size",
     "seq_len",
 )
-"""Options of `InnerConfig` that change what a step of a stage comes to; not those of how it is computed."""
+"""Options of `InnerConfig` that change the result of a stage's step; not those that change how it is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +52,20 @@ class SwarmShape:
     """Empty where the run file gives the rows of the vocabulary."""
     synchronisation: dict[str, JsonValue]
     num_ids: int
-    """Ids of the vocabulary; losses leave the rows behind them out. All rows where the run file gives their number."""
+    """Ids of the vocabulary; losses leave further rows out. All rows where the run file gives their number."""
 
     @property
     def model(self) -> ModelConfig:
-        """Of the whole model."""
+        """Configuration of the whole model."""
         return self.plan.config
 
     def terms(self, stage: str) -> Terms:
         """What the workers of a stage must have in common; a driver's stage is `DRIVER`."""
-        architecture: dict[str, JsonValue] = dict(self.model.to_dict())
-        architecture["stage"] = stage
-        architecture["layers_of_stages"] = [len(layers) for layers in self.plan.ranges]
+        architecture: dict[str, JsonValue] = {
+            **self.model.to_dict(),
+            "stage": stage,
+            "layers_of_stages": [len(layers) for layers in self.plan.ranges],
+        }
         return Terms(
             architecture=architecture,
             tokenizer_lineage=self.tokenizer_lineage,
@@ -71,7 +74,7 @@ class SwarmShape:
 
 
 def shape_of(config: RunConfig) -> SwarmShape:
-    """Decides what is to be decided, asking the store for its vocabulary if the run file does not say.
+    """Plans the model and its cut; reads the store's vocabulary if the run file does not give its rows.
 
     Raises:
         TrainerUsageError: the options do not go together.
@@ -100,7 +103,7 @@ def shape_of(config: RunConfig) -> SwarmShape:
 
 
 def _synchronisation(config: RunConfig) -> dict[str, JsonValue]:
-    """Whatever changes the result of a step or a round."""
+    """The options that change the result of a step or a round."""
     values: dict[str, JsonValue] = {
         "protocol": PROTOCOL_VERSION,
         "seed": config.seed,
@@ -111,11 +114,11 @@ def _synchronisation(config: RunConfig) -> dict[str, JsonValue]:
         "swarm.clip_factor": str(config.swarm.stage.clip_factor),  # JSON has no infinity.
         "swarm.tail_clip_factor": str(config.swarm.stage.tail_clip_factor),
         "swarm.outlier_factor": str(config.swarm.stage.outlier_factor),
-        "swarm.start_from": bool(config.swarm.start_from),  # Which model, those that read it say (`first_weights`).
+        "swarm.start_from": bool(config.swarm.start_from),  # Workers compare the models themselves.
     }
-    values |= {f"inner.{name}": value for name, value in to_mapping(config.inner).items() if name in _INNER}
+    values |= {f"inner.{name}": value for name, value in to_mapping(config.inner).items() if name in _SHARED_INNER}
     options = config.swarm.sparta if config.strategy == "async_sparta" else config.diloco
-    values |= {f"{config.strategy}.{name}": value for name, value in to_mapping(options).items() if name not in _OWN}
+    values |= {f"{config.strategy}.{name}": value for name, value in to_mapping(options).items() if name not in _LOCAL}
     return values | {f"rule.{name}": value for name, value in to_mapping(config.rule).items()}
 
 
@@ -123,3 +126,8 @@ def target_tokens_of(config: RunConfig) -> int:
     """Tokens of a stage's optimizer step: as the run file says, else eight micro-batches' worth."""
     rows = max(1, config.inner.micro_batch_size)
     return config.swarm.stage.target_tokens or 8 * rows * config.inner.seq_len
+
+
+def stage_of(report: StageReport) -> str:
+    """The stage a worker reports on, such as ``body-1``."""
+    return StageUid.parse(report.uid).stage

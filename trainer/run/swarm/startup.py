@@ -1,13 +1,12 @@
-"""Checks before a process of a swarm begins: errors that only a person can mend, and one process for a name.
+"""Checks before a process of a swarm begins: errors that a restart does not mend, and one process for a name.
 
-A checkpoint folder that is a file, checkpoints of another cut, a journal of other data: a process that is started again
-with the same run file finds the same. Such an end is exit code 2, like options that make no sense, by which `swarm up`
-and service managers (systemd's ``RestartPreventExitStatus=2``) know not to restart it. What fails once a process has
-served keeps its own class and exit code 1: another start may well succeed.
+A checkpoint folder that is a file, checkpoints of another cut, a journal of other data: such an end is exit code 2, so
+that `swarm up` and service managers (systemd's ``RestartPreventExitStatus=2``) do not restart the process. A failure
+after it has served keeps its own class and exit code 1: another start may well succeed.
 
-Two processes with the same ``--node-id`` on one machine would have one key, and be announced in turn under it: peers
-would take each for the end of the other. A lock beside the key's file prevents that; the system releases it with the
-process, however that ends. A key that was copied to another machine is not noticed.
+Two processes with the same ``--node-id`` on one machine would announce themselves in turn under one key. A lock beside
+the key's file prevents that; the system releases it with the process, however that ends. A key that was copied to
+another machine is not noticed.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from trainer.errors import CheckpointError, LedgerError, TrainerUsageError
 from trainer.run.config import RunConfig
 from trainer.run.node.identity import identity_path
 
-__all__ = ["beginning", "only_process"]
+__all__ = ["as_usage_errors", "only_process"]
 
 
 @contextmanager
-def beginning() -> Iterator[None]:
-    """Around what a process reads and opens before it serves.
+def as_usage_errors() -> Iterator[None]:
+    """Encloses what a process reads and opens before it serves.
 
     Raises:
         TrainerUsageError: a checkpoint or an account that it was given cannot be used.

@@ -1,19 +1,14 @@
 """Checks whether a starting worker may initialise its weights, given the versions the other stages announce.
 
-A pipeline makes no step without all of its stages. Where the other stages have long stepped, and a stage has neither a
-checkpoint here nor a worker elsewhere, its work is lost, or lies on a disk that nobody has started from. First weights
+Where the other stages have stepped, and a stage has neither a checkpoint here nor a worker elsewhere, first weights
 would train on among trained ones, and only the loss would tell. Such a worker waits for a peer that has the stage's
-state, serves nothing meanwhile, and then refuses (`swarm.checkpoint.begin_anew` makes it go on).
+state, and then refuses to start, unless `swarm.checkpoint.begin_anew` is set.
 
-The check compares not how far the others are, but how much of it they have on disk (`StageReport.saved`). Until the
-first multiple of `interval_s` nobody has anything, and a stage whose only worker dies then has to begin anew: that loss
-is what the interval was chosen for, and refusing would end the swarm. The worker logs a warning. Once the others have
-saved, this stage should have too. Differences of a few steps are ignored: stages step by themselves, and announcements
-are seconds old.
-
-Peers are discovered one after another, so the check goes on after the start, until the stage has stepped for a while.
-Announcements are believed: an attacker that announces a worker that has saved much can keep others from beginning an
-empty stage, though nobody that has a checkpoint.
+The check compares how much of the others' work is on disk (`StageReport.saved`), not how far they are: until the first
+multiple of `interval_s` nothing is, and a stage whose only worker dies then begins anew, with a warning. Differences of
+a few steps are ignored: stages step by themselves, and announcements are seconds old. Peers are discovered one after
+another, so the check goes on until the stage has stepped for a while. Announcements are believed: an attacker that
+announces a worker that has saved much can keep others from beginning an empty stage, though nobody with a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +19,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from trainer.checkpoint.stages.config import StagewiseConfig
 from trainer.errors import TrainerUsageError
-from trainer.network.discovery.stage_report import StageReport, StageUid
+from trainer.network.discovery.stage_report import StageReport
+from trainer.run.swarm.shape import stage_of
 
 __all__ = ["StartupVersionCheck"]
 
@@ -32,20 +28,20 @@ logger = logging.getLogger(__name__)
 
 _FEW_STEPS = 4
 _SMALL_SHARE = 0.01
-"""Of a run's steps: micro-batches that were lost in some stages and counted in others have them drift apart."""
+"""Of a run's steps: micro-batches that are lost in some stages and counted in others make versions drift apart."""
 
 
 class StartupVersionCheck:
-    """One worker's beginning. Used by the thread that decides about coming and going.
+    """The check of one worker; used by the thread that decides about joining and leaving.
 
     Args:
         stage: the worker's.
         names: of all stages, head first.
         config: of checkpoints.
-        grace_s: how long to wait for a worker that has the stage's state; and for how long behind the stage's first
-            step in this process's life what is heard of others still belongs to the beginning.
+        grace_s: how long to wait for a worker that has the stage's state; and for how long after the stage's first step
+            in this process the check goes on.
         version: the worker's own.
-        reports: what the run's other workers say.
+        reports: what the run's other workers announce.
         clock: seconds.
     """
 
@@ -60,8 +56,8 @@ class StartupVersionCheck:
         reports: Callable[[], Iterable[StageReport]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.is_anew = True
-        """The worker has the run's first weights; to be cleared when it goes on from a checkpoint or others' state."""
+        self.has_first_weights = True
+        """To be cleared when the worker goes on from a checkpoint or the others' state."""
         self._stage = stage
         self._names = names
         self._config = config
@@ -75,12 +71,12 @@ class StartupVersionCheck:
         self._waits_since_s: float | None = None
 
     def may_serve(self) -> bool:
-        """Whether a worker that has nobody to take a state from may serve what it has; False: not yet, ask again.
+        """Whether a worker that has nobody to take a state from may serve what it has; False: ask again.
 
         Raises:
             TrainerUsageError: its stage's work is lost, or lies elsewhere.
         """
-        if not self.is_anew or self._is_long_begun():
+        if not self.has_first_weights or self._is_over():
             return True
         reports = list(self._reports())
         versions = self._versions(report for report in reports if report.status != "leaving")
@@ -88,23 +84,23 @@ class StartupVersionCheck:
         if max(versions.values()) - own <= _FEW_STEPS:
             self._waits_since_s = None
             return True
-        saved = max((report.saved for report in reports if _stage_of(report) != self._stage), default=0)
+        saved = max((report.saved for report in reports if stage_of(report) != self._stage), default=0)
         if saved - own > _FEW_STEPS and not self._config.begin_anew:
             return self._wait(saved, versions)
-        self.is_anew, self._is_compared = False, True
+        self.has_first_weights, self._is_compared = False, True
         logger.warning(
-            "%s BEGINS ANEW, with first weights, among stages that are trained (%s): there is no checkpoint of it here "
-            "and no worker that serves it; what it had learned is lost",
+            "%s BEGINS ANEW, with first weights, among stages that are trained (%s): there is no checkpoint of it "
+            "here and no worker that serves it; what it had learned is lost",
             self._stage,
-            _spell(versions),
+            _text(versions),
         )
         return True
 
     def compare(self) -> None:
-        """Says once, when all stages serve, if they go on from versions that are far apart."""
+        """Logs a warning once, when all stages serve, if their versions are far apart."""
         if self._is_compared:
             return
-        self._is_compared = self._is_long_begun()
+        self._is_compared = self._is_over()
         versions = self._versions(report for report in self._reports() if report.status == "serving")
         if self._is_compared or set(versions) < set(self._names):
             return
@@ -114,7 +110,7 @@ class StartupVersionCheck:
             logger.warning(
                 "the stages go on from versions that are far apart (%s), as from checkpoints of different ages; stop "
                 "all workers and use python -m trainer rollback to have them begin from one moment",
-                _spell({name: versions[name] for name in self._names}),
+                _text({name: versions[name] for name in self._names}),
             )
 
     def _wait(self, saved: int, versions: dict[str, int]) -> bool:
@@ -125,28 +121,28 @@ class StartupVersionCheck:
                 "%s: no checkpoint of it here and no worker that serves it, while others are trained (%s); waiting "
                 "%.0f s for one that has its state",
                 self._stage,
-                _spell(versions),
+                _text(versions),
                 self._grace_s,
             )
         if now_s - self._waits_since_s < self._grace_s:
             return False
         raise TrainerUsageError(
             f"{self._stage}: expected a checkpoint of it in {self._config.directory}, or a worker of it, found neither "
-            f"among stages that have saved up to version {saved} ({_spell(versions)}); copy here what the "
-            "machine that held it has, start a worker there, or set swarm.checkpoint.begin_anew to go on with this "
-            "stage's first weights"
+            f"among stages that have saved up to version {saved} ({_text(versions)}); copy here what the machine that "
+            "held it has, start a worker there, or set swarm.checkpoint.begin_anew to go on with first weights"
         )
 
     def _versions(self, reports: Iterable[StageReport]) -> dict[str, int]:
-        """The highest of each stage, this worker's own included."""
+        """The highest version of each stage, this worker's own included."""
         versions = {self._stage: self._version()}
         for report in reports:
-            stage = _stage_of(report)
+            stage = stage_of(report)
             if stage in self._names:
                 versions[stage] = max(report.version, versions.get(stage, 0))
         return versions
 
-    def _is_long_begun(self) -> bool:
+    def _is_over(self) -> bool:
+        """Whether the stage has stepped for `grace_s` in this process."""
         version = self._version()
         if self._first_version is None:
             self._first_version = version
@@ -155,9 +151,5 @@ class StartupVersionCheck:
         return self._stepped_s is not None and self._clock() - self._stepped_s >= self._grace_s
 
 
-def _stage_of(report: StageReport) -> str:
-    return StageUid.parse(report.uid).stage
-
-
-def _spell(versions: dict[str, int]) -> str:
+def _text(versions: dict[str, int]) -> str:
     return ", ".join(f"{stage} at version {version}" for stage, version in versions.items())

@@ -1,11 +1,10 @@
-"""A worker as a process: one stage, among the others of its stage, for whichever drivers send it micro-batches.
+"""A worker as a process: holds one stage and computes the micro-batches that drivers send.
 
     build the stage → its newest checkpoint, if there is one → the others' state, in the first tenth of a round → serve
-    → (lost touch with the others: take up their state) → asked to stop: finish, hand over, save
+    → (lost touch with the others: take up their state) → asked to stop: finish, save, share
 
 Three threads share the work: the event loop answers and asks, the compute thread does all arithmetic and every change
-of weights, and the main thread decides about coming and going, and waits. A worker that is killed leaves nothing behind
-but its last checkpoint; what its stage loses with it the account calls perished.
+of weights, and the main thread decides about joining and leaving, and waits.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any, Final, TypeVar
 from trainer.compression.activations import LinkMeter
 from trainer.errors import IncompatiblePeerError, RefusedError, TrainerError
 from trainer.network.discovery import Announcement, settled_uid
-from trainer.network.discovery.stage_report import StageReport, StageUid
+from trainer.network.discovery.stage_report import MAX_REASON, StageReport, StageUid
 from trainer.outer.engine.strategy import OuterResult
 from trainer.pipeline.stage import StepInfo
 from trainer.pipeline.worker import StageWorker
@@ -32,16 +31,14 @@ from trainer.run.node.identity import identity_of
 from trainer.run.node.network import Network
 from trainer.run.node.stopping import StopRequest
 from trainer.run.swarm.building import BuiltStage
-from trainer.run.swarm.catch_up import StateCatchUp
 from trainer.run.swarm.compatibility import SwarmTerms, check_first_weights, check_fit
-from trainer.run.swarm.graceful_shutdown import GracefulShutdown
-from trainer.run.swarm.joining import RejoinDelay, is_ahead, version_of_state
 from trainer.run.swarm.judging import JudgedCollective
 from trainer.run.swarm.keeper import KeeperSearch
-from trainer.run.swarm.peer_view import RunPeerView, StagePeerView, is_of_stage
+from trainer.run.swarm.lifecycle import RejoinDelay, StateCatchUp, is_ahead, shut_down_gracefully, version_of_state
+from trainer.run.swarm.peer_view import RunPeerView, StagePeerView, holds_stage
 from trainer.run.swarm.saving import WorkerSaving
 from trainer.run.swarm.shape import SwarmShape, target_tokens_of
-from trainer.run.swarm.startup import beginning
+from trainer.run.swarm.startup import as_usage_errors
 from trainer.run.swarm.startup_check import StartupVersionCheck
 from trainer.run.swarm.synchroniser import (
     DilocoSynchroniser,
@@ -58,42 +55,38 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.25
 _COMPUTE_S = 120.0
-_HEARD_S = 4.0
+_MAX_FAREWELL_S = 4.0
+"""At most so long for the others to hear the last announcement."""
 _GRACE_LOOKS = 5
-"""Times `JoinConfig.first_peers_s` a stage's state is waited for before the stage counts as lost."""
-_HANDED_OUT_S = 10.0
+"""Multiple of `JoinConfig.first_peers_s` after which a stage's state that nobody has counts as lost."""
+_STATE_WRITE_S = 10.0
 """How long the others may take to write a state, once they have heard that somebody is here to take it up."""
 _ACCEPTS: Final[dict[ServiceStatus, Accepts]] = {"joining": "nothing", "serving": "all", "leaving": "begun"}
 T = TypeVar("T")
 
 
 class WorkerNode:
-    """One worker.
-
-    Args:
-        config: of the run.
-        shape: what all of the swarm agree on.
-        built: its stage.
-        stop: whether it has been asked to stop.
-    """
+    """One worker; ``stop`` says whether it has been asked to stop."""
 
     def __init__(self, config: RunConfig, shape: SwarmShape, built: BuiltStage, stop: StopRequest) -> None:
         self._config = config
         self._shape = shape
         self._built = built
         self._stop = stop
+        self._is_diloco = config.strategy == "diloco"
         self._uid: StageUid | None = None
         self._lost_touch = False
         self._is_current = False
-        """It has the stage's state: what it saves and shares is worth something."""
-        self._is_back = False
+        """It has the stage's state, which is worth saving and sharing."""
+        self._is_resumed = False
         """It goes on from a checkpoint, and has not lost touch since."""
         self._published_round = -1_000_000
-        self._gossip: concurrent.futures.Future[None] | None = None
-        self._comparing: concurrent.futures.Future[None] | None = None
-        self._members = 0
+        self._worker_task: concurrent.futures.Future[None] | None = None
+        self._fit_task: concurrent.futures.Future[None] | None = None
+        self._last_round_size = 0
+        """Members of the last committed round, until that has been looked at."""
         self._rejoin_delay = RejoinDelay()
-        rows = shape.model.vocab_size
+        rows, sparta, join = shape.model.vocab_size, config.swarm.sparta, config.swarm.join
         self._network: Network[Any] = Network(
             config,
             identity_of(config),
@@ -102,23 +95,24 @@ class WorkerNode:
             state_form(config, built.module, rows),
             stopping=stop,
             choose=state_choice(config),
-            fellows=partial(is_of_stage, built.name),
+            fellows=partial(holds_stage, built.name),
             stages=shape.plan.names,
             near=shape.plan.around(built.name),
         )
-        self._mates = StagePeerView(self._network)
-        self._keeping = self._kept_together()
-        self._meter = LinkMeter(f"{built.name} of {config.node_id}", built.codec, config.swarm.subspace.max_error)
+        self._stage_peers = StagePeerView(self._network)
+        self._synchroniser = self._make_synchroniser()
+        meter = LinkMeter(f"{built.name} of {config.node_id}", built.codec, config.swarm.subspace.max_error)
         self._terms = SwarmTerms(shape)
-        self._others = RunPeerView(self._network, self._terms, KeeperSearch(config))
-        self._abreast = StartupVersionCheck(
+        self._run_peers = RunPeerView(self._network, self._terms, KeeperSearch(config))
+        self._startup_check = StartupVersionCheck(
             built.name,
             shape.plan.names,
             config.swarm.checkpoint,
-            _GRACE_LOOKS * config.swarm.join.first_peers_s,
+            _GRACE_LOOKS * join.first_peers_s,
             version=lambda: built.replica.version,
-            reports=self._others.reports,
+            reports=self._run_peers.reports,
         )
+        staleness = config.swarm.stage.max_staleness
         self._worker = StageWorker(
             self._network.endpoint,
             shape.plan,
@@ -127,21 +121,30 @@ class WorkerNode:
             built.codec,
             config.swarm.worker,
             target_tokens=target_tokens_of(config),
-            peers=self._mates.peers,
-            strategy=self._keeping,
-            meter=self._meter,
+            peers=self._stage_peers.peers,
+            strategy=self._synchroniser,
+            meter=meter,
             batches=config.swarm.stage.backward == "recompute",
-            num_fragments=self._num_parts(),
-            max_lead=self._max_lead(),
+            num_fragments=config.diloco.num_fragments if self._is_diloco else sparta.num_slices,
+            # Gradients of forward passes that are older than `max_staleness` are refused anyway.
+            max_lead=max(staleness, config.diloco.inner_steps) if self._is_diloco else staleness,
             on_step=self._stepped,
             on_round=self._after_round,
-            drivers=self._others.drivers,
-            keeper=self._others.keeper,
+            drivers=self._run_peers.drivers,
+            keeper=self._run_peers.keeper,
         )
-        self._worker.service.workers = self._others.workers
+        self._worker.service.workers = self._run_peers.workers
         who = self._network.peer_id[:16]
-        self._saving = WorkerSaving(config, shape, built, self._keeping, self._worker, who)
-        self._watch = WorkerWatch(config, self._network, self._worker, self._meter, stop.ask)
+        self._saving = WorkerSaving(config, shape, built, self._synchroniser, self._worker, who)
+        self._watch = WorkerWatch(config, self._network, self._worker, meter, stop.ask)
+
+    def _make_synchroniser(self) -> ReplicaSynchroniser[Any]:
+        config, built, collective = self._config, self._built, self._network.collective
+        rows, num_slices = self._shape.model.vocab_size, 0 if self._is_diloco else config.swarm.sparta.num_slices
+        judged = JudgedCollective(collective, self._network.peer_id, self._network.distrust, num_slices=num_slices)
+        if self._is_diloco:
+            return DilocoSynchroniser(config, built.module, judged, self._stage_peers, lambda: collective.behind, rows)
+        return SpartaSynchroniser(config, built, judged, self._stage_peers, rows)
 
     def run(self) -> None:
         """Serves until it is asked to stop.
@@ -150,85 +153,89 @@ class WorkerNode:
             TrainerError: it cannot begin, or not go on.
         """
         self._set_status("joining")
-        with self._watch, self._saving:
+        with self._watch, self._saving.checkpoints:
             try:
-                with beginning():
-                    self._is_back = self._saving.resume()
-                    self._abreast.is_anew = not self._is_back
+                with as_usage_errors():
+                    self._is_resumed = self._saving.resume()
+                    self._startup_check.has_first_weights = not self._is_resumed
                 self._worker.register()
                 self._network.start(self)
-                self._refuse_strangers()
+                self._check_fit()
                 self._take_part()
             finally:
-                if self._comparing is not None:
-                    self._comparing.cancel()
+                if self._fit_task is not None:
+                    self._fit_task.cancel()
                 self._network.stop()
         logger.info("%s stopped at version %d", self._uid, self._built.replica.version)
 
+    def _check_fit(self) -> None:
+        """Compares this worker with its peers, now and from now on."""
+
+        def heard() -> tuple[Announcement, ...]:
+            return self._network.announcements
+
+        check = self._terms.fit_check(self._network.endpoint, heard, self._config.run_id)
+        self._await(check_fit(check, heard, stop=self._stop))
+        self._fit_task = asyncio.run_coroutine_threadsafe(check.go_on(), self._network.loop)
+
     def _take_part(self) -> None:
         self._worker.start()
-        gossip = self._gossip = asyncio.run_coroutine_threadsafe(self._worker.run(), self._network.loop)
+        self._worker_task = asyncio.run_coroutine_threadsafe(self._worker.run(), self._network.loop)
         try:
-            self._publish_resumed()
+            if self._is_diloco and self._synchroniser.place()[0]:
+                # To the others, what a checkpoint brought back is worth as much as the result of a round.
+                self._network.publish(self._synchroniser.shared_state())
             if self._join():
                 self._serve()
             self._leave()
         finally:
-            gossip.cancel()
+            self._worker_task.cancel()
             self._await(self._worker.stop())
 
-    # -- coming --------------------------------------------------------------------------------------------------------
-
-    def _refuse_strangers(self) -> None:
-        check = self._terms.fit_check(self._network.endpoint, self._heard, self._config.run_id)
-        self._await(check_fit(check, self._heard, stop=self._stop))
-        self._comparing = asyncio.run_coroutine_threadsafe(check.go_on(), self._network.loop)
-
-    def _heard(self) -> tuple[Announcement, ...]:
-        return self._network.announcements
+    # -- joining -------------------------------------------------------------------------------------------------------
 
     def _join(self) -> bool:
         """Takes up the others' state when their round begins, and serves from then on; False: it is asked to stop."""
         self._wait_for_others()
-        arrival = StateCatchUp(
+        catch_up = StateCatchUp(
             config=self._config.swarm.join,
-            others=self._mates.serving,
+            others=self._stage_peers.serving,
             take_up=self._take_up_state,
-            may_be_first=self._abreast.may_serve,
-            round_index=lambda: self._keeping.place()[0],
+            may_be_first=self._startup_check.may_serve,
+            round_index=lambda: self._synchroniser.place()[0],
             is_current=self._is_still_current,
             is_over=self._is_over,
             clock=time.monotonic,
             sleep=time.sleep,
         )
-        if not arrival.run():
+        if not catch_up.run():
             return False
         self._lost_touch, self._is_current = False, True
         self._rejoin_delay.joined(time.monotonic())
-        self._network.collective.move_to(self._keeping.place()[0])  # From now on the others wait for it in a round.
+        # From now on the others wait for it in a round.
+        self._network.collective.move_to(self._synchroniser.place()[0])
         self._set_status("serving")
-        logger.info(
-            "%s serves version %d at %s", self._uid, self._built.replica.version, self._network.endpoint.address
-        )
+        address = self._network.endpoint.address
+        logger.info("%s serves version %d at %s", self._uid, self._built.replica.version, address)
         return True
 
     def _is_still_current(self) -> bool:
-        """Whether the checkpoint this worker goes on from has the anchor that the others train from, bit for bit.
+        """Whether the checkpoint this worker resumed from has the anchor that the others train from, bit for bit.
 
         Announced digests cost nothing, so the round that the others are in must be its own as well.
         """
-        if not self._is_back or self._config.strategy != "diloco":
+        if not self._is_resumed or not self._is_diloco:
             return False
-        return self._network.shares_common_state and self._keeping.place()[0] >= self._mates.frontier()
+        return self._network.shares_common_state and self._synchroniser.place()[0] >= self._stage_peers.frontier()
 
     def _wait_for_others(self) -> None:
         deadline_s = time.monotonic() + self._config.swarm.join.first_peers_s
         looks = bool(self._config.discovery.initial_peers)
-        while looks and time.monotonic() < deadline_s and not self._stop() and not self._mates.serving():
+        while looks and time.monotonic() < deadline_s and not self._stop() and not self._stage_peers.serving():
             time.sleep(_LOOK_S)
         if not self._built.replica.version:
-            check_first_weights(self._built.began_from, self._config.swarm.start_from, self._others.reports())
-        self._uid = self._settled()
+            check_first_weights(self._built.began_from, self._config.swarm.start_from, self._run_peers.reports())
+        self._uid = self._settled_uid()
 
     def _is_over(self) -> bool:
         """Whether the worker is asked to stop.
@@ -236,21 +243,21 @@ class WorkerNode:
         Raises:
             TrainerError: its compute thread cannot go on, or the others train something else.
         """
-        for going_on in (self._gossip, self._comparing):
-            if going_on is not None and going_on.done():
-                going_on.result()
+        for task in (self._worker_task, self._fit_task):
+            if task is not None and task.done():
+                task.result()
         return self._stop()
 
     def _take_up_state(self) -> bool:
-        """The others' state, fetched and put in place of one's own; False where there was none to be had."""
-        if not self._mates.frontier() and not self._keeping.place()[0] and self._config.strategy == "diloco":
+        """Fetches the others' state and puts it in place of this worker's; False: there was none to be had."""
+        if self._is_diloco and not self._stage_peers.frontier() and not self._synchroniser.place()[0]:
             return True  # Before the first outer step all have the first weights as their anchor.
-        if not self._built.replica.version and not any(report.version for report in self._mates.serving()):
+        if not self._built.replica.version and not any(report.version for report in self._stage_peers.serving()):
             return True  # Nobody has trained: all have the first weights.
-        if self._is_back and is_ahead(self._built.replica.version, self._mates.serving()):
+        if self._is_resumed and is_ahead(self._built.replica.version, self._stage_peers.serving()):
             logger.info("the others of %s are behind this worker's checkpoint, and will follow", self._built.name)
             return True
-        wait_s = self._config.discovery.announce_interval_s + _HANDED_OUT_S
+        wait_s = self._config.discovery.announce_interval_s + _STATE_WRITE_S
         shared = self._network.catch_up(wait_s=wait_s, stop=self._stop)
         if shared is None:
             return self._network.holds_common_state
@@ -262,86 +269,84 @@ class WorkerNode:
             logger.warning("a state the others hand out does not fit, and is passed over: %s", error)
             self._network.pass_over_fetched()
             return False
-        logger.info("took up the others' state of round %d", self._keeping.place()[0])
+        logger.info("took up the others' state of round %d", self._synchroniser.place()[0])
         return True
 
     def _adopt(self, shared: Any) -> None:
         """In the compute thread: weights, schedule and version are the others' from now on."""
-        self._keeping.adopt(shared)
+        self._synchroniser.adopt(shared)
         self._saving.adopted()
-        self._abreast.is_anew = False
+        self._startup_check.has_first_weights = False
         versions = [said.stage.version for said in self._network.donors if said.stage is not None]
         self._worker.stepper.start_over(version_of_state(shared.num_inner_steps, versions))
         self._network.publish(shared)
 
-    # -- being there ---------------------------------------------------------------------------------------------------
+    # -- serving -------------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         while not self._is_over():
             if self._has_lost_touch():
                 logger.warning("lost touch with the other workers of %s; taking up their state", self._built.name)
                 self._rejoin()
-            elif not self._abreast.may_serve():
+            elif not self._startup_check.may_serve():
                 self._rejoin()
-            self._abreast.compare()
+            self._startup_check.compare()
             self._hand_out_state()
             time.sleep(_LOOK_S)
 
     def _has_lost_touch(self) -> bool:
-        if self._lost_touch or self._keeping.is_lost() or self._worker.stepper.is_left_behind:
-            return bool(self._mates.serving())
-        members, self._members = self._members, 0
-        return members > 0 and self._network.is_on_its_own(members)
+        if self._lost_touch or self._synchroniser.is_lost() or self._worker.stepper.is_left_behind:
+            return bool(self._stage_peers.serving())
+        num_members, self._last_round_size = self._last_round_size, 0
+        return num_members > 0 and self._network.is_on_its_own(num_members)
 
     def _rejoin(self) -> None:
         self._set_status("joining")
-        self._is_back = self._is_current = False
-        self._network.collective.move_to(-1)  # Nobody waits in a round for one that has no state to bring to it.
+        self._is_resumed = self._is_current = False
+        self._network.collective.move_to(-1)  # Nobody waits in a round for a worker without a state to contribute.
         self._network.let_go()
         ends_s = time.monotonic() + self._rejoin_delay.next_s(time.monotonic())
         while time.monotonic() < ends_s and not self._is_over():
             time.sleep(_LOOK_S)
         self._join()
 
-    def _publish_resumed(self) -> None:
-        """What a checkpoint brought back is worth as much to the others as what a round makes."""
-        if self._config.strategy == "diloco" and self._keeping.place()[0]:
-            self._network.publish(self._keeping.shared_state())
-
     def _hand_out_state(self) -> None:
-        """SPARTA's states change with each step: one is written when somebody is there to take it up.
+        """Publishes a SPARTA state, which changes with each step, if somebody is there to take it up.
 
-        Not in each round, since somebody may claim to join for ever: 12 bytes a parameter are copied each time.
+        Not in each round, since somebody may claim to join for ever, and 12 bytes a parameter are copied each time. A
+        state half as old as may be missed is good enough.
         """
-        if self._config.strategy != "async_sparta":
+        if self._is_diloco or not any(report.status == "joining" for report in self._stage_peers.reports()):
             return
-        round_index = self._keeping.place()[0]
-        if self._mates.is_anybody_joining() and round_index >= self._published_round + self._hand_out_rounds():
+        every_rounds = max(1, self._config.swarm.sparta.max_staleness_rounds // 2)
+        round_index = self._synchroniser.place()[0]
+        if round_index >= self._published_round + every_rounds:
             self._published_round = round_index
-            self._network.publish(self._compute(self._keeping.shared_state))
+            self._network.publish(self._compute(self._synchroniser.shared_state))
 
     def _stepped(self, info: StepInfo) -> None:
-        """In the compute thread, behind each step."""
+        """In the compute thread, after each step."""
         self._watch.stepped(info)
         self._saving.stepped(info)
 
-    def _after_round(self, outcome: OuterResult) -> None:
-        self._watch.round(outcome)
-        if outcome.report is not None and len(outcome.report.members) > 1 and (remarks := outcome.report.remarks()):
-            logger.warning("round %d of %s: %s", outcome.round_index, self._built.name, "; ".join(remarks))
-        if outcome.committed:
+    def _after_round(self, result: OuterResult) -> None:
+        """In the compute thread, after each round."""
+        self._watch.round(result)
+        members = result.report.members if result.report is not None else ()
+        if result.report is not None and len(members) > 1 and (remarks := result.report.remarks()):
+            logger.warning("round %d of %s: %s", result.round_index, self._built.name, "; ".join(remarks))
+        if result.committed:
             self._saving.shared()
-        if self._keeping.has_lost_touch(outcome):
+        if self._synchroniser.has_lost_touch(result):
             self._lost_touch = True
-        elif outcome.committed and self._config.strategy == "diloco":
-            members = outcome.report.members if outcome.report is not None else ()
-            self._network.publish(self._keeping.shared_state(), members)
-            self._members = len(members)
+        elif result.committed and self._is_diloco:
+            self._network.publish(self._synchroniser.shared_state(), members)
+            self._last_round_size = len(members)
 
-    # -- going ---------------------------------------------------------------------------------------------------------
+    # -- leaving -------------------------------------------------------------------------------------------------------
 
     def _leave(self) -> None:
-        """Hands over what it has, unless that is not the stage's state: an old one must not become the newest saved.
+        """Saves and shares this worker's state, unless it is not the stage's: an old one must not be the newest saved.
 
         Raises:
             CheckpointError: it could not be saved.
@@ -352,20 +357,20 @@ class WorkerNode:
             return
         self._set_status("leaving")
         time.sleep(_LOOK_S)  # For drivers to hear of it.
-        departure = GracefulShutdown(
-            leave_s=self._config.swarm.join.leave_s,
-            num_unanswered=lambda: self._worker.service.num_under_way,
-            refuse=self._refuse,
-            save=lambda timeout_s: self._compute(self._step_and_save, timeout_s),
-            share=lambda timeout_s: self._compute(self._share, timeout_s),
-            clock=time.monotonic,
-            sleep=time.sleep,
-        )
         try:
-            departure.run()
+            shut_down_gracefully(
+                leave_s=self._config.swarm.join.leave_s,
+                num_unanswered=lambda: self._worker.service.num_under_way,
+                refuse=self._refuse,
+                save=lambda timeout_s: self._compute(self._step_and_save, timeout_s),
+                share=lambda timeout_s: self._compute(self._share, timeout_s),
+                clock=time.monotonic,
+                sleep=time.sleep,
+            )
         finally:
-            self._network.announce()  # How much of what it has counted outlives it: once heard, nothing of it perishes.
-            time.sleep(min(_HEARD_S, 1.0 + 1.5 * self._config.discovery.poll_interval_s))
+            # Announces how much of its work outlives it; what the others have heard of does not count as perished.
+            self._network.announce()
+            time.sleep(min(_MAX_FAREWELL_S, 1.0 + 1.5 * self._config.discovery.poll_interval_s))
 
     def _refuse(self) -> None:
         self._worker.service.accepts = "nothing"
@@ -373,19 +378,19 @@ class WorkerNode:
 
     def _step_and_save(self) -> None:
         """In the compute thread, which counts nothing any more."""
-        self._worker.stepper.joining = True  # Nor does it follow the others' steps behind that.
+        self._worker.stepper.joining = True  # It does not follow the others' steps after that either.
         self._worker.stepper.flush()
         self._saving.save_changes()
 
     def _share(self) -> None:
-        """In the compute thread. What it makes of the state is for those that stay: saved is what was before."""
-        if self._mates.serving():
-            self._worker.stepper.note(self._keeping.share())
+        """In the compute thread. The resulting state is for those that stay; the one before it was saved."""
+        if self._stage_peers.serving():
+            self._worker.stepper.note(self._synchroniser.share())
             return
-        self._worker.stepper.note(self._keeping.drain())
+        self._worker.stepper.note(self._synchroniser.drain())
         self._network.collective.move_to(-1)  # Others that leave too do not wait for this one.
 
-    # -- what it says --------------------------------------------------------------------------------------------------
+    # -- announcing ----------------------------------------------------------------------------------------------------
 
     def progress(self) -> NodeProgress:
         """See `trainer.run.node.network.Listener`."""
@@ -394,7 +399,7 @@ class WorkerNode:
     def peers(self, announcements: tuple[Announcement, ...]) -> None:
         """See `trainer.run.node.network.Listener`."""
         del announcements
-        settled = self._settled()
+        settled = self._settled_uid()
         if settled != self._uid:
             self._uid = settled
             self._network.announce()
@@ -404,17 +409,18 @@ class WorkerNode:
         logger.debug("round %d can be fetched as %s", outer_step, digest[:12])
 
     def _report(self) -> StageReport:
-        figures, (round_index, position) = self._worker.runtime.figures, self._keeping.place()
-        resumed, resumed_through = self._saving.resumed if self._worker.service.status == "serving" else ("", 0)
+        worker, saving = self._worker, self._saving
+        figures, (round_index, position) = worker.runtime.figures, self._synchroniser.place()
+        resumed, resumed_through = saving.resumed if worker.service.status == "serving" else ("", 0)
         return StageReport(
-            uid=str(self._uid or self._settled()),
-            incarnation=self._worker.replies.incarnation,
-            status=self._worker.service.status,
+            uid=str(self._uid or self._settled_uid()),
+            incarnation=worker.replies.incarnation,
+            status=worker.service.status,
             version=self._built.replica.version,
-            saved=self._saving.version,
+            saved=saving.version,
             round_index=round_index,
             round_position=position,
-            shared_through=self._worker.shared.count,
+            shared_through=worker.shared.count,
             num_tokens=self._built.replica.accumulated.num_tokens,
             queued=figures.queued,
             rows_per_s=figures.rows_per_s,
@@ -422,45 +428,9 @@ class WorkerNode:
             resumed=resumed,
             resumed_through=resumed_through,
             began_from=self._built.began_from,
-            unsaved_s=self._saving.unsaved_s,
-            unsaved_because=self._saving.failure,
+            unsaved_s=saving.checkpoints.unsaved_s(time.time()),
+            unsaved_because=saving.checkpoints.failure[:MAX_REASON],
         )
-
-    # -- inside --------------------------------------------------------------------------------------------------------
-
-    def _kept_together(self) -> ReplicaSynchroniser[Any]:
-        config, built, collective = self._config, self._built, self._network.collective
-        rows = self._shape.model.vocab_size
-        is_sparta = config.strategy == "async_sparta"
-        judged = JudgedCollective(
-            collective,
-            self._network.peer_id,
-            self._network.distrust,
-            num_slices=config.swarm.sparta.num_slices if is_sparta else 0,
-        )
-        if is_sparta:
-            return SpartaSynchroniser(
-                config,
-                built.module,
-                built.optimizer,
-                judged,
-                self._mates,
-                built.after_average,
-                built.kept_axes,
-                rows,
-            )
-        return DilocoSynchroniser(
-            config, built.module, judged, lambda: collective.behind, collective.move_to, rows, self._mates.frontier
-        )
-
-    def _max_lead(self) -> int:
-        """How many steps the others may be ahead: gradients of forward passes further off are refused anyway."""
-        staleness = self._config.swarm.stage.max_staleness
-        return max(staleness, self._config.diloco.inner_steps) if self._config.strategy == "diloco" else staleness
-
-    def _num_parts(self) -> int:
-        config = self._config
-        return config.swarm.sparta.num_slices if config.strategy == "async_sparta" else config.diloco.num_fragments
 
     def _set_status(self, status: ServiceStatus) -> None:
         self._worker.service.status = status
@@ -469,12 +439,10 @@ class WorkerNode:
         if self._uid is not None:
             self._network.announce()
 
-    def _settled(self) -> StageUid:
+    def _settled_uid(self) -> StageUid:
         return settled_uid(self._built.name, self._network.peer_id, self._uid, self._network.announcements)
 
-    def _hand_out_rounds(self) -> int:
-        """A state half as old as may be missed is good enough."""
-        return max(1, self._config.swarm.sparta.max_staleness_rounds // 2)
+    # -- threads -------------------------------------------------------------------------------------------------------
 
     def _compute(self, function: Callable[[], T], timeout_s: float = _COMPUTE_S) -> T:
         """Calls ``function`` in the compute thread, before anything that waits there."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from trainer.compression.activations import LinkMeter
 from trainer.inner import StepResult
@@ -19,16 +18,8 @@ from trainer.run.node.watching import Watch
 __all__ = ["WorkerWatch"]
 
 
-class WorkerWatch:
-    """Log, metrics and HTTP interface of a worker; a context manager.
-
-    Args:
-        config: of the run.
-        network: the side that talks to others.
-        worker: the service.
-        meter: of what it sends.
-        stop: asks it to stop.
-    """
+class WorkerWatch(Watch):
+    """Log, metrics and HTTP interface of a worker; a context manager."""
 
     def __init__(
         self,
@@ -40,11 +31,11 @@ class WorkerWatch:
     ) -> None:
         self._worker = worker
         self._meter = meter
-        self._watch = Watch(config, network, stop, self._figures)
+        super().__init__(config, network, stop, self._figures)
 
     def stepped(self, info: StepInfo) -> None:
-        """The stage has stepped; only the tail knows a loss."""
-        self._watch.observer.step(
+        """Shows a step of the stage; only the tail knows a loss."""
+        self.observer.step(
             StepResult(
                 step=info.version - 1,
                 loss=math.nan if info.loss is None else info.loss,
@@ -56,17 +47,17 @@ class WorkerWatch:
             )
         )
 
-    def round(self, outcome: OuterResult) -> None:
-        """A round has ended."""
-        if outcome.report is None:
-            self._watch.observer.round_failed(outcome.round_index, outcome.error)
+    def round(self, result: OuterResult) -> None:
+        """Shows a round that has ended."""
+        if result.report is None:
+            self.observer.round_failed(result.round_index, result.error)
         else:
-            self._watch.observer.round(outcome.report, outer_step=outcome.outer_step, state_digest="")
+            self.observer.round(result.report, outer_step=result.outer_step, state_digest="")
 
     def _figures(self) -> Iterator[tuple[str, str, float]]:
-        figures, link = self._worker.runtime.figures, self._meter.figures()
-        yield "stage_version", "Optimizer steps behind the stage's weights.", self._worker.replica.version
-        yield "stage_skipped_steps", "Steps not applied: gradient not finite.", self._worker.replica.skipped_steps
+        figures, link, replica = self._worker.runtime.figures, self._meter.figures(), self._worker.replica
+        yield "stage_version", "Optimizer steps behind the stage's weights.", replica.version
+        yield "stage_skipped_steps", "Steps not applied: gradient not finite.", replica.skipped_steps
         yield "stage_queued", "Requests that wait.", figures.queued
         yield "stage_queued_bytes", "Tensors of requests that wait.", figures.queued_bytes
         yield "stage_computed", "Requests computed since the start.", figures.computed
@@ -74,23 +65,10 @@ class WorkerWatch:
         yield "stage_compute_seconds", "Of a request, a moving average.", figures.compute_s
         yield "stage_rows_per_second", "While there was work.", figures.rows_per_s
         yield "stage_busy", "Share of the last while in which it computed.", figures.busy
-        yield (
-            "stage_cached_bytes",
-            "Of forward passes whose backward pass is to come.",
-            self._worker.replica.cached_bytes,
-        )
+        yield "stage_cached_bytes", "Of forward passes whose backward pass is to come.", replica.cached_bytes
         yield "link_raw_bytes", "Activations and gradients sent, before the codec.", link.raw_bytes
         yield "link_wire_bytes", "What was sent for them.", link.wire_bytes
         yield "link_ratio", "Of these two.", link.ratio
         yield "link_error", "Relative reconstruction error of activations, a moving average.", link.error
         yield "link_error_max", "The largest measured.", link.max_error
         yield "link_alarms", "Measurements above the limit.", link.alarms
-
-    def __enter__(self) -> Self:
-        self._watch.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._watch.__exit__(kind, error, trace)

@@ -19,7 +19,7 @@ from trainer.run.cli.app import run
 from trainer.run.cli.swarm_ending import ending_texts
 from trainer.run.cli.swarm_lines import settled_text
 from trainer.run.config import RunConfig, from_mapping
-from trainer.run.swarm.last_account import ledger_folder, read_last_account, write_last_account
+from trainer.run.swarm.keeper import ledger_folder, read_last_account, write_last_account
 
 _CONFIG = small_config(vocab_size=1024)
 

@@ -1,61 +1,267 @@
-"""Nodes that do not fit a run are turned away with the reason, and the run does not notice."""
+"""Whom a newcomer stays with, and that workers which begin with a model begin with the same one."""
 
 from __future__ import annotations
 
+import asyncio
+import shutil
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+import torch
 
+from manifests import FIRST_MERGE_ID, VocabularyFile
+from tests.support.event_loop import on_event_loop
+from tests.support.pipeline_swarm import STAGES, PipelineSwarm
+from tests.support.rpc_pair import running_endpoint
 from tests.support.text_store import text_store
-from tests.support.training_swarm import TrainingSwarm
-
-pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
-
-RESIDENTS = ("north", "south")
-
-_NEXT_PROTOCOL = """
-import sys
-from trainer.network.rpc import envelope
-
-envelope.PROTOCOL_VERSION += 1
-envelope.HEARTBEAT = envelope._PREFIX.pack(envelope.MAGIC, envelope.PROTOCOL_VERSION, 0, 0)
-from trainer.run.cli.app import run
-
-sys.exit(run(sys.argv[1:]))
-"""
+from trainer.checkpoint.stages import StageCheckpoints, StageState, fingerprint
+from trainer.collective import Terms
+from trainer.errors import CheckpointError, IncompatiblePeerError, RefusedError
+from trainer.model import build_model, export_hf
+from trainer.network.discovery import Announcement
+from trainer.network.discovery.stage_report import StageReport, StageUid
+from trainer.network.rpc import Endpoint, Reply, Request
+from trainer.run.config import RunConfig, from_mapping
+from trainer.run.node.compatibility import TERMS, FitCheck, register_terms
+from trainer.run.swarm.building import build_stage_site
+from trainer.run.swarm.compatibility import SwarmTerms, check_first_weights, check_fit
+from trainer.run.swarm.shape import DRIVER, SwarmShape, shape_of
 
 
-def test_who_does_not_fit_is_told_why_and_harms_no_round(tmp_path: Path) -> None:
-    with TrainingSwarm(tmp_path) as swarm:
-        swarm.begin(*RESIDENTS)
-        swarm.wait_for_step(1)
-        swarm.begin("larger", options=["--preset", "15m"])
-        swarm.begin("foreign", options=["--store", str(text_store("other"))])
-        swarm.begin("slower", options=["--inner-steps", "30"])
-        swarm.begin("careful", options=["--rule", "median"])
-        swarm.begin("newer", program=["-c", _NEXT_PROTOCOL])
-        told = {
-            "larger": ("dim 128", "192"),
-            "foreign": ("vocabulary",),
-            "slower": ("diloco.inner_steps 20", "30"),
-            "careful": ("rule.rule trimmed_mean", "median"),
-            "newer": ("protocol version",),
-        }
-        for name, words in told.items():
-            assert swarm[name].exit_code() == 1, swarm[name].tail()
-            last = swarm[name].output().splitlines()[-1]
-            assert last.startswith("trainer: ")
-            assert all(word in last for word in words), last
-        seen = max(swarm[name].outer_step for name in RESIDENTS)
-        swarm.wait_for_step(seen + 2, *RESIDENTS)
-        assert swarm.stop(*RESIDENTS) == [143, 143]
+def config_with(swarm: dict[str, object] | None = None, **changes: object) -> RunConfig:
+    content = {"data": {"store": str(text_store())}, "device": "cpu", "model": {"preset": "tiny"}}
+    return from_mapping(RunConfig, {**content, "swarm": {"num_stages": 3, **(swarm or {})}, **changes})
 
-        states = [swarm[name].states() for name in RESIDENTS]
-        common = states[0].keys() & states[1].keys()
-        assert len(common) >= seen + 2
-        assert all(states[0][step] == states[1][step] for step in common)
-        for name in RESIDENTS:
-            assert not swarm[name].events("round_failed")
-            rounds = swarm[name].events("round")[:seen]
-            assert all(event.fields["completeness"] == 1 and not event.fields["dropped"] for event in rounds)
-            assert all(len(event.fields["members"]) == len(RESIDENTS) for event in rounds)
+
+@pytest.fixture(scope="module")
+def ours() -> SwarmShape:
+    return shape_of(config_with())
+
+
+@pytest.fixture(scope="module")
+def theirs() -> SwarmShape:
+    return shape_of(config_with(seed=77))
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers stand after a moment."""
+    for name in ("_SETTLE_S", "_STANDS_S", "_AGAIN_S"):
+        monkeypatch.setattr(f"trainer.run.node.compatibility.{name}", 0.05)
+
+
+def check_among(own: Endpoint, shape: SwarmShape, heard: list[Announcement]) -> FitCheck:
+    return SwarmTerms(shape).fit_check(own, lambda: heard, "r")
+
+
+async def a_driver(stack: AsyncExitStack, shape: SwarmShape, name: str) -> Announcement:
+    """One that answers what it drives."""
+    endpoint = await stack.enter_async_context(running_endpoint())
+    register_terms(endpoint, shape.terms(DRIVER))
+    digest = shape.terms(DRIVER).digest()
+    return Announcement(
+        peer_id=endpoint.peer_id, node_id=name, run_id="r", address=endpoint.address, terms_digest=digest
+    )
+
+
+def gone(said: Announcement) -> Announcement:
+    """The same of another key, at an address where nobody listens."""
+    return said.model_copy(update={"peer_id": "f" * 64, "address": "127.0.0.1:9"})
+
+
+async def meet(endpoint: Endpoint, shape: SwarmShape, heard: Sequence[Sequence[Announcement]]) -> list[Announcement]:
+    """Hears these, one list after the other; returns whom it had heard of when it went on."""
+    rest = list(heard)
+
+    def others() -> Sequence[Announcement]:
+        return rest.pop(0) if len(rest) > 1 else rest[0]
+
+    async with asyncio.timeout(30):
+        await check_fit(SwarmTerms(shape).fit_check(endpoint, others, "r"), others, wait_s=5.0)
+    return list(rest[0])
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_a_stranger_is_heard_of_first_and_those_that_fit_behind_it(ours: SwarmShape, theirs: SwarmShape) -> None:
+    async with AsyncExitStack() as stack, running_endpoint() as own:
+        stranger = await a_driver(stack, theirs, "stranger")
+        resident = await a_driver(stack, ours, "resident")
+        assert await meet(own, ours, [[], [], *[[stranger]] * 5, [stranger, resident]]) == [stranger, resident]
+
+
+@pytest.mark.parametrize("is_there", [True, pytest.param(False, marks=pytest.mark.slow)])
+@on_event_loop
+async def test_one_that_fits_is_company_enough_among_many_strangers_as_long_as_it_is_there(
+    is_there: bool, ours: SwarmShape, theirs: SwarmShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.run.node.compatibility._SETTLE_S", 0.2)
+    async with AsyncExitStack() as stack, running_endpoint() as own:
+        strangers = [await a_driver(stack, theirs, f"stranger-{number}") for number in range(4 if is_there else 2)]
+        resident = await a_driver(stack, ours, "resident")
+        if is_there:
+            assert resident in await meet(own, ours, [[*strangers, resident]])
+        else:
+            with pytest.raises(IncompatiblePeerError, match="seed 77"):
+                await meet(own, ours, [[*strangers, gone(resident)]])
+
+
+@pytest.mark.slow
+@on_event_loop
+@pytest.mark.parametrize("like", ["the newcomer", "the others"])
+async def test_the_dead_count_for_nothing_and_those_alive_are_asked_whenever_they_are_heard_of(
+    like: str, ours: SwarmShape, theirs: SwarmShape, quick: None
+) -> None:
+    """Of a misfit that hears first of dead ones alone, and of the run itself while it works."""
+    async with AsyncExitStack() as stack, running_endpoint() as own:
+        residents = [await a_driver(stack, theirs, f"resident-{number}") for number in range(2)]
+        of = ours if like == "the newcomer" else theirs
+        dead = gone(await a_driver(stack, of, "dead"))
+        heard = [dead, *(dead.model_copy(update={"peer_id": f"{number:064x}"}) for number in range(40))]
+        check = check_among(own, ours, heard)
+        async with asyncio.timeout(30):
+            await check.begin()
+            assert check.is_open
+            going_on = asyncio.create_task(check.go_on())
+            await asyncio.sleep(0.2)
+            assert not going_on.done()
+            heard += residents
+            with pytest.raises(IncompatiblePeerError, match="seed 77"):
+                await going_on
+
+
+@on_event_loop
+async def test_the_answer_of_one_that_fits_ends_the_question(ours: SwarmShape, theirs: SwarmShape, quick: None) -> None:
+    async with AsyncExitStack() as stack, running_endpoint() as own:
+        resident = await a_driver(stack, ours, "resident")
+        heard = [gone(resident)]
+        check = check_among(own, ours, heard)
+        async with asyncio.timeout(30):
+            await check.begin()
+            assert check.is_open
+            heard += [resident, *[await a_driver(stack, theirs, f"stranger-{number}") for number in range(3)]]
+            await check.go_on()
+        assert not check.is_open
+
+
+@on_event_loop
+async def test_the_first_of_a_run_is_not_judged_by_who_comes_later(ours: SwarmShape, theirs: SwarmShape) -> None:
+    async with AsyncExitStack() as stack, running_endpoint() as own:
+        heard: list[Announcement] = []
+        check = check_among(own, ours, heard)
+        await check.begin()
+        heard += [await a_driver(stack, theirs, f"newcomer-{number}") for number in range(2)]
+        async with asyncio.timeout(30):
+            await check.go_on()
+
+
+@on_event_loop
+async def test_a_refusal_that_says_nothing_of_terms_is_no_difference(ours: SwarmShape, theirs: SwarmShape) -> None:
+    """Such as that a limit is reached."""
+    async with AsyncExitStack() as stack, running_endpoint() as own:
+        busy = await stack.enter_async_context(running_endpoint())
+
+        async def answer(_request: Request[Terms]) -> Reply[Terms]:
+            raise RefusedError("busy", "come again later")
+
+        busy.register(TERMS, Terms, answer)
+        said = gone(await a_driver(stack, theirs, "busy")).model_copy(
+            update={"peer_id": busy.peer_id, "address": busy.address}
+        )
+        check = check_among(own, ours, [said])
+        async with asyncio.timeout(30):
+            await check.begin()
+        assert check.is_open
+
+
+MINE, OTHER = "1" * 16, "2" * 16
+
+
+def _check(mine: str, *others: str, joining: int = 0) -> None:
+    """Among workers, the first of which are joining still."""
+    reports = [
+        StageReport(
+            uid=str(StageUid("tail", 40 + number)),
+            incarnation="0" * 16,
+            status="joining" if number < joining else "serving",
+            began_from=each,
+        )
+        for number, each in enumerate(others)
+    ]
+    check_first_weights(mine, "/models/a", reports)
+
+
+def test_who_began_as_most_did_or_with_nothing_goes_on() -> None:
+    for mine, others in ((MINE, ()), (MINE, ("", "")), (MINE, (MINE, "")), ("", (OTHER, OTHER))):
+        _check(mine, *others)
+    _check(MINE, OTHER, MINE)  # The other one is told.
+
+
+@pytest.mark.parametrize("others", [(OTHER,), (OTHER, ""), (OTHER, MINE, OTHER), (OTHER, "3" * 16, MINE)])
+def test_who_began_with_another_model_than_most_is_told_which_and_where(others: tuple[str, ...]) -> None:
+    expected = rf"expected .* tail\.0\.40 .* {OTHER}, found /models/a with {MINE}; give all"
+    with pytest.raises(IncompatiblePeerError, match=expected):
+        _check(MINE, *others)
+
+
+def test_those_that_serve_already_decide_and_before_any_does_whoever_begins() -> None:
+    _check(MINE, OTHER, OTHER, MINE, joining=2)
+    for others, joining in (((MINE, MINE, OTHER), 2), ((OTHER,), 1)):
+        with pytest.raises(IncompatiblePeerError):
+            _check(MINE, *others, joining=joining)
+
+
+def _model(folder: Path, seed: int) -> Path:
+    """A model of the runs below."""
+    tokenizer = folder.parent / "tokenizer.json"
+    tokenizer.write_bytes(VocabularyFile.from_pairs([(114 + 10, 111)], {"tiny": 1}).to_json())
+    config = shape_of(_config(folder)).model
+    export_hf(build_model(config, seed).state_dict(), config, tokenizer, folder)
+    return folder
+
+
+def _config(start_from: Path, checkpoints: Path | None = None) -> RunConfig:
+    directory = str(checkpoints or start_from.parent / "none")
+    return config_with({"start_from": str(start_from), "checkpoint": {"directory": directory}})
+
+
+@pytest.mark.slow
+def test_a_worker_that_has_checkpoints_does_not_read_the_model_to_begin_with(tmp_path: Path) -> None:
+    model, folder = _model(tmp_path / "model", 5), tmp_path / "checkpoints"
+    config = _config(model, folder)
+    shape = shape_of(config)
+    built = build_stage_site(config, shape, "body-1")
+    assert built.began_from == fingerprint(model)
+    with StageCheckpoints(config.swarm.checkpoint, config.run_id, shape.plan, "body-1", "a" * 16) as checkpoints:
+        checkpoints.open(0.0)
+        checkpoints.save(1.0, StageState.of_replica(shape.model, built.replica.state_dict()))
+    shutil.rmtree(model)
+    assert build_stage_site(config, shape, "body-1").began_from == ""
+    with pytest.raises(CheckpointError):
+        build_stage_site(config, shape, "tail")
+
+
+def test_stages_of_one_folder_say_the_same(tmp_path: Path) -> None:
+    model = _model(tmp_path / "model", 5)
+    config = _config(model)
+    built = [build_stage_site(config, shape_of(config), stage) for stage in STAGES]
+    assert {each.began_from for each in built} == {fingerprint(model)}
+    expected = build_model(shape_of(config).model, 5).state_dict()["embedding.weight"][: FIRST_MERGE_ID + 1]
+    assert torch.equal(built[0].module.state_dict()["embedding.weight"][: FIRST_MERGE_ID + 1], expected)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(120)
+def test_a_worker_with_another_model_ends_and_says_so_and_the_first_stays(tmp_path: Path) -> None:
+    one, another = _model(tmp_path / "one", 5), _model(tmp_path / "another", 6)
+    with PipelineSwarm(tmp_path / "swarm") as swarm:
+        resident = swarm.begin_worker("tail", "tail", ["--set", f"swarm.start_from={one}"])
+        swarm.wait(lambda: "serves version 0" in resident.output(), "the tail to serve")
+        stranger = swarm.begin_worker("head", "head", ["--set", f"swarm.start_from={another}"])
+        assert stranger.exit_code() == 1
+        last = stranger.output().splitlines()[-1]
+        assert last.startswith("trainer: swarm.start_from: expected the model that "), last
+        assert f"found {another} with {fingerprint(another)}" in last
+        assert not resident.has_ended()

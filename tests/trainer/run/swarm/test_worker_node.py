@@ -51,7 +51,7 @@ def test_a_state_has_the_version_of_the_holder_nearest_to_its_steps(
     donors = tuple(announced(report(version), number) for number, version in enumerate(versions))
     tell(monkeypatch, "donors", donors)
     monkeypatch.setattr(Network, "publish", lambda *_: None)
-    worker._adopt(replace(worker._keeping.shared_state(), outer_step=2, num_inner_steps=38))
+    worker._adopt(replace(worker._synchroniser.shared_state(), outer_step=2, num_inner_steps=38))
     assert worker.progress().inner_step == 40
 
 
@@ -63,5 +63,5 @@ def test_a_resumed_worker_is_current_only_in_the_round_most_others_are_in(
     monkeypatch.setattr(Network, "alike", lambda _: said)
     tell(monkeypatch, "shares_common_state", True)
     assert not worker._is_still_current(), "without a checkpoint of its own"
-    worker._is_back = True
+    worker._is_resumed = True
     assert worker._is_still_current() == is_current

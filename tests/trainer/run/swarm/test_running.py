@@ -1,4 +1,4 @@
-"""Which processes `swarm up` starts, how they are told of each other, and what is shown of them."""
+"""The processes that `swarm up` starts, how they learn of each other, and what is shown of them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,21 @@ from tests.support.dht_processes import descendants, wait_until_gone
 from tests.support.pipeline_view import SeenPipeline, a_worker, an_account, some_stages
 from tests.support.pretended_swarm import PROGRAM
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, TrainerUsageError
-from trainer.monitor import ApiConfig, ApiServer, TrainingMetrics, TrainingTracker, create_app
+from trainer.monitor import (
+    ApiConfig,
+    ApiServer,
+    SwarmStages,
+    TrainingMetrics,
+    TrainingTracker,
+    WorkerStatus,
+    create_app,
+)
 from trainer.monitor.metrics import Sources
 from trainer.run.cli.app import run
 from trainer.run.cli.swarm_lines import _JsonLines, _PlainLines, _Table, account_text, stage_table, workers_table
-from trainer.run.swarm.asking import ask_account, ask_stages
-from trainer.run.swarm.children import RestartPolicy, free_ports
-from trainer.run.swarm.local import LocalSwarm, Ports, seed_address, seed_spec, swarm_specs
-from trainer.run.swarm.running import run_local
-from trainer.run.swarm.swarm_snapshot import ProcessCount, SwarmSnapshot, snapshot_through
+from trainer.run.swarm.children import RestartPolicy
+from trainer.run.swarm.running import LocalSwarm, free_ports, run_local, seed_address, seed_spec, swarm_specs
+from trainer.run.swarm.swarm_snapshot import ProcessCount, SwarmSnapshot, ask_account, ask_stages, snapshot_through
 
 _ROOT = Path(__file__).resolve().parents[4]
 _STAGES = ("head", "body-1", "tail")
@@ -39,6 +45,16 @@ def _swarm(**changes: object) -> LocalSwarm:
     return LocalSwarm(**(options | changes))
 
 
+def _ports(swarm: LocalSwarm) -> dict[str, int]:
+    return {name: number for number, name in enumerate(swarm.port_names, 1)}
+
+
+def _run_file(folder: Path, swarm: str = "num_stages: 2, vocab_rows: 2048") -> Path:
+    file = folder / "run.yaml"
+    file.write_text(f"run_id: look\nswarm: {{{swarm}}}\nmodel: {{preset: tiny}}\n")
+    return file
+
+
 class Shown:
     """A display that remembers."""
 
@@ -46,13 +62,13 @@ class Shown:
 
     def __init__(self) -> None:
         self.events: list[str] = []
-        self.sights: list[SwarmSnapshot] = []
+        self.snapshots: list[SwarmSnapshot] = []
 
     def event(self, text: str) -> None:
         self.events.append(text)
 
-    def show(self, sight: SwarmSnapshot) -> None:
-        self.sights.append(sight)
+    def show(self, snapshot: SwarmSnapshot) -> None:
+        self.snapshots.append(snapshot)
 
 
 @pytest.fixture
@@ -75,8 +91,7 @@ def driver_url() -> Iterator[str]:
 
 def test_all_workers_and_drivers_get_names_ports_and_places_to_begin() -> None:
     swarm = _swarm(num_workers=2, num_drivers=2, store="/store", max_steps=7, settings=("seed=3",))
-    ports = Ports.dealt(swarm, range(1, swarm.num_ports + 1))
-    specs = swarm_specs(swarm, ports, [])
+    specs = swarm_specs(swarm, _ports(swarm), [])
     assert [spec.name for spec in specs] == [
         *(f"{stage}.{number}" for stage in _STAGES for number in (1, 2)),
         "driver-1",
@@ -98,7 +113,7 @@ def test_all_workers_and_drivers_get_names_ports_and_places_to_begin() -> None:
 
 def test_seeds_know_those_before_them_and_all_others_know_the_seeds(tmp_path: Path) -> None:
     swarm = _swarm(num_seeds=2)
-    ports = Ports.dealt(swarm, range(1, swarm.num_ports + 1))
+    ports = _ports(swarm)
     first = seed_spec(swarm, ports, tmp_path, [])
     second = seed_spec(swarm, ports, tmp_path, ["/ip4/a"])
     assert "--initial-peers" not in first.command
@@ -137,17 +152,12 @@ def test_a_whole_swarm_runs_until_its_drivers_are_done(calls: Path, tmp_path: Pa
     started = [json.loads(line) for line in calls.read_text().splitlines()]
     assert [call[0] for call in started[:2]] == ["seed", "seed"]
     assert sorted(call[2] for call in started if call[0] == "worker") == ["body-1", "head", "tail"]
-    seen = [sight for sight in shown.sights if sight.stages is not None]
-    assert an_account() in [sight.account for sight in seen]
-    assert shown.sights[-1].stages is not None, "what was said last is shown last, though nobody answers any more"
-    assert [count.running for count in shown.sights[-1].processes if count.name == "drivers"] == [0]
-    assert {count.name: count.wanted for count in seen[0].processes} == {
-        "seeds": 2,
-        "head": 1,
-        "body-1": 1,
-        "tail": 1,
-        "drivers": 1,
-    }
+    seen = [it for it in shown.snapshots if it.stages is not None]
+    assert an_account() in [it.account for it in seen]
+    assert shown.snapshots[-1].stages is not None, "what was said last is shown last, though nobody answers any more"
+    assert [count.running for count in shown.snapshots[-1].processes if count.name == "drivers"] == [0]
+    wanted = {count.name: count.wanted for count in seen[0].processes}
+    assert wanted == {"seeds": 2, "head": 1, "body-1": 1, "tail": 1, "drivers": 1}
     assert {path.name for path in (tmp_path / "logs").glob("*.log")} == {
         *("seed-1.log", "seed-2.log", "head.1.log", "body-1.1.log", "tail.1.log", "driver-1.log")
     }
@@ -189,8 +199,8 @@ def test_one_folder_has_one_swarm(calls: Path, tmp_path: Path) -> None:
 _UP = """
 import sys
 from tests.support.pretended_swarm import PROGRAM
-from trainer.run.swarm import local
-local.LocalSwarm.__init__.__kwdefaults__["program"] = PROGRAM
+from trainer.run.swarm.running import LocalSwarm
+LocalSwarm.__init__.__kwdefaults__["program"] = PROGRAM
 from trainer.run.cli.app import run
 sys.exit(run(["swarm", "up", *sys.argv[1:]]))
 """
@@ -198,9 +208,16 @@ sys.exit(run(["swarm", "up", *sys.argv[1:]]))
 
 @pytest.mark.slow
 def test_the_command_ends_whole_on_ctrl_c(calls: Path, tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text("run_id: look\nswarm: {num_stages: 2, vocab_rows: 2048}\nmodel: {preset: tiny}\n")
-    command = [sys.executable, "-c", _UP, "--run", str(file), "--folder", str(tmp_path / "all"), "--json"]
+    command = [
+        sys.executable,
+        "-c",
+        _UP,
+        "--run",
+        str(_run_file(tmp_path)),
+        "--folder",
+        str(tmp_path / "all"),
+        "--json",
+    ]
     process = subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -232,15 +249,12 @@ def test_an_interrupt_is_said_and_exit_code_130(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("trainer.run.swarm.running.run_local", interrupted)
-    file = tmp_path / "run.yaml"
-    file.write_text("swarm: {num_stages: 2, vocab_rows: 2048}\nmodel: {preset: tiny}\n")
-    assert run(["swarm", "up", "--run", str(file), "--folder", str(tmp_path)]) == 130
+    assert run(["swarm", "up", "--run", str(_run_file(tmp_path)), "--folder", str(tmp_path)]) == 130
     assert capsys.readouterr().err == "trainer: interrupted; nothing was saved since the last checkpoint\n"
 
 
 def test_mistakes_are_one_line_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text("swarm: {num_stages: 1}\n")
+    file = _run_file(tmp_path, "num_stages: 1")
     assert run(["swarm", "up", "--run", str(file)]) == 2
     assert capsys.readouterr().err == "trainer: swarm.num_stages: expected 2 or more, found 1\n"
     assert run(["swarm", "up", "--run", str(file), "--workers", "0"]) == 2
@@ -284,20 +298,20 @@ def test_whoever_is_no_driver_is_told_so(driver_url: str) -> None:
     assert snapshot_through(["http://127.0.0.1:1", driver_url, driver_url]).tokens_per_s == 2 * 1234.5
 
 
-def _sight() -> SwarmSnapshot:
+def _snapshot() -> SwarmSnapshot:
     counts = (ProcessCount("drivers", 1, 1, 0), ProcessCount("head", 2, 2, 1), ProcessCount("tail", 0, 1, 4))
     return SwarmSnapshot(counts, some_stages(), an_account(), 1234.5)
 
 
 def test_the_table_has_a_line_a_stage_and_says_which_is_empty() -> None:
-    lines = stage_table(_sight())
+    lines = stage_table(_snapshot())
     assert [line.split()[0] for line in lines] == ["stage", "head", "tail", "drivers", "step", "micro-batches:"]
     assert lines[0].split()[1] == "processes"
     assert lines[1].split()[1:5] == ["2/2", "1/2", "12", "30.0"] and lines[1].endswith("restarts: 1")
     assert "empty for 8 s" in lines[2] and lines[2].endswith("restarts: 4")
     assert lines[4] == "step 12  loss 5.2500  1,234 tokens/s"
     assert not any("\x1b" in line for line in lines)
-    assert "\x1b[31mtail" in stage_table(_sight(), is_coloured=True)[2]
+    assert "\x1b[31mtail" in stage_table(_snapshot(), is_coloured=True)[2]
     assert stage_table(SwarmSnapshot())[-2:] == ["no driver answers yet", account_text(None)]
 
 
@@ -305,75 +319,73 @@ def test_a_terminal_is_redrawn_in_place_with_lines_cut_to_its_width(monkeypatch:
     monkeypatch.setenv("COLUMNS", "40")
     stream = io.StringIO()
     table = _Table(stream, is_coloured=False)
-    table.show(_sight())
+    table.show(_snapshot())
     first = stream.getvalue().splitlines()
     assert len(first) == 6 and max(map(len, first)) < 40
     table.event("head.1 ended (SIGKILL)")
-    table.show(_sight())
+    table.show(_snapshot())
     assert stream.getvalue().count("\x1b[6F\x1b[J") == 2
     assert "head.1 ended (SIGKILL)\n" in stream.getvalue()
 
 
 def test_elsewhere_it_is_one_line_or_one_object() -> None:
     plain, objects = io.StringIO(), io.StringIO()
-    _PlainLines(plain).show(_sight())
+    _PlainLines(plain).show(_snapshot())
     assert plain.getvalue().count("\n") == 1
     assert "3/4 processes" in plain.getvalue() and plain.getvalue().endswith("nobody serves tail\n")
     lines = _JsonLines(objects)
     lines.event("x")
-    lines.show(_sight())
-    event, sight = (json.loads(line) for line in objects.getvalue().splitlines())
+    lines.show(_snapshot())
+    event, shown = (json.loads(line) for line in objects.getvalue().splitlines())
     assert event == {"kind": "event", "text": "x"}
-    assert sight["stages"]["step"] == 12 and sight["processes"][1]["restarts"] == 1
+    assert shown["stages"]["step"] == 12 and shown["processes"][1]["restarts"] == 1
+
+
+def _stages_with(*workers: WorkerStatus, at: int = 0, **changes: object) -> SwarmStages:
+    """One stage of `some_stages` with these workers."""
+    stages = some_stages()
+    stage = stages.stages[at].model_copy(update={"workers": workers, **changes})
+    return stages.model_copy(update={"stages": (stage,)})
 
 
 def test_what_is_wrong_with_workers_is_shown_and_whose_it_is() -> None:
-    stages = some_stages()
     worker = a_worker("head.0.42", node_id="head.1", unsaved_s=63.2, unsaved_because="No space left\x1b[2J")
-    troubled = stages.model_copy(update={"stages": (stages.stages[0].model_copy(update={"workers": (worker,) * 10}),)})
-    sight = SwarmSnapshot((ProcessCount("head", 1, 1, 0),), troubled)
+    troubled = _stages_with(*(worker,) * 10)
+    snapshot = SwarmSnapshot((ProcessCount("head", 1, 1, 0),), troubled)
     said = "head.1: no checkpoint for 63 s: No space left?[2J"
-    assert stage_table(sight)[2:-2] == [said] * 8 + ["and 2 more of this kind: see swarm status"]
+    assert stage_table(snapshot)[2:-2] == [said] * 8 + ["and 2 more of this kind: see swarm status"]
     plain = io.StringIO()
-    _PlainLines(plain).show(sight)
+    _PlainLines(plain).show(snapshot)
     assert f"; {said}; {said}" in plain.getvalue()
     assert "no checkpoint for 63 s: No space left" in workers_table(troubled, None)[1]
     assert "no checkpoint" not in "\n".join(stage_table(SwarmSnapshot(stages=troubled))), "the table of workers says it"
 
 
 def test_workers_that_disagree_are_both_named() -> None:
-    stages = some_stages()
-    workers = tuple(
-        a_worker(f"tail.0.{one}", node_id=f"tail.{one}", differs_from=(f"tail.0.{other}",))
-        for one, other in ((42, 43), (43, 42))
+    pairs = ((42, 43), (43, 42))
+    seen = _stages_with(
+        *(a_worker(f"tail.0.{a}", node_id=f"tail.{a}", differs_from=(f"tail.0.{b}",)) for a, b in pairs)
     )
-    seen = stages.model_copy(update={"stages": (stages.stages[0].model_copy(update={"workers": workers}),)})
-    said = "\n".join(workers_table(seen, None))
-    assert "computes something else than tail.0.43; one of them is wrong" in said
-    assert "tail.42: computes something else than tail.0.43" in "\n".join(
-        stage_table(SwarmSnapshot((ProcessCount("tail", 2, 2, 0),), seen))
-    )
+    assert "computes something else than tail.0.43; one of them is wrong" in "\n".join(workers_table(seen, None))
+    table = stage_table(SwarmSnapshot((ProcessCount("tail", 2, 2, 0),), seen))
+    assert "tail.42: computes something else than tail.0.43" in "\n".join(table)
 
 
 def test_a_worker_that_does_not_answer_is_not_shown_as_busy() -> None:
-    stages = some_stages()
     worker = a_worker("tail.0.42", node_id="tail.1", silent_s=12.3, age_s=30.0, in_flight=3)
-    tail = stages.stages[1].model_copy(update={"workers": (worker,), "version": 12, "empty_for_s": 0.0})
-    sight = SwarmSnapshot((ProcessCount("tail", 1, 1, 0),), stages.model_copy(update={"stages": (tail,)}))
-    _, row, *troubles, _, _ = stage_table(sight)
+    stages = _stages_with(worker, at=1, version=12, empty_for_s=0.0)
+    snapshot = SwarmSnapshot((ProcessCount("tail", 1, 1, 0),), stages)
+    _, row, *troubles, _, _ = stage_table(snapshot)
     assert row.split() == ["tail", "1/1", "0/1", "12", "–", "–", "–"]
     assert troubles == [
         "tail.1: has not answered for 12 s; micro-batches wait for it (3)",
         "tail.1: last heard of 30 s ago",
     ]
-    assert sight.stages is not None
-    assert workers_table(sight.stages, None)[1].split()[:7] == ["tail.0.42", "tail.1", "silent", "12", "–", "–", "–"]
-    assert stage_table(sight, is_coloured=True)[1].startswith("\x1b[31mtail")
+    assert workers_table(stages, None)[1].split()[:7] == ["tail.0.42", "tail.1", "silent", "12", "–", "–", "–"]
+    assert stage_table(snapshot, is_coloured=True)[1].startswith("\x1b[31mtail")
 
 
 def test_a_name_of_a_node_cannot_break_the_table() -> None:
-    stages = some_stages()
-    strange = stages.stages[0].model_copy(update={"workers": (a_worker("head.0.42", node_id="a\nb\x1b[2J" * 20),)})
-    lines = workers_table(stages.model_copy(update={"stages": (strange,)}), None)
+    lines = workers_table(_stages_with(a_worker("head.0.42", node_id="a\nb\x1b[2J" * 20)), None)
     assert len(lines) == 2
     assert not any(character in line for line in lines for character in "\n\x1b")

@@ -1,0 +1,475 @@
+"""A driver: whom it believes, what it does not survive quietly, how it counts steps, and what it shows."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.event_loop import on_event_loop
+from tests.support.rpc_pair import running_endpoint
+from tests.support.text_store import text_store
+from tests.support.training_swarm import free_port
+from trainer.errors import LedgerError
+from trainer.inner import StepResult, lr_at
+from trainer.network.discovery import Announcement, DiscoveryConfig
+from trainer.network.discovery.stage_report import StageReport, StageUid
+from trainer.network.rpc import Endpoint, Identity
+from trainer.pipeline.driver.balancer import WorkerLoad
+from trainer.pipeline.driver.results import AuditStatus, DriverStatus, StageStatus
+from trainer.pipeline.driver.steps import StepLoss
+from loader.stream.schedule import Lane
+from trainer.run.config import RunConfig, from_mapping
+from trainer.run.node.announcement import NodeProgress
+from trainer.run.node.data import open_session
+from trainer.run.node.stopping import StopRequest
+from trainer.run.swarm.driver_node import DriverNode
+from trainer.run.swarm.driver_view import DriverView
+from trainer.run.swarm.keeper import keeps_account, read_last_account
+from trainer.run.swarm.peer_view import DriverPeerView
+from trainer.run.swarm.shape import DRIVER, SwarmShape, shape_of, target_tokens_of
+
+OWN, STRANGE = "a" * 64, "b" * 64
+
+
+def config_with(**changes: Any) -> RunConfig:
+    content = {
+        "node_id": "driver-2",
+        "data": {"store": str(text_store())},
+        "model": {"preset": "tiny"},
+        "swarm": {"num_stages": 3},
+        "inner": {"warmup_steps": 100, "micro_batch_size": 2, "seq_len": 32},
+        "api": {"enabled": False},
+    }
+    return from_mapping(RunConfig, content | changes)
+
+
+@pytest.fixture(scope="module")
+def config() -> RunConfig:
+    return config_with()
+
+
+@pytest.fixture(scope="module")
+def shape(config: RunConfig) -> SwarmShape:
+    return shape_of(config)
+
+
+def view_of(config: RunConfig, shape: SwarmShape) -> DriverPeerView:
+    endpoint = Endpoint(Identity.create(), config.run_id, config.rpc)
+    return DriverPeerView(config, endpoint, shape, NodeProgress, lambda _: None)
+
+
+@pytest.fixture
+def view(config: RunConfig, shape: SwarmShape) -> DriverPeerView:
+    return view_of(config, shape)
+
+
+Make = Callable[..., SimpleNamespace]
+
+
+@pytest.fixture
+def make(config: RunConfig, shape: SwarmShape, tmp_path: Path) -> Make:
+    """A driver of the run with further options: `node`, what asks it to `stop`, and the steps it has `told`."""
+
+    def driver(**changes: Any) -> SimpleNamespace:
+        placed = replace(config, state_dir=str(tmp_path), **changes)
+        stop, told = StopRequest(), list[StepResult]()
+        line = SimpleNamespace(step=told.append)
+        return SimpleNamespace(
+            node=DriverNode(placed, shape, open_session(config.data), stop, line), stop=stop, told=told
+        )
+
+    return driver
+
+
+def said(shape: SwarmShape, name: str, key: str, stage: str = "", *, fits: bool = True, **report: Any) -> Announcement:
+    digest = shape.terms(stage or DRIVER).digest() if fits else "0" * 64
+    content = {"uid": str(StageUid(stage, 40)), "incarnation": "1" * 16, "status": "serving"}
+    return Announcement(
+        peer_id=key * 64,
+        node_id=name,
+        run_id="r",
+        address="127.0.0.1:5",
+        terms_digest=digest,
+        stage=StageReport.model_validate(content | report) if stage else None,
+    )
+
+
+def workers_of_all(shape: SwarmShape) -> list[Announcement]:
+    return [said(shape, stage, key, stage) for stage, key in zip(shape.plan.names, "abc", strict=True)]
+
+
+def test_who_trains_something_else_is_not_asked_nor_noted(view: DriverPeerView, shape: SwarmShape) -> None:
+    view.hear(
+        (
+            said(shape, "head", "a", "head"),
+            said(shape, "stranger", "b", "tail", fits=False),
+            said(shape, "driver-7", "c"),
+            said(shape, "driver-8", "d", fits=False),
+        )
+    )
+    assert [(report.uid, peer.peer_id) for report, peer in view.stage_workers()] == [("head.0.40", OWN)]
+    assert view.other_drivers() == ["c" * 64]
+
+
+def keepers_found(view: DriverPeerView, heard: list[tuple[Announcement, ...]]) -> list[str | None]:
+    """First letters of the keys that are taken for the keeper's, one list of announcements after the other."""
+    found = []
+    for announcements in heard:
+        view.hear(announcements)
+        keeper = view.keeper()
+        found.append(keeper.peer_id[0] if keeper is not None and keeper.peer_id else None)
+    return found
+
+
+def test_the_keeper_is_the_first_of_its_name_as_long_as_it_is_there(
+    view: DriverPeerView, shape: SwarmShape, caplog: pytest.LogCaptureFixture
+) -> None:
+    stranger = said(shape, "driver-1", "a", fits=False)
+    first, second = said(shape, "driver-1", "b"), said(shape, "driver-1", "c")
+    heard = [(stranger,), (stranger, first), (second, first), (first, second), (second,), (first, second)]
+    assert keepers_found(view, heard) == [None, "b", "b", "b", "c", "c"]
+    assert sum("calls itself driver-1 too" in record.message for record in caplog.records) == 2
+
+
+def test_a_keepers_key_is_waited_for_however_long_it_is_away_and_no_name_stands_for_it(
+    config: RunConfig, shape: SwarmShape
+) -> None:
+    ledger = replace(config.swarm.ledger, keeper=STRANGE)
+    known = replace(config, swarm=replace(config.swarm, ledger=ledger))
+    keeper = said(shape, "another-name", "b")
+    strangers = (said(shape, "driver-1", "a"), said(shape, STRANGE, "c"))
+    heard = [strangers, (*strangers, keeper), strangers, (keeper,)]
+    assert keepers_found(view_of(known, shape), heard) == [None, "b", None, "b"]
+    impostor = replace(known, node_id=STRANGE)
+    assert not keeps_account(impostor, "c" * 64)
+    assert keeps_account(impostor, STRANGE)
+
+
+def test_a_stranger_is_named_once_while_it_is_there_and_forgotten_with_it(
+    view: DriverPeerView, shape: SwarmShape, caplog: pytest.LogCaptureFixture
+) -> None:
+    stranger = said(shape, "stranger", "b", "tail", fits=False)
+    for announcements, told in (((stranger,), 1), ((stranger,), 1), ((), 1), ((stranger,), 2)):
+        view.hear(announcements)
+        assert not view.workers()
+        assert sum("gets no work" in record.message for record in caplog.records) == told
+
+
+def test_a_word_is_as_old_as_the_announcement_not_as_the_look(view: DriverPeerView, shape: SwarmShape) -> None:
+    """That an announcement is still passed about proves nothing of who said it."""
+    assert view.last_word(OWN) is None
+    head = said(shape, "head", "a", "head")
+    view.hear((head.stamped(100.0, 60.0),))
+    first = view.last_word(OWN)
+    assert first is not None
+    assert (first.incarnation, first.address) == ("1" * 16, "127.0.0.1:5")
+    view.hear((head.stamped(100.0, 60.0),))
+    assert view.last_word(OWN) is first
+    view.hear((head.stamped(105.0, 60.0),))
+    renewed = view.last_word(OWN)
+    assert renewed is not None
+    assert renewed.heard_s > first.heard_s
+    view.hear(())
+    assert view.last_word(OWN) is None
+    assert view.silence_s == 20.0
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_what_goes_wrong_with_one_look_does_not_end_looking(
+    config: RunConfig, shape: SwarmShape, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = iter(range(1000))
+    looked_on = asyncio.Event()
+
+    def heard(_others: tuple[Announcement, ...]) -> None:
+        if next(calls) == 0:
+            raise OSError("no space left for the log")
+        looked_on.set()
+
+    async with running_endpoint() as endpoint:
+        view = DriverPeerView(config, endpoint, shape, NodeProgress, heard)
+        await view.start()
+        await asyncio.wait_for(looked_on.wait(), 20)
+        await view.stop()
+    assert "going on with those known before" in caplog.text
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_a_driver_whose_addresses_are_dead_says_which(
+    config: RunConfig, shape: SwarmShape, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("trainer.run.swarm.peer_view._UNHEARD_S", 0.2)
+    dead = f"127.0.0.1:{free_port()}"
+    discovery = DiscoveryConfig(initial_peers=(dead,), poll_interval_s=0.1)
+    async with running_endpoint(run_id=config.run_id) as endpoint:
+        lonely = DriverPeerView(replace(config, discovery=discovery), endpoint, shape, NodeProgress, lambda _: None)
+        await lonely.start()
+        try:
+            async with asyncio.timeout(30):
+                while f"nobody answers at {dead}: no worker of any stage has been heard of" not in caplog.text:
+                    await asyncio.sleep(0.05)
+        finally:
+            await lonely.stop()
+
+
+async def for_ever() -> None:
+    await asyncio.Event().wait()
+
+
+async def broken_disk() -> None:
+    raise LedgerError("the disk is full")
+
+
+async def broken_look() -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    ("keeper", "look", "error"),
+    [(SimpleNamespace(failed=broken_disk), for_ever, LedgerError), (None, broken_look, ZeroDivisionError)],
+)
+@on_event_loop
+async def test_a_driver_ends_with_whatever_cannot_go_on(
+    keeper: Any, look: Callable[[], Awaitable[None]], error: type[Exception], make: Make
+) -> None:
+    node = make().node
+    node._look, node._keeper = look, keeper
+    with pytest.raises(error):
+        await asyncio.wait_for(node._drive(SimpleNamespace(run=for_ever)), 20)
+
+
+class Working:
+    """A driver with work until it is told to stop."""
+
+    def __init__(self) -> None:
+        self.begun, self.stopped = asyncio.Event(), asyncio.Event()
+
+    async def run(self) -> None:
+        self.begun.set()
+        await self.stopped.wait()
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("quiet_s", "waits"), [(math.inf, False), (0.1, True)])
+@on_event_loop
+async def test_a_keeper_does_not_wait_for_whoever_only_says_it_is_a_driver(
+    quiet_s: float, waits: bool, make: Make, shape: SwarmShape
+) -> None:
+    async def account() -> object:
+        return SimpleNamespace(leases=0)
+
+    node = make(discovery=DiscoveryConfig(announce_interval_s=0.1, announcement_lifetime_s=1.0)).node
+    node._peers.hear((said(shape, "driver-9", "d"), *workers_of_all(shape)))
+    told_nobody = SimpleNamespace(has_told=lambda _: False, quiet_s=lambda _: quiet_s, account=account)
+    driver, node._keeper = Working(), told_nobody
+    driver.stop()
+    working = asyncio.create_task(node._work(driver))
+    await asyncio.wait([working], timeout=5.0)
+    assert working.done() != waits
+    working.cancel()
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_a_driver_sends_nothing_before_each_stage_has_a_worker(
+    make: Make, shape: SwarmShape, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    node, driver = make().node, Working()
+    *some, last = workers_of_all(shape)
+    working = asyncio.create_task(node._work(driver))
+    await asyncio.sleep(0.05)
+    node._peers.hear(tuple(some))
+    await asyncio.sleep(0.5)
+    assert not driver.begun.is_set()
+    node._peers.hear((*some, last))
+    await asyncio.wait_for(driver.begun.wait(), 20)
+    driver.stop()
+    await working
+    assert [it.getMessage() for it in caplog.records if "waiting" in it.message] == [
+        "waiting for workers of head, body-1, tail"
+    ]
+
+
+@pytest.mark.parametrize(("wait_s", "max_steps"), [(0.0, 0), (30.0, 3)])
+@on_event_loop
+async def test_it_does_not_wait_for_ever_nor_when_all_is_done(
+    wait_s: float, max_steps: int, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.run.swarm.driver_node._FIRST_WORKERS_S", wait_s)
+    node, driver = make(max_steps=max_steps).node, Working()
+    node._steps = max_steps
+    driver.stop()
+    await asyncio.wait_for(node._work(driver), 20)
+    assert driver.begun.is_set()
+
+
+class HangingStore:
+    """Stands for `lanes_of`: it asks a store that does not answer."""
+
+    def __init__(self) -> None:
+        self.asked, self.released, self.given_up = threading.Event(), threading.Event(), threading.Event()
+
+    def __call__(self, *_args: object) -> tuple[Lane, ...]:
+        self.asked.set()
+        self.released.wait(30.0)
+        self.given_up.set()
+        return ()
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingStore]:
+    store = HangingStore()
+    monkeypatch.setattr("trainer.run.swarm.driver_node.lanes_of", store)
+    yield store
+    store.released.set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["it begins", "it keeps the account"])
+@on_event_loop
+async def test_a_driver_that_is_asked_to_stop_waits_for_no_store(
+    when: str, make: Make, hanging: HangingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.run.swarm.driver_node._NOTE_SHARDS_S", 0.0)
+    made = make()
+    if when == "it begins":
+        running = asyncio.create_task(made.node.run())
+    else:
+        driver = made.node._driver = Working()
+        made.node._keeper = SimpleNamespace(failed=for_ever)
+        running = asyncio.create_task(made.node._drive(driver))
+    while not hanging.asked.is_set() and not running.done():
+        await asyncio.sleep(0.01)
+    made.stop.ask()
+    await running
+    assert not hanging.given_up.is_set()
+
+
+def test_steps_and_their_rate_go_on_where_the_account_is(config: RunConfig, make: Make) -> None:
+    made, tokens = make(), target_tokens_of(config)
+
+    def trained(num_steps: float) -> None:
+        """So much is done in the run, as the keeper says now."""
+        made.node.view._account = (SimpleNamespace(trained_tokens=int(num_steps * tokens)), time.monotonic())
+
+    def step() -> int:
+        made.node._stepped(StepLoss(step=0, loss=2.0, num_tokens=tokens, micro_batches=8))
+        return made.told[-1].step
+
+    assert [step(), step()] == [0, 1], "nothing is known of the run"
+    trained(40.5)
+    assert step() == 39, "39 before it: it may be the fortieth that is counted there"
+    assert step() == 40, "the keeper is asked every other second only"
+    trained(41)
+    assert step() == 41
+    trained(55)
+    assert step() == 54, "another driver's are among them"
+    assert [result.lr for result in made.told] == [lr_at(result.step, config.inner) for result in made.told]
+
+
+@pytest.mark.slow
+def test_what_a_keeper_leaves_is_the_account_behind_its_own_settling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has leased and the workers it heard of are gone: in the end nothing is held, all is handed back."""
+    heard_of = [
+        StageReport(uid=f"{stage}.0.40", incarnation="1" * 16, status="serving") for stage in ("head", "body1", "tail")
+    ]
+    monkeypatch.setattr("trainer.run.swarm.driver_node.DriverNode._reports", lambda _: heard_of)
+    monkeypatch.setattr("trainer.run.swarm.driver_node._FIRST_WORKERS_S", 0.0)
+    stop, began_at = StopRequest(), time.time() - 1
+    config = config_with(
+        node_id="driver-1",
+        swarm={"num_stages": 3, "driver": {"drain_s": 0.2}},
+        rpc={"host": "127.0.0.1", "public_address": "127.0.0.1"},
+        state_dir=str(tmp_path),
+    )
+    line = SimpleNamespace(step=lambda _: None)
+    node = DriverNode(config, shape_of(config), open_session(config.data), stop, line)
+
+    def ask_once_it_has_leased() -> None:
+        deadline_s = time.monotonic() + 30
+        while time.monotonic() < deadline_s:
+            account = node.view.account()
+            if account is not None and account.micro_batches.leased:
+                break
+            time.sleep(0.05)
+        stop.ask()
+
+    asking = threading.Thread(target=ask_once_it_has_leased)
+    asking.start()
+    asyncio.run(node.run())
+    asking.join()
+    account = read_last_account(config, began_at)
+    assert account is not None
+    assert account.leases == 0
+    assert account.waiting == account.micro_batches.open == account.micro_batches.leased > 0
+
+
+class Living:
+    """A driver that belongs to the thread it was made in, as all of its dictionaries do."""
+
+    def __init__(self) -> None:
+        self.done = 3
+        self.silent: dict[str, float] = {}
+        self.audit = AuditStatus()
+        self._thread = threading.get_ident()
+
+    def status(self) -> DriverStatus:
+        assert threading.get_ident() == self._thread
+        load = WorkerLoad(OWN, runtime_s=0.0, s_per_unit=1.0, proven=True, in_flight=2, num_done=3)
+        tail = StageStatus("tail", (load,), {OWN: "tail.0.40"}, {}, stalled_s=0.0)
+        return DriverStatus(4, self.done, 0, 0, 0, 99, {}, {}, {}, (tail,), self.audit, silent=self.silent)
+
+
+def num_done(view: DriverView) -> float:
+    return next(value for name, _, value in view.figures() if name == "driver_done")
+
+
+def test_other_threads_are_shown_snapshots_of_workers_of_its_own_run_file(config: RunConfig, shape: SwarmShape) -> None:
+    endpoint, peers = Endpoint(Identity.create(), config.run_id, config.rpc), view_of(config, shape)
+    unsaved = {"unsaved_s": 63.0, "unsaved_because": "no space left"}
+    peers.hear(
+        (
+            said(shape, "n", "a", "tail", version=7, **unsaved),
+            said(shape, "n", "b", "tail", version=900, fits=False, **unsaved),
+        )
+    )
+    driver, view = Living(), DriverView(config, shape, peers)
+    with ThreadPoolExecutor(1) as api:
+        assert api.submit(lambda: list(view.figures())).result() == []
+        assert api.submit(view.stages).result().in_flight == 0
+        view.begin(driver, None, endpoint)
+        driver.done = 5
+        assert api.submit(num_done, view).result() == 3
+        view.look()
+        assert api.submit(num_done, view).result() == 5
+        seen = api.submit(view.stages).result()
+    tail = seen.stages[-1]
+    assert (seen.in_flight, tail.num_serving, tail.version) == (4, 1, 7)
+    assert [(worker.peer_id, worker.in_flight) for worker in tail.workers] == [(OWN, 2)]
+    assert tail.workers[0].age_s < 60
+    driver.silent = {OWN: 12.0}
+    driver.audit = AuditStatus(undecided=(("head.0.32", "head.0.33"), ("tail.0.33", "tail.0.40")))
+    assert tail.workers[0].differs_from == ()
+    view.look()
+    tail = view.stages().stages[-1]
+    assert (tail.workers[0].status, tail.workers[0].silent_s, tail.num_serving) == ("serving", 12.0, 0)
+    assert (tail.workers[0].unsaved_s, tail.workers[0].unsaved_because) == (63.0, "no space left")
+    assert tail.workers[0].differs_from == ("tail.0.33",)

@@ -1,0 +1,334 @@
+"""What a process of a swarm checks before it serves: its name, its files, and its stage among the run's others."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.support.model_configs import small_config
+from tests.support.pipeline_swarm import STAGES, PipelineSwarm
+from tests.support.stage_files import random_model, write_model
+from tests.support.text_store import text_store
+from tests.support.trainer_command import ROOT
+from trainer.checkpoint.stages import StagewiseConfig
+from trainer.errors import TrainerUsageError
+from trainer.model.plan import StagePlan
+from trainer.network.discovery.stage_report import StageReport, StageUid
+from trainer.run.cli.app import run
+from trainer.run.config import RunConfig, from_mapping
+from trainer.run.node.stopping import StopRequest
+from trainer.run.swarm.driver_node import run_driver
+from trainer.run.swarm.startup import only_process
+from trainer.run.swarm.startup_check import StartupVersionCheck
+
+GRACE_S = 30.0
+RUN = """
+run_id: first
+strategy: async_sparta
+model: {preset: tiny}
+inner: {seq_len: 32, micro_batch_size: 2}
+threads: 1
+rpc: {host: 127.0.0.1}
+swarm: {num_stages: 2}
+"""
+_HOLDER = """
+import sys
+from trainer.run.config import RunConfig
+from trainer.run.swarm.startup import only_process
+
+with only_process(RunConfig(node_id="driver-1", state_dir=sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def config_in(folder: Path, node_id: str = "driver-1") -> RunConfig:
+    content = {
+        "node_id": node_id,
+        "state_dir": str(folder),
+        "data": {"store": str(text_store())},
+        "model": {"preset": "tiny"},
+        "inner": {"micro_batch_size": 2},
+        "swarm": {"num_stages": 3},
+    }
+    return from_mapping(RunConfig, content)
+
+
+@pytest.mark.slow
+def test_the_second_of_a_name_is_refused_until_the_first_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        try:
+            assert first.stdout is not None
+            assert first.stdout.readline() == "held\n"
+            with pytest.raises(TrainerUsageError, match="--node-id driver-1: expected a name of its own"):
+                run_driver(config_in(tmp_path), StopRequest(), None)
+            with only_process(config_in(tmp_path, "driver-2")):
+                pass
+            with only_process(config_in(tmp_path / "elsewhere")):
+                pass
+        finally:
+            first.kill()
+            first.wait(20)
+    for _ in range(2):
+        with only_process(config_in(tmp_path)):
+            pass
+
+
+@pytest.mark.slow
+def test_a_name_is_free_again_whatever_ends_its_process(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), only_process(config_in(tmp_path)):
+        raise ZeroDivisionError
+    with only_process(config_in(tmp_path)):
+        pass
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "identity").write_text("a file")
+    with (
+        pytest.raises(TrainerUsageError, match="state_dir: expected a folder that can be written"),
+        only_process(config_in(tmp_path)),
+    ):
+        pass
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("GENESIS_CACHE_DIR", str(tmp_path / "cache"))
+    file = tmp_path / "run.yaml"
+    file.write_text(RUN)
+    return file
+
+
+def file_for_checkpoints(folder: Path) -> None:
+    (folder / "checkpoints").write_text("")
+
+
+def checkpoints_of_another_cut(folder: Path) -> None:
+    model = random_model(small_config())
+    plan = StagePlan.of(model.config, 3)
+    write_model(folder / "checkpoints", model, plan, {"head": time.time()}, run_id="first", stages=("head",))
+
+
+def damaged_journal(folder: Path) -> None:
+    journal = folder / "state" / "ledger" / "first" / "journal.jsonl"
+    journal.parent.mkdir(parents=True)
+    journal.write_text("neither\none nor the other\n")
+
+
+WORKER = ["worker", "--stage", "head", "--node-id", "head.1"]
+DRIVER = ["--node-id", "driver-1", "--pipeline", "swarm"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "prepare", "said"),
+    [
+        (WORKER, file_for_checkpoints, "expected a folder for checkpoints that can be written to"),
+        (WORKER, checkpoints_of_another_cut, "{folder}/checkpoints/first: expected"),
+        ([*WORKER, "--set", "swarm.start_from=/nowhere"], None, "/nowhere: expected a Hugging Face folder"),
+        ([*WORKER, "--at", "2026-01-01T00:00:00Z"], None, "expected checkpoints of head in"),
+        (DRIVER, damaged_journal, "line 1 of {folder}/state/ledger/first/journal.jsonl to fit the digests before it"),
+        # Before the store is asked:
+        (
+            ["worker", "--stage", "foot", "--store", "/nowhere"],
+            None,
+            "--stage: expected auto or one of head, tail, found 'foot'",
+        ),
+    ],
+)
+def test_a_process_that_cannot_begin_with_what_it_was_given_says_so_with_exit_code_2(
+    arguments: list[str],
+    prepare: Callable[[Path], None] | None,
+    said: str,
+    run_file: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = run_file.parent
+    if prepare is not None:
+        prepare(folder)
+    places = [f"state_dir={folder / 'state'}", f"swarm.checkpoint.directory={folder / 'checkpoints'}"]
+    settings = [part for place in places for part in ("--set", place)]
+    store = [] if "--store" in arguments else ["--store", str(text_store())]
+    assert run([*arguments, *store, "--run", str(run_file), "--no-api", *settings]) == 2
+    assert said.format(folder=folder) in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_swarm_up_ends_at_once_and_says_why(run_file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "all"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "checkpoints" / "swarm").write_text("")
+    command = [sys.executable, "-m", "trainer", "swarm", "up", "--run", str(run_file), "--folder", str(folder)]
+    command += ["--store", str(text_store()), "--max-steps", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    *events, reason = done.stderr.splitlines()
+    assert reason.startswith(("trainer: head.1: ", "trainer: tail.1: "))
+    assert "expected a folder for checkpoints that can be written to" in reason
+    assert not any("started again" in event for event in events)
+    assert "ending all processes" in events[-1]
+    for log in folder.glob("*.log"):
+        assert log.read_text().count("--- ") == 1
+
+
+def worker(stage: str, version: int, saved: int = 0, status: str = "serving") -> StageReport:
+    content = {"uid": str(StageUid(stage, 40)), "incarnation": "0" * 16, "status": status}
+    return StageReport.model_validate({**content, "version": version, "saved": saved})
+
+
+@dataclass
+class Beginner:
+    """A worker of the head that begins, and what it hears; a clock of the test's own."""
+
+    others: list[StageReport] = field(default_factory=list)
+    begin_anew: bool = False
+    version: int = 0
+    now_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.check = StartupVersionCheck(
+            "head",
+            STAGES,
+            StagewiseConfig(directory="/data", begin_anew=self.begin_anew),
+            GRACE_S,
+            version=lambda: self.version,
+            reports=lambda: self.others,
+            clock=lambda: self.now_s,
+        )
+
+
+FAR = [worker("body-1", 12, saved=12), worker("tail", 1, saved=1)]
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        [],
+        [worker("body-1", 0), worker("tail", 0)],
+        [worker("body-1", 3, saved=3), worker("tail", 2, saved=2)],  # The first steps, as announcements tell of them.
+        [*FAR, worker("head", 12, saved=12, status="joining")],  # Its stage's state is on its way.
+    ],
+)
+def test_a_common_beginning_is_not_logged(others: list[StageReport], caplog: pytest.LogCaptureFixture) -> None:
+    assert Beginner(others).check.may_serve()
+    assert not caplog.records
+
+
+def test_a_stage_that_is_lost_where_others_have_saved_is_waited_for_and_then_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    beginner = Beginner(FAR)
+    assert not beginner.check.may_serve()
+    assert not beginner.check.may_serve()
+    (said,) = caplog.records
+    assert "body-1 at version 12, tail at version 1" in said.getMessage()
+    beginner.now_s = GRACE_S
+    with pytest.raises(TrainerUsageError, match=r"expected a checkpoint of it in /data, .* version 12 .*begin_anew"):
+        beginner.check.may_serve()
+
+
+def test_somebody_who_comes_with_the_stage_s_state_meanwhile_ends_the_wait() -> None:
+    beginner = Beginner(list(FAR))
+    assert not beginner.check.may_serve()
+    beginner.now_s = GRACE_S - 1
+    beginner.others.append(worker("head", 12, saved=12, status="joining"))
+    assert beginner.check.may_serve()
+    beginner.others.pop()
+    beginner.now_s = GRACE_S + 1  # Counted anew.
+    assert not beginner.check.may_serve()
+
+
+def test_one_that_leaves_with_the_state_is_no_help() -> None:
+    assert not Beginner([*FAR, worker("head", 12, saved=12, status="leaving")]).check.may_serve()
+
+
+def test_before_anybody_has_saved_a_stage_whose_only_worker_died_begins_anew_loudly_and_for_good(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    beginner = Beginner([worker("body-1", 500), worker("tail", 499)])
+    assert beginner.check.may_serve()
+    (said,) = caplog.records
+    assert said.levelno == logging.WARNING and "head BEGINS ANEW" in said.getMessage()
+    beginner.version, beginner.others = 2, [worker("body-1", 503, saved=503), worker("tail", 502, saved=501)]
+    assert beginner.check.may_serve()
+    beginner.check.compare()
+    assert len(caplog.records) == 1
+
+
+def test_who_sets_the_option_begins_anew_loudly(caplog: pytest.LogCaptureFixture) -> None:
+    assert Beginner(FAR, begin_anew=True).check.may_serve()
+    assert "BEGINS ANEW" in caplog.text
+
+
+def test_others_that_come_later_are_looked_at_until_the_stage_has_stepped_for_a_while() -> None:
+    beginner = Beginner()
+    assert beginner.check.may_serve()
+    beginner.now_s, beginner.others = 3600.0, list(FAR)  # Without them there was no step.
+    assert not beginner.check.may_serve()
+
+    beginner = Beginner([worker("body-1", 0), worker("tail", 0)])
+    assert beginner.check.may_serve()
+    beginner.version = 1
+    assert beginner.check.may_serve()
+    beginner.now_s, beginner.version = GRACE_S + 1, 5000
+    beginner.others = [worker("body-1", 5040, saved=5040), worker("tail", 5030, saved=5030)]
+    assert beginner.check.may_serve()
+
+
+def test_a_worker_that_has_the_stage_s_state_may_serve() -> None:
+    beginner = Beginner(FAR, version=1)
+    beginner.check.has_first_weights = False
+    assert beginner.check.may_serve()
+
+
+@pytest.mark.parametrize(
+    ("versions", "is_told"), [((12, 12, 1), True), ((12, 10, 11), False), ((5000, 4970, 4990), False)]
+)
+def test_versions_that_are_far_apart_are_logged_once_when_all_serve(
+    versions: tuple[int, int, int], is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    head, body, tail = versions
+    beginner = Beginner([worker("body-1", body), worker("tail", tail, status="joining")], version=head)
+    beginner.check.has_first_weights = False
+    beginner.check.compare()
+    assert not caplog.records
+    beginner.others[1] = worker("tail", tail)
+    for _ in range(2):
+        beginner.check.compare()
+    assert len(caplog.records) == is_told
+    if is_told:
+        assert f"(head at version {head}, body-1 at version {body}, tail at version {tail})" in caplog.text
+
+
+@pytest.mark.long
+@pytest.mark.timeout(180)
+def test_a_stage_without_checkpoint_among_those_that_have_some_does_not_begin(tmp_path: Path) -> None:
+    with PipelineSwarm(tmp_path, swarm={"join": {"first_peers_s": 0.8}}) as swarm:
+        swarm.begin_driver("driver-1")
+        swarm.begin_workers(*STAGES)
+        swarm.wait_for_steps("driver-1", 8)
+        swarm.stop("driver-1")
+        swarm.stop(*STAGES)
+        folder = tmp_path / "stages" / swarm.config.run_id / "head"
+        assert list(folder.glob("*.pt"))
+        shutil.rmtree(folder)
+        for name in ("driver-1", "body-1", "tail"):
+            swarm[name].start()
+        swarm.wait(lambda: "serves version" in swarm["tail"].output(), "the tail to serve again")
+        head = swarm["head"]
+        head.start()
+        assert head.exit_code() == 2
+        last = head.output().splitlines()[-1]
+        assert last.startswith("trainer: head: expected a checkpoint of it in ")
+        assert "body-1 at version " in last
+        assert not list(folder.glob("*.pt"))
+        again = swarm.begin_again("head", "--set", "swarm.checkpoint.begin_anew=true")
+        swarm.wait(lambda: "head BEGINS ANEW" in again.output(), "the head to begin anew")

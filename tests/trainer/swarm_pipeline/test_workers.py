@@ -1,0 +1,249 @@
+"""Workers that join, leave, stop and come back: nothing that was learned or counted is lost on the way."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+
+from tests.support.one_process import records_of
+from tests.support.pipeline_account import check_account
+from tests.support.pipeline_swarm import STAGES, PipelineSwarm, merged, steps_of
+from tests.support.training_swarm import TERMINATED, TrainingNode
+from trainer.checkpoint.stages.naming import named_files
+from trainer.checkpoint.stages.rolling import SET_ASIDE
+from trainer.pipeline.ledger.records import Workers
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "diloco": {"strategy": "diloco", "diloco": {"inner_steps": 5}},
+    "async_sparta": {"swarm": {"sparta": {"every_steps": 4, "num_slices": 4, "ghost_rounds": 2}}},
+}
+SOON_GONE = {"announcement_lifetime_s": 3.0}
+NUM_STEPS = 120
+"""More than 50 behind the older one's last, which is as far as a worker may be behind and still count as current."""
+
+
+def begun_at(worker: TrainingNode) -> int | None:
+    """The version a worker said it serves last, if it has said so."""
+    found: list[str] = re.findall(r"serves version (\d+) at", worker.output())
+    return int(found[-1]) if found else None
+
+
+def files_of(swarm: PipelineSwarm, stage: str) -> set[Path]:
+    config = swarm.config
+    return {it.path for it in named_files(config.swarm.checkpoint.directory, config.run_id) if it.stage == stage}
+
+
+def saved_versions(swarm: PipelineSwarm) -> dict[str, int]:
+    return {stage: file.header.version for stage, file in swarm.checkpoints().files.items()}
+
+
+def stop_all(swarm: PipelineSwarm, *workers: str) -> None:
+    """The driver first, so that it has somebody to finish with."""
+    assert swarm.stop("driver-1") == [TERMINATED]
+    assert swarm.stop(*workers) == [TERMINATED] * len(workers)
+
+
+def check_no_traceback(swarm: PipelineSwarm) -> None:
+    assert all("Traceback" not in node.output() for node in swarm.nodes.values())
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_joiner_becomes_current_and_the_one_before_hands_over(strategy: str, tmp_path: Path) -> None:
+    options = merged({"swarm": {"join": {"window": 0.5}, "ledger": {"worker_gone_s": 2.0}}}, STRATEGIES[strategy])
+    with PipelineSwarm(tmp_path, **options) as swarm:
+        driver = swarm.begin_driver("driver-1")
+        swarm.begin_workers("head", "body-1")
+        swarm.wait(lambda: all(begun_at(swarm[name]) == 0 for name in ("head", "body-1")), "two stages to be held")
+        first = swarm.begin_worker("tail", "auto")
+        swarm.wait_for_steps("driver-1", 20)
+        assert "tail needs help most" in first.output()
+
+        second = swarm.begin_worker("tail-second", "tail")
+
+        def takes_part() -> bool:
+            rounds = sum(len(event.fields["members"]) > 1 for event in second.events("round"))
+            return rounds >= 3 and sum(event.number("num_tokens") > 0 for event in second.events("step")) >= 5
+
+        swarm.wait(lambda: begun_at(second) is not None, "the joiner to serve")
+        assert "took up the others' state" in second.output()
+        assert (begun_at(second) or 0) >= 15
+        swarm.wait(takes_part, "the joiner to take part")
+
+        assert swarm.stop("tail") == [TERMINATED]
+        left_s, left_after = time.monotonic(), len(steps_of(driver))
+        alive = [driver, second, swarm["head"], swarm["body-1"]]
+        swarm.wait_for_steps("driver-1", left_after + 10, alive=alive)
+        # Its last announcement runs out, then it counts as gone, and what it took with it as perished.
+        gone_s = left_s + swarm.config.discovery.announcement_lifetime_s + swarm.config.swarm.ledger.worker_gone_s + 3.0
+        swarm.wait(lambda: time.monotonic() > gone_s, "the one that left to count as gone", alive=alive)
+        stop_all(swarm, "head", "body-1", "tail-second")
+        losses = [step["loss"] for step in steps_of(driver)]
+        account, _ = check_account(swarm)
+        versions = saved_versions(swarm)
+    assert not account.micro_batches.lost
+    assert not account.perished, account
+    assert max(versions.values()) - min(versions.values()) <= 2
+    # Neither who came nor who went took anything with it.
+    assert mean(losses[left_after : left_after + 10]) < mean(losses[:5]) - 0.5
+    assert mean(losses[left_after : left_after + 10]) < mean(losses[left_after - 10 : left_after]) + 0.3
+    check_no_traceback(swarm)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_the_newer_one_learned_is_not_lost_when_the_older_one_starts_first(strategy: str, tmp_path: Path) -> None:
+    """Two workers of a stage on two machines stop at different times, and all start again."""
+    tails = ("tail-older", "tail-newer")
+    with PipelineSwarm(tmp_path, **merged({"swarm": {"join": {"window": 0.5}}}, STRATEGIES[strategy])) as swarm:
+        driver = swarm.begin_driver("driver-1")
+        swarm.begin_workers("head", "body-1")
+        for name in tails:
+            swarm.begin_worker(name, "tail", ["--set", f"swarm.checkpoint.directory={tmp_path / name}"])
+        older, newer = (swarm[name] for name in tails)
+        swarm.wait(lambda: begun_at(older) is not None and begun_at(newer) is not None, "both tails")
+        swarm.wait_for_steps("driver-1", 10)
+        assert swarm.stop("tail-older") == [TERMINATED]
+        others = ("head", "body-1", "tail-newer")
+        swarm.wait_for_steps("driver-1", NUM_STEPS, alive=[driver, *(swarm[name] for name in others)])
+        stop_all(swarm, *others)
+        before = len(steps_of(driver))
+
+        workers = [swarm["head"], swarm["body-1"], older]
+        for worker in workers:
+            worker.start()
+        swarm.wait(lambda: older.output().count("serves version") == 2, "the older one to serve", alive=workers)
+        newer.start()
+        workers.append(newer)
+        swarm.wait(lambda: newer.output().count("serves version") == 2, "the newer one to serve", alive=workers)
+        assert (begun_at(newer) or 0) >= NUM_STEPS - 5
+        driver.start()
+        swarm.wait_for_steps("driver-1", before + 30)
+        stop_all(swarm, *others, "tail-older")
+        losses = [step["loss"] for step in steps_of(driver)]
+        begun = (begun_at(older), begun_at(newer))
+    assert min(version or 0 for version in begun) >= NUM_STEPS - 5, begun  # Who knew less has taken up what is known.
+    assert mean(losses[-10:]) < mean(losses[before - 10 : before]) + 0.2
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "routing", [pytest.param("hub", marks=pytest.mark.long), pytest.param("chain", marks=pytest.mark.slow)]
+)
+def test_nothing_is_lost_or_counted_twice_by_one_that_leaves_in_the_midst_of_work(routing: str, tmp_path: Path) -> None:
+    options = {
+        "driver": {"routing": routing, "max_in_flight": 8},
+        "ledger": {"worker_gone_s": 1.0},
+        "checkpoint": {"interval_s": 0},  # On the way out only, whatever the time of day is.
+    }
+    with PipelineSwarm(tmp_path, swarm=options, discovery=SOON_GONE) as swarm:
+        driver = swarm.begin_driver("driver-1")
+        swarm.begin_workers(*STAGES)
+        swarm.begin_workers("body-1", suffix="-second")
+        swarm.wait_for_steps("driver-1", 8)
+        swarm.wait(lambda: begun_at(swarm["body-1-second"]) is not None, "the second to serve")
+        swarm.wait_for_steps("driver-1", len(steps_of(driver)) + 6)
+        assert swarm.stop("body-1") == [TERMINATED]
+        left_after = len(steps_of(driver))
+        swarm.wait_for_steps("driver-1", left_after + 15, alive=[driver, swarm["body-1-second"]])
+        stop_all(swarm, "head", "body-1-second", "tail")
+        account, _ = check_account(swarm)
+        assert not account.micro_batches.lost, account.lost
+        assert not account.perished
+        assert len(files_of(swarm, "body-1")) == 2  # One each, though each saves before its last round and behind it.
+        check_no_traceback(swarm)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_what_all_saved_when_all_stopped_and_went_on_with_has_not_perished(tmp_path: Path) -> None:
+    with PipelineSwarm(tmp_path, swarm={"ledger": {"worker_gone_s": 1.0}}, discovery=SOON_GONE) as swarm:
+        driver = swarm.begin_driver("driver-1")
+        swarm.begin_workers(*STAGES)
+        swarm.wait_for_steps("driver-1", 6)
+        for _ in range(2):
+            stop_all(swarm, *STAGES)  # The driver hears nothing of what the workers save.
+            for name in ("driver-1", *STAGES):
+                swarm[name].start()
+            swarm.wait_for_steps("driver-1", len(steps_of(driver)) + 10)
+        stop_all(swarm, *STAGES)
+        account, _ = check_account(swarm)
+        gone = {each for record in records_of(swarm.journal) if isinstance(record, Workers) for each in record.gone}
+        assert len(gone) >= 2 * len(STAGES)  # All that stopped before have been missed.
+        assert not account.perished, account
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_one_that_is_not_current_saves_nothing_and_one_that_cannot_save_says_so(tmp_path: Path) -> None:
+    options = {"join": {"window": 0.001, "idle_s": 3600.0}, "checkpoint": {"interval_s": 0}}
+    with PipelineSwarm(tmp_path, swarm=options) as swarm:
+        driver = swarm.begin_driver("driver-1")
+        swarm.begin_workers(*STAGES)
+        swarm.wait_for_steps("driver-1", 5)
+        late = swarm.begin_worker("tail-late", "tail")
+        swarm.wait(
+            lambda: re.search(r"node [0-9a-f]{64} answers at", late.output()) is not None, "the late one to listen"
+        )
+        swarm.wait_for_steps("driver-1", len(steps_of(driver)) + 3)
+        assert swarm.stop("tail-late") == [TERMINATED]
+        assert "leaving without saving" in late.output()
+        assert not files_of(swarm, "tail")
+        assert swarm.stop("driver-1") == [TERMINATED]
+
+        folder = Path(swarm.config.swarm.checkpoint.directory) / swarm.config.run_id / "tail"
+        shutil.rmtree(folder)
+        folder.write_text("not a folder")
+        assert swarm.stop("tail") == [1]
+        assert "checkpoint could not be written" in swarm["tail"].output()
+        assert "Traceback" not in swarm["tail"].output()
+        assert swarm.stop("head", "body-1") == [TERMINATED] * 2
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("strategy", ["diloco", "async_sparta"])
+def test_all_stop_and_go_on_and_then_go_back(strategy: str, tmp_path: Path) -> None:
+    with PipelineSwarm(tmp_path, strategy=strategy, diloco={"inner_steps": 5}) as swarm:
+        driver = swarm.begin_driver("driver-1")
+        swarm.begin_workers(*STAGES)
+        swarm.wait_for_steps("driver-1", 40)
+        stop_all(swarm, *STAGES)
+        first, moment = saved_versions(swarm), datetime.now(UTC)
+        assert min(first.values()) >= 40 - 1
+
+        lives = [len(steps_of(driver))]
+        for name in ("driver-1", *STAGES):
+            swarm[name].start()
+        swarm.wait_for_steps("driver-1", lives[0] + 20)
+        stop_all(swarm, *STAGES)
+        assert {stage: begun_at(swarm[stage]) for stage in STAGES} == first
+        second = saved_versions(swarm)
+        assert all(second[stage] >= first[stage] + 19 for stage in STAGES)
+
+        lives.append(len(steps_of(driver)))
+        driver.start()
+        for stage in STAGES:
+            swarm.begin_again(stage, "--at", moment.isoformat())
+        swarm.wait_for_steps("driver-1", lives[1] + 10)
+        stop_all(swarm, *STAGES)
+        assert {stage: begun_at(swarm[stage]) for stage in STAGES} == first
+        assert all(first[stage] < version < second[stage] for stage, version in saved_versions(swarm).items())
+        aside = list((tmp_path / "stages" / swarm.config.run_id / SET_ASIDE).rglob("*.pt"))
+        assert sorted(path.parent.name for path in aside) == sorted(STAGES)
+
+        losses = [step["loss"] for step in steps_of(driver)]
+        check_account(swarm)
+    # What was learned was not learned again, and going back unlearns no more than what came after.
+    for life in (slice(lives[0] - 5, lives[0]), slice(lives[0], lives[0] + 5), slice(lives[1], lives[1] + 5)):
+        assert mean(losses[life]) < mean(losses[:5]) - 0.5
+    check_no_traceback(swarm)
