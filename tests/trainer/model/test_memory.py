@@ -55,7 +55,6 @@ def test_without_limits_it_is_what_the_machine_has_available(machine: Machine):
 def test_the_groups_limit_counts_without_idle_page_cache(machine: Machine):
     machine.belongs_to("0::/job")
     machine.group("job", str(4000 * _MB), used=1000 * _MB, cache=300 * _MB)
-
     assert machine.available() == 3300 * _MB
 
 
@@ -63,14 +62,12 @@ def test_the_tightest_of_nested_groups_counts(machine: Machine):
     machine.belongs_to("0::/slice/job")
     machine.group("slice", str(2000 * _MB), used=500 * _MB)
     machine.group("slice/job", "max", used=200 * _MB)
-
     assert machine.available() == 1500 * _MB
 
 
 def test_in_a_container_the_group_is_the_mount_itself(machine: Machine):
     machine.belongs_to("0::/kubepods/pod1/container")
     machine.group(".", str(1000 * _MB), used=100 * _MB)
-
     assert machine.available() == 900 * _MB
 
 
@@ -78,7 +75,6 @@ def test_version_one_groups_count_and_their_unlimited_number_does_not(machine: M
     machine.belongs_to("9:cpu:/x", "4:hugetlb,memory:/job", "0::/")
     machine.old_group("", 9_223_372_036_854_771_712, used=5 * _MB)
     machine.old_group("job", 700 * _MB, used=100 * _MB, cache=20 * _MB)
-
     assert machine.available() == 620 * _MB
 
 
@@ -88,14 +84,12 @@ def test_the_process_own_limit_counts(machine: Machine):
         "Limit   Soft Limit   Hard Limit   Units\nMax address space   3000000000   unlimited   bytes\n",
     )
     machine.write(machine.proc / "self/status", "Name:\tpython\nVmSize:\t  1000000 kB\n")
-
     assert machine.available() == 3_000_000_000 - 1_000_000 * 1024
 
 
 def test_a_process_above_its_limit_has_nothing_left(machine: Machine):
     machine.belongs_to("0::/job")
     machine.group("job", str(100 * _MB), used=150 * _MB)
-
     assert machine.available() == 0
 
 

@@ -71,7 +71,6 @@ def test_a_whole_and_its_cut_with_links_between_train_alike(norms: dict[str, boo
     optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-3) for module in (whole, modules)]
     for part, optimizer in ((whole, optimizers[0]), *((stage, optimizers[1]) for stage in stages)):
         SubspaceConstraint(part, whole.config).attach(optimizer)
-
     for step in range(8):
         ids, labels = random_tokens(64, 2, 12, seed=step)
         loss = whole(ids, labels)
@@ -85,7 +84,6 @@ def test_a_whole_and_its_cut_with_links_between_train_alike(norms: dict[str, boo
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-
     for stage in stages:
         for name, value in stage.state_dict().items():
             torch.testing.assert_close(value, whole.state_dict()[name], rtol=0, atol=1e-4, msg=name)
@@ -94,9 +92,7 @@ def test_a_whole_and_its_cut_with_links_between_train_alike(norms: dict[str, boo
 @_NORMS
 def test_a_written_coordinate_is_as_large_as_an_ordinary_models(norms: dict[str, bool]):
     block = build_model(_config(**norms), 0).layers["0"]
-
     gains = {block.attention_norm.weight, block.feed_forward_norm.weight}
-
     for gain in gains:
         assert torch.equal(gain, torch.full((16,), (3 / 16) ** 0.5 if norms else 1.0))
         assert gain.requires_grad == (not norms)
@@ -106,11 +102,9 @@ def test_a_written_coordinate_is_as_large_as_an_ordinary_models(norms: dict[str,
 def test_a_stage_built_alone_has_the_bits_it_has_in_the_whole(norms: dict[str, bool]):
     whole = build_model(_config(**norms), 3)
     expected = whole.state_dict()
-
     found = {}
     for index in range(3):
         found |= build_stage(whole.config, _RANGES, index, 3).state_dict()
-
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert SubspaceConstraint(whole, whole.config).distance() < 1e-6
@@ -118,9 +112,7 @@ def test_a_stage_built_alone_has_the_bits_it_has_in_the_whole(norms: dict[str, b
 
 def test_all_ids_are_told_apart_from_the_start_and_the_fixed_part_is_no_state():
     model = build_model(_config(), 0)
-
     hidden = model.embedding(torch.arange(64)[None])[0].detach()
-
     assert torch.equal(hidden, fixed_table_of(model.config))
     assert float(torch.pdist(hidden).min()) > 0.3
     assert {name for name in model.state_dict() if name.startswith("embedding")} == {"embedding.weight"}
@@ -132,9 +124,7 @@ def test_a_grown_vocabulary_keeps_old_rows_and_has_fixed_ones_for_the_new():
         model.embedding.weight.copy_(torch.randn(64, 3) @ basis_of(16, 3, 5).matrix.T)
     trained = copy.deepcopy(model.state_dict())
     old = model.embedding(torch.arange(64)[None])
-
     assert grow_vocabulary(model, 100, 0) == ("embedding.weight", "readout.output.weight")
-
     assert torch.equal(model.embedding(torch.arange(64)[None]), old)
     assert torch.equal(model.embedding.weight[:64], trained["embedding.weight"])
     assert torch.equal(model.embedding.weight[64:], torch.zeros(36, 16))
@@ -147,14 +137,12 @@ def test_a_grown_vocabulary_keeps_old_rows_and_has_fixed_ones_for_the_new():
 
 def test_an_ordinary_models_config_says_nothing_of_subspaces():
     config = small_config()
-
     assert not [name for name in config.to_dict() if name.startswith("subspace")]
     assert SubspaceConfig().applied_to(config, 2) == config
 
 
 def test_a_subspace_networks_config_survives_json():
     config = _config(free_layers=2)
-
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert config.to_dict().keys() - small_config().to_dict().keys() == {
         "subspace_rank",
@@ -189,7 +177,6 @@ def test_options_out_of_range_are_refused(changes: dict[str, object]):
 
 def test_a_boundary_among_free_layers_is_refused():
     config = _config(free_layers=2)
-
     with pytest.raises(TrainerUsageError, match="subspace_free_layers: expected at most the 1 layers"):
         split(build_model(config, 0), _RANGES)
     with pytest.raises(TrainerUsageError, match="subspace_free_layers"):
@@ -199,7 +186,6 @@ def test_a_boundary_among_free_layers_is_refused():
 @_NORMS
 def test_the_number_of_parameters_counts_what_is_trained(norms: dict[str, bool]):
     config = _config(**norms)
-
     assert num_parameters(config) == sum(parameter.numel() for parameter in build_model(config, 0).parameters())
 
 
@@ -208,7 +194,6 @@ def test_a_model_loaded_without_first_weights_has_its_fixed_part():
     other = Transformer(model.config)
     init_weights(other, model.config, 9)
     other.load_state_dict(model.state_dict())
-
     ids, _ = random_tokens(64, 1, 8)
     assert torch.equal(other.logits(ids), model.logits(ids))
 
@@ -217,7 +202,6 @@ def test_a_model_loaded_without_first_weights_has_its_fixed_part():
 def test_under_meta_nothing_is_made(norms: dict[str, bool]):
     with torch.device("meta"):
         model = Transformer(_config(**norms))
-
     assert (
         model.embedding.weight.is_meta and model.state_dict().keys() == build_model(model.config, 0).state_dict().keys()
     )

@@ -30,9 +30,7 @@ def _trained(norms: dict[str, bool], vocab_size: int = 64) -> Transformer:
 def test_the_plain_model_gives_the_same_logits_bit_for_bit(norms: dict[str, bool]):
     model = _trained(norms)
     plain = Transformer(plain_config(model.config))
-
     plain.load_state_dict(plain_state(model.state_dict(), model.config))
-
     ids, _ = random_tokens(64, 2, 16)
     assert plain.config == small_config(**norms)
     assert torch.equal(plain.logits(ids), model.logits(ids))
@@ -42,9 +40,7 @@ def test_the_plain_model_gives_the_same_logits_bit_for_bit(norms: dict[str, bool
 def test_stages_become_plain_one_by_one(norms: dict[str, bool]):
     model = _trained(norms)
     whole = plain_state(model.state_dict(), model.config)
-
     parts = [plain_state(stage.state_dict(), model.config) for stage in split(model, 3)]
-
     assert sum(map(len, parts)) == len(whole)
     for part in parts:
         assert all(torch.equal(value, whole[name]) for name, value in part.items())
@@ -55,9 +51,7 @@ def test_a_grown_vocabulary_becomes_plain_by_an_older_config():
     older = model.config
     grow_vocabulary(model, 80, 3)
     plain = build_model(plain_config(model.config), 0)
-
     plain.load_state_dict(plain_state(model.state_dict(), older))
-
     ids, _ = random_tokens(80, 1, 16)
     assert torch.equal(plain.logits(ids), model.logits(ids))
 
@@ -65,9 +59,7 @@ def test_a_grown_vocabulary_becomes_plain_by_an_older_config():
 def test_an_ordinary_model_is_handed_back_as_it_is():
     model = build_model(small_config(), 0)
     state = model.state_dict()
-
     plain = plain_state(state, model.config)
-
     assert plain_config(model.config) == model.config
     assert plain is not state and plain.keys() == state.keys()
     assert all(plain[name] is state[name] for name in state)
@@ -77,9 +69,7 @@ def test_the_state_given_is_not_changed():
     model = _trained(_OLMO2)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     names = list(state)
-
     plain_state(state, model.config)
-
     assert list(state) == names
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
@@ -94,9 +84,7 @@ def test_transformers_gives_the_same_logits(norms: dict[str, bool], tmp_path: Pa
     tokenizer.write_bytes(VocabularyFile.from_pairs(merges, {"tiny": len(merges)}).to_json())
     model = _trained(norms, vocab_size=300)
     export_hf(model, model.config, tokenizer, tmp_path / "hf")
-
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-
     num_ids = FIRST_MERGE_ID + len(merges)
     ids, _ = random_tokens(num_ids, 2, 32)
     with torch.no_grad():
