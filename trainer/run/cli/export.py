@@ -186,8 +186,7 @@ def _vocabulary(source: _Source, store: str) -> VocabularyFile:
     from loader import LoaderError
     from manifests import FIRST_MERGE_ID, VocabularyFile
     from trainer.run.config import DataConfig, from_mapping
-    from trainer.run.node.data import open_session
-    from trainer.run.node.vocabulary import lineage_of
+    from trainer.run.node.data import lineage_of, open_session
 
     options = {**source.data, **({"store": store, "mirrors": []} if store else {})}
     try:

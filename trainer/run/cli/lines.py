@@ -19,7 +19,7 @@ from trainer.inner import StepResult
 from trainer.outer.engine.strategy import OuterResult
 from trainer.run.config import RunConfig
 from trainer.run.node.stopping import StopRequest
-from trainer.run.node.training import ProgressLine
+from trainer.run.node.training import TrainingDisplay
 
 __all__ = ["training_line"]
 
@@ -29,7 +29,7 @@ _EVERY_S = 10.0
 @contextmanager
 def training_line(
     config: RunConfig, stop: StopRequest, *, as_json: bool, is_first: bool = True
-) -> Iterator[ProgressLine]:
+) -> Iterator[TrainingDisplay]:
     """The kind of line this output asks for.
 
     Args:

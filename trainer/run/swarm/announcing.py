@@ -14,8 +14,8 @@ from trainer.network.discovery.stage_report import StageReport, StageUid
 from trainer.network.rpc import Endpoint, Peer
 from trainer.pipeline.driver.workers import LastWord, StageWorker, workers_in
 from trainer.run.config import RunConfig
-from trainer.run.node.announcement import NodeProgress, announcement_of
 from trainer.run.node.compatibility import register_terms
+from trainer.run.node.identity import NodeStats, announcement_of
 from trainer.run.swarm.compatibility import SwarmTerms, check_fit
 from trainer.run.swarm.keeper import KeeperSearch, keeps_account
 from trainer.run.swarm.shape import DRIVER, SwarmShape
@@ -47,7 +47,7 @@ class Presence:
         config: RunConfig,
         endpoint: Endpoint,
         shape: SwarmShape,
-        progress: Callable[[], NodeProgress],
+        progress: Callable[[], NodeStats],
         heard: Callable[[tuple[Announcement, ...]], None],
     ) -> None:
         self._config = config

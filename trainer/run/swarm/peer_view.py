@@ -26,7 +26,7 @@ class StagePeerView:
     """Any thread may ask; also the rounds of the others, for SPARTA (`trainer.outer.sparta.OtherRounds`).
 
     Args:
-        network: hears them; its fellows are of the stage (`is_of_stage`).
+        network: hears them; nodes of its kind are of the stage (`is_of_stage`).
     """
 
     def __init__(self, network: Network[Any]) -> None:

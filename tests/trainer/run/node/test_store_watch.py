@@ -11,8 +11,7 @@ import pytest
 from loader.session import Session
 from tests.support.growing_store import copy_text_store, grow_text_store
 from trainer.run.config import DataConfig
-from trainer.run.node.data import open_session
-from trainer.run.node.store_watch import StoreWatch
+from trainer.run.node.data import StoreWatch, open_session
 
 
 def opened(store: Path, tmp_path: Path) -> Session:
@@ -33,7 +32,7 @@ def looked_until_answered(watch: StoreWatch) -> bool:
 @pytest.mark.slow
 def test_a_grown_store_is_seen(tmp_path: Path) -> None:
     store = copy_text_store(tmp_path / "store")
-    watch = StoreWatch.open(opened(store, tmp_path), 1e-9)
+    watch = StoreWatch(opened(store, tmp_path), 1e-9)
     assert (watch.rows(), looked_until_answered(watch)) == (1024, False)
     grow_text_store(store)
     assert looked_until_answered(watch)
@@ -45,7 +44,7 @@ def test_a_grown_store_is_seen(tmp_path: Path) -> None:
 def test_it_is_asked_no_more_often_than_it_should_be(tmp_path: Path) -> None:
     store = copy_text_store(tmp_path / "store")
     now_s = 0.0
-    watch = StoreWatch.open(opened(store, tmp_path), 60.0, lambda: now_s)
+    watch = StoreWatch(opened(store, tmp_path), 60.0, lambda: now_s)
     grow_text_store(store)
     now_s = 59.0
     assert not looked_until_answered(watch)
@@ -56,7 +55,7 @@ def test_it_is_asked_no_more_often_than_it_should_be(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_store_that_is_gone_is_only_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = copy_text_store(tmp_path / "store")
-    watch = StoreWatch.open(opened(store, tmp_path), 1e-9)
+    watch = StoreWatch(opened(store, tmp_path), 1e-9)
     shutil.rmtree(store)
     assert not looked_until_answered(watch)
     assert "the store cannot be asked for what is new" in caplog.text

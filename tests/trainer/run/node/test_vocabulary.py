@@ -23,9 +23,8 @@ from trainer.model import ModelConfig, build_model, preset
 from trainer.outer.diloco import FlatLayout
 from trainer.outer.engine.collective import LocalCollective
 from trainer.run.config import RunConfig, from_mapping
-from trainer.run.node.data import endless, open_dataset
+from trainer.run.node.data import endless, lineage_of, open_dataset, within_vocabulary
 from trainer.run.node.replica import Replica
-from trainer.run.node.vocabulary import lineage_of, within_vocabulary
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

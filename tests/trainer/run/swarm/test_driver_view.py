@@ -14,7 +14,7 @@ from trainer.network.rpc import Endpoint, Identity
 from trainer.pipeline.driver.balancer import WorkerLoad
 from trainer.pipeline.driver.results import AuditStatus, DriverStatus, StageStatus
 from trainer.run.config import RunConfig, from_mapping
-from trainer.run.node.announcement import NodeProgress
+from trainer.run.node.identity import NodeStats
 from trainer.run.swarm.announcing import Presence
 from trainer.run.swarm.driver_view import DriverView
 from trainer.run.swarm.shape import SwarmShape, shape_of
@@ -62,7 +62,7 @@ def num_done(view: DriverView) -> float:
 
 def test_other_threads_are_shown_a_picture(config: RunConfig, shape: SwarmShape) -> None:
     endpoint = Endpoint(Identity.create(), config.run_id, config.rpc)
-    presence = Presence(config, endpoint, shape, lambda: NodeProgress(), lambda _: None)
+    presence = Presence(config, endpoint, shape, lambda: NodeStats(), lambda _: None)
     presence.hear((tail_of(shape, OWN, 7, fits=True), tail_of(shape, STRANGE, 900, fits=False)))
     driver, view = Living(), DriverView(config, shape, presence)
     with ThreadPoolExecutor(1) as api:

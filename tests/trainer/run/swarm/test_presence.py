@@ -22,8 +22,8 @@ from trainer.network.discovery.stage_report import StageReport, StageUid
 from trainer.network.rpc import Endpoint, Identity
 from trainer.pipeline.ledger.lanes import Lane
 from trainer.run.config import RunConfig, from_mapping
-from trainer.run.node.announcement import NodeProgress
 from trainer.run.node.data import open_session
+from trainer.run.node.identity import NodeStats
 from trainer.run.node.stopping import StopRequest
 from trainer.run.swarm.announcing import Presence
 from trainer.run.swarm.driver_node import DriverNode
@@ -52,7 +52,7 @@ def shape(config: RunConfig) -> SwarmShape:
 @pytest.fixture
 def presence(config: RunConfig, shape: SwarmShape) -> Presence:
     endpoint = Endpoint(Identity.create(), config.run_id, config.rpc)
-    return Presence(config, endpoint, shape, NodeProgress, lambda _: None)
+    return Presence(config, endpoint, shape, NodeStats, lambda _: None)
 
 
 def said(shape: SwarmShape, name: str, key: str, stage: str = "", *, fits: bool = True) -> Announcement:
@@ -100,7 +100,7 @@ def test_a_keepers_key_is_waited_for_however_long_it_is_away_and_no_name_stands_
 ) -> None:
     ledger = replace(config.swarm.ledger, keeper="b" * 64)
     known = replace(config, swarm=replace(config.swarm, ledger=ledger))
-    presence = Presence(known, Endpoint(Identity.create(), "r", config.rpc), shape, NodeProgress, lambda _: None)
+    presence = Presence(known, Endpoint(Identity.create(), "r", config.rpc), shape, NodeStats, lambda _: None)
     keeper = said(shape, "another-name", "b")
     strangers = (said(shape, "driver-1", "a"), said(shape, "b" * 64, "c"))
     found = []
@@ -161,7 +161,7 @@ async def test_what_goes_wrong_with_one_look_does_not_end_looking(
         looked_on.set()
 
     async with running_endpoint() as endpoint:
-        presence = Presence(config, endpoint, shape, NodeProgress, heard)
+        presence = Presence(config, endpoint, shape, NodeStats, heard)
         await presence.start()
         await asyncio.wait_for(looked_on.wait(), 20)
         await presence.stop()
@@ -338,7 +338,7 @@ def test_a_driver_whose_addresses_are_dead_says_which(
     @on_event_loop
     async def test() -> None:
         async with running_endpoint(run_id=config.run_id) as endpoint:
-            lonely = Presence(replace(config, discovery=discovery), endpoint, shape, NodeProgress, lambda _: None)
+            lonely = Presence(replace(config, discovery=discovery), endpoint, shape, NodeStats, lambda _: None)
             await lonely.start()
             try:
                 async with asyncio.timeout(30):
