@@ -1,4 +1,4 @@
-"""`RunConfig`: everything that makes up one node's run, each part defined beside what it configures."""
+"""`RunConfig`: the options of one node's run, each part defined beside what it configures."""
 
 from __future__ import annotations
 
@@ -104,10 +104,9 @@ class CheckpointConfig:
     """How many are kept, the newest included."""
 
     def __post_init__(self) -> None:
-        if self.every_steps < 1:
-            raise TrainerUsageError(f"checkpoint.every_steps: expected 1 or more, found {self.every_steps}")
-        if self.keep < 1:
-            raise TrainerUsageError(f"checkpoint.keep: expected 1 or more, found {self.keep}")
+        for name in ("every_steps", "keep"):
+            if getattr(self, name) < 1:
+                raise TrainerUsageError(f"checkpoint.{name}: expected 1 or more, found {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,18 +182,15 @@ class RunConfig:
 
     @property
     def is_private(self) -> bool:
-        """Whether no stranger can come, as far as this node was told; names stand for keys then.
+        """Whether no stranger can connect, as far as this node was told; names stand for keys then.
 
-        `discovery.allow_private` says so. So do the addresses this node was given, where all of them are loopback,
-        private or link-local: those of its initial peers, and the one it is reached at or listens on.
+        It is so with `discovery.allow_private`, and where all addresses this node was given (of its initial peers, and
+        the one it is reached at or listens on) are loopback, private or link-local.
         """
         own = self.rpc.public_address
-        hosts = [_host_of(address) for address in self.discovery.initial_peers]
+        # ``host:port`` or ``/ip4/HOST/tcp/…``.
+        peers = self.discovery.initial_peers
+        hosts = [each.split("/")[2] if each.startswith("/") else split_address(each)[0] for each in peers]
         hosts += [split_address(own)[0] if has_port(own) else own] if own else []
         hosts += [self.rpc.host] if not own and self.rpc.host not in _EVERY_INTERFACE else []
         return self.discovery.allow_private or (bool(hosts) and all(map(is_private_host, hosts)))
-
-
-def _host_of(initial_peer: str) -> str:
-    """The host of ``host:port`` or ``/ip4/HOST/tcp/…``."""
-    return initial_peer.split("/")[2] if initial_peer.startswith("/") else split_address(initial_peer)[0]

@@ -17,7 +17,7 @@ from statistics import median_low
 
 from trainer.network.discovery.stage_report import StageReport
 from trainer.outer.sparta import frontier_of
-from trainer.run.config.join import JoinConfig
+from trainer.run.config.swarm import JoinConfig
 from trainer.run.swarm.joining import JoinWindow
 
 __all__ = ["StateCatchUp"]

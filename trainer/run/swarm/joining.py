@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from trainer.model.plan import StagePlan
 from trainer.network.discovery.stage_report import StageReport, StageUid
-from trainer.run.config.join import JoinConfig
+from trainer.run.config.swarm import JoinConfig
 
 __all__ = ["JoinWindow", "RejoinDelay", "is_ahead", "neediest_stage", "version_of_state"]
 

@@ -16,7 +16,7 @@ from tests.support.token_store import TokenStore
 from trainer.model.plan import StagePlan
 from trainer.monitor import TallyStatus
 from trainer.run.cli.app import run
-from trainer.run.cli.swarm_ending import ending_texts
+from trainer.run.cli.swarm import ending_texts
 from trainer.run.cli.swarm_lines import settled_text
 from trainer.run.config import RunConfig, from_mapping
 from trainer.run.swarm.last_account import ledger_folder, read_last_account, write_last_account

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from trainer.errors import TrainerError
 from trainer.network.discovery.stage_report import StageReport
-from trainer.run.config.join import JoinConfig
+from trainer.run.config.swarm import JoinConfig
 from trainer.run.swarm.catch_up import StateCatchUp
 
 ROUND_S = 10.0
