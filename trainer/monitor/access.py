@@ -1,10 +1,10 @@
-"""Access rules of the HTTP API: which hosts, which origins, and which local user may ask.
+"""Access rules of the HTTP API: which hosts, which origins, and which local users may use it.
 
-A browser on this machine runs pages of strangers, and those can send requests to 127.0.0.1. They can read nothing:
-answers have no CORS headers, and host names that are not this machine's are refused, since a page can point a name of
-its own here (DNS rebinding). A page can send a POST without reading the answer, so requests that browsers mark with
-``Origin`` or ``Sec-Fetch-Site`` as coming from elsewhere are refused. Other users of this machine are kept out by a
-token, or by the owner of the connection, which Linux shows for every TCP socket.
+A browser on this machine runs strangers' pages, which can send requests to 127.0.0.1. They can read nothing: answers
+have no CORS headers, and host names that are not this machine's are refused, since a page can point a name of its own
+here (DNS rebinding). A page can send a POST without reading the answer, so requests that browsers mark with ``Origin``
+or ``Sec-Fetch-Site`` as coming from elsewhere are refused. Other users of this machine are refused by a token, or by
+the owner of the connection, which Linux shows for every TCP socket.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _TABLES: Final = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
 
 
 def user_of_peer(client: tuple[str, int], server: tuple[str, int]) -> int | None:
-    """The user id of the process that holds the client's end.
+    """Returns the user id of the process that holds the client's end of a connection.
 
     Args:
         client: address and port that the connection comes from.
         server: address and port that it goes to.
 
     Returns:
-        None where that cannot be told: the client has closed its socket, it is on another machine or in another network
+        None where it is unknown: the client has closed its socket, it is on another machine or in another network
         namespace, or the platform does not say.
     """
     for table in _TABLES:
@@ -47,14 +47,14 @@ def user_of_peer(client: tuple[str, int], server: tuple[str, int]) -> int | None
         wanted = (_hex_of(client, family), _hex_of(server, family))
         for line in lines:
             fields = line.split()
-            # A socket that no process holds any more has no inode, and is shown as root's.
+            # A socket that no process holds any more has no inode, and is listed as root's.
             if (fields[1], fields[2]) == wanted and fields[9] != "0":
                 return int(fields[7])
     return None
 
 
 def _hex_of(end: tuple[str, int], family: socket.AddressFamily) -> str:
-    """As the kernel writes it: the address in words of 32 bits in this machine's byte order, and the port."""
+    """Formats an end as the kernel does: the address in 32-bit words of this machine's byte order, and the port."""
     address = ipaddress.ip_address(end[0].partition("%")[0])
     if family == socket.AF_INET6 and isinstance(address, ipaddress.IPv4Address):
         address = ipaddress.IPv6Address(f"::ffff:{address}")
@@ -76,9 +76,9 @@ _TOKEN_HEADER = "x-genesis-token"
 
 
 class HostGuard:
-    """Answers 421 to requests for a host name that is not this machine's; marks all answers as nobody else's to use.
+    """Answers 421 to requests for a host name that is not this machine's; marks all answers as same-origin.
 
-    IP addresses always pass: a page cannot make its own origin of one.
+    IP addresses always pass: a page cannot make one its own origin.
     """
 
     def __init__(self, app: ASGIApp, *, allowed_hosts: Collection[str]) -> None:
@@ -87,7 +87,7 @@ class HostGuard:
         self._allowed = frozenset(own_names.union(name.lower() for name in allowed_hosts))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Handles one request."""
 
         async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -101,25 +101,29 @@ class HostGuard:
             await self._app(scope, receive, send_marked)
 
     def _is_ours(self, host: str) -> bool:
-        name = _without_port(host.strip().lower())
-        return name in self._allowed or _is_address(name)
+        host = host.strip().lower()
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        return name in self._allowed or _address(name) is not None
 
 
 def shutdown_refusal(
     headers: Headers, client_host: str | None, scheme: str, token: str, client_user: int | None
 ) -> str | None:
-    """Why a request may not stop this node; None if it may.
+    """Returns why a request may not stop this node; None if it may.
 
     Args:
         headers: of the request.
         client_host: where it comes from.
-        scheme: http or https, as it was asked.
-        token: what ``X-Genesis-Token`` must be; empty if none is asked for.
-        client_user: user id of the process that asks; None if it cannot be told. Counts where there is no token.
+        scheme: http or https.
+        token: what ``X-Genesis-Token`` must be; empty if none is required.
+        client_user: user id of the client's process; None if it is unknown. Checked where there is no token.
     """
-    if client_host is None or not _is_loopback(client_host):
+    address = _address((client_host or "").partition("%")[0])
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    if address is None or not (mapped or address).is_loopback:
         return "expected a request from this machine"
-    if headers.get("origin", f"{scheme}://{headers.get('host', '')}") != f"{scheme}://{headers.get('host', '')}":
+    own_origin = f"{scheme}://{headers.get('host', '')}"
+    if headers.get("origin", own_origin) != own_origin:
         return "expected no request of another site's page (Origin)"
     if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
         return "expected no request of another site's page (Sec-Fetch-Site)"
@@ -135,24 +139,9 @@ def shutdown_refusal(
     return None
 
 
-def _without_port(host: str) -> str:
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0]
-
-
-def _is_address(name: str) -> bool:
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Returns a host's address if it is one and not a name."""
     try:
-        ipaddress.ip_address(name)
+        return ipaddress.ip_address(host)
     except ValueError:
-        return False
-    return True
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback
+        return None

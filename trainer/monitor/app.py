@@ -1,10 +1,8 @@
-"""The HTTP interface: two pages of status (spec O-1, O-2), health, metrics, shutdown.
+"""The HTTP interface: two pages of status (spec O-1, O-2), health, metrics, shutdown; of a driver `pipeline` too.
 
-A driver of a pipeline has two more (`pipeline`).
-
-Everything is read only but the shutdown, which is there if the node gives a callback for it. No page carries CORS
-headers. /openapi.json describes the answers; FastAPI's own page over it is off, since it runs scripts from a CDN under
-this node's origin. An answer takes 1 ms of the interpreter, /metrics 2 ms.
+Everything is read only but the shutdown, which exists if the node gives a callback for it. No page has CORS headers.
+/openapi.json describes the answers; FastAPI's own page for it is off, since it runs scripts from a CDN under this
+node's origin. An answer takes 1 ms of the interpreter, /metrics 2 ms.
 """
 
 from __future__ import annotations
@@ -33,8 +31,8 @@ class ShutdownHook:
     callback: Callable[[], None]
     """Asks the node to stop as SIGTERM does, and returns at once; called in the API's thread."""
     token: str = ""
-    """What the header X-Genesis-Token must be; empty asks for none, and then a process of this node's user has to ask,
-    with no proxy in between."""
+    """What the header X-Genesis-Token must be; empty: the request has to come from a process of this node's user, with
+    no proxy in between."""
 
 
 class Stopping(BaseModel):
@@ -51,18 +49,17 @@ def create_app(
     shutdown: ShutdownHook | None = None,
     pipeline: PipelineView | None = None,
 ) -> FastAPI:
-    """The interface as an ASGI application.
+    """Builds the interface as an ASGI application.
 
     Args:
-        tracker: what the status is read from.
-        metrics: what /metrics shows.
-        config: whose host names may be asked for.
+        tracker: source of the status.
+        metrics: source of /metrics.
+        config: further host names of this machine.
         shutdown: what POST /api/shutdown does; without it there is no such path.
-        pipeline: what a driver lets be seen of its pipeline; without it there are no such paths.
+        pipeline: source of a driver's pages; without it there are no such paths.
     """
     app = FastAPI(title="Genesis training node", version="1", docs_url=None, redoc_url=None)
-    allowed_hosts = config.allowed_hosts if config else ()
-    app.add_middleware(HostGuard, allowed_hosts=allowed_hosts)
+    app.add_middleware(HostGuard, allowed_hosts=config.allowed_hosts if config else ())
     _add_pages(app, tracker, metrics)
     if pipeline is not None:
         add_pipeline_pages(app, pipeline)
@@ -106,7 +103,7 @@ def _add_shutdown(app: FastAPI, hook: ShutdownHook) -> None:
         server: tuple[str, int | None] | None = request.scope.get("server")
         client_user = None
         if request.client and server and server[1] is not None and not hook.token:
-            # Reads a table of all connections of this machine: not on the loop that answers everybody else.
+            # It reads a table of all connections of this machine: not on the loop that answers other requests.
             ends = (request.client.host, request.client.port), (server[0], server[1])
             client_user = await run_in_threadpool(user_of_peer, *ends)
         refusal = shutdown_refusal(request.headers, client_host, request.url.scheme, hook.token, client_user)

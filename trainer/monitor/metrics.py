@@ -1,7 +1,7 @@
-"""A node's figures for Prometheus: docs/observing.md lists the names, which carry their units.
+"""A node's metrics for Prometheus: docs/observing.md lists the names, which carry their units.
 
 The registry belongs to the node, not to the process. A step costs the training thread 4 µs (17 with cold caches); what
-the tracker, the RPC endpoint and the log count anyway is read when a page is asked for (2 ms). Labels that other nodes
+the tracker, the RPC endpoint and the log count anyway is read when a page is requested (2 ms). Labels that other nodes
 can influence (reasons) take at most 32 values of 32 letters, and ``other``, so that no peer can add series without end.
 """
 
@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypedDict
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -40,9 +40,16 @@ _REASON = re.compile(r"([A-Za-z][A-Za-z0-9_ -]{0,31})(?:$|[:;,(])")
 _MAX_REASONS = 32
 
 
+class _Own(TypedDict):
+    """What the metrics of a node have in common."""
+
+    namespace: str
+    registry: CollectorRegistry
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sources:
-    """Figures that others count, asked for when a page is."""
+    """Numbers that other parts count, read when a page is requested."""
 
     status: Callable[[], TrainingStatus]
     """`TrainingTracker.status`."""
@@ -53,83 +60,50 @@ class Sources:
     lost_events: Callable[[], int] = field(default=lambda: 0)
     """`EventLog.lost_events`."""
     further: Callable[[], Iterable[tuple[str, str, float]]] = field(default=tuple)
-    """Name, help and value of gauges of one's own; names without the ``genesis_training_`` they all begin with."""
+    """Name, help and value of additional gauges; names without the prefix ``genesis_training_``."""
 
 
 class TrainingMetrics:
     """The counters of one node."""
 
     def __init__(self, sources: Sources, *, node_id: str, run_id: str = "") -> None:
-        registry = self._registry = CollectorRegistry()
-        Info("genesis_training_node", "Whose figures these are.", registry=registry).info(
-            {"node_id": node_id, "run_id": run_id}
-        )
-        self._init_steps(registry)
-        self._init_rounds(registry)
-        self._checkpoints = Counter(
-            "genesis_training_checkpoints",
-            "Checkpoints by outcome: saved, skipped (the one before was still being written), failed.",
-            ["outcome"],
-            registry=registry,
-        )
-        self._checkpoint_seconds = Counter(
-            "genesis_training_checkpoint_seconds", "Seconds the training thread gave to checkpoints.", registry=registry
-        )
-        self._reasons: set[str] = set()
-        ProcessCollector(registry=registry)
-        registry.register(_SourcesCollector(sources))
-
-    def _init_steps(self, registry: CollectorRegistry) -> None:
-        self._steps = Counter(
-            "genesis_training_steps", "Inner steps since the start, skipped ones included.", registry=registry
-        )
-        self._skipped = Counter(
-            "genesis_training_skipped_steps", "Steps not applied: loss or gradient not finite.", registry=registry
-        )
-        self._tokens = Counter("genesis_training_tokens", "Tokens trained on since the start.", registry=registry)
-        self._step_index = Gauge("genesis_training_step_index", "Latest step in the schedule.", registry=registry)
-        self._loss = Gauge("genesis_training_loss_nats", "Latest finite loss, nats a token.", registry=registry)
-        self._lr = Gauge("genesis_training_learning_rate", "Learning rate of the latest step.", registry=registry)
-        self._grad_norm = Gauge(
-            "genesis_training_gradient_norm", "Latest finite L2 norm, before clipping.", registry=registry
-        )
-        self._step_seconds = Histogram(
-            "genesis_training_step_seconds", "Wall time of steps.", buckets=_STEP_SECONDS, registry=registry
-        )
-        self._loader_wait = Counter(
-            "genesis_training_loader_wait_seconds", "Seconds training waited for batches.", registry=registry
-        )
-
-    def _init_rounds(self, registry: CollectorRegistry) -> None:
+        self._registry = CollectorRegistry()
+        own: _Own = {"namespace": "genesis_training", "registry": self._registry}
+        Info("node", "Whose figures these are.", **own).info({"node_id": node_id, "run_id": run_id})
+        self._steps = Counter("steps", "Inner steps since the start, skipped ones included.", **own)
+        self._skipped = Counter("skipped_steps", "Steps not applied: loss or gradient not finite.", **own)
+        self._tokens = Counter("tokens", "Tokens trained on since the start.", **own)
+        self._step_index = Gauge("step_index", "Latest step in the schedule.", **own)
+        self._loss = Gauge("loss_nats", "Latest finite loss, nats a token.", **own)
+        self._lr = Gauge("learning_rate", "Learning rate of the latest step.", **own)
+        self._grad_norm = Gauge("gradient_norm", "Latest finite L2 norm, before clipping.", **own)
+        self._step_seconds = Histogram("step_seconds", "Wall time of steps.", buckets=_STEP_SECONDS, **own)
+        self._loader_wait = Counter("loader_wait_seconds", "Seconds training waited for batches.", **own)
         self._rounds = Counter(
-            "genesis_training_rounds",
+            "rounds",
             "Rounds by outcome: shared (others' contributions are in), alone (only this node's), failed.",
             ["outcome"],
-            registry=registry,
-        )
-        self._round_seconds = Histogram(
-            "genesis_training_round_seconds",
-            "Wall time of rounds with a result.",
-            buckets=_ROUND_SECONDS,
-            registry=registry,
-        )
-        self._round_bytes = Counter(
-            "genesis_training_round_bytes", "Bytes of rounds with a result.", ["direction"], registry=registry
-        )
-        self._completeness = Gauge(
-            "genesis_training_round_completeness_ratio",
-            "Share of the contributions agreed upon that the latest result has.",
-            registry=registry,
-        )
-        self._members = Gauge("genesis_training_round_members", "Members of the latest round.", registry=registry)
-        self._dropped = Counter(
-            "genesis_training_dropped_members", "Members left out of rounds, by reason.", ["reason"], registry=registry
+            **own,
         )
         for outcome in ("shared", "alone", "failed"):
             self._rounds.labels(outcome)
+        text = "Wall time of rounds with a result."
+        self._round_seconds = Histogram("round_seconds", text, buckets=_ROUND_SECONDS, **own)
+        self._round_bytes = Counter("round_bytes", "Bytes of rounds with a result.", ["direction"], **own)
+        text = "Share of the contributions agreed upon that the latest result has."
+        self._completeness = Gauge("round_completeness_ratio", text, **own)
+        self._members = Gauge("round_members", "Members of the latest round.", **own)
+        self._dropped = Counter("dropped_members", "Members left out of rounds, by reason.", ["reason"], **own)
+        text = "Checkpoints by outcome: saved, skipped (the one before was still being written), failed."
+        self._checkpoints = Counter("checkpoints", text, ["outcome"], **own)
+        text = "Seconds the training thread gave to checkpoints."
+        self._checkpoint_seconds = Counter("checkpoint_seconds", text, **own)
+        self._reasons: set[str] = set()
+        ProcessCollector(registry=self._registry)
+        self._registry.register(_SourcesCollector(sources))
 
     def step(self, step: StepFacts, *, loader_wait_s: float = 0.0) -> None:
-        """An inner step is done."""
+        """Counts an inner step."""
         self._steps.inc()
         self._tokens.inc(step.num_tokens)
         self._step_index.set(step.step)
@@ -145,7 +119,7 @@ class TrainingMetrics:
             self._loader_wait.inc(loader_wait_s)
 
     def round(self, report: RoundFacts) -> None:
-        """A round ended with a result."""
+        """Counts a round that ended with a result."""
         self._rounds.labels("alone" if len(report.members) < 2 else "shared").inc()
         self._round_seconds.observe(report.seconds)
         self._round_bytes.labels("sent").inc(report.sent_bytes)
@@ -156,21 +130,21 @@ class TrainingMetrics:
             self._dropped.labels(_bounded(why, self._reasons)).inc()
 
     def round_failed(self) -> None:
-        """A round ended without one."""
+        """Counts a round that ended without one."""
         self._rounds.labels("failed").inc()
 
     def checkpoint(self, outcome: CheckpointOutcome, seconds: float) -> None:
-        """A checkpoint was due; ``seconds`` is what it cost the training thread."""
+        """Counts a checkpoint that was due; ``seconds`` is what it cost the training thread."""
         self._checkpoints.labels(outcome).inc()
         self._checkpoint_seconds.inc(max(0.0, seconds))
 
     def page(self) -> bytes:
-        """All of it in Prometheus' text form."""
+        """Returns the metrics in Prometheus' text form."""
         return generate_latest(self._registry)
 
 
 def _bounded(reason: str, known: set[str]) -> str:
-    """A reason up to its first colon or the like, as long as there are few of them."""
+    """Returns a reason up to its first colon or the like; ``other`` once there are many reasons."""
     found = _REASON.match(reason)
     word = found[1].strip().lower().replace(" ", "_") if found else "other"
     if word not in known and len(known) >= _MAX_REASONS:
@@ -180,14 +154,14 @@ def _bounded(reason: str, known: set[str]) -> str:
 
 
 class _SourcesCollector(Collector):
-    """What others count, and the status: read when a page is asked for."""
+    """Collects what other parts count, and the status, when a page is requested."""
 
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
         self._reasons: set[str] = set()
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
-        """Nothing: or registering would already ask for all of it."""
+        """Returns nothing, or registering would already collect."""
         yield from ()
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
@@ -218,7 +192,7 @@ class _SourcesCollector(Collector):
 
 
 def _gauges(status: TrainingStatus) -> Iterator[tuple[str, str, float | None]]:
-    """Name, help and value of what the status says; None is left out of the page."""
+    """Yields name, help and value of what the status says; None is left out of the page."""
     yield "verified", "1 if the loss is below its beginning by more than its noise.", float(status.training_verified)
     yield "peers", "Other nodes known to train.", status.training_nodes - 1
     yield "nodes_behind", "Nodes that have not reached the common outer step.", status.hash_agreement.num_behind

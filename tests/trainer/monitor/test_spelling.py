@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from manifests import canonical_json
 from tests.support.observing import Report, Step
-from trainer.monitor.reading import read_events
-from trainer.monitor.spelling import event_line, round_fields, step_fields
+from trainer.monitor.events import event_line, read_events, round_fields, step_fields
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
