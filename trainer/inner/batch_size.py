@@ -1,12 +1,12 @@
-"""How many rows go through the model at once, by the memory there is (spec T-8), in bytes throughout.
+"""How many rows go through the model at once, by available memory (spec T-8), in bytes throughout.
 
-The literal formula compares megabytes with bytes and leaves the model out, so it answers 1 nearly always. Here: what
-is left beside the model's training state (16 bytes a parameter: fp32 weights, gradients and two moments), 30 % of it
-for activations of 8 bytes a token, layer and channel, 1 to 8 rows.
+The literal formula compares megabytes with bytes and leaves the model out, so it answers 1 nearly always. Here: 30 % of
+what is left beside the model's training state (16 bytes a parameter) is for activations of 8 bytes a token, layer and
+channel, 1 to 8 rows.
 
 Those 8 bytes are what activation checkpointing keeps (9 at width 128). Without it the blocks keep ten times as much, 79
-to 105 bytes in fp32 for widths of 768 to 128, and that rule would promise rows that do not fit. So there are never
-more than fit by what the blocks do keep. Logits need no room of their own: the loss makes them in chunks.
+to 105 bytes in fp32 for widths of 768 to 128, so the rows are also limited by what the blocks do keep. Logits need no
+memory of their own: the loss makes them in chunks.
 """
 
 from __future__ import annotations
@@ -17,23 +17,22 @@ from trainer.errors import TrainerUsageError
 from trainer.model.config import ModelConfig
 from trainer.model.sizing import TRAINING_BYTES_PER_PARAMETER, num_parameters
 
-__all__ = ["MAX_BATCH_SIZE", "activation_bytes", "batch_size_for"]
+__all__ = ["activation_bytes", "batch_size_for"]
 
-MAX_BATCH_SIZE: Final = 8
-"""Upper end (spec T-8); more rows a step come from accumulation."""
-
+_MAX_BATCH_SIZE: Final = 8
+"""Spec T-8; more rows a step come from accumulation."""
 _SPECIFIED_BYTES: Final = 8
 """Activations for each token, layer and channel (spec T-8)."""
 _SPECIFIED_SHARE: Final = 0.3
 """Share of memory for them (spec T-8)."""
 _FITTING_SHARE: Final = 0.7
-"""Of what is left, for all that the blocks keep; the rest for the loss's chunks, the allocator and the batches."""
+"""Of what is left, for what the blocks keep; the rest for the loss's chunks, the allocator and the batches."""
 
 
 def batch_size_for(
     available_memory_bytes: int, config: ModelConfig, seq_len: int, *, activation_checkpointing: bool = False
 ) -> int:
-    """Rows a micro-batch, 1 to 8; 1 also where the model hardly fits.
+    """Returns the rows of a micro-batch, 1 to 8; 1 also where the model hardly fits.
 
     Args:
         available_memory_bytes: for model and activations together, before the model is made.
@@ -53,9 +52,9 @@ def batch_size_for(
     rows = int(left_bytes * _SPECIFIED_SHARE) // (row_layers * config.dim * _SPECIFIED_BYTES)
     if not activation_checkpointing:
         rows = min(rows, int(left_bytes * _FITTING_SHARE) // (row_layers * activation_bytes(config)))
-    return max(1, min(rows, MAX_BATCH_SIZE))
+    return max(1, min(rows, _MAX_BATCH_SIZE))
 
 
 def activation_bytes(config: ModelConfig) -> int:
-    """What one block keeps of one token for the backward pass: counted for tiny to 125m in fp32, within 4 %."""
+    """Returns the bytes one block keeps of one token for the backward pass, within 4 % for tiny to 125m in fp32."""
     return 4 * (8 * config.dim + 4 * config.ffn_dim + 3 * config.kv_dim)

@@ -57,10 +57,9 @@ class InnerConfig:
     compile: Compile = "auto"
     """torch.compile. auto: on CUDA only."""
     activation_checkpointing: bool = False
-    """Compute each block's activations again in the backward pass: about a third more time, a tenth of their memory.
-    Whoever builds the model heeds it (`build_model`)."""
+    """Compute each block's activations again in the backward pass: about a third more time, a tenth of their memory."""
     max_skipped_in_a_row: int = 10
-    """So many steps in a row with a loss or gradient that is not finite end the run."""
+    """Steps in a row with a loss or gradient that is not finite, after which the run ends."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -1,8 +1,7 @@
 """The state of every random generator of the process, as values that ``torch.load(weights_only=True)`` takes.
 
-Covers python's ``random``, numpy's global generator, torch on the CPU and on each GPU in use. Generators that a part of
-the program seeds for itself (the loader's, the init's) are functions of their seeds and need no saving. Some 8 kB, and
-some 50 µs to take.
+It covers python's ``random``, numpy's global generator, torch on the CPU and on each GPU in use: some 8 kB, in 50 µs.
+Generators that the program seeds itself (the loader's, the init's) are functions of their seeds and need no saving.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def rng_state() -> dict[str, Any]:
-    """Where all generators stand now: plain numbers, and tensors for what is long."""
+    """Returns the state of all generators: plain numbers, and tensors for what is long."""
     python_version, python_words, python_gauss = random.getstate()
     numpy_state = np.random.get_state(legacy=False)
     return {
@@ -44,12 +43,10 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Puts all generators where `rng_state` found them.
-
-    A state of another number of GPUs is taken for those that both have, with a warning.
+    """Restores what `rng_state` returned; with another number of GPUs, for those that both have, with a warning.
 
     Raises:
-        CheckpointMismatchError: it is no such state, or of another release; no generator was touched.
+        CheckpointMismatchError: it is no such state, or of another release; no generator was changed.
     """
     if state.get("version") != _VERSION:
         raise CheckpointMismatchError(
