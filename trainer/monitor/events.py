@@ -47,6 +47,10 @@ logger = logging.getLogger(__name__)
 
 RESERVED_FIELDS = frozenset({"time", "node", "kind"})
 """Fields that every line has."""
+_REPORT_FIELDS = (
+    *("round_index", "members", "dropped", "completeness", "sent_bytes", "received_bytes", "rule"),
+    *("num_passes", "weights", "validation", "note"),
+)
 _MAX_TEXT = 4_096
 _MAX_DEPTH = 8
 
@@ -105,36 +109,15 @@ def event_line(time_s: float, node_id: str, kind: str, fields_: Mapping[str, obj
 
 def step_fields(step: StepFacts, loader_wait_s: float) -> dict[str, object]:
     """Returns the fields of a step's event."""
-    return {
-        "step": step.step,
-        "loss": _rounded(step.loss),
-        "grad_norm": _rounded(step.grad_norm),
-        "lr": _rounded(step.lr),
-        "num_tokens": step.num_tokens,
-        "skipped": step.skipped,
-        "seconds": round(step.seconds, 6),
-        "loader_wait_s": round(loader_wait_s, 6),
-    }
+    fields = {name: getattr(step, name) for name in ("step", "num_tokens", "skipped")}
+    fields |= {name: _rounded(getattr(step, name)) for name in ("loss", "grad_norm", "lr")}
+    return fields | {"seconds": round(step.seconds, 6), "loader_wait_s": round(loader_wait_s, 6)}
 
 
 def round_fields(report: RoundFacts, outer_step: int, state_digest: str) -> dict[str, object]:
     """Returns the fields of a round's event."""
-    return {
-        "round_index": report.round_index,
-        "outer_step": outer_step,
-        "state_digest": state_digest,
-        "members": report.members,
-        "dropped": report.dropped,
-        "completeness": report.completeness,
-        "sent_bytes": report.sent_bytes,
-        "received_bytes": report.received_bytes,
-        "seconds": round(report.seconds, 6),
-        "rule": report.rule,
-        "num_passes": report.num_passes,
-        "weights": report.weights,
-        "validation": report.validation,
-        "note": report.note,
-    }
+    fields = {name: getattr(report, name) for name in _REPORT_FIELDS}
+    return fields | {"outer_step": outer_step, "state_digest": state_digest, "seconds": round(report.seconds, 6)}
 
 
 def _rounded(value: float) -> float:

@@ -288,14 +288,10 @@ def _hash_agreement(agreed: Agreement, num_nodes: int) -> HashAgreement:
 
 def _node_status(node: Peer, *, is_self: bool) -> NodeStatus:
     return NodeStatus(
-        node_id=node.node_id,
-        peer_id=node.peer_id,
+        **{name: getattr(node, name) for name in ("node_id", "peer_id", "outer_step", "loss", "state_digest")},
         is_self=is_self,
-        outer_step=node.outer_step,
         inner_steps_trained=node.num_steps,
-        loss=node.loss,
         tokens_per_s=round(node.tokens_per_s, 1),
-        state_digest=node.state_digest,
         num_shards=len(node.shards),
     )
 
