@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.round_actor import identity_of
 from tests.support.trainer_command import TrainerCommand
 from tests.support.training_swarm import free_port, wait_until
 from trainer.collective import Terms
@@ -28,6 +29,7 @@ from trainer.run.node.compatibility import register_terms
 from trainer.run.node.identity import NodeStats, announcement_of
 from trainer.run.node.loop_thread import LoopThread
 from trainer.run.node.network import Network
+from trainer.run.node.peer_book import PeerBook
 from trainer.run.node.state_form import StateFit, state_layout
 
 SHAPE = ModelConfig(vocab_size=1024, dim=8, num_layers=1, num_heads=2, num_kv_heads=1, ffn_dim=16, max_seq_len=16)
@@ -304,3 +306,39 @@ def test_tensors_of_another_state_are_refused(tensors: dict[str, torch.Tensor]) 
 def test_a_state_larger_than_this_node_takes_is_refused() -> None:
     with pytest.raises(IncompatiblePeerError, match="at most 1000 bytes"):
         replace(FIT, max_bytes=1000).expectation(describe(*packed(state())))
+
+
+STATES = [f"{number:x}" * 64 for number in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("held", "announced", "adopted", "elsewhere"),
+    [
+        ((1, 2), [(1, 1), (1, 1)], 1, None),  # Nodes that are only behind do not draw this one back.
+        ((1, 2, 3, 4), [(2, 7), (2, 7)], 7, 7),  # It went on alone, and sees where most others are.
+        ((4,), [(2, 7)], None, None),  # One other node with another state is no majority.
+    ],
+)
+def test_which_state_most_others_hold(
+    held: tuple[int, ...], announced: list[tuple[int, int]], adopted: int | None, elsewhere: int | None
+) -> None:
+    """States are numbers; those held were held after the outer step of the same number."""
+    book = PeerBook(TERMS.digest())
+    for step in held:
+        book.hold(step, STATES[step])
+    book.update(
+        tuple(
+            Announcement(
+                peer_id=identity_of(number).peer_id,
+                node_id=f"node-{number}",
+                run_id="run",
+                address="127.0.0.1:4100",
+                terms_digest=TERMS.digest(),
+                outer_step=step,
+                state_digest=STATES[state],
+            )
+            for number, (step, state) in enumerate(announced, 1)
+        )
+    )
+    assert book.state_to_adopt() == (None if adopted is None else STATES[adopted])
+    assert book.state_elsewhere() == (None if elsewhere is None else STATES[elsewhere])
