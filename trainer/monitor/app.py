@@ -36,7 +36,7 @@ class ShutdownHook:
 
 
 class Stopping(BaseModel):
-    """The node was asked to stop: it ends the step in hand, saves a checkpoint and exits."""
+    """The node is stopping: it ends the current step, saves a checkpoint and exits."""
 
     status: str = "stopping"
 

@@ -4,8 +4,8 @@ The training thread writes, the API's thread reads; a lock is held for a copy of
 arithmetic happens outside. What verifies training (the run's first losses, steps done) goes into the checkpoint by
 `state_dict`: without it, a node restarted on a plateau would have to improve on its own plateau.
 
-A round that found nobody is no failure where nobody is there, and is one where another node was known: then the node
-trained on without the others, which the success rate shows.
+A round without other members is a failure only where another node was known: then the node trained on without the
+others, which the success rate shows.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ class _Table:
             self._stream.write(f"\x1b[{len(self._lines)}F\x1b[J")
 
     def _draw(self) -> None:
-        # A line that is wrapped would be two to erase; room for the codes of the colours, which take none.
+        # A wrapped line would take two lines to erase. Codes of colours take no width.
         width = shutil.get_terminal_size().columns - 1
         for line in self._lines:
             codes = len(_BOLD) + len(_RESET) if line.startswith("\x1b") else 0

@@ -22,7 +22,7 @@ Pipeline = Literal["none", "swarm"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinConfig:
-    """How workers come and go.
+    """How workers of a stage come and go.
 
     Raises:
         TrainerUsageError: a value is out of range.
@@ -33,13 +33,13 @@ class JoinConfig:
     max_rounds_behind: int = 5
     """A newcomer that is further behind when it has the state fetches a newer one (spec P-43)."""
     max_failed_rounds: int = 2
-    """Rounds failed in a row, while the others went on, after which a worker takes up their state (spec P-41)."""
+    """Failed rounds in a row, while the others went on, after which a worker takes up their state (spec P-41)."""
     idle_s: float = 20.0
-    """A stage whose round has not moved for so long has nobody to wait for."""
+    """A stage whose round has not moved for so long waits for no other worker."""
     first_peers_s: float = 6.0
-    """How long a worker looks for others of its stage before it takes itself for the first."""
+    """How long a worker looks for others of its stage before it acts as the first."""
     leave_s: float = 30.0
-    """How long a worker that is asked to stop may take to finish what it has been given and hand over."""
+    """How long a stopping worker may take to finish its micro-batches and share its state."""
 
     def __post_init__(self) -> None:
         if not 0 < self.window <= 1:
