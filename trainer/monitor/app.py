@@ -60,15 +60,11 @@ def create_app(
     """
     app = FastAPI(title="Genesis training node", version="1", docs_url=None, redoc_url=None)
     app.add_middleware(HostGuard, allowed_hosts=config.allowed_hosts if config else ())
-    _add_pages(app, tracker, metrics)
     if pipeline is not None:
         add_pipeline_pages(app, pipeline)
     if shutdown:
         _add_shutdown(app, shutdown)
-    return app
 
-
-def _add_pages(app: FastAPI, tracker: TrainingTracker, metrics: TrainingMetrics) -> None:
     @app.get("/api/training/verify", summary="Is training working?", response_model=VerifyStatus)
     async def verify() -> TrainingStatus:
         return tracker.status()
@@ -89,6 +85,8 @@ def _add_pages(app: FastAPI, tracker: TrainingTracker, metrics: TrainingMetrics)
     )
     async def prometheus() -> Response:
         return Response(metrics.page(), media_type=METRICS_MEDIA_TYPE)
+
+    return app
 
 
 def _add_shutdown(app: FastAPI, hook: ShutdownHook) -> None:

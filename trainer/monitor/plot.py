@@ -12,7 +12,7 @@ counts, since that is the one the model has. Tokens are summed from step 0 on; s
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -64,13 +64,12 @@ def plot(
     Raises:
         TrainerUsageError: matplotlib is missing, there is nothing to draw, or the picture cannot be written.
     """
-    make_figure = _matplotlib_figure()
+    figure = _new_figure(size_inches)
     curves = read_curves(log_dirs)
     if len(curves) > _MAX_NODES:
         raise TrainerUsageError(
             f"expected {_MAX_NODES} nodes at most to tell apart, found {len(curves)}; give fewer logs"
         )
-    figure = make_figure(size_inches)
     _draw(figure, curves, title)
     out_png = out_png.expanduser()
     try:
@@ -81,19 +80,15 @@ def plot(
     return out_png
 
 
-def _matplotlib_figure() -> Callable[[tuple[float, float]], Figure]:
+def _new_figure(size_inches: tuple[float, float]) -> Figure:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise TrainerUsageError(str(with_extra(error))) from None
-
-    def make(size_inches: tuple[float, float]) -> Figure:
-        figure = Figure(figsize=size_inches, layout="constrained")
-        FigureCanvasAgg(figure)
-        return figure
-
-    return make
+    figure = Figure(figsize=size_inches, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def _draw(figure: Figure, curves: Sequence[NodeCurve], title: str) -> None:
