@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import sysconfig
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,11 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from genesis.populate.options import LearnOptions, PopulateOptions
+from genesis.populate.pipeline import populate
+from genesis.store import FolderStore
 from loader.options import StoreOptions
 from loader.session import Session
-from manifests import VocabularyFile
-from tests.support.growing_store import GROWN_SHARDS, copy_text_store, grow_text_store
-from tests.support.text_store import NUM_SHARDS, text_store
+from manifests import SourceSpec, VocabularyFile
+from tests.support.text_store import NUM_SHARDS, SHARD_TOKENS, text_store
 from tests.support.trainer_command import TrainerCommand
 from tests.support.trainer_here import TrainerHere
 from trainer.checkpoint.node import checkpoint_path, read_checkpoint, wallet_id
@@ -228,3 +232,37 @@ def test_a_store_that_is_gone_is_only_told(tmp_path: Path, caplog: pytest.LogCap
     assert not looked_until_answered(watch)
     assert "the store cannot be asked for what is new" in caplog.text
     assert watch.rows() == 1024
+
+
+GROWN_SHARDS = 2
+_MERGES = 300
+"""Beyond the first source's: some 1,260 ids in all, where a model for the first alone has 1,024 rows."""
+
+
+def copy_text_store(folder: Path) -> Path:
+    """A copy of the store that tests share, to be changed."""
+    return Path(shutil.copytree(text_store(), folder))
+
+
+def grow_text_store(folder: Path) -> None:
+    """Populates the second source: `GROWN_SHARDS` shards, ids that were not there before."""
+    lines = folder.parent / "more.jsonl"
+    if not lines.exists():
+        lines.write_text("".join(_rows()), encoding="utf-8")
+    options = PopulateOptions(
+        spec=SourceSpec(name="more", merges=_MERGES),
+        store_url=FolderStore(folder).url,
+        inputs=(str(lines),),
+        num_workers=1,
+        shard_tokens=SHARD_TOKENS,
+        max_shards=GROWN_SHARDS,
+        learn=LearnOptions(documents=200, merges=_MERGES),
+    )
+    populate(options, FolderStore(folder))
+
+
+def _rows() -> list[str]:
+    """Source code: other text than the first source's, of which there is enough everywhere."""
+    library = Path(sysconfig.get_path("stdlib"))
+    texts = [path.read_text(encoding="utf-8") for path in sorted(library.glob("[a-f]*.py"))]
+    return [json.dumps({"text": text}) + "\n" for text in texts]
