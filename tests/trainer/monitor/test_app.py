@@ -33,11 +33,11 @@ def test_verify_and_global_tell_the_status(api):
     assert set(whole) == set(TrainingStatus.model_fields)
 
 
-def test_what_is_not_known_is_null_with_a_reason(api):
-    status = api.json("/api/training/verify")
-    assert status["sync_success_rate"] is None
-    assert status["sync_success"]["reason"] == "no round yet"
+def test_before_training_what_is_not_known_is_null_with_a_reason(api):
+    status, health = api.json("/api/training/verify"), api.json("/healthz")
+    assert (status["sync_success_rate"], status["sync_success"]["reason"]) == (None, "no round yet")
     assert status["hash_agreement_rate"] is None
+    assert (health["status"], health["node_id"], health["last_step_age_s"]) == ("ok", "gpu-7", None)
 
 
 def test_losses_that_are_not_finite_are_no_invalid_json(api):
@@ -47,11 +47,6 @@ def test_losses_that_are_not_finite_are_no_invalid_json(api):
         answer = api.client.get(path)
         assert answer.status_code == 200
         json.loads(answer.content, parse_constant=pytest.fail)
-
-
-def test_health_is_there_before_training(api):
-    health = api.json("/healthz")
-    assert (health["status"], health["node_id"], health["last_step_age_s"]) == ("ok", "gpu-7", None)
 
 
 def test_openapi_describes_every_answer(api):
@@ -104,6 +99,8 @@ def test_no_answer_is_another_site_s_to_read(api):
 
 
 def test_a_shutdown_from_this_machine_is_passed_on(api):
+    assert api.client.get("/api/shutdown").status_code == 405
+    assert not api.node.stops
     answer = api.client.post("/api/shutdown")
     assert (answer.status_code, answer.json()) == (202, {"status": "stopping"})
     assert api.node.stops == ["asked"]
@@ -126,11 +123,6 @@ def test_a_page_of_another_site_or_a_proxy_stops_nothing(api, headers):
     answer = api.client.post("/api/shutdown", headers=headers)
     assert answer.status_code == 403
     assert "expected" in answer.json()["detail"]
-    assert not api.node.stops
-
-
-def test_a_shutdown_is_no_get(api):
-    assert api.client.get("/api/shutdown").status_code == 405
     assert not api.node.stops
 
 

@@ -62,6 +62,25 @@ print(lost)
 """
 
 
+@pytest.fixture
+def hanging_disk(monkeypatch):
+    """Makes writes wait; the entries are set once a write has begun, and by a test to let them go on."""
+    entered, released, writers = threading.Event(), threading.Event(), []
+    real_write = os.write
+
+    def slow_write(file, data):
+        writers.append(threading.current_thread())
+        entered.set()
+        assert released.wait(30)
+        return real_write(file, data)
+
+    def hang():
+        monkeypatch.setattr("trainer.monitor.event_log.os.write", slow_write)
+        return entered, released, writers
+
+    return hang
+
+
 def numbers(path, name="number"):
     return [event.fields[name] for event in read_events(path) if name in event.fields]
 
@@ -249,44 +268,28 @@ def test_a_log_rotated_while_it_is_read_is_read_once(tmp_path):
     assert len(set(found)) == len(found)
 
 
-def test_the_disk_is_written_by_another_thread(tmp_path, monkeypatch):
+def test_the_disk_is_written_by_another_thread(tmp_path, hanging_disk):
     """A disk that hangs holds up nobody who logs."""
-    hanging, writers = threading.Event(), []
-    real_write = os.write
-
-    def slow_write(file, data):
-        writers.append(threading.current_thread())
-        assert hanging.wait(30)
-        return real_write(file, data)
-
     with EventLog(tmp_path, "n") as log:
-        monkeypatch.setattr("trainer.monitor.event_log.os.write", slow_write)
+        _, released, writers = hanging_disk()
         for number in range(1_000):
             log.event("some", number=number)
         assert not log.flush(timeout_s=0.05)
-        hanging.set()
+        released.set()
         assert log.flush(30)
     assert threading.current_thread() not in writers
     assert numbers(tmp_path) == list(range(1_000))
 
 
-def test_the_queue_is_bounded_and_what_did_not_fit_is_logged(tmp_path, monkeypatch):
+def test_the_queue_is_bounded_and_what_did_not_fit_is_logged(tmp_path, monkeypatch, hanging_disk):
     monkeypatch.setattr("trainer.monitor.event_log._MAX_WAITING", 50)
-    hanging, entered = threading.Event(), threading.Event()
-    real_write = os.write
-
-    def slow_write(file, data):
-        entered.set()
-        assert hanging.wait(30)
-        return real_write(file, data)
-
     with EventLog(tmp_path, "n") as log:
-        monkeypatch.setattr("trainer.monitor.event_log.os.write", slow_write)
+        entered, released, _ = hanging_disk()
         log.event("some", number=0)
         assert entered.wait(30)
         for number in range(1, 101):
             log.event("some", number=number)
-        hanging.set()
+        released.set()
         assert log.flush(30)
         log.event("some", number=101)
     assert log.lost_events >= 50
