@@ -1,6 +1,6 @@
 """One training node, put together: what `python -m trainer` runs.
 
-    run_node(RunConfig(node_id="gpu-7", ...), line, stop)
+    run_node(RunConfig(node_id="gpu-7", ...), display, stop)
 
 ``starting`` builds it: ``resolving`` finds the checkpoint to resume and decides sizes, ``cluster`` joins torchrun's
 ranks, ``data`` opens the store. ``training`` is the loop, ``replica`` the model with its optimizers, ``network`` the

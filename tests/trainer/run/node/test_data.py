@@ -201,7 +201,6 @@ def looked_until_answered(watch: StoreWatch) -> bool:
     return grown
 
 
-@pytest.mark.slow
 def test_a_grown_store_is_seen(tmp_path: Path) -> None:
     store = copy_text_store(tmp_path / "store")
     watch = StoreWatch(opened(store, tmp_path), 1e-9)
@@ -212,7 +211,6 @@ def test_a_grown_store_is_seen(tmp_path: Path) -> None:
     assert not looked_until_answered(watch)
 
 
-@pytest.mark.slow
 def test_it_is_asked_no_more_often_than_it_should_be(tmp_path: Path) -> None:
     store = copy_text_store(tmp_path / "store")
     now_s = 0.0
@@ -224,7 +222,6 @@ def test_it_is_asked_no_more_often_than_it_should_be(tmp_path: Path) -> None:
     assert looked_until_answered(watch)
 
 
-@pytest.mark.slow
 def test_a_store_that_is_gone_is_only_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = copy_text_store(tmp_path / "store")
     watch = StoreWatch(opened(store, tmp_path), 1e-9)

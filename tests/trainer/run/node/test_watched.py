@@ -63,7 +63,6 @@ def test_status_and_metrics_while_it_trains_and_the_shutdown(watched: TrainerCom
     assert watched.saved("a", token=TOKEN)["training_rounds"] == steps[-1] + 1
 
 
-@pytest.mark.slow
 def test_what_it_takes_to_verify_training_outlives_a_restart(watched: TrainerCommand) -> None:
     options = ("--node-id", "a", "--api-port", "0", "--set", "checkpoint.every_steps=1000")
     watched(*options, "--max-steps", "200", "--no-api")
@@ -122,7 +121,6 @@ def test_a_checkpoint_of_another_store_is_refused(here: TrainerHere, trainer: Tr
     assert trainer.saved("a")["training_rounds"] == 2
 
 
-@pytest.mark.slow
 def test_no_memory_is_told_in_a_line(trainer: TrainerCommand) -> None:
     limited = ("prlimit", f"--as={4_000_000_000}", sys.executable, "-m", "trainer")
     narrow = TrainerCommand(trainer.store, trainer.folder, starter=limited)
