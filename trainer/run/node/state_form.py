@@ -96,7 +96,8 @@ class DilocoStates:
         checked = check_meta(meta)
         if set(tensors) != set(_VECTORS):
             raise IncompatiblePeerError(f"expected a snapshot of {', '.join(_VECTORS)}, found {len(tensors)} others")
-        return SharedState(**asdict(checked), **{name: tensors[name] for name in _VECTORS})
+        anchor, momentum, reference = (tensors[name] for name in _VECTORS)
+        return SharedState(**asdict(checked), anchor=anchor, momentum=momentum, reference=reference)
 
 
 def check_meta(meta: Mapping[str, Any]) -> SharedMeta:
