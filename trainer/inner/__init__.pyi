@@ -1,7 +1,7 @@
 """What `trainer.inner` offers, by module; a name's module is imported when the name is first used."""
 
-from .batch_size import batch_size_for as batch_size_for
 from .config import InnerConfig as InnerConfig
+from .config import batch_size_for as batch_size_for
 from .loop import Batch as Batch
 from .loop import InnerLoop as InnerLoop
 from .loop import NonFiniteGuard as NonFiniteGuard

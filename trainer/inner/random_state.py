@@ -28,6 +28,7 @@ def rng_state() -> dict[str, Any]:
     """Returns the state of all generators: plain numbers, and tensors for what is long."""
     python_version, python_words, python_gauss = random.getstate()
     numpy_state = np.random.get_state(legacy=False)
+    cuda_in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return {
         "version": _VERSION,
         "python": (python_version, torch.tensor(python_words, dtype=torch.int64), python_gauss),
@@ -38,7 +39,7 @@ def rng_state() -> dict[str, Any]:
             float(numpy_state["gauss"]),
         ),
         "torch_cpu": torch.get_rng_state(),
-        "torch_cuda": torch.cuda.get_rng_state_all() if _cuda_in_use() else [],
+        "torch_cuda": torch.cuda.get_rng_state_all() if cuda_in_use else [],
     }
 
 
@@ -67,18 +68,8 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     random.setstate(python)
     np.random.set_state(numpy)
     torch.set_rng_state(cpu)
-    _set_cuda(cuda)
-
-
-def _cuda_in_use() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-
-
-def _set_cuda(states: list[torch.Tensor]) -> None:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if states and len(states) != count:
-        logger.warning(
-            "random state was saved with %d GPUs and there are %d: not resumed to the bit", len(states), count
-        )
-    for index, state in enumerate(states[:count]):
-        torch.cuda.set_rng_state(state, index)
+    if cuda and len(cuda) != count:
+        logger.warning("random state was saved with %d GPUs and there are %d: not resumed to the bit", len(cuda), count)
+    for index, cuda_state in enumerate(cuda[:count]):
+        torch.cuda.set_rng_state(cuda_state, index)

@@ -9,9 +9,9 @@ from .events import read_events as read_events
 from .facts import AnnouncedNode as AnnouncedNode
 from .facts import RoundFacts as RoundFacts
 from .facts import StepFacts as StepFacts
+from .metrics import MeteredIterator as MeteredIterator
+from .metrics import Observer as Observer
 from .metrics import TrainingMetrics as TrainingMetrics
-from .observer import MeteredIterator as MeteredIterator
-from .observer import Observer as Observer
 from .pipeline import LostShare as LostShare
 from .pipeline import PerishedShare as PerishedShare
 from .pipeline import PipelineView as PipelineView

@@ -3,15 +3,20 @@
 The registry belongs to the node, not to the process. A step costs the training thread 4 µs (17 with cold caches); what
 the tracker, the RPC endpoint and the log count anyway is read when a page is requested (2 ms). Labels that other nodes
 can influence (reasons) take at most 32 values of 32 letters, and ``other``, so that no peer can add series without end.
+
+The rest of a node reports to the `Observer`, which passes each fact to the tracker, the metrics and the log. A step
+costs the training thread 11 µs in all in a tight loop, and 30 to 35 µs between real steps, which evict the processor's
+caches.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypedDict
+from typing import Generic, Literal, TypedDict, TypeVar
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -26,10 +31,13 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from trainer.monitor.facts import RoundFacts, StepFacts
+from trainer.monitor.event_log import EventLog
+from trainer.monitor.facts import AnnouncedNode, RoundFacts, StepFacts
 from trainer.monitor.status import TrainingStatus
+from trainer.monitor.tracker import TrainingTracker
 
-__all__ = ["METRICS_MEDIA_TYPE", "CheckpointOutcome", "Sources", "TrainingMetrics"]
+__all__ = ["METRICS_MEDIA_TYPE", "CheckpointOutcome", "MeteredIterator", "Observer", "Sources", "TrainingMetrics"]
+
 
 METRICS_MEDIA_TYPE = CONTENT_TYPE_LATEST
 CheckpointOutcome = Literal["saved", "skipped", "failed"]
@@ -205,3 +213,69 @@ def _gauges(status: TrainingStatus) -> Iterator[tuple[str, str, float | None]]:
     yield "data_shards", "Different shards that the nodes train on.", status.data_shards
     yield "outer_step", "Outer steps in this node's state.", status.diloco.outer_step
     yield "inner_step", "Inner steps since the last outer step.", status.diloco.inner_step
+
+
+class Observer:
+    """Passes on what happens. Any thread may call it; nothing here waits."""
+
+    def __init__(self, tracker: TrainingTracker, metrics: TrainingMetrics, log: EventLog | None = None) -> None:
+        self._tracker = tracker
+        self._metrics = metrics
+        self._log = log
+
+    def step(self, step: StepFacts, *, loader_wait_s: float = 0.0) -> None:
+        """Reports an inner step that waited so long for batches (`MeteredIterator.take_wait_s`)."""
+        self._tracker.add_step(step)
+        self._metrics.step(step, loader_wait_s=loader_wait_s)
+        if self._log:
+            self._log.step(step, loader_wait_s=loader_wait_s)
+
+    def round(self, report: RoundFacts, *, outer_step: int, state_digest: str) -> None:
+        """Reports a round that ended with an outer step; step and digest are those of the state after it."""
+        self._tracker.add_round(report, outer_step=outer_step, state_digest=state_digest)
+        self._metrics.round(report)
+        if self._log:
+            self._log.round(report, outer_step=outer_step, state_digest=state_digest)
+
+    def round_failed(self, round_index: int, reason: str) -> None:
+        """Reports a round without a result; its work goes into the next."""
+        self._tracker.add_failed_round()
+        self._metrics.round_failed()
+        self.event("round_failed", round_index=round_index, reason=reason)
+
+    def checkpoint(self, outcome: CheckpointOutcome, *, step: int, seconds: float) -> None:
+        """Reports a checkpoint that was due, and the seconds it cost the training thread."""
+        self._metrics.checkpoint(outcome, seconds)
+        self.event("checkpoint", outcome=outcome, step=step, seconds=round(seconds, 6))
+
+    def peers(self, announcements: Iterable[AnnouncedNode]) -> None:
+        """Reports what all other nodes announce now."""
+        self._tracker.peers(announcements)
+
+    def event(self, kind: str, **fields: object) -> None:
+        """Logs any other event."""
+        if self._log:
+            self._log.event(kind, **fields)
+
+
+T = TypeVar("T")
+
+
+class MeteredIterator(Generic[T], Iterator[T]):
+    """Yields another iterator's items and adds up how long they took; 0.2 µs an item."""
+
+    def __init__(self, items: Iterable[T]) -> None:
+        self._items = iter(items)
+        self._wait_s = 0.0
+
+    def __next__(self) -> T:
+        begun = time.perf_counter()
+        try:
+            return next(self._items)
+        finally:
+            self._wait_s += time.perf_counter() - begun
+
+    def take_wait_s(self) -> float:
+        """Returns the seconds waited since the last call."""
+        wait_s, self._wait_s = self._wait_s, 0.0
+        return wait_s

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 
 from tests.support.observing import Announced, Report, Step
 from trainer.monitor import ApiConfig, ApiServer, ShutdownHook, create_app
-from trainer.monitor.access import shutdown_refusal, user_of_peer
+from trainer.monitor.app import shutdown_refusal, user_of_peer
 from trainer.monitor.status import TrainingStatus, VerifyStatus
 
 SITE = "https://evil.example"
@@ -196,5 +196,5 @@ def test_the_user_of_a_connection_is_told_while_it_is_open(listens, asks):
 
 
 def test_where_the_platform_does_not_tell_nobody_is_taken_for_this_user(monkeypatch, tmp_path):
-    monkeypatch.setattr("trainer.monitor.access._TABLES", (tmp_path / "none",))
+    monkeypatch.setattr("trainer.monitor.app._TABLES", (tmp_path / "none",))
     assert user_of_peer(("127.0.0.1", 1), ("127.0.0.1", 2)) is None

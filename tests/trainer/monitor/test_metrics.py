@@ -116,7 +116,7 @@ def test_every_metric_has_a_help_text_and_the_page_its_media_type(api):
 
 def test_the_items_come_through_and_the_wait_is_taken_once(monkeypatch):
     ticks = itertools.count()
-    monkeypatch.setattr("trainer.monitor.observer.time.perf_counter", lambda: next(ticks) * 0.5)
+    monkeypatch.setattr("trainer.monitor.metrics.time.perf_counter", lambda: next(ticks) * 0.5)
     batches = MeteredIterator([1, 2])
     assert list(itertools.islice(batches, 2)) == [1, 2]
     with pytest.raises(StopIteration):
