@@ -111,13 +111,7 @@ _FITTING_SHARE: Final = 0.7
 def batch_size_for(
     available_memory_bytes: int, config: ModelConfig, seq_len: int, *, activation_checkpointing: bool = False
 ) -> int:
-    """Returns the rows of a micro-batch, 1 to 8; 1 also where the model hardly fits.
-
-    Args:
-        available_memory_bytes: for model and activations together, before the model is made.
-        config: the model.
-        seq_len: tokens of a row.
-        activation_checkpointing: as the model is built.
+    """Returns the rows of a micro-batch, 1 to 8, for this memory; 1 also where the model hardly fits.
 
     Raises:
         TrainerUsageError: memory or length is below 1.

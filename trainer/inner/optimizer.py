@@ -40,9 +40,7 @@ _FUSED_DEVICES = ("cpu", "cuda")
 def make_optimizer(model: nn.Module, config: InnerConfig) -> AdamW:
     """Builds AdamW over a model's, or a stage's, trainable parameters; first the group with decay.
 
-    Args:
-        model: on its final device: a parameter that is moved afterwards is lost to the optimizer.
-        config: betas, eps, weight decay, and the initial rate (`InnerLoop` sets it before each step).
+    The model must be on its final device: a parameter that is moved afterwards is lost to the optimizer.
 
     Raises:
         TrainerUsageError: there is nothing to train.

@@ -186,12 +186,7 @@ def _weights(state: Mapping[str, Tensor], config: ModelConfig, num_ids: int, dty
 
 
 def without_padding(name: str, tensor: Tensor, num_ids: int) -> Tensor:
-    """Returns embedding or output without the rows that only pad the vocabulary; any other parameter as it is.
-
-    Args:
-        name: the parameter's.
-        tensor: [rows, dim] where it has a row for each id.
-        num_ids: ids of the tokenizer.
+    """Returns embedding or output without the rows from ``num_ids`` on, which pad it; other parameters as they are.
 
     Raises:
         ExportError: there are fewer rows than ids.

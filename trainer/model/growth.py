@@ -54,11 +54,6 @@ def grow_rows(tensor: Tensor, rows: int) -> Tensor:
 def grow_vocabulary(model: Stage, new_vocab_rows: int, seed: int) -> tuple[str, ...]:
     """Grows embedding and output, as far as the stage has them, and its config, in place; drops their gradients.
 
-    Args:
-        model: the whole, or any stage.
-        new_vocab_rows: rows after growth, such as `rows_for` gives.
-        seed: the run's.
-
     Returns:
         Names of the parameters that grew, as in ``named_parameters``.
 

@@ -22,15 +22,10 @@ logger = logging.getLogger(__name__)
 def available_memory_bytes(
     device_type: str = "cpu", *, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
 ) -> int:
-    """Returns the bytes that this process may still allocate on a device.
-
-    Args:
-        device_type: ``cuda`` for the current GPU's free memory; anything else for main memory.
-        proc: where procfs is.
-        cgroups: where the control groups are mounted.
+    """Returns the bytes this process may still allocate: of the current GPU (``cuda``), else of main memory.
 
     Raises:
-        TrainerUsageError: nothing tells how much memory there is.
+        TrainerUsageError: procfs and control groups do not tell.
     """
     if device_type == "cuda":
         import torch  # a second and a half, for nothing else here

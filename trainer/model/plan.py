@@ -33,13 +33,7 @@ class StagePlan:
 
     @classmethod
     def of(cls, config: ModelConfig, num_stages: int, layers: Sequence[int] = (), cut: CutRule = "even") -> StagePlan:
-        """Cuts a model.
-
-        Args:
-            config: the whole.
-            num_stages: how many, 2 or more.
-            layers: of each stage; empty: by ``cut``.
-            cut: ``even`` shares, or by ``memory``.
+        """Cuts a model into stages of so many ``layers``, or by ``cut`` where none are given.
 
         Raises:
             TrainerUsageError: the numbers do not go together.

@@ -129,10 +129,7 @@ def choose_architecture(
 ) -> ModelConfig:
     """Returns the largest preset whose training state fits, or `tiny` where none does.
 
-    Args:
-        available_memory_bytes: what training may use.
-        vocab_size: rows of embedding and output.
-        bytes_per_parameter: 16 where DiLoCo's vectors lie elsewhere (a GPU's node); 32 where they share this memory.
+    A parameter takes 16 bytes where DiLoCo's vectors lie elsewhere (a GPU's node), 32 where they share this memory.
     """
     budget = memory_tier_bytes(available_memory_bytes) * _STATE_PERCENT // 100
     configs = [preset(name, vocab_size) for name in PRESETS]

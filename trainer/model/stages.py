@@ -143,10 +143,6 @@ class Transformer(_WithReadout):
     """The whole model: a head that is its own tail.
 
     Its weights are PyTorch's defaults until `build_model`, `init_weights` or a checkpoint sets them.
-
-    Args:
-        config: the model's shape.
-        activation_checkpointing: see `Layers`.
     """
 
     def __init__(self, config: ModelConfig, *, activation_checkpointing: bool = False) -> None:
@@ -192,15 +188,7 @@ def build_stage(
     device: torch.device | str = "cpu",
     activation_checkpointing: bool = False,
 ) -> Stage:
-    """Builds one stage of a cut, with the first weights it has in the whole.
-
-    Args:
-        config: the shape of the whole model.
-        ranges: the layers of every stage, such as `stage_ranges` gives.
-        index: which of them.
-        seed: the run's.
-        device: where the weights go.
-        activation_checkpointing: see `Layers`.
+    """Builds the stage of this index of a cut into ``ranges`` of layers, with the first weights it has in the whole.
 
     Raises:
         TrainerUsageError: the ranges do not cover all layers in order, or the model cannot be cut.
@@ -225,14 +213,9 @@ def build_stage(
 
 
 def split(model: Transformer, stages: int | Sequence[range]) -> list[Stage]:
-    """Cuts a whole into stages that share its modules and parameters.
+    """Cuts a whole into stages that share its modules and parameters: head, bodies, tail; or into itself alone.
 
-    Args:
-        model: the whole.
-        stages: how many, or the layers of each; head and tail may be without layers.
-
-    Returns:
-        Head, bodies, tail; the model itself where there is one stage.
+    ``stages`` is how many, or the layers of each; head and tail may be without layers.
 
     Raises:
         TrainerUsageError: there are more stages than layers, the ranges do not cover all layers in order, or the model

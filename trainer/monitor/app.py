@@ -66,12 +66,7 @@ def create_app(
 ) -> FastAPI:
     """Builds the interface as an ASGI application.
 
-    Args:
-        tracker: source of the status.
-        metrics: source of /metrics.
-        config: further host names of this machine.
-        shutdown: what POST /api/shutdown does; without it there is no such path.
-        pipeline: source of a driver's pages; without it there are no such paths.
+    POST /api/shutdown and a driver's pages exist only where ``shutdown`` and ``pipeline`` are given.
     """
     app = FastAPI(title="Genesis training node", version="1", docs_url=None, redoc_url=None)
     app.add_middleware(HostGuard, allowed_hosts=config.allowed_hosts if config else ())
@@ -130,15 +125,10 @@ _TABLES: Final = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
 
 
 def user_of_peer(client: tuple[str, int], server: tuple[str, int]) -> int | None:
-    """Returns the user id of the process that holds the client's end of a connection.
+    """Returns the user id of the process that holds the client's end of a connection, given by address and port.
 
-    Args:
-        client: address and port that the connection comes from.
-        server: address and port that it goes to.
-
-    Returns:
-        None where it is unknown: the client has closed its socket, it is on another machine or in another network
-        namespace, or the platform does not say.
+    It is None where it is unknown: the client has closed its socket, it is on another machine or in another network
+    namespace, or the platform does not say.
     """
     for table in _TABLES:
         try:

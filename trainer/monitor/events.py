@@ -93,14 +93,7 @@ def _encoded(node_id: str) -> str:
 
 
 def event_line(time_s: float, node_id: str, kind: str, fields_: Mapping[str, object]) -> bytes:
-    """Returns one event as a line of canonical JSON, its newline included.
-
-    Args:
-        time_s: when, seconds since the epoch.
-        node_id: of the node that logs it.
-        kind: ``step``, ``round``, or any other word.
-        fields_: the event's own; none of `RESERVED_FIELDS`.
-    """
+    """Returns one event as a line of canonical JSON with its newline; ``fields_`` has none of `RESERVED_FIELDS`."""
     event = {name: _plain(value, _MAX_DEPTH) for name, value in fields_.items()}
     moment = datetime.fromtimestamp(time_s, UTC).isoformat(timespec="milliseconds").removesuffix("+00:00")
     event |= {"time": f"{moment}Z", "node": node_id, "kind": kind}
@@ -181,10 +174,7 @@ class Event:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """Yields the events of a log, in the order they were logged.
-
-    Args:
-        path: a log's directory, read node by node, each from its oldest file on; or one file.
+    """Yields the events of a log file, or of a log's directory node by node, in the order they were logged.
 
     Raises:
         TrainerUsageError: there is nothing at ``path``.

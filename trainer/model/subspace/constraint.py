@@ -60,12 +60,7 @@ def zero_writers_(module: nn.Module, config: ModelConfig) -> None:
 
 
 class SubspaceConstraint:
-    """Keeps one model, or one stage, within its subspace. It holds no state of its own.
-
-    Args:
-        module: a `trainer.model.stages.Stage`.
-        config: its shape.
-        basis: the run's; None: the one of the config's seed.
+    """Keeps one model, or one stage, within the subspace of a basis, by default the config's. It holds no state.
 
     Raises:
         TrainerUsageError: the config is of an ordinary model, or the basis is of another shape.

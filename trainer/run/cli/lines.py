@@ -30,13 +30,9 @@ _EVERY_S = 10.0
 def training_display(
     config: RunConfig, stop: StopRequest, *, as_json: bool, is_first: bool = True
 ) -> Iterator[TrainingDisplay]:
-    """Yields the display that suits the output.
+    """Yields the display that suits the output; ranks of a cluster other than the first one display nothing.
 
-    Args:
-        config: of the run.
-        stop: asked to stop when the reader of the JSON lines has gone.
-        as_json: JSON lines on standard output.
-        is_first: the rank of a cluster that displays anything; the others' losses are in their logs.
+    It asks ``stop`` when the reader of the JSON lines has gone.
     """
     if not is_first:
         yield _NoLines()

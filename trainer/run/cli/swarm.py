@@ -111,12 +111,7 @@ def status_command(
 def ending_texts(config: RunConfig, run: Path, logs: Path, began_at: float, store: str) -> Iterator[str]:
     """Yields what `up` prints at the end: how far the run is, where its files are, and how to export a model.
 
-    Args:
-        config: of the run.
-        run: its file.
-        logs: folder of the processes' logs.
-        began_at: when the processes were started, seconds since 1970.
-        store: where the shards are, if the run file does not say that; else empty.
+    ``store`` is where the shards are, if the run file does not say that, and else empty.
     """
     from trainer.checkpoint.stages.naming import named_files
     from trainer.model.config import stage_names

@@ -187,12 +187,7 @@ def _given(context: typer.Context, names: Iterable[str]) -> dict[str, Any]:
 
 
 def config_of(file: Path | None, overrides: list[str], given: dict[str, Any]) -> RunConfig:
-    """Builds the configuration: options win over ``--set``, which wins over the file, which wins over defaults.
-
-    Args:
-        file: YAML.
-        overrides: ``name.name=value`` each.
-        given: values of the options, by their names in `train_command`.
+    """Builds the configuration: ``given`` options win over ``--set``, that over the file, and that over defaults.
 
     Raises:
         TrainerUsageError: something in it makes no sense.

@@ -59,12 +59,7 @@ _Loader.yaml_implicit_resolvers = {
 
 
 def from_mapping(kind: type[ConfigT], values: Mapping[str, Any], where: str = "") -> ConfigT:
-    """Builds a dataclass, and the dataclasses in it, from nested mappings.
-
-    Args:
-        kind: a dataclass.
-        values: by field name.
-        where: prefix for messages, such as ``inner.``.
+    """Builds a dataclass, and the dataclasses in it, from nested mappings; ``where`` prefixes names in messages.
 
     Raises:
         TrainerUsageError: a name is unknown, or a value is not of its field's type or range.
@@ -193,11 +188,7 @@ def parse_override(text: str) -> dict[str, Any]:
 
 
 def read_run(file: Path | None, overrides: Iterable[str]) -> dict[str, Any]:
-    """Reads a run file's mapping and applies ``--set`` to it.
-
-    Args:
-        file: YAML, if there is one.
-        overrides: ``name.name=value`` each; later ones win.
+    """Reads a run file's mapping, if there is one, and applies ``name.name=value`` overrides to it, in their order.
 
     Raises:
         TrainerUsageError: the file cannot be read or is no mapping, or an override is not of that form.

@@ -85,14 +85,7 @@ class KnownPeer:
 
 
 class FitCheck:
-    """One process's comparison with its peers; for the event loop of its endpoint.
-
-    Args:
-        endpoint: its own.
-        own: its terms.
-        known: returns all peers known now.
-        run_id: for messages.
-    """
+    """One process's comparison with the peers ``known`` at a time; for the event loop of its endpoint."""
 
     def __init__(self, endpoint: Endpoint, own: Terms, known: Callable[[], Sequence[KnownPeer]], run_id: str) -> None:
         self.is_open = True

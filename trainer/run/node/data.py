@@ -85,13 +85,9 @@ def lineage_of(vocabulary: VocabularyFile) -> str:
 
 
 def within_vocabulary(batches: Iterator[Batch], rows: Callable[[], int]) -> Iterator[Batch]:
-    """Yields batches in which ids the model has no row for are UNK and not learned.
+    """Yields batches in which ids the model has no row for are UNK and not learned; ``rows`` is called for each.
 
     So a node whose store is ahead of the run goes on training. The check takes some 10 µs a batch of 4,096 ids.
-
-    Args:
-        batches: ``input_ids`` and ``labels``.
-        rows: returns the model's rows, called for each batch.
     """
     is_logged = False
     for batch in batches:
@@ -113,13 +109,8 @@ def within_vocabulary(batches: Iterator[Batch], rows: Callable[[], int]) -> Iter
 class StoreWatch:
     """The newest that is known of a store while a run reads what it had: new shards, a larger vocabulary.
 
-    The store is asked in the background, so that one that does not answer never holds training up. `look` is for the
-    training thread, everything else for any.
-
-    Args:
-        session: what is known to begin with.
-        refresh_s: how often the store is asked, at most.
-        clock: seconds that only rise.
+    The store is asked in the background, at most every ``refresh_s``, so that one that does not answer never holds
+    training up. `look` is for the training thread, everything else for any.
 
     Raises:
         LoaderError: the vocabulary cannot be read.

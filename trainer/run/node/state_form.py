@@ -146,13 +146,7 @@ def state_layout(shape: ModelConfig, num_fragments: int) -> FlatLayout:
 
 @dataclass(frozen=True, slots=True)
 class StateFit(DilocoStates):
-    """The form of a whole model's state, and which states a node can take up.
-
-    Args:
-        shape: of its model; other states may have more or fewer rows of vocabulary.
-        num_fragments: that it is synchronised in.
-        max_bytes: no state larger than this.
-    """
+    """The form of a whole model's state, and which states, of any number of rows, a node can take up."""
 
     shape: ModelConfig
     num_fragments: int

@@ -22,11 +22,7 @@ __all__ = ["Watch"]
 class Watch:
     """Tracker, observer and server of one node; a context manager.
 
-    Args:
-        config: of the run.
-        network: the side that talks to others, if there is one.
-        stop: asks the node to stop; called by the API.
-        further: returns additional gauges: name, help, value.
+    ``stop`` is called by the API; ``further`` returns additional gauges (name, help, value).
     """
 
     def __init__(
