@@ -42,7 +42,7 @@ def fixed_table(num_rows: int, dim: int, seed: int, std: float, device: torch.de
 
 
 def fixed_table_of(config: ModelConfig, num_rows: int = 0, device: torch.device | str = "cpu") -> Tensor:
-    """Returns the fixed rows of a subspace network's vocabulary, fp32[rows, dim]; by default as many as the config's."""
+    """Returns the fixed rows of a subspace network's vocabulary, fp32[rows, dim]; by default all of the config's."""
     std = _STD_WITHOUT_INPUT_NORM if config.reorder_norm else init_std(EMBEDDING, config)
     return fixed_table(num_rows or config.vocab_size, config.dim, config.subspace_seed, std, device)
 

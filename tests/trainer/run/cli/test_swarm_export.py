@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from tests.support.pipeline_view import an_account
 from tests.support.stage_files import random_model, write_model
 from tests.support.token_store import TokenStore
 from tests.support.trainer_command import TrainerCommand
-from tests.support.trainer_here import TrainerHere, trainer_here
+from tests.support.trainer_here import TrainerHere
 from trainer.checkpoint.stages import load_initial_state
 from trainer.model import Transformer
 from trainer.model.plan import StagePlan
@@ -34,16 +33,9 @@ _NAMED = {"head": 1200.0, "body-1": 1201.5, "tail": 1230.0}
 
 
 @pytest.fixture
-def here(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[TrainerHere]:
-    """The command line, with a store of one shard and 1,000 ids."""
-    store = TokenStore.of(tmp_path / "store", 1)
-    with trainer_here(TrainerCommand(store.url, tmp_path), capsys, caplog, monkeypatch) as command:
-        yield command
+def trainer(tmp_path: Path) -> TrainerCommand:
+    """The command, with a store of one shard and 1,000 ids."""
+    return TrainerCommand(TokenStore.of(tmp_path / "store", 1).url, tmp_path)
 
 
 @pytest.fixture
