@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["FIRST_LOSSES", "LossHistory", "LossTrend", "has_fallen", "loss_trend"]
+__all__ = ["FIRST_LOSSES", "LossTrend", "TrackedLosses", "has_fallen", "loss_trend"]
 
 LossTrend = Literal["improving", "stable", "degrading", "unknown"]
 
@@ -78,7 +78,7 @@ def _medians(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.asarray(np.median(values[-_NUM_BLOCKS * size :].reshape(_NUM_BLOCKS, size), axis=1))
 
 
-class LossHistory:
+class TrackedLosses:
     """The first losses of a run, its latest ones, and their moving average. What is not finite is left out."""
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.ticker import Formatter
 
-__all__ = ["NodeCurve", "Round", "envelope", "plot", "read_curves", "smoothed", "speed"]
+__all__ = ["NodeCurve", "RoundMark", "envelope", "plot", "read_curves", "smoothed", "speed"]
 
 _Dashes = tuple[float, tuple[float, ...]]
 """matplotlib's form: an offset, and the lengths of strokes and gaps; none for a solid line."""
@@ -201,7 +201,7 @@ _BLOCK = 25
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class RoundMark:
     """When a round ended, and how."""
 
     step: int
@@ -224,7 +224,7 @@ class NodeCurve:
     """NaN where it was not finite."""
     times_s: Array
     """When the step ended, seconds since the epoch."""
-    rounds: tuple[Round, ...]
+    rounds: tuple[RoundMark, ...]
 
 
 @dataclass(slots=True)
@@ -232,7 +232,7 @@ class _NodeEvents:
     """One node's steps and rounds, while its log is read."""
 
     steps: dict[int, tuple[float, float, float]] = field(default_factory=dict)
-    rounds: list[Round] = field(default_factory=list)
+    rounds: list[RoundMark] = field(default_factory=list)
     latest_step: int = 0
 
     def add(self, event: Event) -> None:
@@ -244,7 +244,7 @@ class _NodeEvents:
                 self.steps[self.latest_step] = numbers
         elif event.kind in ("round", "round_failed"):
             has_failed = event.kind == "round_failed"
-            self.rounds.append(Round(self.latest_step, event.time.timestamp(), has_failed))
+            self.rounds.append(RoundMark(self.latest_step, event.time.timestamp(), has_failed))
 
     def curve(self, label: str) -> NodeCurve:
         steps = np.array(sorted(self.steps), dtype=np.float64)

@@ -17,7 +17,7 @@ from statistics import median
 
 from trainer.monitor.facts import AnnouncedNode
 
-__all__ = ["Agreement", "DigestMemory", "Peer", "agreement", "average_loss", "plausible_peer"]
+__all__ = ["DigestMemory", "PlausibleNode", "StateAgreement", "average_loss", "plausible_node", "state_agreement"]
 
 _MAX_LOSS = 100.0
 """Nats; a model that knows nothing has ln(10,000,000) = 16.1 at most."""
@@ -29,7 +29,7 @@ _REMEMBERED_STEPS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class PlausibleNode:
     """A node as it announces itself, without implausible values."""
 
     peer_id: str
@@ -46,7 +46,7 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
+class StateAgreement:
     """Who holds the same state."""
 
     outer_step: int | None
@@ -58,12 +58,12 @@ class Agreement:
     """Nodes with an older one, or none at all."""
 
 
-def plausible_peer(announced: AnnouncedNode) -> Peer:
+def plausible_node(announced: AnnouncedNode) -> PlausibleNode:
     """Returns an announcement without implausible values."""
     loss = announced.loss
     is_plausible = loss is not None and math.isfinite(loss) and 0.0 <= loss <= _MAX_LOSS
     speed = announced.tokens_per_s
-    return Peer(
+    return PlausibleNode(
         peer_id=announced.peer_id,
         node_id=_shown(announced.node_id),
         outer_step=max(0, announced.outer_step),
@@ -124,7 +124,7 @@ class DigestMemory:
         return {node: self._digests.get(node, {}) for node in nodes}
 
 
-def agreement(digests: Mapping[str, Mapping[int, str]]) -> Agreement:
+def state_agreement(digests: Mapping[str, Mapping[int, str]]) -> StateAgreement:
     """Compares the nodes at the newest outer step that they have in common.
 
     Args:
@@ -136,7 +136,7 @@ def agreement(digests: Mapping[str, Mapping[int, str]]) -> Agreement:
     if common is None and nodes_at:
         common = max(nodes_at, key=lambda step: (nodes_at[step], step))
     if common is None or (nodes_at[common] < 2 and len(digests) > 1):
-        return Agreement(None, 0, 0, 0)
+        return StateAgreement(None, 0, 0, 0)
     compared = [held[common] for held in digests.values() if common in held]
     num_behind = sum(max(held, default=-1) < common for held in digests.values())
-    return Agreement(common, len(compared), max(Counter(compared).values()), num_behind)
+    return StateAgreement(common, len(compared), max(Counter(compared).values()), num_behind)

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 
 from trainer.errors import CheckpointMismatchError
 from trainer.monitor.facts import AnnouncedNode, RoundFacts, StepFacts
-from trainer.monitor.losses import FIRST_LOSSES, LossHistory, has_fallen, loss_trend
+from trainer.monitor.losses import FIRST_LOSSES, TrackedLosses, has_fallen, loss_trend
 from trainer.monitor.status import (
     DiLoCoStatus,
     HashAgreement,
@@ -28,7 +28,14 @@ from trainer.monitor.status import (
     SyncSuccess,
     TrainingStatus,
 )
-from trainer.monitor.swarm import Agreement, DigestMemory, Peer, agreement, average_loss, plausible_peer
+from trainer.monitor.swarm import (
+    DigestMemory,
+    PlausibleNode,
+    StateAgreement,
+    average_loss,
+    plausible_node,
+    state_agreement,
+)
 
 __all__ = ["TrainingTracker"]
 
@@ -62,7 +69,7 @@ class TrainingTracker:
         self._inner_steps = inner_steps
         self._clock = clock
         self._started_at = clock()
-        self._losses = LossHistory()
+        self._losses = TrackedLosses()
         self._rounds = _RoundHistory()
         self._was_applied: deque[bool] = deque(maxlen=_SPEED_STEPS)
         self._ended: deque[tuple[float, int]] = deque(maxlen=_SPEED_STEPS + 1)  # When a step did, and its tokens.
@@ -73,7 +80,7 @@ class TrainingTracker:
         self._outer_step = 0
         self._state_digest = ""
         self._shards: frozenset[int] = frozenset()
-        self._peers: tuple[Peer, ...] = ()
+        self._peers: tuple[PlausibleNode, ...] = ()
         self._digests = DigestMemory()
 
     def add_step(self, step: StepFacts) -> None:
@@ -113,7 +120,7 @@ class TrainingTracker:
 
     def peers(self, announcements: Iterable[AnnouncedNode]) -> None:
         """Records what all other nodes announce now, in place of what they announced before."""
-        known = {found.peer_id: plausible_peer(found) for found in announcements}
+        known = {found.peer_id: plausible_node(found) for found in announcements}
         known.pop(self._peer_id, None)
         kept = tuple(sorted(known.values(), key=lambda peer: -peer.expires_at)[:_MAX_PEERS])
         with self._lock:
@@ -148,7 +155,7 @@ class TrainingTracker:
             others = [peer for peer in self._peers if peer.expires_at > now]
             first, recent, was_applied = self._losses.first, self._losses.recent, tuple(self._was_applied)
             num_skipped, sync, diloco = self._num_skipped, self._rounds.success(), self._diloco()
-            agreed = agreement(self._digests.of(peer.peer_id for peer in (own, *others)))
+            agreed = state_agreement(self._digests.of(peer.peer_id for peer in (own, *others)))
         nodes = (own, *sorted(others, key=lambda peer: (peer.node_id, peer.peer_id)))
         reasons = _reasons_against(first, recent, was_applied, sync)
         return TrainingStatus(
@@ -227,9 +234,9 @@ class TrainingTracker:
         num_tokens = sum(num_tokens for _, num_tokens in self._ended) - self._ended[0][1]
         return num_tokens / seconds if seconds > 0 else 0.0  # A clock may be set back.
 
-    def _own(self) -> Peer:
+    def _own(self) -> PlausibleNode:
         """Returns this node as it would announce itself."""
-        return Peer(
+        return PlausibleNode(
             peer_id=self._peer_id,
             node_id=self._node_id,
             outer_step=self._outer_step,
@@ -273,7 +280,7 @@ def _reasons_against(
     return tuple(reasons)
 
 
-def _hash_agreement(agreed: Agreement, num_nodes: int) -> HashAgreement:
+def _hash_agreement(agreed: StateAgreement, num_nodes: int) -> HashAgreement:
     reason = None
     if not agreed.num_compared:
         reason = "no two nodes have the same outer step" if num_nodes > 1 else "no outer step yet"
@@ -286,7 +293,7 @@ def _hash_agreement(agreed: Agreement, num_nodes: int) -> HashAgreement:
     )
 
 
-def _node_status(node: Peer, *, is_self: bool) -> NodeStatus:
+def _node_status(node: PlausibleNode, *, is_self: bool) -> NodeStatus:
     return NodeStatus(
         **{name: getattr(node, name) for name in ("node_id", "peer_id", "outer_step", "loss", "state_digest")},
         is_self=is_self,

@@ -27,7 +27,7 @@ from trainer.network.rpc.envelope import PROTOCOL_VERSION
 from trainer.run.config import RunConfig, to_mapping
 from trainer.run.node.data import lineage_of
 
-__all__ = ["TERMS", "FitCheck", "KnownPeer", "ask_addresses", "register_terms", "terms_of"]
+__all__ = ["TERMS", "ComparedPeer", "FitCheck", "ask_addresses", "register_terms", "terms_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def register_terms(endpoint: Endpoint, terms: Terms) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class KnownPeer:
+class ComparedPeer:
     """A peer that announces to be of this run."""
 
     peer: Peer
@@ -87,7 +87,9 @@ class KnownPeer:
 class FitCheck:
     """One process's comparison with the peers ``known`` at a time; for the event loop of its endpoint."""
 
-    def __init__(self, endpoint: Endpoint, own: Terms, known: Callable[[], Sequence[KnownPeer]], run_id: str) -> None:
+    def __init__(
+        self, endpoint: Endpoint, own: Terms, known: Callable[[], Sequence[ComparedPeer]], run_id: str
+    ) -> None:
         self.is_open = True
         """Whether no answer that counts has come yet."""
         self._endpoint = endpoint
@@ -144,12 +146,12 @@ class FitCheck:
         if now_s - self._strange_since_s >= stands_s:
             raise difference
 
-    def _some(self, found: list[KnownPeer]) -> list[KnownPeer]:
+    def _some(self, found: list[ComparedPeer]) -> list[ComparedPeer]:
         """Returns the next ones to ask, so that dead ones at the front do not hide the others."""
         first = self._num_attempts * _MOST_ASKED % max(1, len(found))
         return (found[first:] + found[:first])[:_MOST_ASKED]
 
-    async def _trains_alike(self, other: KnownPeer) -> bool | None:
+    async def _trains_alike(self, other: ComparedPeer) -> bool | None:
         terms = other.expected or self._own
         try:
             reply = await self._endpoint.call(other.peer, TERMS, terms, Terms, timeout_s=_TIMEOUT_S)
@@ -157,7 +159,7 @@ class FitCheck:
             return None
         return True if reply.body == terms else None
 
-    async def _difference(self, other: KnownPeer) -> IncompatiblePeerError | None:
+    async def _difference(self, other: ComparedPeer) -> IncompatiblePeerError | None:
         """Returns what differs, where the peer answers and something does."""
         try:
             reply = await self._endpoint.call(other.peer, TERMS, self._own, Terms, timeout_s=_TIMEOUT_S)
@@ -174,7 +176,7 @@ class FitCheck:
             return self._misfit(other, error)
         return None
 
-    def _misfit(self, other: KnownPeer, why: object) -> IncompatiblePeerError:
+    def _misfit(self, other: ComparedPeer, why: object) -> IncompatiblePeerError:
         return IncompatiblePeerError(f"{other.node_id} of run {self._run_id} and this one do not fit: {why}")
 
 

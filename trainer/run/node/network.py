@@ -109,7 +109,7 @@ class Network(Generic[S]):
         """The newest state that is not being written yet; it replaces older ones, which a slow disk would pile up."""
         self._publishing: concurrent.futures.Future[None] | None = None
         self._refreshing: asyncio.Task[None] | None = None
-        self._fit = FitCheck(self._endpoint, terms, lambda: self._book.known_peers(terms), config.run_id)
+        self._fit = FitCheck(self._endpoint, terms, lambda: self._book.compared_peers(terms), config.run_id)
         self._comparing: concurrent.futures.Future[None] | None = None
         self._donor = StateDonor(self._endpoint, self._snapshots, config.state)
         self.collective = PeerCollective(

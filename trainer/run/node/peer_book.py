@@ -10,7 +10,7 @@ from trainer.collective import Terms
 from trainer.network.discovery import Announcement
 from trainer.network.rpc import Peer
 from trainer.network.transfer import choose_state
-from trainer.run.node.compatibility import KnownPeer
+from trainer.run.node.compatibility import ComparedPeer
 
 __all__ = ["PeerBook", "StateChoice", "holds_whole_model", "peer_of"]
 
@@ -57,10 +57,10 @@ class PeerBook:
             if found.terms_digest == self._terms_digest and self._distrusted.get(found.peer_id, 0.0) <= now_s
         ]
 
-    def known_peers(self, terms: Terms) -> list[KnownPeer]:
+    def compared_peers(self, terms: Terms) -> list[ComparedPeer]:
         """Returns the nodes of this node's kind, to be compared with its ``terms``."""
         return [
-            KnownPeer(peer_of(found), found.node_id, found.terms_digest, terms, fits)
+            ComparedPeer(peer_of(found), found.node_id, found.terms_digest, terms, fits)
             for found in self.announcements
             if (fits := found.terms_digest == self._terms_digest) or self._same_kind(found)
         ]

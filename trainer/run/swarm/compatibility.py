@@ -28,7 +28,7 @@ from trainer.network.discovery.stage_report import StageReport, StageUid
 from trainer.network.rpc import Endpoint
 from trainer.network.transfer import Descriptor, Expectation
 from trainer.outer.diloco import FragmentPlan
-from trainer.run.node.compatibility import FitCheck, KnownPeer
+from trainer.run.node.compatibility import ComparedPeer, FitCheck
 from trainer.run.node.peer_book import peer_of
 from trainer.run.node.state_form import DilocoStates, check_meta, check_vectors
 from trainer.run.swarm.shape import DRIVER, SwarmShape
@@ -68,9 +68,9 @@ class SwarmTerms:
             run_id: for messages.
         """
 
-        def known() -> list[KnownPeer]:
+        def known() -> list[ComparedPeer]:
             return [
-                KnownPeer(peer_of(said), said.node_id, said.terms_digest, self.of(said), self.fits(said))
+                ComparedPeer(peer_of(said), said.node_id, said.terms_digest, self.of(said), self.fits(said))
                 for said in others()
             ]
 
