@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -98,27 +100,19 @@ def test_the_table_of_the_specification_holds_to_three_digits(step: int, lr: str
     assert f"{lr_at(step, InnerConfig()):.2e}" == lr
 
 
-def test_half_of_the_warm_up_is_half_of_the_rate() -> None:
-    assert lr_at(500, InnerConfig()) == pytest.approx(5e-5, rel=1e-12)
-
-
-def test_linear_is_half_way_in_the_middle_between_warm_up_and_end() -> None:
-    assert lr_at(25_500, InnerConfig(schedule="linear")) == pytest.approx(5.5e-5, rel=1e-12)
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "linear"])
-@pytest.mark.parametrize("step", [50_000, 50_001, 10**9])
-def test_the_lowest_rate_is_reached_at_the_end_and_kept(schedule: str, step: int) -> None:
-    assert lr_at(step, InnerConfig(schedule=schedule)) == pytest.approx(1e-5, rel=1e-12)
-
-
-def test_constant_stays_at_the_highest_rate_and_needs_no_end() -> None:
-    config = InnerConfig(schedule="constant", warmup_steps=10, decay_end_step=0)
-    assert [lr_at(step, config) for step in (5, 10, 10**6)] == [5e-5, 1e-4, 1e-4]
-
-
-def test_without_warm_up_the_first_step_has_the_highest_rate() -> None:
-    assert lr_at(0, InnerConfig(warmup_steps=0)) == 1e-4
+@pytest.mark.parametrize(
+    ("options", "rates"),
+    [
+        ({}, {500: 5e-5, 50_000: 1e-5, 50_001: 1e-5, 10**9: 1e-5}),
+        ({"schedule": "linear"}, {25_500: 5.5e-5, 50_000: 1e-5, 50_001: 1e-5, 10**9: 1e-5}),
+        ({"schedule": "constant", "warmup_steps": 10, "decay_end_step": 0}, {5: 5e-5, 10: 1e-4, 10**6: 1e-4}),
+        ({"warmup_steps": 0}, {0: 1e-4}),
+    ],
+)
+def test_rates_at_steps_of_note(options: dict[str, Any], rates: dict[int, float]) -> None:
+    """Half-way through the warm-up and the fall, at its end and long after it; a constant rate needs no end."""
+    config = InnerConfig(**options)
+    assert {step: lr_at(step, config) for step in rates} == pytest.approx(rates, rel=1e-12)
 
 
 @given(

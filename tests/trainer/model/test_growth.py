@@ -23,11 +23,6 @@ def test_rows_are_the_next_full_step(next_merge_id: int):
     assert next_merge_id <= rows < next_merge_id + VOCAB_STEP
 
 
-def test_rows_for_fewer_ids_than_there_are_bytes_is_refused():
-    with pytest.raises(TrainerUsageError, match="266, found 265"):
-        rows_for(265)
-
-
 @pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(steps=st.lists(st.integers(64, 400), max_size=4).map(sorted), seed=st.integers(0, 3), tied=st.booleans())
@@ -97,12 +92,6 @@ def test_growing_to_the_present_size_changes_nothing():
     assert model.embedding.weight.grad is not None
 
 
-def test_a_vocabulary_does_not_shrink():
-    model = build_model(small_config(), 0)
-    with pytest.raises(TrainerUsageError, match="at least the present 64, found 63"):
-        grow_vocabulary(model, 63, 0)
-
-
 def test_a_grown_model_loads_into_one_built_at_that_size():
     grown = build_model(small_config(), 0)
     grow_vocabulary(grown, 90, 0)
@@ -123,7 +112,12 @@ def test_tensors_beside_the_model_grow_by_zeros(rows: int, more: int, width: int
     assert grown.data_ptr() != tensor.data_ptr() or tensor.numel() == 0
 
 
-def test_tensors_that_cannot_grow_are_refused():
+def test_what_cannot_grow_is_refused():
+    """Fewer ids than there are bytes, a vocabulary that would shrink, tensors of more rows or of none."""
+    with pytest.raises(TrainerUsageError, match="266, found 265"):
+        rows_for(265)
+    with pytest.raises(TrainerUsageError, match="at least the present 64, found 63"):
+        grow_vocabulary(build_model(small_config(), 0), 63, 0)
     for tensor in (torch.zeros(5, 2), torch.tensor(1.0)):
         with pytest.raises(TrainerUsageError, match="at most 4 rows"):
             grow_rows(tensor, 4)
