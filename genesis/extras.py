@@ -7,8 +7,9 @@ tensors, trains, meets through a DHT or draws curves is an extra each, as pyproj
 from __future__ import annotations
 
 import importlib.util
+import sys
 
-__all__ = ["EXTRA_OF", "with_extra"]
+__all__ = ["EXTRA_OF", "report_missing_extra", "with_extra"]
 
 EXTRA_OF = {
     "torch": "loader",
@@ -40,3 +41,21 @@ def with_extra(error: ModuleNotFoundError, *, least: str = "") -> ModuleNotFound
         f"(in a checkout: pip install '.[{extra}]')"
     )
     return ModuleNotFoundError(text, name=error.name)
+
+
+def report_missing_extra(error: ModuleNotFoundError, program: str, *, least: str = "") -> int:
+    """Prints which extra brings the missing module, and returns the command's exit code.
+
+    Args:
+        error: see `with_extra`.
+        program: the command's name.
+        least: see `with_extra`.
+
+    Raises:
+        ModuleNotFoundError: no extra brings the module.
+    """
+    explained = with_extra(error, least=least)
+    if explained is error:
+        raise error
+    print(f"{program}: {explained}", file=sys.stderr)  # noqa: T201
+    return 1

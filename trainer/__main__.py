@@ -8,7 +8,7 @@ import sys
 # gRPC's own log goes to the terminal unasked; what matters of it comes back as our errors.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
-from genesis.extras import with_extra
+from genesis.extras import report_missing_extra
 
 
 def main() -> int:
@@ -18,10 +18,7 @@ def main() -> int:
 
         return run(sys.argv[1:])
     except ModuleNotFoundError as error:
-        if (explained := with_extra(error, least="train")) is error:
-            raise
-        print(f"trainer: {explained}", file=sys.stderr)  # noqa: T201
-        return 1
+        return report_missing_extra(error, "trainer", least="train")
 
 
 if __name__ == "__main__":

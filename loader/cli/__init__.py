@@ -13,7 +13,7 @@ import sys
 from types import FrameType
 from typing import NoReturn
 
-from genesis.extras import with_extra
+from genesis.extras import report_missing_extra
 
 __all__ = ["StoppedBySignal", "main"]
 
@@ -39,10 +39,7 @@ def main() -> None:
     except StoppedBySignal as stopped:
         code = stopped.exit_code
     except ModuleNotFoundError as error:
-        if (explained := with_extra(error)) is error:
-            raise
-        print(f"loader: {explained}", file=sys.stderr)  # noqa: T201
-        code = 1
+        code = report_missing_extra(error, "loader")
     sys.exit(code)
 
 

@@ -5,11 +5,11 @@
     result = loop.step()
 
 Guarantees: a step is applied whole or not at all (a loss or gradient that is not finite touches no parameter and no
-moment); the loop's state resumes to the bit on a CPU with a fixed number of threads; the host waits for the device once
-a step and no memory the size of the model is allocated beside the gradients. The trade-off: that one wait, taken before
-the optimizer runs, so that a bad step can be dropped; what follows it hides behind the optimizer's kernels.
+moment); the loop's state resumes to the bit on a CPU with a fixed number of threads; no memory the size of the model is
+allocated beside the gradients. The trade-off: the host waits for the device once a step, before the optimizer runs, so
+that a bad step can be dropped; what follows hides behind the optimizer's kernels.
 
-What brings torch (1 to 2 s) is imported when it is first named.
+Modules that need torch (1 to 2 s) are imported when one of their names is first used.
 """
 
 from __future__ import annotations

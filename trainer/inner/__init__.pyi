@@ -1,10 +1,10 @@
 """What `trainer.inner` offers, by module; a name's module is imported when the name is first used."""
 
-from .batch_size import batch_size_for as batch_size_for
 from .config import InnerConfig as InnerConfig
-from .guard import NonFiniteGuard as NonFiniteGuard
+from .config import batch_size_for as batch_size_for
 from .loop import Batch as Batch
 from .loop import InnerLoop as InnerLoop
+from .loop import NonFiniteGuard as NonFiniteGuard
 from .loop import StepResult as StepResult
 from .optimizer import lr_at as lr_at
 from .optimizer import make_optimizer as make_optimizer

@@ -1,18 +1,19 @@
 """`InnerLoop`: batches in, steps of AdamW out; accumulation, clipping, schedule and the guard against NaN.
 
-What a step is: ``accumulation_steps`` batches go forward and backward, each weighted by its tokens, so that the
-gradient is that of the mean over all tokens however they fall into batches. Then losses and gradient norm come to the
-host, in one transfer, the only wait for the device there is; then the step is applied, or dropped if one of them is not
-finite.
+In a step ``accumulation_steps`` batches go forward and backward, each weighted by its tokens, so that the gradient is
+that of the mean over all tokens. Then losses and gradient norm go to the host in one transfer, the only wait for the
+device; then the step is applied, or dropped if one of them is not finite.
 
-**The step index advances with a dropped step too.** It counts turns of data, and schedule, synchronisation and
-checkpoints go by it: if it stood still, a node with a bad shard would fall behind the others' schedule and hold up
-their round. Parameters, both moments and AdamW's own count, which corrects the moments' bias, are untouched by such a
-step.
+**The step index advances with a dropped step too.** Schedule, synchronisation and checkpoints go by it: if it stood
+still, a node with a bad shard would fall behind the others' schedule and hold up their round. Parameters, both moments
+and AdamW's own count, which corrects the moments' bias, are untouched by such a step.
 
-**Under DDP all ranks decide alike**, or their replicas would part for good: the gradient norm is common after the
-exchange, and losses are added up over the ranks (8 bytes, and a second wait, each step). A rank whose labels do not
-count adds zeros to the others' gradients.
+**Under DDP all ranks decide alike**, or their replicas would diverge: the gradient norm is common after the exchange,
+and losses are added up over the ranks (8 bytes, and a second wait, each step). A rank without a label that counts adds
+zeros to the others' gradients.
+
+One bad batch, or one overflow in half precision, costs a step. Ten in a row mean that the parameters are lost or the
+rate is too high, and end the run.
 """
 
 from __future__ import annotations
@@ -31,17 +32,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from trainer.errors import CheckpointMismatchError, TrainerUsageError
+from trainer.errors import CheckpointMismatchError, NonFiniteTrainingError, TrainerUsageError
 from trainer.inner.config import InnerConfig
-from trainer.inner.guard import NonFiniteGuard
 from trainer.inner.optimizer import lr_at, state_for
 from trainer.inner.precision import autocast_for, compiled
 from trainer.model.loss import IGNORED_LABEL
 
-__all__ = ["Batch", "InnerLoop", "StepResult"]
+__all__ = ["Batch", "InnerLoop", "NonFiniteGuard", "StepResult"]
 
 Batch = Mapping[str, Tensor]
-"""``input_ids`` and ``labels``, int64[B, T], on the CPU, as the loader gives them; other entries are not looked at."""
+"""``input_ids`` and ``labels``, int64[B, T], on the CPU, as the loader gives them; other entries are ignored."""
 
 _VERSION: Final = 1
 _CLIP_EPS: Final = 1e-6
@@ -50,7 +50,7 @@ _CLIP_EPS: Final = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step was."""
+    """One step."""
 
     step: int
     """Its index, from 0."""
@@ -65,7 +65,7 @@ class StepResult:
     skipped: bool
     """Loss or gradient was not finite, under DDP at any rank: nothing was applied."""
     seconds: float
-    """From asking for its first batch until its last kernel was queued."""
+    """From requesting its first batch until its last kernel was queued."""
 
 
 class InnerLoop:
@@ -77,7 +77,7 @@ class InnerLoop:
         config: the options.
         batches: what to train on.
         device: where the model is.
-        on_loss: told the loss of every batch, in order, behind its step (the loader's ``report_loss``).
+        on_loss: called with the loss of every batch, in order, after its step (the loader's ``report_loss``).
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class InnerLoop:
         return self._guard.skipped
 
     def set_step(self, global_step: int) -> None:
-        """Goes on at another place of the schedule: a late joiner takes up the others' step.
+        """Moves to another place of the schedule: a late joiner takes up the others' step.
 
         Raises:
             TrainerUsageError: it is negative.
@@ -122,20 +122,18 @@ class InnerLoop:
         self._step_index = global_step
 
     def step(self) -> StepResult:
-        """Trains on the next batches.
-
-        If the data end within a step, it is made of the batches that were left.
+        """Trains on the next batches; the last step may have fewer.
 
         Raises:
             StopIteration: the data have ended.
-            NonFiniteTrainingError: loss or gradient were not finite once too often in a row. The step is counted, not
+            NonFiniteTrainingError: loss or gradient were not finite too often in a row. The step is counted, not
                 applied.
         """
         began = time.perf_counter()
         batches = self._take()
         if not self._model.training:
             self._model.train()
-        self._optimizer.zero_grad(set_to_none=True)  # Of a step that was broken off, or of someone else.
+        self._optimizer.zero_grad(set_to_none=True)  # Of a step that was interrupted, or of other code.
         counts = [int((batch["labels"] != IGNORED_LABEL).sum()) for batch in batches]
         losses = self._backward(batches, counts)
         gradients = [p.grad for p in self._parameters() if p.grad is not None]
@@ -161,7 +159,7 @@ class InnerLoop:
         return StepResult(index, loss, grad_norm, lr, num_tokens, not applied, time.perf_counter() - began)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loop stands; the optimizer's tensors are the living ones, not copies."""
+        """Returns the loop's state; the optimizer's tensors are the live ones, not copies."""
         return {
             "version": _VERSION,
             "step_index": self._step_index,
@@ -171,7 +169,7 @@ class InnerLoop:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to where a state says. Rates, betas and decay are the configuration's, not the state's.
+        """Resumes from a state. Rates, betas and decay stay the configuration's.
 
         Raises:
             CheckpointMismatchError: it is of another release, or of a model with other parameters.
@@ -202,7 +200,7 @@ class InnerLoop:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def _backward(self, batches: list[Batch], counts: list[int]) -> list[Tensor]:
-        """Sums the gradients of batches, each by its share of the tokens; their losses, NaN where no label counts."""
+        """Sums the gradients of batches, weighted by tokens; returns their losses, NaN where no label counts."""
         num_tokens = sum(counts)
         losses = [torch.full((), math.nan, device=self._device) for _ in batches]
         counting = [index for index, count in enumerate(counts) if count]
@@ -217,16 +215,16 @@ class InnerLoop:
         return losses
 
     def _add_nothing(self, batch: Batch) -> None:
-        """A backward pass of weight 0, over labels that count: the other ranks wait for this one's gradients."""
+        """Runs a backward pass of weight 0: the other ranks wait for this one's gradients."""
         ids = _moved(batch["input_ids"], self._device)
         with self._autocast():
             loss = self._forward(ids, torch.zeros_like(ids))
         (loss * 0.0).backward()
 
     def _common_loss(self, loss: float, num_tokens: int) -> float:
-        """What is decided by, the same at all ranks: under DDP the sum of their losses, finite only if each of them is.
+        """Returns the loss that decides, the same at all ranks: under DDP the sum, finite only if every rank's is.
 
-        A rank without a label that counts has no say; NaN if none has any.
+        A rank without a label that counts is left out; NaN if no rank has one.
         """
         if not isinstance(self._model, DistributedDataParallel):
             return loss
@@ -237,19 +235,56 @@ class InnerLoop:
         return total if num_ranks else math.nan
 
     def _synchronised(self, *, last: bool) -> AbstractContextManager[object]:
-        """Under DDP: gradients are exchanged with the last batch of a step alone."""
+        """Returns a context in which DDP exchanges gradients with the last batch of a step only."""
         if last or not isinstance(self._model, DistributedDataParallel):
             return nullcontext()
         return cast(AbstractContextManager[object], self._model.no_sync())
 
 
 def _moved(ids: Tensor, device: torch.device) -> Tensor:
-    """Ids on the device; the copy to a GPU is queued, not waited for."""
+    """Returns ids on the device; the copy to a GPU is queued, not waited for."""
     return ids.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ids.to(device)
 
 
 def _mean(losses: list[float], counts: list[int]) -> float:
-    """The mean over tokens of batches' mean losses; NaN where no label counts."""
+    """Returns the mean over tokens of batches' mean losses; NaN where no label counts."""
     num_tokens = sum(counts)
     weighted = (loss * count for loss, count in zip(losses, counts, strict=True) if count)
     return sum(weighted) / num_tokens if num_tokens else math.nan
+
+
+class NonFiniteGuard:
+    """Decides whether a step may be applied; ``max_in_a_row`` dropped steps in a row are an error."""
+
+    def __init__(self, max_in_a_row: int) -> None:
+        self._max_in_a_row = max_in_a_row
+        self.skipped = 0
+        """Steps dropped since the run began."""
+        self.skipped_in_a_row = 0
+        """Steps dropped since the latest good one."""
+
+    def allows(self, loss: float, grad_norm: float) -> bool:
+        """Returns whether to apply a step with this loss and gradient norm; counts it if not.
+
+        A norm is finite only if every value under it is. A finite gradient whose squares overflow fp32, from a norm of
+        some 1e19 on, is dropped too.
+        """
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            self.skipped_in_a_row = 0
+            return True
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        return False
+
+    def raise_if_hopeless(self, step: int, loss: float, grad_norm: float, lr: float) -> None:
+        """Ends the run after too many dropped steps in a row, of which ``step`` is the latest.
+
+        Raises:
+            NonFiniteTrainingError: there were too many.
+        """
+        if self.skipped_in_a_row >= self._max_in_a_row:
+            raise NonFiniteTrainingError(
+                f"expected a finite loss and gradient, found loss {loss:.6g} and gradient norm {grad_norm:.6g} at step "
+                f"{step}, the last of {self.skipped_in_a_row} such steps in a row (none was applied); go back to an "
+                f"earlier checkpoint with a lower lr (now {lr:.3g}), or set precision to fp32"
+            )

@@ -1,9 +1,8 @@
 """The inner optimizer: AdamW with two groups of parameters, and its learning rate as a function of the step.
 
 The learning rate rises linearly from 0, then falls to a share of the highest. The fall ends AT ``decay_end_step``,
-counted from the beginning of the run: at step 25,000 that gives 5.64e-5 (spec T-7), where "over 50,000 steps behind
-the warm-up" would give 5.78e-5. At step 0 the rate is 0, so the first step moves nothing but the moments. A node that
-joins late or resumes needs its step alone.
+counted from the beginning of the run: at step 25,000 that gives 5.64e-5 (spec T-7), where "over 50,000 steps after the
+warm-up" would give 5.78e-5. At step 0 the rate is 0, so the first step changes nothing but the moments.
 
 Weight decay applies to matrices and embeddings, not to norms and biases. The fused kernel (CPU and CUDA) does a step
 in one pass over memory instead of a dozen.
@@ -25,12 +24,7 @@ __all__ = ["lr_at", "make_optimizer", "parameter_groups", "state_for"]
 
 
 def lr_at(step: int, config: InnerConfig) -> float:
-    """The learning rate of a step.
-
-    Args:
-        step: counted from 0.
-        config: highest rate, warm-up, shape and end of the fall.
-    """
+    """Returns the learning rate of a step, counted from 0."""
     if step < config.warmup_steps:
         return config.lr * step / config.warmup_steps
     if config.schedule == "constant":
@@ -44,11 +38,9 @@ _FUSED_DEVICES = ("cpu", "cuda")
 
 
 def make_optimizer(model: nn.Module, config: InnerConfig) -> AdamW:
-    """AdamW over a model's, or a stage's, trainable parameters; first the group with decay, then the one without.
+    """Builds AdamW over a model's, or a stage's, trainable parameters; first the group with decay.
 
-    Args:
-        model: where its parameters shall stay: a parameter that is moved afterwards is lost to the optimizer.
-        config: betas, eps, weight decay, and the rate to begin with (`InnerLoop` sets it before each step).
+    The model must be on its final device: a parameter that is moved afterwards is lost to the optimizer.
 
     Raises:
         TrainerUsageError: there is nothing to train.
@@ -69,9 +61,9 @@ def make_optimizer(model: nn.Module, config: InnerConfig) -> AdamW:
 
 
 def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The trainable parameters that decay, and those that do not, each in the model's order, each parameter once.
+    """Returns the trainable parameters that decay, and those that do not, each in the model's order.
 
-    Those of norms (modules named so) and those of fewer than two dimensions do not.
+    Parameters of norms (modules named so) and those of fewer than two dimensions do not decay.
     """
     of_norms = {
         id(parameter)
@@ -89,9 +81,9 @@ def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
 
 
 def state_for(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved state for ``load_state_dict``, under the optimizer's own rates, betas, decay and kernels.
+    """Returns a saved state for ``load_state_dict``, under the optimizer's own rates, betas, decay and kernels.
 
-    A run goes on as it is configured now, and a state from a GPU loads on a CPU.
+    So a run goes on as it is configured now, and a state from a GPU loads on a CPU.
 
     Raises:
         CheckpointMismatchError: it belongs to parameters of other numbers or shapes.
@@ -107,11 +99,6 @@ def state_for(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
         for group, was in zip(own["param_groups"], saved["param_groups"], strict=True)
     ]
     state = {key: dict(saved["state"].get(key, {})) for group in groups for key in group["params"]}
-    _check_shapes(optimizer, groups, state)
-    return {"state": {key: values for key, values in state.items() if values}, "param_groups": groups}
-
-
-def _check_shapes(optimizer: Optimizer, groups: list[dict[str, Any]], state: dict[Any, dict[str, Any]]) -> None:
     for live, group in zip(optimizer.param_groups, groups, strict=True):
         for parameter, key in zip(live["params"], group["params"], strict=True):
             for name, value in state[key].items():
@@ -120,3 +107,4 @@ def _check_shapes(optimizer: Optimizer, groups: list[dict[str, Any]], state: dic
                         f"optimizer state {name} of parameter {key}: expected shape {tuple(parameter.shape)}, found "
                         f"{tuple(value.shape)}; is it of another model, or of a vocabulary that has grown?"
                     )
+    return {"state": {key: values for key, values in state.items() if values}, "param_groups": groups}

@@ -1,8 +1,8 @@
-"""What the device can do for speed: where to compute, in which precision, compiled or not.
+"""Device, precision and compilation.
 
-Parameters, moments and the loss stay fp32; under autocast the products alone are bf16, whose range is that of fp32, so
-no loss scaling is needed. On a CPU all of it is off unless asked for: compiling takes a minute there that small models
-never earn back, and a CPU without bf16 units is slower with it.
+Parameters, moments and the loss stay fp32; under autocast only the products are bf16, whose range is that of fp32, so
+no loss scaling is needed. On a CPU both are off unless requested: compiling takes a minute that small models never earn
+back, and a CPU without bf16 units is slower with it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 def choose_device(name: str = "auto") -> torch.device:
-    """The device to train on.
+    """Returns the device to train on.
 
     Args:
         name: ``auto`` (the GPU that ``LOCAL_RANK`` names, else the first, else the CPU), ``cpu``, ``cuda``, ``cuda:N``.
 
     Raises:
-        TrainerUsageError: it is no such name, or the device is not there.
+        TrainerUsageError: the name is none of these, or the device does not exist.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "cpu" or (name == "auto" and not count):
@@ -46,10 +46,10 @@ def choose_device(name: str = "auto") -> torch.device:
 
 
 def autocast_for(device: torch.device, precision: Precision) -> Callable[[], AbstractContextManager[object]]:
-    """What to run the forward pass under: call it for a context of each pass.
+    """Returns what makes a context for each forward pass.
 
     Raises:
-        TrainerUsageError: bf16 was asked for, and the GPU has none.
+        TrainerUsageError: bf16 was requested, and the GPU has none.
     """
     on_cuda = device.type == "cuda"
     if precision == "fp32" or (precision == "auto" and not (on_cuda and torch.cuda.is_bf16_supported())):
@@ -60,9 +60,9 @@ def autocast_for(device: torch.device, precision: Precision) -> Callable[[], Abs
 
 
 def compiled(function: _Function, setting: Compile, device: torch.device) -> _Function:
-    """A module or function, compiled where that pays: nothing is compiled before the first call.
+    """Returns a module or function that is compiled at its first call, where that pays.
 
-    A module comes out wrapped around the same parameters; save and name those of the original.
+    A compiled module wraps the same parameters; save and name those of the original.
     """
     if setting == "off" or (setting == "auto" and device.type != "cuda"):
         return function

@@ -1,8 +1,7 @@
 """The state of every random generator of the process, as values that ``torch.load(weights_only=True)`` takes.
 
-Covers python's ``random``, numpy's global generator, torch on the CPU and on each GPU in use. Generators that a part of
-the program seeds for itself (the loader's, the init's) are functions of their seeds and need no saving. Some 8 kB, and
-some 50 µs to take.
+It covers python's ``random``, numpy's global generator, torch on the CPU and on each GPU in use: some 8 kB, in 50 µs.
+Generators that the program seeds itself (the loader's, the init's) are functions of their seeds and need no saving.
 """
 
 from __future__ import annotations
@@ -26,9 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 def rng_state() -> dict[str, Any]:
-    """Where all generators stand now: plain numbers, and tensors for what is long."""
+    """Returns the state of all generators: plain numbers, and tensors for what is long."""
     python_version, python_words, python_gauss = random.getstate()
     numpy_state = np.random.get_state(legacy=False)
+    cuda_in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return {
         "version": _VERSION,
         "python": (python_version, torch.tensor(python_words, dtype=torch.int64), python_gauss),
@@ -39,17 +39,15 @@ def rng_state() -> dict[str, Any]:
             float(numpy_state["gauss"]),
         ),
         "torch_cpu": torch.get_rng_state(),
-        "torch_cuda": torch.cuda.get_rng_state_all() if _cuda_in_use() else [],
+        "torch_cuda": torch.cuda.get_rng_state_all() if cuda_in_use else [],
     }
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Puts all generators where `rng_state` found them.
-
-    A state of another number of GPUs is taken for those that both have, with a warning.
+    """Restores what `rng_state` returned; with another number of GPUs, for those that both have, with a warning.
 
     Raises:
-        CheckpointMismatchError: it is no such state, or of another release; no generator was touched.
+        CheckpointMismatchError: it is no such state, or of another release; no generator was changed.
     """
     if state.get("version") != _VERSION:
         raise CheckpointMismatchError(
@@ -70,18 +68,8 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     random.setstate(python)
     np.random.set_state(numpy)
     torch.set_rng_state(cpu)
-    _set_cuda(cuda)
-
-
-def _cuda_in_use() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-
-
-def _set_cuda(states: list[torch.Tensor]) -> None:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if states and len(states) != count:
-        logger.warning(
-            "random state was saved with %d GPUs and there are %d: not resumed to the bit", len(states), count
-        )
-    for index, state in enumerate(states[:count]):
-        torch.cuda.set_rng_state(state, index)
+    if cuda and len(cuda) != count:
+        logger.warning("random state was saved with %d GPUs and there are %d: not resumed to the bit", len(cuda), count)
+    for index, cuda_state in enumerate(cuda[:count]):
+        torch.cuda.set_rng_state(cuda_state, index)

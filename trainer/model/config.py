@@ -1,7 +1,6 @@
 """The shape of a model: the fifteen numbers and switches that two nodes must share to train together.
 
-Guarantees: a config that exists describes a model that can be built; two equal configs have the same parameters by
-name and shape. Read back from a checkpoint or a peer, a field too many or of another type is refused by name.
+A config that exists describes a model that can be built; two equal configs have the same parameters by name and shape.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class ModelConfig:
     """
 
     vocab_size: int
-    """Rows of embedding and output, ids no text has yet included (see `trainer.model.growth.rows_for`)."""
+    """Rows of embedding and output, padding included (`trainer.model.growth.rows_for`)."""
     dim: int
     """Width of the residual stream."""
     num_layers: int
@@ -72,10 +71,6 @@ class ModelConfig:
             value = getattr(self, name)
             if type(value) is not bool:
                 raise TrainerUsageError(f"model.{name}: expected true or false, found {value!r}")
-        self._check_heads()
-        self._check_subspace()
-
-    def _check_heads(self) -> None:
         if self.dim % self.num_heads or self.head_dim % 2:
             raise TrainerUsageError(
                 f"model.dim: expected num_heads ({self.num_heads}) times an even number, found {self.dim}"
@@ -84,6 +79,7 @@ class ModelConfig:
             raise TrainerUsageError(
                 f"model.num_kv_heads: expected a divisor of num_heads ({self.num_heads}), found {self.num_kv_heads}"
             )
+        self._check_subspace()
 
     def _check_subspace(self) -> None:
         highest = {"subspace_rank": self.dim - 1, "subspace_seed": 2**63, "subspace_free_layers": self.num_layers}
@@ -99,14 +95,12 @@ class ModelConfig:
             raise TrainerUsageError("model.tie_embeddings: expected false for a subspace network, found true")
 
     def is_constrained(self, layer: int) -> bool:
-        """Whether that layer has to write within the subspace."""
+        """Returns whether that layer has to write within the subspace."""
         return self.subspace_rank > 0 and layer < self.num_layers - self.subspace_free_layers
 
     @property
     def subspace_gain(self) -> float:
-        """Constant gain of re-ordered norms: what they let a part write to each of its dimensions has a mean square of
-        1, as in an ordinary model.
-        """
+        """Constant gain of re-ordered norms: with it each dimension written to has a mean square of 1, as usual."""
         return math.sqrt(self.subspace_rank / self.dim)
 
     @property
@@ -120,13 +114,13 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     def to_dict(self) -> dict[str, int | float | bool]:
-        """Plain values by field name, for JSON, YAML and checkpoints; an ordinary model's without a subspace's."""
+        """Returns plain values by field name; an ordinary model's without a subspace's."""
         values = asdict(self)
         return values if self.subspace_rank else {name: values[name] for name in values if name not in _SUBSPACE}
 
     @staticmethod
     def from_dict(values: Mapping[str, object]) -> ModelConfig:
-        """The inverse of `to_dict`; fields with a default may be missing, as in files of earlier releases.
+        """Reads what `to_dict` wrote; fields with a default may be missing, as in files of earlier releases.
 
         Raises:
             TrainerUsageError: a field is unknown, missing, of another type, or out of range.
@@ -142,7 +136,7 @@ class ModelConfig:
 
 
 def stage_names(num_stages: int) -> tuple[str, ...]:
-    """The names of a run's stages, in order.
+    """Returns the names of a run's stages, in order.
 
     Raises:
         TrainerUsageError: there are fewer than two.

@@ -1,11 +1,9 @@
 """A trained model in Hugging Face's form: a folder that ``AutoModelForCausalLM.from_pretrained`` loads.
 
 Guarantees: transformers gives the same logits for the same ids; the folder appears whole or not at all; ids are exactly
-the tokenizer's (rows that only pad the vocabulary to a full step are left out, so nothing can be generated that cannot
-be decoded). Plain models become ``LlamaForCausalLM``; with ``qk_norm`` and ``reorder_norm`` both,
-``Olmo2ForCausalLM``; with one of them alone no class of transformers reads the model, and the export is refused.
-
-transformers itself is not needed; safetensors files above 5 GB are split, with an index.
+the tokenizer's (rows that only pad the vocabulary are left out, so nothing can be generated that cannot be decoded).
+Plain models become ``LlamaForCausalLM``; with ``qk_norm`` and ``reorder_norm`` both, ``Olmo2ForCausalLM``; with one of
+them alone no class of transformers reads the model, and the export is refused. transformers itself is not needed.
 """
 
 from __future__ import annotations
@@ -27,13 +25,14 @@ from manifests.errors import ContractError
 from trainer.errors import ExportError
 from trainer.model.config import ModelConfig
 from trainer.model.stages import Transformer
-from trainer.model.subspace.plain import plain_config, plain_state
+from trainer.model.subspace.embedding import plain_config, plain_state
 
-__all__ = ["export_hf", "hf_config", "hf_names", "read_vocabulary", "without_padding"]
+__all__ = ["ExportType", "export_hf", "hf_names", "read_vocabulary", "without_padding"]
 
 ExportType = Literal["float32", "bfloat16", "float16"]
 
 _MAX_FILE_BYTES = 5_000_000_000
+"""Larger weights are split over several files, with an index."""
 _PAD_ID = SPECIAL_TOKENS.index("<|pad|>")
 _BOS_ID = SPECIAL_TOKENS.index("<|bos|>")
 _EMBEDDING = "embedding.weight"
@@ -47,21 +46,16 @@ def export_hf(
     out_dir: Path,
     *,
     dtype: ExportType = "float32",
-    max_file_bytes: int = _MAX_FILE_BYTES,
 ) -> list[Path]:
-    """Writes config.json, generation_config.json, model.safetensors and the tokenizer's files.
+    """Writes config.json, generation_config.json, model.safetensors and the tokenizer's files; returns their paths.
 
     Args:
         model: the whole model, or its state dict, such as a checkpoint holds.
         config: its shape; ``vocab_size`` may be older than the state, whose rows count. A subspace network is
             written as the ordinary model that computes the same.
         tokenizer_json_path: the store's tokenizer.json.
-        out_dir: the folder to make; it may be there, but empty.
+        out_dir: the folder to make; an existing one must be empty.
         dtype: of the weights on disk.
-        max_file_bytes: size above which weights are split over several files.
-
-    Returns:
-        The files written.
 
     Raises:
         ExportError: no class of transformers reads such a model, a weight is missing, unknown, of the wrong shape or
@@ -73,17 +67,13 @@ def export_hf(
     documents = _documents(config, vocabulary, dtype)
     weights = _weights(state, config, vocabulary.next_merge_id, getattr(torch, dtype))
     try:
-        return _write(documents, weights, out_dir, max_file_bytes)
+        return _write(documents, weights, out_dir)
     except OSError as error:
         raise ExportError(f"cannot write the export {out_dir}: {error}") from error
 
 
-def hf_config(config: ModelConfig, num_ids: int, dtype: ExportType = "float32") -> dict[str, object]:
-    """The content of config.json, as transformers 4 and 5 read it.
-
-    Raises:
-        ExportError: no class of transformers reads such a model.
-    """
+def _hf_config(config: ModelConfig, num_ids: int, dtype: ExportType) -> dict[str, object]:
+    """Returns the content of config.json, as transformers 4 and 5 read it."""
     is_olmo2 = _is_olmo2(config)
     fields: dict[str, object] = {
         "architectures": ["Olmo2ForCausalLM" if is_olmo2 else "LlamaForCausalLM"],
@@ -112,7 +102,7 @@ def hf_config(config: ModelConfig, num_ids: int, dtype: ExportType = "float32") 
 
 
 def hf_names(config: ModelConfig) -> dict[str, str]:
-    """Our parameter names and Hugging Face's, in the model's order.
+    """Maps our parameter names to Hugging Face's, in the model's order.
 
     Raises:
         ExportError: no class of transformers reads such a model.
@@ -145,7 +135,7 @@ def read_vocabulary(path: Path) -> VocabularyFile:
     """Reads a store's tokenizer.json.
 
     Raises:
-        ExportError: it cannot be read, or is none.
+        ExportError: it cannot be read, or is no vocabulary.
     """
     try:
         return VocabularyFile.from_json(path.read_bytes())
@@ -165,7 +155,7 @@ def _documents(config: ModelConfig, vocabulary: VocabularyFile, dtype: ExportTyp
         "tokenizer.json": tokenizer,
         "tokenizer_config.json": _json(tokenizer_config),
         "generation_config.json": _json(generation),
-        "config.json": _json(hf_config(config, vocabulary.next_merge_id, dtype)),
+        "config.json": _json(_hf_config(config, vocabulary.next_merge_id, dtype)),
     }
 
 
@@ -178,7 +168,8 @@ def _weights(state: Mapping[str, Tensor], config: ModelConfig, num_ids: int, dty
             f"expected the weights of a model of {config.num_layers} layers; missing {sorted(missing)[:3]}, unknown "
             f"{sorted(unknown)[:3]}; give the whole model's state and its own config"
         )
-    shapes = _shapes(config, names)
+    with torch.device("meta"):
+        shapes = {name: tuple(tensor.shape) for name, tensor in Transformer(config).state_dict().items()}
     weights = {}
     for ours, theirs in names.items():
         tensor = state[ours].detach()
@@ -195,12 +186,7 @@ def _weights(state: Mapping[str, Tensor], config: ModelConfig, num_ids: int, dty
 
 
 def without_padding(name: str, tensor: Tensor, num_ids: int) -> Tensor:
-    """Embedding or output without the rows that only pad the vocabulary; any other parameter as it is.
-
-    Args:
-        name: the parameter's.
-        tensor: [rows, dim] where it has a row for each id.
-        num_ids: ids of the tokenizer.
+    """Returns embedding or output without the rows from ``num_ids`` on, which pad it; other parameters as they are.
 
     Raises:
         ExportError: there are fewer rows than ids.
@@ -215,15 +201,7 @@ def without_padding(name: str, tensor: Tensor, num_ids: int) -> Tensor:
     return tensor[:num_ids].clone()  # a view would drag the padding rows into the file
 
 
-def _shapes(config: ModelConfig, names: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-    with torch.device("meta"):
-        whole = Transformer(config).state_dict()
-    return {name: tuple(whole[name].shape) for name in names}
-
-
-def _write(
-    documents: Mapping[str, bytes], weights: dict[str, Tensor], out_dir: Path, max_file_bytes: int
-) -> list[Path]:
+def _write(documents: Mapping[str, bytes], weights: dict[str, Tensor], out_dir: Path) -> list[Path]:
     """Fills a folder beside ``out_dir`` and renames it."""
     from huggingface_hub import save_torch_state_dict  # half a second; only exports need it
 
@@ -234,7 +212,7 @@ def _write(
     try:
         for name, body in documents.items():
             (folder / name).write_bytes(body)
-        save_torch_state_dict(weights, folder, max_shard_size=max_file_bytes)
+        save_torch_state_dict(weights, folder, max_shard_size=_MAX_FILE_BYTES)
         for file in folder.iterdir():  # Some are written as private temporary files.
             file.chmod(0o644)
         folder.chmod(0o755)

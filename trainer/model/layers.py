@@ -1,8 +1,7 @@
 """What a block is made of: norm, rotary positions, attention, feed-forward.
 
-Numbers: norms and rotations are computed in the type of the master weights (fp32) and handed on in the type the matrix
-products use, also under autocast; attention is PyTorch's scaled_dot_product_attention, flash where the device has it.
-Queries and keys are rotated by halves, as Hugging Face does, so that an export only renames.
+Norms and rotations are computed in the type of the master weights (fp32), also under autocast. Queries and keys are
+rotated by halves, as Hugging Face does, so that an export only renames.
 
 With ``reorder_norm`` a block is OLMo-2's: h + norm(attention(h)), then h + norm(feed_forward(h)), and ``qk_norm``
 normalises queries and keys over all heads together. Without: Llama's h + attention(norm(h)).
@@ -29,7 +28,7 @@ class RMSNorm(nn.Module):
     Args:
         num_values: of the last dimension.
         eps: added to the mean square.
-        constant_gain: all of the weight for good, which is then no part of the state; None: it is learned, from 1.
+        constant_gain: value of a weight that is fixed and no part of the state; None: the weight is learned, from 1.
     """
 
     weight: Tensor
@@ -47,10 +46,10 @@ class RMSNorm(nn.Module):
         return functional.rms_norm(hidden.to(self.weight.dtype), self.weight.shape, self.weight, self.eps)
 
 
-def rotary_table(config: ModelConfig, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position, fp32[max_seq_len, 1, head_dim]; the second half repeats the first."""
-    half = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
-    positions = torch.arange(config.max_seq_len, dtype=torch.float32, device=device)
+def rotary_table(config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """Returns cosines and sines of every position, fp32[max_seq_len, 1, head_dim]; halves repeat."""
+    half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    positions = torch.arange(config.max_seq_len, dtype=torch.float32)
     angles = torch.outer(positions, 1.0 / (config.rope_theta**half)).repeat(1, 2).unsqueeze(1)
     return angles.cos(), angles.sin()
 
@@ -109,7 +108,7 @@ class Block(nn.Module):
 
     Args:
         config: the model's shape.
-        is_constrained: it writes within a subspace, so a norm behind its parts may only scale a position as a whole.
+        is_constrained: it writes within a subspace, so a norm behind its parts may only scale a whole position.
     """
 
     def __init__(self, config: ModelConfig, *, is_constrained: bool = False) -> None:
@@ -133,18 +132,18 @@ class Block(nn.Module):
 
 
 def make_blocks(config: ModelConfig, numbers: Iterable[int]) -> dict[str, Block]:
-    """The layers of these numbers, by number, as `Layers` takes them."""
+    """Builds the layers of these numbers, by number, as `Layers` takes them."""
     return {str(number): Block(config, is_constrained=config.is_constrained(number)) for number in numbers}
 
 
 class Layers(nn.ModuleDict):
-    """Some consecutive blocks, by their number in the whole model, and the positions they share.
+    """Consecutive blocks, by their number in the whole model, and the positions they share.
 
     Args:
         config: the model's shape.
-        blocks: by number, as decimal strings, in order; none is allowed.
+        blocks: by number, as decimal strings, in order; may be empty.
         activation_checkpointing: keep only each block's input and run the block again in the backward pass: about a
-            third more compute for activations of one block instead of all.
+            third more compute for the activations of one block instead of all.
     """
 
     cos: Tensor

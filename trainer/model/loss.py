@@ -1,16 +1,13 @@
 """Cross entropy of next tokens straight from hidden states, never holding the logits of a whole batch.
 
-Per token, in fp32 (fp64 for fp64 inputs), summed over the tokens whose label is not -100. The gradient of a sum of
-losses needs nothing the forward pass does not know, so each chunk of tokens makes its logits, its losses and both
-gradients at once and is forgotten: what waits for the backward pass is one gradient of the hidden states and one of the
-output matrix. Against ``F.cross_entropy(F.linear(...))`` on one CPU core, forward and backward: 2,048 tokens of 32,768
-logits and 128 dimensions take 1.1 s instead of 1.4; a whole training step of `tiny` 0.87 (32,768 ids) to 0.97 (2,048
-ids) of the time.
+The gradient of a sum of losses needs nothing the forward pass does not know. So each chunk of tokens makes its logits,
+its losses and both gradients at once, and one gradient of the hidden states and one of the output matrix are kept for
+the backward pass. Against ``F.cross_entropy(F.linear(...))`` on one CPU core, forward and backward: 2,048 tokens of
+32,768 logits and 128 dimensions take 1.1 s instead of 1.4; a whole training step of `tiny` 0.87 (32,768 ids) to 0.97
+(2,048 ids) of the time. The trade-off: one more copy of the output matrix between the passes, and no second derivative.
 
 A vocabulary is padded to a multiple of 1,024 rows (`trainer.model.growth`). The rows that no id has yet are left out of
 the softmax, so that padding changes no loss.
-
-The trade-off: one more copy of the output matrix between the passes, and no second derivative.
 """
 
 from __future__ import annotations
@@ -26,23 +23,20 @@ __all__ = ["IGNORED_LABEL", "sum_of_losses"]
 IGNORED_LABEL = -100
 """A label that counts neither as a loss nor as a token."""
 
-_LOGITS_PER_CHUNK_CPU = 1 << 24
+_CHUNK_LOGITS_CPU = 1 << 24
 """64 MB of fp32; smaller chunks gain nothing."""
-_LOGITS_PER_CHUNK_ACCELERATOR = 1 << 27
+_CHUNK_LOGITS_ACCELERATOR = 1 << 27
 """512 MB of fp32: chunks large enough that adding up the output matrix's gradient stays a small part."""
 
 
 def sum_of_losses(hidden: Tensor, weight: Tensor, labels: Tensor, num_ids: int | None = None) -> Tensor:
-    """The sum of the cross entropies of labels under softmax(hidden · weightᵀ).
+    """Returns the sum of the cross entropies of labels under softmax(hidden · weightᵀ), a scalar of at least fp32.
 
     Args:
         hidden: [..., dim].
         weight: [vocabulary, dim].
-        labels: int64, of hidden's shape without the last dimension; -100, and a row that is no id, is left out.
+        labels: int64, of hidden's shape without the last dimension; -100 and rows that are no ids are left out.
         num_ids: the softmax is over the first so many rows of ``weight``, the rest gets no gradient; None: over all.
-
-    Returns:
-        A scalar of at least fp32.
     """
     num_ids = weight.shape[0] if num_ids is None else num_ids
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
@@ -54,11 +48,6 @@ def sum_of_losses(hidden: Tensor, weight: Tensor, labels: Tensor, num_ids: int |
             total: Tensor = _SumOfLosses.apply(hidden, weight, labels, num_ids, dtype)  # type: ignore[no-untyped-call]
             return total
         return _losses_and_gradients(hidden, weight, labels, num_ids, dtype, None)
-
-
-def _tokens_per_chunk(num_rows: int, device_type: str) -> int:
-    budget = _LOGITS_PER_CHUNK_CPU if device_type == "cpu" else _LOGITS_PER_CHUNK_ACCELERATOR
-    return max(128, budget // num_rows)
 
 
 class _SumOfLosses(torch.autograd.Function):
@@ -89,7 +78,7 @@ def _losses_and_gradients(
     """Sums the losses; with ``gradients`` = (of hidden, of weight), fills the first and adds to the second."""
     total = hidden.new_zeros((), dtype=torch.promote_types(dtype, torch.float32))
     num_rows, cast_weight = weight.shape[0], weight[:num_ids].to(dtype)
-    size = _tokens_per_chunk(num_ids, hidden.device.type)
+    size = max(128, (_CHUNK_LOGITS_CPU if hidden.device.type == "cpu" else _CHUNK_LOGITS_ACCELERATOR) // num_ids)
     for start in range(0, hidden.shape[0], size):
         chunk, wanted = hidden[start : start + size].to(dtype), labels[start : start + size].unsqueeze(1)
         ignored = (wanted == IGNORED_LABEL) | ((wanted >= num_ids) & (wanted < num_rows))
@@ -101,13 +90,8 @@ def _losses_and_gradients(
             of_logits = log_probabilities.exp_().scatter_add_(1, wanted, -certain).masked_fill_(ignored, 0.0).to(dtype)
             of_hidden, of_weight = gradients
             of_hidden[start : start + size] = of_logits @ cast_weight
-            _add_product(of_weight[:num_ids], of_logits.t(), chunk)
+            if of_weight.dtype == of_logits.dtype:  # Without a temporary.
+                of_weight[:num_ids].addmm_(of_logits.t(), chunk)
+            else:
+                of_weight[:num_ids].add_(of_logits.t() @ chunk)
     return total
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds left · right to total, without a temporary where the types allow it."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total.add_(left @ right)

@@ -1,11 +1,8 @@
 """How much memory training may use: a GPU's free memory, or the least that any limit leaves of main memory.
 
 On a CPU three things bound a process: its own limit (``ulimit -v``), the limits of its control group and of every group
-above it (version 1 and 2; containers), and what the machine has available. The least counts. A group's page cache that
-nobody uses at the moment counts as free, since the kernel gives it up before it kills.
-
-The trade-off: these are readings of one moment; hence the tiers in `trainer.model.choice`, and the rule that a saved
-architecture wins.
+above it (version 1 and 2; containers), and what the machine has available. The least counts. A group's inactive page
+cache counts as free, since the kernel gives it up before it kills.
 """
 
 from __future__ import annotations
@@ -25,15 +22,10 @@ logger = logging.getLogger(__name__)
 def available_memory_bytes(
     device_type: str = "cpu", *, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
 ) -> int:
-    """Bytes that this process may still take on a device.
-
-    Args:
-        device_type: ``cuda`` for the current GPU's free memory; anything else for main memory.
-        proc: where procfs is.
-        cgroups: where the control groups are mounted.
+    """Returns the bytes this process may still allocate: of the current GPU (``cuda``), else of main memory.
 
     Raises:
-        TrainerUsageError: nothing tells how much memory there is.
+        TrainerUsageError: procfs and control groups do not tell.
     """
     if device_type == "cuda":
         import torch  # a second and a half, for nothing else here
@@ -59,7 +51,7 @@ def _machine_bytes(proc: Path) -> int | None:
 
 
 def _own_limit_bytes(proc: Path) -> int | None:
-    """What ``ulimit -v`` leaves."""
+    """Returns what ``ulimit -v`` leaves."""
     for line in _lines(proc / "self/limits"):
         if line.startswith("Max address space"):
             limit = line.removeprefix("Max address space").split()[0]
@@ -69,7 +61,7 @@ def _own_limit_bytes(proc: Path) -> int | None:
 
 
 def _group_limits(proc: Path, cgroups: Path) -> Iterator[tuple[str, int]]:
-    """What each limited control group around this process leaves."""
+    """Yields the name of each limited control group around this process, and what it leaves."""
     for line in _lines(proc / "self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -95,7 +87,7 @@ def _group_bytes(folder: Path, limit_file: str, usage_file: str, cache_field: st
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Lines of the form ``name number …``; all others are left out."""
+    """Returns the lines of the form ``name number …``."""
     pairs = (line.split()[:2] for line in _lines(path))
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
 

@@ -1,8 +1,8 @@
-"""How a model is cut: which layers each stage has, evenly or so that the heaviest stage is as light as can be.
+"""How a model is cut: which layers each stage has, evenly or so that the heaviest stage is as light as possible.
 
-Even shares suit many layers; with few, the head's embedding and the tail's output matrix and logits weigh as much as
+Even shares suit many layers. With few, the head's embedding and the tail's output matrix and logits weigh as much as
 several layers, and a cut by memory gives the bodies more of them: of ``tiny`` with 32,000 ids in three stages, an even
-cut's heaviest stage has 4.3 M of 9.1 M parameters whatever one does, so that the body takes all it can.
+cut's heaviest stage has 4.3 M of 9.1 M parameters in any case, so the body takes all layers.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from itertools import accumulate, pairwise
 from typing import Literal
 
 from trainer.errors import TrainerUsageError
-from trainer.model import ModelConfig
-from trainer.model.config import stage_names
-from trainer.model.cutting import stage_ranges
+from trainer.model.config import ModelConfig, stage_names
+from trainer.model.sizing import layer_parameters
 
-__all__ = ["CutRule", "StagePlan", "cut_by_memory"]
+__all__ = ["CutRule", "StagePlan", "cut_by_memory", "stage_ranges"]
 
 CutRule = Literal["even", "memory"]
 
@@ -34,13 +33,7 @@ class StagePlan:
 
     @classmethod
     def of(cls, config: ModelConfig, num_stages: int, layers: Sequence[int] = (), cut: CutRule = "even") -> StagePlan:
-        """Cuts a model.
-
-        Args:
-            config: the whole.
-            num_stages: how many, 2 or more.
-            layers: of each stage; empty: by ``cut``.
-            cut: ``even`` shares, or by ``memory``.
+        """Cuts a model into stages of so many ``layers``, or by ``cut`` where none are given.
 
         Raises:
             TrainerUsageError: the numbers do not go together.
@@ -63,7 +56,7 @@ class StagePlan:
         return len(self.names)
 
     def around(self, name: str) -> tuple[str, ...]:
-        """A stage and those next to it, head first.
+        """Returns a stage and those next to it, head first.
 
         Raises:
             TrainerUsageError: the run has no such stage.
@@ -72,7 +65,7 @@ class StagePlan:
         return self.names[max(0, index - 1) : index + 2]
 
     def index(self, name: str) -> int:
-        """The place of a stage.
+        """Returns the place of a stage.
 
         Raises:
             TrainerUsageError: the run has none of that name.
@@ -82,17 +75,29 @@ class StagePlan:
         return self.names.index(name)
 
 
-def cut_by_memory(config: ModelConfig, num_stages: int) -> tuple[int, ...]:
-    """Layers of each stage such that the stage with the most parameters has as few as can be.
+def stage_ranges(num_layers: int, num_stages: int) -> tuple[range, ...]:
+    """Returns the layers of each stage, dealt out evenly: sizes differ by one at most, larger ones first.
 
-    Of the cuts that are equally good for the heaviest stage, the one that fills the earlier stages last.
+    Raises:
+        TrainerUsageError: there are fewer layers than stages, or no stage.
+    """
+    if not 1 <= num_stages <= num_layers:
+        raise TrainerUsageError(f"expected at most a stage for each of {num_layers} layers, found {num_stages} stages")
+    each, larger = divmod(num_layers, num_stages)
+    return _ranges([each + (stage < larger) for stage in range(num_stages)])
+
+
+def cut_by_memory(config: ModelConfig, num_stages: int) -> tuple[int, ...]:
+    """Returns the number of layers of each stage such that the largest stage has as few parameters as possible.
+
+    Among equally good cuts it takes the one that fills the earlier stages last.
 
     Raises:
         TrainerUsageError: there are more bodies than layers.
     """
     if num_stages - 2 > config.num_layers:
         raise TrainerUsageError(f"expected at most {config.num_layers} bodies, found {num_stages - 2} to cut")
-    layer = _layer_parameters(config)
+    layer = layer_parameters(config)
     vocabulary = config.vocab_size * config.dim
     fixed = [vocabulary, *[0] * (num_stages - 2), vocabulary + config.dim]
     counts = [0, *[1] * (num_stages - 2), 0]
@@ -100,12 +105,6 @@ def cut_by_memory(config: ModelConfig, num_stages: int) -> tuple[int, ...]:
         lightest = min(range(num_stages), key=lambda stage: (fixed[stage] + (counts[stage] + 1) * layer, -stage))
         counts[lightest] += 1
     return tuple(counts)
-
-
-def _layer_parameters(config: ModelConfig) -> int:
-    attention = 2 * config.dim * config.dim + 2 * config.dim * config.kv_dim
-    norms = 2 * config.dim + (config.dim + config.kv_dim if config.qk_norm else 0)
-    return attention + 3 * config.dim * config.ffn_dim + norms
 
 
 def _ranges(counts: Sequence[int]) -> tuple[range, ...]:

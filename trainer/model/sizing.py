@@ -1,50 +1,137 @@
-"""What a model of a given shape takes: parameters, operations, memory. Arithmetic only; nothing is built.
+"""Sizes of models: presets by name, what a shape takes, and the largest preset that fits a memory. Arithmetic only.
 
-FLOPs follow the usual convention of model FLOPs utilisation: 6 for each weight a token is multiplied with, plus 12 ·
-layers · width · sequence length for attention, counted as if it were not causal; recomputation does not count.
+A preset's name gives its parameters at a vocabulary of 32,000, within 5 % (`tiny`: one million outside embedding and
+output). Each has 1.3 to 2.5 times the parameters of the one before. Heads have 32 values in `tiny`, 64 up to 500m and
+128 above; three to seven query heads share a key head; the feed-forward part is 2.5 to 4 times as wide as the residual
+stream, in multiples of 64. `7.5b` is the shape of spec T-2: OLMo-2's norms, 218.1 million parameters a layer.
+
+Memory is rounded down to tiers of 500 MB, so that a restart with a few MB less finds the same architecture (spec T-27);
+70 % of a tier is for the training state, 30 % for activations. A tier's edge can still be crossed, hence a saved
+architecture takes precedence. There are 15 presets and not a size for every tier: nodes of similar memory must arrive
+at one shape to train together.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Final
+
+from trainer.errors import TrainerUsageError
 from trainer.model.config import ModelConfig
 
 __all__ = [
-    "OUTER_BYTES_PER_PARAMETER",
+    "PRESETS",
     "TRAINING_BYTES_PER_PARAMETER",
+    "choose_architecture",
     "flops_per_token",
+    "layer_parameters",
     "memory_bytes",
+    "memory_tier_bytes",
     "num_embedding_parameters",
     "num_parameters",
+    "preset",
 ]
 
 TRAINING_BYTES_PER_PARAMETER = 16
 """fp32 weight, gradient and AdamW's two moments."""
-OUTER_BYTES_PER_PARAMETER = 16
-"""What DiLoCo keeps in main memory, in fp32: anchor, momentum, reference, and the vector of a round."""
+_MEMORY_TIER_BYTES = 500_000_000
+_STATE_PERCENT = 70
+
+
+def _shape(dim: int, num_layers: int, num_heads: int, num_kv_heads: int, ffn_dim: int, seq_len: int) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=32_000,
+        dim=dim,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        ffn_dim=ffn_dim,
+        max_seq_len=seq_len,
+    )
+
+
+PRESETS: Final[Mapping[str, ModelConfig]] = MappingProxyType(
+    {
+        "tiny": _shape(128, 4, 4, 2, 512, 1024),
+        "15m": _shape(192, 7, 3, 1, 512, 1024),
+        "30m": _shape(320, 8, 5, 5, 832, 1024),
+        "60m": _shape(512, 10, 8, 2, 1408, 2048),
+        "125m": _shape(768, 12, 12, 4, 2048, 2048),
+        "250m": _shape(1024, 16, 16, 4, 2816, 2048),
+        "350m": _shape(1024, 24, 16, 4, 3072, 2048),
+        "500m": _shape(1280, 24, 20, 5, 3456, 2048),
+        "750m": _shape(1536, 26, 12, 4, 4096, 2048),
+        "1b": _shape(2048, 20, 16, 4, 5504, 4096),
+        "1.5b": _shape(2304, 24, 18, 6, 6144, 4096),
+        "2b": _shape(2560, 26, 20, 4, 7168, 4096),
+        "3b": _shape(3072, 28, 24, 8, 8192, 4096),
+        "5b": _shape(3584, 36, 28, 4, 9728, 4096),
+        "7.5b": replace(_shape(4096, 32, 32, 8, 14336, 4096), qk_norm=True, reorder_norm=True),
+    }
+)
+"""By name, smallest first, for a vocabulary of 32,000."""
+
+
+def preset(name: str, vocab_size: int) -> ModelConfig:
+    """Returns a preset's shape for a vocabulary of ``vocab_size`` rows.
+
+    Raises:
+        TrainerUsageError: there is no such preset, or the vocabulary is empty.
+    """
+    if name not in PRESETS:
+        raise TrainerUsageError(f"preset: expected one of {', '.join(PRESETS)}, found {name!r}")
+    return replace(PRESETS[name], vocab_size=vocab_size)
+
+
+def layer_parameters(config: ModelConfig) -> int:
+    """Counts the parameters of one layer whose norms are all learned."""
+    norms = 2 * config.dim + (config.dim + config.kv_dim if config.qk_norm else 0)
+    attention = 2 * config.dim * config.dim + 2 * config.dim * config.kv_dim
+    return norms + attention + 3 * config.dim * config.ffn_dim
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Parameters of the whole model; what a subspace network holds fixed is none."""
-    norms = 2 * config.dim + (config.dim + config.kv_dim if config.qk_norm else 0)
-    attention = 2 * config.dim * config.dim + 2 * config.dim * config.kv_dim
-    feed_forward = 3 * config.dim * config.ffn_dim
-    layers = config.num_layers * (norms + attention + feed_forward)
+    """Counts the trained parameters of the whole model; the constants of a subspace network are none."""
     constant = 2 * config.dim * sum(map(config.is_constrained, range(config.num_layers))) if config.reorder_norm else 0
-    return num_embedding_parameters(config) + layers + config.dim - constant
+    layers = config.num_layers * layer_parameters(config) - constant
+    return num_embedding_parameters(config) + layers + config.dim
 
 
 def num_embedding_parameters(config: ModelConfig) -> int:
-    """Parameters of embedding and output together (counted once where they are tied)."""
+    """Counts the parameters of embedding and output together (once where they are tied)."""
     return (1 if config.tie_embeddings else 2) * config.vocab_size * config.dim
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> int:
-    """Floating-point operations of forward and backward pass for one token of a sequence of this length."""
+    """Counts the floating-point operations of the forward and backward pass for one token of such a sequence.
+
+    By the usual convention of model FLOPs utilisation: 6 for each weight a token is multiplied with, plus 12 · layers ·
+    dim · seq_len for attention, counted as if it were not causal. Recomputation does not count.
+    """
     looked_up = 0 if config.tie_embeddings else config.vocab_size * config.dim
-    multiplied = num_parameters(config) - looked_up
-    return 6 * multiplied + 12 * config.num_layers * config.dim * seq_len
+    return 6 * (num_parameters(config) - looked_up) + 12 * config.num_layers * config.dim * seq_len
 
 
 def memory_bytes(config: ModelConfig, *, bytes_per_parameter: int = TRAINING_BYTES_PER_PARAMETER) -> int:
-    """Bytes of the training state, activations not included."""
+    """Returns the bytes of the training state, without activations."""
     return num_parameters(config) * bytes_per_parameter
+
+
+def memory_tier_bytes(available_memory_bytes: int) -> int:
+    """Rounds memory down to a multiple of 500 MB."""
+    return max(0, available_memory_bytes) // _MEMORY_TIER_BYTES * _MEMORY_TIER_BYTES
+
+
+def choose_architecture(
+    available_memory_bytes: int, vocab_size: int, *, bytes_per_parameter: int = TRAINING_BYTES_PER_PARAMETER
+) -> ModelConfig:
+    """Returns the largest preset whose training state fits, or `tiny` where none does.
+
+    A parameter takes 16 bytes where DiLoCo's vectors lie elsewhere (a GPU's node), 32 where they share this memory.
+    """
+    budget = memory_tier_bytes(available_memory_bytes) * _STATE_PERCENT // 100
+    configs = [preset(name, vocab_size) for name in PRESETS]
+    fitting = [each for each in configs if memory_bytes(each, bytes_per_parameter=bytes_per_parameter) <= budget]
+    return max(fitting, key=num_parameters, default=configs[0])

@@ -1,29 +1,42 @@
-"""The HTTP interface: two pages of status (spec O-1, O-2), health, metrics, shutdown.
+"""The HTTP interface: two pages of status (spec O-1, O-2), health, metrics, shutdown; of a driver `pipeline` too.
 
-A driver of a pipeline has two more (`pipeline`).
+Everything is read only but the shutdown, which exists if the node gives a callback for it. No page has CORS headers.
+/openapi.json describes the answers; FastAPI's own page for it is off, since it runs scripts from a CDN under this
+node's origin. An answer takes 1 ms of the interpreter, /metrics 2 ms.
 
-Everything is read only but the shutdown, which is there if the node gives a callback for it. No page carries CORS
-headers. /openapi.json describes the answers; FastAPI's own page over it is off, since it runs scripts from a CDN under
-this node's origin. An answer takes 1 ms of the interpreter, /metrics 2 ms.
+Access: a browser on this machine runs strangers' pages, which can send requests to 127.0.0.1. They can read nothing:
+answers have no CORS headers, and host names that are not this machine's are refused, since a page can point a name of
+its own here (DNS rebinding). A page can send a POST without reading the answer, so requests that browsers mark with
+``Origin`` or ``Sec-Fetch-Site`` as coming from elsewhere are refused. Other users of this machine are refused by a
+token, or by the owner of the connection, which Linux shows for every TCP socket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hmac
+import ipaddress
+import os
+import socket
+import sys
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trainer.monitor.access import HostGuard, shutdown_refusal, user_of_peer
 from trainer.monitor.config import ApiConfig
 from trainer.monitor.metrics import METRICS_MEDIA_TYPE, TrainingMetrics
 from trainer.monitor.pipeline import PipelineView, add_pipeline_pages
 from trainer.monitor.status import Health, TrainingStatus, VerifyStatus
 from trainer.monitor.tracker import TrainingTracker
 
-__all__ = ["ShutdownHook", "create_app"]
+__all__ = ["HostGuard", "ShutdownHook", "create_app", "shutdown_refusal", "user_of_peer"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,12 +46,12 @@ class ShutdownHook:
     callback: Callable[[], None]
     """Asks the node to stop as SIGTERM does, and returns at once; called in the API's thread."""
     token: str = ""
-    """What the header X-Genesis-Token must be; empty asks for none, and then a process of this node's user has to ask,
-    with no proxy in between."""
+    """What the header X-Genesis-Token must be; empty: the request has to come from a process of this node's user, with
+    no proxy in between."""
 
 
 class Stopping(BaseModel):
-    """The node was asked to stop: it ends the step in hand, saves a checkpoint and exits."""
+    """The node is stopping: it ends the current step, saves a checkpoint and exits."""
 
     status: str = "stopping"
 
@@ -51,27 +64,17 @@ def create_app(
     shutdown: ShutdownHook | None = None,
     pipeline: PipelineView | None = None,
 ) -> FastAPI:
-    """The interface as an ASGI application.
+    """Builds the interface as an ASGI application.
 
-    Args:
-        tracker: what the status is read from.
-        metrics: what /metrics shows.
-        config: whose host names may be asked for.
-        shutdown: what POST /api/shutdown does; without it there is no such path.
-        pipeline: what a driver lets be seen of its pipeline; without it there are no such paths.
+    POST /api/shutdown and a driver's pages exist only where ``shutdown`` and ``pipeline`` are given.
     """
     app = FastAPI(title="Genesis training node", version="1", docs_url=None, redoc_url=None)
-    allowed_hosts = config.allowed_hosts if config else ()
-    app.add_middleware(HostGuard, allowed_hosts=allowed_hosts)
-    _add_pages(app, tracker, metrics)
+    app.add_middleware(HostGuard, allowed_hosts=config.allowed_hosts if config else ())
     if pipeline is not None:
         add_pipeline_pages(app, pipeline)
     if shutdown:
         _add_shutdown(app, shutdown)
-    return app
 
-
-def _add_pages(app: FastAPI, tracker: TrainingTracker, metrics: TrainingMetrics) -> None:
     @app.get("/api/training/verify", summary="Is training working?", response_model=VerifyStatus)
     async def verify() -> TrainingStatus:
         return tracker.status()
@@ -93,6 +96,8 @@ def _add_pages(app: FastAPI, tracker: TrainingTracker, metrics: TrainingMetrics)
     async def prometheus() -> Response:
         return Response(metrics.page(), media_type=METRICS_MEDIA_TYPE)
 
+    return app
+
 
 def _add_shutdown(app: FastAPI, hook: ShutdownHook) -> None:
     @app.post(
@@ -106,7 +111,7 @@ def _add_shutdown(app: FastAPI, hook: ShutdownHook) -> None:
         server: tuple[str, int | None] | None = request.scope.get("server")
         client_user = None
         if request.client and server and server[1] is not None and not hook.token:
-            # Reads a table of all connections of this machine: not on the loop that answers everybody else.
+            # It reads a table of all connections of this machine: not on the loop that answers other requests.
             ends = (request.client.host, request.client.port), (server[0], server[1])
             client_user = await run_in_threadpool(user_of_peer, *ends)
         refusal = shutdown_refusal(request.headers, client_host, request.url.scheme, hook.token, client_user)
@@ -114,3 +119,121 @@ def _add_shutdown(app: FastAPI, hook: ShutdownHook) -> None:
             raise HTTPException(403, refusal)
         hook.callback()
         return Stopping()
+
+
+_TABLES: Final = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
+
+
+def user_of_peer(client: tuple[str, int], server: tuple[str, int]) -> int | None:
+    """Returns the user id of the process that holds the client's end of a connection, given by address and port.
+
+    It is None where it is unknown: the client has closed its socket, it is on another machine or in another network
+    namespace, or the platform does not say.
+    """
+    for table in _TABLES:
+        try:
+            lines = table.read_text(encoding="ascii").splitlines()[1:]
+        except OSError:
+            continue
+        family = socket.AF_INET6 if table.name == "tcp6" else socket.AF_INET
+        wanted = (_hex_of(client, family), _hex_of(server, family))
+        for line in lines:
+            fields = line.split()
+            # A socket that no process holds any more has no inode, and is listed as root's.
+            if (fields[1], fields[2]) == wanted and fields[9] != "0":
+                return int(fields[7])
+    return None
+
+
+def _hex_of(end: tuple[str, int], family: socket.AddressFamily) -> str:
+    """Formats an end as the kernel does: the address in 32-bit words of this machine's byte order, and the port."""
+    address = ipaddress.ip_address(end[0].partition("%")[0])
+    if family == socket.AF_INET6 and isinstance(address, ipaddress.IPv4Address):
+        address = ipaddress.IPv6Address(f"::ffff:{address}")
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    if family == socket.AF_INET and mapped is not None:
+        address = mapped
+    packed = address.packed
+    words = [int.from_bytes(packed[at : at + 4], sys.byteorder) for at in range(0, len(packed), 4)]
+    return "".join(f"{word:08X}" for word in words) + f":{end[1]:04X}"
+
+
+_FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
+_HEADERS = {
+    "cache-control": "no-store",
+    "cross-origin-resource-policy": "same-origin",
+    "x-content-type-options": "nosniff",
+}
+_TOKEN_HEADER = "x-genesis-token"
+
+
+class HostGuard:
+    """Answers 421 to requests for a host name that is not this machine's; marks all answers as same-origin.
+
+    IP addresses always pass: a page cannot make one its own origin.
+    """
+
+    def __init__(self, app: ASGIApp, *, allowed_hosts: Collection[str]) -> None:
+        self._app = app
+        own_names = {"localhost", socket.gethostname().lower()}
+        self._allowed = frozenset(own_names.union(name.lower() for name in allowed_hosts))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles one request."""
+
+        async def send_marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(_HEADERS)
+            await send(message)
+
+        if scope["type"] == "http" and not self._is_ours(Headers(scope=scope).get("host", "")):
+            detail = "expected this machine's name or address as Host; other names: api.allowed_hosts"
+            await JSONResponse({"detail": detail}, status_code=421)(scope, receive, send_marked)
+        else:
+            await self._app(scope, receive, send_marked)
+
+    def _is_ours(self, host: str) -> bool:
+        host = host.strip().lower()
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        return name in self._allowed or _address(name) is not None
+
+
+def shutdown_refusal(
+    headers: Headers, client_host: str | None, scheme: str, token: str, client_user: int | None
+) -> str | None:
+    """Returns why a request may not stop this node; None if it may.
+
+    Args:
+        headers: of the request.
+        client_host: where it comes from.
+        scheme: http or https.
+        token: what ``X-Genesis-Token`` must be; empty if none is required.
+        client_user: user id of the client's process; None if it is unknown. Checked where there is no token.
+    """
+    address = _address((client_host or "").partition("%")[0])
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    if address is None or not (mapped or address).is_loopback:
+        return "expected a request from this machine"
+    own_origin = f"{scheme}://{headers.get('host', '')}"
+    if headers.get("origin", own_origin) != own_origin:
+        return "expected no request of another site's page (Origin)"
+    if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        return "expected no request of another site's page (Sec-Fetch-Site)"
+    if token:
+        given = headers.get(_TOKEN_HEADER, "").encode("latin-1")  # As headers are read: the bytes that were sent.
+        return None if hmac.compare_digest(given, token.encode()) else "expected the token in X-Genesis-Token"
+    if any(name in headers for name in _FORWARDED):
+        return "expected a request that no proxy forwarded; set a token to allow that"
+    if client_user is None:
+        return "expected a process of this node's user, found no way to tell whose it is; set a token to allow that"
+    if client_user not in (os.getuid(), 0):
+        return "expected a process of this node's user; set a token to allow others"
+    return None
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Returns a host's address if it is one and not a name."""
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None

@@ -1,4 +1,4 @@
-"""What a user can choose about the HTTP interface. By default nobody but this machine can reach it."""
+"""Options of the HTTP interface. By default only this machine can reach it."""
 
 from __future__ import annotations
 

@@ -1,12 +1,9 @@
-"""The log of a node: steps, rounds and other events, one JSON line each, in files that are rotated.
-
-``events-{node}.jsonl`` is being written; ``events-{node}.000001.jsonl``, ``.000002`` ... are the full ones before it,
-oldest first. Characters of a node's name that a file's name should not have are spelt as in a URL (``pod-1%2F0``).
+"""The log of a node: steps, rounds and other events, written by a thread of its own (`trainer.monitor.events`).
 
 Guarantees: logging an event queues it (4 µs) and never waits for the disk. A line is whole or absent, except for the
-last one after a kill, which `start` cuts off and readers pass over. A full disk costs events, which are counted and
-reported once there is room again, and never the run. The trade-off: a thread writes the lines some 10 ms behind, and
-the oldest file is deleted when there are more than ``max_files``: 8 of 64 MiB hold about 2.5 million steps.
+last one after a kill, which `start` cuts off and readers skip. A full disk costs events, which are counted and reported
+once there is room again, and never the run. The trade-off: the thread writes some 10 ms behind, and the oldest file is
+deleted when there are more than ``max_files``: 8 of 64 MiB hold about 2.5 million steps.
 """
 
 from __future__ import annotations
@@ -15,75 +12,39 @@ import contextlib
 import logging
 import os
 import queue
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Self
-from urllib.parse import quote, unquote
 
 from loader.cache.locks import open_exclusive, release
 from trainer.errors import TrainerUsageError
+from trainer.monitor.events import (
+    RESERVED_FIELDS,
+    active_path,
+    event_line,
+    next_rotated_path,
+    rotated_paths,
+    round_fields,
+    step_fields,
+)
 from trainer.monitor.facts import RoundFacts, StepFacts
-from trainer.monitor.spelling import RESERVED_FIELDS, event_line, round_fields, step_fields
 
-__all__ = ["EventLog", "active_path", "next_rotated_path", "node_ids", "rotated_paths"]
+__all__ = ["EventLog"]
 
 logger = logging.getLogger(__name__)
 
-_ACTIVE = re.compile(r"events-((?:[\w~-]|%[0-9A-F]{2})+)\.jsonl")
-_MAX_NAME_BYTES = 200
-
-
-def active_path(directory: Path, node_id: str) -> Path:
-    """The file that is being written.
-
-    Raises:
-        TrainerUsageError: the node's name makes no file name.
-    """
-    spelt = _spelt(node_id)
-    if not 0 < len(spelt) <= _MAX_NAME_BYTES:
-        raise TrainerUsageError(
-            f"--node-id: expected a name of 1 to {_MAX_NAME_BYTES} bytes for its log, found {len(spelt)} bytes as spelt"
-        )
-    return directory / f"events-{spelt}.jsonl"
-
-
-def rotated_paths(directory: Path, node_id: str) -> list[Path]:
-    """The full files, oldest first."""
-    rotated = re.compile(re.escape(f"events-{_spelt(node_id)}.") + r"(\d{6,})\.jsonl")
-    numbered = [(int(found[1]), path) for path in directory.iterdir() if (found := rotated.fullmatch(path.name))]
-    return [path for _, path in sorted(numbered)]
-
-
-def next_rotated_path(directory: Path, node_id: str) -> Path:
-    """What to call the file that is full now."""
-    rotated = rotated_paths(directory, node_id)
-    last = int(rotated[-1].name.rsplit(".", 2)[1]) if rotated else 0
-    return directory / f"events-{_spelt(node_id)}.{last + 1:06d}.jsonl"
-
-
-def node_ids(directory: Path) -> list[str]:
-    """The nodes with events in a directory, by name."""
-    found = (_ACTIVE.fullmatch(path.name) for path in directory.iterdir())
-    return sorted(unquote(match[1]) for match in found if match)
-
-
-def _spelt(node_id: str) -> str:
-    return quote(node_id, safe="", errors="backslashreplace").replace(".", "%2E")
-
-
 _COALESCE_S = 0.01
-"""What comes within this is written at once: at most 100 writes a second however short the steps are."""
+"""Events within this time are written together: at most 100 writes a second however short the steps are."""
 _MAX_WAITING = 100_000
-"""Events that may wait for a slow disk, some 50 MB; further ones are lost, and counted."""
+"""Events that may wait for a slow disk, some 50 MB; more are lost, and counted."""
 _MAX_AT_ONCE = 1_000
 _CLOSE_WITHIN_S = 5.0
 
 _Fields = Callable[[], Mapping[str, object]]
 _Item = tuple[float, str, _Fields] | threading.Event | None
-"""An event, somebody who waits for those before, or the end."""
+"""An event, a request to report that those before it are written, or the end."""
 
 
 class EventLog:
@@ -101,8 +62,8 @@ class EventLog:
         self._size_bytes = 0
         self._is_failing = False
         self._counting = threading.Lock()
-        self._refused = 0  # By whoever logs.
-        self._unwritten = 0  # By the thread that writes, and so the next.
+        self._refused = 0  # Counted by the threads that log.
+        self._unwritten = 0  # Counted by the thread that writes, as the next.
         self._reported = 0
 
     @property
@@ -149,7 +110,7 @@ class EventLog:
         self._put("round", lambda: round_fields(report, outer_step, state_digest))
 
     def event(self, kind: str, **fields: object) -> None:
-        """Logs anything else; the values must not change any more.
+        """Logs any other event; the values must not change any more.
 
         Raises:
             ValueError: a field has the name of what every event has.
@@ -159,7 +120,7 @@ class EventLog:
         self._put(kind, lambda: fields)
 
     def flush(self, timeout_s: float = _CLOSE_WITHIN_S) -> bool:
-        """Waits until all that was logged before is written (not fsynced); False if that took too long."""
+        """Waits until all events logged before are written (not fsynced); False if that took too long."""
         if self._thread is None:
             return True
         done = threading.Event()
@@ -167,7 +128,7 @@ class EventLog:
         return done.wait(timeout_s)
 
     def close(self) -> None:
-        """Writes what waits and closes the file; gives up after 5 s on a disk that does not answer."""
+        """Writes the queued events and closes the file; gives up after 5 s on a disk that does not answer."""
         if self._thread is None:
             return
         self._waiting.put(None)
@@ -212,7 +173,7 @@ class EventLog:
             self._unlock()
 
     def _batch(self) -> Iterator[_Item]:
-        """What waits; at least one."""
+        """Yields the queued items; waits for the first."""
         first = self._waiting.get()
         if isinstance(first, tuple):
             time.sleep(_COALESCE_S)
@@ -224,7 +185,7 @@ class EventLog:
         try:
             return [event_line(time_s, self._node_id, kind, fields())]
         except (TypeError, ValueError, AttributeError, RuntimeError) as error:
-            logger.warning("an event %r cannot be spelt as JSON and is not logged: %s", kind, error)
+            logger.warning("an event %r cannot be written as JSON and is not logged: %s", kind, error)
             self._unwritten += 1
             return []
 
@@ -232,44 +193,37 @@ class EventLog:
         if not lines:
             return
         lost = self.lost_events
+        if missing := lost - self._reported:
+            lines = [event_line(time.time(), self._node_id, "lost", {"events": missing}), *lines]
         try:
             if self._size_bytes >= self._max_file_bytes:
                 self._rotate()
-            self._append(b"".join([*self._report(lost), *lines]))
+            self._append(b"".join(lines))
         except OSError as error:
-            self._unwritten += len(lines)
-            self._tell_once(error)
+            self._unwritten += len(lines) - bool(missing)
+            if not self._is_failing:
+                logger.warning(
+                    "cannot write events to %s: %s; training goes on, and events are lost until it can be written "
+                    "again",
+                    self.path,
+                    error.strerror,
+                )
+            self._is_failing = True
         else:
             self._reported = lost
             self._is_failing = False
 
-    def _report(self, lost: int) -> list[bytes]:
-        """The event that says how many are missing before it, if any are."""
-        missing = lost - self._reported
-        return [event_line(time.time(), self._node_id, "lost", {"events": missing})] if missing else []
-
     def _append(self, data: bytes) -> None:
-        """All of ``data``, or nothing that the next one leaves there."""
-        if self._is_failing:
+        if self._is_failing:  # Part of the data before may be there.
             os.ftruncate(self._file, self._size_bytes)
         written = 0
         while written < len(data):
             written += os.write(self._file, data[written:])
         self._size_bytes += written
 
-    def _tell_once(self, error: OSError) -> None:
-        if not self._is_failing:
-            logger.warning(
-                "cannot write events to %s: %s; training goes on, and events are lost until it can be written again",
-                self.path,
-                error.strerror,
-            )
-        self._is_failing = True
-
     def _rotate(self) -> None:
-        with contextlib.suppress(
-            FileNotFoundError
-        ):  # The last attempt ended between these two, or somebody removed it.
+        # The last attempt ended between these two calls, or the file was removed.
+        with contextlib.suppress(FileNotFoundError):
             self.path.rename(next_rotated_path(self._directory, self._node_id))
         full = self._file
         self._open()
@@ -278,7 +232,7 @@ class EventLog:
             path.unlink(missing_ok=True)
 
     def _open(self) -> None:
-        """Opens the file to append to; what a kill left of a last line goes."""
+        """Opens the file to append to; cuts off a last line that a kill left incomplete."""
         self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._size_bytes = _end_of_last_line(self._file)
         os.ftruncate(self._file, self._size_bytes)
@@ -290,7 +244,7 @@ class EventLog:
 
 
 def _end_of_last_line(file: int) -> int:
-    """Bytes up to and with the last newline."""
+    """Returns the number of bytes up to and with the last newline."""
     end = os.fstat(file).st_size
     while end > 0:
         begin = max(0, end - (64 << 10))

@@ -1,10 +1,10 @@
-"""The losses of one node: where it began, where it is, and which way it goes.
+"""The losses of one node: the first ones, the latest ones, and their trend.
 
 A loss varies from batch to batch by more than it falls in a hundred steps, so nothing here compares two losses. Two
 windows are compared by the medians of their eighths, which a spike of a few steps does not move. The difference between
-the windows must stand out of how much those medians differ from one to the next, which grows, as it should, where
-losses follow one another, and which a trend or a jump within a window hardly touches. Pure functions of NumPy arrays,
-and a memory of 2,050 numbers however long the run; a verdict takes 1 ms.
+the windows must exceed how much those medians differ from one to the next. That noise grows, as it should, where
+successive losses correlate, and a trend or a jump within a window hardly affects it. The history has 2,050 numbers
+however long the run; a verdict takes 1 ms.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["LossHistory", "LossTrend", "difference", "has_fallen", "loss_trend"]
+__all__ = ["FIRST_LOSSES", "LossTrend", "TrackedLosses", "has_fallen", "loss_trend"]
 
 LossTrend = Literal["improving", "stable", "degrading", "unknown"]
 
 FIRST_LOSSES = 50
-"""The beginning, which training has to better."""
+"""The beginning, on which training has to improve."""
 _RECENT_LOSSES = 2_000
 _SHORTEST = 40
 """Losses in the shortest window that is compared with the one before it."""
 _NUM_BLOCKS = 8
 _STANDARD_ERRORS = 4.5
-"""How far a difference must stand out; independent noise does so less than once in a thousand comparisons, noise of
-which neighbours correlate by 0.8 once in thirty (in the shortest window; once in a thousand in the next)."""
+"""By which a difference must exceed the noise. Independent noise does so less than once in a thousand comparisons,
+noise whose neighbours correlate by 0.8 once in thirty in the shortest window, and once in a thousand in the next."""
 _UPPER_QUARTILE = 1.1503 * math.sqrt(2.0)
 """Of the absolute difference of two normal variables, in their standard deviations."""
 _MIN_SHARE = 1e-3
-"""A change by less than a thousandth of the loss is none."""
+"""A change by less than a thousandth of the loss does not count."""
 _EMA_WEIGHT = 0.02
 
 
 def loss_trend(losses: Sequence[float]) -> LossTrend:
-    """Which way the losses go, the latest last; ``unknown`` while there are fewer than 80.
+    """Returns the trend of losses, the latest last; ``unknown`` for fewer than 80.
 
-    Windows of 40, 80, 160 ... losses are compared with as many before them, up to half of all there are: the shortest
-    that shows a change decides.
+    Windows of 40, 80, 160 ... losses are compared with as many before them, up to half of all: the shortest that shows
+    a change decides.
     """
     values = np.asarray(losses, dtype=np.float64)
     longest = len(values) // 2
@@ -49,7 +49,7 @@ def loss_trend(losses: Sequence[float]) -> LossTrend:
     if longest < half:
         return "unknown"
     while True:
-        change = difference(values[-2 * half : -half], values[-half:])
+        change = _difference(values[-2 * half : -half], values[-half:])
         if change:
             return "improving" if change < 0 else "degrading"
         if half == longest:
@@ -58,17 +58,12 @@ def loss_trend(losses: Sequence[float]) -> LossTrend:
 
 
 def has_fallen(first: Sequence[float], latest: Sequence[float]) -> bool:
-    """Whether the latest losses are below the first ones by more than their noise."""
-    return difference(np.asarray(first, dtype=np.float64), np.asarray(latest, dtype=np.float64)) < 0
+    """Returns whether the latest losses are below the first ones by more than their noise."""
+    return _difference(np.asarray(first, dtype=np.float64), np.asarray(latest, dtype=np.float64)) < 0
 
 
-def difference(before: NDArray[np.float64], after: NDArray[np.float64]) -> float:
-    """``after`` minus ``before`` by their typical values; 0 if it does not stand out of the noise.
-
-    Args:
-        before: losses, at least 8, finite.
-        after: the same.
-    """
+def _difference(before: NDArray[np.float64], after: NDArray[np.float64]) -> float:
+    """Returns the change of the typical loss between two windows of at least 8 finite losses; 0 if it may be noise."""
     medians_before, medians_after = _medians(before), _medians(after)
     found = float(medians_after.mean() - medians_before.mean())
     steps = np.abs(np.concatenate([np.diff(medians_before), np.diff(medians_after)]))
@@ -83,7 +78,7 @@ def _medians(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.asarray(np.median(values[-_NUM_BLOCKS * size :].reshape(_NUM_BLOCKS, size), axis=1))
 
 
-class LossHistory:
+class TrackedLosses:
     """The first losses of a run, its latest ones, and their moving average. What is not finite is left out."""
 
     def __init__(self) -> None:
@@ -93,7 +88,7 @@ class LossHistory:
         self._weight = 0.0
 
     def add(self, loss: float) -> None:
-        """Remembers a loss."""
+        """Adds a loss."""
         if not math.isfinite(loss):
             return
         if len(self._first) < FIRST_LOSSES:
@@ -118,11 +113,11 @@ class LossHistory:
         return list(self._recent)
 
     def state_dict(self) -> dict[str, list[float]]:
-        """All of it, for a checkpoint."""
+        """Returns the history, for a checkpoint."""
         return {"first": self.first, "recent": self.recent, "average": [self._sum, self._weight]}
 
     def load_state_dict(self, state: dict[str, list[float]]) -> None:
-        """Goes on from a checkpoint."""
+        """Resumes from a checkpoint."""
         self._first = [float(loss) for loss in state["first"]]
         self._recent = deque((float(loss) for loss in state["recent"]), maxlen=_RECENT_LOSSES)
         self._sum, self._weight = (float(number) for number in state["average"])

@@ -1,8 +1,7 @@
-"""What a driver tells over HTTP of the pipeline it feeds: the account of the data, and who holds which stage.
+"""A driver's pages about its pipeline: the account of the data, and who holds which stage.
 
-The driver's process fills in a `PipelineView`; this room knows neither ledger nor routing. The fields are those of
-docs/swarm.md and stay within a format; a figure that cannot be told is null. The view is asked in the API's thread, so
-it hands out what is known already and waits for nobody.
+The driver's process provides a `PipelineView`. The fields are those of docs/swarm.md and stable within a format; an
+unknown figure is null.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ STAGES_PATH = "/api/swarm/stages"
 
 
 def _finite_or_none(value: float | None) -> float | None:
-    """JSON has no NaN, and a diverging run has many."""
+    """Returns None for NaN and infinity, which JSON has not."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -50,7 +49,7 @@ class TallyStatus(_Part):
 
     @property
     def adds_up(self) -> bool:
-        """Whether it is all accounted for."""
+        """Whether all of it is accounted for."""
         return self.leased == self.done + self.lost + self.open
 
 
@@ -141,15 +140,13 @@ class SwarmStages(_Part):
 
 
 class PipelineView(Protocol):
-    """What a driver's process lets be seen. Called in the API's thread: answers at once, from what it knows."""
+    """What a driver's process shows of its pipeline; called in the API's thread, so it must not wait."""
 
     def account(self) -> SwarmAccount | None:
-        """The account as last heard from its keeper; None: it has not been heard from yet."""
-        ...
+        """Returns the account as last heard from its keeper; None before the first time."""
 
     def stages(self) -> SwarmStages:
-        """The stages and their workers."""
-        ...
+        """Returns the stages and their workers."""
 
 
 def add_pipeline_pages(app: FastAPI, view: PipelineView) -> None:

@@ -1,31 +1,39 @@
 """Curves of one or many nodes as a PNG: loss over steps, loss over tokens, speed over time, rounds marked.
 
-Drawn by matplotlib's Agg without its global state, so it needs no display and may run beside anything. Single losses
-are drawn thin and by at most 4,000 points a node, their moving average thick. 16 nodes of 3,000 steps take
-2 s; reading JSON is most of it, some 10 µs a step.
+matplotlib's Agg draws them without its global state, so no display is needed. Single losses are drawn thin and by at
+most 4,000 points a node, their moving average thick. 16 nodes of 3,000 steps take 2 s; reading JSON is most of it, some
+10 µs a step.
+
+A node that was killed goes on from its last checkpoint and logs some steps a second time: the last record of a step
+counts, since that is the one the model has. Tokens are summed from step 0 on; steps missing before the log's first one
+(rotated away, or logged elsewhere) count as many tokens as the first one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from genesis.extras import with_extra
 from trainer.errors import TrainerUsageError
-from trainer.monitor.curves import Array, NodeCurve, envelope, read_curves, smoothed, speed
+from trainer.monitor.events import Event, read_events
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.ticker import Formatter
 
-__all__ = ["plot"]
+__all__ = ["NodeCurve", "RoundMark", "envelope", "plot", "read_curves", "smoothed", "speed"]
 
 _Dashes = tuple[float, tuple[float, ...]]
-"""As matplotlib has it: an offset, and the lengths of strokes and gaps; none are a solid line."""
+"""matplotlib's form: an offset, and the lengths of strokes and gaps; none for a solid line."""
 
 _MAX_POINTS = 4_000
 _MAX_NODES = 64
@@ -36,7 +44,7 @@ _SPAN_SHARE = 0.01
 _UNITS = (("days", 86_400), ("hours", 3_600), ("minutes", 60), ("seconds", 1))
 _COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#e08214", "#555555")
 _STYLES: tuple[_Dashes, ...] = ((0, ()), (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
-"""With 8 colours, 32 lines that can be told apart; then they repeat."""
+"""With 8 colours, 32 distinct lines; then they repeat."""
 
 
 def plot(
@@ -45,9 +53,9 @@ def plot(
     """Draws the curves of all nodes in these logs.
 
     Args:
-        log_dirs: directories as `--log-dir` named them, or single files.
-        out_png: the picture; its directory is made.
-        title: above it; by default how many nodes and steps there are.
+        log_dirs: directories as given to `--log-dir`, or single files.
+        out_png: the picture; its directory is created.
+        title: above it; by default the number of nodes and steps.
         size_inches: width and height, at 110 dots an inch.
 
     Returns:
@@ -56,13 +64,12 @@ def plot(
     Raises:
         TrainerUsageError: matplotlib is missing, there is nothing to draw, or the picture cannot be written.
     """
-    make_figure = _matplotlib_figure()
+    figure = _new_figure(size_inches)
     curves = read_curves(log_dirs)
     if len(curves) > _MAX_NODES:
         raise TrainerUsageError(
             f"expected {_MAX_NODES} nodes at most to tell apart, found {len(curves)}; give fewer logs"
         )
-    figure = make_figure(size_inches)
     _draw(figure, curves, title)
     out_png = out_png.expanduser()
     try:
@@ -73,19 +80,15 @@ def plot(
     return out_png
 
 
-def _matplotlib_figure() -> Callable[[tuple[float, float]], Figure]:
+def _new_figure(size_inches: tuple[float, float]) -> Figure:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise TrainerUsageError(str(with_extra(error))) from None
-
-    def make(size_inches: tuple[float, float]) -> Figure:
-        figure = Figure(figsize=size_inches, layout="constrained")
-        FigureCanvasAgg(figure)
-        return figure
-
-    return make
+    figure = Figure(figsize=size_inches, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def _draw(figure: Figure, curves: Sequence[NodeCurve], title: str) -> None:
@@ -118,7 +121,7 @@ def _draw_loss(axes: Axes, node: int, curve: NodeCurve, average: Array, x: Array
 
 
 def _loss_limits(curves: Sequence[NodeCurve], averages: Sequence[Array]) -> tuple[float, float]:
-    """From the least losses to the greatest average; a few losses far beyond leave the picture, not the rest of it."""
+    """Returns limits from the least losses to the greatest average; a few losses far beyond are cut off."""
     losses, averaged = (
         values[np.isfinite(values)]
         for values in (np.concatenate([curve.losses for curve in curves]), np.concatenate(averages))
@@ -150,9 +153,9 @@ def _draw_speed(axes: Axes, curves: Sequence[NodeCurve]) -> None:
 
 
 def _stretches(curves: Sequence[NodeCurve]) -> Array:
-    """Where the stretches of time begin and end over which speed is averaged.
+    """Returns the edges of the stretches of time over which speed is averaged.
 
-    Each is some steps long, or the line would only show how many happened to fall in; with many nodes they are longer,
+    Each is some steps long, or the line would show how many happened to fall into it; with many nodes they are longer,
     so that the dips of their rounds do not cover each other's lines.
     """
     begun_s = min(curve.times_s.min() for curve in curves)
@@ -190,3 +193,155 @@ def _engineering() -> Formatter:
     from matplotlib.ticker import EngFormatter
 
     return EngFormatter(sep="")
+
+
+Array = NDArray[np.float64]
+
+_BLOCK = 25
+
+
+@dataclass(frozen=True, slots=True)
+class RoundMark:
+    """When a round ended, and how."""
+
+    step: int
+    """Latest step before it; 0 if there is none."""
+    time_s: float
+    has_failed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCurve:
+    """The steps of one node, in the order of their index, as arrays of one length."""
+
+    label: str
+    steps: Array
+    tokens: Array
+    """Trained on up to and including the step."""
+    num_tokens: Array
+    """Of each step."""
+    losses: Array
+    """NaN where it was not finite."""
+    times_s: Array
+    """When the step ended, seconds since the epoch."""
+    rounds: tuple[RoundMark, ...]
+
+
+@dataclass(slots=True)
+class _NodeEvents:
+    """One node's steps and rounds, while its log is read."""
+
+    steps: dict[int, tuple[float, float, float]] = field(default_factory=dict)
+    rounds: list[RoundMark] = field(default_factory=list)
+    latest_step: int = 0
+
+    def add(self, event: Event) -> None:
+        if event.kind == "step":
+            index = event.number("step")
+            if np.isfinite(index):
+                self.latest_step = int(index)
+                numbers = (event.time.timestamp(), event.number("num_tokens"), event.number("loss"))
+                self.steps[self.latest_step] = numbers
+        elif event.kind in ("round", "round_failed"):
+            has_failed = event.kind == "round_failed"
+            self.rounds.append(RoundMark(self.latest_step, event.time.timestamp(), has_failed))
+
+    def curve(self, label: str) -> NodeCurve:
+        steps = np.array(sorted(self.steps), dtype=np.float64)
+        times_s, tokens, losses = np.array([self.steps[int(step)] for step in steps], dtype=np.float64).T
+        tokens = np.where(np.isfinite(tokens), tokens, 0.0)
+        return NodeCurve(
+            label=label,
+            steps=steps,
+            tokens=tokens[0] * steps[0] + np.cumsum(tokens),
+            num_tokens=tokens,
+            losses=np.where(np.isfinite(losses), losses, np.nan),
+            times_s=times_s,
+            rounds=tuple(self.rounds),
+        )
+
+
+def read_curves(log_dirs: Sequence[Path]) -> list[NodeCurve]:
+    """Returns the curves of all nodes in these logs, by name.
+
+    A node's name in two logs makes two curves, which then have the directory's name in theirs.
+
+    Raises:
+        TrainerUsageError: there is no log, or no step in it.
+    """
+    if not log_dirs:
+        raise TrainerUsageError("expected a log's directory or more, found none; give what --log-dir said")
+    gathered: dict[tuple[Path, str], _NodeEvents] = {}
+    for directory in dict.fromkeys(log_dirs):
+        for event in read_events(directory):
+            gathered.setdefault((directory, event.node), _NodeEvents()).add(event)
+    with_steps = {key: found for key, found in gathered.items() if found.steps}
+    if not with_steps:
+        shown = ", ".join(str(directory) for directory in log_dirs)
+        found_else = f"events of {len(gathered)} nodes but no step" if gathered else "no events"
+        raise TrainerUsageError(
+            f"expected events-*.jsonl with steps in {shown}, found {found_else}; give what --log-dir said"
+        )
+    nodes = [node for _, node in with_steps]
+    labels = {
+        (directory, node): node if nodes.count(node) == 1 else f"{directory.name}: {node}"
+        for directory, node in with_steps
+    }
+    return sorted(
+        (found.curve(labels[key]) for key, found in with_steps.items()), key=lambda curve: _natural(curve.label)
+    )
+
+
+def _natural(label: str) -> list[tuple[int, str]]:
+    """Returns a sort key by which gpu-2 comes before gpu-10."""
+    return [(int(digits), "") if digits else (-1, text) for digits, text in re.findall(r"(\d+)|(\D+)", label)]
+
+
+def smoothed(values: Array, *, span: float) -> Array:
+    """Returns the exponential moving average over some ``span`` values, without the bias of its start; NaN is skipped.
+
+    A value counts as at most twice the median of the `_BLOCK` values around it: one spike does not hide what follows
+    it, and a loss that stays high is seen as high.
+    """
+    values = _without_spikes(values)
+    keep = np.exp(-1.0 / max(span, 1.0))
+
+    def step(state: tuple[float, float], value: float) -> tuple[float, float]:
+        total, weight = state
+        return state if np.isnan(value) else (keep * total + (1 - keep) * value, keep * weight + (1 - keep))
+
+    states = np.array(list(accumulate(values.tolist(), step, initial=(0.0, 0.0)))[1:]).reshape(-1, 2)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(states[:, 1] > 0, states[:, 0] / states[:, 1], np.nan)
+
+
+def _without_spikes(values: Array) -> Array:
+    blocks = np.array_split(values, max(1, len(values) // _BLOCK))
+    medians = [np.median(found) if len(found := block[np.isfinite(block)]) else np.inf for block in blocks]
+    return np.minimum(values, 2.0 * np.repeat(medians, [len(block) for block in blocks]))
+
+
+def envelope(x: Array, y: Array, *, max_points: int) -> tuple[Array, Array]:
+    """Returns a curve of fewer points, with the least and the greatest value of each stretch: spikes stay visible."""
+    if len(x) <= max_points:
+        return x, y
+    kept: list[int] = []
+    for block in np.array_split(np.arange(len(x)), max_points // 2):
+        finite = block[np.isfinite(y[block])]
+        if len(finite):
+            kept += sorted({int(finite[y[finite].argmin()]), int(finite[y[finite].argmax()])})
+    return x[kept], y[kept]
+
+
+def speed(curve: NodeCurve, edges_s: Array) -> Array:
+    """Returns tokens a second in each stretch of time, waits included; NaN outside the node's steps.
+
+    Args:
+        curve: of a node.
+        edges_s: edges of the stretches, seconds since the epoch.
+    """
+    tokens, _ = np.histogram(curve.times_s, bins=edges_s, weights=curve.num_tokens)
+    found = tokens / np.diff(edges_s)
+    slack_s = 0.01 * (edges_s[1] - edges_s[0])
+    outside = (edges_s[:-1] < curve.times_s.min() - slack_s) | (edges_s[1:] > curve.times_s.max() + slack_s)
+    return np.where(outside, np.nan, found)

@@ -1,8 +1,8 @@
-"""The HTTP interface in a thread of its own, with an event loop of its own: training never waits for it.
+"""The HTTP interface in a thread and event loop of its own: training never waits for it.
 
-The port is taken by `ApiServer.start`, in the caller's thread, so that a port in use is one clear error and the chosen
-port is known before anything is announced. `stop` takes no new connection, gives answers under way a second to end, and
-cuts the rest. Signals stay the process's own. Connections are bounded as those of ``genesis serve`` are
+`ApiServer.start` takes the port in the caller's thread, so that a port in use is one clear error and the chosen port is
+known before anything is announced. `stop` accepts no new connection, gives answers under way a second to end, and cuts
+the rest. The process's signal handlers stay as they are. Connections are bounded as those of ``genesis serve`` are
 (`genesis.serve.connections`): in number, and in the time their clients may take.
 """
 
@@ -57,7 +57,7 @@ class ApiServer:
 
     @property
     def url(self) -> str:
-        """Where to ask, such as ``http://127.0.0.1:8000``."""
+        """The interface's address, such as ``http://127.0.0.1:8000``."""
         host = self._config.host
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
@@ -81,7 +81,7 @@ class ApiServer:
         return self
 
     def stop(self) -> None:
-        """Ends within about a second; what a client still waits for then is cut."""
+        """Ends within about a second; answers that take longer are cut."""
         if self._server is None or self._thread is None:
             return
         self._server.should_exit = True
@@ -101,10 +101,10 @@ class ApiServer:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, without its signal handlers, which ends connections whose clients take too long."""
+    """uvicorn's server without its signal handlers; it ends connections whose clients take too long."""
 
     async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second."""
+        """Runs ten times a second."""
         if counter % 5 == 0:
             expire_connections(self.server_state.connections)
         return await super().on_tick(counter)
@@ -114,7 +114,7 @@ class _Server(uvicorn.Server):
 
 
 def _refusing_when_full(app: ASGIApp) -> ASGIApp:
-    """Answers 503 on connections that are too many."""
+    """Answers 503 on connections beyond the limit."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         connection = scope.get("state", {}).get(CONNECTION)

@@ -1,6 +1,6 @@
 """What the HTTP interface answers: the fields of docs/observing.md, which are stable within a format.
 
-A figure that cannot be told is null, with a line that says why; it is never 100 % of nothing.
+An unknown figure is null, with a line that says why; it is never 100 % of nothing.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The other nodes, by what they announce: do they hold the same state, and how does the run go as a whole?
+"""The other nodes, by what they announce: whether they hold the same state, and how the whole run goes.
 
-What a node announces is signed but not checked: any of it may be a lie. So a loss that no cross entropy can have is
-left out, and the others count no further than a bound around their median; a state counts only where several hold it.
-Digests are compared between nodes of the same outer step: a node that missed a round cannot hold what the others do and
-is *behind*, not different. Announcements are some seconds old, so each node's digests of its last 8 outer steps are
-remembered; otherwise every round would begin with nobody to compare with. At most 4,096 nodes are remembered.
+What a node announces is signed but may be untrue. So a loss that no cross entropy can have is left out, and the others
+are limited to a range around their median; a state counts only where several nodes hold it. Digests are compared
+between nodes of the same outer step: a node that missed a round cannot hold the others' state and is *behind*, not
+different. Announcements are some seconds old, so each node's digests of its last 8 outer steps are kept; otherwise
+every round would begin with nobody to compare with.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from statistics import median
 
 from trainer.monitor.facts import AnnouncedNode
 
-__all__ = ["Agreement", "DigestMemory", "Peer", "agreement", "average_loss", "plausible_peer"]
+__all__ = ["DigestMemory", "PlausibleNode", "StateAgreement", "average_loss", "plausible_node", "state_agreement"]
 
 _MAX_LOSS = 100.0
 """Nats; a model that knows nothing has ln(10,000,000) = 16.1 at most."""
@@ -29,8 +29,8 @@ _REMEMBERED_STEPS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
-    """A node as it announces itself, what is out of all reason left out."""
+class PlausibleNode:
+    """A node as it announces itself, without implausible values."""
 
     peer_id: str
     node_id: str
@@ -46,11 +46,11 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
+class StateAgreement:
     """Who holds the same state."""
 
     outer_step: int | None
-    """The newest one that more than half of the nodes have; failing that, the one most nodes have."""
+    """The newest one that more than half of the nodes have; else the one most nodes have."""
     num_compared: int
     num_agreeing: int
     """Nodes with the state that most have."""
@@ -58,12 +58,12 @@ class Agreement:
     """Nodes with an older one, or none at all."""
 
 
-def plausible_peer(announced: AnnouncedNode) -> Peer:
-    """An announcement without what cannot be."""
+def plausible_node(announced: AnnouncedNode) -> PlausibleNode:
+    """Returns an announcement without implausible values."""
     loss = announced.loss
     is_plausible = loss is not None and math.isfinite(loss) and 0.0 <= loss <= _MAX_LOSS
     speed = announced.tokens_per_s
-    return Peer(
+    return PlausibleNode(
         peer_id=announced.peer_id,
         node_id=_shown(announced.node_id),
         outer_step=max(0, announced.outer_step),
@@ -78,16 +78,16 @@ def plausible_peer(announced: AnnouncedNode) -> Peer:
 
 
 def _shown(text: str) -> str:
-    """As much as anyone needs to see, and nothing that UTF-8 has not."""
+    """Limits text to a length for display, and to what UTF-8 can encode."""
     return text[:_MAX_NAME].encode("utf-8", "replace").decode()
 
 
 def average_loss(losses: Collection[float], own: float | None) -> float | None:
-    """The mean over nodes, none counting beyond a bound around the middle.
+    """Returns the mean over nodes, each loss limited to a range around the middle.
 
-    With three nodes or more the middle is their median and the bound three of their (normal-consistent) median absolute
-    deviations, at least a quarter of the median; with fewer, where a median says nothing, the node's own loss and a
-    quarter of that. One liar among n moves the mean by about a quarter of the loss, divided by n.
+    With three nodes or more the middle is their median and the range three (normal-consistent) median absolute
+    deviations, at least a quarter of the median; with fewer, the node's own loss and a quarter of that. One liar among
+    n moves the mean by about a quarter of the loss, divided by n.
 
     Args:
         losses: of all nodes, this one's included; finite.
@@ -108,7 +108,7 @@ class DigestMemory:
         self._digests: dict[str, dict[int, str]] = {}
 
     def add(self, node: str, outer_step: int, digest: str) -> None:
-        """A node holds a state; one that went back to an older step no longer holds the newer ones."""
+        """Records a node's state; one that went back to an older step no longer holds the newer ones."""
         if not digest:
             return
         held = {step: known for step, known in self._digests.get(node, {}).items() if step < outer_step}
@@ -120,11 +120,11 @@ class DigestMemory:
         self._digests = {node: self._digests[node] for node in nodes if node in self._digests}
 
     def of(self, nodes: Iterable[str]) -> dict[str, Mapping[int, str]]:
-        """The digests by outer step, of each of these nodes."""
+        """Returns the digests by outer step, of each of these nodes."""
         return {node: self._digests.get(node, {}) for node in nodes}
 
 
-def agreement(digests: Mapping[str, Mapping[int, str]]) -> Agreement:
+def state_agreement(digests: Mapping[str, Mapping[int, str]]) -> StateAgreement:
     """Compares the nodes at the newest outer step that they have in common.
 
     Args:
@@ -136,7 +136,7 @@ def agreement(digests: Mapping[str, Mapping[int, str]]) -> Agreement:
     if common is None and nodes_at:
         common = max(nodes_at, key=lambda step: (nodes_at[step], step))
     if common is None or (nodes_at[common] < 2 and len(digests) > 1):
-        return Agreement(None, 0, 0, 0)
+        return StateAgreement(None, 0, 0, 0)
     compared = [held[common] for held in digests.values() if common in held]
     num_behind = sum(max(held, default=-1) < common for held in digests.values())
-    return Agreement(common, len(compared), max(Counter(compared).values()), num_behind)
+    return StateAgreement(common, len(compared), max(Counter(compared).values()), num_behind)

@@ -1,8 +1,11 @@
-"""How training goes: this node's steps and rounds, and what the other nodes announce, made into one status.
+"""The training status: this node's steps and rounds, and what the other nodes announce, combined.
 
 The training thread writes, the API's thread reads; a lock is held for a copy of some 2,000 numbers at most (20 µs), the
-arithmetic happens outside. What it takes to verify training (the run's first losses, steps done) goes into the
-checkpoint by `state_dict`: without it, a node restarted on a plateau would have to better its own plateau.
+arithmetic happens outside. What verifies training (the run's first losses, steps done) goes into the checkpoint by
+`state_dict`: without it, a node restarted on a plateau would have to improve on its own plateau.
+
+A round without other members is a failure only where another node was known: then the node trained on without the
+others, which the success rate shows.
 """
 
 from __future__ import annotations
@@ -10,16 +13,29 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import UTC, datetime
 
 from trainer.errors import CheckpointMismatchError
 from trainer.monitor.facts import AnnouncedNode, RoundFacts, StepFacts
-from trainer.monitor.losses import FIRST_LOSSES, LossHistory, has_fallen, loss_trend
-from trainer.monitor.rounds import RoundHistory
-from trainer.monitor.status import DiLoCoStatus, HashAgreement, Health, NodeStatus, SyncSuccess, TrainingStatus
-from trainer.monitor.swarm import Agreement, DigestMemory, Peer, agreement, average_loss, plausible_peer
+from trainer.monitor.losses import FIRST_LOSSES, TrackedLosses, has_fallen, loss_trend
+from trainer.monitor.status import (
+    DiLoCoStatus,
+    HashAgreement,
+    Health,
+    LastRound,
+    NodeStatus,
+    SyncSuccess,
+    TrainingStatus,
+)
+from trainer.monitor.swarm import (
+    DigestMemory,
+    PlausibleNode,
+    StateAgreement,
+    average_loss,
+    plausible_node,
+    state_agreement,
+)
 
 __all__ = ["TrainingTracker"]
 
@@ -28,9 +44,9 @@ _MAX_PEERS = 4_096
 _MAX_NODES_SHOWN = 256
 _SPEED_STEPS = 50
 _MIN_STEPS = 2 * FIRST_LOSSES
-"""Before that many losses, the latest are still among the first."""
+"""With fewer losses, the latest are still among the first."""
 _MIN_ROUNDS = 4
-"""Fewer attempted rounds say nothing of being cut off."""
+"""Fewer attempted rounds do not show that a node is cut off."""
 
 
 class TrainingTracker:
@@ -39,11 +55,11 @@ class TrainingTracker:
     def __init__(
         self, node_id: str, *, peer_id: str = "", inner_steps: int = 0, clock: Callable[[], float] = time.time
     ) -> None:
-        """A tracker that knows nothing yet.
+        """Starts without steps, rounds and peers.
 
         Args:
             node_id: this node's name.
-            peer_id: its key, as other nodes know it; what they announce under it is this node's own and left out.
+            peer_id: its key; announcements under it are this node's own and left out.
             inner_steps: inner steps from one outer step to the next; 0 without outer steps.
             clock: seconds since the epoch, by which announcements expire.
         """
@@ -53,8 +69,8 @@ class TrainingTracker:
         self._inner_steps = inner_steps
         self._clock = clock
         self._started_at = clock()
-        self._losses = LossHistory()
-        self._rounds = RoundHistory()
+        self._losses = TrackedLosses()
+        self._rounds = _RoundHistory()
         self._was_applied: deque[bool] = deque(maxlen=_SPEED_STEPS)
         self._ended: deque[tuple[float, int]] = deque(maxlen=_SPEED_STEPS + 1)  # When a step did, and its tokens.
         self._num_steps = 0
@@ -64,11 +80,11 @@ class TrainingTracker:
         self._outer_step = 0
         self._state_digest = ""
         self._shards: frozenset[int] = frozenset()
-        self._peers: tuple[Peer, ...] = ()
+        self._peers: tuple[PlausibleNode, ...] = ()
         self._digests = DigestMemory()
 
     def add_step(self, step: StepFacts) -> None:
-        """An inner step is done: 1 µs."""
+        """Counts an inner step, in 1 µs."""
         now = self._clock()
         with self._lock:
             self._losses.add(step.loss)
@@ -80,7 +96,7 @@ class TrainingTracker:
             self._last_step_at = now
 
     def add_round(self, report: RoundFacts, *, outer_step: int, state_digest: str) -> None:
-        """A round ended with an outer step; step and digest are the state's after it."""
+        """Counts a round that ended with an outer step; step and digest are the state's after it."""
         now = self._clock()
         with self._lock:
             knew_others = any(peer.expires_at > now for peer in self._peers)
@@ -88,23 +104,23 @@ class TrainingTracker:
             self._set_state(outer_step, state_digest, inner_step=0)
 
     def add_failed_round(self) -> None:
-        """A round ended without a result; the node trains on from where it was."""
+        """Counts a round without a result; the node trains on from where it was."""
         with self._lock:
             self._rounds.add_failed()
 
     def set_state(self, outer_step: int, state_digest: str, *, inner_step: int = 0) -> None:
-        """Which state the node holds after it was started, restored, or adopted others' state."""
+        """Records which state the node holds after it was started, restored, or took up others' state."""
         with self._lock:
             self._set_state(outer_step, state_digest, inner_step)
 
     def set_shards(self, shards: Collection[int]) -> None:
-        """The shards this node trains on."""
+        """Records the shards this node trains on."""
         with self._lock:
             self._shards = frozenset(shards)
 
     def peers(self, announcements: Iterable[AnnouncedNode]) -> None:
-        """All that other nodes announce now, in place of what they announced before."""
-        known = {found.peer_id: plausible_peer(found) for found in announcements}
+        """Records what all other nodes announce now, in place of what they announced before."""
+        known = {found.peer_id: plausible_node(found) for found in announcements}
         known.pop(self._peer_id, None)
         kept = tuple(sorted(known.values(), key=lambda peer: -peer.expires_at)[:_MAX_PEERS])
         with self._lock:
@@ -132,24 +148,41 @@ class TrainingTracker:
             return self._num_steps
 
     def status(self) -> TrainingStatus:
-        """All that can be told now."""
+        """Returns the status as of now."""
         with self._lock:
             now = self._clock()
-            seen = _Seen(
-                own=self._own(),
-                others=tuple(peer for peer in self._peers if peer.expires_at > now),
-                first=self._losses.first,
-                recent=self._losses.recent,
-                was_applied=tuple(self._was_applied),
-                num_skipped=self._num_skipped,
-                sync=self._rounds.success(),
-                diloco=self._diloco(),
-            )
-            agreed = agreement(self._digests.of(peer.peer_id for peer in (seen.own, *seen.others)))
-        return _status(seen, agreed, self._peer_id, now)
+            own = self._own()
+            others = [peer for peer in self._peers if peer.expires_at > now]
+            first, recent, was_applied = self._losses.first, self._losses.recent, tuple(self._was_applied)
+            num_skipped, sync, diloco = self._num_skipped, self._rounds.success(), self._diloco()
+            agreed = state_agreement(self._digests.of(peer.peer_id for peer in (own, *others)))
+        nodes = (own, *sorted(others, key=lambda peer: (peer.node_id, peer.peer_id)))
+        reasons = _reasons_against(first, recent, was_applied, sync)
+        return TrainingStatus(
+            training_verified=not reasons,
+            reasons=reasons,
+            hash_agreement_rate=_percent(agreed.num_agreeing, agreed.num_compared),
+            hash_agreement=_hash_agreement(agreed, len(nodes)),
+            loss_trend=loss_trend(recent),
+            sync_success_rate=_percent(sync.num_succeeded, sync.num_attempted),
+            sync_success=sync,
+            training_nodes=len(nodes),
+            node_id=own.node_id,
+            time=datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            global_loss=average_loss([node.loss for node in nodes if node.loss is not None], own.loss),
+            losses_left_out=sum(node.has_strange_loss for node in nodes),
+            loss=recent[-1] if recent else None,
+            total_steps=sum(node.num_steps for node in nodes),
+            steps_skipped=num_skipped,
+            data_shards=len(frozenset[int]().union(*(node.shards for node in nodes))),
+            model_convergence=_percent(agreed.num_agreeing, len(nodes)) if agreed.num_compared else None,
+            tokens_per_s=round(sum(node.tokens_per_s for node in nodes), 1),
+            diloco=diloco,
+            nodes=tuple(_node_status(node, is_self=node is own) for node in nodes[:_MAX_NODES_SHOWN]),
+        )
 
     def health(self) -> Health:
-        """That the process answers, and when it last trained."""
+        """Returns that the process answers, and when it last trained."""
         now = self._clock()
         with self._lock:
             age_s = None if self._last_step_at is None else round(now - self._last_step_at, 3)
@@ -158,7 +191,7 @@ class TrainingTracker:
         )
 
     def state_dict(self) -> dict[str, object]:
-        """What a restarted node has to know, for its checkpoint: 2,050 losses and three counts."""
+        """Returns what a restarted node needs, for its checkpoint: 2,050 losses and three counts."""
         with self._lock:
             return {
                 "version": _VERSION,
@@ -168,7 +201,7 @@ class TrainingTracker:
             }
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Goes on from a checkpoint.
+        """Resumes from a checkpoint.
 
         Raises:
             CheckpointMismatchError: another release wrote it.
@@ -201,9 +234,9 @@ class TrainingTracker:
         num_tokens = sum(num_tokens for _, num_tokens in self._ended) - self._ended[0][1]
         return num_tokens / seconds if seconds > 0 else 0.0  # A clock may be set back.
 
-    def _own(self) -> Peer:
-        """This node as it would announce itself."""
-        return Peer(
+    def _own(self) -> PlausibleNode:
+        """Returns this node as it would announce itself."""
+        return PlausibleNode(
             peer_id=self._peer_id,
             node_id=self._node_id,
             outer_step=self._outer_step,
@@ -228,65 +261,26 @@ class TrainingTracker:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """A copy of all that a status is made of."""
-
-    own: Peer
-    others: tuple[Peer, ...]
-    first: list[float]
-    recent: list[float]
-    was_applied: tuple[bool, ...]
-    num_skipped: int
-    sync: SyncSuccess
-    diloco: DiLoCoStatus
-
-
-def _status(seen: _Seen, agreed: Agreement, peer_id: str, now: float) -> TrainingStatus:
-    nodes = (seen.own, *sorted(seen.others, key=lambda peer: (peer.node_id, peer.peer_id)))
-    reasons = _reasons_against(seen)
-    return TrainingStatus(
-        training_verified=not reasons,
-        reasons=reasons,
-        hash_agreement_rate=_percent(agreed.num_agreeing, agreed.num_compared),
-        hash_agreement=_hash_agreement(agreed, len(nodes)),
-        loss_trend=loss_trend(seen.recent),
-        sync_success_rate=_percent(seen.sync.num_succeeded, seen.sync.num_attempted),
-        sync_success=seen.sync,
-        training_nodes=len(nodes),
-        node_id=seen.own.node_id,
-        time=datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        global_loss=average_loss([node.loss for node in nodes if node.loss is not None], seen.own.loss),
-        losses_left_out=sum(node.has_strange_loss for node in nodes),
-        loss=seen.recent[-1] if seen.recent else None,
-        total_steps=sum(node.num_steps for node in nodes),
-        steps_skipped=seen.num_skipped,
-        data_shards=len(frozenset[int]().union(*(node.shards for node in nodes))),
-        model_convergence=_percent(agreed.num_agreeing, len(nodes)) if agreed.num_compared else None,
-        tokens_per_s=round(sum(node.tokens_per_s for node in nodes), 1),
-        diloco=seen.diloco,
-        nodes=tuple(_node_status(node, is_self=node is seen.own) for node in nodes[:_MAX_NODES_SHOWN]),
-    )
-
-
-def _reasons_against(seen: _Seen) -> tuple[str, ...]:
-    """Why training cannot be called verified; none if it can."""
+def _reasons_against(
+    first: Sequence[float], recent: Sequence[float], was_applied: Sequence[bool], sync: SyncSuccess
+) -> tuple[str, ...]:
+    """Returns why training cannot be called verified; none if it can."""
     reasons = []
-    if len(seen.recent) < _MIN_STEPS:
-        reasons.append(f"expected {_MIN_STEPS} losses or more to judge by, found {len(seen.recent)}; wait")
-    elif not has_fallen(seen.first, seen.recent[-FIRST_LOSSES:]):
+    if len(recent) < _MIN_STEPS:
+        reasons.append(f"expected {_MIN_STEPS} losses or more to judge by, found {len(recent)}; wait")
+    elif not has_fallen(first, recent[-FIRST_LOSSES:]):
         reasons.append("the latest losses are not below the first ones by more than their noise")
-    if seen.was_applied and 2 * sum(seen.was_applied) < len(seen.was_applied):
+    if was_applied and 2 * sum(was_applied) < len(was_applied):
         reasons.append("most of the latest steps were skipped: loss or gradient is not finite")
-    if seen.sync.num_attempted >= _MIN_ROUNDS and 2 * seen.sync.num_succeeded < seen.sync.num_attempted:
+    if sync.num_attempted >= _MIN_ROUNDS and 2 * sync.num_succeeded < sync.num_attempted:
         reasons.append(
-            f"of the latest {seen.sync.num_attempted} rounds {seen.sync.num_succeeded} had another node's work in "
-            "them: this node trains, but mostly apart from the others"
+            f"of the latest {sync.num_attempted} rounds {sync.num_succeeded} had another node's work in them: this "
+            "node trains, but mostly apart from the others"
         )
     return tuple(reasons)
 
 
-def _hash_agreement(agreed: Agreement, num_nodes: int) -> HashAgreement:
+def _hash_agreement(agreed: StateAgreement, num_nodes: int) -> HashAgreement:
     reason = None
     if not agreed.num_compared:
         reason = "no two nodes have the same outer step" if num_nodes > 1 else "no outer step yet"
@@ -299,19 +293,56 @@ def _hash_agreement(agreed: Agreement, num_nodes: int) -> HashAgreement:
     )
 
 
-def _node_status(node: Peer, *, is_self: bool) -> NodeStatus:
+def _node_status(node: PlausibleNode, *, is_self: bool) -> NodeStatus:
     return NodeStatus(
-        node_id=node.node_id,
-        peer_id=node.peer_id,
+        **{name: getattr(node, name) for name in ("node_id", "peer_id", "outer_step", "loss", "state_digest")},
         is_self=is_self,
-        outer_step=node.outer_step,
         inner_steps_trained=node.num_steps,
-        loss=node.loss,
         tokens_per_s=round(node.tokens_per_s, 1),
-        state_digest=node.state_digest,
         num_shards=len(node.shards),
     )
 
 
 def _percent(part: int, whole: int) -> float | None:
     return round(100.0 * part / whole, 2) if whole else None
+
+
+_WINDOW = 100
+
+
+class _RoundHistory:
+    """Counts of a node's rounds, and whether each of the latest 100 attempts succeeded."""
+
+    def __init__(self) -> None:
+        self._attempts: deque[bool] = deque(maxlen=_WINDOW)
+        self.num_done = 0
+        self.num_alone = 0
+        self.num_failed = 0
+        self.last: LastRound | None = None
+
+    def add(self, report: RoundFacts, *, knew_others: bool) -> None:
+        is_alone = len(report.members) < 2
+        self.num_done += 1
+        self.num_alone += is_alone
+        if knew_others or not is_alone:
+            self._attempts.append(not is_alone)
+        self.last = LastRound(
+            round_index=report.round_index,
+            num_members=len(report.members),
+            num_dropped=len(report.dropped),
+            completeness=report.completeness,
+            sent_bytes=report.sent_bytes,
+            received_bytes=report.received_bytes,
+            seconds=report.seconds,
+            rule=report.rule,
+        )
+
+    def add_failed(self) -> None:
+        self.num_failed += 1
+        self._attempts.append(False)
+
+    def success(self) -> SyncSuccess:
+        reason = None
+        if not self._attempts:
+            reason = "no other node was there in any round" if self.num_alone else "no round yet"
+        return SyncSuccess(num_attempted=len(self._attempts), num_succeeded=sum(self._attempts), reason=reason)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trainer.errors import TrainerUsageError
 from trainer.inner import batch_size_for
-from trainer.inner.batch_size import activation_bytes
+from trainer.inner.config import activation_bytes
 from trainer.model import ModelConfig, build_model, num_parameters, preset
 
 GIB = 1 << 30

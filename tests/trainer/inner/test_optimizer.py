@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from tests.support.small_model import batches, small_model
 from trainer.errors import CheckpointMismatchError, TrainerUsageError
-from trainer.inner import InnerConfig, InnerLoop, make_optimizer, parameter_groups
+from trainer.inner import InnerConfig, InnerLoop, lr_at, make_optimizer, parameter_groups
 
 CPU = torch.device("cpu")
 
@@ -87,3 +91,71 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing() -> None:
 def test_a_state_of_another_form_is_refused(state: dict[str, object]) -> None:
     with pytest.raises(CheckpointMismatchError, match="expected"):
         _trained(InnerConfig()).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("step", "lr"), [(0, "0.00e+00"), (1000, "1.00e-04"), (25_000, "5.64e-05"), (50_000, "1.00e-05")]
+)
+def test_the_table_of_the_specification_holds_to_three_digits(step: int, lr: str) -> None:
+    assert f"{lr_at(step, InnerConfig()):.2e}" == lr
+
+
+@pytest.mark.parametrize(
+    ("options", "rates"),
+    [
+        ({}, {500: 5e-5, 50_000: 1e-5, 50_001: 1e-5, 10**9: 1e-5}),
+        ({"schedule": "linear"}, {25_500: 5.5e-5, 50_000: 1e-5, 50_001: 1e-5, 10**9: 1e-5}),
+        ({"schedule": "constant", "warmup_steps": 10, "decay_end_step": 0}, {5: 5e-5, 10: 1e-4, 10**6: 1e-4}),
+        ({"warmup_steps": 0}, {0: 1e-4}),
+    ],
+)
+def test_rates_at_steps_of_note(options: dict[str, Any], rates: dict[int, float]) -> None:
+    """Half-way through the warm-up and the fall, at its end and long after it; a constant rate needs no end."""
+    config = InnerConfig(**options)
+    assert {step: lr_at(step, config) for step in rates} == pytest.approx(rates, rel=1e-12)
+
+
+@given(
+    schedule=st.sampled_from(["cosine", "linear", "constant"]),
+    warmup=st.integers(0, 2000),
+    length=st.integers(1, 5000),
+    ratio=st.floats(0, 1),
+    step=st.integers(0, 8000),
+)
+def test_it_rises_through_the_warm_up_and_never_rises_again(
+    schedule: str, warmup: int, length: int, ratio: float, step: int
+) -> None:
+    config = InnerConfig(
+        schedule=schedule, warmup_steps=warmup, decay_end_step=warmup + length, min_lr_ratio=ratio, lr=1.0
+    )
+    now, later = lr_at(step, config), lr_at(step + 1, config)
+    assert 0.0 <= now <= 1.0
+    assert later > now if step < warmup else later <= now
+    assert now >= ratio - 1e-12 or step < warmup
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"lr": 0.0}, "lr"),
+        ({"lr": float("nan")}, "lr"),
+        ({"betas": (0.9, 1.0)}, "betas"),
+        ({"betas": (0.9,)}, "betas"),
+        ({"eps": 0.0}, "eps"),
+        ({"weight_decay": -0.1}, "weight_decay"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm"),
+        ({"schedule": "step"}, "schedule"),
+        ({"precision": "fp16"}, "precision"),
+        ({"compile": "yes"}, "compile"),
+        ({"warmup_steps": -1}, "warmup_steps"),
+        ({"warmup_steps": 50_000}, "decay_end_step"),
+        ({"min_lr_ratio": 1.5}, "min_lr_ratio"),
+        ({"micro_batch_size": -1}, "micro_batch_size"),
+        ({"accumulation_steps": 0}, "accumulation_steps"),
+        ({"seq_len": 0}, "seq_len"),
+        ({"max_skipped_in_a_row": 0}, "max_skipped_in_a_row"),
+    ],
+)
+def test_an_option_out_of_range_is_refused_by_name(options: dict[str, object], field: str) -> None:
+    with pytest.raises(TrainerUsageError, match=rf"^{field}: expected .*, found "):
+        InnerConfig(**options)

@@ -19,14 +19,8 @@ _GROWING = ("embedding.weight", "readout.output.weight")
 @given(st.integers(FIRST_MERGE_ID, 10_000_000))
 def test_rows_are_the_next_full_step(next_merge_id: int):
     rows = rows_for(next_merge_id)
-
     assert rows % VOCAB_STEP == 0
     assert next_merge_id <= rows < next_merge_id + VOCAB_STEP
-
-
-def test_rows_for_fewer_ids_than_there_are_bytes_is_refused():
-    with pytest.raises(TrainerUsageError, match="266, found 265"):
-        rows_for(265)
 
 
 @pytest.mark.slow
@@ -40,10 +34,8 @@ def test_growing_in_any_steps_keeps_old_rows_and_gives_the_rows_a_larger_model_b
         for parameter in model.parameters():
             parameter.add_(1.0)  # trained since
     trained = copy.deepcopy(model.state_dict())
-
     for rows in steps:
         grow_vocabulary(model, rows, seed)
-
     final = max([64, *steps])
     fresh = build_model(small_config(tie_embeddings=tied, vocab_size=final), seed).state_dict()
     assert model.config.vocab_size == final
@@ -63,12 +55,10 @@ def test_an_optimizer_goes_on_with_the_grown_model():
     optimizer.step()
     moments = optimizer.state[model.embedding.weight]["exp_avg"].clone()
     logits = model(ids).detach()
-
     names = grow_vocabulary(model, 100, 0)
     for name in names:
         state = optimizer.state[model.get_parameter(name)]
         state |= {key: grow_rows(state[key], 100) for key in ("exp_avg", "exp_avg_sq")}
-
     assert names == _GROWING
     assert model.embedding.weight.grad is None
     torch.testing.assert_close(model(ids)[..., :64], logits)
@@ -88,9 +78,7 @@ def test_stages_grow_what_they_have():
     whole = build_model(config, 2)
     grow_vocabulary(whole, 128, 2)
     stages = split(build_model(config, 2), 3)
-
     names = [grow_vocabulary(stage, 128, 2) for stage in stages]
-
     assert names == [("embedding.weight",), (), ("readout.output.weight",)]
     parts = {name: value for stage in stages for name, value in stage.state_dict().items()}
     assert all(torch.equal(value, parts[name]) for name, value in whole.state_dict().items())
@@ -100,43 +88,36 @@ def test_stages_grow_what_they_have():
 def test_growing_to_the_present_size_changes_nothing():
     model = build_model(small_config(), 0)
     model(*random_tokens(64, 1, 4)).backward()
-
     assert grow_vocabulary(model, 64, 0) == ()
     assert model.embedding.weight.grad is not None
-
-
-def test_a_vocabulary_does_not_shrink():
-    model = build_model(small_config(), 0)
-
-    with pytest.raises(TrainerUsageError, match="at least the present 64, found 63"):
-        grow_vocabulary(model, 63, 0)
 
 
 def test_a_grown_model_loads_into_one_built_at_that_size():
     grown = build_model(small_config(), 0)
     grow_vocabulary(grown, 90, 0)
     other = build_model(grown.config, 5)
-
     other.load_state_dict(grown.state_dict())
-
     ids, labels = random_tokens(90, 2, 8)
     assert torch.equal(other(ids, labels), grown(ids, labels))
     init_weights(other, other.config, 0)
     assert torch.equal(other.embedding.weight, grown.embedding.weight)
 
 
-@given(rows=st.integers(0, 9), more=st.integers(0, 9), width=st.integers(0, 4), fill=st.floats(-5, 5, width=32))
-def test_tensors_beside_the_model_grow_by_a_constant(rows: int, more: int, width: int, fill: float):
+@given(rows=st.integers(0, 9), more=st.integers(0, 9), width=st.integers(0, 4))
+def test_tensors_beside_the_model_grow_by_zeros(rows: int, more: int, width: int):
     tensor = torch.randn(rows, width)
-
-    grown = grow_rows(tensor, rows + more, fill)
-
+    grown = grow_rows(tensor, rows + more)
     assert torch.equal(grown[:rows], tensor)
-    assert torch.equal(grown[rows:], torch.full((more, width), fill))
+    assert torch.equal(grown[rows:], torch.zeros(more, width))
     assert grown.data_ptr() != tensor.data_ptr() or tensor.numel() == 0
 
 
-def test_tensors_that_cannot_grow_are_refused():
+def test_what_cannot_grow_is_refused():
+    """Fewer ids than there are bytes, a vocabulary that would shrink, tensors of more rows or of none."""
+    with pytest.raises(TrainerUsageError, match="266, found 265"):
+        rows_for(265)
+    with pytest.raises(TrainerUsageError, match="at least the present 64, found 63"):
+        grow_vocabulary(build_model(small_config(), 0), 63, 0)
     for tensor in (torch.zeros(5, 2), torch.tensor(1.0)):
         with pytest.raises(TrainerUsageError, match="at most 4 rows"):
             grow_rows(tensor, 4)

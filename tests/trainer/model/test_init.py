@@ -19,13 +19,11 @@ _MANY = 1 << 20
 @given(start=st.integers(0, 1000), count=st.integers(0, 300))
 def test_any_part_of_the_sequence_can_be_made_alone(start: int, count: int):
     whole = truncated_normal(3, "layers.0", 0, 1400)
-
     assert np.array_equal(truncated_normal(3, "layers.0", start, count), whole[start : start + count])
 
 
 def test_values_are_a_normal_cut_at_three_deviations():
     values = truncated_normal(0, "embedding.weight", 0, _MANY).astype(np.float64)
-
     assert np.abs(values).max() < 3.0
     assert values.mean() == pytest.approx(0, abs=4 / math.sqrt(_MANY))
     assert values.std() == pytest.approx(0.98658, abs=2e-3)
@@ -36,16 +34,13 @@ def test_values_are_a_normal_cut_at_three_deviations():
 
 def test_names_and_seeds_give_sequences_that_have_nothing_in_common():
     sequences = [truncated_normal(seed, name, 0, 10_000) for seed in (0, 1) for name in ("a", "b")]
-
     correlations = np.corrcoef(np.stack(sequences)) - np.eye(4)
     assert np.abs(correlations).max() < 0.05
 
 
 def test_the_same_bits_everywhere():
     model = build_model(small_config(), seed=7)
-
     digest = hashlib.sha256(b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters()))
-
     known = "cc3548bf8ae91e424c0076355d7ea0078a981c83bbc44c621974fbbb65ec60be"
     assert digest.hexdigest() == known, "nodes of different releases would not agree on the first state"
 
@@ -53,7 +48,6 @@ def test_the_same_bits_everywhere():
 def test_deeper_layers_write_less_to_the_residual_stream():
     config = small_config(dim=256, num_layers=3, num_heads=4, ffn_dim=512)
     model = build_model(config, seed=0)
-
     for name in ("attention.o_proj.weight", "feed_forward.down_proj.weight"):
         stds = [model.get_parameter(f"layers.{number}.{name}").std().item() for number in range(3)]
         narrow = math.sqrt(2 / (5 * 256)) * 0.98658
@@ -65,7 +59,6 @@ def test_deeper_layers_write_less_to_the_residual_stream():
 def test_the_first_loss_is_that_of_a_guess():
     model = build_model(small_config(dim=64, ffn_dim=128, vocab_size=512), seed=0)
     ids = torch.arange(512).view(16, 32)
-
     assert model(ids, ids.flip(0)).item() == pytest.approx(math.log(512), rel=0.05)
 
 
@@ -81,7 +74,5 @@ def test_initialising_again_starts_anew():
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()
-
     init_weights(model, model.config, 1)
-
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

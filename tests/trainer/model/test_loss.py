@@ -30,14 +30,12 @@ def test_losses_and_gradients_are_those_of_cross_entropy_whatever_the_chunks(
 ):
     hidden, weight, labels = _inputs(num_tokens, seed=seed)
     labels[torch.rand(num_tokens, generator=torch.Generator().manual_seed(seed)) < ignored] = IGNORED_LABEL
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss_module, "_LOGITS_PER_CHUNK_CPU", 1)  # the least: 128 tokens
+        patch.setattr(loss_module, "_CHUNK_LOGITS_CPU", 1)  # the least: 128 tokens
         ours = sum_of_losses(hidden, weight, labels)
     of_ours = torch.autograd.grad(ours * 0.25, (hidden, weight))
     reference = _reference(hidden, weight, labels)
     of_reference = torch.autograd.grad(reference * 0.25, (hidden, weight))
-
     assert ours.dtype is torch.float64
     torch.testing.assert_close(ours, reference)
     torch.testing.assert_close(of_ours, of_reference)
@@ -46,10 +44,8 @@ def test_losses_and_gradients_are_those_of_cross_entropy_whatever_the_chunks(
 def test_the_backward_pass_can_be_taken_twice():
     hidden, weight, labels = _inputs(20)
     total = sum_of_losses(hidden, weight, labels)
-
     first = torch.autograd.grad(total, (hidden, weight), retain_graph=True)
     second = torch.autograd.grad(total, (hidden, weight))
-
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
@@ -58,10 +54,8 @@ def test_an_infinite_logit_of_an_ignored_token_does_no_harm():
     with torch.no_grad():
         hidden[1] = 1e200
     labels[1] = IGNORED_LABEL
-
     total = sum_of_losses(hidden, weight, labels)
     total.backward()
-
     assert torch.isfinite(total)
     assert hidden.grad is not None
     assert torch.isfinite(hidden.grad[[0, 2]]).all()
@@ -69,19 +63,15 @@ def test_an_infinite_logit_of_an_ignored_token_does_no_harm():
 
 def test_without_gradients_the_loss_is_the_same():
     hidden, weight, labels = _inputs(300)
-
     with torch.no_grad():
         plain = sum_of_losses(hidden, weight, labels)
-
     assert not plain.requires_grad
     assert torch.equal(plain, sum_of_losses(hidden, weight, labels).detach())
 
 
 def test_only_the_gradient_asked_for_is_needed():
     hidden, weight, labels = _inputs(10)
-
     sum_of_losses(hidden, weight.detach(), labels).backward()
-
     assert hidden.grad is not None
     assert weight.grad is None
 
@@ -89,23 +79,19 @@ def test_only_the_gradient_asked_for_is_needed():
 def test_nothing_of_the_size_of_all_logits_waits_for_the_backward_pass():
     hidden, weight, labels = _inputs(600, num_ids=900)
     kept: list[int] = []
-
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: kept.append(tensor.numel()) or tensor, lambda kept: kept
     ):
         sum_of_losses(hidden, weight, labels)
-
     assert sum(kept) == hidden.numel() + weight.numel()
 
 
 def test_under_autocast_the_products_are_bf16_and_the_loss_is_fp32():
     hidden, weight, labels = (value.float() if value.is_floating_point() else value for value in _inputs(200))
     hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
-
     with torch.autocast("cpu", dtype=torch.bfloat16):
         total = sum_of_losses(hidden, weight, labels)
     total.backward()
-
     reference = _reference(hidden.detach(), weight.detach(), labels)
     assert total.dtype is torch.float32
     assert total.item() != reference.item()
@@ -116,7 +102,6 @@ def test_under_autocast_the_products_are_bf16_and_the_loss_is_fp32():
 def test_a_label_without_a_row_is_an_error():
     hidden, weight, labels = _inputs(5)
     labels[2] = 50
-
     with pytest.raises(RuntimeError, match="out of bounds"):
         sum_of_losses(hidden, weight, labels)
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -19,6 +21,7 @@ from trainer.model import (
     Transformer,
     build_model,
     build_stage,
+    preset,
     split,
     stage_ranges,
 )
@@ -58,10 +61,8 @@ def test_any_cut_gives_the_bits_of_the_whole(config: ModelConfig, cut: list[rang
     ids, labels = random_tokens(config.vocab_size, 2, 9, seed=seed)
     loss = whole(ids, labels)
     loss.backward()
-
     alone = [build_stage(config, cut, index, seed) for index in range(len(cut))]
     loss_of_stages = _through_a_pipeline(alone, ids, labels)
-
     parts: dict[str, nn.Parameter] = {}
     for stage in alone:
         named = dict(stage.named_parameters())
@@ -76,9 +77,7 @@ def test_any_cut_gives_the_bits_of_the_whole(config: ModelConfig, cut: list[rang
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 def test_stages_of_a_whole_partition_its_state_and_share_its_parameters(num_stages: int):
     whole = build_model(small_config(), 0)
-
     stages = split(whole, num_stages)
-
     names = [name for stage in stages for name in stage.state_dict()]
     assert sorted(names) == sorted(whole.state_dict())
     shared = {id(parameter) for stage in stages for parameter in stage.parameters()}
@@ -99,9 +98,7 @@ def test_stages_of_a_whole_partition_its_state_and_share_its_parameters(num_stag
 @given(num_layers=st.integers(1, 200), data=st.data())
 def test_layers_are_dealt_out_evenly_and_in_order(num_layers: int, data: st.DataObject):
     num_stages = data.draw(st.integers(1, num_layers))
-
     ranges = stage_ranges(num_layers, num_stages)
-
     assert [number for layers in ranges for number in layers] == list(range(num_layers))
     sizes = [len(layers) for layers in ranges]
     assert len(sizes) == num_stages
@@ -110,7 +107,6 @@ def test_layers_are_dealt_out_evenly_and_in_order(num_layers: int, data: st.Data
 
 def test_cuts_that_are_none_are_refused():
     whole = build_model(small_config(), 0)
-
     for stages in (0, 5, [range(0, 2), range(3, 4)], [range(0, 2), range(1, 4)], [range(2, 4), range(0, 2)], []):
         with pytest.raises(TrainerUsageError, match="stages"):
             split(whole, stages)
@@ -126,9 +122,7 @@ def test_the_loss_is_the_mean_over_the_tokens_that_count():
     labels = labels.clone()
     labels[0, 2:] = -100
     labels[2] = -100
-
     loss = model(ids, labels)
-
     expected = functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=-100)
     torch.testing.assert_close(loss, expected)
     assert loss.dtype is torch.float32
@@ -140,12 +134,10 @@ def test_micro_batches_of_different_lengths_weigh_by_tokens():
     short_ids, short_labels = random_tokens(64, 1, 3, seed=2)
     tail = split(model, 2)[1]
     head = split(model, 2)[0]
-
     sums, counts = zip(
         *(tail.loss_sum(head(ids), labels) for ids, labels in [(long_ids, long_labels), (short_ids, short_labels)]),
         strict=True,
     )
-
     assert [int(count) for count in counts] == [12, 3]
     pooled = (model(long_ids, long_labels) * 12 + model(short_ids, short_labels) * 3) / 15
     torch.testing.assert_close(sum(sums) / sum(counts), pooled)
@@ -155,10 +147,8 @@ def test_micro_batches_of_different_lengths_weigh_by_tokens():
 def test_a_batch_where_nothing_counts_has_no_loss_and_no_gradient():
     model = build_model(small_config(), 0)
     ids, labels = random_tokens(64, 2, 5)
-
     loss = model(ids, torch.full_like(labels, -100))
     loss.backward()
-
     assert loss.item() == 0
     assert all(torch.count_nonzero(parameter.grad) == 0 for parameter in model.parameters())
 
@@ -168,7 +158,6 @@ def test_activation_checkpointing_changes_no_bit_and_keeps_less(olmo2: bool):
     config = small_config(qk_norm=olmo2, reorder_norm=olmo2)
     ids, labels = random_tokens(64, 2, 16)
     gradients, kept = [], []
-
     for checkpointing in (False, True):
         model = build_model(config, 0, activation_checkpointing=checkpointing)
         sizes: list[int] = []
@@ -179,7 +168,6 @@ def test_activation_checkpointing_changes_no_bit_and_keeps_less(olmo2: bool):
         kept.append(sum(sizes))
         loss.backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
-
     assert all(torch.equal(plain, again) for plain, again in zip(*gradients, strict=True))
     assert kept[1] < kept[0] / 4
 
@@ -190,24 +178,19 @@ def test_no_token_sees_a_later_one(olmo2: bool):
     ids, _ = random_tokens(64, 1, 20)
     changed = ids.clone()
     changed[0, 11:] = (changed[0, 11:] + 1) % 64
-
     before, after = model(ids), model(changed)
-
     torch.testing.assert_close(before[0, :11], after[0, :11], rtol=0, atol=1e-6)
     assert (before[0, 11:] != after[0, 11:]).any(dim=1).all()
 
 
 def test_positions_matter():
     model = build_model(small_config(), 0)
-
     logits = model(torch.tensor([[5, 9, 7], [9, 5, 7]]))
-
     assert not torch.allclose(logits[0, 2], logits[1, 2], atol=1e-4)
 
 
 def test_a_sequence_longer_than_the_longest_is_refused():
     model = build_model(small_config(), 0)
-
     with pytest.raises(TrainerUsageError, match="max_seq_len = 32 tokens, found 33"):
         model(torch.zeros(1, 33, dtype=torch.int64))
 
@@ -215,12 +198,10 @@ def test_a_sequence_longer_than_the_longest_is_refused():
 def test_bf16_stays_near_fp32():
     model = build_model(small_config(qk_norm=True, reorder_norm=True), 0)
     ids, labels = random_tokens(64, 2, 16)
-
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = model(ids, labels)
         logits = model(ids)
     loss.backward()
-
     assert (loss.dtype, logits.dtype) == (torch.float32, torch.bfloat16)
     assert loss.item() == pytest.approx(model(ids, labels).item(), rel=0.01)
     assert all(parameter.grad.dtype is torch.float32 for parameter in model.parameters())
@@ -233,9 +214,7 @@ def test_the_whole_traces_into_one_graph():
     ids, labels = random_tokens(64, 2, 16)
     loss = model(ids, labels)
     expected = torch.autograd.grad(loss, list(model.parameters()))
-
     traced = torch.compile(model, backend="aot_eager", fullgraph=True)(ids, labels)
-
     torch.testing.assert_close(traced, loss)
     torch.testing.assert_close(torch.autograd.grad(traced, list(model.parameters())), expected)
 
@@ -243,9 +222,37 @@ def test_the_whole_traces_into_one_graph():
 def test_tied_embeddings_are_one_parameter():
     model = build_model(small_config(tie_embeddings=True), 0)
     ids, labels = random_tokens(64, 2, 8)
-
     model(ids, labels).backward()
-
     assert isinstance(model, Transformer)
     assert "readout.output.weight" not in dict(model.named_parameters())
     assert torch.count_nonzero(model.embedding.weight.grad.abs().sum(dim=1)) == 64
+
+
+def _language(num_ids: int, num_tokens: int) -> torch.Tensor:
+    """Ids of which each has four followers: ln 4 nats a token to who knows the last id, ln num_ids to who does not."""
+    generator = torch.Generator().manual_seed(0)
+    followers = torch.stack([torch.randperm(num_ids, generator=generator) for _ in range(4)], dim=1)
+    choices = torch.randint(0, 4, (num_tokens,), generator=generator)
+    ids = [0]
+    for choice in choices[1:].tolist():
+        ids.append(int(followers[ids[-1], choice]))
+    return torch.tensor(ids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("olmo2", [False, True])
+def test_tiny_learns_quickly(olmo2: bool):
+    num_ids, steps = 128, 60
+    config = replace(preset("tiny", num_ids), qk_norm=olmo2, reorder_norm=olmo2)
+    model = build_model(config, 0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
+    windows = _language(num_ids, steps * 8 * 33).view(steps, 8, 33)
+    losses = []
+    for window in windows:
+        loss = model(window[:, :-1], window[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(math.log(num_ids), rel=0.1)
+    assert sum(losses[-5:]) / 5 < 0.6 * math.log(num_ids), losses

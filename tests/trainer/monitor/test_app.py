@@ -1,13 +1,18 @@
 """The HTTP interface, asked over real connections."""
 
+from __future__ import annotations
+
 import json
+import os
 import socket
 
 import httpx
 import pytest
+from starlette.datastructures import Headers
 
 from tests.support.observing import Announced, Report, Step
 from trainer.monitor import ApiConfig, ApiServer, ShutdownHook, create_app
+from trainer.monitor.app import shutdown_refusal, user_of_peer
 from trainer.monitor.status import TrainingStatus, VerifyStatus
 
 SITE = "https://evil.example"
@@ -28,11 +33,11 @@ def test_verify_and_global_tell_the_status(api):
     assert set(whole) == set(TrainingStatus.model_fields)
 
 
-def test_what_is_not_known_is_null_with_a_reason(api):
-    status = api.json("/api/training/verify")
-    assert status["sync_success_rate"] is None
-    assert status["sync_success"]["reason"] == "no round yet"
+def test_before_training_what_is_not_known_is_null_with_a_reason(api):
+    status, health = api.json("/api/training/verify"), api.json("/healthz")
+    assert (status["sync_success_rate"], status["sync_success"]["reason"]) == (None, "no round yet")
     assert status["hash_agreement_rate"] is None
+    assert (health["status"], health["node_id"], health["last_step_age_s"]) == ("ok", "gpu-7", None)
 
 
 def test_losses_that_are_not_finite_are_no_invalid_json(api):
@@ -42,11 +47,6 @@ def test_losses_that_are_not_finite_are_no_invalid_json(api):
         answer = api.client.get(path)
         assert answer.status_code == 200
         json.loads(answer.content, parse_constant=pytest.fail)
-
-
-def test_health_is_there_before_training(api):
-    health = api.json("/healthz")
-    assert (health["status"], health["node_id"], health["last_step_age_s"]) == ("ok", "gpu-7", None)
 
 
 def test_openapi_describes_every_answer(api):
@@ -99,6 +99,8 @@ def test_no_answer_is_another_site_s_to_read(api):
 
 
 def test_a_shutdown_from_this_machine_is_passed_on(api):
+    assert api.client.get("/api/shutdown").status_code == 405
+    assert not api.node.stops
     answer = api.client.post("/api/shutdown")
     assert (answer.status_code, answer.json()) == (202, {"status": "stopping"})
     assert api.node.stops == ["asked"]
@@ -124,11 +126,6 @@ def test_a_page_of_another_site_or_a_proxy_stops_nothing(api, headers):
     assert not api.node.stops
 
 
-def test_a_shutdown_is_no_get(api):
-    assert api.client.get("/api/shutdown").status_code == 405
-    assert not api.node.stops
-
-
 def test_with_a_token_only_who_knows_it_may_stop_the_node(node):
     hook = ShutdownHook(callback=lambda: node.stops.append("asked"), token="geheim-ä")
     config = ApiConfig(port=0)
@@ -146,3 +143,58 @@ def test_with_a_token_only_who_knows_it_may_stop_the_node(node):
 def test_without_a_hook_there_is_no_shutdown(node):
     with ApiServer(create_app(node.tracker, node.metrics), ApiConfig(port=0)) as server:
         assert httpx.post(f"{server.url}/api/shutdown", trust_env=False).status_code == 404
+
+
+@pytest.mark.parametrize("client", ["127.0.0.1", "127.8.9.1", "::1", "::ffff:127.0.0.1"])
+def test_loopback_is_this_machine(client):
+    assert shutdown_refusal(Headers({"host": "localhost"}), client, "http", "", os.getuid()) is None
+
+
+@pytest.mark.parametrize("client", [None, "", "10.0.0.1", "::ffff:10.0.0.1", "fe80::1%eth0", "localhost", "testclient"])
+@pytest.mark.parametrize("token", ["", "t"])
+def test_anything_else_is_not(client, token):
+    refusal = shutdown_refusal(
+        Headers({"host": "localhost", "x-genesis-token": token}), client, "http", token, os.getuid()
+    )
+    assert "from this machine" in refusal
+
+
+def test_a_token_allows_a_proxy():
+    headers = {"host": "localhost", "x-forwarded-for": "203.0.113.9", "x-genesis-token": "t"}
+    assert shutdown_refusal(Headers(headers), "127.0.0.1", "http", "t", None) is None
+    assert "token" in shutdown_refusal(Headers(headers), "127.0.0.1", "http", "other", os.getuid())
+
+
+@pytest.mark.parametrize("user", [os.getuid() + 1, 65_534, None])
+def test_another_user_of_this_machine_needs_the_token(user):
+    headers = {"host": "localhost"}
+    assert "user" in shutdown_refusal(Headers(headers), "127.0.0.1", "http", "", user)
+    assert "token" in shutdown_refusal(Headers(headers), "127.0.0.1", "http", "t", user)
+    assert shutdown_refusal(Headers({**headers, "x-genesis-token": "t"}), "127.0.0.1", "http", "t", user) is None
+
+
+@pytest.mark.parametrize(
+    ("listens", "asks"), [("127.0.0.1", "127.0.0.1"), ("127.0.0.1", "127.0.0.9"), ("::1", "::1"), ("::", "127.0.0.1")]
+)
+def test_the_user_of_a_connection_is_told_while_it_is_open(listens, asks):
+    family = socket.AF_INET6 if ":" in listens else socket.AF_INET
+    try:
+        listener = socket.create_server((listens, 0), family=family, dualstack_ipv6=listens == "::")
+    except OSError:
+        pytest.skip(f"no {listens} here")
+    port = listener.getsockname()[1]
+    host = "127.0.0.1" if listens == "::" else listens
+    with listener, socket.create_connection((host, port), source_address=(asks, 0)) as client:
+        accepted, address = listener.accept()
+        with accepted:
+            ends = address[:2], accepted.getsockname()[:2]
+            assert user_of_peer(*ends) == os.getuid()
+            assert user_of_peer(ends[0], (ends[1][0], ends[1][1] - 1)) is None
+            # What is left of a closed one is nobody's, and is not root's.
+            client.close()
+            assert user_of_peer(*ends) is None
+
+
+def test_where_the_platform_does_not_tell_nobody_is_taken_for_this_user(monkeypatch, tmp_path):
+    monkeypatch.setattr("trainer.monitor.app._TABLES", (tmp_path / "none",))
+    assert user_of_peer(("127.0.0.1", 1), ("127.0.0.1", 2)) is None

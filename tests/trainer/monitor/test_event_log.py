@@ -1,20 +1,30 @@
 """The log on a real disk: rotation, kills, a full disk, two writers."""
 
+from __future__ import annotations
+
 import errno
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from manifests import canonical_json
 from tests.support.observing import Report, Step
 from trainer.errors import TrainerUsageError
 from trainer.monitor import EventLog, read_events
+from trainer.monitor.events import event_line, round_fields, step_fields
 
 ROOT = Path(__file__).parents[3]
 KILLED = """
@@ -50,6 +60,25 @@ log.event("some", number=400)
 log.close()
 print(lost)
 """
+
+
+@pytest.fixture
+def hanging_disk(monkeypatch):
+    """Makes writes wait; the entries are set once a write has begun, and by a test to let them go on."""
+    entered, released, writers = threading.Event(), threading.Event(), []
+    real_write = os.write
+
+    def slow_write(file, data):
+        writers.append(threading.current_thread())
+        entered.set()
+        assert released.wait(30)
+        return real_write(file, data)
+
+    def hang():
+        monkeypatch.setattr("trainer.monitor.event_log.os.write", slow_write)
+        return entered, released, writers
+
+    return hang
 
 
 def numbers(path, name="number"):
@@ -239,44 +268,28 @@ def test_a_log_rotated_while_it_is_read_is_read_once(tmp_path):
     assert len(set(found)) == len(found)
 
 
-def test_the_disk_is_written_by_another_thread(tmp_path, monkeypatch):
+def test_the_disk_is_written_by_another_thread(tmp_path, hanging_disk):
     """A disk that hangs holds up nobody who logs."""
-    hanging, writers = threading.Event(), []
-    real_write = os.write
-
-    def slow_write(file, data):
-        writers.append(threading.current_thread())
-        assert hanging.wait(30)
-        return real_write(file, data)
-
     with EventLog(tmp_path, "n") as log:
-        monkeypatch.setattr("trainer.monitor.event_log.os.write", slow_write)
+        _, released, writers = hanging_disk()
         for number in range(1_000):
             log.event("some", number=number)
         assert not log.flush(timeout_s=0.05)
-        hanging.set()
+        released.set()
         assert log.flush(30)
     assert threading.current_thread() not in writers
     assert numbers(tmp_path) == list(range(1_000))
 
 
-def test_the_queue_is_bounded_and_what_did_not_fit_is_logged(tmp_path, monkeypatch):
+def test_the_queue_is_bounded_and_what_did_not_fit_is_logged(tmp_path, monkeypatch, hanging_disk):
     monkeypatch.setattr("trainer.monitor.event_log._MAX_WAITING", 50)
-    hanging, entered = threading.Event(), threading.Event()
-    real_write = os.write
-
-    def slow_write(file, data):
-        entered.set()
-        assert hanging.wait(30)
-        return real_write(file, data)
-
     with EventLog(tmp_path, "n") as log:
-        monkeypatch.setattr("trainer.monitor.event_log.os.write", slow_write)
+        entered, released, _ = hanging_disk()
         log.event("some", number=0)
         assert entered.wait(30)
         for number in range(1, 101):
             log.event("some", number=number)
-        hanging.set()
+        released.set()
         assert log.flush(30)
         log.event("some", number=101)
     assert log.lost_events >= 50
@@ -304,3 +317,79 @@ def test_rotation_goes_on_after_it_failed_half_way(tmp_path, monkeypatch):
             log.flush()
     assert numbers(tmp_path) == [0, 2, 3]
     assert log.lost_events == 1
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@pytest.mark.slow
+@settings(deadline=None)
+@given(fields=st.dictionaries(st.text().filter(lambda name: name not in ("time", "node", "kind")), JSON))
+def test_any_value_is_one_canonical_line(fields):
+    line = event_line(1_790_000_000.1239, "gpu-7", "odd", fields)
+    assert line.count(b"\n") == 1 and line.endswith(b"\n")
+    value = json.loads(line)
+    assert line == canonical_json(value) + b"\n"
+    assert value["time"] == "2026-09-21T14:13:20.123Z"
+    assert (value["node"], value["kind"]) == ("gpu-7", "odd")
+
+
+def test_numbers_that_json_has_not_are_strings_that_float_reads():
+    spelt = json.loads(event_line(0, "n", "k", {"x": [math.nan, math.inf, -math.inf, np.float32(0.5), np.int64(3)]}))
+    assert spelt["x"] == ["NaN", "Infinity", "-Infinity", 0.5, 3]
+    assert [str(float(text)) for text in spelt["x"][:3]] == ["nan", "inf", "-inf"]
+
+
+def test_what_json_has_no_form_for_is_its_text():
+    @dataclass(frozen=True)
+    class Verdict:
+        who: str
+        cosine: float
+
+    class Level(IntEnum):
+        HIGH = 3
+
+    endless: list[object] = []
+    endless.append(endless)
+    fields = {
+        "path": Path("/tmp/x"),
+        "verdict": Verdict("p", 0.25),
+        "set": {"b", "a"},
+        "bytes": b"ab",
+        "level": Level.HIGH,
+        "endless": endless,
+        "half": "\ud800",
+        "long": "x" * 100_000,
+    }
+    value = json.loads(event_line(0, "n", "k", fields))
+    assert value["path"] == "/tmp/x"
+    assert value["verdict"] == {"who": "p", "cosine": 0.25}
+    assert value["set"] == ["a", "b"]
+    assert value["bytes"] == "b'ab'"
+    assert value["level"] == 3
+    assert "..." in json.dumps(value["endless"])
+    assert value["half"] == "\\ud800"
+    assert len(value["long"]) == 4_097
+
+
+def test_a_step_and_a_round_say_all_their_fields(tmp_path):
+    step = Step(step=7, loss=math.nan, grad_norm=1 / 3, skipped=True)
+    report = Report(dropped=(("c" * 64, "silent: 10 s"),), validation=({"cosine": math.inf},))
+    (tmp_path / "events-n.jsonl").write_bytes(
+        event_line(0, "n", "step", step_fields(step, 0.001))
+        + event_line(1, "n", "round", round_fields(report, 3, "ab"))
+    )
+    first, second = read_events(tmp_path)
+    assert math.isnan(first.number("loss"))
+    assert dict(first.fields) | {"loss": 0} == {
+        "step": 7, "loss": 0, "grad_norm": 0.3333333, "lr": 0.0001, "num_tokens": 4096, "skipped": True,
+        "seconds": 0.25, "loader_wait_s": 0.001,
+    }  # fmt: skip
+    assert second.fields["dropped"] == [["c" * 64, "silent: 10 s"]]
+    assert second.fields["members"] == list(report.members)
+    assert second.fields["validation"] == [{"cosine": "Infinity"}]
+    assert (second.fields["outer_step"], second.fields["state_digest"]) == (3, "ab")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.monitor.losses import LossHistory, has_fallen, loss_trend
+from trainer.monitor.losses import TrackedLosses, has_fallen, loss_trend
 
 NOISE = 0.2
 
@@ -81,7 +81,7 @@ def test_having_fallen_needs_more_than_noise():
 @settings(deadline=None)
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), max_size=200))
 def test_the_average_is_finite_and_within_the_losses(losses):
-    history = LossHistory()
+    history = TrackedLosses()
     for loss in losses:
         history.add(loss)
     finite = [loss for loss in losses if math.isfinite(loss)]
@@ -95,7 +95,7 @@ def test_the_average_is_finite_and_within_the_losses(losses):
 
 
 def test_memory_is_bounded_and_the_beginning_stays():
-    history = LossHistory()
+    history = TrackedLosses()
     for step in range(10_000):
         history.add(float(step))
     assert history.first == list(range(50))
@@ -103,13 +103,13 @@ def test_memory_is_bounded_and_the_beginning_stays():
 
 
 def test_it_goes_on_from_its_state():
-    whole, first = LossHistory(), LossHistory()
+    whole, first = TrackedLosses(), TrackedLosses()
     losses = noisy(np.linspace(8, 4, 300))
     for loss in losses:
         whole.add(loss)
     for loss in losses[:170]:
         first.add(loss)
-    second = LossHistory()
+    second = TrackedLosses()
     second.load_state_dict(first.state_dict())
     for loss in losses[170:]:
         second.add(loss)

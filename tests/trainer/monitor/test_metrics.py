@@ -1,9 +1,15 @@
 """The page of Prometheus, as a scraper reads it."""
 
+from __future__ import annotations
+
+import itertools
 import math
+
+import pytest
 
 from tests.support.observing import Announced, Report, Step
 from tests.trainer.monitor.conftest import observed_node, samples
+from trainer.monitor import MeteredIterator
 
 P = "genesis_training_"
 
@@ -106,3 +112,14 @@ def test_every_metric_has_a_help_text_and_the_page_its_media_type(api):
     lines = answer.text.splitlines()
     assert all(line.split(" ", 3)[3:] for line in lines if line.startswith("# HELP genesis_"))
     assert api.metrics()[P + "steps_total", frozenset()] == 0
+
+
+def test_the_items_come_through_and_the_wait_is_taken_once(monkeypatch):
+    ticks = itertools.count()
+    monkeypatch.setattr("trainer.monitor.metrics.time.perf_counter", lambda: next(ticks) * 0.5)
+    batches = MeteredIterator([1, 2])
+    assert list(itertools.islice(batches, 2)) == [1, 2]
+    with pytest.raises(StopIteration):
+        next(batches)
+    assert batches.take_wait_s() == 1.5
+    assert batches.take_wait_s() == 0.0

@@ -29,10 +29,9 @@ def test_a_port_in_use_is_one_clear_error(node):
 
 
 def test_an_address_of_another_machine_is_one_clear_error(node):
-    with pytest.raises(TrainerUsageError, match="--api-host"):
-        server_of(node, host="192.0.2.1").start()
-    with pytest.raises(TrainerUsageError, match="--api-host"):
-        server_of(node, host="a..b").start()
+    for host in ("192.0.2.1", "a..b"):
+        with pytest.raises(TrainerUsageError, match="--api-host"):
+            server_of(node, host=host).start()
 
 
 def test_port_0_takes_a_free_one_and_tells_it(node):
@@ -45,8 +44,7 @@ def test_port_0_takes_a_free_one_and_tells_it(node):
 
 
 def test_by_default_only_this_machine_is_served():
-    assert ApiConfig().host == "127.0.0.1"
-    assert ApiConfig().port == 8000
+    assert (ApiConfig().host, ApiConfig().port) == ("127.0.0.1", 8000)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.observing import Announced
-from trainer.monitor.swarm import Agreement, DigestMemory, agreement, average_loss, plausible_peer
+from trainer.monitor.swarm import DigestMemory, StateAgreement, average_loss, plausible_node, state_agreement
 
 LIES = [math.nan, math.inf, -math.inf, 1e30, -5.0, 1e308]
 
@@ -20,28 +20,28 @@ def at(**digests):
 @pytest.mark.parametrize(
     ("held", "expected"),
     [
-        ({}, Agreement(None, 0, 0, 0)),
-        (at(a=""), Agreement(None, 0, 0, 0)),
-        (at(a="3x"), Agreement(3, 1, 1, 0)),
-        (at(a="3x", b="3x"), Agreement(3, 2, 2, 0)),
-        (at(a="3x", b="3y"), Agreement(3, 2, 1, 0)),
-        (at(a="3x", b="2x"), Agreement(None, 0, 0, 0)),
-        (at(a="3x", b=""), Agreement(None, 0, 0, 0)),
+        ({}, StateAgreement(None, 0, 0, 0)),
+        (at(a=""), StateAgreement(None, 0, 0, 0)),
+        (at(a="3x"), StateAgreement(3, 1, 1, 0)),
+        (at(a="3x", b="3x"), StateAgreement(3, 2, 2, 0)),
+        (at(a="3x", b="3y"), StateAgreement(3, 2, 1, 0)),
+        (at(a="3x", b="2x"), StateAgreement(None, 0, 0, 0)),
+        (at(a="3x", b=""), StateAgreement(None, 0, 0, 0)),
         # One announces the next step already: the step before is what they have in common.
-        (at(a="3x 4z", b="3x", c="3x"), Agreement(3, 3, 3, 0)),
+        (at(a="3x 4z", b="3x", c="3x"), StateAgreement(3, 3, 3, 0)),
         # Two of three are further: the third is behind, and different digests of theirs differ.
-        (at(a="3x 4z", b="3x 4z", c="3x"), Agreement(4, 2, 2, 1)),
-        (at(a="4z", b="4y", c="4z", d="3x"), Agreement(4, 3, 2, 1)),
+        (at(a="3x 4z", b="3x 4z", c="3x"), StateAgreement(4, 2, 2, 1)),
+        (at(a="4z", b="4y", c="4z", d="3x"), StateAgreement(4, 3, 2, 1)),
         # A joiner without a state is behind.
-        (at(a="4z", b="4z", c=""), Agreement(4, 2, 2, 1)),
+        (at(a="4z", b="4z", c=""), StateAgreement(4, 2, 2, 1)),
         # Two liars in the far future do not make six others look behind.
-        (at(a="9l", b="9l", c="4z", d="4z", e="4z", f="4z", g="4z"), Agreement(4, 5, 5, 0)),
+        (at(a="9l", b="9l", c="4z", d="4z", e="4z", f="4z", g="4z"), StateAgreement(4, 5, 5, 0)),
         # No majority anywhere: where most are.
-        (at(a="5x", b="5x", c="4z", d="4z", e="3w"), Agreement(5, 2, 2, 3)),
+        (at(a="5x", b="5x", c="4z", d="4z", e="3w"), StateAgreement(5, 2, 2, 3)),
     ],
 )
 def test_nodes_are_compared_at_the_newest_step_most_have(held, expected):
-    assert agreement(held) == expected
+    assert state_agreement(held) == expected
 
 
 def test_the_digests_of_the_latest_steps_are_remembered():
@@ -58,14 +58,14 @@ def test_the_digests_of_the_latest_steps_are_remembered():
 
 @pytest.mark.parametrize("lie", LIES)
 def test_a_loss_that_cannot_be_is_left_out(lie):
-    peer = plausible_peer(Announced("p", loss=lie))
+    peer = plausible_node(Announced("p", loss=lie))
     assert peer.loss is None
     assert peer.has_strange_loss
-    assert not plausible_peer(Announced("p", loss=None)).has_strange_loss
+    assert not plausible_node(Announced("p", loss=None)).has_strange_loss
 
 
 def test_what_is_out_of_all_reason_is_left_out():
-    peer = plausible_peer(
+    peer = plausible_node(
         Announced(
             "p",
             node_id="n" * 1_000,
@@ -78,7 +78,7 @@ def test_what_is_out_of_all_reason_is_left_out():
     )
     assert (len(peer.node_id), len(peer.state_digest)) == (128, 128)
     assert (peer.outer_step, peer.num_steps, peer.tokens_per_s, peer.shards) == (0, 0, 0.0, frozenset())
-    assert plausible_peer(Announced("p", inner_step=-1, tokens_per_s=math.inf)).num_steps == 0
+    assert plausible_node(Announced("p", inner_step=-1, tokens_per_s=math.inf)).num_steps == 0
 
 
 def test_the_average_is_the_mean_of_honest_losses():

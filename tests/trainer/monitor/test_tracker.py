@@ -3,6 +3,7 @@
 import json
 import math
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,15 +15,7 @@ from trainer.monitor import TrainingTracker
 ME = "f" * 64
 
 
-class Clock:
-    def __init__(self):
-        self.now = 1_795_000_000.0
-
-    def __call__(self):
-        return self.now
-
-
-CLOCK = Clock()
+CLOCK = SimpleNamespace(now=1_795_000_000.0)
 """Goes on by a quarter of a second with each step of `train`."""
 
 
@@ -32,8 +25,8 @@ def clock():
 
 
 @pytest.fixture
-def tracker(clock):
-    return TrainingTracker("gpu-7", peer_id=ME, inner_steps=100, clock=clock)
+def tracker():
+    return TrainingTracker("gpu-7", peer_id=ME, inner_steps=100, clock=lambda: CLOCK.now)
 
 
 def train(tracker, losses, **fields):
@@ -108,20 +101,20 @@ def test_skipped_steps_are_counted_and_many_are_a_reason(tracker):
     json.dumps(status.model_dump(), allow_nan=False)
 
 
-def test_nodes_of_one_outer_step_are_compared_and_others_are_behind(tracker):
+@pytest.mark.parametrize(
+    ("others", "rate", "convergence", "compared"),
+    [
+        ([(5, "good"), (5, "bad"), (4, "old")], 66.67, 50.0, (5, 3, 2, 1, None)),
+        ([(2, "d2")], None, None, (None, 0, 0, 0, "no two nodes have the same outer step")),
+    ],
+)
+def test_nodes_of_one_outer_step_are_compared_and_others_are_behind(tracker, others, rate, convergence, compared):
     tracker.set_state(5, "good")
-    others = [
-        Announced("a" * 64, outer_step=5, state_digest="good"),
-        Announced("b" * 64, outer_step=5, state_digest="bad"),
-    ]
-    late = Announced("c" * 64, outer_step=4, state_digest="old")
-    tracker.peers([*others, late])
+    tracker.peers([Announced(f"{at:064x}", outer_step=step, state_digest=it) for at, (step, it) in enumerate(others)])
     status = tracker.status()
-    assert status.hash_agreement_rate == 66.67
-    assert (status.hash_agreement.outer_step, status.hash_agreement.num_compared) == (5, 3)
-    assert (status.hash_agreement.num_agreeing, status.hash_agreement.num_behind) == (2, 1)
-    assert status.model_convergence == 50.0
-    assert status.training_nodes == 4
+    assert (status.hash_agreement_rate, status.model_convergence) == (rate, convergence)
+    assert tuple(status.hash_agreement.model_dump().values()) == compared
+    assert status.training_nodes == 1 + len(others)
 
 
 def test_between_two_rounds_nobody_is_called_different_for_an_old_announcement(tracker):
@@ -132,20 +125,8 @@ def test_between_two_rounds_nobody_is_called_different_for_an_old_announcement(t
     assert tracker.status().hash_agreement_rate == 100.0
     assert tracker.status().hash_agreement.num_behind == 0
     tracker.peers([Announced(name * 64, outer_step=6, state_digest="d6") for name in "abc"])
-    status = tracker.status()
-    assert (status.hash_agreement_rate, status.hash_agreement.outer_step, status.hash_agreement.num_compared) == (
-        100.0,
-        6,
-        4,
-    )
-
-
-def test_two_nodes_without_a_common_step_have_no_rate(tracker):
-    tracker.set_state(5, "d5")
-    tracker.peers([Announced("a" * 64, outer_step=2, state_digest="d2")])
-    status = tracker.status()
-    assert (status.hash_agreement_rate, status.model_convergence) == (None, None)
-    assert status.hash_agreement.reason == "no two nodes have the same outer step"
+    agreed = tracker.status().hash_agreement
+    assert (tracker.status().hash_agreement_rate, agreed.outer_step, agreed.num_compared) == (100.0, 6, 4)
 
 
 def test_the_run_is_summed_over_its_nodes(tracker):
@@ -228,16 +209,16 @@ def test_memory_does_not_grow_with_peers(tracker):
     assert len(status.nodes) == 256
 
 
-def test_a_restarted_node_remembers_where_it_began(tracker, clock):
+def test_a_restarted_node_remembers_where_it_began(tracker):
     train(tracker, learning(300))
     state = tracker.state_dict()
-    again = TrainingTracker("gpu-7", clock=clock)
+    again = TrainingTracker("gpu-7", clock=lambda: CLOCK.now)
     again.load_state_dict(state)
     assert again.state_dict() == state
     train(again, np.random.default_rng(1).normal(4, 0.1, 200))
     assert again.status().training_verified
     assert again.num_steps == 500
-    fresh = TrainingTracker("gpu-7", clock=clock)
+    fresh = TrainingTracker("gpu-7", clock=lambda: CLOCK.now)
     train(fresh, np.random.default_rng(1).normal(4, 0.1, 200))
     assert not fresh.status().training_verified
 

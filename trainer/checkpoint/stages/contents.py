@@ -37,7 +37,7 @@ class RunShape:
     layers: tuple[int, ...]
     """Layers of each stage, head first: the cut."""
     vocabulary: str = ""
-    """Lineage of the vocabulary (`trainer.run.node.vocabulary.lineage_of`); empty where nobody said."""
+    """Lineage of the vocabulary (`trainer.run.node.data.lineage_of`); empty where nobody said."""
     basis: str = ""
     """Digest of the subspace's basis; empty without one."""
 

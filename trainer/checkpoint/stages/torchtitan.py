@@ -36,7 +36,7 @@ from trainer.checkpoint.stages.parts import EMBEDDING, OUTPUT, differences, mode
 from trainer.errors import ExportError
 from trainer.model import ModelConfig
 from trainer.model.export import ExportType, read_vocabulary, without_padding
-from trainer.model.subspace.plain import plain_config, plain_state
+from trainer.model.subspace.embedding import plain_config, plain_state
 
 __all__ = [
     "MODEL_NAME",

@@ -40,8 +40,7 @@ from torch.nn import functional
 from trainer.compression.activations.ids import check_ids
 from trainer.compression.activations.packing import PACKINGS, PackingName, ValuePacking, check_finite, check_specs
 from trainer.errors import CodecError, TrainerUsageError
-from trainer.model.subspace.basis import Basis
-from trainer.model.subspace.projector import Projector, projector
+from trainer.model.subspace.basis import Basis, Projector, projector
 from trainer.network.transfer.descriptor import TensorSpec
 
 __all__ = [

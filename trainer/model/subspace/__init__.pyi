@@ -7,5 +7,5 @@ from .constraint import SubspaceConstraint as SubspaceConstraint
 from .embedding import SubspaceEmbedding as SubspaceEmbedding
 from .embedding import fixed_table as fixed_table
 from .embedding import fixed_table_of as fixed_table_of
-from .plain import plain_config as plain_config
-from .plain import plain_state as plain_state
+from .embedding import plain_config as plain_config
+from .embedding import plain_state as plain_state

@@ -1,13 +1,13 @@
-"""The basis of a subspace: orthonormal columns, the same at both ends of every link.
+"""The basis of a subspace: orthonormal columns, the same at both ends of every link, and arithmetic with it.
 
-A run's own basis are coordinates: ``rank`` columns of the identity, chosen by seed. To the model that is as good as any
-other basis, since the matrices that read the stream absorb a rotation. To its training it is better: nothing is ever
-rounded, on any machine, so a projection is exact and a state's bits do not depend on who projected it; and AdamW, which
-scales value by value, does not leave the subspace. `tiny` with rank 8 of 128 reached a loss of 4.64 after 200 steps on
-text, against 4.69 with random orthonormal columns and 4.61 without a subspace.
+A run's own basis consists of coordinates: ``rank`` columns of the identity, chosen by seed. To the model that is as
+good as any other basis, since the matrices that read the stream absorb a rotation. For training it is better: nothing
+is ever rounded, on any machine, so a projection is exact and a state's bits do not depend on who projected it; and
+AdamW, which scales value by value, does not leave the subspace. `tiny` with rank 8 of 128 reached a loss of 4.64 after
+200 steps on text, against 4.69 with random orthonormal columns and 4.61 without a subspace.
 
-A basis that comes as a file (safetensors; nothing is unpickled) may have any orthonormal columns. It is used only if
-they are, without which decoding is not the inverse of encoding, and if its digest is the run's.
+Coordinates need no products: they pick, add and set to zero, exactly, in a hundredth of the time. Any other basis takes
+matrix products, in fp32 also under autocast.
 """
 
 from __future__ import annotations
@@ -15,23 +15,21 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trainer.errors import BasisError, TrainerUsageError
 from trainer.model.init import truncated_normal
 
-__all__ = ["MAX_DEVIATION", "Basis", "basis_of"]
+__all__ = ["Basis", "Projector", "basis_of", "projector"]
 
-MAX_DEVIATION = 1e-4
-"""Largest Frobenius norm of UᵀU − I."""
-
-_NAME = "basis"
+_MAX_DEVIATION = 1e-4
+"""Largest Frobenius norm of UᵀU − I (spec P-49)."""
+_ROWS = 1 << 14
+"""Rows projected at a time, so that temporary memory stays small beside an embedding."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +37,7 @@ class Basis:
     """Orthonormal columns; compare by `digest`."""
 
     matrix: Tensor
-    """fp32[dim, rank] on the CPU; to be read only."""
+    """fp32[dim, rank] on the CPU; read only."""
 
     @property
     def dim(self) -> int:
@@ -52,26 +50,23 @@ class Basis:
         return self.matrix.shape[1]
 
     def digest(self) -> str:
-        """SHA-256 of shape and values, in lower-case hex."""
+        """Returns the SHA-256 of shape and values, in lower-case hex."""
         running = hashlib.sha256(f"basis fp32 {self.dim} {self.rank}\n".encode())
         running.update(np.ascontiguousarray(self.matrix.numpy()).data)
         return running.hexdigest()
 
     def coordinates(self) -> Tensor | None:
-        """int64[rank], the one row in which each column is 1; None if it is another basis."""
+        """Returns int64[rank], the one row in which each column is 1; None for another basis."""
         is_one = self.matrix == 1.0
         if int(torch.count_nonzero(self.matrix)) != self.rank or not bool(is_one.any(dim=0).all()):
             return None
         return is_one.long().argmax(dim=0)
 
-    def check(self, digest: str = "") -> None:
-        """Refuses what is no basis.
-
-        Args:
-            digest: what `digest` must be; empty: any.
+    def check(self) -> None:
+        """Refuses a matrix that is no basis.
 
         Raises:
-            BasisError: another type or shape, columns that are not orthonormal, or another basis than the run's.
+            BasisError: another type or shape, or columns that are not orthonormal.
         """
         matrix = self.matrix
         fits = matrix.dtype == torch.float32 and matrix.ndim == 2 and matrix.device.type == "cpu"
@@ -81,51 +76,15 @@ class Basis:
             )
         wide = matrix.double()
         deviation = float((wide.T @ wide - torch.eye(self.rank, dtype=torch.float64, device="cpu")).norm())
-        if not deviation < MAX_DEVIATION:  # NaN is refused too.
+        if not deviation < _MAX_DEVIATION:  # NaN is refused too.
             raise BasisError(
-                f"expected orthonormal columns (UᵀU − I under {MAX_DEVIATION}), found {deviation:.3g}; is it a basis?"
+                f"expected orthonormal columns (UᵀU − I under {_MAX_DEVIATION}), found {deviation:.3g}; is it a basis?"
             )
-        if digest and digest != self.digest():
-            raise BasisError(
-                f"expected the run's basis {digest[:16]}…, found {self.digest()[:16]}…; use the run's seed"
-            )
-
-    def save(self, path: Path) -> None:
-        """Writes it as safetensors.
-
-        Raises:
-            BasisError: the file cannot be written.
-        """
-        try:
-            save_file({_NAME: self.matrix.contiguous()}, path)
-        except (OSError, SafetensorError) as error:
-            raise BasisError(f"cannot write the basis {path}: {error}") from error
-
-    @classmethod
-    def load(cls, path: Path, digest: str = "") -> Basis:
-        """Reads a file that `save`, or somebody else, wrote.
-
-        Args:
-            path: the file.
-            digest: as for `check`.
-
-        Raises:
-            BasisError: it cannot be read, or is no basis, or not the run's.
-        """
-        try:
-            tensors = load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise BasisError(f"expected a basis as safetensors at {path}: {error}") from error
-        if tensors.keys() != {_NAME}:
-            raise BasisError(f"{path}: expected the one tensor {_NAME!r}, found {sorted(tensors)[:5]}")
-        basis = cls(tensors[_NAME])
-        basis.check(digest)
-        return basis
 
 
 @lru_cache(maxsize=4)
 def basis_of(dim: int, rank: int, seed: int) -> Basis:
-    """The basis of a seed: so many coordinates, in ascending order.
+    """Returns the basis of a seed: so many coordinates, in ascending order.
 
     Raises:
         TrainerUsageError: the rank is not from 1 to dim.
@@ -136,3 +95,62 @@ def basis_of(dim: int, rank: int, seed: int) -> Basis:
     matrix = np.zeros((dim, rank), dtype=np.float32)
     matrix[np.sort(order[:rank]), np.arange(rank)] = 1.0
     return Basis(torch.from_numpy(matrix))
+
+
+class Projector(Protocol):
+    """A basis on one device."""
+
+    def coefficients(self, values: Tensor) -> Tensor:
+        """Returns [..., rank] of [..., dim]."""
+
+    def add_span_(self, coefficients: Tensor, onto: Tensor) -> Tensor:
+        """Adds the vectors that [..., rank] stand for onto [..., dim], in place."""
+
+    def project_(self, rows: Tensor) -> None:
+        """Replaces every row of [n, dim] by its part within the span, in place."""
+
+
+def projector(basis: Basis, device: torch.device, dtype: torch.dtype = torch.float32) -> Projector:
+    """Returns the basis on a device, for tensors of a type."""
+    coordinates = basis.coordinates()
+    if coordinates is None:
+        return _Matrix(basis.matrix.to(device=device, dtype=dtype))
+    kept = torch.zeros(basis.dim, dtype=torch.bool)
+    kept[coordinates] = True
+    return _Coordinates(coordinates.to(device), kept.to(device))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Matrix:
+    matrix: Tensor
+    """[dim, rank]."""
+
+    def coefficients(self, values: Tensor) -> Tensor:
+        with torch.autocast(values.device.type, enabled=False):
+            return values @ self.matrix
+
+    def add_span_(self, coefficients: Tensor, onto: Tensor) -> Tensor:
+        with torch.autocast(coefficients.device.type, enabled=False):
+            return onto.add_(coefficients @ self.matrix.T)
+
+    def project_(self, rows: Tensor) -> None:
+        with torch.autocast(rows.device.type, enabled=False):
+            for part in torch.split(rows, _ROWS):
+                part.copy_((part @ self.matrix) @ self.matrix.T)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Coordinates:
+    coordinates: Tensor
+    """int64[rank]."""
+    kept: Tensor
+    """bool[dim]: True at the coordinates."""
+
+    def coefficients(self, values: Tensor) -> Tensor:
+        return values.index_select(-1, self.coordinates)
+
+    def add_span_(self, coefficients: Tensor, onto: Tensor) -> Tensor:
+        return onto.index_add_(-1, self.coordinates, coefficients)
+
+    def project_(self, rows: Tensor) -> None:
+        rows.masked_fill_(~self.kept, 0.0)

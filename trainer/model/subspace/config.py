@@ -36,11 +36,7 @@ class SubspaceConfig:
             raise TrainerUsageError(f"subspace.max_error: expected a number above 0, found {self.max_error}")
 
     def applied_to(self, config: ModelConfig, free_layers: int) -> ModelConfig:
-        """The shape of a model of that kind; the same shape where rank is 0.
-
-        Args:
-            config: an ordinary model's shape.
-            free_layers: last layers, all of them behind the last stage boundary (`len` of the tail's range).
+        """Returns the shape of a subspace network, whose last ``free_layers`` lie behind the last stage boundary.
 
         Raises:
             TrainerUsageError: the rank does not suit the model.

@@ -1,20 +1,20 @@
-"""What keeps a model within its subspace: a projection of everything trained that writes to the residual stream.
+"""Keeps a model within its subspace: a projection of every trained parameter that writes to the residual stream.
 
 An optimizer's step leaves the subspace: one AdamW step of 1e-3 on an unprojected gradient raises the error of a link
 from 1e-7 to 4e-2 (pre-norm) or 3e-1 (re-ordered norms). So weights are projected after each step, after each average
-that may have rounded, and after a state is loaded if it needs it.
+that may have rounded, and after a state is loaded if it needs it (spec P-50).
 
-Gradients are projected too, before they are clipped and given to the optimizer. What of a gradient lies outside the
-subspace never crosses a link; without that projection the stages of one process would therefore clip by another norm
-and keep other second moments than the same stages with links between them, and AdamW would spend most of its step
-(15/16 of the gradient's energy at 16 times compression) on what the next projection takes away.
+Gradients are projected too, before they are clipped and given to the optimizer. The part of a gradient outside the
+subspace never crosses a link. Without that projection the stages of one process would clip by another norm and keep
+other second moments than the same stages with links between them, and AdamW would spend most of its step (15/16 of the
+gradient's energy at 16 times compression) on what the next projection takes away.
 
-With a basis of coordinates all of that is setting values to zero; with another one 4 · dim · rank operations a column.
+With a basis of coordinates a projection sets values to zero; with another one it takes 4 · dim · rank operations a
+column.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from functools import partial
 
@@ -24,61 +24,43 @@ from torch.optim import Optimizer
 
 from trainer.errors import TrainerUsageError
 from trainer.model.config import ModelConfig
-from trainer.model.subspace.basis import Basis, basis_of
-from trainer.model.subspace.projector import Projector, projector
+from trainer.model.init import STREAM_WRITER
+from trainer.model.subspace.basis import Basis, Projector, basis_of, projector
 
-__all__ = ["EMBEDDING", "SubspaceConstraint", "basis_for", "writes_to_stream", "zero_writers_"]
+__all__ = ["EMBEDDING", "SubspaceConstraint", "zero_writers_"]
 
 EMBEDDING = "embedding.weight"
 
-_WRITER = re.compile(r"layers\.(\d+)\.(?:attention\.o_proj|feed_forward\.down_proj)\.weight")
 _TOLERANCE = 1e-6
 """Relative distance from the subspace that is rounding."""
 
 
-def basis_for(config: ModelConfig) -> Basis:
-    """The basis of a model.
-
-    Raises:
-        TrainerUsageError: it is an ordinary one.
-    """
-    if config.subspace_rank == 0:
-        raise TrainerUsageError("model.subspace_rank: expected the rank of a subspace network, found 0")
-    return basis_of(config.dim, config.subspace_rank, config.subspace_seed)
+def _constrained_parameters(module: nn.Module, config: ModelConfig) -> dict[str, nn.Parameter]:
+    """Returns the parameters of a stage that have to stay within the subspace, by name, in the model's order."""
+    return {name: each for name, each in module.named_parameters() if _is_constrained(name, config)}
 
 
-def writes_to_stream(name: str, config: ModelConfig) -> bool:
-    """Whether the parameter of that name has to stay within the subspace."""
-    if config.subspace_rank == 0:
-        return False
-    found = _WRITER.fullmatch(name)
-    return name == EMBEDDING or (found is not None and config.is_constrained(int(found[1])))
+def _is_constrained(name: str, config: ModelConfig) -> bool:
+    writer = STREAM_WRITER.fullmatch(name)
+    return config.subspace_rank > 0 and (
+        name == EMBEDDING or (writer is not None and config.is_constrained(int(writer[1])))
+    )
 
 
 @torch.no_grad()
 def zero_writers_(module: nn.Module, config: ModelConfig) -> None:
-    """First values of what has to stay within the subspace: zeros, in any basis and on any machine.
+    """Sets the constrained parameters of a stage to their first values: zeros, in any basis and on any machine.
 
     The stream begins as the fixed embedding alone. Narrow as it is, it is soon full of what untrained layers write:
     `tiny` with rank 8 of 128 had a loss of 4.64 after 200 steps from here, and 4.67 from an ordinary model's first
     weights, projected.
-
-    Args:
-        module: a `trainer.model.stages.Stage`; an ordinary model is left as it is.
-        config: its shape.
     """
-    for name, parameter in module.named_parameters():
-        if writes_to_stream(name, config):
-            parameter.zero_()
+    for parameter in _constrained_parameters(module, config).values():
+        parameter.zero_()
 
 
 class SubspaceConstraint:
-    """Keeps one model, or one stage, within its subspace. It holds no state of its own.
-
-    Args:
-        module: a `trainer.model.stages.Stage`.
-        config: its shape.
-        basis: the run's; None: the one of the config's seed.
+    """Keeps one model, or one stage, within the subspace of a basis, by default the config's. It holds no state.
 
     Raises:
         TrainerUsageError: the config is of an ordinary model, or the basis is of another shape.
@@ -86,15 +68,15 @@ class SubspaceConstraint:
     """
 
     def __init__(self, module: nn.Module, config: ModelConfig, basis: Basis | None = None) -> None:
-        basis = basis or basis_for(config)
+        if config.subspace_rank == 0:
+            raise TrainerUsageError("model.subspace_rank: expected the rank of a subspace network, found 0")
+        basis = basis or basis_of(config.dim, config.subspace_rank, config.subspace_seed)
         if (basis.dim, basis.rank) != (config.dim, config.subspace_rank):
             raise TrainerUsageError(
                 f"expected a basis of {config.dim} by {config.subspace_rank}, found {basis.dim} by {basis.rank}"
             )
         basis.check()
-        self._parameters = {
-            name: parameter for name, parameter in module.named_parameters() if writes_to_stream(name, config)
-        }
+        self._parameters = _constrained_parameters(module, config)
         self._basis = basis
         self._projectors: dict[tuple[torch.device, torch.dtype], Projector] = {}
 
@@ -115,20 +97,22 @@ class SubspaceConstraint:
         """
         for name, tensor in (self._parameters if tensors is None else tensors).items():
             if name in self._parameters:
-                self._check_shape(name, tensor)
+                expected = self._parameters[name].shape
+                if tensor.shape != expected:
+                    raise TrainerUsageError(f"{name}: expected the shape {list(expected)}, found {list(tensor.shape)}")
                 self._project_one_(name, tensor.detach())
 
     def distance(self) -> float:
-        """How far from the subspace the parameter is that is farthest, relative to its norm."""
-        return max((self._distance(name, parameter) for name, parameter in self._parameters.items()), default=0.0)
+        """Returns the greatest distance of a parameter from the subspace, relative to the parameter's norm."""
+        return max(self._distances().values(), default=0.0)
 
     def ensure(self) -> float:
-        """Projects what is not within the subspace; what is, stays the same bits. Call it after a state was loaded.
+        """Projects what is not within the subspace, to be called after a state was loaded; the rest keeps its bits.
 
         Returns:
-            `distance` as it was found.
+            `distance` before the projection.
         """
-        found = {name: self._distance(name, parameter) for name, parameter in self._parameters.items()}
+        found = self._distances()
         for name, distance in found.items():
             if not distance <= _TOLERANCE:
                 self._project_one_(name, self._parameters[name].detach())
@@ -148,30 +132,19 @@ class SubspaceConstraint:
         self._project_one_(name, projected)
         return projected
 
-    def _check_shape(self, name: str, tensor: Tensor) -> None:
-        expected = self._parameters[name].shape
-        if tensor.shape != expected:
-            raise TrainerUsageError(f"{name}: expected the shape {list(expected)}, found {list(tensor.shape)}")
-
     @torch.no_grad()
     def _project_one_(self, name: str, tensor: Tensor) -> None:
-        self._projector_for(tensor).project_(_rows(name, tensor))
-
-    @torch.no_grad()
-    def _distance(self, name: str, parameter: Tensor) -> float:
-        rows = _rows(name, parameter.detach())
-        kept = rows.clone()
-        self._projector_for(kept).project_(kept)
-        norm = float(rows.norm())
-        return float((rows - kept).norm()) / norm if norm else 0.0
-
-    def _projector_for(self, tensor: Tensor) -> Projector:
         key = (tensor.device, tensor.dtype)
         if key not in self._projectors:
             self._projectors[key] = projector(self._basis, *key)
-        return self._projectors[key]
+        self._projectors[key].project_(tensor if name == EMBEDDING else tensor.T)  # What is written are its rows.
 
-
-def _rows(name: str, tensor: Tensor) -> Tensor:
-    """A view in which what is written to the stream are rows."""
-    return tensor if name == EMBEDDING else tensor.T
+    @torch.no_grad()
+    def _distances(self) -> dict[str, float]:
+        found = {}
+        for name, parameter in self._parameters.items():
+            kept = parameter.detach().clone()
+            self._project_one_(name, kept)
+            norm = float(parameter.norm())
+            found[name] = float((parameter - kept).norm()) / norm if norm else 0.0
+        return found

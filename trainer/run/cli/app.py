@@ -1,7 +1,7 @@
 """The application: its commands, how it logs, and how errors become exit codes.
 
-Exit codes: 0 done, 1 something to mend (said in one line), 2 options that make no sense, or in a swarm files with which
-a process cannot begin, 130 and 143 stopped by SIGINT and SIGTERM with everything saved.
+Exit codes: 0 done, 1 an error (one line says what), 2 invalid options, or in a swarm files with which a process cannot
+begin, 130 and 143 stopped by SIGINT and SIGTERM with everything saved.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from genesis.errors import GenesisError
 from loader import LoaderError, LoaderUsageError
 from manifests import ContractError
 from trainer.errors import TrainerError, TrainerUsageError
-from trainer.run.cli import export, identity, plot, rollback, seed, swarm, train, worker
+from trainer.run.cli import commands, export, swarm, train
 
 __all__ = ["app", "run"]
 
@@ -39,12 +39,12 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.callback()(train.train_command)
-app.command("worker")(worker.worker_command)
-app.command("seed")(seed.seed_command)
-app.command("identity")(identity.identity_command)
+app.command("worker")(train.worker_command)
+app.command("seed")(commands.seed_command)
+app.command("identity")(commands.identity_command)
 app.command("export")(export.export_command)
-app.command("rollback")(rollback.rollback_command)
-app.command("plot")(plot.plot_command)
+app.command("rollback")(commands.rollback_command)
+app.command("plot")(commands.plot_command)
 app.add_typer(swarm.app, name="swarm")
 
 
@@ -54,11 +54,13 @@ def run(arguments: Sequence[str]) -> int:
     try:
         result = app(args=list(arguments), prog_name="python -m trainer", standalone_mode=False)
     except _CLICK_ERROR as error:
-        return _show(cast("typer.BadParameter", error))
+        shown = cast("typer.BadParameter", error)
+        shown.show()
+        return shown.exit_code
     except train.StoppedBySignal as stopped:
         return stopped.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        return _interrupted()
+        result = _INTERRUPTED
     except (TrainerUsageError, LoaderUsageError) as error:
         return _fail(str(error), 2)
     except (TrainerError, LoaderError, GenesisError, ContractError) as error:
@@ -66,18 +68,9 @@ def run(arguments: Sequence[str]) -> int:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         return _fail(f"cannot go on: {where}{error.strerror or error}", 1)
-    if result == _INTERRUPTED:  # What typer since 0.16 makes of an interrupt; Abort before.
-        return _interrupted()
+    if result == _INTERRUPTED:  # typer since 0.16 returns it for an interrupt, and raised Abort before.
+        return _fail("interrupted; nothing was saved since the last checkpoint", _INTERRUPTED)
     return result if isinstance(result, int) else 0
-
-
-def _interrupted() -> int:
-    return _fail("interrupted; nothing was saved since the last checkpoint", _INTERRUPTED)
-
-
-def _show(error: typer.BadParameter) -> int:
-    error.show()
-    return error.exit_code
 
 
 def _fail(message: str, code: int) -> int:
@@ -97,17 +90,7 @@ def _set_up_output() -> None:
         datefmt="%H:%M:%S",
         stream=sys.stderr,
     )
-    # Libraries speak up at warnings only; what they say below that is not about training.
-    for name in (
-        "httpx",
-        "httpcore",
-        "uvicorn",
-        "hivemind",
-        "asyncio",
-        "urllib3",
-        "botocore",
-        "filelock",
-        "matplotlib",
-        "huggingface_hub",
-    ):
+    # What libraries log below warnings is not about training.
+    libraries = "httpx httpcore uvicorn hivemind asyncio urllib3 botocore filelock matplotlib huggingface_hub"
+    for name in libraries.split():
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -43,8 +43,8 @@ class _Source:
     """The run's ``data`` options: where its vocabulary is."""
     lineage: str
     """The vocabulary's; empty where the checkpoint does not say."""
-    said: str
-    """Which it is, for the user."""
+    description: str
+    """For the user."""
 
 
 def export_command(
@@ -83,20 +83,16 @@ def export_command(
         source = _of_swarm(run, set_ or [], at or "now", checkpoint_dir)
     else:
         source = _of_node(checkpoint, checkpoint_dir or _CHECKPOINTS, token, node_id)
-    num_files = _write(source, to, store, out_dir, cast("ExportType", dtype))
-    typer.echo(f"{out_dir}: {num_files} files, {source.said}")
 
-
-def _write(source: _Source, to: str, store: str, out_dir: Path, dtype: ExportType) -> int:
     from trainer.checkpoint.stages import export_torchtitan
     from trainer.model import export_hf
 
-    vocabulary = _vocabulary(source, store)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = Path(folder) / "tokenizer.json"
-        tokenizer.write_bytes(vocabulary.to_json())
+        tokenizer.write_bytes(_vocabulary(source, store).to_json())
         export = export_hf if to == "hf" else export_torchtitan
-        return len(export(source.state, source.config, tokenizer, out_dir, dtype=dtype))
+        num_files = len(export(source.state, source.config, tokenizer, out_dir, dtype=cast("ExportType", dtype)))
+    typer.echo(f"{out_dir}: {num_files} files, {source.description}")
 
 
 def _of_node(checkpoint: Path | None, directory: str, token: str, node_id: str) -> _Source:
@@ -111,7 +107,7 @@ def _of_node(checkpoint: Path | None, directory: str, token: str, node_id: str) 
         state=parameters_of(saved.layers),
         data=saved.config.get("data", {}),
         lineage="",
-        said=f"step {saved.training_rounds}, loss {saved.current_loss:.4f}",
+        description=f"step {saved.training_rounds}, loss {saved.current_loss:.4f}",
     )
 
 
@@ -139,7 +135,7 @@ def _of_swarm(run: Path, overrides: list[str], at: str, directory: str) -> _Sour
         state=whole.state,
         data=to_mapping(config.data),
         lineage=whole.shape.vocabulary,
-        said=f"of {stages}",
+        description=f"of {stages}",
     )
 
 
@@ -152,7 +148,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _newest(directory: str, token: str, node_id: str) -> dict[str, Any]:
-    """The newest checkpoint of a wallet, that of the first rank if it trained under torchrun."""
+    """Reads the newest checkpoint of a wallet, that of the first rank if it trained under torchrun."""
     from trainer.checkpoint.node import former_wallet_id, load_newest, wallet_id
 
     if not token and not node_id:
@@ -181,13 +177,12 @@ def _only_checkpoint(directory: str) -> Path:
 
 
 def _vocabulary(source: _Source, store: str) -> VocabularyFile:
-    """The vocabulary the model was trained with: the store's newest, as far as the model has rows."""
+    """Reads the vocabulary the model was trained with: the store's newest, as far as the model has rows."""
     from genesis.errors import GenesisError
     from loader import LoaderError
     from manifests import FIRST_MERGE_ID, VocabularyFile
     from trainer.run.config import DataConfig, from_mapping
-    from trainer.run.node.data import open_session
-    from trainer.run.node.vocabulary import lineage_of
+    from trainer.run.node.data import lineage_of, open_session
 
     options = {**source.data, **({"store": store, "mirrors": []} if store else {})}
     try:

@@ -1,4 +1,4 @@
-"""What a person, or a program, reads while a node trains: a bar on a terminal, plain lines elsewhere, or JSON."""
+"""How a node's training is displayed: a bar on a terminal, plain lines elsewhere, or JSON lines."""
 
 from __future__ import annotations
 
@@ -19,24 +19,20 @@ from trainer.inner import StepResult
 from trainer.outer.engine.strategy import OuterResult
 from trainer.run.config import RunConfig
 from trainer.run.node.stopping import StopRequest
-from trainer.run.node.training import ProgressLine
+from trainer.run.node.training import TrainingDisplay
 
-__all__ = ["training_line"]
+__all__ = ["training_display"]
 
 _EVERY_S = 10.0
 
 
 @contextmanager
-def training_line(
+def training_display(
     config: RunConfig, stop: StopRequest, *, as_json: bool, is_first: bool = True
-) -> Iterator[ProgressLine]:
-    """The kind of line this output asks for.
+) -> Iterator[TrainingDisplay]:
+    """Yields the display that suits the output; ranks of a cluster other than the first one display nothing.
 
-    Args:
-        config: of the run.
-        stop: asked when the reader of the JSON lines has gone.
-        as_json: JSON lines on standard output.
-        is_first: the one rank of a cluster that speaks; the others' losses are in their logs.
+    It asks ``stop`` when the reader of the JSON lines has gone.
     """
     if not is_first:
         yield _NoLines()
@@ -54,7 +50,7 @@ def training_line(
 
 
 class _NoLines:
-    """Nothing."""
+    """Displays nothing."""
 
     def step(self, result: StepResult) -> None:
         pass
@@ -64,7 +60,7 @@ class _NoLines:
 
 
 class _PlainLines:
-    """A line every ten seconds, the first and the last step's, and each round's."""
+    """Prints a line every ten seconds, for the first and the last step, and for each round."""
 
     def __init__(self) -> None:
         self._latest: StepResult | None = None
@@ -76,14 +72,14 @@ class _PlainLines:
         self._latest = result
         self._num_tokens += result.num_tokens
         if time.monotonic() >= self._next_s:
-            self._tell(result)
+            self._print(result)
 
     def end(self) -> None:
-        """The last step, if it was not told."""
+        """Prints the last step, if it was not printed."""
         if self._latest is not None:
-            self._tell(self._latest)
+            self._print(self._latest)
 
-    def _tell(self, result: StepResult) -> None:
+    def _print(self, result: StepResult) -> None:
         now_s = time.monotonic()
         since_s = self._since_s if self._since_s is not None else now_s - result.seconds
         speed = self._num_tokens / max(now_s - since_s, 1e-9)
@@ -96,7 +92,7 @@ class _PlainLines:
 
 
 class _Bar:
-    """tqdm's."""
+    """Shows tqdm's bar."""
 
     def __init__(self, bar: tqdm[Never]) -> None:
         self._bar = bar
@@ -113,7 +109,7 @@ class _Bar:
 
 
 class _JsonLines:
-    """One object a line on standard output; when its reader has seen enough (head, say), the node saves and ends."""
+    """Prints one object a line; when the reader closes the pipe (such as ``head``), the node saves and ends."""
 
     def __init__(self, stop: StopRequest) -> None:
         self._stop = stop

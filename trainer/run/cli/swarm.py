@@ -1,9 +1,11 @@
-"""`python -m trainer swarm`: all of a swarm on this machine, for a first look; and how any swarm stands."""
+"""`python -m trainer swarm`: runs all of a swarm on this machine, and shows the status of any swarm."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,9 +16,8 @@ from trainer.run.cli.train import StoppedBySignal, config_of
 
 if TYPE_CHECKING:
     from trainer.run.config import RunConfig
-    from trainer.run.swarm.running import LocalSwarm
 
-__all__ = ["app"]
+__all__ = ["app", "ending_texts"]
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 _FAILED = 1
@@ -43,22 +44,31 @@ def up_command(
     json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output.")] = False,
 ) -> int:
     """Starts seeds, workers and drivers on this machine, shows how they stand, and ends all of them together."""
-    from trainer.run.cli.swarm_ending import ending_texts
+    from trainer.model.config import stage_names
     from trainer.run.cli.swarm_lines import swarm_line
     from trainer.run.node.stopping import StopRequest
     from trainer.run.swarm.children import RestartPolicy
     from trainer.run.swarm.keeper import keeper_among
-    from trainer.run.swarm.running import driver_names, run_local
+    from trainer.run.swarm.running import LocalSwarm, driver_names, run_local
     from trainer.run.swarm.shape import shape_of
 
     settings = [*(set_ or []), *_places(folder)]
     config = config_of(run, settings, {"node_id": "swarm-up", **({"store": store} if store else {})})
-    shape_of(config)  # What no process could mend by starting again, such as a missing store, is said at once.
+    shape_of(config)  # Reports at once what no restart of a process could mend, such as a missing store.
     keeper, key = keeper_among(config, driver_names(drivers))
     settings.append(f"swarm.ledger.keeper={key}")
     logs = (folder or Path(config.state_dir).expanduser() / "swarm" / config.run_id).absolute()
-    shared = (*settings, *_shares(config, workers))
-    swarm = _swarm_of(config, run, keeper, workers, drivers, seeds, store, max_steps, shared)
+    swarm = LocalSwarm(
+        run=run.absolute(),
+        stages=stage_names(config.swarm.num_stages),
+        num_workers=workers,
+        num_drivers=drivers,
+        num_seeds=seeds,
+        keeper=keeper,
+        store=store,
+        max_steps=max_steps,
+        settings=(*settings, *_thread_setting(config, workers)),
+    )
     stop = StopRequest()
     display = swarm_line(as_json=json)
     began_at = time.time()
@@ -96,35 +106,36 @@ def status_command(
     return 0 if adds_up else _FAILED
 
 
-def _swarm_of(
-    config: RunConfig,
-    run: Path,
-    keeper: str,
-    workers: int,
-    drivers: int,
-    seeds: int,
-    store: str,
-    max_steps: int | None,
-    settings: tuple[str, ...],
-) -> LocalSwarm:
-    from trainer.model.config import stage_names
-    from trainer.run.swarm.running import LocalSwarm
+def ending_texts(config: RunConfig, run: Path, logs: Path, began_at: float, store: str) -> Iterator[str]:
+    """Yields what `up` prints at the end: how far the run is, where its files are, and how to export a model.
 
-    return LocalSwarm(
-        run=run.absolute(),
-        stages=stage_names(config.swarm.num_stages),
-        num_workers=workers,
-        num_drivers=drivers,
-        num_seeds=seeds,
-        keeper=keeper,
-        store=store,
-        max_steps=max_steps,
-        settings=settings,
-    )
+    ``store`` is where the shards are, if the run file does not say that, and else empty.
+    """
+    from trainer.checkpoint.stages.naming import named_files
+    from trainer.model.config import stage_names
+    from trainer.run.cli.swarm_lines import settled_text
+    from trainer.run.swarm.keeper import read_last_account
+    from trainer.run.swarm.shape import target_tokens_of
+
+    account = read_last_account(config, began_at)
+    if account is None:
+        yield "in the end: the keeper of the account did not end in order; what was heard of it last is above"
+    else:
+        yield f"in the end: {settled_text(account, account.trained_tokens // target_tokens_of(config))}"
+    folder = Path(config.swarm.checkpoint.directory).expanduser()
+    stages = stage_names(config.swarm.num_stages)
+    saved = {found.stage for found in named_files(folder, config.run_id)}
+    missing = [stage for stage in stages if stage not in saved]
+    none_of = f", none of {', '.join(missing)}" if missing else ""
+    yield f"checkpoints are in {folder / config.run_id}{none_of}; logs are in {logs}"
+    if not missing:
+        words = ["python", "-m", "trainer", "export", "--run", str(run), "--at", "now", "--to", "hf"]
+        words += ["--checkpoint-dir", str(folder), *(["--store", store] if store else [])]
+        yield f"for one model of the stages: {shlex.join(words)} DIR"
 
 
 def _places(folder: Path | None) -> list[str]:
-    """Everything that is written goes into this folder, if one is given."""
+    """Returns the settings that put everything that is written into this folder, if one is given."""
     if folder is None:
         return []
     base = folder.absolute()
@@ -136,8 +147,8 @@ def _places(folder: Path | None) -> list[str]:
     ]
 
 
-def _shares(config: RunConfig, workers: int) -> list[str]:
-    """The machine's cores are shared among the workers, unless the run file says how many threads each has."""
+def _thread_setting(config: RunConfig, workers: int) -> list[str]:
+    """Returns the setting that divides the machine's cores among the workers, unless the run file names threads."""
     if config.threads:
         return []
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

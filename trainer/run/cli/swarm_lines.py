@@ -1,4 +1,4 @@
-"""What is shown of a swarm: a table that is redrawn on a terminal, a line now and then elsewhere, or JSON."""
+"""How a swarm is displayed: a table that is redrawn on a terminal, a line every ten seconds elsewhere, or JSON."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _BOLD, _RED, _RESET = "\x1b[1m", "\x1b[31m", "\x1b[0m"
 _TERMINAL_EVERY_S, _LINE_EVERY_S = 1.0, 10.0
 _MOST_TROUBLES = 8
 _OLD_S = 25.0
-"""Whoever is there announces itself twice in 10 s, unless the run file says otherwise."""
+"""A live worker announces itself twice in 10 s, unless the run file says otherwise."""
 _AWAY_S = 5.0
-"""A keeper that starts again is away for as long as its process takes to begin."""
+"""A keeper that is restarted is away for as long as its process takes to begin."""
 _UNKNOWN = f"{'–':>9}{'–':>7}{'–':>8}"
 """In the place of `_load_text`."""
 
 
 def swarm_line(*, as_json: bool) -> Display:
-    """The kind this output asks for."""
+    """Returns the display that suits the output."""
     if as_json:
         return _JsonLines(sys.stdout)
     if sys.stderr.isatty():
@@ -36,13 +36,13 @@ def swarm_line(*, as_json: bool) -> Display:
     return _PlainLines(sys.stderr)
 
 
-def stage_table(sight: SwarmSnapshot, *, is_coloured: bool = False) -> list[str]:
-    """The stages, a line each under a heading, then loss, speed and account.
+def stage_table(snapshot: SwarmSnapshot, *, is_coloured: bool = False) -> list[str]:
+    """Returns the stages, a line each under a heading, then loss, speed and account.
 
-    Processes are a column only where they are known: of a swarm on other machines none are.
+    Processes are a column only where they are known, which those on other machines are not.
     """
-    counts = {count.name: count for count in sight.processes}
-    stages = {stage.stage: stage for stage in sight.stages.stages} if sight.stages is not None else {}
+    counts = {count.name: count for count in snapshot.processes}
+    stages = {stage.stage: stage for stage in snapshot.stages.stages} if snapshot.stages is not None else {}
     names = list(dict.fromkeys([*stages, *counts]))
     processes = f"{'processes':>11}" if counts else ""
     heading = f"{'stage':<10}{processes}{'serving':>9}{'version':>9}{'rows/s':>9}{'busy':>7}{'queued':>8}"
@@ -52,13 +52,19 @@ def stage_table(sight: SwarmSnapshot, *, is_coloured: bool = False) -> list[str]
         text = _shown(_row(name, counts, stage))
         is_empty = stage is not None and not stage.num_serving
         lines.append(f"{_RED}{text}{_RESET}" if is_coloured and is_empty else text)
-    troubles = _troubles(sight.stages) if counts else []  # Else a table of the workers has them.
+    troubles = _troubles(snapshot.stages) if counts else []  # Else a table of the workers has them.
     troubles = [f"{_RED}{text}{_RESET}" if is_coloured else text for text in troubles]
-    return [*lines, *troubles, *_keeper_troubles(sight.stages), _progress_text(sight), account_text(sight.account)]
+    return [
+        *lines,
+        *troubles,
+        *_keeper_troubles(snapshot.stages),
+        _progress_text(snapshot),
+        account_text(snapshot.account),
+    ]
 
 
 def account_text(account: SwarmAccount | None) -> str:
-    """The account in one line."""
+    """Returns the account in one line."""
     if account is None:
         return "account: not heard of yet"
     found = account.micro_batches
@@ -72,11 +78,9 @@ def account_text(account: SwarmAccount | None) -> str:
 
 
 def settled_text(account: SwarmAccount, num_steps: int) -> str:
-    """The account in the end: what is open then no driver had begun, or it stays leased since it may be counted.
+    """Returns the account a keeper left after ``num_steps`` steps.
 
-    Args:
-        account: as its keeper left it.
-        num_steps: of the run.
+    Micro-batches that are open then no driver had begun, or they stay leased since a worker may have counted them.
     """
     found = account.micro_batches
     handed_back = min(account.waiting, found.open)
@@ -89,7 +93,7 @@ def settled_text(account: SwarmAccount, num_steps: int) -> str:
 
 
 def workers_table(stages: SwarmStages, account: SwarmAccount | None) -> list[str]:
-    """Each worker, then what was lost and why."""
+    """Returns each worker, then what was lost and why, a line each."""
     lines = [f"{'worker':<16}{'node':<20}{'status':<10}{'version':>9}{'rows/s':>9}{'busy':>7}{'queued':>8}"]
     for worker in (worker for stage in stages.stages for worker in stage.workers):
         status = "silent" if worker.silent_s else worker.status
@@ -104,7 +108,7 @@ def workers_table(stages: SwarmStages, account: SwarmAccount | None) -> list[str
 
 
 def status_json(stages: SwarmStages, account: SwarmAccount | None) -> str:
-    """All of it as one object."""
+    """Returns all of it as one JSON object."""
     return json.dumps(
         {
             "stages": stages.model_dump(mode="json"),
@@ -114,7 +118,7 @@ def status_json(stages: SwarmStages, account: SwarmAccount | None) -> str:
 
 
 def _shown(text: str) -> str:
-    """Without what would move a terminal's cursor: the driver that is asked may be anybody's."""
+    """Replaces characters that would move a terminal's cursor: the driver may be anybody's."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
@@ -145,7 +149,7 @@ def _load_text(rows_per_s: float, busy: float, queued: int) -> str:
 
 
 def _troubles(stages: SwarmStages | None) -> list[str]:
-    """What is wrong with workers, a line each; the first of many."""
+    """Returns what is wrong with workers, a line each, up to a limit."""
     workers = [worker for stage in stages.stages for worker in stage.workers] if stages is not None else []
     found = [_shown(f"{worker.node_id}: {trouble}") for worker in workers for trouble in _troubles_of(worker)]
     left = len(found) - _MOST_TROUBLES
@@ -173,12 +177,12 @@ def _keeper_troubles(stages: SwarmStages | None) -> list[str]:
     return [_shown(f"{away}; {stages.node_id} {goes_on}")]
 
 
-def _progress_text(sight: SwarmSnapshot) -> str:
-    if sight.stages is None:
+def _progress_text(snapshot: SwarmSnapshot) -> str:
+    if snapshot.stages is None:
         return "no driver answers yet"
-    loss = "–" if sight.stages.loss is None else f"{sight.stages.loss:.4f}"
-    text = f"step {sight.stages.step}  loss {loss}  {sight.tokens_per_s:,.0f} tokens/s"
-    return text + (" when last heard; no driver answers now" if sight.is_stale else "")
+    loss = "–" if snapshot.stages.loss is None else f"{snapshot.stages.loss:.4f}"
+    text = f"step {snapshot.stages.step}  loss {loss}  {snapshot.tokens_per_s:,.0f} tokens/s"
+    return text + (" when last heard; no driver answers now" if snapshot.is_stale else "")
 
 
 class _Table:
@@ -196,9 +200,9 @@ class _Table:
         self._stream.write(f"{time.strftime('%H:%M:%S')} {text}\n")
         self._draw()
 
-    def show(self, sight: SwarmSnapshot) -> None:
+    def show(self, snapshot: SwarmSnapshot) -> None:
         self._erase()
-        self._lines = stage_table(sight, is_coloured=self._is_coloured)
+        self._lines = stage_table(snapshot, is_coloured=self._is_coloured)
         self._draw()
 
     def _erase(self) -> None:
@@ -206,7 +210,7 @@ class _Table:
             self._stream.write(f"\x1b[{len(self._lines)}F\x1b[J")
 
     def _draw(self) -> None:
-        # A line that is wrapped would be two to erase; room for the codes of the colours, which take none.
+        # A wrapped line would take two lines to erase. Codes of colours take no width.
         width = shutil.get_terminal_size().columns - 1
         for line in self._lines:
             codes = len(_BOLD) + len(_RESET) if line.startswith("\x1b") else 0
@@ -226,13 +230,13 @@ class _PlainLines:
     def event(self, text: str) -> None:
         self._put(f"{time.strftime('%H:%M:%S')} {text}")
 
-    def show(self, sight: SwarmSnapshot) -> None:
-        running = sum(count.running for count in sight.processes)
-        wanted = sum(count.wanted for count in sight.processes)
-        empty = [stage.stage for stage in sight.stages.stages if not stage.num_serving] if sight.stages else []
-        text = f"{_progress_text(sight)}  {running}/{wanted} processes  {account_text(sight.account)}"
+    def show(self, snapshot: SwarmSnapshot) -> None:
+        running = sum(count.running for count in snapshot.processes)
+        wanted = sum(count.wanted for count in snapshot.processes)
+        empty = [stage.stage for stage in snapshot.stages.stages if not stage.num_serving] if snapshot.stages else []
+        text = f"{_progress_text(snapshot)}  {running}/{wanted} processes  {account_text(snapshot.account)}"
         text += f"  nobody serves {', '.join(empty)}" if empty else ""
-        self._put("; ".join([text, *_troubles(sight.stages), *_keeper_troubles(sight.stages)]))
+        self._put("; ".join([text, *_troubles(snapshot.stages), *_keeper_troubles(snapshot.stages)]))
 
     def _put(self, text: str) -> None:
         self._stream.write(f"{text}\n")
@@ -250,18 +254,18 @@ class _JsonLines:
     def event(self, text: str) -> None:
         self._put({"kind": "event", "text": text})
 
-    def show(self, sight: SwarmSnapshot) -> None:
+    def show(self, snapshot: SwarmSnapshot) -> None:
         self._put(
             {
                 "kind": "swarm",
-                "tokens_per_s": sight.tokens_per_s,
-                "is_stale": sight.is_stale,
+                "tokens_per_s": snapshot.tokens_per_s,
+                "is_stale": snapshot.is_stale,
                 "processes": [
                     {"name": it.name, "running": it.running, "wanted": it.wanted, "restarts": it.restarts}
-                    for it in sight.processes
+                    for it in snapshot.processes
                 ],
-                "stages": None if sight.stages is None else sight.stages.model_dump(mode="json"),
-                "account": None if sight.account is None else sight.account.model_dump(mode="json"),
+                "stages": None if snapshot.stages is None else snapshot.stages.model_dump(mode="json"),
+                "account": None if snapshot.account is None else snapshot.account.model_dump(mode="json"),
             }
         )
 

@@ -1,9 +1,11 @@
-"""`python -m trainer`: trains as one node."""
+"""`python -m trainer`: trains as one node; `python -m trainer worker`: holds one stage of a pipeline."""
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +16,7 @@ from trainer.errors import TrainerUsageError
 if TYPE_CHECKING:
     from trainer.run.config import RunConfig
 
-__all__ = ["StoppedBySignal", "config_of", "train_command"]
+__all__ = ["StoppedBySignal", "config_of", "train_command", "worker_command"]
 
 _SIGNAL_EXIT = 128
 
@@ -54,6 +56,24 @@ _PATHS = {
 """Where each option of the command line stands in the configuration."""
 
 
+_WORKER_OPTIONS = (
+    *("node_id", "store", "run_id", "initial_peers", "port", "public_address"),
+    *("device", "threads", "log_dir", "api_host", "api_port", "api"),
+)
+"""Those of them that `worker` has too."""
+
+_Set = Annotated[list[str] | None, typer.Option("--set", help="Any option of the file: inner.lr=3e-4.")]
+_RunId = Annotated[str | None, typer.Option(help="Nodes of one run train one model.")]
+_InitialPeers = Annotated[
+    list[str] | None, typer.Option(help="host:port of a node, or /ip4/… of a seed; may be given again.")
+]
+_Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1.")]
+_LogDir = Annotated[str | None, typer.Option(help="Folder for JSON lines of steps and rounds.")]
+_ApiHost = Annotated[str | None, typer.Option(help="Address to serve figures at; else 127.0.0.1.")]
+_ApiPort = Annotated[int | None, typer.Option(help="Port to serve figures at; else 8000; 0: any.")]
+_Api = Annotated[bool | None, typer.Option("--api/--no-api", help="Serve figures over HTTP.")]
+
+
 class StoppedBySignal(Exception):  # noqa: N818 - no error: everything was saved
     """The node was stopped by a signal and has saved itself."""
 
@@ -69,12 +89,10 @@ def train_command(
     config: Annotated[
         Path | None, typer.Option("--config", "--run", help="YAML file with any option; the command line wins.")
     ] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="Any option of the file: inner.lr=3e-4.")] = None,
+    set_: _Set = None,
     preset: Annotated[str | None, typer.Option(help="Size of the model: tiny … 7.5b; else by memory.")] = None,
-    run_id: Annotated[str | None, typer.Option(help="Nodes of one run train one model.")] = None,
-    initial_peers: Annotated[
-        list[str] | None, typer.Option(help="host:port of a node, or /ip4/… of a seed; may be given again.")
-    ] = None,
+    run_id: _RunId = None,
+    initial_peers: _InitialPeers = None,
     port: Annotated[int | None, typer.Option(help="Port for other nodes; given, the node can be joined.")] = None,
     public_address: Annotated[str | None, typer.Option(help="host:port others reach this node at.")] = None,
     engine: Annotated[str | None, typer.Option(help="p2p, or torch (under torchrun).")] = None,
@@ -101,7 +119,7 @@ def train_command(
         ),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights and data order; one for all nodes of a run.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1.")] = None,
+    device: _Device = None,
     threads: Annotated[int | None, typer.Option(help="Threads on a CPU; fixed, a run repeats bit for bit.")] = None,
     plateau: Annotated[str | None, typer.Option(help="When a shard is left early: absolute, relative, off.")] = None,
     holdout: Annotated[int | None, typer.Option(help="First shards of every source not to train on.")] = None,
@@ -110,10 +128,10 @@ def train_command(
     token: Annotated[
         str | None, typer.Option(envvar="GENESIS_TOKEN", help="Wallet that names the checkpoint; else the node id.")
     ] = None,
-    log_dir: Annotated[str | None, typer.Option(help="Folder for JSON lines of steps and rounds.")] = None,
-    api_host: Annotated[str | None, typer.Option(help="Address to serve figures at; else 127.0.0.1.")] = None,
-    api_port: Annotated[int | None, typer.Option(help="Port to serve figures at; else 8000; 0: any.")] = None,
-    api: Annotated[bool | None, typer.Option("--api/--no-api", help="Serve figures over HTTP.")] = None,
+    log_dir: _LogDir = None,
+    api_host: _ApiHost = None,
+    api_port: _ApiPort = None,
+    api: _Api = None,
     json: Annotated[bool, typer.Option("--json", help="Steps and rounds as JSON lines on standard output.")] = False,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
@@ -125,17 +143,51 @@ def train_command(
         raise typer.Exit
     if context.invoked_subcommand is not None:
         return
-    given = {name: context.params[name] for name in _PATHS if context.params[name] not in (None, [], ())}
-    _train(config_of(config, set_ or [], given), as_json=json)
+    _train(config_of(config, set_ or [], _given(context, _PATHS)), as_json=json)
+
+
+def worker_command(
+    context: typer.Context,
+    stage: Annotated[str, typer.Option(help="head, body-1, …, tail; auto: the one that needs help most.")] = "auto",
+    run: Annotated[
+        Path | None, typer.Option("--run", "--config", help="The run file (YAML), the same for all of a run.")
+    ] = None,
+    set_: _Set = None,
+    node_id: Annotated[str | None, typer.Option(help="Name of this worker; else one of its own.")] = None,
+    store: Annotated[str | None, typer.Option(help="Store whose vocabulary is trained; else the run file's.")] = None,
+    run_id: _RunId = None,
+    initial_peers: _InitialPeers = None,
+    port: Annotated[int | None, typer.Option(help="Port for other nodes; else any free one.")] = None,
+    public_address: Annotated[str | None, typer.Option(help="host:port others reach this worker at.")] = None,
+    at: Annotated[
+        str, typer.Option(help="Begin with the stage's checkpoint of this time; newer ones are set aside.")
+    ] = "",
+    device: _Device = None,
+    threads: Annotated[int | None, typer.Option(help="Threads on a CPU.")] = None,
+    log_dir: _LogDir = None,
+    api_host: _ApiHost = None,
+    api_port: _ApiPort = None,
+    api: _Api = None,
+) -> None:
+    """Holds a stage: computes what drivers send, and stays together with the stage's other workers."""
+    given = {"node_id": f"worker-{secrets.token_hex(4)}"} | _given(context, _WORKER_OPTIONS)
+    config = config_of(run, set_ or [], given)
+
+    from trainer.run.node import StopRequest
+    from trainer.run.swarm.worker_start import run_worker
+
+    stop = StopRequest()
+    run_worker(config, stage, stop, at=at)
+    if stop.signal is not None:
+        raise StoppedBySignal(stop.signal)
+
+
+def _given(context: typer.Context, names: Iterable[str]) -> dict[str, Any]:
+    return {name: context.params[name] for name in names if context.params[name] not in (None, [], ())}
 
 
 def config_of(file: Path | None, overrides: list[str], given: dict[str, Any]) -> RunConfig:
-    """The configuration: defaults, under the file, under ``--set``, under the options.
-
-    Args:
-        file: YAML.
-        overrides: ``name.name=value`` each.
-        given: values of the options, by their names in `train_command`.
+    """Builds the configuration: ``given`` options win over ``--set``, that over the file, and that over defaults.
 
     Raises:
         TrainerUsageError: something in it makes no sense.
@@ -152,22 +204,22 @@ def config_of(file: Path | None, overrides: list[str], given: dict[str, Any]) ->
 
 
 def _train(config: RunConfig, *, as_json: bool) -> None:
-    from trainer.run.cli.lines import training_line
-    from trainer.run.node import StopRequest, run_node
+    from trainer.run.cli.lines import training_display
+    from trainer.run.node import StopRequest
 
     stop = StopRequest()
-    if config.pipeline == "swarm":
-        from trainer.run.swarm.driver_node import run_driver
-
-        with training_line(config, stop, as_json=as_json) as line:
-            run_driver(config, stop, line)
-        if stop.signal is not None:
-            raise StoppedBySignal(stop.signal)
-        return
-    is_first = config.engine != "torch" or os.environ.get("RANK", "0") == "0"
-    if not is_first:  # Nearly all they have to say, the first one says too.
+    # What the other ranks under torchrun have to log, the first one logs too.
+    is_first = config.pipeline == "swarm" or config.engine != "torch" or os.environ.get("RANK", "0") == "0"
+    if not is_first:
         logging.getLogger().setLevel(max(logging.WARNING, logging.getLogger().level))
-    with training_line(config, stop, as_json=as_json, is_first=is_first) as line:
-        run_node(config, line, stop)
+    with training_display(config, stop, as_json=as_json, is_first=is_first) as display:
+        if config.pipeline == "swarm":
+            from trainer.run.swarm.driver_node import run_driver
+
+            run_driver(config, stop, display)
+        else:
+            from trainer.run.node import run_node
+
+            run_node(config, display, stop)
     if stop.signal is not None:
         raise StoppedBySignal(stop.signal)

@@ -1,10 +1,9 @@
 """From plain values (YAML, command line) to configuration dataclasses, and back.
 
-Strict where it helps: an unknown name is an error that suggests the nearest known one, a value of the wrong type says
-which field, what was expected and what was found. Lenient where YAML is odd: ``3e-4`` is text to it, and a number here;
-``off`` is false to it, and a word here, which an option that is a switch reads as false all the same.
-Missing names take the dataclass's defaults, and so does what ``--set name=`` (or ``name=null``) takes back from the
-file under it; in a file, a name without a value is a mistake.
+An unknown name is an error that suggests the nearest known one; a value of the wrong type is an error that names the
+field, what was expected and what was found. Two readings differ from YAML 1.1: ``3e-4`` is a number, and ``off`` is a
+word, which a switch still reads as false. Missing names take the dataclass's defaults, and so do names that ``--set
+name=`` (or ``name=null``) resets; in a file, a name without a value is an error.
 
 A field with ``metadata=SECRET`` can be read in, but never comes out again: neither in `to_mapping`, so that no file has
 it, nor in a message.
@@ -15,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
-from enum import Enum, auto
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, TypeVar, cast, get_type_hints
@@ -43,14 +41,11 @@ ConfigT = TypeVar("ConfigT")
 _BOOL: Final = "tag:yaml.org,2002:bool"
 
 
-class _Default(Enum):
-    """Stands for a value that was taken back."""
-
-    TAKEN = auto()
-
+_RESET: Final = object()
+"""Stands for a value that an override resets to its default."""
 
 SECRET: Final = MappingProxyType({"secret": True})
-"""Metadata of a dataclass field whose value is nobody else's business."""
+"""Metadata of a dataclass field whose value must not be shown."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -63,17 +58,8 @@ _Loader.yaml_implicit_resolvers = {
 }
 
 
-def _load(text: str) -> Any:
-    return yaml.load(text, _Loader)
-
-
 def from_mapping(kind: type[ConfigT], values: Mapping[str, Any], where: str = "") -> ConfigT:
-    """Builds a dataclass, and the dataclasses in it, from nested mappings.
-
-    Args:
-        kind: a dataclass.
-        values: by field name.
-        where: prefix for messages, such as ``inner.``.
+    """Builds a dataclass, and the dataclasses in it, from nested mappings; ``where`` prefixes names in messages.
 
     Raises:
         TrainerUsageError: a name is unknown, or a value is not of its field's type or range.
@@ -88,7 +74,7 @@ def from_mapping(kind: type[ConfigT], values: Mapping[str, Any], where: str = ""
     arguments = {
         name: _value(hints[name], value, f"{where}{name}", secret="secret" in fields[name].metadata)
         for name, value in values.items()
-        if value is not _Default.TAKEN
+        if value is not _RESET
     }
     try:
         return kind(**arguments)
@@ -102,7 +88,7 @@ def _value(hint: Any, value: Any, where: str, *, secret: bool) -> Any:
             raise TrainerUsageError(f"{where}: expected a mapping of options, found {value!r}")
         return from_mapping(hint, value or {}, f"{where}.")
     if isinstance(value, Mapping):
-        value = {name: item for name, item in value.items() if item is not _Default.TAKEN}
+        value = {name: item for name, item in value.items() if item is not _RESET}
     found = type(value).__name__ if secret else repr(value)[:80]
     if isinstance(value, bool) and hint in (int, float):
         raise TrainerUsageError(f"{where}: expected a number, found {found}")
@@ -114,7 +100,7 @@ def _value(hint: Any, value: Any, where: str, *, secret: bool) -> Any:
 
 
 def _located(message: str, where: str) -> str:
-    """A message that begins with the field's whole name; dataclasses give it, or the end of it, or the field alone."""
+    """Prefixes a dataclass's message with the field's whole name, of which the message may have the end already."""
     section = where.rsplit(".", 2)[-2] + "." if "." in where else ""
     if message.startswith(where):
         return message
@@ -127,7 +113,7 @@ def _nearest(name: str, names: list[str]) -> str:
 
 
 def to_mapping(config: Any) -> dict[str, Any]:
-    """The other way: nested plain values, tuples as lists, secrets left out."""
+    """Returns a configuration as nested plain values, tuples as lists, secrets left out."""
     return {
         field.name: _plain(getattr(config, field.name))
         for field in dataclasses.fields(config)
@@ -146,7 +132,7 @@ def _plain(value: Any) -> Any:
 
 
 def changed_options(config: Any) -> dict[str, Any]:
-    """Options that are not at their defaults, by dotted name (``inner.lr``), as ``--set`` takes them."""
+    """Returns the options that are not at their defaults, by dotted name (``inner.lr``), as ``--set`` takes them."""
     return dict(_changes(to_mapping(config), to_mapping(type(config)()), ""))
 
 
@@ -160,18 +146,18 @@ def _changes(values: Mapping[str, Any], defaults: Mapping[str, Any], where: str)
 
 
 def to_yaml(config: Any) -> str:
-    """What `read_yaml` and `from_mapping` read back as the same configuration, but for secrets."""
+    """Returns text that `read_yaml` and `from_mapping` read back as the same configuration, but for secrets."""
     return yaml.safe_dump(to_mapping(config), sort_keys=False, default_flow_style=None, width=100)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A file's mapping.
+    """Reads a file that holds a mapping.
 
     Raises:
-        TrainerUsageError: it cannot be read, or is no mapping.
+        TrainerUsageError: it cannot be read, or holds something else.
     """
     try:
-        document = _load(path.read_text(encoding="utf-8"))
+        document = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise TrainerUsageError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -186,7 +172,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """``inner.lr=3e-4`` as a nested mapping; without a value, or with ``null``, what takes the option's default.
+    """Reads ``inner.lr=3e-4`` as a nested mapping; no value, or ``null``, resets the option to its default.
 
     Raises:
         TrainerUsageError: it is not of that form.
@@ -195,18 +181,14 @@ def parse_override(text: str) -> dict[str, Any]:
     if not equals or not all(part.isidentifier() for part in path.split(".")):
         raise TrainerUsageError(f"--set: expected name.name=value, found {text!r}")
     try:
-        found = _load(value)
+        found = yaml.load(value, _Loader)
     except yaml.YAMLError as error:
         raise TrainerUsageError(f"--set {path}: expected a YAML value, found {_problem(error)}") from error
-    return nested(path, _Default.TAKEN if found is None else found)
+    return nested(path, _RESET if found is None else found)
 
 
 def read_run(file: Path | None, overrides: Iterable[str]) -> dict[str, Any]:
-    """A run file's mapping under what ``--set`` says.
-
-    Args:
-        file: YAML; None: there is none.
-        overrides: ``name.name=value`` each, the last one over those before.
+    """Reads a run file's mapping, if there is one, and applies ``name.name=value`` overrides to it, in their order.
 
     Raises:
         TrainerUsageError: the file cannot be read or is no mapping, or an override is not of that form.
@@ -218,21 +200,21 @@ def read_run(file: Path | None, overrides: Iterable[str]) -> dict[str, Any]:
 
 
 def _problem(error: yaml.YAMLError) -> str:
-    """What is wrong and where, without the text around it, which may hold a secret."""
+    """Returns the error and its place, without the text around it, which may hold a secret."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"{error.problem} in line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
     return "none"
 
 
 def nested(path: str, value: object) -> dict[str, Any]:
-    """A value under a dotted name, as nested mappings."""
+    """Returns a value under a dotted name, as nested mappings."""
     for name in reversed(path.split(".")):
         value = {name: value}
     return cast("dict[str, Any]", value)
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested mappings, one over the other."""
+    """Merges nested mappings; ``above`` wins."""
     result = dict(below)
     for name, value in above.items():
         current = result.get(name)

@@ -1,4 +1,4 @@
-"""`RunConfig`: everything that makes up one node's run, each part defined beside what it configures."""
+"""`RunConfig`: the options of one node's run, each part defined beside what it configures."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ModelChoice:
     preset: str = "auto"
     """A preset's name; ``auto``: that of the checkpoint, else by the memory this machine has."""
     memory_bytes: int = 0
-    """For ``auto``: memory to plan with; 0 asks the machine."""
+    """For ``auto``: memory to plan with; 0: what the machine has available."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +58,11 @@ class DataConfig:
     mirrors: tuple[str, ...] = ()
     """Further addresses of the same store."""
     public_key: str = ""
-    """PEM file of the key that must have signed the store's manifest; empty: none is asked for."""
+    """PEM file of the key that must have signed the store's manifest; empty: no signature is required."""
     shards_per_node: int = 10
     """Shards this node is given, of each source (spec L-3)."""
     assignment: Assignment = "modulo"
-    """How: ``modulo`` (spec L-2) or ``rendezvous``, which moves little when the store grows."""
+    """``modulo`` (spec L-2) or ``rendezvous``, which moves few shards when the store grows."""
     sources: dict[str, float] = field(default_factory=dict)
     """Weights by source; empty: all shards alike."""
     holdout: int = 0
@@ -74,10 +74,10 @@ class DataConfig:
     cache_bytes: str = ""
     """How much of them, such as ``20GB``; empty: ``GENESIS_CACHE_BYTES`` or 20 GB."""
     timeout_s: float = 600.0
-    """How long a shard is tried for, in seconds."""
+    """Seconds for which fetching a shard is tried."""
     refresh_s: float = 60.0
-    """How often the store is asked for new shards and a larger vocabulary, in seconds. They are taken up at outer
-    steps, so under DDP only at the next start."""
+    """Seconds between checks of the store for new shards and a larger vocabulary, which are taken up at outer steps; so
+    under DDP only at the next start."""
 
     def __post_init__(self) -> None:
         for name, least in (("shards_per_node", 1), ("holdout", 0)):
@@ -96,23 +96,22 @@ class CheckpointConfig:
     directory: str = "~/.neuroshard/checkpoints"
     """Folder; the file is ``dynamic_node_{wallet_id}.pt``."""
     token: str = field(default="", repr=False, metadata=SECRET)
-    """Whose wallet names the file (spec T-24); empty: the node id. ``GENESIS_TOKEN`` keeps it off the command line. No
-    file holds it, so a saved configuration does not either."""
+    """Its wallet names the file (spec T-24); empty: the node id does. ``GENESIS_TOKEN`` keeps it off the command line,
+    and no file holds it."""
     every_steps: int = 10
     """Inner steps between checkpoints (spec T-25)."""
     keep: int = 3
     """How many are kept, the newest included."""
 
     def __post_init__(self) -> None:
-        if self.every_steps < 1:
-            raise TrainerUsageError(f"checkpoint.every_steps: expected 1 or more, found {self.every_steps}")
-        if self.keep < 1:
-            raise TrainerUsageError(f"checkpoint.keep: expected 1 or more, found {self.keep}")
+        for name in ("every_steps", "keep"):
+            if getattr(self, name) < 1:
+                raise TrainerUsageError(f"checkpoint.{name}: expected 1 or more, found {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
-    """What is kept of a run, for programs to read."""
+    """Where events of a run are logged, for programs to read."""
 
     directory: str = ""
     """Folder for one JSON-lines file a node; empty: none is written."""
@@ -146,7 +145,7 @@ class RunConfig:
     threads: int = 0
     """Threads torch computes with on a CPU; 0: its own choice. Fixed threads make a run repeatable bit for bit."""
     state_dir: str = "~/.neuroshard"
-    """Folder for the node's key, the shared state it hands out, and logs."""
+    """Folder for the node's key, the shared state others fetch, and logs."""
     model: ModelChoice = field(default_factory=ModelChoice)
     data: DataConfig = field(default_factory=DataConfig)
     inner: InnerConfig = field(default_factory=InnerConfig)
@@ -183,18 +182,15 @@ class RunConfig:
 
     @property
     def is_private(self) -> bool:
-        """Whether no stranger can come, as far as this node was told; names stand for keys then.
+        """Whether no stranger can connect, as far as the options say; names stand for keys then.
 
-        `discovery.allow_private` says so. So do the addresses this node was given, where all of them are loopback,
-        private or link-local: those of its initial peers, and the one it is reached at or listens on.
+        It is so with `discovery.allow_private`, and where all addresses this node was given (of its initial peers, and
+        the one it is reached at or listens on) are loopback, private or link-local.
         """
         own = self.rpc.public_address
-        hosts = [_host_of(address) for address in self.discovery.initial_peers]
+        # ``host:port`` or ``/ip4/HOST/tcp/…``.
+        peers = self.discovery.initial_peers
+        hosts = [each.split("/")[2] if each.startswith("/") else split_address(each)[0] for each in peers]
         hosts += [split_address(own)[0] if has_port(own) else own] if own else []
         hosts += [self.rpc.host] if not own and self.rpc.host not in _EVERY_INTERFACE else []
         return self.discovery.allow_private or (bool(hosts) and all(map(is_private_host, hosts)))
-
-
-def _host_of(initial_peer: str) -> str:
-    """The host of ``host:port`` or ``/ip4/HOST/tcp/…``."""
-    return initial_peer.split("/")[2] if initial_peer.startswith("/") else split_address(initial_peer)[0]

@@ -1,9 +1,9 @@
 """One rank of a cluster, under torchrun: the process group, and what its ranks have to decide alike.
 
 Ranks read the same options but not the same machine: memory, the store's newest vocabulary and the checkpoints that
-survived may differ. Whatever such a reading decides is agreed first, as the least of what the ranks found, at the price
-of one exchange of 8 bytes a rank. It has a process group of its own, over gloo: it must not meet the tensors of a round
-in the background.
+survived may differ. What such a reading decides is agreed first, as the least of what the ranks found, by one exchange
+of 8 bytes a rank. The exchange has a process group of its own, over gloo: it must not meet the tensors of a round in
+the background.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trainer.run.config import RunConfig
 __all__ = ["Ranks", "cluster_collective", "joined_cluster"]
 
 _NUMBER = struct.Struct("<q")
-_ASKED_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Ranks:
     local_size: int = 1
     """Ranks on this machine: they share its memory."""
     control: RankedBytes | None = None
-    """Between the ranks, for what they decide."""
+    """For what the ranks decide; None outside a cluster."""
 
     @property
     def in_cluster(self) -> bool:
@@ -50,18 +50,18 @@ class Ranks:
 
     @property
     def instance(self) -> str:
-        """Tells apart the ranks' checkpoints."""
+        """Distinguishes the ranks' checkpoints."""
         return f"rank-{self.rank}" if self.in_cluster else ""
 
     def own(self, config: RunConfig) -> RunConfig:
-        """The configuration of this rank: data, log and HTTP port of its own."""
+        """Returns the configuration of this rank: data, log and HTTP port of its own."""
         if not self.in_cluster:
             return config
         port = config.api.port + self.local_rank if config.api.port else 0
         return replace(config, node_id=f"{config.node_id}-{self.rank}", api=replace(config.api, port=port))
 
     def least(self, value: int) -> int:
-        """The least of what all ranks hand in, at all of them; all have to call it.
+        """Returns the least of all ranks' values; all ranks have to call it.
 
         Raises:
             PeerUnavailableError: a rank is gone.
@@ -72,17 +72,13 @@ class Ranks:
         return min(int(_NUMBER.unpack(number)[0]) for number in found)
 
     def any(self, flag: bool) -> bool:
-        """Whether a flag is set at any rank; all have to call it.
-
-        Raises:
-            PeerUnavailableError: a rank is gone.
-        """
+        """Returns whether a flag is set at any rank; see `least`."""
         return not self.least(not flag)
 
 
 @contextmanager
 def joined_cluster(config: RunConfig) -> Iterator[Ranks]:
-    """The process group of the torch engine, for as long as the node runs; with the other engine, none.
+    """Joins the process group of the torch engine for as long as the node runs; with the other engine, none.
 
     Raises:
         TrainerUsageError: the engine does not fit how the process was started, or the group cannot be joined.
@@ -95,7 +91,7 @@ def joined_cluster(config: RunConfig) -> Iterator[Ranks]:
             )
         yield Ranks()
         return
-    missing = [name for name in _ASKED_BY_TORCHRUN if name not in os.environ]
+    missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
     if missing:
         raise TrainerUsageError(
             f"engine torch: expected to be started by torchrun, found no {', '.join(missing)}; run "
@@ -122,7 +118,7 @@ def joined_cluster(config: RunConfig) -> Iterator[Ranks]:
 
 
 def cluster_collective(config: RunConfig) -> Collective:
-    """How ranks make their outer steps; under DDP they make none."""
+    """Returns how ranks make their outer steps; under DDP they make none."""
     if config.strategy == "ddp":
         return LocalCollective(config.node_id)
     collective = config.collective

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own: where everything that talks to others lives, beside the training thread."""
+"""An event loop in a thread of its own, beside the training thread, for everything that talks to others."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Starts, runs coroutines on behalf of other threads, stops."""
+    """Runs coroutines on behalf of other threads, from `start` to `stop`."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
 
     def start(self) -> None:
-        """From now on `run` works."""
+        """Starts the thread."""
         self._thread.start()
 
     @property
     def is_running(self) -> bool:
-        """Whether `start` was called, and `stop` not yet."""
+        """Whether the thread runs."""
         return self._thread.is_alive()
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Runs a coroutine in the loop and waits for it.
+        """Runs a coroutine in the loop and waits for its result.
 
         Raises:
             TrainerError: it took longer; it is cancelled.
@@ -47,7 +47,7 @@ class LoopThread:
             ) from None
 
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Runs a coroutine in the loop."""
+        """Starts a coroutine in the loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def stop(self, timeout_s: float = 10.0) -> None:
@@ -59,14 +59,5 @@ class LoopThread:
         self._thread.join(timeout_s)
 
     def _serve(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        try:
-            self.loop.run_forever()
-        finally:
-            tasks = asyncio.all_tasks(self.loop)
-            for task in tasks:
-                task.cancel()
-            self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
-            self.loop.run_until_complete(self.loop.shutdown_default_executor())
-            self.loop.close()
+        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:  # Which cancels what still runs.
+            runner.get_loop().run_forever()

@@ -1,4 +1,4 @@
-"""The node's side that talks: endpoint, discovery, handing out state, rounds; all in one event loop of its own.
+"""A node's network side: endpoint, discovery, handing out state, rounds; all in one event loop of its own.
 
 The training thread calls in and never waits for a peer except in a round and while it catches up.
 """
@@ -22,8 +22,8 @@ from trainer.network.rpc import Endpoint, Identity
 from trainer.network.rpc.boundary import peer_boundary
 from trainer.network.transfer import StateDonor, choose_state, fetch_descriptor, fetch_state, write_snapshot
 from trainer.run.config import RunConfig
-from trainer.run.node.announcement import NodeProgress, announcement_of
 from trainer.run.node.compatibility import FitCheck, ask_addresses, register_terms
+from trainer.run.node.identity import NodeStats, announcement_of
 from trainer.run.node.loop_thread import LoopThread
 from trainer.run.node.peer_book import PeerBook, StateChoice, holds_whole_model, peer_of
 from trainer.run.node.state_form import StateForm
@@ -37,24 +37,24 @@ S = TypeVar("S")
 _REFRESH_S = 0.5
 _FIRST_PEERS_S = 15.0
 _UNHEARD_S = 75.0
-"""A minute behind `_FIRST_PEERS_S`, when it is said for the first time."""
+"""A minute after `_FIRST_PEERS_S`, when it is logged for the first time."""
 _CATCH_UP_S = 120.0
 _SETTLE_S = 600.0
 _FETCH_SLACK_S = 30.0
-"""Fetching has its own deadline; the loop's is to come behind it."""
+"""Fetching has its own deadline; the loop's comes after it."""
 
 
 class Listener(Protocol):
-    """Who is told of the others, and asked what to tell them."""
+    """The rest of the node, called in the event loop's thread."""
 
-    def progress(self) -> NodeProgress:
-        """How far training is: asked before each announcement."""
+    def progress(self) -> NodeStats:
+        """Returns what to announce of training, before each announcement."""
 
     def peers(self, announcements: tuple[Announcement, ...]) -> None:
-        """All others there are now; told now and then."""
+        """Receives the announcements of all other nodes, again and again."""
 
     def state(self, outer_step: int, digest: str) -> None:
-        """Others can fetch this state from now on."""
+        """Learns that others can fetch this state from now on."""
 
 
 class Network(Generic[S]):
@@ -64,11 +64,11 @@ class Network(Generic[S]):
         config: of the run.
         identity: the node's key.
         terms: what all must have in common.
-        vocabulary_rows: the most rows of vocabulary this node could have now.
-        form: of the state that is handed out, and what states this node can take up.
+        vocabulary_rows: returns the most rows of vocabulary this node could have now.
+        form: of the state that is handed out, and which states this node can take up.
         stopping: whether the node has been asked to stop.
         choose: which of the others' states is to be taken up.
-        fellows: whose terms are to be this node's, of those in the run.
+        same_kind: whether a node of the run ought to have this node's terms.
         stages: all of the run's, in order, where its model is cut.
         near: the stages whose workers this node has to know, its own and those beside it; where a DHT is partitioned by
             stage, it looks for these only.
@@ -83,7 +83,7 @@ class Network(Generic[S]):
         form: StateForm[S],
         stopping: Callable[[], bool],
         choose: StateChoice = choose_state,
-        fellows: Callable[[Announcement], bool] = holds_whole_model,
+        same_kind: Callable[[Announcement], bool] = holds_whole_model,
         stages: tuple[str, ...] = (),
         near: tuple[str, ...] = (),
     ) -> None:
@@ -99,17 +99,17 @@ class Network(Generic[S]):
         self._discovery = open_discovery(self._endpoint, config.discovery, stages)
         if near and config.discovery.partition_by_stage:
             self._discovery.look_for(near)
-        self._unheard = PeerWatchdog(self._discovery, "other node of the run", _UNHEARD_S)
-        self._book = PeerBook(terms.digest(), choose, fellows)
+        self._watchdog = PeerWatchdog(self._discovery, "other node of the run", _UNHEARD_S)
+        self._book = PeerBook(terms.digest(), choose, same_kind)
         self._listener: Listener | None = None
         self._members: tuple[str, ...] = ()
         self._fetched_digest = ""
         self._donors: tuple[Announcement, ...] = ()
         self._unpublished: deque[S] = deque(maxlen=1)
-        """The newest state that is not being written yet; an older one gives way, or a slow disk would pile them up."""
+        """The newest state that is not being written yet; it replaces older ones, which a slow disk would pile up."""
         self._publishing: concurrent.futures.Future[None] | None = None
         self._refreshing: asyncio.Task[None] | None = None
-        self._fit = FitCheck(self._endpoint, terms, lambda: self._book.acquaintances(terms), config.run_id)
+        self._fit = FitCheck(self._endpoint, terms, lambda: self._book.compared_peers(terms), config.run_id)
         self._comparing: concurrent.futures.Future[None] | None = None
         self._donor = StateDonor(self._endpoint, self._snapshots, config.state)
         self.collective = PeerCollective(
@@ -131,29 +131,29 @@ class Network(Generic[S]):
 
     @property
     def endpoint(self) -> Endpoint:
-        """The node's door; further answers are registered before `start`."""
+        """The node's endpoint; further methods are registered before `start`."""
         return self._endpoint
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """Where everything that talks to others lives."""
+        """The loop in which everything that talks to others runs."""
         return self._loop.loop
 
     def announce(self) -> None:
-        """Says how this node is doing now, instead of with the next repetition; returns at once."""
+        """Announces this node now, before the next regular announcement; returns at once."""
         self._loop.spawn(self._announce_now())
 
     @property
     def announcements(self) -> tuple[Announcement, ...]:
-        """All others there are now."""
+        """All other nodes known now."""
         return self._book.announcements
 
     def alike(self) -> list[Announcement]:
-        """Of them, those that train by this node's terms."""
+        """Returns the announcements of those that train by this node's terms."""
         return self._book.alike()
 
     def distrust(self, peer_id: str, seconds: float) -> None:
-        """Has nothing to do with somebody for a while: no round with it, no state of it. From any thread."""
+        """Ignores a peer for a while: no round with it, no state of it. From any thread."""
         self._loop.loop.call_soon_threadsafe(self._book.distrust, peer_id, seconds)
 
     @property
@@ -162,51 +162,48 @@ class Network(Generic[S]):
         return self._book.own_state[1]
 
     def refused(self) -> dict[str, int]:
-        """Messages refused, by reason."""
+        """Returns the messages refused, by reason."""
         return dict(self._endpoint.counters.refused)
 
     def traffic(self) -> tuple[int, int]:
-        """Bytes sent and received."""
+        """Returns bytes sent and received."""
         return self._endpoint.counters.sent_bytes, self._endpoint.counters.received_bytes
 
     def start(self, listener: Listener) -> None:
         """Answers and looks for others from now on; waits a while for the first of them if any were named.
 
-        Args:
-            listener: told what there is to tell, in the loop's thread.
-
         Raises:
-            IncompatiblePeerError: most of those that are there train something else.
+            IncompatiblePeerError: most of the peers train something else.
             RpcError: the port is taken.
         """
         self._listener = listener
         self._loop.start()
         self._loop.run(self._start(), 60.0)
         if self._config.discovery.initial_peers:
-            self._wait_for_peers(_FIRST_PEERS_S)
+            self._wait_for_peers()
             if not self._book.announcements:
                 self._loop.run(ask_addresses(self._endpoint, self._terms, self._config), 60.0)
-            elif not self._is_of_pipeline:  # Of a pipeline all are compared: swarm.strangers.
+            elif not self._is_of_pipeline:  # A pipeline compares all its nodes itself.
                 self._loop.run(self._fit.begin(self._stopping), 60.0)
                 self._comparing = self._loop.spawn(self._fit.go_on())
 
     def check_fit(self) -> None:
-        """Says whether those that were asked meanwhile train something else.
+        """Reports what the comparison in the background has found.
 
         Raises:
-            IncompatiblePeerError: they do.
+            IncompatiblePeerError: the peers train something else.
         """
         if self._comparing is not None and self._comparing.done():
             self._comparing.result()
 
     def publish(self, shared: S, members: tuple[str, ...] = ()) -> None:
-        """Hands out this state from now on, once it is written: in the background, unless a newer one comes before."""
+        """Hands out this state once it is written, in the background; a newer one may replace it before."""
         self._members = members
         self._unpublished.append(shared)
         self._publishing = self._loop.spawn(self._publish(self._publishing))
 
     def settle(self, timeout_s: float = _SETTLE_S) -> None:
-        """Waits until what was published last is what is handed out, or cannot be."""
+        """Waits until the state published last is handed out, or cannot be."""
         if self._publishing is None:
             return
         try:
@@ -215,15 +212,14 @@ class Network(Generic[S]):
             logger.warning("this node's state is not written after %.0f s; is the disk hanging?", timeout_s)
 
     def catch_up(self, *, wait_s: float = _CATCH_UP_S, stop: Callable[[], bool] = lambda: False) -> S | None:
-        """The state most others hold, fetched from them; None where this node holds it already.
+        """Fetches the state most others hold; returns None where this node holds it already.
 
         The others' next round waits for this node, a bounded while, until it says which round it trains towards
         (`PeerCollective.move_to`).
 
         Args:
-            wait_s: how long to look for a state to fetch, and to try when it changes meanwhile. With 0 only what is
-                known now counts.
-            stop: asked now and then; True gives up.
+            wait_s: how long to look for a state to fetch, and to try again when it changes; 0: only what is known now.
+            stop: checked regularly; True gives up.
         """
         self.collective.catch_up()
         self.settle()
@@ -258,29 +254,29 @@ class Network(Generic[S]):
         )
 
     def let_go(self) -> None:
-        """This node's own state is not worth keeping; `catch_up` takes whatever the others hold."""
+        """Gives up this node's own state: `catch_up` takes any state the others hold."""
         self.settle()
         self._book.let_go()
 
     @property
     def donors(self) -> tuple[Announcement, ...]:
-        """Those that announced the state that was fetched last, when its fetching began."""
+        """The nodes that announced the state that was fetched last, when its fetching began."""
         return self._donors
 
     def pass_over_fetched(self) -> None:
-        """The state that was fetched last does not fit: it is not fetched again while it is announced."""
+        """Ignores the state that was fetched last, which does not fit, while it is announced."""
         if self._fetched_digest:
             self._loop.loop.call_soon_threadsafe(self._book.pass_over, self._fetched_digest)
 
     def is_on_its_own(self, num_members: int) -> bool:
-        """Whether a round of so many was one of few, while most of the others hold a state this node has never had."""
+        """Returns whether a round had few members while most others hold a state this node has never had."""
         if 2 * num_members > 1 + len(self._book.peers()):
             return False
         self.settle()
         return self._book.state_elsewhere() is not None
 
     def _fetched(self, digest: str, stop: Callable[[], bool]) -> S | None:
-        """A state, or None if the node is asked to stop before it has come; what has come of it is kept.
+        """Returns a state, or None if the node is asked to stop before; the parts that have arrived are kept.
 
         Raises:
             StateTransferError: it was not fetched.
@@ -298,7 +294,7 @@ class Network(Generic[S]):
         return fetching.result()
 
     def stop(self) -> None:
-        """Leaves: announces nothing more, ends rounds and connections. Also for one that was never started."""
+        """Ends announcements, rounds and connections; also where `start` was never called."""
         self.collective.close()
         try:
             if self._loop.is_running:
@@ -328,14 +324,14 @@ class Network(Generic[S]):
 
     async def _announce(self) -> None:
         outer_step, digest = self._book.own_state
-        progress = self._listener.progress() if self._listener is not None else NodeProgress()
-        said = announcement_of(self._config, self._endpoint, self._terms, progress)
-        round_ = {
+        stats = self._listener.progress() if self._listener is not None else NodeStats()
+        announcement = announcement_of(self._config, self._endpoint, self._terms, stats)
+        changes = {
             "outer_step": outer_step,
             "state_digest": digest,
             "last_round_members": self._members if len(self._members) <= 64 else (),
         }
-        await self._discovery.announce(said.model_copy(update=round_))
+        await self._discovery.announce(announcement.model_copy(update=changes))
 
     async def _announce_now(self) -> None:
         try:
@@ -351,45 +347,38 @@ class Network(Generic[S]):
                 self._book.update(await self._discovery.peers())
                 if self._listener is not None:
                     self._listener.peers(self._book.announcements)
-                self._unheard.look(len(self._book.announcements))
+                self._watchdog.look(len(self._book.announcements))
                 if time.monotonic() >= next_announcement_s:
                     next_announcement_s = time.monotonic() + interval_s
                     await self._announce()
             except TrainerError as error:
                 logger.warning("discovery: %s", error)
             except Exception:
-                # Whatever a listener stumbles over, a node that no longer announces itself is lost to the others.
+                # An error of a listener must not end the announcements: the node would be lost to the others.
                 logger.exception("looking for others")
             await asyncio.sleep(_REFRESH_S)
 
     async def _publish(self, before: concurrent.futures.Future[None] | None) -> None:
         if before is not None:
             await asyncio.wait([asyncio.wrap_future(before)])
-        if not self._unpublished:  # The one before took it.
+        if not self._unpublished:  # The call before took it.
             return
         shared = self._unpublished.popleft()
-        digest = await self._written(shared)
+        digest = await self._write(shared)
         outer_step = self._form.outer_step(shared)
         self._book.hold(outer_step, digest)
         if digest and self._listener is not None:
             self._listener.state(outer_step, digest)
-        try:
-            await self._announce()
-        except TrainerError as error:
-            logger.warning("discovery: %s", error)
+        await self._announce_now()
 
-    async def _written(self, shared: S) -> str:
-        """Digest of the snapshot of a state; empty where others are not to have it, or cannot."""
+    async def _write(self, shared: S) -> str:
+        """Writes the snapshot of a state; returns its digest, empty where others are not to have it, or cannot."""
         packed = self._form.pack(shared)
         if packed is None:
             return ""
         try:
-            descriptor = await asyncio.to_thread(
-                write_snapshot,
-                self._snapshots,
-                *packed,
-                keep=self._config.state.keep_snapshots,
-            )
+            keep = self._config.state.keep_snapshots
+            descriptor = await asyncio.to_thread(write_snapshot, self._snapshots, *packed, keep=keep)
         except StateTransferError as error:
             logger.warning("this node hands out no state: %s", error)
             return ""
@@ -401,7 +390,7 @@ class Network(Generic[S]):
         logger.info("fetching state %s from %d nodes", digest[:12], len(peers))
         stall_timeout_s = self._config.state.stall_timeout_s
         descriptor = await fetch_descriptor(self._endpoint, peers, digest, stall_timeout_s=stall_timeout_s)
-        with self._passing_over(digest):
+        with self._ignored_if_unfit(digest):
             expectation = self._form.expectation(descriptor)
         snapshot = await fetch_state(
             self._endpoint,
@@ -413,34 +402,29 @@ class Network(Generic[S]):
             config=self._config.state,
         )
         self._fetched_digest, self._donors = digest, tuple(donors)
-        with self._passing_over(digest):
+        with self._ignored_if_unfit(digest):
             return self._form.unpack(snapshot.meta, snapshot.tensors)
 
     @contextmanager
-    def _passing_over(self, digest: str) -> Iterator[None]:
-        """Encloses what is made of a state of others: one that cannot be taken up is not fetched again.
+    def _ignored_if_unfit(self, digest: str) -> Iterator[None]:
+        """Encloses the reading of a state of others: one that cannot be taken up is not fetched again.
 
         Raises:
             IncompatiblePeerError: it cannot.
         """
         try:
-            with peer_boundary(f"whoever holds the state {digest[:12]}"):
+            with peer_boundary(f"the holders of the state {digest[:12]}"):
                 yield
         except (IncompatiblePeerError, MalformedAnswerError) as error:
             self._book.pass_over(digest)
             raise IncompatiblePeerError(str(error)) from error
 
-    # -- who is there --------------------------------------------------------------------------------------------------
-
-    def _wait_for_peers(self, timeout_s: float) -> None:
-        self._wait_while(lambda: not self._book.announcements, timeout_s)
+    def _wait_for_peers(self) -> None:
+        deadline_s = time.monotonic() + _FIRST_PEERS_S
+        while not self._book.announcements and time.monotonic() < deadline_s and not self._stopping():
+            time.sleep(0.1)
         if not self._book.announcements and not self._stopping():
             logger.warning(
                 "none of %s answers yet; training begins alone, and joins the others when they are found",
                 ", ".join(self._config.discovery.initial_peers),
             )
-
-    def _wait_while(self, condition: Callable[[], bool], timeout_s: float) -> None:
-        deadline_s = time.monotonic() + timeout_s
-        while condition() and time.monotonic() < deadline_s and not self._stopping():
-            time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Who else is in the run, kept fresh from discovery for whoever asks: rounds, figures, catching up."""
+"""The other nodes of the run, kept up to date from discovery, for rounds, metrics and catching up."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from trainer.collective import Terms
 from trainer.network.discovery import Announcement
 from trainer.network.rpc import Peer
 from trainer.network.transfer import choose_state
-from trainer.run.node.compatibility import Acquaintance
+from trainer.run.node.compatibility import ComparedPeer
 
 __all__ = ["PeerBook", "StateChoice", "holds_whole_model", "peer_of"]
 
 _REMEMBERED_STATES = 64
 
 StateChoice = Callable[[tuple[int, str], Iterable[Announcement]], str | None]
-"""From the state this node holds and the others' announcements: the digest to take up, or None to keep one's own."""
+"""Returns the digest to take up, from this node's own state and the others' announcements; None to keep its own."""
 
 
 class PeerBook:
@@ -27,10 +27,10 @@ class PeerBook:
         self,
         terms_digest: str,
         choose: StateChoice = choose_state,
-        fellows: Callable[[Announcement], bool] | None = None,
+        same_kind: Callable[[Announcement], bool] | None = None,
     ) -> None:
         self._choose = choose
-        self._fellows = fellows or holds_whole_model
+        self._same_kind = same_kind or holds_whole_model
         self.announcements: tuple[Announcement, ...] = ()
         self.own_state: tuple[int, str] = (0, "")
         """Outer step and digest of the snapshot this node hands out."""
@@ -43,13 +43,13 @@ class PeerBook:
         """Keys, and until when, on the monotonic clock."""
 
     def update(self, announcements: tuple[Announcement, ...]) -> None:
-        """What discovery knows now."""
+        """Takes over what discovery knows now."""
         self.announcements = announcements
         self._misfits &= {found.state_digest for found in announcements}
         self._peers = {found.peer_id: peer_of(found) for found in self.alike()}
 
     def alike(self) -> list[Announcement]:
-        """Of those that train by this node's terms, and are trusted."""
+        """Returns the announcements of nodes that train by this node's terms and are trusted."""
         now_s = time.monotonic()
         return [
             found
@@ -57,16 +57,12 @@ class PeerBook:
             if found.terms_digest == self._terms_digest and self._distrusted.get(found.peer_id, 0.0) <= now_s
         ]
 
-    def acquaintances(self, terms: Terms) -> list[Acquaintance]:
-        """The fellows, for a comparison.
-
-        Args:
-            terms: this node's.
-        """
+    def compared_peers(self, terms: Terms) -> list[ComparedPeer]:
+        """Returns the nodes of this node's kind, to be compared with its ``terms``."""
         return [
-            Acquaintance(peer_of(found), found.node_id, found.terms_digest, terms, fits)
+            ComparedPeer(peer_of(found), found.node_id, found.terms_digest, terms, fits)
             for found in self.announcements
-            if (fits := found.terms_digest == self._terms_digest) or self._fellows(found)
+            if (fits := found.terms_digest == self._terms_digest) or self._same_kind(found)
         ]
 
     def peers(self) -> Mapping[str, Peer]:
@@ -74,30 +70,30 @@ class PeerBook:
         return self._peers
 
     def distrust(self, peer_id: str, seconds: float) -> None:
-        """Counts somebody as not there for a while: no round with it, no state of it; from the loop alone."""
+        """Ignores a peer for a while: no round with it, no state of it; from the loop alone."""
         self._distrusted = {key: until_s for key, until_s in self._distrusted.items() if until_s > time.monotonic()}
         self._distrusted[peer_id] = time.monotonic() + seconds
         self.update(self.announcements)
 
     def pass_over(self, state_digest: str) -> None:
-        """Counts no announcement of this state any more, for as long as it is announced; from the loop alone."""
+        """Ignores a state for as long as it is announced; from the loop alone."""
         self._misfits |= {state_digest}
 
     def state_to_adopt(self) -> str | None:
-        """The digest most nodes hold, if it is not this node's, of those it could take up."""
+        """Returns the digest most nodes hold, of those this node could take up; None if it is this node's."""
         return self._choose(self.own_state, (it for it in self.alike() if it.state_digest not in self._misfits))
 
     def hold(self, outer_step: int, state_digest: str) -> None:
-        """This node hands out another state from now on."""
+        """Records which state this node hands out from now on."""
         self.own_state = (outer_step, state_digest)
         self._held.append(state_digest)
 
     def let_go(self) -> None:
-        """What this node holds is not worth keeping: any state of the others is better."""
+        """Prefers any state of the others to what this node holds."""
         self.own_state = (self.own_state[0], "")
 
     def state_elsewhere(self) -> str | None:
-        """As `state_to_adopt`, but none this node has been at: those who announce such a one only follow later."""
+        """Returns `state_to_adopt`, but none this node has held: nodes that announce such a one are only behind."""
         digest = self.state_to_adopt()
         return None if digest in self._held else digest
 
@@ -107,11 +103,11 @@ class PeerBook:
 
 
 def holds_whole_model(announcement: Announcement) -> bool:
-    """Whether an announcement is of a node that is no part of a pipeline."""
+    """Returns whether an announcement is of a node that is no part of a pipeline."""
     return announcement.stage is None
 
 
 def peer_of(announcement: Announcement) -> Peer:
-    """How to reach the node an announcement is of."""
+    """Returns how to reach the node an announcement is of."""
     certificate = announcement.certificate_pem.encode() if announcement.certificate_pem else None
     return Peer(announcement.peer_id, announcement.address, certificate)

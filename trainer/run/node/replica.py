@@ -1,7 +1,6 @@
-"""`Replica`: one node's model with everything that trains it, built from a configuration, saved, restored, grown.
+"""`Replica`: one node's model with its optimizers, built from a configuration, saved, restored and grown.
 
-What is here is in step by construction: parameters, AdamW's moments, DiLoCo's vectors and the vocabulary's size change
-together or not at all.
+Parameters, AdamW's moments, DiLoCo's vectors and the vocabulary's size change together or not at all.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from trainer.outer.engine.collective import Collective
 from trainer.outer.engine.ddp import EveryStepStrategy, ddp_model
 from trainer.outer.engine.strategy import OuterStrategy
 from trainer.run.config import RunConfig, to_mapping
-from trainer.run.node.compatibility import state_layout
-from trainer.run.node.vocabulary import within_vocabulary
+from trainer.run.node.data import within_vocabulary
+from trainer.run.node.state_form import state_layout
 
 __all__ = ["Replica", "layers_of", "parameters_of"]
 
@@ -35,12 +34,12 @@ class Replica:
     Args:
         config: of the run.
         model_config: the model's shape.
-        collective: whom outer steps are made with.
+        collective: partners of the outer steps.
         device: where the model lives.
         batches: what it trains on; ids that the model has no row for are left out.
         num_ids: ids of the newest vocabulary known; losses leave the rows behind them out. As the rows do, they change
             at outer steps alone, and a checkpoint brings its own, so that resuming stays exact.
-        on_loss: told the loss of every batch.
+        on_loss: called with the loss of every batch.
     """
 
     def __init__(
@@ -87,10 +86,10 @@ class Replica:
         return self.model.config.vocab_size
 
     def adopt(self, shared: SharedState) -> None:
-        """Takes the others' state: parameters are the anchor, the schedule is where theirs is.
+        """Takes up the others' state: parameters become the anchor, the schedule continues where theirs is.
 
-        AdamW's moments stay: they belong to this node, and nearly fit; if the vocabulary is another, they begin anew.
-        Under DDP there is no such state, and nothing happens.
+        AdamW's moments stay: they nearly fit; with another vocabulary they begin anew. Under DDP there is no such
+        state, and nothing happens.
 
         Raises:
             IncompatiblePeerError: it is not of this architecture. Nothing was changed.
@@ -110,8 +109,8 @@ class Replica:
         """Gives the vocabulary more ids, and rows, everywhere at once; the old ones stay bit for bit.
 
         Args:
-            rows: the least that a member named, whatever it named: of it whole steps are taken, and fewer than now
-                change nothing, for a vocabulary does not shrink.
+            rows: the least that a member named. It is rounded down to whole steps, and fewer rows than now change
+                nothing, for a vocabulary does not shrink.
             num_ids: of the newest vocabulary known; those without a row stay out of the losses.
         """
         rows = rows // VOCAB_STEP * VOCAB_STEP
@@ -131,7 +130,7 @@ class Replica:
         limit_ids(self.model, self._num_ids)
 
     def contents(self, loader: Mapping[str, Any], current_loss: float) -> CheckpointContents:
-        """All of it, for a checkpoint; tensors are the living ones."""
+        """Returns the contents of a checkpoint; its tensors are the live ones."""
         inner = self.inner.state_dict()
         return CheckpointContents(
             layer_ids=tuple(range(self.model.config.num_layers)),
@@ -150,7 +149,7 @@ class Replica:
         )
 
     def load(self, contents: CheckpointContents) -> None:
-        """Goes on from a checkpoint of the same shape, in a process that has just begun.
+        """Resumes from a checkpoint of the same shape, in a process that has just begun.
 
         Raises:
             CheckpointMismatchError: it is of another shape or strategy.
@@ -172,7 +171,7 @@ class Replica:
 
 
 def layers_of(parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Parameters by layer (spec T-23): numbered layers, ``embedding`` and ``readout``."""
+    """Groups parameters by layer (spec T-23): numbered layers, ``embedding`` and ``readout``."""
     layers: dict[str, dict[str, Tensor]] = {}
     for name, value in parameters.items():
         head, _, rest = name.partition(".")
@@ -183,7 +182,7 @@ def layers_of(parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def parameters_of(layers: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The other way."""
+    """Reverses `layers_of`."""
     return {
         f"layers.{layer}.{name}" if layer.isdigit() else f"{layer}.{name}": value
         for layer, values in layers.items()

@@ -1,43 +1,177 @@
-"""What the network side must know of the state it hands out and fetches: how it lies in a snapshot, and what fits."""
+"""Shared states as the network side hands them out and fetches them: as a snapshot and back, and which states fit.
+
+Anybody can announce a state. Its descriptor (some KB) says how many rows of vocabulary it has and how its values lie;
+everything else follows from the architecture. So a state that does not fit costs a small request, and neither disk nor
+memory. The layout comes from a model without storage (torch's ``meta`` device), in milliseconds.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
+from manifests import FIRST_MERGE_ID, MAX_VOCABULARY
+from trainer.errors import IncompatiblePeerError
+from trainer.model import VOCAB_STEP, ModelConfig, Transformer, rows_for
 from trainer.network.transfer import Descriptor, Expectation
 from trainer.network.transfer.descriptor import Meta
+from trainer.outer.diloco import FlatLayout, FragmentPlan, SharedState, synchronised_parameters
 
-__all__ = ["StateForm"]
+__all__ = ["DilocoStates", "SharedMeta", "StateFit", "StateForm", "check_meta", "check_vectors", "state_layout"]
 
 S = TypeVar("S")
 
+_NUMBERS = ("outer_step", "fragment", "num_inner_steps", "vocab_rows")
+_NUMBER_LIMIT = 2**48
+"""No run gets as far; and beyond 2**53 a node could not announce where it stands."""
+_VECTORS = ("anchor", "momentum", "reference")
+_FEWEST_ROWS, _MOST_ROWS = rows_for(FIRST_MERGE_ID), rows_for(MAX_VOCABULARY)
+
 
 class StateForm(Protocol[S]):
-    """The form of one kind of shared state: DiLoCo's of a whole model, of a stage, or that of SPARTA's replicas."""
+    """The form of one kind of shared state: DiLoCo's of a whole model or of a stage, or that of SPARTA's replicas."""
 
     def outer_step(self, shared: S) -> int:
-        """How far it is, as announced."""
-        ...
+        """Returns the outer step, as announced."""
 
     def pack(self, shared: S) -> tuple[Meta, Mapping[str, Tensor]] | None:
-        """As a snapshot; None where others are not to have it."""
-        ...
+        """Returns a snapshot's metadata and tensors; None where others are not to have it."""
 
     def expectation(self, descriptor: Descriptor) -> Expectation:
-        """What exactly a state of this descriptor has to be.
+        """Returns what exactly a state of this descriptor has to be.
 
         Raises:
             IncompatiblePeerError: this node cannot take it up.
         """
-        ...
 
     def unpack(self, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> S:
-        """The state a snapshot holds.
+        """Returns the state a snapshot holds.
 
         Raises:
-            IncompatiblePeerError: it is no snapshot of one.
+            IncompatiblePeerError: it holds none.
         """
-        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedMeta:
+    """A `trainer.outer.diloco.SharedState` without its vectors."""
+
+    outer_step: int
+    fragment: int
+    num_inner_steps: int
+    vocab_rows: int
+    layout_digest: str
+
+
+class DilocoStates:
+    """DiLoCo's part of a `StateForm`; subclasses that know the model say what fits (`expectation`).
+
+    Every member makes the same bytes of the same state.
+    """
+
+    __slots__ = ()
+
+    def outer_step(self, shared: SharedState) -> int:
+        """See `StateForm`."""
+        return shared.outer_step
+
+    def pack(self, shared: SharedState) -> tuple[Meta, Mapping[str, Tensor]] | None:
+        """See `StateForm`; first weights have no vote, or two newcomers would outvote the one node that has trained."""
+        if not shared.outer_step and not shared.fragment:
+            return None
+        meta: dict[str, int | str] = {name: int(getattr(shared, name)) for name in _NUMBERS}
+        meta |= {"version": 1, "layout_digest": shared.layout_digest}
+        return meta, {name: getattr(shared, name) for name in _VECTORS}
+
+    def unpack(self, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SharedState:
+        """See `StateForm`.
+
+        Raises:
+            IncompatiblePeerError: it is no snapshot of a shared state.
+        """
+        checked = check_meta(meta)
+        if set(tensors) != set(_VECTORS):
+            raise IncompatiblePeerError(f"expected a snapshot of {', '.join(_VECTORS)}, found {len(tensors)} others")
+        anchor, momentum, reference = (tensors[name] for name in _VECTORS)
+        return SharedState(**asdict(checked), anchor=anchor, momentum=momentum, reference=reference)
+
+
+def check_meta(meta: Mapping[str, Any]) -> SharedMeta:
+    """Reads what a descriptor says of a shared state.
+
+    Raises:
+        IncompatiblePeerError: it is no descriptor of one.
+    """
+    layout_digest = meta.get("layout_digest")
+    if meta.get("version") != 1 or not isinstance(layout_digest, str):
+        raise IncompatiblePeerError(
+            f"expected the descriptor of a shared state of version 1, found version {str(meta.get('version'))[:20]}"
+        )
+    for name in _NUMBERS:
+        value = meta.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _NUMBER_LIMIT:
+            raise IncompatiblePeerError(
+                f"the state's {name}: expected a number from 0 and under {_NUMBER_LIMIT}, found {str(value)[:40]}"
+            )
+    return SharedMeta(**{name: meta[name] for name in _NUMBERS}, layout_digest=layout_digest)
+
+
+def check_vectors(descriptor: Descriptor, num_values: int, *, max_bytes: int) -> Expectation:
+    """Returns what the tensors of a state of so many values are, if the descriptor says they are that.
+
+    Raises:
+        IncompatiblePeerError: it says otherwise.
+    """
+    expected = dict.fromkeys(_VECTORS, ("float32", (num_values,)))
+    found = {tensor.name: (tensor.dtype, tensor.shape) for tensor in descriptor.tensors}
+    if found != expected:
+        named = [f"{name[:32]!r} {dtype} {list(shape)}" for name, (dtype, shape) in found.items()]
+        text = ", ".join(named[: len(_VECTORS)] + ["…"] * (len(named) > len(_VECTORS))) or "none"
+        raise IncompatiblePeerError(
+            f"expected a state of {', '.join(_VECTORS)} with {num_values} fp32 values each, found {text}"
+        )
+    return Expectation(max_bytes=max_bytes, tensors=expected)
+
+
+def state_layout(shape: ModelConfig, num_fragments: int) -> FlatLayout:
+    """Returns which value of a shared state belongs to which parameter, for a model of this shape."""
+    with torch.device("meta"):
+        model = Transformer(shape)
+    return FragmentPlan.of(synchronised_parameters(model), num_fragments).whole()
+
+
+@dataclass(frozen=True, slots=True)
+class StateFit(DilocoStates):
+    """The form of a whole model's state, and which states, of any number of rows, a node can take up."""
+
+    shape: ModelConfig
+    num_fragments: int
+    max_bytes: int
+
+    def expectation(self, descriptor: Descriptor) -> Expectation:
+        """See `StateForm`.
+
+        Raises:
+            IncompatiblePeerError: it does not fit; the message names the first difference.
+        """
+        if descriptor.size_bytes > self.max_bytes:
+            raise IncompatiblePeerError(
+                f"expected a state of at most {self.max_bytes} bytes, found one of {descriptor.size_bytes}"
+            )
+        meta = check_meta(descriptor.meta)
+        if not _FEWEST_ROWS <= meta.vocab_rows <= _MOST_ROWS or meta.vocab_rows % VOCAB_STEP:
+            raise IncompatiblePeerError(
+                f"expected a state of {_FEWEST_ROWS} to {_MOST_ROWS} rows of vocabulary, in steps of {VOCAB_STEP}, "
+                f"found one of {meta.vocab_rows}"
+            )
+        if meta.fragment >= self.num_fragments:
+            raise IncompatiblePeerError(
+                f"expected a state whose next fragment is under {self.num_fragments}, found {meta.fragment}"
+            )
+        layout = state_layout(replace(self.shape, vocab_size=meta.vocab_rows), self.num_fragments)
+        layout.require_same(meta.layout_digest, "the state to adopt")
+        return check_vectors(descriptor, layout.num_values, max_bytes=self.max_bytes)

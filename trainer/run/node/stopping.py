@@ -1,4 +1,4 @@
-"""How a node is asked to stop, by SIGINT, SIGTERM or the API: it ends the step in hand and saves its state."""
+"""How a node is asked to stop, by SIGINT, SIGTERM or the API: it ends the current step and saves its state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import FrameType
 __all__ = ["StopRequest"]
 
 _ONE_REQUEST_S = 1.0
-"""torchrun hands a Ctrl+C on to ranks that had it already, from the terminal."""
+"""torchrun forwards a Ctrl+C to ranks that had it already, from the terminal."""
 
 
 class StopRequest:
@@ -25,16 +25,16 @@ class StopRequest:
         """The first one that asked, if one did."""
 
     def ask(self) -> None:
-        """Stop after the step in hand."""
+        """Asks to stop after the current step."""
         self._event.set()
 
     def __call__(self) -> bool:
-        """Whether to stop."""
+        """Returns whether to stop."""
         return self._event.is_set()
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM ask; SIGINT once more, a second later or more, interrupts at once and saves nothing."""
+        """Lets SIGINT and SIGTERM ask; another SIGINT, a second later or more, interrupts at once and saves nothing."""
         before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         for number in before:
             signal.signal(number, self._on_signal)

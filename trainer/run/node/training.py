@@ -1,9 +1,10 @@
-"""The loop of a node: inner steps, outer steps, checkpoints, figures; until it is asked to stop.
+"""The loop of a node: inner steps, outer steps, checkpoints, metrics; until it is asked to stop.
 
     begin (catch up with the others) → step, step, … outer step, … → save
 
-A node that is killed goes on from its last checkpoint bit for bit (on a CPU, with the same number of threads): whatever
-decides a step is in it. A node whose round went on without it fetches the others' state and joins the next.
+A node that is killed goes on from its last checkpoint bit for bit (on a CPU, with the same number of threads):
+everything that decides a step is in it. A node whose round went on without it fetches the others' state and joins the
+next.
 """
 
 from __future__ import annotations
@@ -24,37 +25,37 @@ from trainer.monitor.metrics import CheckpointOutcome
 from trainer.outer.engine.strategy import OuterResult
 from trainer.run.config import RunConfig
 from trainer.run.node.cluster import Ranks
+from trainer.run.node.data import StoreWatch
 from trainer.run.node.replica import Replica
 from trainer.run.node.stopping import StopRequest
-from trainer.run.node.store_watch import StoreWatch
 from trainer.run.node.watching import Watch
 
 if TYPE_CHECKING:
     from trainer.outer.diloco import SharedState
     from trainer.run.node.network import Network
 
-__all__ = ["Node", "ProgressLine"]
+__all__ = ["Node", "TrainingDisplay"]
 
 logger = logging.getLogger(__name__)
 
 _MOST_STATES = 5
-"""Taken up one after the other: the others may have gone on while their state was on its way, and whoever begins to
-train on an old one comes too late to the next round, and to each one after that."""
+"""Taken up one after the other: the others may have gone on while their state was on its way, and a node that begins
+to train on an old one comes too late to the next round, and to each one after that."""
 
 
-class ProgressLine(Protocol):
-    """Where a person reads how it goes."""
+class TrainingDisplay(Protocol):
+    """Shows steps and rounds to a person or a program as they happen."""
 
     def step(self, result: StepResult) -> None:
-        """A step is done."""
+        """Shows a step."""
 
     def outer(self, result: OuterResult) -> None:
-        """A round was tried."""
+        """Shows an attempt at a round."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Node:
-    """Everything one node is made of, and its loop."""
+    """The parts of one node, and its loop."""
 
     config: RunConfig
     ranks: Ranks
@@ -65,13 +66,13 @@ class Node:
     checkpointer: Checkpointer
     watch: Watch
     network: Network[SharedState] | None
-    line: ProgressLine
+    display: TrainingDisplay
     stop: StopRequest
     current_loss: float = math.nan
     _store_has_grown: bool = False
 
     def begin(self) -> None:
-        """Goes among the others, if there are any: takes up their state, and tells them one's own.
+        """Joins the others, if there are any: takes up their state, and announces its own.
 
         Raises:
             TrainerError: the port is taken, or the others train something else.
@@ -83,21 +84,24 @@ class Node:
         if self.network is not None and self.replica.diloco is not None:
             self.network.publish(self.replica.diloco.shared_state())
             self._catch_up(wait_s=0.0)
-        self._tell_state()
+        self._record_state()
 
     def run(self) -> None:
-        """Trains until asked to stop, or for ``max_steps``; saves and leaves.
+        """Trains until asked to stop, or for ``max_steps``, and saves.
 
         Raises:
-            TrainerError: it cannot go on, such as among others that train something else; the last checkpoint is whole.
-            LoaderError: there are no more data to be had.
+            TrainerError: it cannot go on, for instance because the others train something else; the last checkpoint is
+                whole.
+            LoaderError: the data cannot be read.
         """
         try:
-            while not self._is_done():
+            while not (self._has_all_steps() or self._is_stopped()):
                 self._step()
                 if self.network is not None:
                     self.network.check_fit()
-            if self._may_drain():  # Else the round under way is saved as such, and begun again.
+            # Unless a rank was asked to stop: one alone would wait for the others in vain. Then the round under way is
+            # saved as such, and begun again.
+            if self._has_all_steps() and not self.ranks.any(self.stop()):
                 self._after_round(self.replica.strategy.drain())
         except PeerUnavailableError as error:
             if not (self.ranks.in_cluster and self.stop()):
@@ -107,10 +111,10 @@ class Node:
             return
         self.save(wait=True)
         logger.info("stopped at step %d; all of it is in %s", self.replica.inner.step_index, self.checkpointer.path)
-        self._tell_unshared()
+        self._log_unshared()
 
     def save(self, *, wait: bool = False) -> None:
-        """Saves everything; a disk that does not take it is reported, and training goes on.
+        """Saves everything; a disk that is full is reported, and training goes on.
 
         Raises:
             CheckpointError: ``wait``, and it could not be written.
@@ -127,11 +131,7 @@ class Node:
         else:
             self._saved("saved" if taken else "skipped", began_s)
 
-    # -- one step ------------------------------------------------------------------------------------------------------
-
-    def _is_done(self) -> bool:
-        if self._has_all_steps():
-            return True
+    def _is_stopped(self) -> bool:
         if self.config.strategy == "ddp":  # No rank may wait for the gradients of one that has left.
             return self.ranks.any(self.stop())
         return self.stop()
@@ -139,16 +139,12 @@ class Node:
     def _has_all_steps(self) -> bool:
         return 0 < self.config.max_steps <= self.replica.inner.step_index
 
-    def _may_drain(self) -> bool:
-        """Whether all ranks are here, and none was asked to stop: one alone would wait for the others in vain."""
-        return self._has_all_steps() and not self.ranks.any(self.stop())
-
     def _step(self) -> None:
         result = self.replica.inner.step()
         if not result.skipped and math.isfinite(result.loss):  # Under DDP a rank may have had no label that counts.
             self.current_loss = result.loss
         self.watch.observer.step(result, loader_wait_s=self.batches.take_wait_s())
-        self.line.step(result)
+        self.display.step(result)
         self._store_has_grown |= self.store.look()
         outcome = self.replica.strategy.after_inner_step(0 if result.skipped else self.config.inner.accumulation_steps)
         self._after_round(outcome)
@@ -159,13 +155,13 @@ class Node:
     def _after_round(self, outcome: OuterResult | None) -> None:
         if outcome is None:
             return
-        self.line.outer(outcome)
+        self.display.outer(outcome)
         if outcome.report is None:
             self.watch.observer.round_failed(outcome.round_index, outcome.error)
             if self.network is not None and self.network.collective.behind:
                 self._catch_up()
             return
-        self._take_what_is_new()
+        self._adopt_store_changes()
         diloco = self.replica.diloco
         if self.network is not None and diloco is not None:
             self.network.publish(diloco.shared_state(), outcome.report.members)
@@ -177,10 +173,8 @@ class Node:
             )
             self._catch_up(wait_s=0.0)
 
-    # -- with the store ------------------------------------------------------------------------------------------------
-
-    def _take_what_is_new(self) -> None:
-        """Rows for the ids that all members know of, and the store's new shards, to be read from the next epoch on."""
+    def _adopt_store_changes(self) -> None:
+        """Adds rows for the ids that all members know of, and the store's new shards, read from the next epoch on."""
         num_ids = self.ranks.least(self.store.num_ids)
         rows = rows_for(num_ids) if self.network is None else self.network.collective.agreed_vocabulary_rows
         before = self.replica.vocab_rows
@@ -189,10 +183,10 @@ class Node:
             logger.info("vocabulary: %d rows, before %d", rows, before)
             self.watch.observer.event("vocabulary", rows=rows, before=before)
         if self._store_has_grown:
-            self._refresh()
+            self._refresh_shards()
         self.watch.set_shards(self.dataset.shards)
 
-    def _refresh(self) -> None:
+    def _refresh_shards(self) -> None:
         try:
             num_shards = self.dataset.refresh()
         except LoaderError as error:
@@ -201,8 +195,6 @@ class Node:
         self._store_has_grown = False
         logger.info("the store has %d shards now", num_shards)
         self.watch.observer.event("store", shards=num_shards)
-
-    # -- with the others -----------------------------------------------------------------------------------------------
 
     def _catch_up(self, wait_s: float = 120.0) -> None:
         if self.network is None or self.replica.diloco is None:
@@ -218,10 +210,10 @@ class Node:
             self.save()
             wait_s = 0.0
         self.network.collective.move_to(self.replica.diloco.round_index)
-        self._tell_state()
+        self._record_state()
 
-    def _tell_state(self) -> None:
-        """Which state the node holds: of the snapshot others can fetch; alone, of the state itself."""
+    def _record_state(self) -> None:
+        """Records which state the node holds: that of the snapshot others can fetch; alone, the state itself."""
         diloco = self.replica.diloco
         if diloco is None:
             return
@@ -230,8 +222,8 @@ class Node:
         digest = diloco.state_digest() if self.network is None else self.network.state_digest
         self.watch.tracker.set_state(diloco.outer_step, digest, inner_step=diloco.inner_step)
 
-    def _tell_unshared(self) -> None:
-        """What of the node's work only its checkpoint has."""
+    def _log_unshared(self) -> None:
+        """Logs which work of the node only its checkpoint has."""
         diloco = self.replica.diloco
         if diloco is None or (self.network is None and not self.ranks.in_cluster):
             return

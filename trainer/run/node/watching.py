@@ -1,20 +1,19 @@
-"""What a node shows of itself: tracker, metrics, log and the HTTP interface, put together."""
+"""How a node is monitored: tracker, metrics, log and HTTP interface, put together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from trainer.monitor import ApiServer, EventLog, Observer, ShutdownHook, TrainingMetrics, TrainingTracker, create_app
 from trainer.monitor.metrics import Sources
 from trainer.monitor.pipeline import PipelineView, add_pipeline_pages
 from trainer.run.config import RunConfig
-from trainer.run.node.announcement import NodeProgress
 
 if TYPE_CHECKING:
     from trainer.network.discovery import Announcement
+    from trainer.run.node.identity import NodeStats
     from trainer.run.node.network import Network
 
 __all__ = ["Watch"]
@@ -23,11 +22,7 @@ __all__ = ["Watch"]
 class Watch:
     """Tracker, observer and server of one node; a context manager.
 
-    Args:
-        config: of the run.
-        network: the side that talks to others, if there is one.
-        stop: asks the node to stop, as the API may.
-        further: gauges of one's own: name, help, value.
+    ``stop`` is called by the API; ``further`` returns additional gauges (name, help, value).
     """
 
     def __init__(
@@ -59,28 +54,30 @@ class Watch:
             self.server = ApiServer(self._app, config.api)
 
     def with_pipeline(self, view: PipelineView) -> Self:
-        """The same, which also shows the pipeline that this node drives; before it is entered."""
+        """Adds the pages of the pipeline that this node drives; to be called before it is entered."""
         if self.server is not None:
             add_pipeline_pages(self._app, view)
         return self
 
     def set_shards(self, shards: tuple[int, ...]) -> None:
-        """What the node reads now."""
+        """Records which shards the node reads."""
         self._shards = shards
         self.tracker.set_shards(shards)
 
     def peers(self, announcements: tuple[Announcement, ...]) -> None:
-        """See `trainer.run.node.network.Listener`."""
+        """Records the announcements of all other nodes."""
         self.observer.peers(announcements)
 
     def state(self, outer_step: int, digest: str) -> None:
-        """See `trainer.run.node.network.Listener`."""
+        """Records that others can fetch this state from now on."""
         self.tracker.set_state(outer_step, digest)
         self.observer.event("state", outer_step=outer_step, digest=digest)
 
-    def progress(self) -> NodeProgress:
-        """See `trainer.run.node.network.Listener`."""
-        return NodeProgress(
+    def progress(self) -> NodeStats:
+        """Returns what to announce of this node's training."""
+        from trainer.run.node.identity import NodeStats  # Brings grpc, which a node alone does not need.
+
+        return NodeStats(
             inner_step=self.tracker.num_steps,
             loss=self.tracker.smoothed_loss,
             tokens_per_s=self.tracker.tokens_per_s,
@@ -94,9 +91,7 @@ class Watch:
             self.server.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.log is not None:
             self.log.close()
         if self.server is not None:

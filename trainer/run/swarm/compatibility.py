@@ -24,8 +24,8 @@ from trainer.network.discovery.stage_report import StageReport
 from trainer.network.rpc import Endpoint
 from trainer.network.transfer import Descriptor, Expectation
 from trainer.outer.diloco import FragmentPlan
-from trainer.run.node.compatibility import Acquaintance, FitCheck
-from trainer.run.node.shared_files import DilocoStates, check_meta, check_vectors
+from trainer.run.node.compatibility import ComparedPeer, FitCheck
+from trainer.run.node.state_form import DilocoStates, check_meta, check_vectors
 from trainer.run.swarm.shape import DRIVER, SwarmShape, stage_of
 
 __all__ = ["StageFit", "SwarmTerms", "check_first_weights", "check_fit"]
@@ -49,9 +49,9 @@ class SwarmTerms:
     def fit_check(self, endpoint: Endpoint, others: Callable[[], Sequence[Announcement]], run_id: str) -> FitCheck:
         """The comparison of a process, at its ``endpoint``, with the peers that ``others`` returns."""
 
-        def known() -> list[Acquaintance]:
+        def known() -> list[ComparedPeer]:
             return [
-                Acquaintance(
+                ComparedPeer(
                     said.peer(), said.node_id, said.terms_digest, self._terms.get(_role_of(said)), self.fits(said)
                 )
                 for said in others()

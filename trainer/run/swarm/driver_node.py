@@ -44,9 +44,9 @@ from trainer.pipeline.ledger.records import WorkerSeen
 from trainer.pipeline.protocol.work import boottime_s
 from trainer.run.config import RunConfig
 from trainer.run.node.data import open_session
-from trainer.run.node.identity import identity_of
+from trainer.run.node.identity import NodeStats, identity_of
 from trainer.run.node.stopping import StopRequest
-from trainer.run.node.training import ProgressLine
+from trainer.run.node.training import TrainingDisplay
 from trainer.run.node.watching import Watch
 from trainer.run.swarm.account_opening import AccountOpening
 from trainer.run.swarm.building import codec_of
@@ -72,7 +72,7 @@ _FIRST_KEEPER_S, _FIRST_WORKERS_S = 15.0, 30.0
 T = TypeVar("T")
 
 
-def run_driver(config: RunConfig, stop: StopRequest, line: ProgressLine) -> None:
+def run_driver(config: RunConfig, stop: StopRequest, line: TrainingDisplay) -> None:
     """Drives a pipeline until the data are used up, the run's ``max_steps`` are done, or it is asked to stop.
 
     Raises:
@@ -96,7 +96,7 @@ class DriverNode:
     """One driver; ``session`` is the open store, and ``line`` shows its steps to people."""
 
     def __init__(
-        self, config: RunConfig, shape: SwarmShape, session: Session, stop: StopRequest, line: ProgressLine
+        self, config: RunConfig, shape: SwarmShape, session: Session, stop: StopRequest, line: TrainingDisplay
     ) -> None:
         self._config = config
         self._shape = shape

@@ -19,7 +19,7 @@ from statistics import median_low
 from trainer.errors import CheckpointError, TrainerError
 from trainer.network.discovery.stage_report import StageReport
 from trainer.outer.sparta import frontier_of
-from trainer.run.config.join import JoinConfig
+from trainer.run.config.swarm import JoinConfig
 
 __all__ = ["JoinWindow", "RejoinDelay", "StateCatchUp", "is_ahead", "shut_down_gracefully", "version_of_state"]
 

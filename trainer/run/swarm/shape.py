@@ -17,8 +17,7 @@ from trainer.model.plan import StagePlan
 from trainer.network.discovery.stage_report import StageReport, StageUid
 from trainer.network.rpc.envelope import PROTOCOL_VERSION
 from trainer.run.config import RunConfig, to_mapping
-from trainer.run.node.data import open_session
-from trainer.run.node.vocabulary import lineage_of
+from trainer.run.node.data import lineage_of, open_session
 
 __all__ = ["DRIVER", "SwarmShape", "shape_of", "stage_of", "target_tokens_of"]
 

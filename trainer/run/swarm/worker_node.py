@@ -26,8 +26,7 @@ from trainer.pipeline.stage import StepInfo
 from trainer.pipeline.worker import StageWorker
 from trainer.pipeline.worker.service import Accepts, ServiceStatus
 from trainer.run.config import RunConfig
-from trainer.run.node.announcement import NodeProgress
-from trainer.run.node.identity import identity_of
+from trainer.run.node.identity import NodeStats, identity_of
 from trainer.run.node.network import Network
 from trainer.run.node.stopping import StopRequest
 from trainer.run.swarm.building import BuiltStage
@@ -95,7 +94,7 @@ class WorkerNode:
             state_form(config, built.module, rows),
             stopping=stop,
             choose=state_choice(config),
-            fellows=partial(holds_stage, built.name),
+            same_kind=partial(holds_stage, built.name),
             stages=shape.plan.names,
             near=shape.plan.around(built.name),
         )
@@ -392,9 +391,9 @@ class WorkerNode:
 
     # -- announcing ----------------------------------------------------------------------------------------------------
 
-    def progress(self) -> NodeProgress:
+    def progress(self) -> NodeStats:
         """See `trainer.run.node.network.Listener`."""
-        return NodeProgress(inner_step=self._built.replica.version, stage=self._report())
+        return NodeStats(inner_step=self._built.replica.version, stage=self._report())
 
     def peers(self, announcements: tuple[Announcement, ...]) -> None:
         """See `trainer.run.node.network.Listener`."""

@@ -14,7 +14,7 @@ import pytest
 def processes() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["trainer.checkpoint.node.checkpointer", "trainer.inner.loop", "trainer.model.cutting"]
+        ["trainer.checkpoint.node.checkpointer", "trainer.inner.loop", "trainer.model.stages"]
     )
     return context
 

@@ -15,7 +15,7 @@ from manifests import FIRST_MERGE_ID, VocabularyFile
 MERGES = [(114 + 10, 111), (266, 118), (42, 126)]
 NUM_IDS = FIRST_MERGE_ID + len(MERGES)
 _PRELOADED = (
-    *("trainer.checkpoint.node.checkpointer", "trainer.inner.loop", "trainer.model.cutting"),
+    *("trainer.checkpoint.node.checkpointer", "trainer.inner.loop", "trainer.model.stages"),
     *("trainer.checkpoint.stages.writer", "trainer.checkpoint.stages.sets", "trainer.checkpoint.stages.parts"),
 )
 

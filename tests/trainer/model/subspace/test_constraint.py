@@ -34,7 +34,6 @@ def _step(model: Transformer, optimizer: torch.optim.Optimizer, seed: int) -> No
 
 def test_what_writes_to_the_stream_before_the_last_boundary_is_constrained_and_nothing_else():
     model = build_model(_config(free_layers=2), 0)
-
     assert set(SubspaceConstraint(model, model.config).names) == {
         "embedding.weight",
         *(
@@ -49,10 +48,8 @@ def test_a_tail_of_free_layers_has_nothing_to_constrain():
     config = _config(free_layers=2)
     tail = build_stage(config, stage_ranges(4, 2), 1, 0)
     before = copy.deepcopy(tail.state_dict())
-
     constraint = SubspaceConstraint(tail, config)
     constraint.project_()
-
     assert constraint.names == () and constraint.distance() == constraint.ensure() == 0.0
     assert all(torch.equal(value, before[name]) for name, value in tail.state_dict().items())
 
@@ -64,10 +61,8 @@ def test_one_step_leaves_the_subspace_unless_it_is_projected(norms: dict[str, bo
     constraints = [SubspaceConstraint(model, model.config, basis) for model in (strays, stays)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (strays, stays)]
     constraints[1].attach(optimizers[1])
-
     for model, optimizer in zip((strays, stays), optimizers, strict=True):
         _step(model, optimizer, seed=0)
-
     assert constraints[0].distance() > 1e-2
     assert constraints[1].distance() < 1e-6
 
@@ -82,9 +77,7 @@ def test_a_projection_is_orthogonal_and_does_nothing_twice(basis: Basis | None, 
     generator = torch.Generator().manual_seed(seed)
     given_ = {name: scale * torch.randn(value.shape, generator=generator) for name, value in model.named_parameters()}
     once = {name: value.clone() for name, value in given_.items()}
-
     constraint.project_(once)
-
     twice = {name: value.clone() for name, value in once.items()}
     constraint.project_(twice)
     for name, value in given_.items():
@@ -107,9 +100,7 @@ def test_gradients_projected_by_hand_and_as_they_are_made_are_the_same():
         model(ids, labels).backward()
         if model is by_hand:
             constraint.project_({name: each.grad for name, each in model.named_parameters() if each.grad is not None})
-
     apart = torch.autograd.grad(hooked(ids, labels), list(hooked.parameters()))
-
     for (name, ours), theirs, third in zip(by_hand.named_parameters(), hooked.parameters(), apart, strict=True):
         assert ours.grad is not None and theirs.grad is not None
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-7, msg=name)
@@ -123,10 +114,8 @@ def test_ensure_keeps_the_bits_of_what_is_within_and_heals_what_is_not(basis: Ba
     constraint.attach(optimizer := torch.optim.AdamW(model.parameters(), lr=1e-2))
     _step(model, optimizer, seed=1)
     before = copy.deepcopy(model.state_dict())
-
     assert constraint.ensure() < 1e-6
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
     with torch.no_grad():
         model.get_parameter("layers.1.attention.o_proj.weight").add_(0.01)
     assert constraint.ensure() > 1e-3
@@ -137,7 +126,6 @@ def test_ensure_keeps_the_bits_of_what_is_within_and_heals_what_is_not(basis: Ba
 
 def test_a_tensor_of_another_shape_is_named():
     model = build_model(_config(), 0)
-
     with pytest.raises(TrainerUsageError, match=r"embedding\.weight: expected the shape \[64, 16\], found \[16, 64\]"):
         SubspaceConstraint(model, model.config).project_({"embedding.weight": torch.zeros(16, 64)})
 
@@ -151,9 +139,7 @@ def test_a_projection_on_coordinates_is_exact():
     with torch.no_grad():
         weight.copy_(torch.randn(16, 16, generator=torch.Generator().manual_seed(0)))
     before = weight.detach().clone()
-
     constraint.project_()
-
     assert torch.equal(weight[coordinates], before[coordinates])
     assert int(torch.count_nonzero(weight)) == _RANK * 16
     assert constraint.distance() == 0.0
@@ -161,7 +147,6 @@ def test_a_projection_on_coordinates_is_exact():
 
 def test_a_basis_of_another_shape_and_an_ordinary_model_are_refused():
     model = build_model(_config(), 0)
-
     with pytest.raises(TrainerUsageError, match="a basis of 16 by 3, found 16 by 2"):
         SubspaceConstraint(model, model.config, basis_of(16, 2, 5))
     with pytest.raises(TrainerUsageError, match="subspace_rank"):
@@ -170,9 +155,7 @@ def test_a_basis_of_another_shape_and_an_ordinary_model_are_refused():
 
 def test_constant_gains_are_not_trained():
     model = build_model(_config(free_layers=1, **_OLMO2), 0)
-
     trained = {id(p) for group in make_optimizer(model, InnerConfig()).param_groups for p in group["params"]}
-
     names = {name for name, parameter in model.named_parameters() if id(parameter) in trained}
     assert "layers.0.attention_norm.weight" not in names
     assert {"layers.3.attention_norm.weight", "layers.0.attention.q_norm.weight"} <= names
@@ -182,7 +165,6 @@ def test_constant_gains_are_not_trained():
 def test_stages_cut_from_a_whole_are_constrained_with_it(norms: dict[str, bool]):
     model = build_model(_config(**norms), 0)
     head, *_ = split(model, [range(0, 1), range(1, 3), range(3, 4)])
-
     assert set(SubspaceConstraint(head, model.config).names) == {
         "embedding.weight",
         "layers.0.attention.o_proj.weight",

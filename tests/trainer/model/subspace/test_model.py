@@ -3,12 +3,14 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
+from manifests import FIRST_MERGE_ID, VocabularyFile
 from tests.support.model_configs import random_tokens, small_config
 from trainer.compression.activations import ActivationCodec, activation_codec
 from trainer.errors import TrainerUsageError
@@ -21,12 +23,20 @@ from trainer.model import (
     Transformer,
     build_model,
     build_stage,
+    export_hf,
     grow_vocabulary,
     init_weights,
     num_parameters,
     split,
 )
-from trainer.model.subspace import SubspaceConfig, SubspaceConstraint, basis_of, fixed_table_of
+from trainer.model.subspace import (
+    SubspaceConfig,
+    SubspaceConstraint,
+    basis_of,
+    fixed_table_of,
+    plain_config,
+    plain_state,
+)
 
 _OLMO2 = {"qk_norm": True, "reorder_norm": True}
 _RANGES = [range(0, 1), range(1, 3), range(3, 4)]
@@ -71,7 +81,6 @@ def test_a_whole_and_its_cut_with_links_between_train_alike(norms: dict[str, boo
     optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-3) for module in (whole, modules)]
     for part, optimizer in ((whole, optimizers[0]), *((stage, optimizers[1]) for stage in stages)):
         SubspaceConstraint(part, whole.config).attach(optimizer)
-
     for step in range(8):
         ids, labels = random_tokens(64, 2, 12, seed=step)
         loss = whole(ids, labels)
@@ -85,7 +94,6 @@ def test_a_whole_and_its_cut_with_links_between_train_alike(norms: dict[str, boo
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-
     for stage in stages:
         for name, value in stage.state_dict().items():
             torch.testing.assert_close(value, whole.state_dict()[name], rtol=0, atol=1e-4, msg=name)
@@ -94,9 +102,7 @@ def test_a_whole_and_its_cut_with_links_between_train_alike(norms: dict[str, boo
 @_NORMS
 def test_a_written_coordinate_is_as_large_as_an_ordinary_models(norms: dict[str, bool]):
     block = build_model(_config(**norms), 0).layers["0"]
-
     gains = {block.attention_norm.weight, block.feed_forward_norm.weight}
-
     for gain in gains:
         assert torch.equal(gain, torch.full((16,), (3 / 16) ** 0.5 if norms else 1.0))
         assert gain.requires_grad == (not norms)
@@ -106,11 +112,9 @@ def test_a_written_coordinate_is_as_large_as_an_ordinary_models(norms: dict[str,
 def test_a_stage_built_alone_has_the_bits_it_has_in_the_whole(norms: dict[str, bool]):
     whole = build_model(_config(**norms), 3)
     expected = whole.state_dict()
-
     found = {}
     for index in range(3):
         found |= build_stage(whole.config, _RANGES, index, 3).state_dict()
-
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert SubspaceConstraint(whole, whole.config).distance() < 1e-6
@@ -118,9 +122,7 @@ def test_a_stage_built_alone_has_the_bits_it_has_in_the_whole(norms: dict[str, b
 
 def test_all_ids_are_told_apart_from_the_start_and_the_fixed_part_is_no_state():
     model = build_model(_config(), 0)
-
     hidden = model.embedding(torch.arange(64)[None])[0].detach()
-
     assert torch.equal(hidden, fixed_table_of(model.config))
     assert float(torch.pdist(hidden).min()) > 0.3
     assert {name for name in model.state_dict() if name.startswith("embedding")} == {"embedding.weight"}
@@ -132,9 +134,7 @@ def test_a_grown_vocabulary_keeps_old_rows_and_has_fixed_ones_for_the_new():
         model.embedding.weight.copy_(torch.randn(64, 3) @ basis_of(16, 3, 5).matrix.T)
     trained = copy.deepcopy(model.state_dict())
     old = model.embedding(torch.arange(64)[None])
-
     assert grow_vocabulary(model, 100, 0) == ("embedding.weight", "readout.output.weight")
-
     assert torch.equal(model.embedding(torch.arange(64)[None]), old)
     assert torch.equal(model.embedding.weight[:64], trained["embedding.weight"])
     assert torch.equal(model.embedding.weight[64:], torch.zeros(36, 16))
@@ -147,14 +147,12 @@ def test_a_grown_vocabulary_keeps_old_rows_and_has_fixed_ones_for_the_new():
 
 def test_an_ordinary_models_config_says_nothing_of_subspaces():
     config = small_config()
-
     assert not [name for name in config.to_dict() if name.startswith("subspace")]
     assert SubspaceConfig().applied_to(config, 2) == config
 
 
 def test_a_subspace_networks_config_survives_json():
     config = _config(free_layers=2)
-
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert config.to_dict().keys() - small_config().to_dict().keys() == {
         "subspace_rank",
@@ -189,7 +187,6 @@ def test_options_out_of_range_are_refused(changes: dict[str, object]):
 
 def test_a_boundary_among_free_layers_is_refused():
     config = _config(free_layers=2)
-
     with pytest.raises(TrainerUsageError, match="subspace_free_layers: expected at most the 1 layers"):
         split(build_model(config, 0), _RANGES)
     with pytest.raises(TrainerUsageError, match="subspace_free_layers"):
@@ -199,7 +196,6 @@ def test_a_boundary_among_free_layers_is_refused():
 @_NORMS
 def test_the_number_of_parameters_counts_what_is_trained(norms: dict[str, bool]):
     config = _config(**norms)
-
     assert num_parameters(config) == sum(parameter.numel() for parameter in build_model(config, 0).parameters())
 
 
@@ -208,7 +204,6 @@ def test_a_model_loaded_without_first_weights_has_its_fixed_part():
     other = Transformer(model.config)
     init_weights(other, model.config, 9)
     other.load_state_dict(model.state_dict())
-
     ids, _ = random_tokens(64, 1, 8)
     assert torch.equal(other.logits(ids), model.logits(ids))
 
@@ -217,7 +212,83 @@ def test_a_model_loaded_without_first_weights_has_its_fixed_part():
 def test_under_meta_nothing_is_made(norms: dict[str, bool]):
     with torch.device("meta"):
         model = Transformer(_config(**norms))
-
     assert (
         model.embedding.weight.is_meta and model.state_dict().keys() == build_model(model.config, 0).state_dict().keys()
     )
+
+
+def _trained(norms: dict[str, bool], vocab_size: int = 64) -> Transformer:
+    """A subspace network no weight of which is at a value that hides a mistake."""
+    config: ModelConfig = SubspaceConfig(rank=3).applied_to(small_config(vocab_size=vocab_size, **norms), 1)
+    model = build_model(config, 3)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
+    SubspaceConstraint(model, config).project_()
+    return model
+
+
+@_NORMS
+def test_the_plain_model_gives_the_same_logits_bit_for_bit(norms: dict[str, bool]):
+    model = _trained(norms)
+    plain = Transformer(plain_config(model.config))
+    plain.load_state_dict(plain_state(model.state_dict(), model.config))
+    ids, _ = random_tokens(64, 2, 16)
+    assert plain.config == small_config(**norms)
+    assert torch.equal(plain.logits(ids), model.logits(ids))
+
+
+@_NORMS
+def test_stages_become_plain_one_by_one(norms: dict[str, bool]):
+    model = _trained(norms)
+    whole = plain_state(model.state_dict(), model.config)
+    parts = [plain_state(stage.state_dict(), model.config) for stage in split(model, 3)]
+    assert sum(map(len, parts)) == len(whole)
+    for part in parts:
+        assert all(torch.equal(value, whole[name]) for name, value in part.items())
+
+
+def test_a_grown_vocabulary_becomes_plain_by_an_older_config():
+    model = _trained({})
+    older = model.config
+    grow_vocabulary(model, 80, 3)
+    plain = build_model(plain_config(model.config), 0)
+    plain.load_state_dict(plain_state(model.state_dict(), older))
+    ids, _ = random_tokens(80, 1, 16)
+    assert torch.equal(plain.logits(ids), model.logits(ids))
+
+
+def test_an_ordinary_model_is_handed_back_as_it_is():
+    model = build_model(small_config(), 0)
+    state = model.state_dict()
+    plain = plain_state(state, model.config)
+    assert plain_config(model.config) == model.config
+    assert plain is not state and plain.keys() == state.keys()
+    assert all(plain[name] is state[name] for name in state)
+
+
+def test_the_state_given_is_not_changed():
+    model = _trained(_OLMO2)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    names = list(state)
+    plain_state(state, model.config)
+    assert list(state) == names
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.slow
+@_NORMS
+def test_transformers_gives_the_same_logits(norms: dict[str, bool], tmp_path: Path):
+    from transformers import AutoModelForCausalLM
+
+    merges = [(114 + 10, 111), (266, 118), (42, 126)]
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_bytes(VocabularyFile.from_pairs(merges, {"tiny": len(merges)}).to_json())
+    model = _trained(norms, vocab_size=300)
+    export_hf(model, model.config, tokenizer, tmp_path / "hf")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    num_ids = FIRST_MERGE_ID + len(merges)
+    ids, _ = random_tokens(num_ids, 2, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, model(ids)[..., :num_ids], rtol=0, atol=1e-5)

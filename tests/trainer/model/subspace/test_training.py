@@ -67,7 +67,6 @@ def test_nothing_is_lost_in_a_hundred_steps_with_averages_and_a_reload(olmo2: bo
     config = SubspaceConfig(rank=8).applied_to(replace(_SHAPE, qk_norm=olmo2, reorder_norm=olmo2), free_layers=1)
     replicas = [_replica(config) for _ in range(2)]
     errors = []
-
     for step in range(100):
         for number, (model, optimizer) in enumerate(replicas):
             ids, labels = random_tokens(config.vocab_size, 1, 16, seed=2 * step + number)
@@ -81,7 +80,6 @@ def test_nothing_is_lost_in_a_hundred_steps_with_averages_and_a_reload(olmo2: bo
         if step == 54:  # Between two averages.
             torch.save([part.state_dict() for part in replicas[0]], tmp_path / "state.pt")
             replicas[0] = _replica(config, torch.load(tmp_path / "state.pt", weights_only=True))
-
     assert len(errors) == 20 and max(errors) < 1e-5
     assert (
         float(replicas[0][0].get_parameter("layers.0.attention.o_proj.weight").detach().norm()) > 0.1
@@ -126,8 +124,6 @@ def test_a_sixteenth_of_the_bytes_costs_three_percent_of_the_loss_at_most(olmo2:
     ids = _text_ids()
     plain = replace(_SHAPE, vocab_size=1024, num_layers=4, ffn_dim=512, qk_norm=olmo2, reorder_norm=olmo2)
     compressed = SubspaceConfig(rank=8).applied_to(plain, free_layers=2)  # head 1, body 1, tail 2
-
     losses = [_loss_after(config, ids, 200) for config in (plain, compressed)]
-
     assert losses[0] < 0.9 * math.log(1024)
     assert losses[1] < 1.03 * losses[0], losses

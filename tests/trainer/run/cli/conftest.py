@@ -1,8 +1,7 @@
-"""One short training run, made by the command and looked at by many tests; a node's command line in this process."""
+"""One short training run, made by the command and looked at by many tests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 
 from tests.support.text_store import text_store
 from tests.support.trainer_command import TrainerCommand
-from tests.support.trainer_here import TrainerHere, trainer_here
 
 STEPS = 150
 INNER_STEPS = 40
@@ -44,14 +42,3 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     options = ("--node-id", "a", "--max-steps", str(STEPS), "--log-dir", folder / "logs", "--json")
     done = command(*options, GENESIS_TOKEN=TOKEN, GENESIS_LOG="DEBUG")
     return Trained(command, done.stdout, done.stderr)
-
-
-@pytest.fixture
-def here(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[TrainerHere]:
-    with trainer_here(TrainerCommand(text_store(), tmp_path), capsys, caplog, monkeypatch) as command:
-        yield command

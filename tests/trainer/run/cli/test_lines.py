@@ -11,7 +11,7 @@ import pytest
 from trainer.inner import StepResult
 from trainer.outer.engine.collective import RoundReport
 from trainer.outer.engine.strategy import OuterResult
-from trainer.run.cli.lines import training_line
+from trainer.run.cli.lines import training_display
 from trainer.run.config import RunConfig
 from trainer.run.node import StopRequest
 
@@ -32,7 +32,7 @@ def outer(*, failed: bool = False) -> OuterResult:
 
 
 def said(capsys: pytest.CaptureFixture[str], *, as_json: bool, is_first: bool = True) -> tuple[str, str]:
-    with training_line(RunConfig(max_steps=9), StopRequest(), as_json=as_json, is_first=is_first) as line:
+    with training_display(RunConfig(max_steps=9), StopRequest(), as_json=as_json, is_first=is_first) as line:
         line.step(step(4))
         line.step(step(5, math.inf, skipped=True))
         line.step(step(6, math.nan, skipped=True))

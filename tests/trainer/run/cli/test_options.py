@@ -23,14 +23,7 @@ def test_options_win_over_set_which_wins_over_the_file(tmp_path: Path) -> None:
     assert config_of(file, [], {"api_host": "0.0.0.0"}).api.host == "0.0.0.0"
     assert config_of(file, [], {"routing": "chain"}).swarm.driver.routing == "chain"
     assert (config.node_id, config.checkpoint.keep, config.checkpoint.every_steps) == ("a", 5, 10)
-
-
-def test_set_without_a_value_takes_back_what_the_file_says(tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text("node_id: a\nswarm: {num_stages: 4, start_from: /models/other}\n")
-    assert config_of(file, [], {}).swarm.start_from == "/models/other"
-    swarm = config_of(file, ["swarm.start_from="], {}).swarm
-    assert (swarm.start_from, swarm.num_stages) == ("", 4)
+    assert config_of(file, ["inner.lr="], {}).inner.lr == 1e-4
 
 
 @pytest.mark.parametrize(

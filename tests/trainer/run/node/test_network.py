@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.round_actor import identity_of
 from tests.support.trainer_command import TrainerCommand
 from tests.support.training_swarm import free_port, wait_until
 from trainer.collective import Terms
@@ -20,14 +21,16 @@ from trainer.model import ModelConfig, build_model
 from trainer.network.discovery import Announcement, Discovery, DiscoveryConfig, open_discovery
 from trainer.network.rpc import Endpoint, Identity, RpcConfig
 from trainer.network.transfer import StateConfig, describe
+from trainer.network.transfer.descriptor import Meta
 from trainer.outer.diloco import DiLoCoConfig, DiLoCoTrainer, SharedState
 from trainer.outer.engine.collective import LocalCollective
 from trainer.run.config import RunConfig
-from trainer.run.node.announcement import NodeProgress, announcement_of
-from trainer.run.node.compatibility import StateFit, register_terms, state_layout
+from trainer.run.node.compatibility import register_terms
+from trainer.run.node.identity import NodeStats, announcement_of
 from trainer.run.node.loop_thread import LoopThread
 from trainer.run.node.network import Network
-from trainer.run.node.shared_files import snapshot_meta, snapshot_tensors
+from trainer.run.node.peer_book import PeerBook
+from trainer.run.node.state_form import StateFit, state_layout
 
 SHAPE = ModelConfig(vocab_size=1024, dim=8, num_layers=1, num_heads=2, num_kv_heads=1, ffn_dim=16, max_seq_len=16)
 FIT = StateFit(SHAPE, 1, max_bytes=1 << 24)
@@ -51,6 +54,12 @@ def state(outer_step: int = 3, rows: int = 1024, **changes: object) -> SharedSta
     return replace(fits, **changes)
 
 
+def packed(shared: SharedState) -> tuple[Meta, Mapping[str, torch.Tensor]]:
+    found = FIT.pack(shared)
+    assert found is not None
+    return found
+
+
 class Listening:
     """Remembers the states that others can fetch; in the event loop's thread, which a test may hold up."""
 
@@ -61,8 +70,8 @@ class Listening:
         self.go_on.set()
         self.others: tuple[Announcement, ...] = ()
 
-    def progress(self) -> NodeProgress:
-        return NodeProgress()
+    def progress(self) -> NodeStats:
+        return NodeStats()
 
     def peers(self, announcements: tuple[Announcement, ...]) -> None:
         self.others = announcements
@@ -166,7 +175,7 @@ def test_a_newcomer_that_hears_of_a_stranger_first_hears_the_others_out(tmp_path
         discovery = open_discovery(endpoint, config)
         await endpoint.start()
         await discovery.start()
-        progress, named = NodeProgress(), RunConfig(node_id="other", run_id="test")
+        progress, named = NodeStats(), RunConfig(node_id="other", run_id="test")
         await discovery.announce(announcement_of(named, endpoint, terms, progress))
         others.append((discovery, endpoint))
         return endpoint.address
@@ -251,7 +260,7 @@ def test_a_layout_is_that_of_a_built_model() -> None:
 @pytest.mark.parametrize("rows", [1024, 5 * 1024])
 def test_a_state_fits_with_any_full_number_of_rows(rows: int) -> None:
     shared = state(rows=rows)
-    expectation = FIT.expectation(describe(snapshot_meta(shared), snapshot_tensors(shared)))
+    expectation = FIT.expectation(describe(*packed(shared)))
     assert expectation.tensors == {
         name: ("float32", (shared.anchor.numel(),)) for name in ("anchor", "momentum", "reference")
     }
@@ -275,9 +284,9 @@ def test_a_state_fits_with_any_full_number_of_rows(rows: int) -> None:
     ],
 )
 def test_a_descriptor_of_another_state_is_refused(meta: dict[str, int | str], said: str) -> None:
-    shared = state()
+    fits, tensors = packed(state())
     with pytest.raises(IncompatiblePeerError, match=said):
-        FIT.expectation(describe({**snapshot_meta(shared), **meta}, snapshot_tensors(shared)))
+        FIT.expectation(describe({**fits, **meta}, tensors))
 
 
 @pytest.mark.parametrize(
@@ -291,10 +300,45 @@ def test_a_descriptor_of_another_state_is_refused(meta: dict[str, int | str], sa
 )
 def test_tensors_of_another_state_are_refused(tensors: dict[str, torch.Tensor]) -> None:
     with pytest.raises(IncompatiblePeerError, match="expected a state of anchor, momentum, reference with"):
-        FIT.expectation(describe(snapshot_meta(state()), tensors))
+        FIT.expectation(describe(packed(state())[0], tensors))
 
 
 def test_a_state_larger_than_this_node_takes_is_refused() -> None:
-    shared = state()
     with pytest.raises(IncompatiblePeerError, match="at most 1000 bytes"):
-        replace(FIT, max_bytes=1000).expectation(describe(snapshot_meta(shared), snapshot_tensors(shared)))
+        replace(FIT, max_bytes=1000).expectation(describe(*packed(state())))
+
+
+STATES = [f"{number:x}" * 64 for number in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("held", "announced", "adopted", "elsewhere"),
+    [
+        ((1, 2), [(1, 1), (1, 1)], 1, None),  # Nodes that are only behind do not draw this one back.
+        ((1, 2, 3, 4), [(2, 7), (2, 7)], 7, 7),  # It went on alone, and sees where most others are.
+        ((4,), [(2, 7)], None, None),  # One other node with another state is no majority.
+    ],
+)
+def test_which_state_most_others_hold(
+    held: tuple[int, ...], announced: list[tuple[int, int]], adopted: int | None, elsewhere: int | None
+) -> None:
+    """States are numbers; those held were held after the outer step of the same number."""
+    book = PeerBook(TERMS.digest())
+    for step in held:
+        book.hold(step, STATES[step])
+    book.update(
+        tuple(
+            Announcement(
+                peer_id=identity_of(number).peer_id,
+                node_id=f"node-{number}",
+                run_id="run",
+                address="127.0.0.1:4100",
+                terms_digest=TERMS.digest(),
+                outer_step=step,
+                state_digest=STATES[state],
+            )
+            for number, (step, state) in enumerate(announced, 1)
+        )
+    )
+    assert book.state_to_adopt() == (None if adopted is None else STATES[adopted])
+    assert book.state_elsewhere() == (None if elsewhere is None else STATES[elsewhere])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from tests.support.text_store import text_store
 from tests.support.trainer_command import WAIT_S, RunningTrainer, TrainerCommand
 from tests.support.trainer_here import TrainerHere
+from trainer.monitor import read_events
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -61,7 +63,6 @@ def test_status_and_metrics_while_it_trains_and_the_shutdown(watched: TrainerCom
     assert watched.saved("a", token=TOKEN)["training_rounds"] == steps[-1] + 1
 
 
-@pytest.mark.slow
 def test_what_it_takes_to_verify_training_outlives_a_restart(watched: TrainerCommand) -> None:
     options = ("--node-id", "a", "--api-port", "0", "--set", "checkpoint.every_steps=1000")
     watched(*options, "--max-steps", "200", "--no-api")
@@ -78,3 +79,50 @@ def test_a_port_that_is_taken_is_told(here: TrainerHere) -> None:
         port = taken.getsockname()[1]
         said = here("--node-id", "a", "--api", "--api-port", str(port), "--max-steps", "1", expect=2)
     assert "something else listens there; give another --api-port" in said.splitlines()[-1]
+
+
+TEN_MB = 10_000_000
+
+
+def test_a_disk_that_takes_no_checkpoint_is_reported_and_training_goes_on(tmp_path: Path) -> None:
+    """Only the last save is an error: until then there is something left to lose by stopping."""
+    limited = ("prlimit", f"--fsize={TEN_MB}", sys.executable, "-m", "trainer")
+    trainer = TrainerCommand(text_store(), tmp_path, starter=limited)
+    options = ("--node-id", "a", "--max-steps", "8", "--set", "checkpoint.every_steps=2", "--log-dir", tmp_path)
+    done = trainer(*options, expect=1)
+    assert done.stderr.count("expected to write the checkpoint of step") >= 2
+    assert "free some space or name another folder" in done.stderr.splitlines()[-1]
+    events = list(read_events(tmp_path))
+    assert len([event for event in events if event.kind == "step"]) == 8
+    assert {event.fields["outcome"] for event in events if event.kind == "checkpoint"} >= {"failed"}
+
+
+def test_a_store_that_is_not_there(here: TrainerHere, trainer: TrainerCommand) -> None:
+    gone = ("--store", "http://127.0.0.1:9", "--set", "data.timeout_s=0.5")
+    assert "127.0.0.1:9" in here("--node-id", "a", *gone, expect=1).splitlines()[-1]
+    assert not trainer.checkpoints.exists()
+
+
+def test_ten_steps_in_a_row_that_are_not_finite_end_the_run(
+    here: TrainerHere, trainer: TrainerCommand, tmp_path: Path
+) -> None:
+    """The rate throws the weights so far off that no loss is finite any more; none of those steps is applied."""
+    wild = ("--lr", "1e30", "--set", "inner.warmup_steps=0", "--set", "inner.max_grad_norm=1e30")
+    said = here("--node-id", "a", *wild, "--log-dir", tmp_path, expect=1)
+    assert "the last of 10 such steps in a row" in said
+    told = [event.fields["skipped"] for event in read_events(tmp_path) if event.kind == "step"]
+    assert told[-9:] == 9 * [True]  # The tenth is the error itself.
+
+
+def test_a_checkpoint_of_another_store_is_refused(here: TrainerHere, trainer: TrainerCommand) -> None:
+    here("--node-id", "a", "--max-steps", "2")
+    said = here("--node-id", "a", "--max-steps", "4", "--store", text_store("other"), expect=1)
+    assert "expected" in said.splitlines()[-1]
+    assert trainer.saved("a")["training_rounds"] == 2
+
+
+def test_no_memory_is_told_in_a_line(trainer: TrainerCommand) -> None:
+    limited = ("prlimit", f"--as={4_000_000_000}", sys.executable, "-m", "trainer")
+    narrow = TrainerCommand(trainer.store, trainer.folder, starter=limited)
+    done = narrow("--node-id", "a", "--preset", "1b", expect=1)
+    assert "found none left" in done.stderr.splitlines()[-1]

@@ -29,7 +29,7 @@ from trainer.pipeline.driver.results import AuditStatus, DriverStatus, StageStat
 from trainer.pipeline.driver.steps import StepLoss
 from loader.stream.schedule import Lane
 from trainer.run.config import RunConfig, from_mapping
-from trainer.run.node.announcement import NodeProgress
+from trainer.run.node.identity import NodeStats
 from trainer.run.node.data import open_session
 from trainer.run.node.stopping import StopRequest
 from trainer.run.swarm.driver_node import DriverNode
@@ -65,7 +65,7 @@ def shape(config: RunConfig) -> SwarmShape:
 
 def view_of(config: RunConfig, shape: SwarmShape) -> DriverPeerView:
     endpoint = Endpoint(Identity.create(), config.run_id, config.rpc)
-    return DriverPeerView(config, endpoint, shape, NodeProgress, lambda _: None)
+    return DriverPeerView(config, endpoint, shape, NodeStats, lambda _: None)
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ async def test_what_goes_wrong_with_one_look_does_not_end_looking(
         looked_on.set()
 
     async with running_endpoint() as endpoint:
-        view = DriverPeerView(config, endpoint, shape, NodeProgress, heard)
+        view = DriverPeerView(config, endpoint, shape, NodeStats, heard)
         await view.start()
         await asyncio.wait_for(looked_on.wait(), 20)
         await view.stop()
@@ -214,7 +214,7 @@ async def test_a_driver_whose_addresses_are_dead_says_which(
     dead = f"127.0.0.1:{free_port()}"
     discovery = DiscoveryConfig(initial_peers=(dead,), poll_interval_s=0.1)
     async with running_endpoint(run_id=config.run_id) as endpoint:
-        lonely = DriverPeerView(replace(config, discovery=discovery), endpoint, shape, NodeProgress, lambda _: None)
+        lonely = DriverPeerView(replace(config, discovery=discovery), endpoint, shape, NodeStats, lambda _: None)
         await lonely.start()
         try:
             async with asyncio.timeout(30):

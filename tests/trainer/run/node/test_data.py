@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import sysconfig
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,11 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from genesis.populate.options import LearnOptions, PopulateOptions
+from genesis.populate.pipeline import populate
+from genesis.store import FolderStore
 from loader.options import StoreOptions
 from loader.session import Session
-from manifests import VocabularyFile
-from tests.support.growing_store import GROWN_SHARDS, copy_text_store, grow_text_store
-from tests.support.text_store import NUM_SHARDS, text_store
+from manifests import SourceSpec, VocabularyFile
+from tests.support.text_store import NUM_SHARDS, SHARD_TOKENS, text_store
 from tests.support.trainer_command import TrainerCommand
 from tests.support.trainer_here import TrainerHere
 from trainer.checkpoint.node import checkpoint_path, read_checkpoint, wallet_id
@@ -22,10 +28,9 @@ from trainer.checkpoint.node.naming import kept_path, kept_paths
 from trainer.model import ModelConfig, build_model, preset
 from trainer.outer.diloco import FlatLayout
 from trainer.outer.engine.collective import LocalCollective
-from trainer.run.config import RunConfig, from_mapping
-from trainer.run.node.data import endless, open_dataset
+from trainer.run.config import DataConfig, RunConfig, from_mapping
+from trainer.run.node.data import StoreWatch, endless, lineage_of, open_dataset, open_session, within_vocabulary
 from trainer.run.node.replica import Replica
-from trainer.run.node.vocabulary import lineage_of, within_vocabulary
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -179,3 +184,82 @@ def test_a_vocabulary_keeps_its_lineage_as_it_grows(tmp_path: Path) -> None:
     assert after.next_merge_id > before.next_merge_id
     assert lineage_of(after) == lineage_of(before)
     assert lineage_of(vocabulary_of(text_store("other"))) != lineage_of(before)
+
+
+def opened(store: Path, tmp_path: Path) -> Session:
+    return open_session(DataConfig(store=str(store), cache_dir=str(tmp_path / "cache"), timeout_s=1.0))
+
+
+def looked_until_answered(watch: StoreWatch) -> bool:
+    """Looks until the question that is asked now is answered."""
+    grown = watch.look()
+    deadline_s = time.monotonic() + 60
+    while not grown and watch.is_asking:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+        grown = watch.look()
+    return grown
+
+
+def test_a_grown_store_is_seen(tmp_path: Path) -> None:
+    store = copy_text_store(tmp_path / "store")
+    watch = StoreWatch(opened(store, tmp_path), 1e-9)
+    assert (watch.rows(), looked_until_answered(watch)) == (1024, False)
+    grow_text_store(store)
+    assert looked_until_answered(watch)
+    assert (watch.rows(), watch.vocabulary.next_merge_id > 1024) == (2048, True)
+    assert not looked_until_answered(watch)
+
+
+def test_it_is_asked_no_more_often_than_it_should_be(tmp_path: Path) -> None:
+    store = copy_text_store(tmp_path / "store")
+    now_s = 0.0
+    watch = StoreWatch(opened(store, tmp_path), 60.0, lambda: now_s)
+    grow_text_store(store)
+    now_s = 59.0
+    assert not looked_until_answered(watch)
+    now_s = 61.0
+    assert looked_until_answered(watch)
+
+
+def test_a_store_that_is_gone_is_only_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = copy_text_store(tmp_path / "store")
+    watch = StoreWatch(opened(store, tmp_path), 1e-9)
+    shutil.rmtree(store)
+    assert not looked_until_answered(watch)
+    assert "the store cannot be asked for what is new" in caplog.text
+    assert watch.rows() == 1024
+
+
+GROWN_SHARDS = 2
+_MERGES = 300
+"""Beyond the first source's: some 1,260 ids in all, where a model for the first alone has 1,024 rows."""
+
+
+def copy_text_store(folder: Path) -> Path:
+    """A copy of the store that tests share, to be changed."""
+    return Path(shutil.copytree(text_store(), folder))
+
+
+def grow_text_store(folder: Path) -> None:
+    """Populates the second source: `GROWN_SHARDS` shards, ids that were not there before."""
+    lines = folder.parent / "more.jsonl"
+    if not lines.exists():
+        lines.write_text("".join(_rows()), encoding="utf-8")
+    options = PopulateOptions(
+        spec=SourceSpec(name="more", merges=_MERGES),
+        store_url=FolderStore(folder).url,
+        inputs=(str(lines),),
+        num_workers=1,
+        shard_tokens=SHARD_TOKENS,
+        max_shards=GROWN_SHARDS,
+        learn=LearnOptions(documents=200, merges=_MERGES),
+    )
+    populate(options, FolderStore(folder))
+
+
+def _rows() -> list[str]:
+    """Source code: other text than the first source's, of which there is enough everywhere."""
+    library = Path(sysconfig.get_path("stdlib"))
+    texts = [path.read_text(encoding="utf-8") for path in sorted(library.glob("[a-f]*.py"))]
+    return [json.dumps({"text": text}) + "\n" for text in texts]
