@@ -140,7 +140,7 @@ def test_slices_cover_everything_at_block_borders(num_values: int, num_ranks: in
 
 def test_without_a_process_group_the_way_out_is_named() -> None:
     with pytest.raises(TrainerUsageError, match="torchrun"):
-        RankedBytes.of()
+        RankedBytes()
 
 
 @pytest.fixture(scope="module")
