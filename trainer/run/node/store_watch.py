@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from loader import LoaderError
 from loader.session import Session
 from manifests import VocabularyFile
 from trainer.model import rows_for
-from trainer.outer.diloco.flight import BackgroundCall
+from trainer.outer.engine.daemon_call import start_daemon
 
 __all__ = ["StoreWatch"]
 
@@ -46,7 +47,7 @@ class StoreWatch:
         self._refresh_s = refresh_s
         self._clock = clock
         self._next_s = clock() + refresh_s
-        self._call: BackgroundCall[_Seen] | None = None
+        self._call: Future[_Seen] | None = None
 
     @classmethod
     def open(cls, session: Session, refresh_s: float, clock: Callable[[], float] = time.monotonic) -> StoreWatch:
@@ -85,14 +86,14 @@ class StoreWatch:
         if self._call is not None and self._call.done():
             return self._take(self._call)
         if self._call is None and self._clock() >= self._next_s:
-            self._call = BackgroundCall.start(self._ask, "store-watch")
+            self._call = start_daemon(self._ask, "store-watch")
         return False
 
     def _ask(self) -> _Seen:
         catalog = self._seen.session.newest_catalog()
         return _Seen(replace(self._seen.session, catalog=catalog), catalog.vocabulary())
 
-    def _take(self, call: BackgroundCall[_Seen]) -> bool:
+    def _take(self, call: Future[_Seen]) -> bool:
         self._call, self._next_s = None, self._clock() + self._refresh_s
         try:
             found = call.result(0.0)
