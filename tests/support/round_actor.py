@@ -23,11 +23,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from trainer.aggregation import RuleConfig
 from trainer.collective import CollectiveConfig, PeerCollective, Terms
-from trainer.collective.asking import Asking
 from trainer.collective.commit_vote import CommitVote
-from trainer.collective.exchange import Exchange
+from trainer.collective.coordinator_client import CoordinatorClient
 from trainer.collective.member import RoundMember
-from trainer.collective.reduction import Reduction
+from trainer.collective.reduction import Reduction, ReductionPass
 from trainer.errors import RoundFailedError, StateBehindError
 from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig, Stream
 from trainer.outer.engine.collective import Contribution
@@ -118,9 +117,9 @@ def _install(fault: _Fault) -> None:
         setattr(owner, name, wrapped)
 
     before(RoundMember, "_come_together", "before_joining")
-    before(Asking, "acknowledge", "before_acknowledging")
+    before(CoordinatorClient, "acknowledge", "before_acknowledging")
     before(RoundMember, "_carry_out", "begun")
-    before(Exchange, "_send_parts", "before_sending")
+    before(ReductionPass, "_send_parts", "before_sending")
     after(Stream, "send", "sent")
     before(Reduction, "_publish", "before_publishing")
     after(Reduction, "_publish", "published")
