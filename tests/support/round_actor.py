@@ -26,6 +26,8 @@ from trainer.collective import CollectiveConfig, PeerCollective, Terms
 from trainer.collective.commit_vote import CommitVote
 from trainer.collective.coordinator_client import CoordinatorClient
 from trainer.collective.member import RoundMember
+from trainer.collective.messages import Agreement, Member
+from trainer.collective.planning import cut_values
 from trainer.collective.reduction import Reduction, ReductionPass
 from trainer.errors import RoundFailedError, StateBehindError
 from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig, Stream
@@ -35,13 +37,33 @@ from trainer.run.node.loop_thread import LoopThread
 RUN_ID = "round-test"
 NUM_VALUES = 40_000
 
-__all__ = ["NUM_VALUES", "RUN_ID", "contribution_of", "identity_of", "terms"]
+__all__ = ["NUM_VALUES", "PEER_IDS", "RUN_ID", "agreement_of", "contribution_of", "identity_of", "terms"]
 
 
 def identity_of(number: int) -> Identity:
     """The same key for the same number, always."""
     seed = hashlib.sha256(f"round actor {number}".encode()).digest()
     return Identity.of(Ed25519PrivateKey.from_private_bytes(seed))
+
+
+PEER_IDS = [identity_of(number).peer_id for number in range(12)]
+
+
+def agreement_of(num_members: int, num_values: int, most_values: int = 1 << 18) -> Agreement:
+    """Members of equal weight."""
+    return Agreement(
+        round_index=3,
+        attempt=0,
+        coordinator=PEER_IDS[0],
+        state_digest="0" * 64,
+        num_values=num_values,
+        part_values=cut_values(num_values, num_members, most_values),
+        vocabulary_rows=1024,
+        members=tuple(
+            Member(peer_id=peer_id, address="127.0.0.1:1", certificate=None, weight=1.0)
+            for peer_id in sorted(PEER_IDS[:num_members])
+        ),
+    )
 
 
 def contribution_of(number: int, round_index: int, num_values: int = NUM_VALUES) -> torch.Tensor:
@@ -51,7 +73,7 @@ def contribution_of(number: int, round_index: int, num_values: int = NUM_VALUES)
 
 
 def terms(**changes: Any) -> Terms:
-    """The same for all, but for the changes."""
+    """Returns the terms of all, with changes."""
     synchronisation = {"inner_steps": 20, **changes}
     return Terms(architecture={"dim": 8}, tokenizer_lineage="0" * 64, synchronisation=synchronisation)
 

@@ -20,14 +20,13 @@ from trainer.collective.messages import (
     Acknowledge,
     AcknowledgeReply,
     Agreement,
-    Decision,
-    ExchangeOpen,
+    CommitDecision,
     Invite,
     InviteReply,
     JoinRequest,
     MomentsOpen,
     MomentsReply,
-    Nothing,
+    ReductionOpen,
     StatusReply,
     StatusRequest,
     Vote,
@@ -42,7 +41,7 @@ METHODS: dict[str, type[BaseModel]] = {
     "round/join": Agreement,
     "round/acknowledge": AcknowledgeReply,
     "round/moments": MomentsReply,
-    "round/vote": Decision,
+    "round/vote": CommitDecision,
     "round/invite": InviteReply,
     "round/status": StatusReply,
 }
@@ -171,7 +170,7 @@ def test_what_belongs_to_no_known_agreement_is_refused(stranger, node):
 
 def test_a_stream_for_no_known_agreement_is_refused(stranger, node):
     async def trade() -> None:
-        opening = ExchangeOpen(plan=ANY_DIGEST, agreement=ANY_DIGEST, task="0.0")
+        opening = ReductionOpen(plan=ANY_DIGEST, agreement=ANY_DIGEST, task="0.0")
         async with stranger.endpoint.open_stream(node.endpoint.peer, "round/exchange", opening, timeout_s=5) as stream:
             await stream.send(0, b"x" * 100)
             await stream.receive()
@@ -297,7 +296,7 @@ def _nonsense(chance: random.Random) -> dict[str, Any]:
         Acknowledge(round_index=1, agreement=ANY_DIGEST),
         Invite(round_index=1, after_s=1.0),
         MomentsOpen(agreement=ANY_DIGEST, task="0.0"),
-        Nothing(),
+        StatusRequest(agreement=ANY_DIGEST),
     ]
     body: dict[str, Any] = json.loads(chance.choice(bodies).model_dump_json())
     wrong = [-1, 2**60, "", "x" * 500, None, [], {}, [[[]]], True, 1.5, "zz" * 32]

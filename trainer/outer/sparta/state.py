@@ -137,7 +137,16 @@ def from_snapshot(meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Spa
     found = check_meta(meta)
     if set(tensors) != {*_VECTORS, _STEPS}:
         raise IncompatiblePeerError(f"expected a snapshot of {', '.join(_VECTORS)} and {_STEPS}, found others")
-    return SpartaState(**found.model_dump(exclude={"kind", "version"}), **tensors)
+    return SpartaState(
+        round_index=found.round_index,
+        num_inner_steps=found.num_inner_steps,
+        vocab_rows=found.vocab_rows,
+        layout_digest=found.layout_digest,
+        parameters=tensors["parameters"],
+        exp_avg=tensors["exp_avg"],
+        exp_avg_sq=tensors["exp_avg_sq"],
+        steps=tensors[_STEPS],
+    )
 
 
 @dataclass(frozen=True, slots=True)
