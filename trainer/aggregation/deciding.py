@@ -47,8 +47,6 @@ class EffectiveRule:
     """The rule that is applied among a given number of members."""
 
     rule: RuleName
-    num_trimmed: int
-    """trimmed_mean: values left out at each end of a coordinate; else 0."""
     note: str
     """Why it is another rule, or protects less than was asked for; empty otherwise."""
 
@@ -98,19 +96,18 @@ def trim_count(num_members: int, config: RuleConfig) -> int:
 def effective_rule(num_members: int, config: RuleConfig) -> EffectiveRule:
     """Returns the rule as it can be applied to so many members."""
     rule, num_byzantine = config.rule, config.num_byzantine
-    trimmed = trim_count(num_members, config) if rule == "trimmed_mean" else 0
     least = 2 * num_byzantine + (3 if rule in ("krum", "multi_krum") else 1)
     if rule == "centered_clip":
         least = max(3, least)
     is_alone = num_members == 1 and rule not in _OVER_WHOLE_VECTORS
     if rule == "mean" or num_members < 1 or is_alone or num_members >= least:
-        return EffectiveRule(rule, trimmed, "")
+        return EffectiveRule(rule, "")
     note = f"{rule} against {num_byzantine} needs {least} members, found {num_members}"
     if rule in _OVER_WHOLE_VECTORS:
         rule, note = "median", f"{note}: median instead"
     if num_members < 2 * num_byzantine + 1:
         note = f"{note}; robustness is not available"
-    return EffectiveRule(rule, trimmed, note)
+    return EffectiveRule(rule, note)
 
 
 def decide(found: Moments, weights: Sequence[float], config: RuleConfig) -> RuleDecision:

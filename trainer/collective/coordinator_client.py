@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import TypeVar
 
 from pydantic import BaseModel
@@ -15,7 +14,6 @@ from trainer.collective.messages import (
     Agreement,
     CommitDecision,
     JoinRequest,
-    Member,
     MomentsOpen,
     MomentsReply,
     StatusReply,
@@ -26,7 +24,7 @@ from trainer.collective.messages import (
 from trainer.collective.moments import split_sums
 from trainer.collective.service import RoundService, RoundSettings
 from trainer.errors import CodecError, RpcError
-from trainer.network.rpc import Peer, Reply
+from trainer.network.rpc import Peer, Reply, Request
 
 __all__ = ["CoordinatorClient"]
 
@@ -47,24 +45,23 @@ class CoordinatorClient:
     async def join(self, coordinator: Peer | None, request: JoinRequest) -> Agreement:
         """Joins a round, and returns the agreement once all have come."""
         if coordinator is None:
-            return await self._service.join(self._own_id, request)
+            return (await self._service.join(Request(self._own_id, request))).body
         timeout_s = self._config.gather_timeout_s + 2 * self._config.stall_timeout_s
         return (await self._call(coordinator, "round/join", request, Agreement, timeout_s)).body
 
     async def acknowledge(self, coordinator: Peer | None, agreement: Agreement) -> Agreement | None:
         """Acknowledges an agreement; returns None once all have, or the agreement that replaces it."""
-        acknowledgement = Acknowledge(round_index=agreement.round_index, agreement=agreement.fingerprint())
+        body = Acknowledge(round_index=agreement.round_index, agreement=agreement.fingerprint())
         if coordinator is None:
-            return await self._service.acknowledge(self._own_id, agreement.round_index, acknowledgement.agreement)
+            return (await self._service.acknowledge(Request(self._own_id, body))).body.agreement
         timeout_s = 4 * self._config.stall_timeout_s
-        reply = await self._call(coordinator, "round/acknowledge", acknowledgement, AcknowledgeReply, timeout_s)
-        return reply.body.agreement
+        return (await self._call(coordinator, "round/acknowledge", body, AcknowledgeReply, timeout_s)).body.agreement
 
     async def vote(self, coordinator: Peer | None, vote: Vote, sums: Moments | None) -> CommitDecision:
         """Votes, and returns the decision."""
-        if coordinator is None:
-            return await self._service.vote(self._own_id, vote, sums)
         payload = sums.to_bytes() if sums is not None else b""
+        if coordinator is None:
+            return (await self._service.vote(Request(self._own_id, vote, payload))).body
         timeout_s = self._config.round_timeout_s
         return (await self._call(coordinator, "round/vote", vote, CommitDecision, timeout_s, payload)).body
 
@@ -81,23 +78,21 @@ class CoordinatorClient:
 
     async def moments(self, agreement: Agreement, task: Task, sums: Moments) -> list[Moments]:
         """Returns all reducers' sums, from the first member in succession that answers; if none does, only its own."""
+        body, payload = MomentsOpen(agreement=agreement.fingerprint(), task=task.key), sums.to_bytes()
+        timeout_s = self._config.round_timeout_s
         for member in agreement.succession():
             try:
-                pieces = await self._moments_at(member, agreement, task, sums.to_bytes())
+                if member.peer_id == self._own_id:
+                    reply = await self._service.all_reduce_moments(Request(self._own_id, body, payload))
+                else:
+                    reply = await self._call(member.peer, "round/moments", body, MomentsReply, timeout_s, payload)
+                pieces = split_sums(reply.body, bytes(reply.payload))
                 if not pieces:
                     raise CodecError("expected the sums of one reducer or more, found none")
                 return [Moments.from_bytes(piece, len(agreement.members)) for piece in pieces]
             except (RpcError, CodecError, ValueError) as error:
                 logger.info("round %d: no sums from %s: %s", agreement.round_index, member.peer_id[:8], error)
         return [sums]
-
-    async def _moments_at(self, member: Member, agreement: Agreement, task: Task, sums: bytes) -> Sequence[bytes]:
-        opening = MomentsOpen(agreement=agreement.fingerprint(), task=task.key)
-        if member.peer_id == self._own_id:
-            return await self._service.all_reduce_moments(self._own_id, opening.agreement, sums)
-        timeout_s = self._config.round_timeout_s
-        reply = await self._call(member.peer, "round/moments", opening, MomentsReply, timeout_s, sums)
-        return split_sums(reply.body, bytes(reply.payload))
 
     async def _call(
         self, peer: Peer, method: str, body: BaseModel, reply: type[B], timeout_s: float, payload: bytes = b""

@@ -245,12 +245,12 @@ class RoundMember:
             self._reductions += own
             await self._service.offer(plan.fingerprint(), own)
             failed = await ReductionPass(
-                plan,
-                arithmetic,
-                settings.endpoint,
-                peers,
-                results,
-                {reduction.task.key: reduction for reduction in own},
+                plan=plan,
+                arithmetic=arithmetic,
+                endpoint=settings.endpoint,
+                peers=peers,
+                results=results,
+                reductions={reduction.task.key: reduction for reduction in own},
                 stall_timeout_s=self._config.stall_timeout_s,
                 timeout_s=max(1.0, deadline_s - time.monotonic() + self._config.stall_timeout_s),
             ).run()

@@ -17,32 +17,22 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Protocol
+from dataclasses import dataclass, field
 
 from trainer.aggregation import Moments, RuleDecision
 from trainer.collective.arithmetic import Arithmetic, HeldResults, Payload, ReducedPart, TaskResult
 from trainer.collective.messages import Plan, ReductionOpen, Task
 from trainer.errors import CodecError, PeerUnavailableError, RefusedError, RpcError
-from trainer.network.rpc import Endpoint, Frame, Peer, Stream
+from trainer.network.rpc import Endpoint, Peer, ServerStream, Stream
 from trainer.network.rpc.boundary import peer_boundary
 
-__all__ = ["REDUCTION_METHOD", "PartStream", "Reduction", "ReductionPass"]
+__all__ = ["REDUCTION_METHOD", "Reduction", "ReductionPass"]
 
 logger = logging.getLogger(__name__)
 
 REDUCTION_METHOD = "round/exchange"
 
 DecideRule = Callable[[Task, Moments], Awaitable[RuleDecision]]
-
-
-class PartStream(Protocol):
-    """A contributor's stream."""
-
-    async def send(self, index: int, payload: Payload) -> None:
-        """Sends a result."""
-
-    async def receive(self) -> Frame | None:
-        """Returns the next contribution, None at the end."""
 
 
 class Reduction:
@@ -116,7 +106,7 @@ class Reduction:
                 self._changed.notify_all()
             raise
 
-    async def serve(self, sender: str, stream: PartStream) -> None:
+    async def serve(self, sender: str, stream: ServerStream) -> None:
         """Takes a member's contributions and sends it the results, both at once, until it has all of them."""
         if sender not in self._num_arrived:
             raise RefusedError("unknown", "not a member of this pass")
@@ -154,7 +144,7 @@ class Reduction:
             raise ConnectionAbortedError(f"part {part} is not reduced here any more")
         return self._results[part]
 
-    async def _receive_from(self, sender: str, stream: PartStream) -> None:
+    async def _receive_from(self, sender: str, stream: ServerStream) -> None:
         reason = "its stream ended before all of its parts had come"
         try:
             while (frame := await stream.receive()) is not None:
@@ -243,50 +233,30 @@ class Reduction:
             self.sums = sums if self.sums is None else self.sums + sums
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReductionPass:
-    """One pass, as a member goes through it.
+    """One pass, as a member goes through it."""
 
-    Args:
-        plan: who reduces what.
-        arithmetic: of the round.
-        endpoint: to the others.
-        peers: how to reach them.
-        results: where results go.
-        reductions: this node's own tasks in this pass, by key.
-        stall_timeout_s: silence after which a reducer is given up.
-        timeout_s: how long the pass may take.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        arithmetic: Arithmetic,
-        endpoint: Endpoint,
-        peers: Mapping[str, Peer],
-        results: HeldResults,
-        reductions: Mapping[str, Reduction],
-        *,
-        stall_timeout_s: float,
-        timeout_s: float,
-    ) -> None:
-        self._plan = plan
-        self._plan_digest = plan.fingerprint()
-        self._arithmetic = arithmetic
-        self._endpoint = endpoint
-        self._peers = peers
-        self._results = results
-        self._reductions = reductions
-        self._stall_timeout_s = stall_timeout_s
-        self._timeout_s = timeout_s
-        self._failed: dict[str, str] = {}
+    plan: Plan
+    arithmetic: Arithmetic
+    endpoint: Endpoint
+    peers: Mapping[str, Peer]
+    results: HeldResults
+    reductions: Mapping[str, Reduction]
+    """This node's own tasks in this pass, by key."""
+    stall_timeout_s: float
+    """Silence after which a reducer is given up."""
+    timeout_s: float
+    """How long the pass may take."""
+    _failed: dict[str, str] = field(default_factory=dict, init=False)
 
     async def run(self) -> dict[str, str]:
         """Goes through the pass; returns the reducers that did not deliver, and why."""
         async with asyncio.TaskGroup() as group:
-            for task in self._plan.fresh:
-                result = self._results.begin(task)
-                if task.key in self._reductions:
-                    group.create_task(self._reduce_own(self._reductions[task.key], result))
+            for task in self.plan.fresh:
+                result = self.results.begin(task)
+                if task.key in self.reductions:
+                    group.create_task(self._reduce_own(self.reductions[task.key], result))
                 else:
                     group.create_task(self._trade(task, result))
         return self._failed
@@ -299,24 +269,24 @@ class ReductionPass:
 
     async def _trade(self, task: Task, result: TaskResult) -> None:
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self.timeout_s):
                 await self._trade_parts(task, result)
         except (RpcError, CodecError, TimeoutError) as error:
             reason = str(error)[:200] or type(error).__name__
             if isinstance(error, PeerUnavailableError):
-                for reduction in self._reductions.values():
+                for reduction in self.reductions.values():
                     await reduction.lose(task.reducer, reason)
             self._failed[task.reducer] = reason
             logger.info("round: reducer %s did not deliver: %s", task.reducer[:8], reason)
 
     async def _trade_parts(self, task: Task, result: TaskResult) -> None:
-        opening = ReductionOpen(plan=self._plan_digest, agreement=self._plan.agreement, task=task.key)
-        async with self._endpoint.open_stream(
-            self._peers[task.reducer],
+        opening = ReductionOpen(plan=self.plan.fingerprint(), agreement=self.plan.agreement, task=task.key)
+        async with self.endpoint.open_stream(
+            self.peers[task.reducer],
             REDUCTION_METHOD,
             opening,
-            timeout_s=self._timeout_s,
-            stall_timeout_s=self._stall_timeout_s,
+            timeout_s=self.timeout_s,
+            stall_timeout_s=self.stall_timeout_s,
         ) as stream:
             sending = asyncio.create_task(self._send_parts(task, stream))
             try:
@@ -328,7 +298,7 @@ class ReductionPass:
 
     async def _send_parts(self, task: Task, stream: Stream) -> None:
         for part in range(task.first_part, task.last_part):
-            await stream.send(part, await asyncio.to_thread(self._arithmetic.encode_own, part))
+            await stream.send(part, await asyncio.to_thread(self.arithmetic.encode_own, part))
         await stream.end()
 
     async def _receive_results(self, task: Task, stream: Stream, result: TaskResult) -> None:

@@ -112,13 +112,13 @@ class RoundService:
 
     def register(self) -> None:
         """Registers the methods that are answered here."""
-        self._endpoint.register("round/join", JoinRequest, self._on_join)
-        self._endpoint.register("round/acknowledge", Acknowledge, self._on_acknowledge)
-        self._endpoint.register("round/moments", MomentsOpen, self._on_moments)
-        self._endpoint.register("round/vote", Vote, self._on_vote)
-        self._endpoint.register("round/invite", Invite, self._on_invite)
-        self._endpoint.register("round/status", StatusRequest, self._on_status)
-        self._endpoint.register_stream(REDUCTION_METHOD, ReductionOpen, self._on_reduction)
+        self._endpoint.register("round/join", JoinRequest, self.join)
+        self._endpoint.register("round/acknowledge", Acknowledge, self.acknowledge)
+        self._endpoint.register("round/moments", MomentsOpen, self.all_reduce_moments)
+        self._endpoint.register("round/vote", Vote, self.vote)
+        self._endpoint.register("round/invite", Invite, self.invite)
+        self._endpoint.register("round/status", StatusRequest, self.status)
+        self._endpoint.register_stream(REDUCTION_METHOD, ReductionOpen, self._serve_reduction)
 
     def invited(self, now_s: float) -> bool:
         """Returns whether others wait for this node; ``now_s`` of `time.monotonic`."""
@@ -134,43 +134,65 @@ class RoundService:
         self.catching_up = self.catching_up and next_round < 0
         self._invited_at_s = None
 
-    # -- as coordinator ------------------------------------------------------------------------------------------------
+    # -- answers; the sender may be this node itself -------------------------------------------------------------------
 
-    async def join(self, peer_id: str, request: JoinRequest) -> Agreement:
-        """Takes a node, possibly this one, into the round it asks for.
+    async def join(self, request: Request[JoinRequest]) -> Reply[Agreement]:
+        """Takes a node into the round it asks for, and returns the agreement.
 
         Raises:
             RefusedError: it does not belong here (`Terms.check`), is ``behind``, should ask another coordinator
                 (``not_coordinator``, ``not_ready``), or the gathering refuses it.
         """
-        self._settings.terms.check(request.terms, f"node {peer_id[:8]}")
-        if request.round_index < self.next_round:
+        peer_id, body = request.sender, request.body
+        self._settings.terms.check(body.terms, f"node {peer_id[:8]}")
+        if body.round_index < self.next_round:
             raise RefusedError(
                 "behind",
-                f"round {request.round_index} is over, the next one here is {self.next_round}; fetch the state first",
+                f"round {body.round_index} is over, the next one here is {self.next_round}; fetch the state first",
             )
-        if self.next_round < 0 or request.round_index > self.next_round + 1:
+        if self.next_round < 0 or body.round_index > self.next_round + 1:
             # Also keeps strangers from filling this node with rounds that will never be.
-            raise RefusedError("not_ready", f"this node is not ready for round {request.round_index}; ask the next one")
+            raise RefusedError("not_ready", f"this node is not ready for round {body.round_index}; ask the next one")
         if peer_id != self._own_id:
-            self._check_order(request)
-        gathering = self._gatherings.get(request.round_index)
+            self._check_order(body)
+        gathering = self._gatherings.get(body.round_index)
         if gathering is None or self._came_to_nothing(gathering):
-            gathering = self._open_gathering(request.round_index)
-        return await gathering.join(peer_id, request)
+            gathering = self._open_gathering(body.round_index)
+        return Reply(await gathering.join(peer_id, body))
 
-    async def acknowledge(self, peer_id: str, round_index: int, agreement_digest: str) -> Agreement | None:
+    async def acknowledge(self, request: Request[Acknowledge]) -> Reply[AcknowledgeReply]:
         """Takes a member's acknowledgement; see `MembershipGathering.acknowledge`."""
-        gathering = self._gatherings.get(round_index)
+        gathering = self._gatherings.get(request.body.round_index)
         if gathering is None:
             raise RefusedError("unknown", "no such agreement here; join again")
-        return await gathering.acknowledge(peer_id, agreement_digest)
+        agreement = await gathering.acknowledge(request.sender, request.body.agreement)
+        return Reply(AcknowledgeReply(agreement=agreement))
 
-    async def vote(self, peer_id: str, vote: Vote, sums: Moments | None) -> CommitDecision:
-        """Takes a member's vote, as the coordinator or its successor."""
-        known = self._known(vote.plan.agreement)
+    async def all_reduce_moments(self, request: Request[MomentsOpen]) -> Reply[MomentsReply]:
+        """Takes a reducer's sums; returns all reducers'."""
+        known = self._member_round(request.sender, request.body.agreement)
+        try:
+            found = Moments.from_bytes(request.payload, len(known.agreement.members))
+        except CodecError as error:
+            raise RefusedError("malformed", f"the sums of a reducer: {error}") from error
+        if found.num_values > known.agreement.num_values or float(abs(found.gram).max()) > _LARGEST_SUM:
+            raise RefusedError("malformed", "the sums of a reducer: larger than sums of so many fp32 values can be")
+        if known.moments_all_reduce is None:
+            reducers = frozenset(task.reducer for task in first_plan(known.agreement).tasks)
+            known.moments_all_reduce = MomentsAllReduce(reducers, 2 * self._config.stall_timeout_s)
+        return Reply(*join_sums(await known.moments_all_reduce.add(request.sender, bytes(request.payload))))
+
+    async def vote(self, request: Request[Vote]) -> Reply[CommitDecision]:
+        """Takes a member's vote, as the coordinator or its successor, and returns the decision."""
+        known = self._known(request.body.plan.agreement)
+        sums: Moments | None = None
+        if request.payload:
+            try:
+                sums = Moments.from_bytes(request.payload, len(known.agreement.members))
+            except CodecError as error:
+                raise RefusedError("malformed", f"the sums of a vote: {error}") from error
         if known.outcome is not None:
-            return known.outcome
+            return Reply(known.outcome)
         if known.commit_vote is None:
             known.commit_vote = CommitVote(
                 known.agreement,
@@ -181,21 +203,44 @@ class RoundService:
                 timeout_s=self._config.round_timeout_s / 2,
                 patience_s=4 * self._config.stall_timeout_s,
             )
-        return await known.commit_vote.vote(peer_id, vote, sums)
+        return Reply(await known.commit_vote.vote(request.sender, request.body, sums))
 
-    async def all_reduce_moments(self, peer_id: str, agreement_digest: str, sums: bytes) -> tuple[bytes, ...]:
-        """Takes a reducer's sums; returns all reducers'."""
-        known = self._member_round(peer_id, agreement_digest)
+    async def invite(self, request: Request[Invite]) -> Reply[InviteReply]:
+        """Returns whether this node will come to a round, and notes that others wait for it."""
+        round_index, next_round = request.body.round_index, self.next_round
+        is_known = request.sender == self._own_id or request.sender in self._directory.peers()
+        if is_known and self.catching_up:
+            return Reply(InviteReply(coming=False, next_round=-1, catching_up=True))
+        if not is_known or next_round < 0 or round_index not in (next_round, next_round + 1):
+            return Reply(InviteReply(coming=False, next_round=next_round))
+        gathering = self._gatherings.get(round_index)
+        if gathering is not None and not gathering.over and request.sender != self._own_id:
+            if not self._precedes(request.sender, round_index):
+                return Reply(InviteReply(coming=False, next_round=next_round, coordinator=self._own_id))
+            await gathering.give_way(request.sender)
+        if round_index == next_round and self._invited_at_s is None:
+            self._invited_at_s = asyncio.get_running_loop().time() + request.body.after_s
+        return Reply(InviteReply(coming=True, next_round=next_round))
+
+    async def status(self, request: Request[StatusRequest]) -> Reply[StatusReply]:
+        """Returns the outcome of a round, if it is known."""
+        return Reply(StatusReply(decision=self._known(request.body.agreement).outcome))
+
+    async def _serve_reduction(self, request: Request[ReductionOpen], stream: ServerStream) -> None:
+        # Only a member that knows that all have acknowledged sends parts: the round has begun, even if its coordinator
+        # is gone.
+        self._member_round(request.sender, request.body.agreement).begun.set()
+        key = (request.body.plan, request.body.task)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(2 * self._config.stall_timeout_s), self._reductions_changed:
+                await self._reductions_changed.wait_for(lambda: key in self._reductions)
+        reduction = self._reductions.get(key)
+        if reduction is None:
+            raise RefusedError("unknown", "not reduced here, or not any more")
         try:
-            found = Moments.from_bytes(sums, len(known.agreement.members))
-        except CodecError as error:
-            raise RefusedError("malformed", f"the sums of a reducer: {error}") from error
-        if found.num_values > known.agreement.num_values or float(abs(found.gram).max()) > _LARGEST_SUM:
-            raise RefusedError("malformed", "the sums of a reducer: larger than sums of so many fp32 values can be")
-        if known.moments_all_reduce is None:
-            reducers = frozenset(task.reducer for task in first_plan(known.agreement).tasks)
-            known.moments_all_reduce = MomentsAllReduce(reducers, 2 * self._config.stall_timeout_s)
-        return await known.moments_all_reduce.add(peer_id, sums)
+            await reduction.serve(request.sender, stream)
+        except ConnectionAbortedError as error:
+            raise RefusedError("unknown", str(error)) from error
 
     # -- as member -----------------------------------------------------------------------------------------------------
 
@@ -243,64 +288,6 @@ class RoundService:
         for known in self._rounds.values():
             _end(known)
 
-    # -- answers -------------------------------------------------------------------------------------------------------
-
-    async def _on_join(self, request: Request[JoinRequest]) -> Reply[Agreement]:
-        return Reply(await self.join(request.sender, request.body))
-
-    async def _on_acknowledge(self, request: Request[Acknowledge]) -> Reply[AcknowledgeReply]:
-        agreement = await self.acknowledge(request.sender, request.body.round_index, request.body.agreement)
-        return Reply(AcknowledgeReply(agreement=agreement))
-
-    async def _on_moments(self, request: Request[MomentsOpen]) -> Reply[MomentsReply]:
-        sums = await self.all_reduce_moments(request.sender, request.body.agreement, bytes(request.payload))
-        return Reply(*join_sums(sums))
-
-    async def _on_vote(self, request: Request[Vote]) -> Reply[CommitDecision]:
-        sums: Moments | None = None
-        if request.payload:
-            try:
-                members = len(self._known(request.body.plan.agreement).agreement.members)
-                sums = Moments.from_bytes(request.payload, members)
-            except CodecError as error:
-                raise RefusedError("malformed", f"the sums of a vote: {error}") from error
-        return Reply(await self.vote(request.sender, request.body, sums))
-
-    async def _on_invite(self, request: Request[Invite]) -> Reply[InviteReply]:
-        round_index, next_round = request.body.round_index, self.next_round
-        is_known = request.sender == self._own_id or request.sender in self._directory.peers()
-        if is_known and self.catching_up:
-            return Reply(InviteReply(coming=False, next_round=-1, catching_up=True))
-        if not is_known or next_round < 0 or round_index not in (next_round, next_round + 1):
-            return Reply(InviteReply(coming=False, next_round=next_round))
-        gathering = self._gatherings.get(round_index)
-        if gathering is not None and not gathering.over and request.sender != self._own_id:
-            if not self._precedes(request.sender, round_index):
-                return Reply(InviteReply(coming=False, next_round=next_round, coordinator=self._own_id))
-            await gathering.give_way(request.sender)
-        if round_index == next_round and self._invited_at_s is None:
-            self._invited_at_s = asyncio.get_running_loop().time() + request.body.after_s
-        return Reply(InviteReply(coming=True, next_round=next_round))
-
-    async def _on_status(self, request: Request[StatusRequest]) -> Reply[StatusReply]:
-        return Reply(StatusReply(decision=self._known(request.body.agreement).outcome))
-
-    async def _on_reduction(self, request: Request[ReductionOpen], stream: ServerStream) -> None:
-        # Only a member that knows that all have acknowledged sends parts: the round has begun, even if its coordinator
-        # is gone.
-        self._member_round(request.sender, request.body.agreement).begun.set()
-        key = (request.body.plan, request.body.task)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(2 * self._config.stall_timeout_s), self._reductions_changed:
-                await self._reductions_changed.wait_for(lambda: key in self._reductions)
-        reduction = self._reductions.get(key)
-        if reduction is None:
-            raise RefusedError("unknown", "not reduced here, or not any more")
-        try:
-            await reduction.serve(request.sender, stream)
-        except ConnectionAbortedError as error:
-            raise RefusedError("unknown", str(error)) from error
-
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _known(self, agreement_digest: str) -> _KnownRound:
@@ -342,7 +329,7 @@ class RoundService:
             config=self._config,
             values_per_part=self._settings.values_per_part,
             peers=self._directory.peers,
-            invite=self._invite,
+            invite=self._ask_to_come,
             precedes=self._precedes,
             latecomers=self._latecomers,
         )
@@ -351,10 +338,10 @@ class RoundService:
             self._gatherings.popitem(last=False)[1].close()
         return self._gatherings[round_index]
 
-    async def _invite(self, peer_id: str, round_index: int, after_s: float) -> InviteReply | None:
+    async def _ask_to_come(self, peer_id: str, round_index: int, after_s: float) -> InviteReply | None:
         invite = Invite(round_index=round_index, after_s=after_s)
         if peer_id == self._own_id:
-            return (await self._on_invite(Request(peer_id, invite))).body
+            return (await self.invite(Request(peer_id, invite))).body
         peer = self._directory.peers().get(peer_id)
         if peer is None:
             return InviteReply(coming=False, next_round=-1)
