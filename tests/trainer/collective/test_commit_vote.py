@@ -35,16 +35,20 @@ def vote_of(plan: Plan, digests: dict[str, str | None], *, failed=(), dropped=()
     )
 
 
-def plan_of(num_members: int) -> Plan:
-    return first_plan(agreement_of(num_members, 100_000))
+OF_FOUR = first_plan(agreement_of(4, 100_000))
 
 
-def decide(plan, votes, **options):
-    return decide_round(plan, votes, peer_ids=plan.members, max_passes=options.pop("max_passes", 4), **options)
+def decide(plan, votes, max_passes=4):
+    return decide_round(plan, votes, peer_ids=plan.members, max_passes=max_passes)
+
+
+def agreeing(plan: Plan, **options) -> dict[str, Vote]:
+    """All members hold the right result."""
+    return {member: vote_of(plan, {}, **options) for member in plan.members}
 
 
 def test_what_all_hold_is_committed():
-    plan = plan_of(4)
+    plan = OF_FOUR
     decision = decide(plan, {member: vote_of(plan, {}, own=member) for member in plan.members})
     assert decision.kind == "commit"
     assert decision.commit.members == plan.members
@@ -52,7 +56,7 @@ def test_what_all_hold_is_committed():
 
 
 def test_what_a_dead_reducer_left_is_reduced_again_by_others():
-    plan = plan_of(4)
+    plan = OF_FOUR
     dead, *alive = plan.members
     lost = [task.key for task in plan.tasks if task.reducer == dead]
     decision = decide(plan, {member: vote_of(plan, dict.fromkeys(lost), failed=[dead]) for member in alive})
@@ -62,7 +66,7 @@ def test_what_a_dead_reducer_left_is_reduced_again_by_others():
 
 
 def test_a_result_that_only_some_have_is_lost_too():
-    plan = plan_of(4)
+    plan = OF_FOUR
     dead, first, *others = plan.members
     lost = next(task.key for task in plan.tasks if task.reducer == dead)
     votes = {member: vote_of(plan, {lost: None}, failed=[dead]) for member in others} | {first: vote_of(plan, {})}
@@ -70,7 +74,7 @@ def test_a_result_that_only_some_have_is_lost_too():
 
 
 def test_one_who_accuses_all_others_does_not_get_their_work():
-    plan = plan_of(4)
+    plan = OF_FOUR
     liar, *honest = plan.members
     votes = {member: vote_of(plan, {}) for member in honest}
     votes[liar] = vote_of(plan, {task.key: None for task in plan.tasks if task.reducer != liar}, failed=honest)
@@ -86,7 +90,7 @@ def test_one_who_accuses_all_others_does_not_get_their_work():
 
 
 def test_a_reducer_that_tells_everybody_something_else_does_not_reduce_again():
-    plan = plan_of(4)
+    plan = OF_FOUR
     liar = plan.members[0]
     key = next(task.key for task in plan.tasks if task.reducer == liar)
     votes = {member: vote_of(plan, {key: str(number) * 64}) for number, member in enumerate(plan.members)}
@@ -97,15 +101,15 @@ def test_a_reducer_that_tells_everybody_something_else_does_not_reduce_again():
 
 
 def test_two_halves_of_a_round_cannot_both_commit():
-    plan = plan_of(4)
+    plan = OF_FOUR
     halves = [plan.members[:2], plan.members[2:]]
     kinds = [decide(plan, {member: vote_of(plan, {}) for member in half}).kind for half in halves]
     assert sorted(kinds) == ["abort", "commit"]
 
 
 def test_a_vote_that_names_a_task_twice_spoils_nothing():
-    plan = plan_of(4)
-    votes = {member: vote_of(plan, {}) for member in plan.members}
+    plan = OF_FOUR
+    votes = agreeing(plan)
     first = votes[plan.members[0]]
     twice = (TaskDigest(key=plan.tasks[0].key, digest=WRONG), *first.digests)
     votes[plan.members[0]] = first.model_copy(update={"digests": twice})
@@ -115,44 +119,36 @@ def test_a_vote_that_names_a_task_twice_spoils_nothing():
 
 
 def test_accusations_of_strangers_are_not_passed_on():
-    plan = plan_of(4)
+    plan = OF_FOUR
     stranger = MemberReason(peer_id="f" * 64, reason="made up")
-    votes = {member: vote_of(plan, {}, dropped=[stranger]) for member in plan.members}
-    assert decide(plan, votes).commit.dropped == ()
+    assert decide(plan, agreeing(plan, dropped=[stranger])).commit.dropped == ()
 
 
-def test_after_the_last_pass_most_may_commit_without_the_one_that_lacks_something():
-    plan = plan_of(4)
-    votes = {member: vote_of(plan, {}) for member in plan.members}
-    votes[plan.members[2]] = vote_of(plan, {plan.tasks[0].key: None})
+@pytest.mark.parametrize(("num_others", "kind"), [(1, "commit"), (2, "abort")])
+def test_after_the_last_pass_most_may_commit_without_the_others_but_half_may_not(num_others, kind):
+    plan = OF_FOUR
+    others = plan.members[-num_others:]
+    votes = agreeing(plan) | {member: vote_of(plan, {task.key: WRONG for task in plan.tasks}) for member in others}
     decision = decide(plan, votes, max_passes=1)
-    assert decision.kind == "commit"
-    assert plan.members[2] not in decision.commit.members
-    assert len(decision.commit.members) == 3
-
-
-def test_after_the_last_pass_half_may_not():
-    plan = plan_of(4)
-    votes = {member: vote_of(plan, {}) for member in plan.members}
-    for member in plan.members[:2]:
-        votes[member] = vote_of(plan, {task.key: WRONG for task in plan.tasks})
-    assert decide(plan, votes, max_passes=1).kind == "abort"
+    assert decision.kind == kind
+    assert decision.commit is None or decision.commit.members == plan.members[:-num_others]
+    lacking = agreeing(plan) | {member: vote_of(plan, {plan.tasks[0].key: None}) for member in others}
+    assert decide(plan, lacking, max_passes=1).kind == kind
 
 
 def test_the_report_says_who_was_left_out_and_how_much_is_missing():
-    plan = plan_of(4)
+    plan = OF_FOUR
     votes = {member: vote_of(plan, {}, own=member) for member in plan.members[1:]}
     why = MemberReason(peer_id=plan.members[0], reason="not finite")
     votes[plan.members[1]] = vote_of(plan, {}, own=plan.members[1], dropped=[why])
     commit = decide(plan, votes).commit
     assert commit.dropped == (why,)
-    short = {member: vote_of(plan, {}) for member in plan.members}
-    assert decide(plan, short).commit.completeness == 0.0
+    assert decide(plan, agreeing(plan)).commit.completeness == 0.0
 
 
 @given(st.integers(2, 6), st.data())
 def test_only_what_every_voter_holds_is_ever_committed(num_members, data):
-    plan = plan_of(num_members)
+    plan = first_plan(agreement_of(num_members, 100_000))
     voters = data.draw(st.lists(st.sampled_from(plan.members), min_size=1, unique=True))
     digest = st.sampled_from([RIGHT, RIGHT, RIGHT, WRONG, None])
     votes = {

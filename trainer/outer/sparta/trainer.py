@@ -176,14 +176,9 @@ class SpartaTrainer:
         return self._num_inner_steps
 
     @property
-    def failed_in_a_row(self) -> int:
-        """Rounds tried in vain since the last committed one; a round refused after it failed counts once."""
-        return self._standing.failed_in_a_row
-
-    @property
-    def missed_rounds(self) -> int:
-        """Rounds the others have made since this node's last."""
-        return self._standing.missed_rounds
+    def standing(self) -> RoundStanding:
+        """Counters of rounds, failures and missed rounds; read-only."""
+        return self._standing
 
     @property
     def behind(self) -> bool:
@@ -197,11 +192,6 @@ class SpartaTrainer:
     def must_rejoin(self) -> bool:
         """Behind, or ``max_failed_rounds`` failed in a row while the others went on."""
         return self._standing.must_rejoin
-
-    @property
-    def is_ghost(self) -> bool:
-        """Whether this node takes the average and counts for nothing in it."""
-        return not self._standing.counts
 
     def state_digest(self) -> str:
         """Returns the SHA-256 of what members of a round have alike: the parameters' layout and slices."""

@@ -155,7 +155,7 @@ def test_one_that_was_away_goes_on_with_the_others_without_a_reload(told: bool) 
         # Rounds some steps apart, as in training: of rounds that follow each other at once, whoever is late gets none.
         turn(found, with_both, train=True, step_s=0.1)
         trainer = away.replica.trainer
-        assert not trainer.behind and not trainer.must_rejoin and trainer.failed_in_a_row == 0
+        assert not trainer.behind and not trainer.must_rejoin and trainer.standing.failed_in_a_row == 0
 
 
 @pytest.mark.slow
@@ -165,8 +165,8 @@ def test_a_joiner_takes_over_a_state_and_counts_for_nothing_at_first() -> None:
         joiner.move_to(-1)  # It has no state yet, and says so to whoever invites it.
         turn(old, lambda: min(map(committed, old)) >= 3, train=True)
         joiner.replica.trainer.adopt(old[0].replica.trainer.shared_state())
-        assert joiner.replica.trainer.is_ghost
-        turn(found, lambda: not joiner.replica.trainer.is_ghost and committed(joiner) >= 4, train=True)
+        assert not joiner.replica.trainer.standing.counts
+        turn(found, lambda: joiner.replica.trainer.standing.counts and committed(joiner) >= 4, train=True)
         reports = [result.report for result in joiner.replica.results if result.report is not None]
         place = [report.members.index(joiner.endpoint.peer_id) for report in reports]
         weights = [report.weights[at] for report, at in zip(reports, place, strict=True)]

@@ -292,7 +292,7 @@ def test_where_it_stood_is_where_it_stands() -> None:
     replica.train(8, 13)
     again = restored(saved(replica), CONFIGS["waiting"])
     assert again.trainer.state_dict() == replica.trainer.state_dict()
-    assert again.trainer.is_ghost and again.trainer.round_index == 3 and again.trainer.inner_step == 2
+    assert not again.trainer.standing.counts and again.trainer.round_index == 3 and again.trainer.inner_step == 2
     assert again.trainer.shared_state().num_inner_steps == 13
 
 

@@ -204,7 +204,7 @@ def test_a_round_without_a_result_leaves_every_bit(answer, background: bool) -> 
     assert all(torch.equal(value, moments[name]) for name, value in replica.moments().items())
     (result,) = replica.results
     assert not result.committed and result.error and result.report is None
-    assert replica.trainer.failed_in_a_row == 1
+    assert replica.trainer.standing.failed_in_a_row == 1
 
 
 def test_a_round_that_is_given_up_goes_nowhere_and_blocks_the_next_until_it_is_over() -> None:
@@ -248,11 +248,11 @@ def test_who_is_refused_goes_on_with_the_round_the_others_are_at() -> None:
     replica = Replica(SpartaConfig(every_steps=5, num_slices=4, background=False), collective, others=frontier)
     for _ in range(5):
         replica.turn()
-    assert frontier.moved_to == [1] and replica.trainer.missed_rounds == 1
+    assert frontier.moved_to == [1] and replica.trainer.standing.missed_rounds == 1
     collective.answer = same
     result = replica.turn()
     assert result is not None and result.committed and result.round_index == 1, "at once: the others are there already"
-    assert replica.trainer.missed_rounds == 0 and replica.trainer.failed_in_a_row == 0
+    assert replica.trainer.standing.missed_rounds == 0 and replica.trainer.standing.failed_in_a_row == 0
 
 
 @pytest.mark.parametrize(("answer", "level"), [(refuse, "INFO"), (leave, "INFO"), (fail, "WARNING")])
@@ -302,7 +302,7 @@ def test_a_joiner_counts_for_nothing_until_its_ghost_rounds_are_over() -> None:
     was = joiner.vector()
     ghost = []
     for _ in range(4):
-        ghost.append(joiner.trainer.is_ghost)
+        ghost.append(not joiner.trainer.standing.counts)
         joiner.turn(num_batches=3)
     assert ghost == [True, True, False, False]
     assert [brought.num_batches for brought in collective.contributions] == [0, 0, 9, 9]
@@ -376,36 +376,39 @@ def test_bf16_parameters_become_alike_too() -> None:
     assert spread(replicas) == 0
 
 
-class TestUsage:
-    @pytest.mark.slow
-    def test_more_slices_than_values(self) -> None:
-        with pytest.raises(TrainerUsageError, match=r"sparta.num_slices"):
-            Replica(SpartaConfig(num_slices=10_000))
+@pytest.mark.slow
+def test_more_slices_than_values() -> None:
+    with pytest.raises(TrainerUsageError, match=r"sparta.num_slices"):
+        Replica(SpartaConfig(num_slices=10_000))
 
-    def test_an_optimizer_whose_state_cannot_be_handed_on(self) -> None:
-        model = torch.nn.Linear(5, 5)
-        with pytest.raises(TrainerUsageError, match="expected AdamW"):
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            SpartaTrainer(model, EACH_STEP, LocalCollective(), optimizer=optimizer)
-        with pytest.raises(TrainerUsageError, match="all trainable parameters"):
-            half = torch.optim.AdamW([model.weight])
-            SpartaTrainer(model, EACH_STEP, LocalCollective(), optimizer=half)
 
-    def test_parameters_that_are_not_contiguous(self) -> None:
-        model = torch.nn.Linear(5, 4)
-        model.weight = torch.nn.Parameter(torch.randn(5, 4).t())
-        with pytest.raises(TrainerUsageError, match="contiguous"):
-            Replica(EACH_STEP, model=model)
+def test_an_optimizer_whose_state_cannot_be_handed_on() -> None:
+    model = torch.nn.Linear(5, 5)
+    with pytest.raises(TrainerUsageError, match="expected AdamW"):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        SpartaTrainer(model, EACH_STEP, LocalCollective(), optimizer=optimizer)
+    with pytest.raises(TrainerUsageError, match="all trainable parameters"):
+        half = torch.optim.AdamW([model.weight])
+        SpartaTrainer(model, EACH_STEP, LocalCollective(), optimizer=half)
 
-    def test_the_vocabulary_does_not_grow(self) -> None:
-        replica = Replica(EACH_STEP)
-        with pytest.raises(TrainerUsageError, match="rows of vocabulary"):
-            replica.trainer.grow(replica.model, 64)
 
-    @pytest.mark.parametrize(
-        "options",
-        [{"every_steps": 0}, {"num_slices": 0}, {"salt": -1}, {"ghost_rounds": -1}, {"round_timeout_s": 0.0}],
-    )
-    def test_options_that_make_no_sense(self, options) -> None:
-        with pytest.raises(TrainerUsageError, match=f"sparta.{next(iter(options))}"):
-            SpartaConfig(**options)
+def test_parameters_that_are_not_contiguous() -> None:
+    model = torch.nn.Linear(5, 4)
+    model.weight = torch.nn.Parameter(torch.randn(5, 4).t())
+    with pytest.raises(TrainerUsageError, match="contiguous"):
+        Replica(EACH_STEP, model=model)
+
+
+def test_the_vocabulary_does_not_grow() -> None:
+    replica = Replica(EACH_STEP)
+    with pytest.raises(TrainerUsageError, match="rows of vocabulary"):
+        replica.trainer.grow(replica.model, 64)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"every_steps": 0}, {"num_slices": 0}, {"salt": -1}, {"ghost_rounds": -1}, {"round_timeout_s": 0.0}],
+)
+def test_options_that_make_no_sense(options) -> None:
+    with pytest.raises(TrainerUsageError, match=f"sparta.{next(iter(options))}"):
+        SpartaConfig(**options)
