@@ -318,7 +318,7 @@ def _completeness(plan: Plan, votes: Mapping[str, Vote], num_members: int) -> fl
     for task in plan.tasks:
         most = num_members * (task.last_part - task.first_part)
         vote = votes.get(task.reducer)
-        told = {entry.key: entry.num_included for entry in vote.digests}.get(task.key) if vote else most
+        counted = {entry.key: entry.num_included for entry in vote.digests}.get(task.key) if vote else most
         total += most
-        included += min(most, told or 0)
+        included += min(most, counted or 0)
     return included / total if total else 1.0

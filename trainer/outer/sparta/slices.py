@@ -166,11 +166,11 @@ def schedule_digest(
 
 
 def merged(now: Tensor, contributed: Tensor, result: RoundResult) -> Tensor:
-    """Returns what a slice's values become: ``average + (now − said)``, where ``said`` is what the others decoded.
+    """Returns what a slice's values become: ``average + (now − sent)``, where ``sent`` is what the others decoded.
 
-    That is the average with the node's own progress since. Unlike ``now + (average − said)``, it gives a replica that
+    That is the average with the node's own progress since. Unlike ``now + (average − sent)``, it gives a replica that
     has not stepped since the average bit for bit, so that replicas at rest become identical in one cycle. Where the
-    average is what was said, the parameter keeps its bits. The remainder of a lossy encoding stays at home, so that the
+    average is what was sent, the parameter keeps its bits. The remainder of a lossy encoding stays at home, so that the
     mean over the replicas is unchanged and errors do not build up.
 
     Args:
@@ -190,11 +190,11 @@ def merged(now: Tensor, contributed: Tensor, result: RoundResult) -> Tensor:
             f"expected {contributed.numel()} finite values as the round's result, "
             f"found {list(average.shape)}, not all finite or not as many"
         )
-    said = contributed if result.residual is None else contributed - result.residual
-    untouched = average == said
+    sent = contributed if result.residual is None else contributed - result.residual
+    untouched = average == sent
     if result.report.completeness < 1:
-        untouched |= average == 0  # The answer for a part to which nobody brought anything usable.
-    new = torch.where(untouched, now, average + (now - said))
+        untouched |= average == 0  # The result of a part without a usable contribution.
+    new = torch.where(untouched, now, average + (now - sent))
     if not is_finite(new):
         raise RoundFailedError("the round's result is so large that parameters overflow")
     return new

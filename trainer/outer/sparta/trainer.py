@@ -367,13 +367,13 @@ class SpartaTrainer:
             now = attempt.values.gather(self._parameters)
             new = merged(now, attempt.contribution.vector, result)
         except RoundFailedError as error:
-            told = self._failed(error, attempt, waited_s=time.monotonic() - started_s)
+            failed = self._failed(error, attempt, waited_s=time.monotonic() - started_s)
             if isinstance(error, StateBehindError):
                 self._standing.missed(self._others.frontier())
                 self._move()
             else:
                 self._standing.failed()
-            return told
+            return failed
         attempt.values.scatter(new, self._parameters)
         if self._after_average is not None:
             self._after_average(self._model)
