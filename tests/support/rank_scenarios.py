@@ -83,15 +83,15 @@ def _refusals(rank: int) -> dict[str, str]:
         "nothing": replace(usual, vector=torch.full((NUM_VALUES,), torch.nan)),
         "length": replace(usual, vector=usual.vector[rank:], reference=usual.reference[rank:]),
     }
-    said = {}
+    refused = {}
     for name, contribution in apart.items():
         try:
             result = collective.reduce(contribution)
-            said[name] = "zeros" if not result.vector.any() else "a result"
+            refused[name] = "zeros" if not result.vector.any() else "a result"
         except RoundFailedError as error:
-            said[name] = str(error)
-    said["afterwards"] = str(len(collective.reduce(usual).report.members))
-    return said
+            refused[name] = str(error)
+    refused["afterwards"] = str(len(collective.reduce(usual).report.members))
+    return refused
 
 
 def _flat(result: RoundResult) -> dict:

@@ -37,7 +37,7 @@ from trainer.run.node.loop_thread import LoopThread
 RUN_ID = "round-test"
 NUM_VALUES = 40_000
 
-__all__ = ["NUM_VALUES", "PEER_IDS", "RUN_ID", "agreement_of", "contribution_of", "identity_of", "terms"]
+__all__ = ["NUM_VALUES", "PEER_IDS", "RUN_ID", "KnownPeers", "agreement_of", "contribution_of", "identity_of", "terms"]
 
 
 def identity_of(number: int) -> Identity:
@@ -78,21 +78,22 @@ def terms(**changes: Any) -> Terms:
     return Terms(architecture={"dim": 8}, tokenizer_lineage="0" * 64, synchronisation=synchronisation)
 
 
-class _Others:
-    """The directory of an actor: whoever it was told of."""
+class KnownPeers:
+    """A directory that knows what a test puts there."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, holds_most_held_state: bool = False) -> None:
         self.known: dict[str, Peer] = {}
+        self._holds_most_held_state = holds_most_held_state
 
     def peers(self) -> Mapping[str, Peer]:
         return self.known
 
     def holds_most_held_state(self) -> bool:
-        return False
+        return self._holds_most_held_state
 
 
 class _Fault:
-    """What is to happen to this process, and where; counts down how often that place is passed before."""
+    """A signal to this process at a place in the code, after it was passed a number of times."""
 
     def __init__(self) -> None:
         self.place = ""
@@ -177,7 +178,7 @@ def main() -> None:
             stop_grace_s=0.2,
         ),
     )
-    others = _Others()
+    others = KnownPeers()
     config = CollectiveConfig(
         stall_timeout_s=settings["stall_timeout_s"],
         invite_after_s=settings.get("invite_after_s", 0.5),

@@ -31,7 +31,7 @@ def test_which_rules_wait_for_whole_vectors_and_which_need_a_decision(rule, vali
 
 
 @pytest.mark.parametrize(
-    ("rule", "num_byzantine", "num_members", "used", "said"),
+    ("rule", "num_byzantine", "num_members", "used", "note"),
     [
         ("mean", 1, 2, "mean", ""),
         ("trimmed_mean", 1, 3, "trimmed_mean", ""),
@@ -51,12 +51,12 @@ def test_which_rules_wait_for_whole_vectors_and_which_need_a_decision(rule, vali
         ("centered_clip", 0, 1, "median", "median instead"),
     ],
 )
-def test_too_few_members_are_said(rule, num_byzantine, num_members, used, said):
+def test_too_few_members_are_said(rule, num_byzantine, num_members, used, note):
     config = RuleConfig(rule=rule, num_byzantine=num_byzantine, validation="off")
     effective = effective_rule(num_members, config)
     assert effective.rule == used
-    assert said in effective.note
-    assert bool(said) == bool(effective.note)
+    assert note in effective.note
+    assert bool(note) == bool(effective.note)
     if needs_moments(config):
         decision = decision_on(noise(num_members, 50), config)
         assert (decision.rule_used, decision.note) == (used, effective.note)

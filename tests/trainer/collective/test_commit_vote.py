@@ -188,9 +188,9 @@ def commit(**changes: object) -> Commit:
     return honest.model_copy(update=changes)
 
 
-def ballot(own_id: str, said: Callable[[str], CommitDecision | None], timeout_s: float = 5.0) -> CommitVote:
+def commit_vote(own_id: str, outcome_at: Callable[[str], CommitDecision | None], timeout_s: float = 5.0) -> CommitVote:
     async def probe(peer_id: str) -> tuple[bool, CommitDecision | None]:
-        return True, said(peer_id)
+        return True, outcome_at(peer_id)
 
     return CommitVote(
         AGREEMENT, own_id, probe, lambda _sums: (), max_passes=4, timeout_s=timeout_s, patience_s=timeout_s
@@ -219,14 +219,14 @@ def test_a_commit_that_no_votes_can_have_made_is_refused(changes: dict[str, obje
 
 
 @pytest.mark.parametrize(
-    ("told", "believed"),
+    ("claimed", "believed"),
     [(commit(), True), (commit(digests=digests("b")), False), (commit(digests=(), members=(LIAR,)), False)],
 )
-def test_what_a_member_says_was_committed_is_believed_if_the_voters_hold_it(told: Commit, believed: bool) -> None:
-    outcome = CommitDecision(kind="commit", commit=told)
+def test_what_a_member_says_was_committed_is_believed_if_the_voters_hold_it(claimed: Commit, believed: bool) -> None:
+    outcome = CommitDecision(kind="commit", commit=claimed)
 
     async def decided() -> CommitDecision:
-        votes = ballot(SUCCESSOR, lambda peer: outcome if peer == LIAR else None, timeout_s=2.0)
+        votes = commit_vote(SUCCESSOR, lambda peer: outcome if peer == LIAR else None, timeout_s=2.0)
         async with asyncio.timeout(10.0):
             decision, _ = await asyncio.gather(
                 votes.vote(SUCCESSOR, vote(), None), votes.vote(COORDINATOR, vote(), None)
@@ -236,7 +236,7 @@ def test_what_a_member_says_was_committed_is_believed_if_the_voters_hold_it(told
 
     decision = asyncio.run(decided())
     assert decision.commit is not None
-    assert (decision.commit == told) == believed
+    assert (decision.commit == claimed) == believed
     if not believed:
         assert decision.commit.members == tuple(sorted((COORDINATOR, SUCCESSOR)))
 
@@ -256,7 +256,7 @@ def test_one_vote_puts_no_plan_of_its_own_in_place_of_the_coordinator_s(
     following = next_plan(PLAN, {PLAN.tasks[0].key}, sorted(members), sorted(members))
 
     async def decided() -> CommitDecision:
-        votes = ballot(own_id, lambda _peer: None)
+        votes = commit_vote(own_id, lambda _peer: None)
         liar = asyncio.create_task(votes.vote(LIAR, vote(following, "b"), None))
         await asyncio.sleep(0)
         others = [asyncio.create_task(votes.vote(peer, vote(), None)) for peer in (COORDINATOR, SUCCESSOR)]

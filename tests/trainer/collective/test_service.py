@@ -6,14 +6,13 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from tests.support.round_actor import RUN_ID, identity_of, terms
+from tests.support.round_actor import RUN_ID, KnownPeers, identity_of, terms
 from trainer.aggregation import RuleConfig
 from trainer.collective import CollectiveConfig, PeerCollective, Terms
 from trainer.collective.messages import (
@@ -52,19 +51,6 @@ class Anything(BaseModel):
     model_config = ConfigDict(extra="allow")
 
 
-class Nobody:
-    """A directory in which nobody is, unless somebody is put there."""
-
-    def __init__(self) -> None:
-        self.known: dict[str, Peer] = {}
-
-    def peers(self) -> Mapping[str, Peer]:
-        return self.known
-
-    def holds_most_held_state(self) -> bool:
-        return True
-
-
 class Node:
     def __init__(self, number: int) -> None:
         self.loop = LoopThread(f"node-{number}")
@@ -93,7 +79,7 @@ def stranger():
 def node():
     node = Node(91)
     config = CollectiveConfig(stall_timeout_s=2.0, invite_after_s=0.0, gather_timeout_s=1.0, round_timeout_s=20.0)
-    node.directory = Nobody()
+    node.directory = KnownPeers(holds_most_held_state=True)
     node.collective = PeerCollective(
         node.endpoint, node.loop.loop, RUN_ID, terms(), RuleConfig(), config, node.directory, lambda: 1024
     )
@@ -246,7 +232,7 @@ def test_a_round_with_too_few_members_fails_and_leaves_everything_as_it_was(stra
         min_members=2, stall_timeout_s=1.0, invite_after_s=0.0, gather_timeout_s=0.5, round_timeout_s=20.0
     )
     collective = PeerCollective(
-        alone.endpoint, alone.loop.loop, RUN_ID, terms(), RuleConfig(), config, Nobody(), lambda: 1024
+        alone.endpoint, alone.loop.loop, RUN_ID, terms(), RuleConfig(), config, KnownPeers(), lambda: 1024
     )
     try:
         alone.loop.run(alone.endpoint.start(), 10)

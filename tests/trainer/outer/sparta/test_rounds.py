@@ -13,7 +13,7 @@ from trainer.outer.sparta import NOBODY, OtherRounds, choose_recent_state, front
 from trainer.outer.sparta.rounds import RoundStanding
 
 
-def said(name: str, round_index: int, state: str = "") -> Announcement:
+def announced(name: str, round_index: int, state: str = "") -> Announcement:
     return Announcement(
         peer_id=hashlib.sha256(name.encode()).hexdigest(),
         node_id=name,
@@ -42,25 +42,25 @@ def test_nobody_is_known() -> None:
 
 
 def test_a_joiner_takes_a_state_of_those_that_are_where_the_others_are() -> None:
-    others = [said("a", 40), said("b", 41), said("old", 3), said("ahead", 10**9)]
+    others = [announced("a", 40), announced("b", 41), announced("old", 3), announced("ahead", 10**9)]
     chosen = choose_recent_state((0, ""), others)
     assert chosen in {digest("a"), digest("b")}
     assert choose_recent_state((0, ""), reversed(others)) == chosen
 
 
 def test_a_state_held_by_several_has_several_donors() -> None:
-    others = [said("a", 40), said("b", 41), said("c", 40, "a")]
+    others = [announced("a", 40), announced("b", 41), announced("c", 40, "a")]
     assert choose_recent_state((0, ""), others) == digest("a")
 
 
 def test_a_node_keeps_its_own_while_it_is_current() -> None:
-    others = [said("a", 40), said("b", 41), said("c", 40)]
+    others = [announced("a", 40), announced("b", 41), announced("c", 40)]
     own = digest("own")
     assert choose_recent_state((36, own), others) is None
     assert choose_recent_state((34, own), others) is not None
     assert choose_recent_state((36, ""), others) is not None
     assert choose_recent_state((0, ""), []) is None
-    assert choose_recent_state((0, ""), [said("a", 4).model_copy(update={"state_digest": ""})]) is None
+    assert choose_recent_state((0, ""), [announced("a", 4).model_copy(update={"state_digest": ""})]) is None
 
 
 def standing(**fields: int) -> RoundStanding:
@@ -79,7 +79,7 @@ def test_a_round_that_fails_for_all_is_tried_again_by_all() -> None:
     for _ in range(7):
         it.failed()
     assert it.round_index == 4 and it.failed_in_a_row == 7
-    assert not it.must_rejoin and it.counts, "nobody is sent away for what happened to everybody"
+    assert not it.must_rejoin and it.counts, "no node is sent away for what happened to all"
 
 
 def test_two_rounds_failed_while_the_others_went_on() -> None:

@@ -171,11 +171,11 @@ def test_a_part_nobody_brought_is_left_alone() -> None:
 def test_the_remainder_of_a_lossy_encoding_stays_at_home() -> None:
     """Then the mean over the replicas is what it was, whatever was rounded on the way."""
     held = [torch.tensor([1.3, -2.7]), torch.tensor([3.4, -0.2])]
-    said = [vector.round() for vector in held]
-    average = (said[0] + said[1]) / 2
+    sent = [vector.round() for vector in held]
+    average = (sent[0] + sent[1]) / 2
     new = [
         merged(vector, vector, result(average, residual=vector - rounded))
-        for vector, rounded in zip(held, said, strict=True)
+        for vector, rounded in zip(held, sent, strict=True)
     ]
     assert torch.allclose(new[0] + new[1], held[0] + held[1])
     alone = merged(held[0], held[0], result(held[0].round(), residual=held[0] - held[0].round()))
