@@ -1,4 +1,4 @@
-"""A whole round's arithmetic in one process: reducers' slices, their moments added up, decisions, parts reduced."""
+"""A round's arithmetic in one process: reducers' slices, their moments added up, decisions, parts reduced."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ import torch
 from torch import Tensor
 
 from trainer.aggregation import (
-    Decision,
     Moments,
     RuleConfig,
+    RuleDecision,
     decide,
     moments,
     needs_decision,
     needs_moments,
     reduce_part,
 )
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    """Standard normal values, the same for the same seed."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def slices_of(num_values: int, num_slices: int) -> list[slice]:
@@ -39,8 +44,8 @@ def aggregate(
     weights: Sequence[float] | None = None,
     reference: Tensor | None = None,
     num_parts: int = 4,
-) -> tuple[Tensor, Decision | None]:
-    """fp32[d] and the decision over whole vectors, if the rule or its validation takes one (also one a part)."""
+) -> tuple[Tensor, RuleDecision | None]:
+    """Returns fp32[d] and the decision over whole vectors, if the rule or its validation needs one."""
     weights = [1.0] * len(rows) if weights is None else weights
     reference = torch.zeros(rows.shape[1]) if reference is None else reference
     decision = decide(whole_moments(rows, reference), weights, config) if needs_decision(config) else None

@@ -27,7 +27,7 @@ class _Unsaved(Node):
 
 
 def _ranks(rank: int) -> Ranks:
-    return Ranks(rank=rank, control=RankedBytes.of(dist.new_group(backend="gloo")))
+    return Ranks(rank=rank, control=RankedBytes(dist.new_group(backend="gloo")))
 
 
 def end_of_steps(rank: int, num_ranks: int) -> dict[str, list[bool]]:
@@ -53,7 +53,7 @@ def _drains(ranks: Ranks, *, asked: bool) -> bool:
 
 def beside_a_round(rank: int, num_ranks: int) -> dict[str, int]:
     """A round in the background exchanges other bytes while the ranks agree on a number, in another order."""
-    ranks, round_ranks = _ranks(rank), RankedBytes.of()
+    ranks, round_ranks = _ranks(rank), RankedBytes()
     gathered: list[int] = []
 
     def background() -> None:

@@ -68,14 +68,14 @@ def all_rounds(rank: int, num_ranks: int) -> dict:
     """Every round of ROUNDS in one group, and some that fail in between."""
     results: dict[str, dict] = {}
     for name, (codec, rule, num_values, odd) in ROUNDS.items():
-        collective = TorchCollective.of(codec_named(codec), rule)
+        collective = TorchCollective(codec_named(codec), rule)
         results[name] = _flat(collective.reduce(contribution_of(rank, num_values, odd)))
     results["refused"] = _refusals(rank)
     return results
 
 
 def _refusals(rank: int) -> dict[str, str]:
-    collective = TorchCollective.of(codec_named("fp32"), MEAN)
+    collective = TorchCollective(codec_named("fp32"), MEAN)
     usual = contribution_of(rank)
     apart = {
         "round": replace(usual, round_index=3 + (rank == 2)),
@@ -83,15 +83,15 @@ def _refusals(rank: int) -> dict[str, str]:
         "nothing": replace(usual, vector=torch.full((NUM_VALUES,), torch.nan)),
         "length": replace(usual, vector=usual.vector[rank:], reference=usual.reference[rank:]),
     }
-    said = {}
+    refused = {}
     for name, contribution in apart.items():
         try:
             result = collective.reduce(contribution)
-            said[name] = "zeros" if not result.vector.any() else "a result"
+            refused[name] = "zeros" if not result.vector.any() else "a result"
         except RoundFailedError as error:
-            said[name] = str(error)
-    said["afterwards"] = str(len(collective.reduce(usual).report.members))
-    return said
+            refused[name] = str(error)
+    refused["afterwards"] = str(len(collective.reduce(usual).report.members))
+    return refused
 
 
 def _flat(result: RoundResult) -> dict:
@@ -115,7 +115,7 @@ def diloco(rank: int, num_ranks: int) -> dict:
     results = {}
     for name, config in DILOCO.items():
         model = Regression(rank)
-        trainer = DiLoCoTrainer(model, config, TorchCollective.of(codec_named("int8"), MEAN))
+        trainer = DiLoCoTrainer(model, config, TorchCollective(codec_named("int8"), MEAN))
         digests = [trainer.state_digest()]
         start = held_out_loss(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -171,7 +171,7 @@ def _parameters(model: Regression) -> Tensor:
 def one_dies(rank: int, num_ranks: int) -> dict:
     """Rank 1 is gone between two rounds; the others say how they took it."""
     model = Regression(rank)
-    collective = TorchCollective.of(codec_named("fp32"), MEAN)
+    collective = TorchCollective(codec_named("fp32"), MEAN)
     trainer = DiLoCoTrainer(model, DiLoCoConfig(inner_steps=1), collective)
     trainer.after_inner_step()
     before = trainer.state_digest()

@@ -1,6 +1,6 @@
-"""Replicas in threads of one process that average in lockstep: the simplest collective with somebody to wait for.
+"""Collectives for tests: one that does what a test says, and replicas in threads that average in lockstep.
 
-Sums are in fp64 in the order of the ranks, so the mean is the exactly rounded one for a few fp32 values.
+Sums of the latter are in fp64 in the order of the ranks, so the mean of a few fp32 values is the exactly rounded one.
 """
 
 from __future__ import annotations
@@ -11,12 +11,61 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
-from trainer.errors import RoundFailedError
+from trainer.errors import RoundFailedError, RoundLeftError, StateBehindError
 from trainer.outer.engine.collective import Contribution, RoundReport, RoundResult
 
 WAIT_S = 60.0
 T = TypeVar("T")
+
+
+def same(contribution: Contribution) -> Tensor:
+    """Answers as to a node alone."""
+    return contribution.vector
+
+
+def raising(error: Exception) -> Callable[[Contribution], Tensor]:
+    """An answer that is an error."""
+
+    def answer(contribution: Contribution) -> Tensor:
+        raise error
+
+    return answer
+
+
+fail = raising(RoundFailedError("nobody came"))
+refuse = raising(StateBehindError("the round is over"))
+leave = raising(RoundLeftError("this node is to stop"))
+
+
+class Scripted:
+    """A collective that answers what a test says, once ``gate`` is set, and records its contributions."""
+
+    def __init__(self, answer: Callable[[Contribution], Tensor] = same) -> None:
+        self.answer = answer
+        self.residual: Tensor | None = None
+        self.progress: float | None = None
+        self.contributions: list[Contribution] = []
+        self.threads: set[str] = set()
+        self.peers_wait = False
+        self.started = threading.Event()
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def reduce(self, contribution: Contribution) -> RoundResult:
+        self.contributions.append(contribution)
+        self.threads.add(threading.current_thread().name)
+        self.started.set()
+        assert self.gate.wait(WAIT_S)
+        vector = self.answer(contribution)
+        report = RoundReport(round_index=contribution.round_index, members=("a", "b"))
+        return RoundResult(vector=vector, report=report, residual=self.residual, progress=self.progress)
+
+    def requested(self) -> bool:
+        return self.peers_wait
+
+    def close(self) -> None: ...
 
 
 class ReplicaGroup:

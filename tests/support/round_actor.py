@@ -23,11 +23,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from trainer.aggregation import RuleConfig
 from trainer.collective import CollectiveConfig, PeerCollective, Terms
-from trainer.collective.asking import Asking
 from trainer.collective.commit_vote import CommitVote
-from trainer.collective.exchange import Exchange
+from trainer.collective.coordinator_client import CoordinatorClient
 from trainer.collective.member import RoundMember
-from trainer.collective.reduction import Reduction
+from trainer.collective.messages import Agreement, Member
+from trainer.collective.planning import cut_values
+from trainer.collective.reduction import Reduction, ReductionPass
 from trainer.errors import RoundFailedError, StateBehindError
 from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig, Stream
 from trainer.outer.engine.collective import Contribution
@@ -36,13 +37,33 @@ from trainer.run.node.loop_thread import LoopThread
 RUN_ID = "round-test"
 NUM_VALUES = 40_000
 
-__all__ = ["NUM_VALUES", "RUN_ID", "contribution_of", "identity_of", "terms"]
+__all__ = ["NUM_VALUES", "PEER_IDS", "RUN_ID", "KnownPeers", "agreement_of", "contribution_of", "identity_of", "terms"]
 
 
 def identity_of(number: int) -> Identity:
     """The same key for the same number, always."""
     seed = hashlib.sha256(f"round actor {number}".encode()).digest()
     return Identity.of(Ed25519PrivateKey.from_private_bytes(seed))
+
+
+PEER_IDS = [identity_of(number).peer_id for number in range(12)]
+
+
+def agreement_of(num_members: int, num_values: int, most_values: int = 1 << 18) -> Agreement:
+    """Members of equal weight."""
+    return Agreement(
+        round_index=3,
+        attempt=0,
+        coordinator=PEER_IDS[0],
+        state_digest="0" * 64,
+        num_values=num_values,
+        part_values=cut_values(num_values, num_members, most_values),
+        vocabulary_rows=1024,
+        members=tuple(
+            Member(peer_id=peer_id, address="127.0.0.1:1", certificate=None, weight=1.0)
+            for peer_id in sorted(PEER_IDS[:num_members])
+        ),
+    )
 
 
 def contribution_of(number: int, round_index: int, num_values: int = NUM_VALUES) -> torch.Tensor:
@@ -52,26 +73,27 @@ def contribution_of(number: int, round_index: int, num_values: int = NUM_VALUES)
 
 
 def terms(**changes: Any) -> Terms:
-    """The same for all, but for the changes."""
+    """Returns the terms of all, with changes."""
     synchronisation = {"inner_steps": 20, **changes}
     return Terms(architecture={"dim": 8}, tokenizer_lineage="0" * 64, synchronisation=synchronisation)
 
 
-class _Others:
-    """The directory of an actor: whoever it was told of."""
+class KnownPeers:
+    """A directory that knows what a test puts there."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, holds_most_held_state: bool = False) -> None:
         self.known: dict[str, Peer] = {}
+        self._holds_most_held_state = holds_most_held_state
 
     def peers(self) -> Mapping[str, Peer]:
         return self.known
 
     def holds_most_held_state(self) -> bool:
-        return False
+        return self._holds_most_held_state
 
 
 class _Fault:
-    """What is to happen to this process, and where; counts down how often that place is passed before."""
+    """A signal to this process at a place in the code, after it was passed a number of times."""
 
     def __init__(self) -> None:
         self.place = ""
@@ -118,9 +140,9 @@ def _install(fault: _Fault) -> None:
         setattr(owner, name, wrapped)
 
     before(RoundMember, "_come_together", "before_joining")
-    before(Asking, "acknowledge", "before_acknowledging")
+    before(CoordinatorClient, "acknowledge", "before_acknowledging")
     before(RoundMember, "_carry_out", "begun")
-    before(Exchange, "_send_parts", "before_sending")
+    before(ReductionPass, "_send_parts", "before_sending")
     after(Stream, "send", "sent")
     before(Reduction, "_publish", "before_publishing")
     after(Reduction, "_publish", "published")
@@ -156,7 +178,7 @@ def main() -> None:
             stop_grace_s=0.2,
         ),
     )
-    others = _Others()
+    others = KnownPeers()
     config = CollectiveConfig(
         stall_timeout_s=settings["stall_timeout_s"],
         invite_after_s=settings.get("invite_after_s", 0.5),

@@ -1,4 +1,4 @@
-"""Some actors (`tests.support.round_actor`) on this machine, told what to do and asked what came of it."""
+"""Runs actors (`tests.support.round_actor`) on this machine, and collects their outcomes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import queue
-import signal
 import subprocess
 import sys
 import threading
@@ -45,6 +44,14 @@ class Actor:
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
 
+    def kill(self) -> None:
+        """Ends the process."""
+        self.process.kill()
+        self.process.wait(10)
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
     def hear(self, timeout_s: float) -> dict[str, Any]:
         """The next line from it; TimeoutError if there is none."""
         try:
@@ -71,12 +78,7 @@ class RoundSwarm:
     def close(self) -> None:
         """Kills what is left."""
         for actor in self.actors.values():
-            actor.process.send_signal(signal.SIGKILL)
-        for actor in self.actors.values():
-            actor.process.wait(10)
-            for pipe in (actor.process.stdin, actor.process.stdout):
-                if pipe is not None:
-                    pipe.close()
+            actor.kill()
 
     def order(self, round_index: int) -> list[int]:
         """Numbers in the order in which they would coordinate a round."""
@@ -108,12 +110,7 @@ class RoundSwarm:
 
     def restart(self, number: int) -> None:
         """A new process in the place of one that has died; at another port."""
-        actor = self.actors[number]
-        actor.process.kill()
-        actor.process.wait(10)
-        for pipe in (actor.process.stdin, actor.process.stdout):
-            if pipe is not None:
-                pipe.close()
+        self.actors[number].kill()
         self._launch(number)
         self._await_start(number)
         self._make_ready(number)

@@ -1,64 +1,22 @@
-"""Replicas that average by SPARTA, each with an AdamW of its own, and collectives that do what a test says."""
+"""Replicas that average by SPARTA, each with an AdamW of its own."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from tests.support.toy_models import Regression
-from trainer.errors import RoundFailedError, StateBehindError
-from trainer.outer.engine.collective import Collective, Contribution, LocalCollective, RoundReport, RoundResult
+from trainer.outer.engine.collective import Collective, LocalCollective
 from trainer.outer.engine.strategy import OuterResult
 from trainer.outer.sparta import OtherRounds, SpartaConfig, SpartaTrainer
 
-__all__ = ["Frontier", "Replica", "Scripted", "fail", "refuse", "same"]
-
-
-def same(contribution: Contribution) -> Tensor:
-    """As a node alone."""
-    return contribution.vector
-
-
-def fail(contribution: Contribution) -> Tensor:
-    """Nobody has a result."""
-    raise RoundFailedError("nobody came")
-
-
-def refuse(contribution: Contribution) -> Tensor:
-    """The others have gone on."""
-    raise StateBehindError("the round is over")
-
-
-class Scripted:
-    """A collective that does what a test says, when it says so, and remembers what it was given."""
-
-    def __init__(self, answer: Callable[[Contribution], Tensor] = same, *, completeness: float = 1.0) -> None:
-        self.answer = answer
-        self.completeness = completeness
-        self.residual: Tensor | None = None
-        self.contributions: list[Contribution] = []
-        self.peers_wait = False
-        self.gate = threading.Event()
-        self.gate.set()
-
-    def reduce(self, contribution: Contribution) -> RoundResult:
-        self.contributions.append(contribution)
-        assert self.gate.wait(30)
-        vector = self.answer(contribution)
-        report = RoundReport(round_index=contribution.round_index, members=("a", "b"), completeness=self.completeness)
-        return RoundResult(vector=vector, report=report, residual=self.residual)
-
-    def requested(self) -> bool:
-        return self.peers_wait
-
-    def close(self) -> None: ...
+__all__ = ["Frontier", "Replica"]
 
 
 class Frontier:
-    """What discovery would tell of the others' rounds."""
+    """The others' rounds, as discovery would report them."""
 
     def __init__(self, at: int = 0) -> None:
         self.at = at

@@ -51,3 +51,10 @@ def _mlp(seed: int) -> nn.Sequential:
 def parameter_bits(model: nn.Module) -> bytes:
     """All parameters' bits."""
     return b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+
+
+def drift(model: nn.Module, by: float) -> None:
+    """Adds to the parameters, as inner steps would: ``by`` to those of the first tensor, twice that to the second, …"""
+    with torch.no_grad():
+        for index, parameter in enumerate(model.parameters()):
+            parameter.add_(by * (index + 1))

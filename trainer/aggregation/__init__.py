@@ -1,25 +1,25 @@
-"""Aggregation that a minority of broken or lying members cannot turn: rules, gradient validation, weights.
+"""Aggregation that a minority of broken or lying members cannot subvert: rules, gradient validation, weights.
 
     found = sum of moments(part_rows, reference_part) over the parts, the slices of all reducers added in one order
     decision = decide(found, weights, config)            # the same at every member
     result = reduce_part(part_rows, weights, config, decision, reference_part)   # part by part, by its reducer
 
-Rules that look at one coordinate at a time (mean, median, trimmed mean) wait for nothing: a part is reduced when its
-copies have come, and enforced validation decides from the moments of that part. Krum, multi-Krum and centred clip look
-at whole vectors through ``Moments``, the one barrier of a round (``needs_moments``).
+Coordinate-wise rules (mean, median, trimmed mean) reduce a part as soon as its copies have arrived, and enforced
+validation decides from the moments of that part. Krum, multi-Krum and centred clip look at whole vectors through
+``Moments``, the only barrier of a round (``needs_moments``).
 
 Guarantees: a NaN, an infinity or a claimed weight of 1e12 changes nothing or is bounded; every function is
-deterministic, and ``decide`` is so across machines; where the members are too few for a rule the note says what was
-done instead. The trade-off: exact second moments (float64) cost 1.3 ms of one core for 4 contributions of 1 MiB, and
-only where a rule needs them or validation is on. Reducing the same takes 0.25 ms (mean) to 0.6 ms (trimmed mean).
+deterministic, and ``decide`` across machines too; if the members are too few for a rule, the note names the fallback.
+The trade-off: exact second moments (float64) cost 1.3 ms of one core for 4 contributions of 1 MiB, and only where a
+rule needs them or validation is on. Reducing the same takes 0.25 ms (mean) to 0.6 ms (trimmed mean).
 """
 
 from __future__ import annotations
 
 from trainer.aggregation.config import RuleConfig, RuleName, ValidationMode
 from trainer.aggregation.deciding import (
-    Decision,
     EffectiveRule,
+    RuleDecision,
     decide,
     effective_rule,
     needs_decision,
@@ -34,11 +34,11 @@ from trainer.aggregation.weights import DEFAULT_MAX_RATIO, cap_weights, common_p
 __all__ = [
     "DEFAULT_MAX_RATIO",
     "MAX_MEMBERS",
-    "Decision",
     "EffectiveRule",
     "Finding",
     "Moments",
     "RuleConfig",
+    "RuleDecision",
     "RuleName",
     "ValidationMode",
     "cap_weights",

@@ -1,4 +1,4 @@
-"""Which rule aggregates the members' vectors, and what is checked of each."""
+"""Options of the aggregation rule and of gradient validation."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ ValidationMode = Literal["off", "log", "enforce"]
 class RuleConfig:
     """Aggregation rule and gradient validation.
 
-    The defaults are for runs that strangers can join: odd contributions are left out, and the rest goes through a
-    trimmed mean. The bounds are those of spec T-20, but not ``trim_fraction``: 0.1 (spec T-18) trims nobody below ten
+    The defaults suit runs that strangers can join: outliers are left out, and the rest goes through a trimmed mean.
+    The bounds are those of spec T-20. ``trim_fraction`` differs from spec T-18, whose 0.1 trims nobody below ten
     members.
 
     Raises:
-        TrainerUsageError: a value makes no sense.
+        TrainerUsageError: a value is out of range.
     """
 
     rule: RuleName = "trimmed_mean"
@@ -34,9 +34,9 @@ class RuleConfig:
     clip_radius: float = 0.0
     """centered_clip: how far one member may pull, in units of the vector's norm; 0 takes the median distance."""
     validation: ValidationMode = "enforce"
-    """off; log: report members whose vector differs too much from the others'; enforce: leave them out, too."""
+    """off; log: report members whose vector differs too much from the others'; enforce: also leave them out."""
     min_cosine: float = 0.3
-    """Least cosine to the nearer half of the other members, as a share of what is usual in the round, -1 to 1."""
+    """Least cosine to the nearer half of the other members, as a share of the round's median, -1 to 1."""
     min_norm_ratio: float = 0.1
     """Least norm over the median member's."""
     max_norm_ratio: float = 10.0
@@ -45,18 +45,17 @@ class RuleConfig:
     """Greatest variance of the values over the median member's."""
 
     def __post_init__(self) -> None:
-        _require(self.rule in get_args(RuleName), "rule", self.rule, f"one of {', '.join(get_args(RuleName))}")
-        modes = get_args(ValidationMode)
-        _require(self.validation in modes, "validation", self.validation, f"one of {', '.join(modes)}")
-        _require(0 <= self.trim_fraction < 0.5, "trim_fraction", self.trim_fraction, "0 <= trim_fraction < 0.5")
-        _require(self.num_byzantine >= 0, "num_byzantine", self.num_byzantine, "0 or more")
-        _require(0 <= self.clip_radius < float("inf"), "clip_radius", self.clip_radius, "0 (automatic) or more, finite")
-        _require(-1 <= self.min_cosine <= 1, "min_cosine", self.min_cosine, "-1 to 1")
-        _require(0 <= self.min_norm_ratio <= 1, "min_norm_ratio", self.min_norm_ratio, "0 to 1")
-        _require(self.max_norm_ratio >= 1, "max_norm_ratio", self.max_norm_ratio, "1 or more")
-        _require(self.max_variance_ratio >= 1, "max_variance_ratio", self.max_variance_ratio, "1 or more")
-
-
-def _require(holds: bool, field: str, value: object, expected: str) -> None:
-    if not holds:
-        raise TrainerUsageError(f"{field}: expected {expected}, found {value!r}")
+        rules, modes = get_args(RuleName), get_args(ValidationMode)
+        for field, is_valid, expected in (
+            ("rule", self.rule in rules, f"one of {', '.join(rules)}"),
+            ("validation", self.validation in modes, f"one of {', '.join(modes)}"),
+            ("trim_fraction", 0 <= self.trim_fraction < 0.5, "0 <= trim_fraction < 0.5"),
+            ("num_byzantine", self.num_byzantine >= 0, "0 or more"),
+            ("clip_radius", 0 <= self.clip_radius < float("inf"), "0 (automatic) or more, finite"),
+            ("min_cosine", -1 <= self.min_cosine <= 1, "-1 to 1"),
+            ("min_norm_ratio", 0 <= self.min_norm_ratio <= 1, "0 to 1"),
+            ("max_norm_ratio", self.max_norm_ratio >= 1, "1 or more"),
+            ("max_variance_ratio", self.max_variance_ratio >= 1, "1 or more"),
+        ):
+            if not is_valid:
+                raise TrainerUsageError(f"{field}: expected {expected}, found {getattr(self, field)!r}")

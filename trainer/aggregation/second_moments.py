@@ -1,17 +1,16 @@
-"""Second moments of whole vectors, summed over slices, and the distances that Krum decides on.
+"""Second moments of whole vectors, summed over slices, and the distances that Krum decides by.
 
-Every distance, norm, cosine and variance among n vectors and a reference follows from their Gram matrix and the sums
-of their values. Both are sums over coordinates: each reducer computes them for its slice, the members exchange them
-(n = 8: 456 bytes) and add them in one order, and nobody ever holds two whole vectors of others. In float64, whose
-products of fp32 values are exact: vectors that agree to five digits still have their squared distance to 0.1 %.
+Distances, norms, cosines and variances among n vectors and a reference follow from their Gram matrix and the sums of
+their values. Both are sums over coordinates: each reducer computes them for its slice, the members exchange them (n =
+8: 456 bytes) and add them in one order, and no member ever holds two whole vectors of others. They are in float64,
+whose products of fp32 values are exact: vectors that agree to five digits still have their squared distance to 0.1 %.
 
-Krum and multi-Krum order the members by the distances to their nearest neighbours. Distances are plain Python floats
-and ``math.fsum``, rounded once and correctly, so the result does not depend on the order of members, on a BLAS or on a
-processor, and every member of a round decides the same. n is at most 256.
+Distances are plain Python floats from ``math.fsum``, rounded once and correctly. The result does not depend on the
+order of members, a BLAS or a processor, so every member of a round decides the same.
 
-A row with NaN or infinity is flagged and its entries are zero. Trust: a reducer can lie about the moments of its slice
-as it can about the slice's result; ``from_bytes`` refuses what no vectors can have (Cauchy-Schwarz), which bounds the
-size of a lie, not its existence.
+A row with NaN or infinity is flagged and its entries are zero. A reducer can lie about the moments of its slice as it
+can about the slice's result; ``from_bytes`` refuses what no vectors can have (Cauchy-Schwarz), which bounds the size of
+a lie.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ GramMatrix = Sequence[Sequence[float]]
 
 
 def squared_distances(gram: GramMatrix, members: Sequence[int]) -> list[list[float]]:
-    """Squared distances among some of the vectors of a Gram matrix; exactly 0 to itself, never negative.
+    """Returns squared distances among some vectors of a Gram matrix; exactly 0 to itself, never negative.
 
     Args:
         gram: inner products.
@@ -50,7 +49,7 @@ def squared_distances(gram: GramMatrix, members: Sequence[int]) -> list[list[flo
 
 
 def krum_order(distances: Sequence[Sequence[float]], num_neighbours: int) -> list[int]:
-    """Positions from the best Krum score to the worst.
+    """Returns positions from the best Krum score to the worst.
 
     The score of a vector is the sum of its squared distances to its ``num_neighbours`` closest others. With one
     neighbour the closest pair always ties: of equal scores the one with the nearer next neighbours comes first, then
@@ -70,7 +69,7 @@ def krum_order(distances: Sequence[Sequence[float]], num_neighbours: int) -> lis
 MAX_MEMBERS: Final = 256
 """Vectors in one round; bounds what ``from_bytes`` allocates to 0.5 MiB."""
 _MAGIC: Final = b"GMO1"
-_HEAD: Final = struct.Struct("<4sIQ")
+_HEADER: Final = struct.Struct("<4sIQ")
 # Values worked on at once, all vectors together: 4 MiB of float64, which stays in the last-level cache.
 _CHUNK_TOTAL: Final = 1 << 19
 # Rounding in sums of float64; far above what 1e12 terms accumulate.
@@ -86,20 +85,20 @@ class Moments:
     sums: NDArray[np.float64]
     """[n+1], sums of the values of each."""
     num_values: int
-    """How many coordinates they cover."""
+    """Coordinates covered."""
     finite: NDArray[np.bool_]
-    """[n], whether the vector is; where not, its entries are zero or cover a part only."""
+    """[n], whether the vector is finite; if not, its entries are zero or cover a part only."""
 
     @property
     def num_members(self) -> int:
-        """How many vectors, the reference not counted."""
+        """Number of vectors, the reference not counted."""
         return len(self.finite)
 
     def __add__(self, other: Moments) -> Moments:
-        """Moments over both ranges of coordinates. Addition of floats: the order of many is part of the result.
+        """Returns the moments over both ranges of coordinates; the order of several additions affects the bits.
 
         Raises:
-            TrainerUsageError: they are of another number of vectors.
+            TrainerUsageError: they cover different numbers of vectors.
         """
         if other.num_members != self.num_members:
             raise TrainerUsageError(f"expected moments of {self.num_members} members, found {other.num_members}")
@@ -111,37 +110,37 @@ class Moments:
         )
 
     def to_bytes(self) -> bytes:
-        """A head, a flag a member, the upper triangle and the sums: 16 + n + 4(n+1)(n+4) bytes."""
+        """Encodes a header, a flag a member, the upper triangle and the sums: 16 + n + 4(n+1)(n+4) bytes."""
         triangle = self.gram[np.triu_indices(self.num_members + 1)]
-        head = _HEAD.pack(_MAGIC, self.num_members, self.num_values)
+        header = _HEADER.pack(_MAGIC, self.num_members, self.num_values)
         flags = self.finite.astype(np.uint8).tobytes()
-        return head + flags + triangle.astype("<f8").tobytes() + self.sums.astype("<f8").tobytes()
+        return header + flags + triangle.astype("<f8").tobytes() + self.sums.astype("<f8").tobytes()
 
     @classmethod
     def from_bytes(cls, buffer: Buffer, num_members: int | None = None) -> Moments:
-        """What ``to_bytes`` gave.
+        """Decodes the bytes of ``to_bytes``.
 
         Args:
             buffer: as received.
-            num_members: how many are expected; None takes what it says, up to ``MAX_MEMBERS``.
+            num_members: expected number; None accepts any up to ``MAX_MEMBERS``.
 
         Raises:
-            CodecError: no moments of any vectors look like that, or of another number of members.
+            CodecError: another number of members, or moments that no vectors have.
         """
         view = memoryview(buffer).cast("B")
-        if view.nbytes < _HEAD.size:
-            raise CodecError(f"moments: expected at least {_HEAD.size} bytes, found {view.nbytes}")
-        magic, count, num_values = _HEAD.unpack_from(view)
+        if view.nbytes < _HEADER.size:
+            raise CodecError(f"moments: expected at least {_HEADER.size} bytes, found {view.nbytes}")
+        magic, count, num_values = _HEADER.unpack_from(view)
         if magic != _MAGIC or count > MAX_MEMBERS or (num_members is not None and count != num_members):
             expected = f"up to {MAX_MEMBERS}" if num_members is None else str(num_members)
             raise CodecError(f"moments: expected {_MAGIC!r} of {expected} members, found {magic!r} of {count}")
         rows = count + 1
         num_products = rows * (rows + 1) // 2
-        size_bytes = _HEAD.size + count + 8 * (num_products + rows)
+        size_bytes = _HEADER.size + count + 8 * (num_products + rows)
         if view.nbytes != size_bytes:
             raise CodecError(f"moments: expected {size_bytes} bytes for {count} members, found {view.nbytes}")
-        flags = np.frombuffer(view, dtype=np.uint8, count=count, offset=_HEAD.size)
-        numbers = np.frombuffer(view[_HEAD.size + count :], dtype="<f8").astype(np.float64)
+        flags = np.frombuffer(view, dtype=np.uint8, count=count, offset=_HEADER.size)
+        numbers = np.frombuffer(view[_HEADER.size + count :], dtype="<f8").astype(np.float64)
         gram = np.zeros((rows, rows))
         upper = np.triu_indices(rows)
         gram[upper] = gram.T[upper] = numbers[:num_products]
@@ -165,24 +164,13 @@ def _check_possible(found: Moments, flags: NDArray[np.uint8]) -> None:
 
 
 def finite_rows(contributions: Tensor | Sequence[Tensor]) -> list[bool]:
-    """Which vectors hold no NaN and no infinity.
-
-    Args:
-        contributions: fp32[n, d].
-    """
-    return [_is_finite(row) for row in contributions]
-
-
-def _is_finite(row: Tensor) -> bool:
-    # A finite sum proves finite terms, at twice the speed of looking at each; a sum may overflow, so the converse is
-    # looked up.
-    if bool(torch.isfinite(row.sum())):
-        return True
-    return bool(torch.isfinite(row).all())
+    """Returns which of the vectors fp32[n, d] hold no NaN and no infinity."""
+    # A finite sum proves finite terms, at twice the speed of looking at each; a sum may also overflow.
+    return [bool(torch.isfinite(row.sum())) or bool(torch.isfinite(row).all()) for row in contributions]
 
 
 def moments(contributions: Tensor | Sequence[Tensor], reference: Tensor) -> Moments:
-    """Gram matrix, sums and finite flags of vectors over a slice or a part of one.
+    """Computes Gram matrix, sums and finite flags of vectors over a slice or a part of one.
 
     Args:
         contributions: fp32[n, d], n up to ``MAX_MEMBERS``; rows may hold NaN or infinity.
@@ -198,26 +186,22 @@ def moments(contributions: Tensor | Sequence[Tensor], reference: Tensor) -> Mome
             f"moments: expected up to {MAX_MEMBERS} vectors of {num_values} values, the reference's number; found "
             f"{len(rows) - 1} of shapes {sorted({tuple(row.shape) for row in rows[1:]})}"
         )
-    gram = torch.zeros(len(rows), len(rows), dtype=torch.float64)
-    sums = torch.zeros(len(rows), dtype=torch.float64)
+    products = torch.zeros(len(rows), len(rows), dtype=torch.float64)
+    totals = torch.zeros(len(rows), dtype=torch.float64)
     width = _CHUNK_TOTAL // len(rows)
     scratch = torch.empty(len(rows), min(width, num_values), dtype=torch.float64)
     for start in range(0, num_values, width):
         chunk = scratch[:, : min(width, num_values - start)]
         for row, into in zip(rows, chunk, strict=True):
             into.copy_(row[start : start + width])
-        gram += chunk @ chunk.T
-        sums += chunk.sum(1)
-    return _flagged(gram.numpy(), sums.numpy(), num_values)
-
-
-def _flagged(gram: NDArray[np.float64], sums: NDArray[np.float64], num_values: int) -> Moments:
+        products += chunk @ chunk.T
+        totals += chunk.sum(1)
+    gram, sums = products.numpy(), totals.numpy()
     # fp32 squares cannot overflow float64: a square is finite exactly if its vector is.
     finite = np.isfinite(np.diagonal(gram))
     if not finite[0]:
         raise TrainerUsageError("moments: expected a finite reference, found NaN or infinity")
-    bad = ~finite
-    gram[bad, :] = 0.0
-    gram[:, bad] = 0.0
-    sums[bad] = 0.0
+    gram[~finite, :] = 0.0
+    gram[:, ~finite] = 0.0
+    sums[~finite] = 0.0
     return Moments(np.triu(gram) + np.triu(gram, 1).T, sums, num_values, finite[1:])

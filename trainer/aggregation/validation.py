@@ -1,28 +1,28 @@
-"""Gradient validation (spec T-20): does a member's vector look like one of this run's at all?
+"""Gradient validation (spec T-20): does a member's vector look like one of this run's?
 
 Three comparisons: direction (cosine), magnitude (norm ratio 0.1 to 10) and spread (variance ratio at most 100). All
 follow from the moments, in float64.
 
-Among three or more members the members are compared with each other, so that nothing poisoned in an earlier round
-counts, and whoever is honest looks usual as long as the honest are a majority:
+Three or more members are compared with each other, so that a poisoned result of an earlier round has no influence, and
+an honest member passes while the honest are a majority:
 
 - A member's *agreement* is the ``n // 2``-th largest of its cosines to the others. An honest member finds that many
-  honest others; f <= (n - 1) / 2 liars that send one vector are f - 1 others to each other, too few. The least
-  agreement is a share (``min_cosine``) of the median member's: honest pseudo-gradients have cosines of 0.9 or of 0.1
-  with each other, by batch size and phase of training, but of one round's they are much alike. Three standard
-  deviations of the cosine between unrelated vectors are conceded, so that short vectors are not judged by chance.
-- Norm and variance are compared with the (lower) median member's.
+  honest others; f <= (n - 1) / 2 liars that send one vector are only f - 1 others to each other. The least agreement is
+  a share (``min_cosine``) of the median member's: honest pseudo-gradients have cosines of 0.1 to 0.9 with each other,
+  by batch size and phase of training, but those of one round are much alike. Three standard deviations of the cosine
+  between unrelated vectors are conceded, so that short vectors are not judged by chance.
+- Norm and variance are compared with the lower median member's.
 
-One or two members, of whom no majority is honest, are compared with the last accepted pseudo-gradient (spec T-20);
-nobody is left out for that (`deciding`). What cannot be compared is not held against anybody, and is said. A bound met
-exactly passes (a slack of 1e-9 stands for rounding).
+One or two members are compared with the last accepted pseudo-gradient (spec T-20); nobody is left out for that
+(`deciding`). What cannot be compared passes, with a reason. A bound met exactly passes (a slack of 1e-9 for rounding).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median_low
 from typing import Final
 
 from torch import Tensor
@@ -33,7 +33,7 @@ from trainer.aggregation.second_moments import GramMatrix, Moments, moments
 __all__ = ["LEAST_MEMBERS", "Finding", "unusable", "validate", "validate_gradient"]
 
 LEAST_MEMBERS: Final = 3
-"""Among fewer, no majority tells who differs."""
+"""Among fewer there is no majority to compare with."""
 
 _SLACK: Final = 1e-9
 # A variance below this share of the mean square is rounding, and the vector constant.
@@ -44,31 +44,22 @@ _DEVIATIONS: Final = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What validation found of one member."""
+    """Result of validating one member."""
 
     member: int
-    """Its position among the contributions."""
+    """Position among the contributions."""
     passed: bool
     reason: str
-    """One line; empty where every check was made and passed."""
+    """One line; empty if every check was made and passed."""
     cosine: float | None = None
-    """Agreement with the others of the round; of one or two members, cosine to the reference."""
+    """Agreement with the others of the round; among one or two members, cosine to the reference."""
     norm_ratio: float | None = None
     """Norm over the median member's, or the reference's."""
     variance_ratio: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Usual:
-    """What the median member of a round is like."""
-
-    least_cosine: float
-    norm: float
-    variance: float
-
-
 def unusable(found: Moments, weights: Sequence[float]) -> dict[int, str]:
-    """Members that bring nothing to aggregate, and why.
+    """Returns the members that bring nothing to aggregate, and why.
 
     Args:
         found: moments.
@@ -105,7 +96,7 @@ def validate(found: Moments, config: RuleConfig, weights: Sequence[float] | None
 
 
 def validate_gradient(submitted: Tensor, reference: Tensor, config: RuleConfig | None = None) -> Finding:
-    """Compare one gradient with a reference; both of any one shape.
+    """Compares one gradient with a reference; both of any one shape.
 
     Raises:
         TrainerUsageError: they are of different sizes, or the reference is not finite.
@@ -119,20 +110,17 @@ def _beside_each_other(found: Moments, members: Sequence[int], config: RuleConfi
     norms = {member: math.sqrt(gram[member + 1][member + 1]) for member in members}
     agreements = {member: _agreement(gram, norms, member) for member in members}
     variances = {member: _variance(found, member + 1) for member in members}
-    usual = _Usual(
-        least_cosine=config.min_cosine * _lower_median(agreements.values()) - _DEVIATIONS / math.sqrt(found.num_values),
-        norm=_lower_median(norms.values()),
-        variance=_lower_median(variances.values()),
-    )
-    if usual.norm == 0:
+    least_cosine = config.min_cosine * median_low(agreements.values()) - _DEVIATIONS / math.sqrt(found.num_values)
+    median_norm, median_variance = median_low(norms.values()), median_low(variances.values())
+    if median_norm == 0:
         return {
             member: Finding(member, True, "most contributions are zero: nothing to compare with") for member in members
         }
     findings = {}
     for member in members:
-        norm_ratio = norms[member] / usual.norm
-        variance_ratio = variances[member] / usual.variance if usual.variance > 0 else None
-        reason = _reason(agreements[member], norm_ratio, variance_ratio, usual.least_cosine, config)
+        norm_ratio = norms[member] / median_norm
+        variance_ratio = variances[member] / median_variance if median_variance > 0 else None
+        reason = _reason(agreements[member], norm_ratio, variance_ratio, least_cosine, config)
         findings[member] = Finding(member, not reason, reason, agreements[member], norm_ratio, variance_ratio)
     return findings
 
@@ -145,11 +133,6 @@ def _agreement(gram: GramMatrix, norms: Mapping[int, float], member: int) -> flo
         if other != member
     )
     return cosines[-(len(norms) // 2)]
-
-
-def _lower_median(values: Iterable[float]) -> float:
-    ordered = sorted(values)
-    return ordered[(len(ordered) - 1) // 2]
 
 
 def _beside_reference(found: Moments, member: int, config: RuleConfig) -> Finding:

@@ -2,6 +2,6 @@
 
 from .config import CollectiveConfig as CollectiveConfig
 from .config import Compression as Compression
-from .directory import Directory as Directory
+from .messages import Terms as Terms
 from .peer_collective import PeerCollective as PeerCollective
-from .terms import Terms as Terms
+from .service import Directory as Directory

@@ -1,24 +1,25 @@
-"""The numbers of a round: from encoded contributions of a part to its encoded result. Pure, and safe in any thread.
+"""The numbers of a round: from encoded contributions of a part to its encoded result, and what a member holds of it.
 
-A reducer is not trusted with more than it needs, and trusts nobody: whatever does not decode, or holds a NaN, is left
-out and named, as is whoever fails enforced validation in a part; the rest goes through the rule. The result is encoded
-once, and everybody, the reducer included, takes what those bytes decode to: that is why members end bit for bit alike
-under any codec.
+A reducer trusts no member: what does not decode, or holds a NaN, is left out and named, and so is a member that fails
+enforced validation in a part; the rest goes through the rule. The result is encoded once, and every member, the reducer
+included, takes what those bytes decode to: so members end bit for bit alike under any codec. All of it is safe in any
+thread.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 
 from trainer.aggregation import (
-    Decision,
     Moments,
     RuleConfig,
+    RuleDecision,
     decide,
     finite_rows,
     moments,
@@ -26,17 +27,17 @@ from trainer.aggregation import (
     needs_moments,
     reduce_part,
 )
-from trainer.collective.messages import Agreement
+from trainer.collective.messages import Agreement, Task, TaskDigest
 from trainer.compression.vectors import Codec
 from trainer.errors import CodecError, MalformedAnswerError, RoundFailedError
 from trainer.network.rpc.boundary import peer_boundary
 
-__all__ = ["Arithmetic", "Payload", "ReducedPart"]
+__all__ = ["Arithmetic", "HeldResults", "Payload", "ReducedPart", "TaskResult"]
 
 logger = logging.getLogger(__name__)
 
 Payload: TypeAlias = bytes | memoryview
-"""An encoded part, as made here or as it came."""
+"""An encoded part, as made here or as received."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,9 @@ class ReducedPart:
 
     payload: Payload
     num_included: int
+    """Contributions in it."""
     dropped: Mapping[str, str]
-    """Members whose part is no vector, and why: the rest of what they send is not looked at."""
+    """Members whose part is not a vector, and why: the rest of what they send is ignored."""
     odd: Mapping[str, str]
     """Members left out of this part by validation, and why."""
     sums: Moments | None = None
@@ -72,21 +74,21 @@ class Arithmetic:
     """What encoding leaves out of ``vector``, for the next round; begins as all of it. None: nothing is left out."""
 
     def encoded_bytes(self, part: int) -> int:
-        """What a contribution to a part, or its result, has to take."""
+        """Returns the size of a contribution to a part, and of its result."""
         start, stop = self.agreement.part_bounds(part)
         return self.codec.encoded_bytes(stop - start)
 
     def encode_own(self, part: int) -> Payload:
-        """This node's contribution to a part; of fp32 a view, of which nothing is copied."""
+        """Returns this node's contribution to a part; in fp32 a view, without a copy."""
         start, stop = self.agreement.part_bounds(part)
         payload = self.codec.encode(self.vector[start:stop])
         if self.residual is not None:
-            said = self.codec.decode(payload, stop - start, out=self.residual[start:stop])
-            torch.sub(self.vector[start:stop], said, out=said)
+            decoded = self.codec.decode(payload, stop - start, out=self.residual[start:stop])
+            torch.sub(self.vector[start:stop], decoded, out=decoded)
         return payload
 
     def decode_result(self, part: int, payload: Payload, out: torch.Tensor) -> None:
-        """A result as everybody takes it, written to its place in ``out``, fp32[num_values].
+        """Writes a decoded result to its place in ``out``, fp32[num_values].
 
         Raises:
             CodecError: it does not decode, or is not finite.
@@ -97,18 +99,18 @@ class Arithmetic:
             raise CodecError(f"part {part}: expected finite results, found NaN or infinity")
 
     def measure(self, part: int, payloads: Mapping[str, Payload]) -> Moments:
-        """Sums over a part for the rules that look at whole vectors; who is missing counts as not finite."""
+        """Returns sums over a part for the rules that look at whole vectors; a missing member counts as not finite."""
         return self._moments(part, self._decode(part, payloads))
 
     def reduce(
-        self, part: int, payloads: Mapping[str, Payload], decision: Decision | None, *, measured: bool
+        self, part: int, payloads: Mapping[str, Payload], decision: RuleDecision | None, *, measured: bool
     ) -> ReducedPart:
-        """One part from all that came for it.
+        """Reduces all contributions to one part.
 
         Args:
             part: its number.
-            payloads: what came, by sender; members of the round only.
-            decision: what was decided over the whole vectors, for the rules that need it.
+            payloads: contributions by sender; members of the round only.
+            decision: over the whole vectors, for the rules that need one.
             measured: also sum what the report says about the contributions.
         """
         decoded = self._decode(part, payloads)
@@ -127,8 +129,8 @@ class Arithmetic:
             sums=sums,
         )
 
-    def _encoded(self, part: int, decoded: _Decoded, positions: list[int], decision: Decision | None) -> Payload:
-        """The result of a part; zeros where nothing usable came, or what came is beyond what travels."""
+    def _encoded(self, part: int, decoded: _Decoded, positions: list[int], decision: RuleDecision | None) -> Payload:
+        """The result of a part; zeros if no contribution is usable, or the result cannot be encoded."""
         start, stop = self.agreement.part_bounds(part)
         weights = [self.agreement.members[position].weight for position in positions]
         reference = self.reference[start:stop]
@@ -160,3 +162,58 @@ class Arithmetic:
             else:
                 decoded.dropped[sender] = "not finite"
         return decoded
+
+
+class TaskResult:
+    """The parts of one task, received in order."""
+
+    def __init__(self, task: Task, arithmetic: Arithmetic, values: torch.Tensor) -> None:
+        self._task = task
+        self._arithmetic = arithmetic
+        self._values = values
+        self._next_part = task.first_part
+        self._sha256 = hashlib.sha256()
+
+    @property
+    def complete(self) -> bool:
+        """Whether all parts are there."""
+        return self._next_part == self._task.last_part
+
+    @property
+    def digest(self) -> str | None:
+        """SHA-256 of the concatenated encoded parts; None while one is missing."""
+        return self._sha256.hexdigest() if self.complete else None
+
+    def add(self, part: int, payload: Payload) -> None:
+        """Takes the next part.
+
+        Raises:
+            CodecError: it is not the next part, does not decode, or is not finite.
+        """
+        if part != self._next_part or self.complete:
+            raise CodecError(f"expected part {self._next_part} of task {self._task.key}, found {part}")
+        self._arithmetic.decode_result(part, payload, self._values)
+        self._sha256.update(payload)
+        self._next_part += 1
+
+
+class HeldResults:
+    """What a member holds of a round's result: decoded values, and the digests it votes with."""
+
+    def __init__(self, arithmetic: Arithmetic) -> None:
+        self.values = torch.zeros(arithmetic.agreement.num_values)
+        self._arithmetic = arithmetic
+        self._tasks: dict[str, TaskResult] = {}
+
+    def begin(self, task: Task) -> TaskResult:
+        """Returns an empty place for a task's parts."""
+        self._tasks[task.key] = TaskResult(task, self._arithmetic, self.values)
+        return self._tasks[task.key]
+
+    def digest(self, key: str) -> str | None:
+        """Returns the digest of a task's result, or None if it is not whole."""
+        return self._tasks[key].digest if key in self._tasks else None
+
+    def holds(self, digests: Iterable[TaskDigest]) -> bool:
+        """Returns whether these committed results are held here."""
+        return all(entry.digest is not None and self.digest(entry.key) == entry.digest for entry in digests)

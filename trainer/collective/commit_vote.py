@@ -1,5 +1,13 @@
 """The coordinator's second half: the commit vote, and the decision that goes out to all who voted.
 
+The rule: a round commits only what every voter holds with one digest (after further passes: what most of them hold),
+and only with a majority of the agreed members. A task that a member lacks, or holds with another digest, is lost and
+reduced again by others. A member that does not vote is gone: its contribution stays in what was reduced before it went,
+and it has to fetch the state when it comes back.
+
+That makes it safe to lose the coordinator. Before it can have told a member to commit, all remaining members held all
+of it; the next coordinator hears the same digests from them and can only decide the same (`decide_round` is pure).
+
 A member whose vote is missing is asked whether it is there. One that does not answer is not waited for, and one that
 already knows the outcome (from a coordinator that is gone) settles it for all.
 """
@@ -9,25 +17,36 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 
 from trainer.aggregation import Moments
-from trainer.collective.checking import check_commit, check_plan, may_follow
-from trainer.collective.deciding import decide_round, is_majority
-from trainer.collective.messages import Agreement, Commit, Decision, Plan, Vote, Why, short
-from trainer.collective.planning import first_plan
+from trainer.collective.messages import (
+    Agreement,
+    Commit,
+    CommitDecision,
+    MemberReason,
+    Plan,
+    TaskDigest,
+    Vote,
+    short,
+)
+from trainer.collective.planning import check_commit, check_plan, first_plan, is_majority, may_follow, next_plan
 from trainer.errors import RefusedError
 
-__all__ = ["CommitVote", "Probe"]
+__all__ = ["CommitVote", "Probe", "decide_round"]
 
 logger = logging.getLogger(__name__)
 
-Probe = Callable[[str], Awaitable[tuple[bool, Decision | None]]]
+Probe = Callable[[str], Awaitable[tuple[bool, CommitDecision | None]]]
 """Asks a member whether it is there, and for the outcome it knows."""
 
-Examine = Callable[[Sequence[Moments]], tuple[Why, ...]]
-"""Makes findings of everybody's sums (gradient validation)."""
+Examine = Callable[[Sequence[Moments]], tuple[MemberReason, ...]]
+"""Validates the contributions from all members' sums."""
+
+_Held = Mapping[str, Mapping[str, str | None]]
+"""Digests by task, by voter."""
 
 _PROBE_INTERVAL_S = 0.5
 _LOOK_EVERY_S = 0.25
@@ -38,11 +57,11 @@ class CommitVote:
 
     Args:
         agreement: of the round.
-        own_id: this node; whoever coordinates from the start knows all plans there are and takes none over.
+        own_id: this node; the agreed coordinator knows all plans there are, and accepts none from voters.
         probe: asks a member whether it is there.
         examine: findings for the report.
         max_passes: of the run.
-        timeout_s: seconds after which a vote is no longer waited for.
+        timeout_s: longest wait for a vote.
         patience_s: the same, at least, once more than half have voted.
     """
 
@@ -68,28 +87,29 @@ class CommitVote:
         self._votes: dict[str, Vote] = {}
         self._sums: dict[str, Moments] = {}
         self._absent: set[str] = set()
-        self._decisions: dict[str, Decision] = {}
-        self._outcome: Decision | None = None
+        self._decisions: dict[str, CommitDecision] = {}
+        self._outcome: CommitDecision | None = None
         self._changed = asyncio.Condition()
         self._running: asyncio.Task[None] | None = None
 
-    async def vote(self, peer_id: str, vote: Vote, sums: Moments | None) -> Decision:
-        """Takes a vote and waits for what comes of all of them.
+    async def vote(self, peer_id: str, vote: Vote, sums: Moments | None) -> CommitDecision:
+        """Takes a vote and waits for the decision on all of them.
 
         Raises:
-            RefusedError: ``unknown``: no member, or a plan of another agreement; ``plan``: one that is none.
+            RefusedError: ``unknown``: not a member, or a plan of another agreement; ``plan``: an invalid one.
         """
         if peer_id not in self._agreement.peer_ids or vote.plan.agreement != self._agreement.fingerprint():
             raise RefusedError("unknown", f"round {self._agreement.round_index} has no such member or agreement")
         if sums is not None:
             self._sums[peer_id] = sums
         check_plan(vote.plan, self._agreement, max_passes=self._max_passes)
-        if self._is_successor and self._may_take_over(vote.plan):
-            # A coordinator that is gone had gone further than this one knows: its plan is taken over.
+        is_backed = is_majority(vote.plan.members, self._agreement.peer_ids)
+        if self._is_successor and is_backed and may_follow(vote.plan, self._plan):
+            # The coordinator that is gone had gone further than this one knows: its plan is adopted.
             self._plan, self._votes = vote.plan, {}
         plan = self._plan
         if vote.plan != plan:
-            return Decision(kind="again", plan=plan) if self._outcome is None else self._outcome
+            return CommitDecision(kind="again", plan=plan) if self._outcome is None else self._outcome
         async with self._changed:
             self._absent.discard(peer_id)
             self._votes[peer_id] = vote
@@ -101,11 +121,8 @@ class CommitVote:
             await self._changed.wait_for(lambda: digest in self._decisions or self._outcome is not None)
         return self._outcome or self._decisions[digest]
 
-    def _may_take_over(self, plan: Plan) -> bool:
-        return is_majority(plan.members, self._agreement.peer_ids) and may_follow(plan, self._plan)
-
     def close(self) -> None:
-        """Ends it."""
+        """Ends the vote."""
         if self._running is not None:
             self._running.cancel()
 
@@ -116,10 +133,10 @@ class CommitVote:
                 plan = self._plan
                 await self._wait_for_votes(plan)
                 await self._decide(plan)
-        except Exception as error:  # whatever it is: nobody may be left waiting
+        except Exception as error:  # Whatever it is, no voter may be left waiting.
             logger.exception("round %d cannot be decided", self._agreement.round_index)
             async with self._changed:
-                self._outcome = Decision(kind="abort", reason=short(f"cannot be decided: {type(error).__name__}"))
+                self._outcome = CommitDecision(kind="abort", reason=short(f"cannot be decided: {type(error).__name__}"))
                 self._changed.notify_all()
         finally:
             probing.cancel()
@@ -127,7 +144,7 @@ class CommitVote:
                 await probing
 
     async def _wait_for_votes(self, plan: Plan) -> None:
-        """Until all have voted who are there; who lets more than half of the members wait is waited for no longer."""
+        """Waits until all present members have voted; limits the wait once more than half have."""
         began_s = time.monotonic()
         half_s: float | None = None
         while self._outcome is None and self._plan is plan and set(plan.members) - self._votes.keys() - self._absent:
@@ -168,18 +185,18 @@ class CommitVote:
             await asyncio.gather(*(self._probe_one(peer_id) for peer_id in sorted(missing)))
 
     async def _probe_one(self, peer_id: str) -> None:
-        there, outcome = await self._probe(peer_id)
+        present, outcome = await self._probe(peer_id)
         async with self._changed:
-            if outcome is not None and outcome.commit is not None and self._is_borne_out(outcome.commit):
+            if outcome is not None and outcome.commit is not None and self._is_confirmed(outcome.commit):
                 self._outcome = self._outcome or outcome
-            if not there:
+            if not present:
                 self._absent.add(peer_id)
             self._changed.notify_all()
 
-    def _is_borne_out(self, commit: Commit) -> bool:
+    def _is_confirmed(self, commit: Commit) -> bool:
         """Whether more than half of those who voted here hold what a member says was committed.
 
-        It was, if ever, after they had told that they hold it; of one member's word nobody can tell.
+        If it was committed, they had said before that they hold it; one member's word alone proves nothing.
         """
         try:
             check_commit(commit, self._agreement, max_passes=self._max_passes)
@@ -187,5 +204,121 @@ class CommitVote:
             logger.info("not believed: %s", error)
             return False
         committed = {entry.key: entry.digest for entry in commit.digests}
-        votes = [{entry.key: entry.digest for entry in vote.digests} for vote in self._votes.values()]
-        return 2 * sum(held == committed for held in votes) > len(votes)
+        held = _digests_of(self._votes)
+        return 2 * sum(digests == committed for digests in held.values()) > len(held)
+
+
+def decide_round(
+    plan: Plan,
+    votes: Mapping[str, Vote],
+    *,
+    peer_ids: Sequence[str],
+    max_passes: int,
+    findings: Sequence[MemberReason] = (),
+) -> CommitDecision:
+    """Decides on commit, another pass, or the end of the round.
+
+    Args:
+        plan: the pass the votes are of.
+        votes: of the members that are left; at least one.
+        peer_ids: the members the round was agreed among.
+        max_passes: limit of passes.
+        findings: of gradient validation, for the report.
+    """
+    held = _digests_of(votes)
+    lost = {task.key for task in plan.tasks if not _is_agreed(task.key, held)}
+    if not lost:
+        if is_majority(votes, peer_ids):
+            return _commit(plan, votes, tuple(sorted(votes)), peer_ids, findings)
+        reason = f"only {len(votes)} of {len(peer_ids)} members are left: no majority"
+        return CommitDecision(kind="abort", reason=reason)
+    party = _largest_party(plan, held)
+    is_last = plan.pass_index + 1 >= max_passes
+    # After a second pass, if most members hold all of it alike: the others cannot get it, or do not want to.
+    if not is_last and (plan.pass_index == 0 or 2 * len(party) <= len(held)):
+        reducers = _reliable(plan, votes, held)
+        return CommitDecision(kind="again", plan=next_plan(plan, lost, sorted(votes), reducers))
+    if 2 * len(party) > len(votes) and is_majority(party, peer_ids):
+        return _commit(plan, votes, party, peer_ids, findings)  # The others fetch the state afterwards.
+    return CommitDecision(
+        kind="abort",
+        reason=f"after {plan.pass_index + 1} passes the {len(votes)} members left do not hold one result",
+    )
+
+
+def _digests_of(votes: Mapping[str, Vote]) -> _Held:
+    return {peer_id: {entry.key: entry.digest for entry in vote.digests} for peer_id, vote in votes.items()}
+
+
+def _is_agreed(key: str, held: _Held) -> bool:
+    digests = {digests.get(key) for digests in held.values()}
+    return len(digests) == 1 and None not in digests
+
+
+def _largest_party(plan: Plan, held: _Held) -> tuple[str, ...]:
+    """The largest group of voters who hold one whole result."""
+    whole = {
+        peer_id: tuple(digests.get(task.key) for task in plan.tasks)
+        for peer_id, digests in held.items()
+        if all(digests.get(task.key) for task in plan.tasks)
+    }
+    if not whole:
+        return ()
+    counts = Counter(whole.values())
+    most = min(counts, key=lambda result: (-counts[result], str(result)))
+    return tuple(sorted(peer_id for peer_id, result in whole.items() if result == most))
+
+
+def _reliable(plan: Plan, votes: Mapping[str, Vote], held: _Held) -> list[str]:
+    """Voters of whom no majority missed a result, and who told a majority one thing; all voters, if there is none.
+
+    One accuser is not enough: otherwise a member that accuses all others would get to reduce everything.
+    """
+    accusers = Counter(peer_id for vote in votes.values() for peer_id in set(vote.failed))
+    blamed = {peer_id for peer_id, count in accusers.items() if 2 * count > len(votes)}
+    for task in plan.tasks:
+        results = Counter(digest for digests in held.values() if (digest := digests.get(task.key)) is not None)
+        if len(results) > 1 and 2 * max(results.values()) <= len(votes):
+            blamed.add(task.reducer)
+    return [peer_id for peer_id in votes if peer_id not in blamed] or list(votes)
+
+
+def _commit(
+    plan: Plan,
+    votes: Mapping[str, Vote],
+    members: tuple[str, ...],
+    peer_ids: Sequence[str],
+    findings: Sequence[MemberReason],
+) -> CommitDecision:
+    held = {entry.key: entry.digest for entry in votes[members[0]].digests}
+    reasons: dict[str, str] = {}
+    for peer_id in sorted(votes):
+        for dropped in votes[peer_id].dropped:
+            reasons.setdefault(dropped.peer_id, dropped.reason)
+    return CommitDecision(
+        kind="commit",
+        commit=Commit(
+            plan=plan,
+            members=members,
+            digests=tuple(TaskDigest(key=task.key, digest=held[task.key]) for task in plan.tasks),
+            dropped=tuple(
+                MemberReason(peer_id=peer_id, reason=reasons[peer_id])
+                for peer_id in sorted(peer_ids)
+                if peer_id in reasons
+            ),
+            completeness=_completeness(plan, votes, len(peer_ids)),
+            findings=tuple(findings),
+        ),
+    )
+
+
+def _completeness(plan: Plan, votes: Mapping[str, Vote], num_members: int) -> float:
+    """Share of all members' parts that are in the result; of a reducer that is gone, all are assumed to be."""
+    included = total = 0
+    for task in plan.tasks:
+        most = num_members * (task.last_part - task.first_part)
+        vote = votes.get(task.reducer)
+        counted = {entry.key: entry.num_included for entry in vote.digests}.get(task.key) if vote else most
+        total += most
+        included += min(most, counted or 0)
+    return included / total if total else 1.0

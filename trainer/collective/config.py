@@ -1,4 +1,4 @@
-"""The options of a round, with their units."""
+"""Options of a round."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class CollectiveConfig:
     """How nodes come together for a round, and how long they wait for each other.
 
     Raises:
-        TrainerUsageError: a value makes no sense.
+        TrainerUsageError: a value is out of range.
     """
 
     compression: Compression = "fp32"
@@ -27,37 +27,34 @@ class CollectiveConfig:
     invite_after_s: float = 10.0
     """So long after the first node is ready, the others are asked to come with what they have."""
     gather_timeout_s: float = 60.0
-    """So long after the first node is ready, the round begins without whoever is missing."""
+    """So long after the first node is ready, the round begins without those who are missing."""
     stall_timeout_s: float = 10.0
-    """A peer that is silent for so long is taken for dead, in this round."""
+    """A peer that is silent for so long counts as dead in this round."""
     round_timeout_s: float = 1800.0
     """A round that takes longer has failed."""
     max_passes: int = 4
     """How often slices are reduced: once, and again for what was lost with a reducer."""
     max_weight_ratio: float = 3.0
-    """No member counts for more than so many times the median member."""
+    """Limit of a member's weight, as a multiple of the median member's."""
     part_bytes: int = 1 << 20
-    """Size of the pieces that slices travel in."""
+    """Size of the parts that slices travel in."""
 
     def __post_init__(self) -> None:
-        if self.min_members < 1:
-            raise TrainerUsageError(f"collective.min_members: expected 1 or more, found {self.min_members}")
-        if self.max_passes < 1:
-            raise TrainerUsageError(f"collective.max_passes: expected 1 or more, found {self.max_passes}")
-        if not 0 < self.stall_timeout_s < self.round_timeout_s:
-            raise TrainerUsageError(
-                "collective.stall_timeout_s: expected more than 0 and less than round_timeout_s, found "
-                f"{self.stall_timeout_s} and {self.round_timeout_s}"
-            )
-        if not 0 <= self.invite_after_s <= self.gather_timeout_s < self.round_timeout_s:
-            raise TrainerUsageError(
-                "collective: expected 0 <= invite_after_s <= gather_timeout_s < round_timeout_s, found "
-                f"{self.invite_after_s}, {self.gather_timeout_s} and {self.round_timeout_s}"
-            )
-        if self.max_weight_ratio < 1:
-            raise TrainerUsageError(f"collective.max_weight_ratio: expected 1 or more, found {self.max_weight_ratio}")
-        if not 4096 <= self.part_bytes <= 1 << 20:
-            raise TrainerUsageError(
-                f"collective.part_bytes: expected 4096 to {1 << 20}, the most a message carries, found "
-                f"{self.part_bytes}"
-            )
+        for field, is_valid, expected in (
+            ("min_members", self.min_members >= 1, "1 or more"),
+            ("max_passes", self.max_passes >= 1, "1 or more"),
+            (
+                "stall_timeout_s",
+                0 < self.stall_timeout_s < self.round_timeout_s,
+                f"more than 0 and less than round_timeout_s ({self.round_timeout_s})",
+            ),
+            (
+                "gather_timeout_s",
+                0 <= self.invite_after_s <= self.gather_timeout_s < self.round_timeout_s,
+                f"invite_after_s (0 or more, {self.invite_after_s}) to under round_timeout_s ({self.round_timeout_s})",
+            ),
+            ("max_weight_ratio", self.max_weight_ratio >= 1, "1 or more"),
+            ("part_bytes", 4096 <= self.part_bytes <= 1 << 20, f"4096 to {1 << 20}, the most a message carries"),
+        ):
+            if not is_valid:
+                raise TrainerUsageError(f"collective.{field}: expected {expected}, found {getattr(self, field)}")

@@ -1,11 +1,15 @@
 """The coordinator's first half: the membership of a round, and the agreement that all members acknowledge.
 
-Gathering opens with the first node that asks. It ends when every expected node has come. Late nodes are asked to come
-with what they have; nodes that say they are coming, or are fetching the state, are waited for (`latecomers`), and nodes
-that do not answer are not. The members are those that hold the same state as most; the others are told to fetch it.
-Only peers that discovery knows decide which state that is, and they come before strangers where places are few:
-identities cost nothing, and discovery bounds how many of a host it knows. Then all must acknowledge the agreement; a
-node that does not is left out of the next attempt.
+Gathering begins with the first node that joins, and ends when every expected node has come. Late nodes are asked to
+come with what they have. Nodes that say they are coming, or are fetching the state, are waited for; nodes that do not
+answer are not. The members are those that hold the same state as most; the others are told to fetch it. Only peers that
+discovery knows decide which state that is, and they precede strangers where places are few: identities cost nothing,
+and discovery bounds how many of a host it knows. Then all must acknowledge the agreement; a node that does not is left
+out of the next attempt.
+
+A peer that fetches the state while members wait for a round's beginning becomes a member of that round, however short
+inner loops are, because that state is the newest and does not change meanwhile. But any peer can say that it fetches;
+`LatecomerBackoff` limits how often it is waited for in vain.
 """
 
 from __future__ import annotations
@@ -13,46 +17,91 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Collection
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
 from trainer.aggregation import cap_weights, contribution_weight
-from trainer.collective.messages import MAX_MEMBERS, Agreement, InviteReply, JoinRequest, Member
+from trainer.collective.config import CollectiveConfig
+from trainer.collective.messages import MAX_ROUND_MEMBERS, Agreement, InviteReply, JoinRequest, Member
 from trainer.collective.planning import cut_values
 from trainer.errors import RefusedError
+from trainer.network.rpc import Peer
+from trainer.network.rpc.config import split_address
+from trainer.network.rpc.remote_address import address_group
 
-__all__ = ["GatheringRules", "MembershipGathering", "make_agreement"]
+__all__ = ["GatheringRules", "LatecomerBackoff", "MembershipGathering"]
 
 logger = logging.getLogger(__name__)
 
 _INVITE_INTERVAL_S = 0.5
+_LOOK_EVERY_S = 0.25
+_MAX_KNOWN = 1024
+_MAX_BACKOFF_ROUNDS = 1 << 10
+
+
+@dataclass(slots=True)
+class _Backoff:
+    next_round: int = 0
+    """Not waited for before that one."""
+    num_rounds: int = 1
+    """To be left out when it is waited for in vain once more."""
+
+
+class LatecomerBackoff:
+    """Limits how often the rounds of one coordinator wait for peers that say they are coming, and do not.
+
+    A peer that was waited for in vain is waited for again only 1, 2, 4, … rounds later. Since identities are free,
+    those that have never been in a round with this node share one backoff by host.
+    """
+
+    def __init__(self) -> None:
+        self._members: OrderedDict[str, None] = OrderedDict()
+        self._backoffs: OrderedDict[str, _Backoff] = OrderedDict()
+
+    def may_wait(self, peer: Peer, round_index: int) -> bool:
+        """Returns whether a round waits for a peer that says it is coming, or fetching the state."""
+        return round_index >= self._backoffs.get(self._key(peer), _Backoff()).next_round
+
+    def joined(self, members: Iterable[str]) -> None:
+        """Clears the backoff of members of a round, and gives each its own from now on."""
+        for peer_id in members:
+            self._backoffs.pop(peer_id, None)
+            self._members[peer_id] = None
+            self._members.move_to_end(peer_id)
+        while len(self._members) > _MAX_KNOWN:
+            self._members.popitem(last=False)
+
+    def missed(self, round_index: int, peers: Iterable[Peer]) -> None:
+        """Backs off from peers that were waited for and did not come."""
+        for key in {self._key(peer) for peer in peers}:
+            backoff = self._backoffs.setdefault(key, _Backoff())
+            backoff.next_round = round_index + 1 + backoff.num_rounds
+            backoff.num_rounds = min(2 * backoff.num_rounds, _MAX_BACKOFF_ROUNDS)
+        while len(self._backoffs) > _MAX_KNOWN:
+            self._backoffs.popitem(last=False)
+
+    def _key(self, peer: Peer) -> str:
+        peer_id = peer.peer_id or ""
+        return peer_id if peer_id in self._members else address_group(split_address(peer.address)[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatheringRules:
-    """What a gathering needs to know of the run."""
+    """What a gathering needs from its node."""
 
     own_id: str
-    min_members: int
-    invite_after_s: float
-    gather_timeout_s: float
-    acknowledge_timeout_s: float
-    max_weight_ratio: float
+    config: CollectiveConfig
     values_per_part: int
-    expected: Callable[[int], set[str]]
-    """Peers that should come to a round, as far as is known, without this node."""
+    """Values that fit a message."""
+    peers: Callable[[], Mapping[str, Peer]]
+    """Returns the peers that should come, as far as is known, without this node."""
     invite: Callable[[str, int, float], Awaitable[InviteReply | None]]
-    """Asks one to come within so many seconds; None: no answer."""
-    bear_silence_s: float
-    """A peer that answers no invitation for so long is not waited for."""
+    """Asks a peer to come to a round within so many seconds; None: no answer."""
     precedes: Callable[[str, int], bool]
-    """Whether a peer comes before this node among a round's coordinators."""
-    may_wait: Callable[[str, int], bool]
-    """Whether a round waits for a peer that says it is coming, or fetching the state."""
-    in_vain: Callable[[int, Collection[str]], None]
-    """Told whom it waited for in vain."""
+    """Whether a peer precedes this node among a round's coordinators."""
+    latecomers: LatecomerBackoff
 
 
 class MembershipGathering:
@@ -63,12 +112,13 @@ class MembershipGathering:
         self.agreement: Agreement | None = None
         self.begun = False
         self._rules = rules
+        self._config = rules.config
         self._joins: dict[str, JoinRequest] = {}
         self._silent: set[str] = set()
         self._ahead: set[str] = set()
         self._awaited: set[str] = set()
         """Those who said that they would come, or were fetching the state, and were waited for."""
-        self._unheard_s: dict[str, float] = {}
+        self._silent_since_s: dict[str, float] = {}
         self._acknowledged: set[str] = set()
         self._refused: dict[str, RefusedError] = {}
         self._changed = asyncio.Condition()
@@ -77,7 +127,7 @@ class MembershipGathering:
 
     @property
     def over(self) -> bool:
-        """Whether nobody can join any more."""
+        """Whether no node can join any more."""
         return self.agreement is not None or self._failure is not None
 
     async def join(self, peer_id: str, request: JoinRequest) -> Agreement:
@@ -88,9 +138,9 @@ class MembershipGathering:
                 or ``full``.
         """
         if self.over:
-            raise RefusedError("late", f"round {self.round_index} has begun without this node; join the next one")
-        if len(self._joins) >= MAX_MEMBERS and peer_id not in self._joins:
-            self._make_room(peer_id)
+            raise self._late()
+        if len(self._joins) >= MAX_ROUND_MEMBERS and peer_id not in self._joins:
+            self._replace_stranger(peer_id)
         async with self._changed:
             self._joins[peer_id] = request
             self._changed.notify_all()
@@ -105,19 +155,8 @@ class MembershipGathering:
             raise
         return self._agreed(peer_id)
 
-    def _known(self) -> set[str]:
-        return self._rules.expected(self.round_index) | {self._rules.own_id}
-
-    def _make_room(self, peer_id: str) -> None:
-        """Gives a place of those whom discovery does not know, and so does not bound, to one whom it does."""
-        known = self._known()
-        strangers = sorted(self._joins.keys() - known)
-        if peer_id not in known or not strangers:
-            raise RefusedError("full", f"round {self.round_index} has {MAX_MEMBERS} members already; join the next one")
-        del self._joins[strangers[0]]
-
     async def acknowledge(self, peer_id: str, digest: str) -> Agreement | None:
-        """Takes a member's word that it has read the agreement; waits for everybody's.
+        """Takes a member's acknowledgement of the agreement, and waits for all others'.
 
         Returns:
             None when all have acknowledged, a new agreement when some did not.
@@ -137,7 +176,7 @@ class MembershipGathering:
         return None if self.agreement is agreement else self._agreed(peer_id)
 
     async def give_way(self, coordinator: str) -> None:
-        """Sends everybody to another coordinator, who comes first; too late once there is an agreement."""
+        """Sends all members to a coordinator that precedes this one; does nothing once there is an agreement."""
         async with self._changed:
             if not self.over:
                 self._failure = RefusedError(
@@ -146,23 +185,37 @@ class MembershipGathering:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends it; whoever waits is refused."""
+        """Ends the gathering."""
         if self._running is not None:
             self._running.cancel()
+
+    def _late(self) -> RefusedError:
+        return RefusedError("late", f"round {self.round_index} has begun without this node; join the next one")
+
+    def _known(self) -> set[str]:
+        return {*self._rules.peers(), self._rules.own_id}
+
+    def _replace_stranger(self, peer_id: str) -> None:
+        """Removes a node that discovery does not know, and so does not bound, in favour of one that it does."""
+        known = self._known()
+        strangers = sorted(self._joins.keys() - known)
+        if peer_id not in known or not strangers:
+            raise RefusedError(
+                "full", f"round {self.round_index} has {MAX_ROUND_MEMBERS} members already; join the next one"
+            )
+        del self._joins[strangers[0]]
 
     def _agreed(self, peer_id: str) -> Agreement:
         if self._failure is not None:
             raise self._failure
         if self.agreement is None or peer_id not in self.agreement.peer_ids:
-            raise self._refused.get(peer_id) or RefusedError(
-                "late", f"round {self.round_index} has begun without this node; join the next one"
-            )
+            raise self._refused.get(peer_id) or self._late()
         return self.agreement
 
     async def _run(self) -> None:
         try:
             await self._gather()
-        except Exception:  # whatever it is: nobody may be left waiting
+        except Exception:  # Whatever it is, no member may be left waiting.
             logger.exception("round %d cannot be agreed", self.round_index)
             await self._fail("few", "it cannot be agreed here; see the coordinator's log")
 
@@ -174,32 +227,33 @@ class MembershipGathering:
             inviting.cancel()
             with suppress(asyncio.CancelledError):
                 await inviting
-        self._rules.in_vain(self.round_index, self._awaited - self._joins.keys())
-        if 2 * len(self._ahead) > len(self._rules.expected(self.round_index)):
+        peers = self._rules.peers()
+        missing = self._awaited - self._joins.keys()
+        self._rules.latecomers.missed(self.round_index, [peer for peer_id, peer in peers.items() if peer_id in missing])
+        if 2 * len(self._ahead) > len(peers):
             await self._fail("late", "most of the others have gone on to a later round; fetch the state first")
         if not self.over:
             await self._agree()
 
     async def _wait_for_members(self) -> None:
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._rules.gather_timeout_s):
-                while not self.over and not self._all_here():
-                    # What is expected changes with what is known of the peers: looked at again from time to time.
+            async with asyncio.timeout(self._config.gather_timeout_s):
+                while not self.over and not self._is_complete():
+                    # Expected peers change as discovery learns of them: looked at again from time to time.
                     with suppress(TimeoutError):
-                        async with asyncio.timeout(0.25), self._changed:
+                        async with asyncio.timeout(_LOOK_EVERY_S), self._changed:
                             await self._changed.wait()
 
-    def _all_here(self) -> bool:
-        missing = self._rules.expected(self.round_index) - self._joins.keys() - self._silent
-        own_missing = self._rules.own_id not in self._joins.keys() | self._silent
-        return not missing and not own_missing and len(self._joins) >= self._rules.min_members
+    def _is_complete(self) -> bool:
+        missing = self._known() - self._joins.keys() - self._silent
+        return not missing and len(self._joins) >= self._config.min_members
 
     async def _invite_missing(self) -> None:
-        """Asks whoever is missing to come, again and again; who does not answer, or is elsewhere, is not waited for."""
+        """Asks the missing nodes to come, again and again."""
         began_s = time.monotonic()
         while True:
-            after_s = max(0.0, self._rules.invite_after_s - (time.monotonic() - began_s))
-            missing = (self._rules.expected(self.round_index) | {self._rules.own_id}) - self._joins.keys()
+            after_s = max(0.0, self._config.invite_after_s - (time.monotonic() - began_s))
+            missing = self._known() - self._joins.keys()
             await asyncio.gather(*(self._invite(peer_id, after_s) for peer_id in missing))
             await asyncio.sleep(_INVITE_INTERVAL_S)
 
@@ -207,11 +261,11 @@ class MembershipGathering:
         reply = await self._rules.invite(peer_id, self.round_index, after_s)
         async with self._changed:
             if reply is None:
-                # One lost call is no absence: it is asked again, for as long as a silent peer is borne.
-                first_s = self._unheard_s.setdefault(peer_id, time.monotonic())
-                gone = time.monotonic() > first_s + self._rules.bear_silence_s
+                # One lost call is no absence: the peer is asked again, for half of the stall timeout.
+                since_s = self._silent_since_s.setdefault(peer_id, time.monotonic())
+                gone = time.monotonic() > since_s + self._config.stall_timeout_s / 2
             else:
-                self._unheard_s.pop(peer_id, None)
+                self._silent_since_s.pop(peer_id, None)
                 gone = not self._is_awaited(peer_id, reply)
             if gone:
                 self._silent.add(peer_id)
@@ -222,18 +276,21 @@ class MembershipGathering:
             return
         if reply.next_round > self.round_index:
             self._ahead.add(peer_id)
-        # It names itself or nobody: whom it does not speak for might not even exist.
+        # A node may only name itself: any other might not even exist.
         if reply.coordinator == peer_id and self._rules.precedes(peer_id, self.round_index):
             await self.give_way(peer_id)
 
     def _is_awaited(self, peer_id: str, reply: InviteReply) -> bool:
-        """Whether the round waits for whoever says that it comes, or fetches the state and comes then."""
+        """Whether the round waits for a node that says it comes, or fetches the state and comes then."""
         if peer_id == self._rules.own_id:
             return reply.coming
-        if (reply.coming or reply.catching_up) and self._rules.may_wait(peer_id, self.round_index):
-            self._awaited.add(peer_id)
-            return True
-        return False
+        peer = self._rules.peers().get(peer_id)
+        if not (reply.coming or reply.catching_up) or peer is None:
+            return False
+        if not self._rules.latecomers.may_wait(peer, self.round_index):
+            return False
+        self._awaited.add(peer_id)
+        return True
 
     async def _agree(self) -> None:
         joins = dict(self._joins)
@@ -255,7 +312,7 @@ class MembershipGathering:
             joins = {peer_id: join for peer_id, join in joins.items() if peer_id not in absent}
             if not joins or self._rules.own_id in absent:
                 break
-        await self._fail("few", f"expected {self._rules.min_members} members or more, found too few")
+        await self._fail("few", f"expected {self._config.min_members} members or more, found too few")
 
     async def _fail(self, reason: str, text: str) -> None:
         async with self._changed:
@@ -263,10 +320,18 @@ class MembershipGathering:
             self._failure = RefusedError(reason, f"round {self.round_index}: {text}")
             self._changed.notify_all()
 
+    async def _absent(self, agreement: Agreement) -> set[str]:
+        members = set(agreement.peer_ids)
+        async with self._changed:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._config.stall_timeout_s):
+                    await self._changed.wait_for(lambda: self._acknowledged >= members)
+        return members - self._acknowledged
+
     def _propose(self, joins: dict[str, JoinRequest], attempt: int) -> Agreement | None:
-        """The agreement of those who hold the state most hold; the others' refusals are kept for them."""
+        """The agreement of those who hold the state that most hold; the others' refusals are kept for them."""
         known = self._known()
-        most = most_held({peer_id: join for peer_id, join in joins.items() if peer_id in known} or joins)
+        most = _most_held([join for peer_id, join in joins.items() if peer_id in known] or joins.values())
         members = {peer_id: join for peer_id, join in joins.items() if (join.state_digest, join.num_values) == most}
         for peer_id in joins.keys() - members.keys():
             self._refused[peer_id] = RefusedError(
@@ -274,49 +339,38 @@ class MembershipGathering:
                 f"round {self.round_index}: expected the state {most[0][:12]} that {len(members)} members hold, "
                 f"found {joins[peer_id].state_digest[:12]}; fetch theirs",
             )
-        if len(members) < self._rules.min_members:
-            return None
-        return make_agreement(self.round_index, attempt, members, self._rules)
+        return self._agreement(members, attempt) if len(members) >= self._config.min_members else None
 
-    async def _absent(self, agreement: Agreement) -> set[str]:
-        members = set(agreement.peer_ids)
-        async with self._changed:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._rules.acknowledge_timeout_s):
-                    await self._changed.wait_for(lambda: self._acknowledged >= members)
-        return members - self._acknowledged
+    def _agreement(self, joins: dict[str, JoinRequest], attempt: int) -> Agreement:
+        """Members sorted, their weights capped, their vocabulary the least of what each knows."""
+        peer_ids = sorted(joins)
+        weights = cap_weights(
+            [contribution_weight(joins[peer_id].num_batches, joins[peer_id].age_s) for peer_id in peer_ids],
+            max_ratio=self._config.max_weight_ratio,
+        )
+        first = joins[peer_ids[0]]
+        return Agreement(
+            round_index=self.round_index,
+            attempt=attempt,
+            coordinator=self._rules.own_id,
+            state_digest=first.state_digest,
+            num_values=first.num_values,
+            part_values=cut_values(first.num_values, len(peer_ids), self._rules.values_per_part),
+            vocabulary_rows=min(join.vocabulary_rows for join in joins.values()),
+            members=tuple(
+                Member(
+                    peer_id=peer_id,
+                    address=joins[peer_id].address,
+                    certificate=joins[peer_id].certificate,
+                    weight=float(weight),
+                    progress=joins[peer_id].progress,
+                )
+                for peer_id, weight in zip(peer_ids, weights, strict=True)
+            ),
+        )
 
 
-def most_held(joins: dict[str, JoinRequest]) -> tuple[str, int]:
-    """Digest and size of the state most have come with; of several, the one with the lowest digest."""
-    counts = Counter((join.state_digest, join.num_values) for join in joins.values())
+def _most_held(joins: Collection[JoinRequest]) -> tuple[str, int]:
+    """Digest and size of the state most hold; of equally many, the one with the lowest digest."""
+    counts = Counter((join.state_digest, join.num_values) for join in joins)
     return min(counts, key=lambda state: (-counts[state], state))
-
-
-def make_agreement(round_index: int, attempt: int, joins: dict[str, JoinRequest], rules: GatheringRules) -> Agreement:
-    """The agreement of these members: sorted, their weights capped, their vocabulary the least of what each knows."""
-    peer_ids = sorted(joins)
-    weights = cap_weights(
-        [contribution_weight(joins[peer_id].num_batches, joins[peer_id].age_s) for peer_id in peer_ids],
-        max_ratio=rules.max_weight_ratio,
-    )
-    first = joins[peer_ids[0]]
-    return Agreement(
-        round_index=round_index,
-        attempt=attempt,
-        coordinator=rules.own_id,
-        state_digest=first.state_digest,
-        num_values=first.num_values,
-        part_values=cut_values(first.num_values, len(peer_ids), rules.values_per_part),
-        vocabulary_rows=min(join.vocabulary_rows for join in joins.values()),
-        members=tuple(
-            Member(
-                peer_id=peer_id,
-                address=joins[peer_id].address,
-                certificate=joins[peer_id].certificate,
-                weight=float(weight),
-                progress=joins[peer_id].progress,
-            )
-            for peer_id, weight in zip(peer_ids, weights, strict=True)
-        ),
-    )

@@ -3,13 +3,13 @@
 A round, in the order of its messages:
 
     join         member → coordinator   "I have this state and so many batches"     → Agreement
-    acknowledge  member → coordinator   "I read the agreement with this digest"     → Begin, or another Agreement
+    acknowledge  member → coordinator   "I read the agreement with this digest"     → begun, or another Agreement
     exchange     member ↔ reducer       contribution parts one way, result parts the other
-    moments      reducer → coordinator  sums over its slice (rules that need them)   → everybody's
-    vote         member → coordinator   "these are the digests of what I hold"       → Decision
+    moments      reducer → coordinator  sums over its slice (rules that need them)   → all reducers' sums
+    vote         member → coordinator   "these are the digests of what I hold"       → CommitDecision
     invite, status                      "come with what you have"; "are you there, do you know the outcome?"
 
-Everything is bounded: a list has at most `MAX_MEMBERS` entries of each, a string its own limit.
+Everything is bounded: a list has a few times `MAX_ROUND_MEMBERS` entries, a string its own limit.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Le, MaxLen
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 
 from manifests import canonical_json, sha256_hex
-from trainer.collective.terms import Terms
-from trainer.errors import TrainerUsageError
+from trainer.errors import RefusedError, TrainerUsageError
+from trainer.network.rpc import Peer
 from trainer.network.rpc.config import split_address
 
 __all__ = [
-    "MAX_MEMBERS",
+    "MAX_ROUND_MEMBERS",
     "Acknowledge",
     "AcknowledgeReply",
     "Agreement",
     "Commit",
-    "Decision",
+    "CommitDecision",
     "Digest",
-    "ExchangeOpen",
     "Invite",
     "InviteReply",
     "JoinRequest",
     "Member",
+    "MemberReason",
     "MomentsOpen",
     "MomentsReply",
-    "Nothing",
     "PeerIdField",
     "Plan",
+    "ReductionOpen",
     "StatusReply",
     "StatusRequest",
     "Task",
     "TaskDigest",
+    "Terms",
     "Vote",
-    "Why",
     "short",
 ]
 
-MAX_MEMBERS = 48
-"""With certificates an agreement of so many is just within what a message takes."""
+MAX_ROUND_MEMBERS = 48
+"""An agreement of so many, with certificates, just fits a message."""
 
 PeerIdField = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -61,7 +61,7 @@ Share = Annotated[float, Ge(0), Le(1)]
 ShortText = Annotated[str, Field(pattern=r"^[ -~]{0,120}$")]
 """A reason, for people: ASCII, so that its length is its size (`short`)."""
 Certificate = Annotated[str, MaxLen(800)]
-"""PEM; this project's have some 570 characters."""
+"""PEM; those made here have some 570 characters."""
 
 
 def _reachable(address: str) -> str:
@@ -73,7 +73,7 @@ def _reachable(address: str) -> str:
 
 
 Address = Annotated[str, Field(pattern=r"^[A-Za-z0-9.:\[\]-]{3,128}$"), AfterValidator(_reachable)]
-"""``host:port``; checked before anybody is asked to connect there."""
+"""``host:port``; checked before any node connects there."""
 TaskKey = Annotated[str, Field(pattern=r"^[0-9]{1,3}\.[0-9]{1,3}$")]
 
 
@@ -86,16 +86,58 @@ class _Message(BaseModel):
 
 
 def short(text: str) -> str:
-    """A reason as it may travel."""
+    """Returns a reason as it may travel: ASCII, 120 characters at most."""
     return "".join(letter if " " <= letter <= "~" else "?" for letter in text[:120])
 
 
-class Nothing(_Message):
-    """An answer that says no more than that there is one."""
+class Terms(BaseModel):
+    """What nodes must have in common to train one model together, as plain values that are compared field by field.
+
+    A node whose terms differ is turned away with the first difference, before it can take part in a round.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    architecture: dict[str, JsonValue]
+    """Shape of the model, without the rows of its vocabulary, which grow."""
+    tokenizer_lineage: str
+    """Digest of what never changes in the vocabulary (pattern, special ids and the first merges)."""
+    synchronisation: dict[str, JsonValue]
+    """Inner steps, outer optimizer, fragments, rule, compression: everything that changes the result of a round."""
+
+    def digest(self) -> str:
+        """Returns the SHA-256 of the canonical JSON, 64 hex digits."""
+        return sha256_hex(canonical_json(self.model_dump(mode="json")))
+
+    def check(self, other: Terms, who: str) -> None:
+        """Refuses a peer that trains something else.
+
+        Raises:
+            RefusedError: with ``architecture``, ``vocabulary`` or ``settings`` as its reason.
+        """
+        _check_fields("architecture", self.architecture, other.architecture, who)
+        if self.tokenizer_lineage != other.tokenizer_lineage:
+            raise RefusedError(
+                "vocabulary",
+                f"{who}: expected the vocabulary {self.tokenizer_lineage[:12]}, found {other.tokenizer_lineage[:12]}; "
+                "train from the same store, or in a run of its own (--run-id)",
+            )
+        _check_fields("settings", self.synchronisation, other.synchronisation, who)
+
+
+def _check_fields(kind: str, ours: dict[str, JsonValue], theirs: dict[str, JsonValue], who: str) -> None:
+    for name in sorted(ours.keys() | theirs.keys()):
+        expected, found = ours.get(name), theirs.get(name)
+        if expected != found:
+            raise RefusedError(
+                kind,
+                f"{who}: this run has {name} {expected}, the node {str(found)[:80]}; give it the same {kind}, or a run "
+                "of its own (--run-id)",
+            )
 
 
 class JoinRequest(_Message):
-    """A node is at the border of an outer step."""
+    """A node is ready for an outer step."""
 
     round_index: Count
     terms: Terms
@@ -104,27 +146,32 @@ class JoinRequest(_Message):
     num_batches: Count
     age_s: Annotated[float, Ge(0)]
     progress: Share = 1.0
-    """Of the work that the round was meant to have."""
+    """Share of the round's planned work that is done."""
     vocabulary_rows: Count
     address: Address
     certificate: Certificate | None
-    tried: Annotated[tuple[PeerIdField, ...], MaxLen(MAX_MEMBERS)]
-    """Coordinators that come before the one asked, and could not be reached."""
+    tried: Annotated[tuple[PeerIdField, ...], MaxLen(MAX_ROUND_MEMBERS)]
+    """Coordinators that precede the one asked, and could not be reached."""
 
 
 class Member(_Message):
-    """One who takes part, and for how much it counts."""
+    """One who takes part, and its weight."""
 
     peer_id: PeerIdField
     address: Address
     certificate: Certificate | None
     weight: Annotated[float, Ge(0)]
     progress: Share = 1.0
-    """As it claims in its `JoinRequest`."""
+    """As claimed in its `JoinRequest`."""
+
+    @property
+    def peer(self) -> Peer:
+        """How to reach it."""
+        return Peer(self.peer_id, self.address, self.certificate.encode() if self.certificate else None)
 
 
 class Agreement(_Message):
-    """Who takes part in a round, and how; nothing moves before every member has acknowledged its digest."""
+    """Who takes part in a round, and how; no tensor moves before every member has acknowledged its digest."""
 
     round_index: Count
     attempt: Count
@@ -134,34 +181,39 @@ class Agreement(_Message):
     part_values: Annotated[int, Ge(1)]
     vocabulary_rows: Count
     """Rows of the embedding after this round: the most that every member can have."""
-    members: Annotated[tuple[Member, ...], MaxLen(MAX_MEMBERS)]
+    members: Annotated[tuple[Member, ...], MaxLen(MAX_ROUND_MEMBERS)]
     """Sorted by peer id."""
 
     @property
     def peer_ids(self) -> tuple[str, ...]:
-        """The members, sorted."""
+        """Ids of the members, sorted."""
         return tuple(member.peer_id for member in self.members)
 
     @property
     def num_parts(self) -> int:
-        """Pieces the vector is cut into."""
+        """Number of parts the vector is cut into."""
         return -(-self.num_values // self.part_values)
 
     def part_bounds(self, part: int) -> tuple[int, int]:
-        """Where a part begins and ends in the vector."""
+        """Returns where a part begins and ends in the vector."""
         start = part * self.part_values
         return start, min(start + self.part_values, self.num_values)
 
+    def succession(self) -> tuple[Member, ...]:
+        """Returns the members in the order in which they decide the round: the coordinator, then those after it."""
+        first = self.peer_ids.index(self.coordinator) if self.coordinator in self.peer_ids else 0
+        return self.members[first:] + self.members[:first]
+
 
 class Acknowledge(_Message):
-    """A member has read an agreement and found itself in it."""
+    """A member has read an agreement that includes it."""
 
     round_index: Count
     agreement: Digest
 
 
 class AcknowledgeReply(_Message):
-    """All have acknowledged (``None``), or some have not and there is a new agreement without them."""
+    """``None``: all have acknowledged; or a new agreement without those who have not."""
 
     agreement: Agreement | None
 
@@ -177,13 +229,13 @@ class Task(_Message):
 
 
 class Plan(_Message):
-    """Who reduces what in one pass. Tasks of earlier passes stay in the list until they are lost."""
+    """Who reduces what in one pass. Tasks of earlier passes stay listed until they are lost."""
 
     agreement: Digest
     pass_index: Annotated[int, Ge(0), Le(99)]
-    members: Annotated[tuple[PeerIdField, ...], MaxLen(MAX_MEMBERS)]
-    """Whoever is still there."""
-    tasks: Annotated[tuple[Task, ...], MaxLen(4 * MAX_MEMBERS)]
+    members: Annotated[tuple[PeerIdField, ...], MaxLen(MAX_ROUND_MEMBERS)]
+    """Members still present."""
+    tasks: Annotated[tuple[Task, ...], MaxLen(4 * MAX_ROUND_MEMBERS)]
 
     @property
     def fresh(self) -> tuple[Task, ...]:
@@ -191,8 +243,8 @@ class Plan(_Message):
         return tuple(task for task in self.tasks if task.key.startswith(f"{self.pass_index}."))
 
 
-class ExchangeOpen(_Message):
-    """The first words of a stream between a member and a reducer."""
+class ReductionOpen(_Message):
+    """Opens a stream between a member and a reducer."""
 
     plan: Digest
     agreement: Digest
@@ -207,53 +259,53 @@ class MomentsOpen(_Message):
 
 
 class MomentsReply(_Message):
-    """Everybody's sums, one after the other in the payload, in the order of these sizes."""
+    """All reducers' sums, one after the other in the payload, in the order of these sizes."""
 
-    sizes_bytes: Annotated[tuple[Count, ...], MaxLen(MAX_MEMBERS)]
+    sizes_bytes: Annotated[tuple[Count, ...], MaxLen(MAX_ROUND_MEMBERS)]
 
 
 class TaskDigest(_Message):
-    """What came out of a task, as one member holds it; ``None`` where it does not hold all of it."""
+    """The result of a task as one member holds it; ``None``: it does not hold all of it."""
 
     key: TaskKey
     digest: Digest | None
     num_included: Count | None = None
-    """Contributed parts that went into it; only its reducer knows."""
+    """Contributed parts in it; only its reducer knows."""
 
 
-class Why(_Message):
-    """A member whose contribution, or some of it, was left out."""
+class MemberReason(_Message):
+    """A member whose contribution was left out, wholly or in part, or looks odd; and why."""
 
     peer_id: PeerIdField
     reason: ShortText
 
 
 class Vote(_Message):
-    """What a member holds at the end of a pass, and what it saw. Moments for the report are the payload."""
+    """What a member holds and saw at the end of a pass. Moments for the report are the payload."""
 
     plan: Plan
-    term: Annotated[int, Ge(0), Le(MAX_MEMBERS)]
-    digests: Annotated[tuple[TaskDigest, ...], MaxLen(4 * MAX_MEMBERS)]
-    failed: Annotated[tuple[PeerIdField, ...], MaxLen(MAX_MEMBERS)]
+    term: Annotated[int, Ge(0), Le(MAX_ROUND_MEMBERS)]
+    digests: Annotated[tuple[TaskDigest, ...], MaxLen(4 * MAX_ROUND_MEMBERS)]
+    failed: Annotated[tuple[PeerIdField, ...], MaxLen(MAX_ROUND_MEMBERS)]
     """Reducers that did not deliver to this member."""
-    dropped: Annotated[tuple[Why, ...], MaxLen(MAX_MEMBERS)]
-    """Contributors that this member, as a reducer, had to leave out."""
+    dropped: Annotated[tuple[MemberReason, ...], MaxLen(MAX_ROUND_MEMBERS)]
+    """Contributors that this member left out as a reducer."""
 
 
 class Commit(_Message):
-    """The end of a round: every member named holds these, and applies them."""
+    """The end of a round: every member named holds these results, and applies them."""
 
     plan: Plan
-    members: Annotated[tuple[PeerIdField, ...], MaxLen(MAX_MEMBERS)]
-    digests: Annotated[tuple[TaskDigest, ...], MaxLen(4 * MAX_MEMBERS)]
-    dropped: Annotated[tuple[Why, ...], MaxLen(2 * MAX_MEMBERS)]
+    members: Annotated[tuple[PeerIdField, ...], MaxLen(MAX_ROUND_MEMBERS)]
+    digests: Annotated[tuple[TaskDigest, ...], MaxLen(4 * MAX_ROUND_MEMBERS)]
+    dropped: Annotated[tuple[MemberReason, ...], MaxLen(2 * MAX_ROUND_MEMBERS)]
     completeness: Annotated[float, Ge(0), Le(1)]
-    findings: Annotated[tuple[Why, ...], MaxLen(MAX_MEMBERS)]
-    """What gradient validation found (spec T-20)."""
+    findings: Annotated[tuple[MemberReason, ...], MaxLen(MAX_ROUND_MEMBERS)]
+    """Findings of gradient validation (spec T-20)."""
 
 
-class Decision(_Message):
-    """What the coordinator makes of the votes."""
+class CommitDecision(_Message):
+    """The coordinator's decision on the votes."""
 
     kind: Literal["commit", "again", "abort"]
     plan: Plan | None = None
@@ -262,26 +314,26 @@ class Decision(_Message):
 
 
 class Invite(_Message):
-    """Others are ready for a round: come with what you have, ``after_s`` from now at the latest."""
+    """Others are ready for a round: come with what you have, within ``after_s``."""
 
     round_index: Count
     after_s: Annotated[float, Ge(0), Le(3600)]
 
 
 class InviteReply(_Message):
-    """Whether this node trains towards that round, and will come to it."""
+    """Whether the node trains towards that round, and will join it."""
 
     coming: bool
     next_round: Annotated[int, Ge(-1), Le(1 << 48)]
-    """The round this node trains towards; -1: none."""
+    """The round it trains towards; -1: none."""
     coordinator: PeerIdField | None = None
-    """Who coordinates the round already, and comes before whoever asks."""
+    """The node that coordinates the round already, and precedes the one that asks."""
     catching_up: bool = False
-    """It is fetching the state that the others hold, and will come once it has it."""
+    """It is fetching the state that the others hold, and will join once it has it."""
 
 
 class StatusRequest(_Message):
-    """Are you there, and do you know how this round ended?"""
+    """Asks whether a member is there, and whether it knows how this round ended."""
 
     agreement: Digest
 
@@ -289,4 +341,4 @@ class StatusRequest(_Message):
 class StatusReply(_Message):
     """The outcome, where it is known."""
 
-    decision: Decision | None
+    decision: CommitDecision | None

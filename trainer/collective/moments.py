@@ -1,7 +1,6 @@
-"""The moments all-reduce: sums over slices brought together, and what rules decide on each member from them.
+"""The moments all-reduce: reducers' sums over their slices, collected by the coordinator, and what follows from them.
 
-Every member receives all members' sums from the coordinator and adds them in one order, so all decide alike. The
-coordinator only carries.
+Every member receives all reducers' sums and adds them in one order, so all decide alike. The coordinator only carries.
 """
 
 from __future__ import annotations
@@ -13,52 +12,36 @@ from functools import reduce
 from operator import add
 
 from trainer.aggregation import Moments, RuleConfig, validate
-from trainer.collective.messages import Agreement, MomentsReply, Why, short
-from trainer.outer.engine.collective import MemberFinding
+from trainer.collective.messages import Agreement, MemberReason, MomentsReply, short
+from trainer.outer.engine.collective import MemberFinding, member_findings
 
 __all__ = ["MomentsAllReduce", "add_sums", "findings_of", "join_sums", "measured_of", "split_sums", "weights_of"]
 
 
 def add_sums(sums: Sequence[Moments]) -> Moments:
-    """All of them added in the order given: the same numbers wherever the same sums are added."""
+    """Adds sums in the given order: the same numbers wherever the same sums are added."""
     return reduce(add, sums)
 
 
 def weights_of(agreement: Agreement) -> list[float]:
-    """The members' weights, in their order."""
+    """Returns the members' weights, in their order."""
     return [member.weight for member in agreement.members]
 
 
-def findings_of(agreement: Agreement, sums: Sequence[Moments], rule: RuleConfig) -> tuple[Why, ...]:
-    """What gradient validation (spec T-20) says of whole contributions; nothing where there are no sums."""
-    usable = [one for one in sums if one.num_members == len(agreement.members)]
-    if rule.validation == "off" or not usable:
-        return ()
-    return tuple(
-        Why(peer_id=agreement.peer_ids[finding.member], reason=short(finding.reason))
-        for finding in validate(add_sums(usable), rule, weights_of(agreement))
-        if not finding.passed
-    )
-
-
 def measured_of(agreement: Agreement, sums: Sequence[Moments], rule: RuleConfig) -> tuple[MemberFinding, ...]:
-    """What this node's own sums say of each member; nothing where there are none.
-
-    Args:
-        agreement: of the round.
-        sums: over the slices this node has reduced, or, of rules that look at whole vectors, over all.
-        rule: of the run.
-    """
+    """Validates the contributions (spec T-20) from some sums; returns nothing without sums, or if validation is off."""
     if rule.validation == "off" or not sums:
         return ()
+    return member_findings(validate(add_sums(sums), rule, weights_of(agreement)), agreement.peer_ids)
+
+
+def findings_of(agreement: Agreement, sums: Sequence[Moments], rule: RuleConfig) -> tuple[MemberReason, ...]:
+    """Returns the members that gradient validation finds odd, from the sums that members sent."""
+    usable = [one for one in sums if one.num_members == len(agreement.members)]
     return tuple(
-        MemberFinding(
-            member=agreement.peer_ids[finding.member],
-            reason="" if finding.passed else finding.reason,
-            cosine=finding.cosine,
-            norm_ratio=finding.norm_ratio,
-        )
-        for finding in validate(add_sums(sums), rule, weights_of(agreement))
+        MemberReason(peer_id=finding.member, reason=short(finding.reason))
+        for finding in measured_of(agreement, usable, rule)
+        if finding.reason
     )
 
 
@@ -78,7 +61,7 @@ class MomentsAllReduce:
         self._changed = asyncio.Condition()
 
     async def add(self, peer_id: str, sums: bytes) -> tuple[bytes, ...]:
-        """Takes a reducer's sums and waits for the others'; the same answer for all, in the order of their ids."""
+        """Takes a reducer's sums and waits for the others'; returns the same to all, in the order of their ids."""
         async with self._changed:
             self._sums.setdefault(peer_id, sums)
             self._changed.notify_all()
@@ -93,12 +76,12 @@ class MomentsAllReduce:
 
 
 def join_sums(sums: Sequence[bytes]) -> tuple[MomentsReply, bytes]:
-    """As they travel."""
+    """Returns message and payload of several sums."""
     return MomentsReply(sizes_bytes=tuple(len(one) for one in sums)), b"".join(sums)
 
 
 def split_sums(reply: MomentsReply, payload: bytes) -> list[bytes]:
-    """The other way.
+    """Returns the sums in message and payload.
 
     Raises:
         ValueError: the sizes do not add up.

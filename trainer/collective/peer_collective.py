@@ -1,7 +1,7 @@
 """`PeerCollective`: the collective among strangers, as the training thread sees it.
 
-Everything in this package lives in the event loop of the node's endpoint; this is the door between the two threads.
-What a lossy encoding leaves out comes back with the result, and is added to the next contribution by the next call.
+The rest of this package lives in the event loop of the node's endpoint. What a lossy encoding leaves out is returned
+with the result, and added to the next contribution.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from collections.abc import Callable
 
 from trainer.aggregation import RuleConfig
 from trainer.collective.config import CollectiveConfig
-from trainer.collective.directory import Directory
-from trainer.collective.member import RoundMember, RoundSetting
-from trainer.collective.service import RoundService
-from trainer.collective.terms import Terms
+from trainer.collective.member import RoundMember
+from trainer.collective.messages import Terms
+from trainer.collective.service import Directory, RoundService, RoundSettings
 from trainer.compression.vectors import codec_named
 from trainer.errors import RoundFailedError, RoundLeftError, StateBehindError
 from trainer.network.rpc import Endpoint
@@ -32,18 +31,18 @@ _LEAVE_AFTER_S = 10.0
 
 
 class PeerCollective:
-    """Rounds with whoever else is in the run.
+    """Rounds with the other nodes of the run.
 
     Args:
         endpoint: not started yet, so that its answers can be registered.
-        loop: where it lives, running in another thread.
+        loop: its event loop, running in another thread.
         run_id: of the run.
-        terms: what all must have in common.
+        terms: what all members must have in common.
         rule: how contributions are aggregated.
-        config: waiting and cutting.
-        directory: who else is there.
-        vocabulary_rows: the most rows of vocabulary this node could have now (asked before each round).
-        stopping: whether the node has been asked to stop; a round then has ten more seconds.
+        config: timeouts and sizes.
+        directory: the other nodes.
+        vocabulary_rows: returns the most rows of vocabulary this node could have now; called before each round.
+        stopping: returns whether the node has been asked to stop; a round then has ten more seconds.
     """
 
     def __init__(
@@ -58,39 +57,34 @@ class PeerCollective:
         vocabulary_rows: Callable[[], int],
         stopping: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._codec = codec_named(config.compression)
         self._loop = loop
-        self._config = config
         self._vocabulary_rows = vocabulary_rows
         self._stopping = stopping
-        self._service = RoundService(
-            endpoint, run_id, terms, rule, config, self._codec.values_per_part(config.part_bytes), directory
-        )
-        self._service.register()
-        self._setting = RoundSetting(
+        self._settings = RoundSettings(
             run_id=run_id,
             terms=terms,
             rule=rule,
-            codec=self._codec,
+            codec=codec_named(config.compression),
             config=config,
             endpoint=endpoint,
-            service=self._service,
             directory=directory,
         )
+        self._service = RoundService(self._settings)
+        self._service.register()
         self.agreed_vocabulary_rows = 0
         """Rows of vocabulary that the members of the last round all can have; 0 before the first."""
         self.behind = False
         """Whether the last round failed because the others hold another state."""
 
     def reduce(self, contribution: Contribution) -> RoundResult:
-        """Takes part in one round; see `trainer.outer.engine.Collective`."""
+        """Takes part in one round; see `trainer.outer.engine.collective.Collective`."""
         vector = contribution.vector
         if contribution.residual is not None:
             vector = vector + contribution.residual
-        member = RoundMember(self._setting, contribution, vector, self._vocabulary_rows())
+        member = RoundMember(self._settings, self._service, contribution, vector, self._vocabulary_rows())
         future = asyncio.run_coroutine_threadsafe(self._run(member, contribution.round_index), self._loop)
         try:
-            result = future.result(self._config.round_timeout_s + _SLACK_S)
+            result = future.result(self._settings.config.round_timeout_s + _SLACK_S)
         except TimeoutError as error:
             future.cancel()
             raise RoundFailedError(
@@ -101,19 +95,19 @@ class PeerCollective:
         return result
 
     def requested(self) -> bool:
-        """Whether others wait for this node."""
+        """Returns whether others wait for this node."""
         return self._service.invited(time.monotonic())
 
     def move_to(self, next_round: int) -> None:
-        """The node has taken a state and trains towards this round; -1 while it has none."""
+        """Notes that the node has taken a state and trains towards this round; -1 while it has none."""
         self._loop.call_soon_threadsafe(self._service.move_to, next_round)
 
     def catch_up(self) -> None:
-        """The node is fetching the others' state, until it says by `move_to` which round it trains towards."""
+        """Notes that the node is fetching the others' state, until `move_to`."""
         self._loop.call_soon_threadsafe(self._service.catch_up)
 
     def close(self) -> None:
-        """Lets go of whoever waits for this node."""
+        """Ends all waiting for this node."""
         if self._loop.is_running():
             self._loop.call_soon_threadsafe(self._service.close)
 
@@ -129,19 +123,19 @@ class PeerCollective:
         except RoundFailedError:
             raise
         except Exception as error:
-            # Nothing others send may end this node: what nobody thought of costs a round.
+            # Nothing others send may end this node: an unforeseen error costs a round.
             logger.exception("round %d", round_index)
             raise RoundFailedError(f"round {round_index}: {type(error).__name__}: {error}") from error
         self._move_on(round_index, round_index + 1)
         return result
 
     def _move_on(self, round_index: int, next_round: int) -> None:
-        """Unless the node has taken up another state meanwhile, while this round still ran."""
+        """Moves on, unless the node has taken up another state while this round ran."""
         if self._service.next_round == round_index:
             self._service.move_to(next_round)
 
     async def _until_stopped(self, member: RoundMember) -> RoundResult:
-        """Goes through the round; left, after a while, if the node is to stop: that harms nobody else's."""
+        """Goes through the round; leaves it some time after the node was asked to stop, which harms no other round."""
         running = asyncio.create_task(member.run())
         asked_at_s: float | None = None
         try:

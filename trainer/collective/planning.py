@@ -1,31 +1,48 @@
-"""Who reduces which parts: pure arithmetic that every member does alike.
+"""Who coordinates a round, who reduces which parts, and what a member accepts from a coordinator: pure functions.
 
 A vector is cut into parts of equal length (the last may be shorter), small enough that each slice has some parts to
-overlap: sending, reducing and sending back. A slice is a run of parts; pass 0 gives each member one, and a later pass
-gives what was lost to those who are left.
+overlap sending, reducing and sending back. A slice is a run of parts; pass 0 gives each member one, and a later pass
+gives what was lost to the members left.
+
+Every member makes the same plan from the same facts, and refuses an agreement, plan or commit that it would not have
+made itself. So a coordinator, or a member that takes over, can exclude and delay, but can neither take over the others'
+work nor count for more than it may.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Sequence
+from statistics import median_low
 
-from trainer.collective.messages import Agreement, Plan, Task
+from trainer.collective.messages import Agreement, Commit, Plan, Task
+from trainer.errors import RefusedError
 
-__all__ = ["coordinator_order", "cut_values", "first_plan", "next_plan"]
+__all__ = [
+    "check_agreement",
+    "check_commit",
+    "check_plan",
+    "coordinator_order",
+    "cut_values",
+    "first_plan",
+    "is_majority",
+    "may_follow",
+    "next_plan",
+]
 
 _PARTS_PER_SLICE = 4
 _ALIGNMENT = 1024
 """Values; the block of the int8 codec."""
+_ROUNDING = 1e-9
 
 
 def cut_values(num_values: int, num_members: int, most_values: int) -> int:
-    """Length of a part: some parts for each slice, none longer than a message, whole blocks.
+    """Returns the length of a part: some parts for each slice, none longer than a message, whole blocks.
 
     Args:
         num_values: length of the vector.
-        num_members: how many share the work.
-        most_values: as many as fit a message in the codec used.
+        num_members: members that share the work.
+        most_values: values that fit a message in the codec used.
     """
     wanted = -(-num_values // (num_members * _PARTS_PER_SLICE))
     aligned = -(-wanted // _ALIGNMENT) * _ALIGNMENT
@@ -33,7 +50,7 @@ def cut_values(num_values: int, num_members: int, most_values: int) -> int:
 
 
 def coordinator_order(run_id: str, round_index: int, peer_ids: Collection[str]) -> list[str]:
-    """Who is to coordinate a round, and who after that: another order each round, known to all, in nobody's hands."""
+    """Returns the coordinator of a round and its successors: a new order each round that no node can influence."""
 
     def rank(peer_id: str) -> bytes:
         return hashlib.sha256(f"{run_id}\0{round_index}\0{peer_id}".encode()).digest()
@@ -42,7 +59,7 @@ def coordinator_order(run_id: str, round_index: int, peer_ids: Collection[str]) 
 
 
 def first_plan(agreement: Agreement) -> Plan:
-    """Pass 0: each member reduces one slice."""
+    """Returns pass 0: each member reduces one slice."""
     return Plan(
         agreement=agreement.fingerprint(),
         pass_index=0,
@@ -52,13 +69,13 @@ def first_plan(agreement: Agreement) -> Plan:
 
 
 def next_plan(plan: Plan, lost: Collection[str], members: Sequence[str], reducers: Sequence[str]) -> Plan:
-    """The pass after this one: what was lost, shared among reducers.
+    """Returns the pass after this one, in which the lost tasks are shared among reducers.
 
     Args:
         plan: the last one.
-        lost: keys of its tasks that not all have the result of.
-        members: who is left.
-        reducers: those of them who can be relied upon.
+        lost: keys of its tasks whose result some members lack.
+        members: those who are left.
+        reducers: the reliable ones of them.
     """
     kept = [task for task in plan.tasks if task.key not in lost]
     parts = [part for task in plan.tasks if task.key in lost for part in range(task.first_part, task.last_part)]
@@ -71,7 +88,7 @@ def next_plan(plan: Plan, lost: Collection[str], members: Sequence[str], reducer
 
 
 def _share(pass_index: int, parts: Sequence[int], reducers: Sequence[str]) -> list[Task]:
-    """Consecutive parts for each reducer; where parts are not consecutive, a task for each run of them."""
+    """Consecutive parts for each reducer; if its parts are not consecutive, a task for each run of them."""
     tasks: list[Task] = []
     for number, reducer in enumerate(reducers):
         share = parts[number * len(parts) // len(reducers) : (number + 1) * len(parts) // len(reducers)]
@@ -88,3 +105,122 @@ def _runs(parts: Sequence[int]) -> list[tuple[int, int]]:
         else:
             runs.append((part, part + 1))
     return runs
+
+
+def is_majority(members: Collection[str], peer_ids: Sequence[str]) -> bool:
+    """Returns whether these may commit: more than half of the agreed members, or half of them with the lowest id.
+
+    Two parts of a round that cannot see each other are never both a majority, so they cannot commit two results.
+    """
+    return 2 * len(members) > len(peer_ids) or (2 * len(members) == len(peer_ids) and min(peer_ids) in members)
+
+
+def check_agreement(
+    agreement: Agreement,
+    *,
+    own_id: str,
+    round_index: int,
+    state_digest: str,
+    num_values: int,
+    own_weight: float,
+    own_progress: float,
+    vocabulary_rows: int,
+    values_per_part: int,
+    max_weight_ratio: float,
+) -> None:
+    """Refuses an agreement that is not about this node's state, or not fair.
+
+    Args:
+        agreement: from the coordinator.
+        own_id: this node.
+        round_index: the round it wants to join.
+        state_digest: of its state.
+        num_values: of its vector.
+        own_weight: weight of its contribution before weights are capped.
+        own_progress: share of the round's planned work in its contribution.
+        vocabulary_rows: the most rows it could have.
+        values_per_part: values that fit a message.
+        max_weight_ratio: of the run.
+
+    Raises:
+        RefusedError: ``agreement``, and what is wrong with it.
+    """
+    peer_ids = list(agreement.peer_ids)
+    if (agreement.round_index, agreement.state_digest, agreement.num_values) != (round_index, state_digest, num_values):
+        raise _refused(round_index, "it is not about this node's state")
+    if own_id not in peer_ids or peer_ids != sorted(set(peer_ids)):
+        raise _refused(round_index, "its members are not a sorted list with this node in it")
+    if agreement.part_values != cut_values(num_values, len(peer_ids), values_per_part):
+        raise _refused(round_index, f"parts of {agreement.part_values} values do not follow from its members")
+    if agreement.vocabulary_rows > vocabulary_rows:
+        raise _refused(round_index, f"{agreement.vocabulary_rows} rows of vocabulary are more than this node knows of")
+    weights = [member.weight for member in agreement.members]
+    positive = [weight for weight in weights if weight > 0]
+    if positive and max(positive) > max_weight_ratio * median_low(positive) * (1 + _ROUNDING):
+        raise _refused(round_index, "a member weighs more than it may")
+    own = agreement.members[peer_ids.index(own_id)]
+    if own.weight < min(own_weight, max(weights)) * (1 - _ROUNDING):
+        raise _refused(round_index, "this node weighs less than its batches")
+    if own.progress != own_progress:
+        raise _refused(round_index, "this node's progress is not what it claimed")
+
+
+def check_plan(plan: Plan, agreement: Agreement, *, max_passes: int) -> None:
+    """Refuses a plan that does not give every part to one member.
+
+    Raises:
+        RefusedError: ``plan``, and what is wrong with it.
+    """
+    members = set(agreement.peer_ids)
+    parts = sorted((task.first_part, task.last_part) for task in plan.tasks)
+    ends = [0, *(last for _, last in parts)]
+    whole = all(first == before < last for (first, last), before in zip(parts, ends, strict=False))
+    if (
+        plan.agreement != agreement.fingerprint()
+        or plan.pass_index >= max_passes
+        or not set(plan.members) | {task.reducer for task in plan.tasks} <= members
+        or len({task.key for task in plan.tasks}) != len(plan.tasks)
+        or not whole
+        or ends[-1] != agreement.num_parts
+    ):
+        raise RefusedError("plan", f"round {agreement.round_index}: a plan that does not give each part to one member")
+
+
+def check_commit(commit: Commit, agreement: Agreement, *, max_passes: int) -> None:
+    """Refuses a commit that no coordinator can have made from the members' votes.
+
+    Raises:
+        RefusedError: ``commit`` or ``plan``, and what is wrong with it.
+    """
+    check_plan(commit.plan, agreement, max_passes=max_passes)
+    keys = [entry.key for entry in commit.digests if entry.digest is not None]
+    members = list(commit.members)
+    if (
+        members != sorted(set(members))
+        or not set(members) <= set(agreement.peer_ids)
+        or not is_majority(members, agreement.peer_ids)
+        or len(keys) != len(commit.digests)
+        or sorted(keys) != sorted(task.key for task in commit.plan.tasks)
+    ):
+        raise RefusedError(
+            "commit", f"round {agreement.round_index}: a commit without a majority, or without a digest of each task"
+        )
+
+
+def may_follow(plan: Plan, before: Plan) -> bool:
+    """Returns whether `next_plan` makes this plan of the one before, with half of the members or more as reducers."""
+    keys = {task.key for task in plan.tasks}
+    lost = {task.key for task in before.tasks} - keys
+    reducers = {task.reducer for task in plan.fresh}
+    num_parts = sum(task.last_part - task.first_part for task in plan.fresh)
+    return (
+        plan.pass_index == before.pass_index + 1
+        and set(plan.members) <= set(before.members)
+        and bool(reducers)
+        and (2 * len(reducers) >= len(plan.members) or len(reducers) == num_parts)
+        and plan == next_plan(before, lost, plan.members, sorted(reducers))
+    )
+
+
+def _refused(round_index: int, why: str) -> RefusedError:
+    return RefusedError("agreement", f"round {round_index}: the coordinator's agreement is refused: {why}")

@@ -1,40 +1,38 @@
-"""The reducer's side of a pass: contributions of one task come in by part, results go out to everybody.
+"""One pass of a round: each member reduces its own tasks, and trades parts for results with all other reducers.
 
-Part by part, as soon as a part has come from all who are expected: what is still on its way does not hold up what is
-there. A rule that looks at whole vectors (Krum, centred clip, enforced validation) makes a pause in the middle: all
-parts in, sums exchanged, then results.
+`Reduction` is the reducer's side of one task: contributions come in by part, results go out to all members. A part is
+reduced as soon as it has come from all who are expected, whatever else is still on its way. A rule that looks at whole
+vectors (Krum, centred clip) needs a barrier: all parts in, sums exchanged, then results. Every member of the plan is
+waited for, until its stream or the pass ends. Once half of the members have delivered, one that sends nothing for
+``stall_timeout_s`` after three times as long as those took is left out.
 
-Who is waited for: everybody in the plan, until its stream ends, or the pass does. Once half of the members have
-delivered, one that sends nothing for ``stall_timeout_s`` after three times what those took is left out.
+`ReductionPass` is the member's side of all tasks, whose streams run at once. A reducer that does not deliver costs the
+member only that task; the vote says what is missing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Protocol
+from dataclasses import dataclass, field
 
-from trainer.aggregation import Decision, Moments
-from trainer.collective.arithmetic import Arithmetic, Payload, ReducedPart
-from trainer.collective.messages import Task
-from trainer.errors import RefusedError
-from trainer.network.rpc import Frame
+from trainer.aggregation import Moments, RuleDecision
+from trainer.collective.arithmetic import Arithmetic, HeldResults, Payload, ReducedPart, TaskResult
+from trainer.collective.messages import Plan, ReductionOpen, Task
+from trainer.errors import CodecError, PeerUnavailableError, RefusedError, RpcError
+from trainer.network.rpc import Endpoint, Peer, ServerStream, Stream
+from trainer.network.rpc.boundary import peer_boundary
 
-__all__ = ["PartStream", "Reduction"]
+__all__ = ["REDUCTION_METHOD", "Reduction", "ReductionPass"]
 
-Consult = Callable[[Task, Moments], Awaitable[Decision]]
+logger = logging.getLogger(__name__)
 
+REDUCTION_METHOD = "round/exchange"
 
-class PartStream(Protocol):
-    """One contributor's stream, or anything that behaves like it."""
-
-    async def send(self, index: int, payload: Payload) -> None:
-        """Sends a result."""
-
-    async def receive(self) -> Frame | None:
-        """The next contribution, None at the end."""
+DecideRule = Callable[[Task, Moments], Awaitable[RuleDecision]]
 
 
 class Reduction:
@@ -45,10 +43,10 @@ class Reduction:
         members: whose contributions are expected, this node's included.
         arithmetic: of the round.
         own_id: this node.
-        consult: asks all reducers for their sums and decides; None for rules that need no whole vectors.
+        decide_rule: decides from all reducers' sums; None for rules that do not need whole vectors.
         measured: sum for the report.
         stall_timeout_s: see above.
-        deadline_s: `time.monotonic` when the pass ends whatever is missing.
+        deadline_s: `time.monotonic` at which the pass ends whatever is missing.
     """
 
     def __init__(
@@ -58,7 +56,7 @@ class Reduction:
         arithmetic: Arithmetic,
         own_id: str,
         *,
-        consult: Consult | None,
+        decide_rule: DecideRule | None,
         measured: bool,
         stall_timeout_s: float,
         deadline_s: float,
@@ -66,13 +64,13 @@ class Reduction:
         self.task = task
         self.dropped: dict[str, str] = {}
         self.odd: dict[str, str] = {}
-        """Who was left out of parts by validation, and why of the first of them."""
+        """Members left out of parts by validation, and why of the first part."""
         self.num_included = 0
         self.sums: Moments | None = None
         self._members = members
         self._arithmetic = arithmetic
         self._own_id = own_id
-        self._consult = consult
+        self._decide_rule = decide_rule
         self._measured = measured
         self._stall_timeout_s = stall_timeout_s
         self._deadline_s = deadline_s
@@ -97,18 +95,19 @@ class Reduction:
         try:
             for part in self.parts:
                 await self._put(self._own_id, part, await asyncio.to_thread(self._arithmetic.encode_own, part))
-            if self._consult is None:
-                await self._reduce_as_they_come()
+            if self._decide_rule is None:
+                for part in self.parts:
+                    await self._reduce(part, await self._complete(part), None, measured=self._measured)
             else:
-                await self._reduce_after_consulting(self._consult)
+                await self._reduce_whole_vectors(self._decide_rule)
         except BaseException:
             async with self._changed:
                 self._failed = True
                 self._changed.notify_all()
             raise
 
-    async def serve(self, sender: str, stream: PartStream) -> None:
-        """Takes a member's contributions and gives it the results, both at once, until it has all of them."""
+    async def serve(self, sender: str, stream: ServerStream) -> None:
+        """Takes a member's contributions and sends it the results, both at once, until it has all of them."""
         if sender not in self._num_arrived:
             raise RefusedError("unknown", "not a member of this pass")
         self._attached.add(sender)
@@ -129,12 +128,12 @@ class Reduction:
                 await receiving
 
     async def lose(self, sender: str, reason: str) -> None:
-        """A member was found to be gone: it is not waited for, unless it is sending."""
+        """Stops waiting for a member that was found to be gone, unless it is sending."""
         if sender not in self._attached:
             await self._drop(sender, reason)
 
     async def result(self, part: int) -> Payload:
-        """A part's result, once there is one.
+        """Waits for a part's result.
 
         Raises:
             ConnectionAbortedError: this node has given up reducing.
@@ -145,7 +144,7 @@ class Reduction:
             raise ConnectionAbortedError(f"part {part} is not reduced here any more")
         return self._results[part]
 
-    async def _receive_from(self, sender: str, stream: PartStream) -> None:
+    async def _receive_from(self, sender: str, stream: ServerStream) -> None:
         reason = "its stream ended before all of its parts had come"
         try:
             while (frame := await stream.receive()) is not None:
@@ -181,10 +180,11 @@ class Reduction:
             self._changed.notify_all()
 
     async def _complete(self, part: int) -> dict[str, Payload]:
-        """What came for a part, when nobody is waited for any more."""
+        """Returns the contributions to a part once no more are waited for."""
         while True:
             async with self._changed:
-                missing = self._missing(part)
+                arrived = self._arrived.get(part, {})
+                missing = [sender for sender in self._members if sender not in arrived and sender not in self.dropped]
                 if not missing:
                     return self._arrived.pop(part, {})
                 with suppress(TimeoutError):
@@ -192,10 +192,6 @@ class Reduction:
                         await self._changed.wait()
             for sender in self._given_up(missing):
                 await self._drop(sender, f"did not send part {part} in time")
-
-    def _missing(self, part: int) -> list[str]:
-        arrived = self._arrived.get(part, {})
-        return [sender for sender in self._members if sender not in arrived and sender not in self.dropped]
 
     def _given_up(self, missing: list[str]) -> list[str]:
         now_s = time.monotonic()
@@ -205,30 +201,25 @@ class Reduction:
             return []
         return [sender for sender in missing if now_s > self._last_arrival_s[sender] + self._stall_timeout_s]
 
-    async def _reduce_as_they_come(self) -> None:
-        for part in self.parts:
-            payloads = await self._complete(part)
-            await self._publish(
-                part,
-                await asyncio.to_thread(self._arithmetic.reduce, part, payloads, None, measured=self._measured),
-            )
-
-    async def _reduce_after_consulting(self, consult: Consult) -> None:
+    async def _reduce_whole_vectors(self, decide_rule: DecideRule) -> None:
         payloads = {part: await self._complete(part) for part in self.parts}
         for part, arrived in payloads.items():
-            sums = await asyncio.to_thread(self._arithmetic.measure, part, arrived)
-            self.sums = sums if self.sums is None else self.sums + sums
+            self._add_sums(await asyncio.to_thread(self._arithmetic.measure, part, arrived))
         if self.sums is None:
             return
-        decision = await consult(self.task, self.sums)
+        decision = await decide_rule(self.task, self.sums)
         for part, arrived in payloads.items():
-            reduced = await asyncio.to_thread(self._arithmetic.reduce, part, arrived, decision, measured=False)
-            await self._publish(part, reduced)
+            await self._reduce(part, arrived, decision, measured=False)
+
+    async def _reduce(
+        self, part: int, payloads: Mapping[str, Payload], decision: RuleDecision | None, *, measured: bool
+    ) -> None:
+        reduce = self._arithmetic.reduce
+        await self._publish(part, await asyncio.to_thread(reduce, part, payloads, decision, measured=measured))
 
     async def _publish(self, part: int, reduced: ReducedPart) -> None:
         self.num_included += reduced.num_included
-        if reduced.sums is not None:
-            self.sums = reduced.sums if self.sums is None else self.sums + reduced.sums
+        self._add_sums(reduced.sums)
         async with self._changed:
             for sender, reason in reduced.dropped.items():
                 self.dropped.setdefault(sender, reason)
@@ -236,3 +227,84 @@ class Reduction:
                 self.odd.setdefault(sender, reason)
             self._results[part] = reduced.payload
             self._changed.notify_all()
+
+    def _add_sums(self, sums: Moments | None) -> None:
+        if sums is not None:
+            self.sums = sums if self.sums is None else self.sums + sums
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReductionPass:
+    """One pass, as a member goes through it."""
+
+    plan: Plan
+    arithmetic: Arithmetic
+    endpoint: Endpoint
+    peers: Mapping[str, Peer]
+    results: HeldResults
+    reductions: Mapping[str, Reduction]
+    """This node's own tasks in this pass, by key."""
+    stall_timeout_s: float
+    """Silence after which a reducer is given up."""
+    timeout_s: float
+    """How long the pass may take."""
+    _failed: dict[str, str] = field(default_factory=dict, init=False)
+
+    async def run(self) -> dict[str, str]:
+        """Goes through the pass; returns the reducers that did not deliver, and why."""
+        async with asyncio.TaskGroup() as group:
+            for task in self.plan.fresh:
+                result = self.results.begin(task)
+                if task.key in self.reductions:
+                    group.create_task(self._reduce_own(self.reductions[task.key], result))
+                else:
+                    group.create_task(self._trade(task, result))
+        return self._failed
+
+    async def _reduce_own(self, reduction: Reduction, result: TaskResult) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(reduction.run())
+            for part in reduction.parts:
+                result.add(part, await reduction.result(part))
+
+    async def _trade(self, task: Task, result: TaskResult) -> None:
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                await self._trade_parts(task, result)
+        except (RpcError, CodecError, TimeoutError) as error:
+            reason = str(error)[:200] or type(error).__name__
+            if isinstance(error, PeerUnavailableError):
+                for reduction in self.reductions.values():
+                    await reduction.lose(task.reducer, reason)
+            self._failed[task.reducer] = reason
+            logger.info("round: reducer %s did not deliver: %s", task.reducer[:8], reason)
+
+    async def _trade_parts(self, task: Task, result: TaskResult) -> None:
+        opening = ReductionOpen(plan=self.plan.fingerprint(), agreement=self.plan.agreement, task=task.key)
+        async with self.endpoint.open_stream(
+            self.peers[task.reducer],
+            REDUCTION_METHOD,
+            opening,
+            timeout_s=self.timeout_s,
+            stall_timeout_s=self.stall_timeout_s,
+        ) as stream:
+            sending = asyncio.create_task(self._send_parts(task, stream))
+            try:
+                await self._receive_results(task, stream, result)
+            finally:
+                sending.cancel()
+                with suppress(asyncio.CancelledError, RpcError):
+                    await sending
+
+    async def _send_parts(self, task: Task, stream: Stream) -> None:
+        for part in range(task.first_part, task.last_part):
+            await stream.send(part, await asyncio.to_thread(self.arithmetic.encode_own, part))
+        await stream.end()
+
+    async def _receive_results(self, task: Task, stream: Stream, result: TaskResult) -> None:
+        while not result.complete:
+            frame = await stream.receive()
+            if frame is None:
+                raise CodecError(f"task {task.key}: the results ended before all parts had come")
+            with peer_boundary(f"reducer {task.reducer[:8]}"):
+                await asyncio.to_thread(result.add, frame.index, frame.payload)

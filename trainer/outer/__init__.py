@@ -3,8 +3,8 @@
 `engine` is the protocol (`Collective`, `OuterStrategy`) with its forms over torch.distributed and in one process;
 `diloco` makes outer steps on pseudo-gradients; `sparta` averages a slice of the parameters in the background.
 
-A strategy knows nothing of who the others are: rounds among strangers are `trainer.collective`, which has the same
-protocol, so every strategy runs unchanged over torchrun ranks and over the internet.
+A strategy does not know who the others are: rounds among strangers (`trainer.collective`) have the same protocol, so
+every strategy runs unchanged over torchrun ranks and over the internet.
 """
 
 from __future__ import annotations

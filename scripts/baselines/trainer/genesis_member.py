@@ -18,8 +18,8 @@ from scripts.baselines.trainer.serving import serve
 from scripts.baselines.trainer.workload import Workload
 from trainer.aggregation import RuleConfig
 from trainer.collective import CollectiveConfig, PeerCollective, Terms
-from trainer.collective.exchange import Exchange
 from trainer.collective.member import RoundMember
+from trainer.collective.reduction import ReductionPass
 from trainer.inner import InnerConfig, InnerLoop, make_optimizer
 from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig
 from trainer.outer.diloco import DiLoCoConfig, DiLoCoTrainer
@@ -67,7 +67,7 @@ class Phases:
 
 PHASES = Phases()
 RoundMember._come_together = PHASES.timed("agreement", RoundMember._come_together)  # type: ignore[method-assign]
-Exchange.run = PHASES.timed("exchange", Exchange.run)  # type: ignore[method-assign]
+ReductionPass.run = PHASES.timed("exchange", ReductionPass.run)  # type: ignore[method-assign]
 RoundMember._vote = PHASES.timed("vote", RoundMember._vote)  # type: ignore[method-assign]
 
 

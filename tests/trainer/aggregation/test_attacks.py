@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scripts.trainer_bench import liars
 from tests.support.aggregation import aggregate
 from trainer.aggregation import RuleConfig, cap_weights
 
@@ -166,3 +168,34 @@ def test_small_groups_and_short_vectors_have_a_result(rule, num_members, num_val
     assert torch.isfinite(result).all()
     assert (result >= rows.min(0).values - 1e-5).all()
     assert (result <= rows.max(0).values + 1e-5).all()
+
+
+SETTING = liars.Setting(num_rounds=3, inner_steps=6)
+"""`bench_trainer.py liars`, cut short: the default options against each lie, on a small model over real text."""
+TOLERANCE = 1.05
+MOST_AN_HONEST_RUN_LOSES = 1.01
+
+
+@cache
+def honest_loss(num_members: int) -> float:
+    torch.set_num_threads(1)
+    return liars.trained_loss(liars.RULES["mean"], num_members, SETTING)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_members", "num_liars"), [(4, 1), (7, 2)])
+@pytest.mark.parametrize("lie", liars.LIES)
+def test_a_minority_of_liars_costs_a_training_run_little(lie: str, num_members: int, num_liars: int) -> None:
+    loss = liars.trained_loss(liars.RULES["default"], num_members, SETTING, lie, num_liars)
+    assert loss < TOLERANCE * honest_loss(num_members)
+
+
+@pytest.mark.parametrize("num_members", [3, 4, pytest.param(8, marks=pytest.mark.slow)])
+def test_the_honest_lose_nothing_to_speak_of(num_members: int) -> None:
+    honest = honest_loss(num_members)
+    assert liars.trained_loss(liars.RULES["default"], num_members, SETTING) < MOST_AN_HONEST_RUN_LOSES * honest
+
+
+@pytest.mark.slow
+def test_the_mean_is_what_it_protects_from() -> None:
+    assert liars.trained_loss(liars.RULES["mean"], 4, SETTING, "x -10", 1) > 1.2 * honest_loss(4)

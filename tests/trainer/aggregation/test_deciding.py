@@ -1,23 +1,20 @@
-"""Decisions: pure, permutable, and said aloud where members are too few."""
+"""Rule options, and decisions: pure, permutable, and with a note if members are too few."""
 
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.aggregation import aggregate
+from tests.support.aggregation import aggregate, noise
 from trainer.aggregation import Moments, RuleConfig, decide, effective_rule, moments, needs_decision, needs_moments
 from trainer.errors import TrainerUsageError
 
 WHOLE = ("krum", "multi_krum", "centered_clip")
-
-
-def noise(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def decision_on(rows: torch.Tensor, config: RuleConfig, weights=None, reference=None):
@@ -25,20 +22,16 @@ def decision_on(rows: torch.Tensor, config: RuleConfig, weights=None, reference=
     return decide(moments(rows, reference), [1.0] * len(rows) if weights is None else weights, config)
 
 
-def test_which_rules_wait_for_whole_vectors():
-    assert [needs_moments(RuleConfig(rule=rule)) for rule in ("mean", "median", "trimmed_mean")] == [False] * 3
-    assert all(needs_moments(RuleConfig(rule=rule, validation="off")) for rule in WHOLE)
-    assert not needs_moments(RuleConfig(rule="mean", validation="enforce"))
-
-
-def test_which_rules_need_a_decision():
-    assert needs_decision(RuleConfig())
-    assert not needs_decision(RuleConfig(validation="log"))
-    assert all(needs_decision(RuleConfig(rule=rule, validation="off")) for rule in WHOLE)
+@pytest.mark.parametrize("rule", ["mean", "median", "trimmed_mean", *WHOLE])
+@pytest.mark.parametrize("validation", ["off", "log", "enforce"])
+def test_which_rules_wait_for_whole_vectors_and_which_need_a_decision(rule, validation):
+    config = RuleConfig(rule=rule, validation=validation)
+    assert needs_moments(config) == (rule in WHOLE)
+    assert needs_decision(config) == (rule in WHOLE or validation == "enforce")
 
 
 @pytest.mark.parametrize(
-    ("rule", "num_byzantine", "num_members", "used", "said"),
+    ("rule", "num_byzantine", "num_members", "used", "note"),
     [
         ("mean", 1, 2, "mean", ""),
         ("trimmed_mean", 1, 3, "trimmed_mean", ""),
@@ -58,12 +51,12 @@ def test_which_rules_need_a_decision():
         ("centered_clip", 0, 1, "median", "median instead"),
     ],
 )
-def test_too_few_members_are_said(rule, num_byzantine, num_members, used, said):
+def test_too_few_members_are_said(rule, num_byzantine, num_members, used, note):
     config = RuleConfig(rule=rule, num_byzantine=num_byzantine, validation="off")
     effective = effective_rule(num_members, config)
     assert effective.rule == used
-    assert said in effective.note
-    assert bool(said) == bool(effective.note)
+    assert note in effective.note
+    assert bool(note) == bool(effective.note)
     if needs_moments(config):
         decision = decision_on(noise(num_members, 50), config)
         assert (decision.rule_used, decision.note) == (used, effective.note)
@@ -72,7 +65,7 @@ def test_too_few_members_are_said(rule, num_byzantine, num_members, used, said):
 
 @pytest.mark.parametrize("num_members", [1, 2, 3, 4])
 def test_krum_of_few_is_their_median(num_members):
-    """E4: never the first member by default."""
+    """Never the first member by default."""
     rows = noise(num_members, 60)
     result, _ = aggregate(rows, RuleConfig(rule="krum"))
     torch.testing.assert_close(result, torch.quantile(rows, 0.5, dim=0))
@@ -247,3 +240,33 @@ def test_zeros_of_most_are_compared_with_nothing():
 def test_weights_must_be_weights(weights):
     with pytest.raises(TrainerUsageError, match="weights: expected 2"):
         decision_on(noise(2, 5), RuleConfig(), weights=weights)
+
+
+def test_defaults_are_for_strangers_and_the_bounds_are_the_specifications():
+    config = RuleConfig()
+    assert (config.rule, config.validation) == ("trimmed_mean", "enforce")
+    assert (config.trim_fraction, config.num_byzantine) == (0.3, 1)
+    assert (config.min_cosine, config.min_norm_ratio, config.max_norm_ratio) == (0.3, 0.1, 10.0)
+    assert config.max_variance_ratio == 100.0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rule", "average"),
+        ("validation", "strict"),
+        ("trim_fraction", 0.5),
+        ("trim_fraction", -0.1),
+        ("trim_fraction", math.nan),
+        ("num_byzantine", -1),
+        ("clip_radius", -1.0),
+        ("clip_radius", math.inf),
+        ("min_cosine", 1.5),
+        ("min_norm_ratio", 2.0),
+        ("max_norm_ratio", 0.5),
+        ("max_variance_ratio", math.nan),
+    ],
+)
+def test_a_value_that_makes_no_sense_is_named(field, value):
+    with pytest.raises(TrainerUsageError, match=field):
+        RuleConfig(**{field: value})

@@ -10,13 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.aggregation import whole_moments
+from tests.support.aggregation import noise, whole_moments
 from trainer.aggregation import MAX_MEMBERS, Moments, finite_rows, moments
 from trainer.errors import CodecError, TrainerUsageError
-
-
-def rows(num_members: int, num_values: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(num_members, num_values, generator=torch.Generator().manual_seed(seed))
 
 
 def same(first: Moments, second: Moments) -> bool:
@@ -29,7 +25,7 @@ def same(first: Moments, second: Moments) -> bool:
 
 
 def test_products_and_sums_are_those_of_the_vectors():
-    x, reference = rows(3, 500), rows(1, 500, seed=1)[0]
+    x, reference = noise(3, 500), noise(1, 500, seed=1)[0]
     found = moments(x, reference)
     every = torch.cat([reference[None], x]).double().numpy()
     np.testing.assert_allclose(found.gram, every @ every.T, rtol=1e-12)
@@ -39,8 +35,8 @@ def test_products_and_sums_are_those_of_the_vectors():
 
 
 def test_vectors_that_agree_to_five_digits_still_have_a_distance():
-    base = rows(1, 200_000)[0]
-    near = base + 1e-5 * rows(1, 200_000, seed=2)[0]
+    base = noise(1, 200_000)[0]
+    near = base + 1e-5 * noise(1, 200_000, seed=2)[0]
     gram = moments(torch.stack([base, near]), torch.zeros(200_000)).gram
     squared = gram[1, 1] + gram[2, 2] - 2 * gram[1, 2]
     assert squared == pytest.approx(float((base.double() - near.double()).square().sum()), rel=1e-3)
@@ -48,14 +44,14 @@ def test_vectors_that_agree_to_five_digits_still_have_a_distance():
 
 @pytest.mark.parametrize("num_slices", [1, 2, 3, 7])
 def test_slices_add_up(num_slices):
-    x, reference = rows(4, 300_001), rows(1, 300_001, seed=1)[0]
+    x, reference = noise(4, 300_001), noise(1, 300_001, seed=1)[0]
     whole, added = moments(x, reference), whole_moments(x, reference, num_slices)
     np.testing.assert_allclose(added.gram, whole.gram, rtol=1e-10, atol=1e-8)
     assert added.num_values == whole.num_values
 
 
 def test_a_row_that_is_not_finite_is_flagged_and_touches_no_other():
-    x, reference = rows(4, 100), rows(1, 100, seed=1)[0]
+    x, reference = noise(4, 100), noise(1, 100, seed=1)[0]
     clean = moments(x, reference)
     x[1, 50], x[3, 0] = torch.nan, -torch.inf
     found = moments(x, reference)
@@ -67,7 +63,7 @@ def test_a_row_that_is_not_finite_is_flagged_and_touches_no_other():
 
 
 def test_not_finite_in_one_slice_is_not_finite():
-    x = rows(2, 100)
+    x = noise(2, 100)
     x[0, 99] = torch.nan
     assert whole_moments(x, torch.zeros(100)).finite.tolist() == [False, True]
 
@@ -87,7 +83,7 @@ def test_no_values_at_all():
 @settings(max_examples=60, deadline=None)
 @given(num_members=st.integers(0, 9), num_values=st.integers(0, 50), seed=st.integers(0, 99), bad=st.booleans())
 def test_bytes_and_back(num_members, num_values, seed, bad):
-    x = rows(num_members, num_values, seed)
+    x = noise(num_members, num_values, seed=seed)
     if bad and x.numel():
         x[-1, 0] = torch.nan
     found = moments(x, torch.ones(num_values))
@@ -111,7 +107,7 @@ def test_any_bytes_are_moments_or_refused(buffer):
 @settings(max_examples=200, deadline=None)
 @given(position=st.integers(0, 455), value=st.integers(1, 255))
 def test_a_changed_byte_gives_possible_moments_or_is_refused(position, value):
-    encoded = bytearray(moments(rows(8, 40), torch.ones(40)).to_bytes())
+    encoded = bytearray(moments(noise(8, 40), torch.ones(40)).to_bytes())
     encoded[position] ^= value
     try:
         found = Moments.from_bytes(encoded, 8)
@@ -123,7 +119,7 @@ def test_a_changed_byte_gives_possible_moments_or_is_refused(position, value):
 
 
 def edited(offset: int, form: str, value: float) -> bytes:
-    encoded = bytearray(moments(rows(1, 10), torch.ones(10)).to_bytes())
+    encoded = bytearray(moments(noise(1, 10), torch.ones(10)).to_bytes())
     struct.pack_into(form, encoded, offset, value)
     return bytes(encoded)
 
@@ -152,16 +148,16 @@ def test_what_no_vectors_have_is_refused(buffer, message):
 
 def test_another_number_of_members_is_refused():
     with pytest.raises(CodecError, match="of 3 members, found b'GMO1' of 2"):
-        Moments.from_bytes(moments(rows(2, 5), torch.ones(5)).to_bytes(), 3)
+        Moments.from_bytes(moments(noise(2, 5), torch.ones(5)).to_bytes(), 3)
     with pytest.raises(TrainerUsageError, match="moments of 2 members, found 3"):
-        moments(rows(2, 5), torch.ones(5)) + moments(rows(3, 5), torch.ones(5))
+        moments(noise(2, 5), torch.ones(5)) + moments(noise(3, 5), torch.ones(5))
 
 
 def test_usage():
     with pytest.raises(TrainerUsageError, match="vectors of 5 values"):
-        moments(rows(2, 4), torch.ones(5))
+        moments(noise(2, 4), torch.ones(5))
     with pytest.raises(TrainerUsageError, match="finite reference"):
-        moments(rows(2, 5), torch.full((5,), torch.nan))
+        moments(noise(2, 5), torch.full((5,), torch.nan))
     with pytest.raises(TrainerUsageError, match="up to 256"):
         moments(torch.zeros(257, 1), torch.zeros(1))
 

@@ -1,4 +1,4 @@
-"""Reducing a part: against numpy's sort, whatever the cut, the order and the weights."""
+"""Reducing a part, against numpy's sort; sorting networks, by the 0-1 principle."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from trainer.aggregation import Decision, RuleConfig, reduce_part, trim_count
+from tests.support.aggregation import noise
+from trainer.aggregation import RuleConfig, RuleDecision, reduce_part, trim_count
+from trainer.aggregation.averages import Network, network
 from trainer.errors import RoundFailedError, TrainerUsageError
 
 LARGEST = torch.finfo(torch.float32).max
@@ -19,10 +21,6 @@ LARGEST = torch.finfo(torch.float32).max
 
 def column(*values: float) -> torch.Tensor:
     return torch.tensor(values)[:, None]
-
-
-def noise(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def reduced(rows: torch.Tensor, rule: str, weights=None, **options) -> torch.Tensor:
@@ -70,7 +68,7 @@ def test_examples(rule, values, result):
     ],
 )
 def test_how_many_are_trimmed(num_members, options, trimmed):
-    """E3: at least the byzantine, and one value always stays."""
+    """At least the byzantine; one value always stays."""
     assert trim_count(num_members, RuleConfig(rule="trimmed_mean", **options)) == trimmed
 
 
@@ -185,8 +183,8 @@ def test_a_list_of_rows_and_given_memory():
     assert torch.equal(out, reduced(rows, "median"))
 
 
-def linear(coefficients, reference_coefficient=0.0, excluded=None) -> Decision:
-    return Decision(tuple(coefficients), reference_coefficient, excluded or {}, "multi_krum", "")
+def linear(coefficients, reference_coefficient=0.0, excluded=None) -> RuleDecision:
+    return RuleDecision(tuple(coefficients), reference_coefficient, excluded or {}, "multi_krum", "")
 
 
 CONFIG = RuleConfig(rule="multi_krum")
@@ -218,7 +216,7 @@ def test_without_the_one_chosen_the_median_is_left():
 
 def test_the_excluded_are_not_looked_at():
     rows = noise(4, 40)
-    decision = Decision(None, 0.0, {1: "magnitude"}, "mean", "")
+    decision = RuleDecision(None, 0.0, {1: "magnitude"}, "mean", "")
     result = reduce_part(rows, [1.0] * 4, RuleConfig(validation="enforce"), decision)
     assert torch.equal(result, reduced(rows[[0, 2, 3]], "mean"))
     with pytest.raises(RoundFailedError):
@@ -233,3 +231,44 @@ def test_usage():
         reduce_part(rows, [1.0] * 2, RuleConfig())
     with pytest.raises(TrainerUsageError, match="the reference's part"):
         reduce_part(rows, [1.0] * 3, CONFIG, linear([0.5, 0.0, 0.0], 0.5))
+
+
+def run_network(program: Network, row: tuple[int, ...]) -> list[int]:
+    registers = [*row, *[-9] * (program.num_registers - len(row))]
+    for exchange in program.exchanges:
+        low, high = registers[exchange.read_low], registers[exchange.read_high]
+        for register, value in ((exchange.write_low, min(low, high)), (exchange.write_high, max(low, high))):
+            if register >= 0:
+                assert register >= len(row), "a row was overwritten"
+                assert register not in (exchange.read_low, exchange.read_high)
+                registers[register] = value
+    return [registers[output] for output in program.outputs]
+
+
+@pytest.mark.parametrize("num_rows", range(1, 12))
+def test_sorts_every_sequence_of_zeros_and_ones(num_rows):
+    """A network that sorts those sorts everything (Knuth, volume 3, theorem 5.3.4Z)."""
+    program = network(num_rows, tuple(range(num_rows)))
+    for row in itertools.product((0, 1), repeat=num_rows):
+        assert run_network(program, row) == sorted(row)
+
+
+@pytest.mark.parametrize("num_rows", range(1, 8))
+def test_any_choice_of_ranks(num_rows):
+    for size in range(1, num_rows + 1):
+        for ranks in itertools.combinations(range(num_rows), size):
+            program = network(num_rows, ranks)
+            for row in itertools.product((0, 1), repeat=num_rows):
+                assert run_network(program, row) == [sorted(row)[rank] for rank in ranks]
+
+
+@pytest.mark.parametrize(("num_rows", "least"), [(2, 1), (3, 3), (4, 5), (5, 9), (6, 12), (7, 16), (8, 19)])
+def test_as_few_exchanges_as_can_be(num_rows, least):
+    assert len(network(num_rows, tuple(range(num_rows))).exchanges) == least
+
+
+def test_a_median_takes_less_than_a_sort():
+    def operations(ranks: tuple[int, ...]) -> int:
+        return sum((e.write_low >= 0) + (e.write_high >= 0) for e in network(7, ranks).exchanges)
+
+    assert operations((3,)) < operations(tuple(range(7)))

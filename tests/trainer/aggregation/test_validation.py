@@ -1,17 +1,13 @@
-"""Gradient validation: 000's three checks, and what 000 gets wrong (E5)."""
+"""Gradient validation (spec T-20): the three checks, against a reference and among members."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from tests.support.aggregation import noise
 from trainer.aggregation import RuleConfig, moments, validate, validate_gradient
 from trainer.errors import TrainerUsageError
-
-
-def noise(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
 
 REFERENCE = noise(4096)
 

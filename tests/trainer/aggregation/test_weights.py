@@ -1,14 +1,14 @@
-"""Weights: the specification's figures, and claims of strangers."""
+"""Weights and progress of a round: the specification's figures, and claims of strangers."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.aggregation import cap_weights, contribution_weight
+from trainer.aggregation import cap_weights, common_progress, contribution_weight
 from trainer.errors import TrainerUsageError
 
 HOUR, DAY, WEEK = 3600.0, 86_400.0, 7 * 86_400.0
@@ -91,3 +91,27 @@ def test_honest_members_keep_their_weight_against_a_minority(honest, attackers):
 def test_a_ratio_that_makes_no_sense(max_ratio):
     with pytest.raises(TrainerUsageError, match="max_ratio"):
         cap_weights([1.0], max_ratio)
+
+
+SHARES = st.floats(0.0, 1.0)
+
+
+def test_the_progress_is_the_average_of_the_claims_by_weight() -> None:
+    assert common_progress([1.0, 0.25], [3.0, 1.0]) == pytest.approx(0.8125)
+    assert common_progress([1.0] * 7, [0.1, 0.2, 0.3, 1.0, 1.5, 2.0, 1.0]) == 1.0
+
+
+def test_who_brings_nothing_has_no_part_in_the_progress() -> None:
+    assert common_progress([0.0, 0.5, 0.5], [0.0, 1.0, 2.0]) == 0.5
+    assert common_progress([1.0, 1.0], [0.0, 0.0]) == 0.0
+    assert common_progress([], []) == 0.0
+
+
+@settings(deadline=None)
+@given(st.lists(SHARES, min_size=2, max_size=9), st.floats(0.1, 1e6), st.data())
+def test_a_minority_that_claims_to_have_done_all_does_not_lift_it_over_the_others(
+    honest: list[float], weight: float, data: st.DataObject
+) -> None:
+    num_liars = data.draw(st.integers(1, len(honest) - 1))
+    found = common_progress([*honest, *[1.0] * num_liars], [*[1.0] * len(honest), *[weight] * num_liars])
+    assert 0.0 <= found <= max(honest)

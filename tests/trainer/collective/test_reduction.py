@@ -1,18 +1,168 @@
-"""What a reducer keeps of what members send it."""
+"""A reducer's numbers, and what it keeps of what members send it."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.support.event_loop import on_event_loop
-from tests.trainer.collective.test_arithmetic import contributions
-from trainer.collective.arithmetic import Arithmetic, Payload
+from tests.support.round_actor import agreement_of
+from trainer.aggregation import RuleConfig, decide
+from trainer.collective.arithmetic import Arithmetic, HeldResults, Payload
 from trainer.collective.planning import first_plan
 from trainer.collective.reduction import Reduction
+from trainer.compression.vectors import codec_named
+from trainer.errors import CodecError
 from trainer.network.rpc import Frame
+
+NUM_VALUES = 10_000
+
+
+def arithmetic_of(
+    number: int = 0, *, codec: str = "fp32", rule: str = "mean", num_members: int = 5, validation: str = "log"
+) -> Arithmetic:
+    generator = torch.Generator().manual_seed(number)
+    return Arithmetic(
+        agreement_of(num_members, NUM_VALUES),
+        codec_named(codec),
+        RuleConfig(rule=rule, validation=validation),
+        torch.randn(NUM_VALUES, generator=generator),
+        torch.zeros(NUM_VALUES),
+    )
+
+
+def decoded(own: Arithmetic, part: int, payload) -> torch.Tensor:
+    values = torch.zeros(NUM_VALUES)
+    own.decode_result(part, payload, values)
+    start, stop = own.agreement.part_bounds(part)
+    return values[start:stop]
+
+
+def contributions(codec: str = "fp32", rule: str = "mean", num_members: int = 5):
+    members = [arithmetic_of(number, codec=codec, rule=rule, num_members=num_members) for number in range(num_members)]
+    return members, dict(zip(members[0].agreement.peer_ids, members, strict=True))
+
+
+@pytest.mark.parametrize("codec", ["fp32", "fp16", "int8"])
+def test_all_parts_together_are_the_mean_of_what_was_sent(codec):
+    members, by_id = contributions(codec)
+    own = members[0]
+    results = HeldResults(own)
+    for task in first_plan(own.agreement).tasks:
+        held = results.begin(task)
+        for part in range(task.first_part, task.last_part):
+            payloads = {peer_id: member.encode_own(part) for peer_id, member in by_id.items()}
+            held.add(part, own.reduce(part, payloads, None, measured=False).payload)
+        assert held.complete
+    mean = torch.stack([member.vector for member in members]).mean(0)
+    tolerance = {"fp32": 1e-6, "fp16": 2e-3, "int8": 6e-2}[codec]
+    assert float((results.values - mean).abs().max()) < tolerance
+
+
+@pytest.mark.parametrize("bad", [b"", b"\x00" * 7, b"\xff" * 4096, torch.full((1024,), torch.nan).numpy().tobytes()])
+def test_a_contribution_that_is_garbage_is_left_out_and_named(bad):
+    members, by_id = contributions()
+    own = members[0]
+    payloads = {peer_id: member.encode_own(0) for peer_id, member in by_id.items()}
+    liar = own.agreement.peer_ids[3]
+    payloads[liar] = bad
+    reduced = own.reduce(0, payloads, None, measured=True)
+    start, stop = own.agreement.part_bounds(0)
+    honest = torch.stack([member.vector[start:stop] for peer_id, member in by_id.items() if peer_id != liar]).mean(0)
+    assert torch.allclose(decoded(own, 0, reduced.payload), honest, atol=1e-6)
+    assert set(reduced.dropped) == {liar}
+    assert reduced.num_included == 4
+
+
+def test_nothing_usable_is_a_part_of_zeros():
+    members, _ = contributions()
+    own = members[0]
+    reduced = own.reduce(0, {own.agreement.peer_ids[0]: b"junk"}, None, measured=False)
+    start, stop = own.agreement.part_bounds(0)
+    assert torch.equal(decoded(own, 0, reduced.payload), torch.zeros(stop - start))
+
+
+def test_a_result_that_is_not_finite_is_not_taken():
+    own = arithmetic_of()
+    start, stop = own.agreement.part_bounds(0)
+    with pytest.raises(CodecError, match="finite"):
+        decoded(own, 0, torch.full((stop - start,), torch.inf).numpy().tobytes())
+
+
+def test_krum_over_parts_takes_one_whole_member():
+    members, by_id = contributions(rule="krum")
+    own = members[0]
+    peer_ids = own.agreement.peer_ids
+    for position, member in enumerate(members):
+        member.vector.mul_(0.01 if position else 50.0).add_(1.0)
+    payloads = [
+        {peer_id: member.encode_own(part) for peer_id, member in by_id.items()}
+        for part in range(own.agreement.num_parts)
+    ]
+    total = own.measure(0, payloads[0])
+    for part in range(1, own.agreement.num_parts):
+        total = total + own.measure(part, payloads[part])
+    decision = decide(total, [1.0] * len(peer_ids), own.rule)
+    result = torch.cat(
+        [
+            decoded(own, part, own.reduce(part, payloads[part], decision, measured=False).payload)
+            for part in range(own.agreement.num_parts)
+        ]
+    )
+    assert any(torch.equal(result, member.vector) for member in members[1:])
+
+
+def test_who_is_missing_in_a_part_counts_as_not_finite_for_rules_over_whole_vectors():
+    members, by_id = contributions(rule="krum")
+    own = members[0]
+    payloads = {peer_id: member.encode_own(0) for peer_id, member in by_id.items()}
+    del payloads[own.agreement.peer_ids[2]]
+    assert own.measure(0, payloads).finite.tolist() == [True, True, False, True, True]
+
+
+def test_what_int8_leaves_unsaid_is_the_difference_to_what_others_decode():
+    own = arithmetic_of(codec="int8")
+    own = replace(own, residual=own.vector.clone())
+    heard = torch.cat([decoded(own, part, own.encode_own(part)) for part in range(own.agreement.num_parts)])
+    assert torch.equal(own.residual, own.vector - heard)
+    assert 0 < float(own.residual.abs().max()) < 0.05
+
+
+def test_a_part_that_was_sent_to_nobody_is_unsaid_altogether():
+    own = arithmetic_of(codec="int8")
+    own = replace(own, residual=own.vector.clone())
+    own.encode_own(0)
+    start, _ = own.agreement.part_bounds(1)
+    assert torch.equal(own.residual[start:], own.vector[start:])
+
+
+def test_parts_of_a_result_come_in_order_or_not_at_all():
+    own = arithmetic_of()
+    task = first_plan(own.agreement).tasks[0]
+    held = HeldResults(own).begin(task)
+    with pytest.raises(CodecError, match="expected part"):
+        held.add(task.first_part + 1, own.encode_own(task.first_part + 1))
+    assert held.digest is None
+
+
+def test_who_differs_in_a_part_is_left_out_of_that_part_and_named():
+    own = arithmetic_of(rule="trimmed_mean", validation="enforce")
+    liar, *honest = own.agreement.peer_ids
+    start, stop = own.agreement.part_bounds(0)
+    common = torch.randn(stop - start, generator=torch.Generator().manual_seed(7))
+    payloads = {peer_id: (common + 0.1 * number).numpy().tobytes() for number, peer_id in enumerate(honest)}
+    alone = own.reduce(0, payloads, None, measured=False)
+    reduced = own.reduce(0, {**payloads, liar: (-10 * common).numpy().tobytes()}, None, measured=False)
+    assert reduced.num_included == len(honest)
+    assert set(reduced.odd) == {liar}
+    assert reduced.odd[liar].startswith("direction: ")
+    assert reduced.dropped == {}, "its other parts are looked at"
+    assert bytes(reduced.payload) == bytes(alone.payload)
+    assert bytes(reduced.payload) == bytes(own.reduce(0, {**payloads, liar: b"junk"}, None, measured=False).payload)
 
 
 class Contributor:
@@ -46,7 +196,7 @@ async def test_a_part_of_another_size_is_not_kept_and_ends_its_members_contribut
         members[0].agreement.peer_ids,
         members[0],
         own_id,
-        consult=None,
+        decide_rule=None,
         measured=False,
         stall_timeout_s=5.0,
         deadline_s=time.monotonic() + 30.0,

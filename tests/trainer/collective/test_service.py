@@ -6,34 +6,32 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from tests.support.round_actor import RUN_ID, identity_of, terms
-from trainer.aggregation import Moments, RuleConfig, moments
+from tests.support.round_actor import RUN_ID, KnownPeers, identity_of, terms
+from trainer.aggregation import RuleConfig
 from trainer.collective import CollectiveConfig, PeerCollective, Terms
 from trainer.collective.messages import (
     Acknowledge,
     AcknowledgeReply,
     Agreement,
-    Decision,
-    ExchangeOpen,
+    CommitDecision,
     Invite,
     InviteReply,
     JoinRequest,
     MomentsOpen,
     MomentsReply,
-    Nothing,
+    ReductionOpen,
     StatusReply,
     StatusRequest,
     Vote,
 )
 from trainer.collective.planning import first_plan
-from trainer.errors import CodecError, RefusedError, RoundFailedError
+from trainer.errors import RefusedError, RoundFailedError
 from trainer.network.rpc import Endpoint, Peer, RpcConfig
 from trainer.outer.engine.collective import Contribution
 from trainer.run.node.loop_thread import LoopThread
@@ -42,7 +40,7 @@ METHODS: dict[str, type[BaseModel]] = {
     "round/join": Agreement,
     "round/acknowledge": AcknowledgeReply,
     "round/moments": MomentsReply,
-    "round/vote": Decision,
+    "round/vote": CommitDecision,
     "round/invite": InviteReply,
     "round/status": StatusReply,
 }
@@ -51,19 +49,6 @@ ANY_DIGEST = "ab" * 32
 
 class Anything(BaseModel):
     model_config = ConfigDict(extra="allow")
-
-
-class Nobody:
-    """A directory in which nobody is, unless somebody is put there."""
-
-    def __init__(self) -> None:
-        self.known: dict[str, Peer] = {}
-
-    def peers(self) -> Mapping[str, Peer]:
-        return self.known
-
-    def holds_most_held_state(self) -> bool:
-        return True
 
 
 class Node:
@@ -94,7 +79,7 @@ def stranger():
 def node():
     node = Node(91)
     config = CollectiveConfig(stall_timeout_s=2.0, invite_after_s=0.0, gather_timeout_s=1.0, round_timeout_s=20.0)
-    node.directory = Nobody()
+    node.directory = KnownPeers(holds_most_held_state=True)
     node.collective = PeerCollective(
         node.endpoint, node.loop.loop, RUN_ID, terms(), RuleConfig(), config, node.directory, lambda: 1024
     )
@@ -171,7 +156,7 @@ def test_what_belongs_to_no_known_agreement_is_refused(stranger, node):
 
 def test_a_stream_for_no_known_agreement_is_refused(stranger, node):
     async def trade() -> None:
-        opening = ExchangeOpen(plan=ANY_DIGEST, agreement=ANY_DIGEST, task="0.0")
+        opening = ReductionOpen(plan=ANY_DIGEST, agreement=ANY_DIGEST, task="0.0")
         async with stranger.endpoint.open_stream(node.endpoint.peer, "round/exchange", opening, timeout_s=5) as stream:
             await stream.send(0, b"x" * 100)
             await stream.receive()
@@ -185,26 +170,27 @@ def test_a_stream_for_no_known_agreement_is_refused(stranger, node):
 def test_nonsense_is_refused_and_counted_and_rounds_go_on(stranger, node):
     chance = random.Random(7)
     before = sum(node.endpoint.counters.refused.values())
-    for number in range(150):
+    for _ in range(150):
         method = chance.choice(sorted(METHODS))
         body = Anything.model_validate(_nonsense(chance))
         error = refusal(stranger, node, method, body, chance.randbytes(chance.randrange(200)))
         assert error.reason == "body", (method, body, error)
-        assert number >= 0
     assert sum(node.endpoint.counters.refused.values()) == before + 150
     result = node.collective.reduce(contribution(5))
     assert torch.equal(result.vector, torch.ones(5_000))
 
 
+def invited(stranger: Node, node: Node, round_index: int) -> InviteReply:
+    invite = Invite(round_index=round_index, after_s=0.0)
+    return stranger.call(node.endpoint.peer, "round/invite", invite, InviteReply)
+
+
 def test_an_invitation_to_this_round_is_heard_and_one_to_another_is_not(stranger, node):
     assert not node.collective.requested()
-    far = stranger.call(node.endpoint.peer, "round/invite", Invite(round_index=50, after_s=0.0), InviteReply)
-    assert not far.coming
-    unknown = stranger.call(node.endpoint.peer, "round/invite", Invite(round_index=5, after_s=0.0), InviteReply)
-    assert not unknown.coming, "who is in no directory hurries nobody"
+    assert not invited(stranger, node, 50).coming
+    assert not invited(stranger, node, 5).coming, "a node in no directory hurries no other"
     node.directory.known = {stranger.endpoint.peer_id: stranger.endpoint.peer}
-    near = stranger.call(node.endpoint.peer, "round/invite", Invite(round_index=5, after_s=0.0), InviteReply)
-    assert near.coming
+    assert invited(stranger, node, 5).coming
     assert node.collective.requested()
     node.collective.move_to(5)
     node.loop.run(asyncio.sleep(0), 5)
@@ -213,18 +199,13 @@ def test_an_invitation_to_this_round_is_heard_and_one_to_another_is_not(stranger
 
 def test_one_that_fetches_the_state_says_so_until_it_has_it(stranger, node):
     node.directory.known = {stranger.endpoint.peer_id: stranger.endpoint.peer}
-    invite = Invite(round_index=9, after_s=0.0)
     node.collective.move_to(-1)
-    away = stranger.call(node.endpoint.peer, "round/invite", invite, InviteReply)
+    replies = [invited(stranger, node, 9)]
     node.collective.catch_up()
-    fetching = stranger.call(node.endpoint.peer, "round/invite", invite, InviteReply)
+    replies.append(invited(stranger, node, 9))
     node.collective.move_to(9)
-    back = stranger.call(node.endpoint.peer, "round/invite", invite, InviteReply)
-    assert [(reply.coming, reply.catching_up) for reply in (away, fetching, back)] == [
-        (False, False),
-        (False, True),
-        (True, False),
-    ]
+    replies.append(invited(stranger, node, 9))
+    assert [(reply.coming, reply.catching_up) for reply in replies] == [(False, False), (False, True), (True, False)]
 
 
 @pytest.mark.slow
@@ -251,7 +232,7 @@ def test_a_round_with_too_few_members_fails_and_leaves_everything_as_it_was(stra
         min_members=2, stall_timeout_s=1.0, invite_after_s=0.0, gather_timeout_s=0.5, round_timeout_s=20.0
     )
     collective = PeerCollective(
-        alone.endpoint, alone.loop.loop, RUN_ID, terms(), RuleConfig(), config, Nobody(), lambda: 1024
+        alone.endpoint, alone.loop.loop, RUN_ID, terms(), RuleConfig(), config, KnownPeers(), lambda: 1024
     )
     try:
         alone.loop.run(alone.endpoint.start(), 10)
@@ -267,12 +248,6 @@ def test_a_round_with_too_few_members_fails_and_leaves_everything_as_it_was(stra
 def test_an_address_that_is_none_is_refused_before_anybody_connects_there(stranger, node, address):
     body = json.loads(join_request(terms()).model_dump_json()) | {"address": address}
     assert refusal(stranger, node, "round/join", Anything.model_validate(body)).reason in {"body", "head"}
-
-
-def test_sums_that_are_no_sums_cannot_end_a_node():
-    assert Moments.from_bytes(moments([torch.ones(4)], torch.zeros(4)).to_bytes(), 1).num_members == 1
-    with pytest.raises(CodecError):
-        Moments.from_bytes(b"junk", 1)
 
 
 def _vote() -> Vote:
@@ -297,7 +272,7 @@ def _nonsense(chance: random.Random) -> dict[str, Any]:
         Acknowledge(round_index=1, agreement=ANY_DIGEST),
         Invite(round_index=1, after_s=1.0),
         MomentsOpen(agreement=ANY_DIGEST, task="0.0"),
-        Nothing(),
+        StatusRequest(agreement=ANY_DIGEST),
     ]
     body: dict[str, Any] = json.loads(chance.choice(bodies).model_dump_json())
     wrong = [-1, 2**60, "", "x" * 500, None, [], {}, [[[]]], True, 1.5, "zz" * 32]

@@ -20,10 +20,9 @@ from tests.support.event_loop import on_event_loop
 from tests.support.example_store import EXAMPLE_KEY
 from tests.support.extremes import EXAMPLES, changed, damaged, outcome
 from trainer.aggregation import cap_weights, contribution_weight
-from trainer.collective.checking import check_agreement, check_plan, may_follow
-from trainer.collective.messages import Agreement, Commit, Decision, JoinRequest, MomentsReply, Plan, Vote
+from trainer.collective.messages import Agreement, Commit, CommitDecision, JoinRequest, MomentsReply, Plan, Vote
 from trainer.collective.moments import split_sums
-from trainer.collective.planning import first_plan
+from trainer.collective.planning import check_agreement, check_plan, first_plan, may_follow
 from trainer.errors import DiscoveryError, RefusedError, TrainerUsageError
 from trainer.network.discovery.announcement import Announcement, sign_announcement, verify_announcement
 from trainer.network.discovery.exchange import PeerExchangeReply, PeerExchangeRequest, split_records, unpack_request
@@ -114,7 +113,7 @@ MESSAGES: list[tuple[type[BaseModel], dict[str, Any]]] = [
     (Plan, PLAN),
     (Vote, {"plan": PLAN, "term": 0, "digests": DIGESTS, "failed": [], "dropped": []}),
     (Commit, COMMIT),
-    (Decision, {"kind": "commit", "commit": COMMIT}),
+    (CommitDecision, {"kind": "commit", "commit": COMMIT}),
     (PeerExchangeReply, {"sizes": [10, 20]}),
     (PeerExchangeRequest, {"own_bytes": 10}),
     (MomentsReply, {"sizes_bytes": [10]}),

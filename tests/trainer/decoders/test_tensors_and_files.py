@@ -40,7 +40,7 @@ from trainer.errors import (
 from trainer.model.subspace import basis_of
 from trainer.network.transfer.descriptor import Descriptor, Expectation, TensorSpec, parse_descriptor
 from trainer.network.transfer.tensor_bytes import all_finite, specs_of, tensors_in
-from trainer.outer.sparta.snapshot import check_meta as check_sparta_meta
+from trainer.outer.sparta.state import check_meta as check_sparta_meta
 from trainer.run.node.state_form import check_meta
 
 _DTYPES = ["float32", "float16", "bfloat16", "bool", "int8", "int64", "float64"]

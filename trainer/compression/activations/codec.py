@@ -1,4 +1,4 @@
-"""Activations and their gradients on a link: what is sent of them, and what the far end makes of it.
+"""Activations and their gradients on a link: what is sent of them, and what the far end decodes.
 
     codec = activation_codec("subspace+int8", basis, fixed_table_of(config))
     sent = codec.encode(hidden, ids)                       # tensors by name, on the CPU; the ids travel beside them
@@ -6,9 +6,9 @@
     hidden = codec.decode(tensors, ids)
     gradient = codec.grad_decode(codec.grad_encode(gradient).tensors)
 
-Of an activation a subspace codec sends ``c = (x − e[ids])·U`` and decodes ``e[ids] + c·Uᵀ``, which is x itself, to
-2e-8 of its norm, if a constrained model made it; of a gradient ``g·U``, the derivative by ``c``, which decodes to the
-gradient's part within the subspace: the part that the stage before would keep (`SubspaceConstraint`). Packings
+A subspace codec sends ``c = (x − e[ids])·U`` of an activation and decodes ``e[ids] + c·Uᵀ``, which is x itself, to 2e-8
+of its norm, if a constrained model made it. Of a gradient it sends ``g·U``, the derivative by ``c``, which decodes to
+the gradient's part within the subspace: the part that the stage before would keep (`SubspaceConstraint`). Packings
 (`packing`) are independent of that: ``subspace+fp16`` sends 2 · dim / rank times fewer bytes than fp32.
 
 A codec keeps no state; a basis' products are taken in fp32 also under autocast. Measured on one core of an EPYC, in
@@ -23,8 +23,8 @@ MB/s of fp32 activation [4, 512, 1024] with rank 64 (16 times fewer values):
 | subspace+fp16 |  7,200 |  7,900 |  7,300           | 15,000 |
 | subspace+int8 |  6,600 |  7,100 |  6,900           | 12,900 |
 
-(fp32 looks for NaN and no more. A basis that is not of coordinates encodes 1,800 and decodes 2,100.) A link of
-80 Mbit/s carries 640 MB/s of activations as ``subspace+int8``.
+(fp32 only looks for NaN. A basis that is not of coordinates encodes 1,800 and decodes 2,100.) A link of 80 Mbit/s
+carries 640 MB/s of activations as ``subspace+int8``.
 """
 
 from __future__ import annotations
@@ -37,8 +37,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trainer.compression.activations.ids import check_ids
-from trainer.compression.activations.packing import PACKINGS, PackingName, ValuePacking, check_finite, check_specs
+from trainer.compression.activations.packing import (
+    PACKINGS,
+    PackingName,
+    ValuePacking,
+    check_finite,
+    check_ids,
+    check_specs,
+)
 from trainer.errors import CodecError, TrainerUsageError
 from trainer.model.subspace.basis import Basis, Projector, projector
 from trainer.network.transfer.descriptor import TensorSpec
@@ -54,29 +60,28 @@ __all__ = [
 
 ActivationCodecName = Literal["fp32", "fp16", "int8", "subspace", "subspace+fp16", "subspace+int8"]
 ACTIVATION_CODECS: Final[tuple[str, ...]] = get_args(ActivationCodecName)
-"""Names of codecs."""
 
 Direction = Literal["activation", "gradient"]
-"""Of what travels; also the name of its tensor, and with ``.scales`` of the tensor beside it."""
+"""What travels; also the name of its tensor, and with ``.scales`` that of the tensor beside it."""
 
 _PREFIX = "subspace"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
-    """What goes on the wire for one activation or gradient."""
+    """The tensors that are sent for one activation or gradient."""
 
     tensors: dict[str, Tensor]
     """By name, contiguous, on the CPU. They may share memory with what was encoded."""
     raw_bytes: int
-    """Of the values in fp32."""
+    """Size of the values in fp32."""
     wire_bytes: int
-    """Of the tensors, ids not included."""
+    """Size of the tensors, ids not included."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Subspace:
-    """Where the residual stream of a constrained model is to be found."""
+    """The affine subspace that holds the residual stream of a constrained model."""
 
     dim: int
     rank: int
@@ -84,10 +89,10 @@ class _Subspace:
     fixed: Tensor
     """fp32[vocabulary, dim]."""
     fixed_coefficients: Tensor
-    """fp32[vocabulary, rank]: so that encoding reads rank values of a fixed row instead of all."""
+    """fp32[vocabulary, rank], so that encoding reads rank values of a fixed row instead of all."""
 
     def rows(self, table: Tensor, ids: Tensor | None, like: Tensor) -> Tensor:
-        """The rows of ids in one of the two tables, fp32[B, S, …]."""
+        """Returns the rows of the ids in one of the two tables, fp32[B, S, …]."""
         if ids is None:
             raise CodecError("expected the token ids with a subspace's activations, found none")
         check_ids(ids, self.fixed.shape[0])
@@ -98,14 +103,14 @@ class _Subspace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ActivationCodec:
-    """One way to send activations and gradients; made by `activation_codec`. Safe to use from several threads."""
+    """Encodes and decodes activations and gradients of a link; made by `activation_codec`. Thread-safe."""
 
     name: str
     """One of `ACTIVATION_CODECS`."""
     rounding: float
-    """Relative error of a tensor that is its packing's doing; 0: it is lossless."""
+    """Largest relative error of a tensor that the packing causes; 0: lossless."""
     device: torch.device
-    """Where it decodes to."""
+    """Device of decoded tensors."""
     packing: ValuePacking
     subspace: _Subspace | None
 
@@ -119,11 +124,11 @@ class ActivationCodec:
 
         Args:
             activation: fp32, or narrower, [B, S, dim], on any device.
-            ids: int[B, S], its tokens; only where `needs_ids`.
+            ids: int[B, S], its tokens; only if `needs_ids`.
 
         Raises:
-            CodecError: the shapes do not go together, or an id has no fixed row.
-            NonFiniteActivationError: it is not finite.
+            CodecError: the shapes do not match, or an id has no fixed row.
+            NonFiniteActivationError: a value is not finite.
         """
         values = _checked(activation)
         if self.subspace is not None:
@@ -133,15 +138,15 @@ class ActivationCodec:
         return self._packed("activation", values, activation.numel())
 
     def decode(self, tensors: Mapping[str, Tensor], ids: Tensor | None = None) -> Tensor:
-        """The activation, fp32[B, S, dim] on `device`; it may share memory with ``tensors``.
+        """Decodes an activation to fp32[B, S, dim] on `device`; it may share memory with ``tensors``.
 
         Args:
-            tensors: what `encode` gave, or what a stranger sent.
+            tensors: from `encode`, or from a stranger.
             ids: as for `encode`.
 
         Raises:
-            CodecError: other tensors than `encode` makes, or ids that do not go with them.
-            NonFiniteActivationError: they are not finite.
+            CodecError: other tensors than `encode` makes, or ids that do not match them.
+            NonFiniteActivationError: a value is not finite.
         """
         values = self._unpacked("activation", tensors)
         if self.subspace is None:
@@ -150,11 +155,11 @@ class ActivationCodec:
         return self.subspace.basis.add_span_(values, self.subspace.rows(self.subspace.fixed, ids, values))
 
     def grad_encode(self, gradient: Tensor) -> Encoded:
-        """Prepares the gradient by an activation for the wire; fp32, or narrower, [B, S, dim].
+        """Prepares the gradient by an activation, fp32 or narrower, [B, S, dim], for the wire.
 
         Raises:
             CodecError: the shape is not one of the link's.
-            NonFiniteActivationError: it is not finite.
+            NonFiniteActivationError: a value is not finite.
         """
         values = _checked(gradient)
         if self.subspace is not None:
@@ -162,11 +167,11 @@ class ActivationCodec:
         return self._packed("gradient", values, gradient.numel())
 
     def grad_decode(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The gradient, fp32[B, S, dim] on `device`, of a subspace its part within it.
+        """Decodes a gradient, or its part within the subspace, to fp32[B, S, dim] on `device`.
 
         Raises:
             CodecError: other tensors than `grad_encode` makes.
-            NonFiniteActivationError: they are not finite.
+            NonFiniteActivationError: a value is not finite.
         """
         values = self._unpacked("gradient", tensors)
         if self.subspace is None:
@@ -175,13 +180,7 @@ class ActivationCodec:
         return self.subspace.basis.add_span_(values, values.new_zeros((*values.shape[:2], self.subspace.dim)))
 
     def specs(self, num_rows: int, num_positions: int, dim: int, direction: Direction) -> tuple[TensorSpec, ...]:
-        """Exactly the tensors that travel, by name; of ids see `trainer.compression.activations.ids.ids_spec`.
-
-        Args:
-            num_rows: B.
-            num_positions: S.
-            dim: width of the residual stream.
-            direction: ``activation`` or ``gradient``.
+        """Returns exactly the tensors that travel for [num_rows, num_positions, dim]; for the ids see `ids_spec`.
 
         Raises:
             TrainerUsageError: the codec is for another width.
@@ -196,7 +195,7 @@ class ActivationCodec:
     def check(
         self, tensors: Mapping[str, Tensor], num_rows: int, num_positions: int, dim: int, direction: Direction
     ) -> None:
-        """Refuses tensors that are not exactly `specs`; looks at no value.
+        """Refuses tensors that are not exactly `specs`, without looking at their values.
 
         Raises:
             CodecError: the message names the first difference.
@@ -204,11 +203,11 @@ class ActivationCodec:
         check_specs(tensors, self.specs(num_rows, num_positions, dim, direction))
 
     def wire_bytes(self, num_rows: int, num_positions: int, dim: int, direction: Direction) -> int:
-        """Bytes of the tensors that travel, ids not included."""
+        """Returns the size of the tensors that travel, ids not included."""
         return sum(spec.size_bytes for spec in self.specs(num_rows, num_positions, dim, direction))
 
     def _in_full(self, direction: Direction, values: Tensor, subspace: _Subspace) -> Tensor:
-        """All of them looked at, also those that do not travel: NaN in any is a stage that has gone wrong."""
+        """Checks all values, also those that do not travel: NaN in any of them means a faulty stage."""
         _check_width(values, subspace.dim)
         values = values.to(self.device)
         check_finite(direction, values)
@@ -236,17 +235,17 @@ def activation_codec(
     *,
     device: torch.device | str = "cpu",
 ) -> ActivationCodec:
-    """The codec of that name.
+    """Returns the codec of that name.
 
     Args:
         name: one of `ACTIVATION_CODECS`.
-        basis: of a subspace codec.
-        fixed: of a subspace codec: the fixed rows (`fixed_table_of`, or `SubspaceEmbedding.fixed`); it is shared, and
-            moved if it is on another device. When the vocabulary grows, make a new codec.
-        device: where it decodes to, and computes.
+        basis: for a subspace codec.
+        fixed: for a subspace codec: the fixed rows (`fixed_table_of`, or `SubspaceEmbedding.fixed`), shared, or copied
+            if on another device. A grown vocabulary needs a new codec.
+        device: where it computes and decodes to.
 
     Raises:
-        TrainerUsageError: there is none of that name, or it needs a basis and fixed rows of one width.
+        TrainerUsageError: there is none of that name, or it lacks a basis and fixed rows of one width.
         BasisError: the basis is not orthonormal.
     """
     if name not in ACTIVATION_CODECS:

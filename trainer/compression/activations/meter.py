@@ -1,9 +1,9 @@
-"""What a link costs and what it spoils: bytes, ratio, reconstruction error, and an alarm when it is too large.
+"""Counts what a link costs and loses: bytes, ratio, reconstruction error, and an alarm when the error is too large.
 
-The error is that of the whole way: the activation against what the far end decodes, relative to its norm. Measuring it
-is one decoding, so it is done for every sixteenth activation. A subspace's link in fp32 has 2e-8; an alarm means that
-the model has left its subspace (a projection left out, another basis) or that values have outliers that the packing
-cannot hold. Gradients count in bytes only: what a subspace leaves out of them is not an error.
+The error is end to end: the activation against what the far end decodes, relative to its norm. Measuring it costs one
+decoding, so it is done for every sixteenth activation. A subspace link in fp32 has 2e-8; an alarm means that the model
+has left its subspace (a projection left out, another basis) or that values have outliers the packing cannot hold.
+Gradients count in bytes only: what a subspace leaves out of them is not an error.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ logger = logging.getLogger(__name__)
 
 _EVERY = 16
 _KEPT = 0.9
-"""Share of the moving average that a measurement leaves."""
+"""Weight of the old value in the moving average."""
 _LOG_INTERVAL_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class LinkFigures:
-    """A link so far."""
+    """A link's totals so far."""
 
     raw_bytes: int
-    """Of what was encoded, in fp32."""
+    """Size in fp32 of what was encoded."""
     wire_bytes: int
-    """Of what was sent for it, ids not included."""
+    """Size of what was sent for it, ids not included."""
     num_tensors: int
-    """Activations and gradients."""
+    """Number of activations and gradients."""
     error: float
     """Relative reconstruction error of activations, a moving average; 0 before the first measurement."""
     max_error: float
@@ -48,18 +48,18 @@ class LinkFigures:
 
     @property
     def ratio(self) -> float:
-        """Bytes saved: raw over sent; 1 before anything was sent."""
+        """Compression ratio, raw over sent; 1 before anything was sent."""
         return self.raw_bytes / self.wire_bytes if self.wire_bytes else 1.0
 
 
 class LinkMeter:
-    """Counts what one worker sends over one link. Any thread may use it.
+    """Counts what one worker sends over one link. Thread-safe.
 
     Args:
-        link: for the log, such as ``head.0.42 → body-1``.
+        link: name in the log, such as ``head.0.42 → body-1``.
         codec: the link's.
-        max_error: `SubspaceConfig.max_error`; the codec's rounding comes on top.
-        every: activations from one measurement to the next.
+        max_error: `SubspaceConfig.max_error`; the codec's rounding is added.
+        every: measures every so many activations.
         clock: seconds.
 
     Raises:
@@ -89,15 +89,15 @@ class LinkMeter:
         self._logged_at_s = -_LOG_INTERVAL_S
 
     def activation(self, activation: Tensor, ids: Tensor | None, encoded: Encoded) -> float | None:
-        """Counts an activation that is sent.
+        """Counts a sent activation.
 
         Args:
             activation: as it was encoded, [B, S, dim].
-            ids: its tokens, where the codec needs them.
-            encoded: what goes on the wire.
+            ids: its tokens, if the codec needs them.
+            encoded: what is sent.
 
         Returns:
-            Its error, if it was measured.
+            Its error, or None if it was not measured.
         """
         with self._lock:
             is_due = self._num_activations % self._every == 0
@@ -110,11 +110,11 @@ class LinkMeter:
         return error
 
     def gradient(self, encoded: Encoded) -> None:
-        """Counts a gradient that is sent."""
+        """Counts a sent gradient."""
         self._count(encoded)
 
     def figures(self) -> LinkFigures:
-        """The link so far."""
+        """Returns the link's totals so far."""
         with self._lock:
             return LinkFigures(
                 raw_bytes=self._raw_bytes,
@@ -155,7 +155,7 @@ class LinkMeter:
 
 
 def reconstruction_error(codec: ActivationCodec, activation: Tensor, ids: Tensor | None, encoded: Encoded) -> float:
-    """‖x − decoded‖ / ‖x‖ of one activation; 0 where both are 0."""
+    """Returns ‖x − decoded‖ / ‖x‖ of one activation; 0 if both are 0."""
     wanted = activation.detach().to(codec.device).float()
     error = float((codec.decode(encoded.tensors, ids) - wanted).norm())
     norm = float(wanted.norm())

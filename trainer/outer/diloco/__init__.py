@@ -1,9 +1,9 @@
 """DiLoCo: many inner steps on each node, then one outer step all nodes agree on.
 
 ``trainer.py`` holds the transaction (prepare, collective, commit) and its guarantees; ``outer.py`` the arithmetic of
-the outer step; ``flat.py`` and ``fragments.py`` say which value of a vector is which parameter's; ``state.py`` is what
-members share, ``saved.py`` its form in a checkpoint, ``growth.py`` what becomes of it when the vocabulary grows;
-``flight.py`` is a round in the background. Against every-step averaging this sends inner_steps times less: 500 times.
+the outer step; ``flat.py`` and ``fragments.py`` say which value of a vector belongs to which parameter; ``state.py`` is
+what members share, ``saved.py`` its form in a checkpoint. Against every-step averaging this sends inner_steps times
+less: 500 times.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The options of DiLoCo, with their units; the defaults are those of spec T-10 and T-12."""
+"""Options of DiLoCo; the defaults are those of spec T-10 and T-12."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class DiLoCoConfig:
     """How often nodes synchronise, how far the outer step goes, and whether parts of the model take turns.
 
     Raises:
-        TrainerUsageError: a value makes no sense.
+        TrainerUsageError: a value is out of range.
     """
 
     inner_steps: int = 500
@@ -29,37 +29,33 @@ class DiLoCoConfig:
     overlap_steps: int = 0
     """Inner steps that go on while a round runs in the background; 0: training waits for the round."""
     merge_alpha: float = 0.5
-    """With overlap: share of the node's own, meanwhile trained parameters when the result comes in, 0 to under 1."""
+    """With overlap: share of the node's own parameters, trained meanwhile, in the merge; 0 to under 1."""
     round_timeout_s: float = 3600.0
-    """A round in the background that is not back by then is given up (engines have deadlines of their own)."""
+    """A background round that is not back by then is given up (engines have deadlines of their own)."""
 
     def __post_init__(self) -> None:
-        if self.inner_steps < 1:
-            raise TrainerUsageError(f"diloco.inner_steps: expected 1 or more, found {self.inner_steps}")
-        if not (math.isfinite(self.outer_lr) and self.outer_lr > 0):
-            raise TrainerUsageError(f"diloco.outer_lr: expected a number over 0, found {self.outer_lr}")
-        if not 0 <= self.outer_momentum < 1:
-            raise TrainerUsageError(f"diloco.outer_momentum: expected 0 to under 1, found {self.outer_momentum}")
-        if not 1 <= self.num_fragments <= self.inner_steps:
-            raise TrainerUsageError(
-                f"diloco.num_fragments: expected 1 to inner_steps ({self.inner_steps}), found {self.num_fragments}"
-            )
-        spacing = self.inner_steps // self.num_fragments
-        if not 0 <= self.overlap_steps < spacing:
-            raise TrainerUsageError(
-                f"diloco.overlap_steps: expected 0 to under {spacing} (inner_steps / num_fragments; one round at a "
-                f"time), found {self.overlap_steps}"
-            )
-        if not 0 <= self.merge_alpha < 1:
-            raise TrainerUsageError(f"diloco.merge_alpha: expected 0 to under 1, found {self.merge_alpha}")
-        if not (math.isfinite(self.round_timeout_s) and self.round_timeout_s > 0):
-            raise TrainerUsageError(f"diloco.round_timeout_s: expected more than 0 s, found {self.round_timeout_s}")
+        spacing = self.inner_steps // max(1, self.num_fragments)
+        for field, is_valid, expected in (
+            ("inner_steps", self.inner_steps >= 1, "1 or more"),
+            ("outer_lr", math.isfinite(self.outer_lr) and self.outer_lr > 0, "a number over 0"),
+            ("outer_momentum", 0 <= self.outer_momentum < 1, "0 to under 1"),
+            ("num_fragments", 1 <= self.num_fragments <= self.inner_steps, f"1 to inner_steps ({self.inner_steps})"),
+            (
+                "overlap_steps",
+                0 <= self.overlap_steps < spacing,
+                f"0 to under {spacing} (inner_steps / num_fragments; one round at a time)",
+            ),
+            ("merge_alpha", 0 <= self.merge_alpha < 1, "0 to under 1"),
+            ("round_timeout_s", math.isfinite(self.round_timeout_s) and self.round_timeout_s > 0, "more than 0 s"),
+        ):
+            if not is_valid:
+                raise TrainerUsageError(f"diloco.{field}: expected {expected}, found {getattr(self, field)}")
 
     def planned_steps(self, round_index: int) -> int:
-        """Inner steps since the round before of the same fragment, or the beginning, that a round is meant to have."""
+        """Returns the inner steps planned from the fragment's round before this one, or the beginning, to this one."""
         return sum(self.steps_before(fragment) for fragment in range(min(round_index + 1, self.num_fragments)))
 
     def steps_before(self, fragment: int) -> int:
-        """Inner steps from the synchronisation before to that of ``fragment``; over all fragments: inner_steps."""
+        """Returns the inner steps from the previous synchronisation to that of ``fragment``."""
         before = fragment * self.inner_steps // self.num_fragments
         return (fragment + 1) * self.inner_steps // self.num_fragments - before

@@ -1,9 +1,9 @@
 """Named tensors as one flat fp32 vector on the CPU, and back.
 
-Everything that is synchronised is exchanged, added up and stored as one vector; this is the one place that knows which
-value of it belongs to which tensor. The layout is by name, in the order given: two nodes whose layouts have one digest
-mean the same by position ``i``. fp32 tensors come back bit for bit; narrower ones (bf16) are widened exactly and
-rounded once on the way back. The vector costs 4 bytes a parameter in host memory, wherever the tensors live.
+Everything that is synchronised is exchanged, summed and stored as one vector; only this file knows which of its values
+belongs to which tensor. The layout is by name, in the given order: two nodes whose layouts have one digest mean the
+same by position ``i``. fp32 tensors come back bit for bit; narrower ones (bf16) are widened exactly and rounded once on
+the way back. The vector takes 4 bytes a parameter of host memory, on whatever device the tensors are.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from torch import Tensor
 
 from trainer.errors import IncompatiblePeerError, TrainerUsageError
 
-__all__ = ["FlatLayout"]
+__all__ = ["FlatLayout", "is_finite"]
 
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """Which tensor lies where in the flat vector.
+    """Positions of named tensors in the flat vector.
 
     Args:
         names: of the tensors, in order; each once.
         shapes: one for each name.
-        offsets: where each starts, in values; one more at the end, the number of all values.
+        offsets: start of each, in values; one more at the end, the number of all values.
     """
 
     names: tuple[str, ...]
@@ -38,13 +38,13 @@ class FlatLayout:
 
     @classmethod
     def of(cls, named_tensors: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor]) -> FlatLayout:
-        """Lay out tensors in the order they come in.
+        """Lays out tensors in the given order.
 
         Args:
             named_tensors: pairs such as ``module.named_parameters()`` gives, or a mapping.
 
         Raises:
-            TrainerUsageError: no tensors, a name twice, or a tensor that is not of floating point.
+            TrainerUsageError: no tensors, a duplicate name, or a tensor that is not of floating point.
         """
         pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
         shapes: dict[str, tuple[int, ...]] = {}
@@ -60,7 +60,7 @@ class FlatLayout:
 
     @classmethod
     def from_shapes(cls, shapes: Mapping[str, tuple[int, ...]]) -> FlatLayout:
-        """Lay out tensors of which only names and shapes are known, in the mapping's order.
+        """Lays out tensors by names and shapes, in the mapping's order.
 
         Raises:
             TrainerUsageError: the mapping is empty.
@@ -78,15 +78,15 @@ class FlatLayout:
         return self.offsets[-1]
 
     def slices(self) -> Iterator[tuple[str, tuple[int, ...], slice]]:
-        """Each tensor's name, shape and place in the vector, in order."""
+        """Yields each tensor's name, shape and place in the vector, in order."""
         for index, (name, shape) in enumerate(zip(self.names, self.shapes, strict=True)):
             yield name, shape, slice(self.offsets[index], self.offsets[index + 1])
 
     def select(self, names: Iterable[str]) -> FlatLayout:
-        """The layout of some of the tensors, in the order given.
+        """Returns the layout of some of the tensors, in the given order.
 
         Raises:
-            TrainerUsageError: a name this layout does not have.
+            TrainerUsageError: a name is not in this layout.
         """
         shapes = dict(zip(self.names, self.shapes, strict=True))
         wanted = tuple(names)
@@ -96,64 +96,53 @@ class FlatLayout:
         return FlatLayout.from_shapes({name: shapes[name] for name in wanted})
 
     @torch.no_grad()
-    def gather(self, tensors: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
-        """Copy the tensors into one vector.
+    def gather(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Copies the tensors into one vector.
 
         Args:
             tensors: at least those of the layout, on any device, of any floating point type.
-            out: [num_values] fp32 on the CPU, to be filled; by default a new one.
 
         Returns:
-            ``out``: [num_values] fp32 on the CPU.
+            [num_values] fp32 on the CPU.
 
         Raises:
-            TrainerUsageError: a tensor is missing or has another shape, or ``out`` is not as it should be.
+            TrainerUsageError: a tensor is missing or has another shape.
         """
-        vector = torch.empty(self.num_values) if out is None else out
-        self.check_vector(vector)
+        vector = torch.empty(self.num_values)
         for name, shape, place in self.slices():
             vector[place].view(shape).copy_(self._checked(tensors, name, shape))
         return vector
 
     @torch.no_grad()
     def scatter(self, vector: Tensor, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the vector's values into the tensors, in place; autograd does not see it.
-
-        Nothing is written unless everything fits.
+        """Copies the vector's values into the tensors, in place and unseen by autograd; nothing unless everything fits.
 
         Args:
             vector: [num_values] fp32 on the CPU.
             tensors: at least those of the layout, on any device.
 
         Raises:
-            TrainerUsageError: a tensor is missing or has another shape, or the vector is not as it should be.
-        """
-        self.check_vector(vector)
-        targets = [self._checked(tensors, name, shape) for name, shape, _ in self.slices()]
-        for target, (_, shape, place) in zip(targets, self.slices(), strict=True):
-            target.copy_(vector[place].view(shape))
-
-    def check_vector(self, vector: Tensor) -> None:
-        """Refuse what is not a vector of this layout.
-
-        Raises:
-            TrainerUsageError: not [num_values], not fp32, or not on the CPU.
+            TrainerUsageError: a tensor is missing or has another shape, or the vector is not [num_values] fp32 on the
+            CPU.
         """
         if vector.shape != (self.num_values,) or vector.dtype != torch.float32 or vector.device.type != "cpu":
             found = f"{list(vector.shape)} {vector.dtype} on {vector.device}"
             raise TrainerUsageError(f"expected a vector of [{self.num_values}] torch.float32 on the CPU, found {found}")
+        targets = [self._checked(tensors, name, shape) for name, shape, _ in self.slices()]
+        for target, (_, shape, place) in zip(targets, self.slices(), strict=True):
+            target.copy_(vector[place].view(shape))
 
     def digest(self) -> str:
-        """SHA-256, in lower-case hex, of names, shapes and their order: equal where vectors mean the same."""
+        """Returns the SHA-256, in lower-case hex, of names, shapes and order: equal if vectors mean the same."""
         canonical = json.dumps([self.names, self.shapes], separators=(",", ":"), ensure_ascii=True)
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def require_same(self, digest: str, whose: str) -> None:
-        """Refuse a layout that is not this one.
+        """Refuses another layout.
 
         Args:
             digest: the other layout's :meth:`digest`.
-            whose: who has it, for the message.
+            whose: its owner, for the message.
 
         Raises:
             IncompatiblePeerError: the digests differ.
@@ -172,3 +161,11 @@ class FlatLayout:
         if tuple(tensor.shape) != shape:
             raise TrainerUsageError(f"expected {name!r} of shape {list(shape)}, found {list(tensor.shape)}")
         return tensor
+
+
+def is_finite(vector: Tensor) -> bool:
+    """Returns whether all values are finite, in one pass and without a mask of the vector's size."""
+    if not vector.numel():
+        return True
+    smallest, largest = torch.aminmax(vector)
+    return bool(torch.isfinite(smallest)) and bool(torch.isfinite(largest))

@@ -2,9 +2,9 @@
 
 Layers go to fragments in strides (layer ``i`` to fragment ``i mod n``), which the paper (arXiv 2501.18512) prefers to
 runs of neighbours. What comes before the layers (the embedding) and after them (last norm, output) counts as one layer
-each and goes where there are fewest, to two different fragments if there are two.
-Sizes play no part, so that a vocabulary that grows moves nothing; in a small model with a large vocabulary the
-fragments are therefore uneven. Peak bandwidth falls to about 1/n, the sum stays the same.
+each and goes to the smallest fragments, two different ones if there are two. Sizes in bytes play no part, so that a
+growing vocabulary moves nothing; in a small model with a large vocabulary the fragments are therefore uneven. Peak
+bandwidth falls to about 1/n; the total stays the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ANY_NUMBER = re.compile(r"^(?:[^\d.][^.]*\.)*\d+(?=\.)")
 
 
 def synchronised_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The trainable parameters by name; names are the same whether or not (parts of) the model are compiled."""
+    """Returns the trainable parameters by name, whether or not the model, or part of it, is compiled."""
     named = model.named_parameters()
     return {name.replace("_orig_mod.", ""): parameter for name, parameter in named if parameter.requires_grad}
 
@@ -35,18 +35,14 @@ class FragmentPlan:
     """The model cut into fragments; in the whole vector they lie one after another.
 
     Args:
-        layouts: of each fragment.
+        layouts: one a fragment.
     """
 
     layouts: tuple[FlatLayout, ...]
 
     @classmethod
     def of(cls, named_tensors: Mapping[str, Tensor], num_fragments: int) -> FragmentPlan:
-        """Assign each tensor to a fragment.
-
-        Args:
-            named_tensors: in the model's order.
-            num_fragments: how many fragments; 1 keeps the model's order.
+        """Assigns each tensor to a fragment; a single fragment keeps the model's order.
 
         Raises:
             TrainerUsageError: more fragments than layers, or nothing to synchronise.
@@ -62,11 +58,11 @@ class FragmentPlan:
 
     @property
     def num_values(self) -> int:
-        """Values in all fragments."""
+        """Number of values in all fragments."""
         return sum(layout.num_values for layout in self.layouts)
 
     def slices(self) -> list[slice]:
-        """Where each fragment lies in the whole vector."""
+        """Returns the place of each fragment in the whole vector."""
         places, start = [], 0
         for layout in self.layouts:
             places.append(slice(start, start + layout.num_values))
@@ -74,12 +70,11 @@ class FragmentPlan:
         return places
 
     def whole(self) -> FlatLayout:
-        """The layout of the whole vector."""
-        pairs = [(name, shape) for layout in self.layouts for name, shape, _ in layout.slices()]
-        return FlatLayout.from_shapes(dict(pairs))
+        """Returns the layout of the whole vector."""
+        return FlatLayout.from_shapes({name: shape for layout in self.layouts for name, shape, _ in layout.slices()})
 
     def digest(self) -> str:
-        """SHA-256 of the whole vector's layout, lower-case hex."""
+        """Returns the digest of the whole vector's layout."""
         return self.whole().digest()
 
 

@@ -1,41 +1,52 @@
 """What a strategy asks of the other members, and what it gets back: one protocol with several engines.
 
-A strategy hands in one vector a round and gets back the vector *all* members of the round agreed on, bit for bit the
-same at each of them, or :class:`~trainer.errors.RoundFailedError` and nothing. It does not learn how: alone
-(`LocalCollective`: a node's own pseudo-gradient is the agreed one, spec T-15), over a process group inside a cluster,
-or among strangers over the internet.
+In each round a strategy passes one vector and gets the vector that *all* members of the round agreed on, bit for bit
+the same at each of them, or :class:`~trainer.errors.RoundFailedError`. Engines are a node alone (`LocalCollective`:
+its own pseudo-gradient is the agreed one, spec T-15), a process group inside a cluster, and strangers over the
+internet.
 
-``reduce`` is a function of its argument: whatever must survive a round (the residual of a lossy encoding) travels in
-:class:`Contribution` and :class:`RoundResult`, so that a round that fails, or whose result is not used, leaves nothing
-behind, and one owner saves, restores and resizes all state.
+``reduce`` is a function of its argument: what must survive a round (the residual of a lossy encoding) travels in
+:class:`Contribution` and :class:`RoundResult`. A round that fails, or whose result is not used, leaves nothing behind,
+and the strategy alone saves, restores and resizes state.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-__all__ = ["Collective", "Contribution", "LocalCollective", "MemberFinding", "RoundReport", "RoundResult"]
+from trainer.aggregation import Finding
+
+__all__ = [
+    "Collective",
+    "Contribution",
+    "LocalCollective",
+    "MemberFinding",
+    "RoundReport",
+    "RoundResult",
+    "member_findings",
+]
 
 _KEY_DIGITS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contribution:
-    """What one node brings to one round. Tensors are 1-D fp32 on the CPU, and belong to the collective to read only."""
+    """A node's part in a round. Tensors are 1-D fp32 on the CPU; the collective only reads them."""
 
     round_index: int
-    """Which round: number of rounds committed before it (outer step · fragments + fragment)."""
+    """Number of rounds committed before this one (outer step · fragments + fragment)."""
     vector: Tensor
-    """[P] what is to be aggregated (a pseudo-gradient); finite."""
+    """[P] to be aggregated (a pseudo-gradient); finite."""
     num_batches: int
-    """Batches that went into ``vector``. 0: nothing to contribute (``vector`` is zeros); wants the result only."""
+    """Batches that went into ``vector``. 0: ``vector`` counts for nothing; the node only wants the result."""
     age_s: float
-    """Seconds since the oldest batch of those was trained on."""
+    """Seconds since the oldest of those batches was trained on."""
     progress: float = 1.0
-    """Share of the round's intended work that is in ``vector``, 0 to 1; less where it was asked for early."""
+    """Share of the round's planned work that is in ``vector``, 0 to 1; less if the round was requested early."""
     reference: Tensor
     """[P] the last accepted result for the same positions (zeros before the first); equal at all members."""
     state_digest: str
@@ -46,28 +57,41 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberFinding:
-    """What this node itself measured of one member's contribution, over what it saw of it; nobody else's word."""
+    """What this node itself measured of one member's contribution, independent of what others say."""
 
     member: str
-    """Who, as in :attr:`RoundReport.members`."""
+    """As in :attr:`RoundReport.members`."""
     reason: str
-    """How it differs from the others, and so was left out of what this node reduced (or was to be, in the mode that
-    only logs): a word or two, what follows a colon is for people. Empty: it does not."""
+    """How it differs from the others, and so was left out of what this node reduced (in log mode: would have been); a
+    word or two, followed by a colon and a text for people. Empty: it does not differ."""
     cosine: float | None = None
     """To the nearer half of the others, -1 to 1; None: there was nothing to compare with."""
     norm_ratio: float | None = None
     """Norm over the median member's."""
 
 
+def member_findings(findings: Sequence[Finding], names: Sequence[str]) -> tuple[MemberFinding, ...]:
+    """Returns the findings of gradient validation with the members' names for their positions."""
+    return tuple(
+        MemberFinding(
+            member=names[finding.member],
+            reason="" if finding.passed else finding.reason,
+            cosine=finding.cosine,
+            norm_ratio=finding.norm_ratio,
+        )
+        for finding in findings
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundReport:
-    """How a round went, for the log, the metrics and whoever asks."""
+    """How a round went, for log and metrics."""
 
     round_index: int
     members: tuple[str, ...]
-    """Whose contributions are in the result, in the agreed order."""
+    """Members whose contributions are in the result, in the agreed order."""
     dropped: tuple[tuple[str, str], ...] = ()
-    """Who is not in it, or not wholly, and why."""
+    """Members not in it, or not wholly, and why."""
     completeness: float = 1.0
     """Share of the agreed members' values that are in the result, 0 to 1."""
     sent_bytes: int = 0
@@ -75,34 +99,34 @@ class RoundReport:
     received_bytes: int = 0
     """Payload received from others."""
     seconds: float = 0.0
-    """From handing in the contribution to having the result."""
+    """From the contribution to the result."""
     rule: str = "mean"
-    """The aggregation rule that was used, which may be a fallback of the one asked for."""
+    """The aggregation rule used, possibly a fallback of the configured one."""
     num_passes: int = 1
     """1, plus one for each time slices of dead reducers were reduced again."""
     weights: tuple[float, ...] = ()
-    """Weight of each of ``members`` before normalising; empty where the rule knows none."""
+    """Weight of each of ``members`` before normalising; empty if the rule knows none."""
     validation: tuple[tuple[str, str], ...] = ()
-    """What gradient validation found: (member, finding), also in the mode that only logs."""
+    """(member, finding) of gradient validation, also in the mode that only logs."""
     findings: tuple[MemberFinding, ...] = ()
-    """Of each member, in the agreed order, where validation is on and this node has reduced anything. ``validation``
-    and ``dropped`` are in part what others say; whoever judges a member does so by this."""
+    """For each member, in the agreed order, if validation is on and this node has reduced anything. Judge a member by
+    these: ``validation`` and ``dropped`` are partly the word of others."""
     note: str = ""
-    """Anything a reader of the log must know, such as that no robust rule was possible among so few."""
+    """Anything else a reader of the log must know, such as that too few members took part for a robust rule."""
 
     def remarks(self) -> tuple[str, ...]:
-        """For people: who was left out, who looked odd and was not left out, and the note."""
+        """Returns lines for people: members left out, members that look odd and were kept, and the note."""
         left_out = dict(self.dropped)
-        odd = {who: why for who, why in self.validation if who not in left_out}
+        odd = {member: reason for member, reason in self.validation if member not in left_out}
         return (
-            *(f"{_named(who)} left out: {why}" for who, why in left_out.items()),
-            *(f"{_named(who)} looks odd: {why}" for who, why in odd.items()),
+            *(f"{_short_name(member)} left out: {reason}" for member, reason in left_out.items()),
+            *(f"{_short_name(member)} looks odd: {reason}" for member, reason in odd.items()),
             *([self.note] if self.note else []),
         )
 
 
-def _named(member: str) -> str:
-    """The first digits of a key, or the whole of a shorter name."""
+def _short_name(member: str) -> str:
+    """The first digits of a key; any other name unchanged."""
     return member[:8] if len(member) == _KEY_DIGITS else member
 
 
@@ -111,29 +135,23 @@ class RoundResult:
     """What all members of a round have agreed on."""
 
     vector: Tensor
-    """[P] fp32 CPU; bit-identical at all members; the caller's to keep."""
+    """[P] fp32 CPU; bit-identical at all members; owned by the caller."""
     report: RoundReport
     residual: Tensor | None = None
     """[P] what encoding the contribution left out, for the next contribution; None: lossless or not fed back."""
     progress: float | None = None
-    """Share of the round's intended work that is in ``vector``, the same at all members; None: the node's own."""
+    """Share of the round's planned work that is in ``vector``, the same at all members; None: the node's own."""
 
 
 @runtime_checkable
 class Collective(Protocol):
-    """Aggregates one vector a round over whoever takes part.
+    """Aggregates one vector a round over all members.
 
     ``reduce`` may be called from another thread than ``requested``, and never twice at once.
     """
 
     def reduce(self, contribution: Contribution) -> RoundResult:
-        """Take part in one round and wait for its result; bounded in time by the engine's own deadline.
-
-        Args:
-            contribution: what this node brings.
-
-        Returns:
-            The agreed result.
+        """Takes part in one round and waits for its result, up to the engine's own deadline.
 
         Raises:
             RoundFailedError: the round ended without a result; nothing happened, training may go on.
@@ -142,11 +160,11 @@ class Collective(Protocol):
         ...
 
     def requested(self) -> bool:
-        """Whether others wait for this node's next round; cheap enough to ask after every inner step."""
+        """Returns whether others wait for this node's next round; cheap enough to ask after every inner step."""
         ...
 
     def close(self) -> None:
-        """Give up threads, sockets and groups; a second call does nothing."""
+        """Releases threads, sockets and groups; a second call does nothing."""
         ...
 
 
@@ -161,13 +179,13 @@ class LocalCollective:
         self._member = member
 
     def reduce(self, contribution: Contribution) -> RoundResult:
-        """The contribution itself, uncoded."""
+        """Returns the contribution itself, not encoded."""
         report = RoundReport(round_index=contribution.round_index, members=(self._member,), weights=(1.0,))
         return RoundResult(vector=contribution.vector, report=report)
 
     def requested(self) -> bool:
-        """Nobody waits."""
+        """Returns False: there is nobody else."""
         return False
 
     def close(self) -> None:
-        """Nothing to give up."""
+        """Does nothing."""

@@ -1,7 +1,7 @@
-"""A blocking call in a daemon thread: it holds up neither its caller, nor an event loop, nor the end of the process.
+"""Blocking calls in daemon threads: they hold up neither the caller, nor an event loop, nor the end of the process.
 
-`asyncio.to_thread` is not that: its threads are joined when the loop ends, and a store that does not answer keeps one
-for up to twenty minutes. The trade-off: a thread is made for each call, 0.1 ms of a read of a millisecond or more.
+`asyncio.to_thread` joins its threads when the loop ends, and a store that does not answer keeps one for up to twenty
+minutes. The trade-off: each call makes a thread, 0.1 ms of a read of a millisecond or more.
 """
 
 from __future__ import annotations
@@ -18,39 +18,23 @@ T = TypeVar("T")
 
 
 def start_daemon(function: Callable[[], T], name: str) -> Future[T]:
-    """Begins a call that nobody has to wait for.
-
-    Args:
-        function: what to call.
-        name: of the thread.
-
-    Returns:
-        What it gives, or raises.
-    """
+    """Calls ``function`` in a daemon thread of that name; the future has its result or exception."""
     future: Future[T] = Future()
-    threading.Thread(target=_fill, args=(future, function), name=name, daemon=True).start()
+    threading.Thread(target=_run, args=(future, function), name=name, daemon=True).start()
     return future
 
 
 async def in_daemon_thread(function: Callable[[], T], name: str) -> T:
-    """What ``function`` gives; cancelled, it is left to end by itself, and what comes of it goes nowhere.
-
-    Args:
-        function: what to call.
-        name: of the thread.
-
-    Raises:
-        BaseException: what it raised.
-    """
+    """Returns or raises what ``function`` does; if cancelled, the call ends by itself and its result is dropped."""
     return await asyncio.wrap_future(start_daemon(function, name))
 
 
-def _fill(future: Future[T], function: Callable[[], T]) -> None:
+def _run(future: Future[T], function: Callable[[], T]) -> None:
     if not future.set_running_or_notify_cancel():
         return
     try:
-        found = function()
-    except BaseException as error:  # noqa: BLE001 - carried to whoever waits for the result
+        result = function()
+    except BaseException as error:  # noqa: BLE001 - re-raised by Future.result
         future.set_exception(error)
     else:
-        future.set_result(found)
+        future.set_result(result)

@@ -1,7 +1,7 @@
-"""The baseline: gradients averaged in every step, by PyTorch's DistributedDataParallel.
+"""The every-step baseline: gradients averaged in every step by PyTorch's DistributedDataParallel.
 
-What DiLoCo is compared with, in loss at equal tokens and in bytes on the wire (4 bytes a parameter, out and in, each
-step). The model is wrapped, and the outer strategy has nothing to do: replicas that take equal steps stay equal.
+DiLoCo is compared with it in loss at equal tokens and in bytes on the wire (4 bytes a parameter, out and in, each
+step). The outer strategy has nothing to do: replicas that take equal steps stay equal.
 """
 
 from __future__ import annotations
@@ -21,18 +21,14 @@ __all__ = ["EveryStepStrategy", "ddp_model"]
 _VERSION = 1
 
 
-def ddp_model(
-    model: nn.Module, device: torch.device | None = None, group: dist.ProcessGroup | None = None
-) -> DistributedDataParallel:
-    """Wrap a model so that each backward pass averages gradients over the group.
+def ddp_model(model: nn.Module, device: torch.device | None = None) -> DistributedDataParallel:
+    """Wraps a model so that each backward pass averages gradients over all ranks.
 
-    Parameters become those of the group's first rank. Gradients are views of the communication buckets, which saves a
-    copy of them.
+    Parameters become those of the first rank. Gradients are views of the communication buckets, which saves a copy.
 
     Args:
         model: on ``device`` already.
-        device: where it lives; None or a CPU for gloo.
-        group: whom to average with; all ranks by default.
+        device: the model's device; None or a CPU for gloo.
 
     Raises:
         TrainerUsageError: there is no process group.
@@ -40,30 +36,30 @@ def ddp_model(
     if not (dist.is_available() and dist.is_initialized()):
         raise TrainerUsageError("DDP needs a process group, found none: start the ranks with torchrun")
     device_ids = [device] if device is not None and device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=device_ids, process_group=group, gradient_as_bucket_view=True)
+    return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
 
 
 class EveryStepStrategy:
-    """No outer step: gradients were averaged in the step itself."""
+    """An outer strategy without outer steps: gradients were averaged in the inner step."""
 
     def __init__(self) -> None:
         self._num_steps = 0
 
     def after_inner_step(self, num_batches: int = 1) -> OuterResult | None:
-        """Count the step."""
+        """Counts the step."""
         self._num_steps += 1
         return None
 
     def drain(self) -> OuterResult | None:
-        """Nothing is under way."""
+        """Returns None: there are no rounds."""
         return None
 
     def state_dict(self) -> dict[str, StateValue]:
-        """The number of steps, for the checkpoint to be of the same form."""
+        """Returns the number of steps, so that checkpoints have the same form."""
         return {"version": _VERSION, "num_steps": self._num_steps}
 
     def load_state_dict(self, state: Mapping[str, StateValue]) -> None:
-        """Go on counting.
+        """Goes on counting.
 
         Raises:
             CheckpointMismatchError: another version, or another strategy's state.

@@ -1,9 +1,9 @@
 """Bytes between the ranks of a torch process group: to each its own, or the same from everybody.
 
-Two calls are all a round needs: ``all_to_all_single`` with uneven splits, and ``all_gather``; gloo and NCCL have both
-(gloo checked with torch 2.13). Nothing is pickled. A group cannot lose a member: when a rank dies or falls silent,
-the others get :class:`~trainer.errors.PeerUnavailableError` within the group's timeout (``init_process_group``), and
-the job has to be started again, as torchrun does.
+A round needs two calls: ``all_to_all_single`` with uneven splits, and ``all_gather``. gloo and NCCL have both (gloo
+checked with torch 2.13), and nothing is pickled. A group cannot lose a member: if a rank dies or falls silent, the
+others get :class:`~trainer.errors.PeerUnavailableError` within the group's timeout (``init_process_group``), and the
+job has to be started again, as torchrun does.
 """
 
 from __future__ import annotations
@@ -27,25 +27,18 @@ class RankedBytes:
     """Sends and receives bytes in a process group.
 
     Args:
-        group: whose ranks; None for all.
-        device: where the backend wants its tensors.
+        group: the ranks; None for all.
+
+    Raises:
+        TrainerUsageError: there is no process group.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self._group = group
-        self._device = device
-
-    @classmethod
-    def of(cls, group: dist.ProcessGroup | None = None) -> RankedBytes:
-        """For a group, with tensors where its backend wants them.
-
-        Raises:
-            TrainerUsageError: there is no process group.
-        """
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise TrainerUsageError("expected a process group, found none: start the ranks with torchrun")
+        self._group = group
         needs_cuda = dist.get_backend(group) == "nccl"
-        return cls(group, torch.device("cuda", torch.cuda.current_device()) if needs_cuda else torch.device("cpu"))
+        self._device = torch.device("cuda", torch.cuda.current_device()) if needs_cuda else torch.device("cpu")
 
     @property
     def rank(self) -> int:
@@ -58,14 +51,14 @@ class RankedBytes:
         return dist.get_world_size(self._group)
 
     def exchange(self, outgoing: Sequence[Buffer], incoming_bytes: int) -> list[memoryview]:
-        """Give each rank its own bytes, and get from each what it has for this one.
+        """Sends each rank its own bytes and receives from each what it has for this one.
 
         Args:
             outgoing: for each rank.
-            incoming_bytes: how many each rank has for this one; the same of all.
+            incoming_bytes: size of what each rank has for this one, the same for all.
 
         Returns:
-            From each rank.
+            The bytes from each rank.
 
         Raises:
             PeerUnavailableError: a rank is gone.
@@ -81,18 +74,17 @@ class RankedBytes:
                 input_split_sizes=sizes,
                 group=self._group,
             )
-            view = _host_bytes(received)
-        return [view[start : start + incoming_bytes] for start in _starts(incoming_bytes, self.num_ranks)]
+            return self._by_rank(received, incoming_bytes)
 
     def gather(self, own: Buffer, size_bytes: int) -> list[memoryview]:
-        """Get everybody's bytes.
+        """Receives every rank's bytes.
 
         Args:
             own: this rank's, up to ``size_bytes``.
-            size_bytes: what each rank's are filled up to with zeros.
+            size_bytes: size that each rank's bytes are padded to with zeros.
 
         Returns:
-            From each rank, ``size_bytes`` long.
+            The bytes from each rank, ``size_bytes`` long.
 
         Raises:
             PeerUnavailableError: a rank is gone.
@@ -103,21 +95,15 @@ class RankedBytes:
         rows = list(received.view(self.num_ranks, size_bytes).unbind(0))
         with _rank_errors():
             dist.all_gather(rows, padded.to(self._device), group=self._group)
-            view = _host_bytes(received)
-        return [view[start : start + size_bytes] for start in _starts(size_bytes, self.num_ranks)]
+            return self._by_rank(received, size_bytes)
+
+    def _by_rank(self, received: Tensor, size_bytes: int) -> list[memoryview]:
+        view = received.cpu().numpy().data
+        return [view[rank * size_bytes : (rank + 1) * size_bytes] for rank in range(self.num_ranks)]
 
 
 def _bytes(buffer: Buffer) -> NDArray[np.uint8]:
     return np.frombuffer(memoryview(buffer), dtype=np.uint8)
-
-
-def _starts(size_bytes: int, count: int) -> range:
-    return range(0, size_bytes * count, size_bytes) if size_bytes else range(count)
-
-
-def _host_bytes(received: Tensor) -> memoryview:
-    view: memoryview = received.cpu().numpy().data
-    return view
 
 
 @contextmanager

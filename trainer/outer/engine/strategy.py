@@ -1,23 +1,25 @@
 """What the training loop sees of synchronisation: one call after each inner step.
 
 The loop does not know whether nodes synchronise every step (DDP), every 500 (DiLoCo) or never; it hands over control
-after each inner step and logs what comes back.
+after each inner step and logs what is returned. Strategies that make rounds share the helpers here.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from pydantic import ValidationError
 from torch import Tensor
 
 from trainer.outer.engine.collective import RoundReport
 
-__all__ = ["OuterResult", "OuterStrategy", "StateValue"]
+__all__ = ["OuterResult", "OuterStrategy", "PendingWork", "StateValue", "first_problem"]
 
 StateValue = int | float | str | Tensor | None | list["StateValue"] | dict[str, "StateValue"]
-"""What a strategy's state is made of; ``torch.load(weights_only=True)`` reads it back."""
+"""What a strategy's state consists of; ``torch.load(weights_only=True)`` reads it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +33,8 @@ class OuterResult:
     outer_step: int
     """Outer steps complete afterwards."""
     committed: bool
-    """Whether it was applied; if not, nothing changed, and the work goes into the next round; of a node that missed
-    a round the others made, it is dropped when their state is taken up."""
+    """Whether it was applied. If not, nothing changed, and the work goes into the next round; a node that missed a
+    round of the others drops its work when it adopts their state."""
     num_batches: int
     """Batches this node contributed."""
     waited_s: float
@@ -40,8 +42,7 @@ class OuterResult:
     report: RoundReport | None = None
     """How the round went; None if it failed."""
     contributed_steps_ago: int | None = None
-    """Inner steps counted since the parameters were read that this node's contribution is made of; None: it has no
-    weight in what was applied."""
+    """Inner steps since the parameters of this node's contribution were read; None: it has no weight in the result."""
     error: str = ""
     """Why it failed."""
 
@@ -51,7 +52,7 @@ class OuterStrategy(Protocol):
     """Keeps a node's model in step with the others'."""
 
     def after_inner_step(self, num_batches: int = 1) -> OuterResult | None:
-        """Count an inner step; synchronise when it is time.
+        """Counts an inner step and synchronises when it is time.
 
         Args:
             num_batches: batches that changed the parameters: 0 for a step that was skipped.
@@ -62,13 +63,58 @@ class OuterStrategy(Protocol):
         ...
 
     def drain(self) -> OuterResult | None:
-        """Wait for a round that runs in the background, if there is one, and apply it now."""
+        """Waits for the round in the background, if there is one, and applies it now."""
         ...
 
     def state_dict(self) -> dict[str, StateValue]:
-        """Everything needed to go on from here, without the model's own parameters."""
+        """Returns everything needed to go on from here, except the model's own parameters."""
         ...
 
     def load_state_dict(self, state: Mapping[str, StateValue]) -> None:
-        """Go on from what :meth:`state_dict` returned; the model's parameters are the caller's to restore."""
+        """Goes on from what :meth:`state_dict` returned; the caller restores the model's parameters."""
         ...
+
+
+@dataclass(slots=True)
+class PendingWork:
+    """Batches trained since the last committed round of a fragment or slice: a contribution's weight and progress.
+
+    Ages are wall-clock time, because they must mean something after a restart; a clock set back counts as no age.
+
+    Args:
+        num_batches: batches that wait for a round.
+        since_s: Unix time of the oldest of them; 0 if there is none.
+        num_steps: inner steps that they took, those included that changed nothing.
+    """
+
+    num_batches: int = 0
+    since_s: float = 0.0
+    num_steps: int = 0
+
+    def add(self, num_batches: int) -> None:
+        """Counts an inner step and its batches."""
+        if num_batches and not self.num_batches:
+            self.since_s = time.time()
+        self.num_batches += num_batches
+        self.num_steps += 1
+
+    def age_s(self) -> float:
+        """Returns the seconds since the oldest batch."""
+        return max(0.0, time.time() - self.since_s) if self.num_batches else 0.0
+
+    def settle(self, num_batches: int, steps_since: int) -> None:
+        """Takes off the work of a committed round; the age of what is left, which is younger, counts from now.
+
+        Args:
+            num_batches: batches in the round.
+            steps_since: inner steps since its contribution was read.
+        """
+        self.num_steps = steps_since
+        self.num_batches = max(0, self.num_batches - num_batches)
+        self.since_s = time.time() if self.num_batches else 0.0
+
+
+def first_problem(error: ValidationError) -> str:
+    """Returns field and message of the first problem of an invalid document, without the document's values."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(str(part) for part in first['loc'])[:60]}: {first['msg']}"

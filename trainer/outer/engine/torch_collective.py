@@ -1,13 +1,13 @@
 """A round inside a trusted cluster: the ranks of a torch process group, each reducing one slice.
 
-Heads are compared, contributions cut into a slice a rank and exchanged all to all, each rank reduces its slice with the
-configured rule, and the encoded results go to everybody. Every rank, the one that made it included, takes what a result
-decodes to, so all ranks end bit-identical under any codec. Each rank sends its vector about once and gets it once,
-``2·(n−1)/n`` vectors in all, as an all-reduce does, but the rule sees single contributions and not sums.
+Headers are compared, contributions are cut into a slice a rank and exchanged all to all, each rank reduces its slice
+with the configured rule, and the encoded results go to all ranks. Every rank, the reducer included, takes what a result
+decodes to, so all ranks end bit-identical under any codec. Each rank sends its vector about once and receives it once,
+``2·(n−1)/n`` vectors in all, as an all-reduce does, but the rule sees single contributions instead of sums.
 
-Weights, validation and rules are those of the rounds among strangers (``trainer/aggregation``), and so is the report.
-What is missing is their tolerance of deaths: a rank that dies ends the job. Moments of all contributions are always
-taken, about as much time as the exchange over the loopback, so that all ranks leave out the same contributions.
+Weights, validation, rules and report are those of the rounds among strangers (``trainer/aggregation``). Deaths are not
+tolerated: a rank that dies ends the job. Moments of all contributions are always taken, in about as much time as the
+exchange over the loopback, so that all ranks leave out the same contributions.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from trainer.aggregation import (
     DEFAULT_MAX_RATIO,
-    Decision,
     Moments,
     RuleConfig,
+    RuleDecision,
     cap_weights,
     common_progress,
     contribution_weight,
@@ -37,20 +38,20 @@ from trainer.aggregation import (
 )
 from trainer.compression.vectors import BLOCK_VALUES, Codec
 from trainer.errors import CodecError, RoundFailedError, TrainerError
-from trainer.outer.engine.collective import Contribution, MemberFinding, RoundReport, RoundResult
+from trainer.outer.engine.collective import Contribution, RoundReport, RoundResult, member_findings
 from trainer.outer.engine.process_group import RankedBytes
 
 __all__ = ["TorchCollective", "rank_slices"]
 
 logger = logging.getLogger(__name__)
 
-_HEAD = struct.Struct("<QQQdd?32s")
+_HEADER = struct.Struct("<QQQdd?32s")
 _OK, _FAILED = b"\x01", b"\x00"
 
 
 @dataclass(frozen=True, slots=True)
-class _Head:
-    """What the ranks tell each other before any tensor moves."""
+class _RankHeader:
+    """What the ranks compare before any tensor moves."""
 
     round_index: int
     num_values: int
@@ -62,8 +63,8 @@ class _Head:
 
 
 @dataclass(frozen=True, slots=True)
-class _Own:
-    """This rank's contribution as it is sent: a slice for each rank, and what is left out."""
+class _EncodedContribution:
+    """This rank's contribution as it is sent: a slice for each rank, and what encoding leaves out."""
 
     slices: tuple[memoryview, ...]
     residual: Tensor | None
@@ -71,40 +72,25 @@ class _Own:
 
 
 class TorchCollective:
-    """Aggregates over the ranks of a process group; for one thread at a time, all ranks in the same order.
+    """Aggregates over the ranks of the default process group; for one thread at a time, all ranks in the same order.
 
     Args:
-        ranks: the group.
         codec: how values travel.
         rule: how they are aggregated.
-        max_weight_ratio: no rank counts for more than so many times the median rank.
+        max_weight_ratio: limit of a rank's weight, as a multiple of the median rank's.
+
+    Raises:
+        TrainerUsageError: there is no process group.
     """
 
-    def __init__(
-        self, ranks: RankedBytes, codec: Codec, rule: RuleConfig, max_weight_ratio: float = DEFAULT_MAX_RATIO
-    ) -> None:
-        self._ranks = ranks
+    def __init__(self, codec: Codec, rule: RuleConfig, max_weight_ratio: float = DEFAULT_MAX_RATIO) -> None:
+        self._ranks = RankedBytes()
         self._codec = codec
         self._rule = rule
         self._max_weight_ratio = max_weight_ratio
 
-    @classmethod
-    def of(
-        cls,
-        codec: Codec,
-        rule: RuleConfig,
-        group: dist.ProcessGroup | None = None,
-        max_weight_ratio: float = DEFAULT_MAX_RATIO,
-    ) -> TorchCollective:
-        """Over a process group; by default over all ranks.
-
-        Raises:
-            TrainerUsageError: there is no process group.
-        """
-        return cls(RankedBytes.of(group), codec, rule, max_weight_ratio)
-
     def reduce(self, contribution: Contribution) -> RoundResult:
-        """One round among all ranks; see :class:`~trainer.outer.engine.collective.Collective`.
+        """Goes through one round with all ranks; see :class:`~trainer.outer.engine.collective.Collective`.
 
         Raises:
             RoundFailedError: the ranks are not at the same round or state, or nothing can be aggregated; all raise it.
@@ -113,54 +99,56 @@ class TorchCollective:
         started_s = time.monotonic()
         places = rank_slices(contribution.vector.numel(), self._ranks.num_ranks)
         own = self._encode(contribution, places)
-        heads = self._agree(contribution, own.usable)
-        weights = self._weights(heads)
+        headers = self._agree(contribution, own.usable)
+        weights = cap_weights(
+            [contribution_weight(header.num_batches, header.age_s) if header.usable else 0.0 for header in headers],
+            self._max_weight_ratio,
+        )
         rows = self._exchange(own, places)
         decision = self._decide(rows, contribution.reference[places[self._ranks.rank]], weights)
         vector = self._collect(self._reduce_own(rows, weights, decision, contribution, places), places)
         return RoundResult(
             vector=vector,
             residual=own.residual,
-            progress=common_progress([head.progress for head in heads], weights),
+            progress=common_progress([header.progress for header in headers], weights),
             report=self._report(contribution, places, weights, decision, time.monotonic() - started_s),
         )
 
     def requested(self) -> bool:
-        """Never: ranks take equally many steps, and meet by themselves."""
+        """Returns False: ranks take equally many steps, and meet by themselves."""
         return False
 
     def close(self) -> None:
-        """Nothing: the process group is its maker's."""
+        """Does nothing: the process group belongs to its creator."""
 
-    def _encode(self, contribution: Contribution, places: Sequence[slice]) -> _Own:
-        """Each rank's slice of vector plus residual; of zeros, if that is not finite, so that no rank waits in vain."""
+    def _encode(self, contribution: Contribution, places: Sequence[slice]) -> _EncodedContribution:
+        """Encodes vector plus residual by slice; zeros if that is not finite, so that no rank waits in vain."""
         carried = contribution.vector
         if contribution.residual is not None:
             carried = carried + contribution.residual
+        usable = True
         try:
             encoded = tuple(self._codec.encode(carried[place]) for place in places)
-            usable = True
         except CodecError as error:
             logger.warning("round %d: this rank contributes nothing: %s", contribution.round_index, error)
-            carried = torch.zeros_like(carried)
-            encoded, usable = tuple(self._codec.encode(carried[place]) for place in places), False
+            encoded, usable = tuple(self._codec.encode(torch.zeros_like(carried[place])) for place in places), False
         if self._codec.name == "fp32":
-            return _Own(encoded, None, usable)
+            return _EncodedContribution(encoded, None, usable)
         if not usable:
-            return _Own(encoded, contribution.residual, usable)
+            return _EncodedContribution(encoded, contribution.residual, usable)
         residual = carried.clone()
         for place, piece in zip(places, encoded, strict=True):
             residual[place].sub_(self._codec.decode(piece, place.stop - place.start))
-        return _Own(encoded, residual, usable)
+        return _EncodedContribution(encoded, residual, usable)
 
-    def _agree(self, contribution: Contribution, usable: bool) -> list[_Head]:
-        """Everybody's head.
+    def _agree(self, contribution: Contribution, usable: bool) -> list[_RankHeader]:
+        """Returns the headers of all ranks.
 
         Raises:
-            RoundFailedError: they do not fit together; everybody sees the same heads and raises it.
+            RoundFailedError: they differ; every rank sees the same headers and raises it.
         """
         terms = f"{contribution.state_digest}|{self._codec.name}|{self._rule}|{self._max_weight_ratio}"
-        own = _HEAD.pack(
+        own = _HEADER.pack(
             contribution.round_index,
             contribution.vector.numel(),
             contribution.num_batches,
@@ -169,21 +157,17 @@ class TorchCollective:
             usable,
             hashlib.sha256(terms.encode()).digest(),
         )
-        heads = [_Head(*_HEAD.unpack(head)) for head in self._ranks.gather(own, _HEAD.size)]
+        headers = [_RankHeader(*_HEADER.unpack(header)) for header in self._ranks.gather(own, _HEADER.size)]
         for field in ("round_index", "num_values", "terms"):
-            values = [getattr(head, field) for head in heads]
+            values = [getattr(header, field) for header in headers]
             if len(set(values)) > 1:
                 what = "state, rule or codec" if field == "terms" else field
                 found = [value.hex()[:12] if isinstance(value, bytes) else value for value in values]
                 raise RoundFailedError(f"expected one {what} at all ranks, found {found}; restart from one checkpoint")
-        return heads
+        return headers
 
-    def _weights(self, heads: Sequence[_Head]) -> list[float]:
-        claimed = [contribution_weight(head.num_batches, head.age_s) if head.usable else 0.0 for head in heads]
-        return cap_weights(claimed, self._max_weight_ratio)
-
-    def _exchange(self, own: _Own, places: Sequence[slice]) -> Tensor:
-        """[n, values of this rank's slice] fp32: everybody's contribution to it."""
+    def _exchange(self, own: _EncodedContribution, places: Sequence[slice]) -> Tensor:
+        """Returns all contributions to this rank's slice, fp32[n, values of the slice]."""
         place = places[self._ranks.rank]
         num_values = place.stop - place.start
         pieces = self._ranks.exchange(own.slices, self._codec.encoded_bytes(num_values))
@@ -192,18 +176,15 @@ class TorchCollective:
             self._codec.decode(piece, num_values, out=row)
         return rows
 
-    def _decide(self, rows: Tensor, reference: Tensor, weights: Sequence[float]) -> Decision:
-        """The same decision at every rank, from the moments of all slices added up in the order of the ranks.
+    def _decide(self, rows: Tensor, reference: Tensor, weights: Sequence[float]) -> RuleDecision:
+        """Returns the same decision at every rank, from the moments of all slices added in the order of the ranks.
 
         Raises:
-            RoundFailedError: no contribution is usable; everybody raises it.
+            RoundFailedError: no contribution is usable; every rank raises it.
         """
         own = moments(rows, reference).to_bytes()
         found = [Moments.from_bytes(theirs, len(rows)) for theirs in self._ranks.gather(own, len(own))]
-        total = found[0]
-        for more in found[1:]:
-            total = total + more
-        decision = decide(total, weights, self._rule)
+        decision = decide(reduce(add, found), weights, self._rule)
         if decision.rule_used == "none":
             raise RoundFailedError(f"expected a usable contribution of {len(rows)} ranks, found none: {decision.note}")
         return decision
@@ -212,24 +193,24 @@ class TorchCollective:
         self,
         rows: Tensor,
         weights: Sequence[float],
-        decision: Decision,
+        decision: RuleDecision,
         contribution: Contribution,
         places: Sequence[slice],
     ) -> bytes:
-        """This rank's slice of the result, encoded, behind a byte that says whether there is one."""
+        """Returns a byte that says whether this rank has a result, followed by its slice of it, encoded."""
         reference = contribution.reference[places[self._ranks.rank]]
         try:
             return _OK + self._codec.encode(reduce_part(rows, weights, self._rule, decision, reference))
         except TrainerError as error:
-            # The others wait for this rank's slice: they are told, and all fail the round together.
+            # The others wait for this rank's slice: they are told, and all ranks fail the round together.
             logger.warning("round %d: this rank cannot reduce its slice: %s", contribution.round_index, error)
             return _FAILED
 
     def _collect(self, own: bytes, places: Sequence[slice]) -> Tensor:
-        """The whole result from everybody's slices.
+        """Returns the whole result, from all ranks' slices.
 
         Raises:
-            RoundFailedError: a rank has none; everybody raises it.
+            RoundFailedError: a rank has none; every rank raises it.
         """
         sizes = [len(_OK) + self._codec.encoded_bytes(place.stop - place.start) for place in places]
         pieces = self._ranks.gather(own, max(sizes))
@@ -246,41 +227,33 @@ class TorchCollective:
         contribution: Contribution,
         places: Sequence[slice],
         weights: Sequence[float],
-        decision: Decision,
+        decision: RuleDecision,
         seconds: float,
     ) -> RoundReport:
         slice_bytes = [self._codec.encoded_bytes(place.stop - place.start) for place in places]
         own_bytes, num_others = slice_bytes[self._ranks.rank], self._ranks.num_ranks - 1
         others_bytes = sum(slice_bytes) - own_bytes
+        names = [f"rank {rank}" for rank in range(self._ranks.num_ranks)]
         included = [rank for rank in range(self._ranks.num_ranks) if rank not in decision.excluded]
+        findings = member_findings(decision.findings, names)
         return RoundReport(
             round_index=contribution.round_index,
-            members=tuple(f"rank {rank}" for rank in included),
-            dropped=tuple((f"rank {rank}", reason) for rank, reason in sorted(decision.excluded.items())),
+            members=tuple(names[rank] for rank in included),
+            dropped=tuple((names[rank], reason) for rank, reason in sorted(decision.excluded.items())),
             completeness=len(included) / self._ranks.num_ranks,
             sent_bytes=others_bytes + own_bytes * num_others,
             received_bytes=own_bytes * num_others + others_bytes,
             seconds=seconds,
             rule=decision.rule_used,
             weights=tuple(weights[rank] for rank in included),
-            validation=tuple(
-                (f"rank {finding.member}", finding.reason) for finding in decision.findings if not finding.passed
-            ),
-            findings=tuple(
-                MemberFinding(
-                    member=f"rank {finding.member}",
-                    reason="" if finding.passed else finding.reason,
-                    cosine=finding.cosine,
-                    norm_ratio=finding.norm_ratio,
-                )
-                for finding in decision.findings
-            ),
+            validation=tuple((finding.member, finding.reason) for finding in findings if finding.reason),
+            findings=findings,
             note=decision.note,
         )
 
 
 def rank_slices(num_values: int, num_ranks: int) -> list[slice]:
-    """The vector cut into a slice a rank, at the borders of codec blocks; sizes differ by one block at most."""
+    """Cuts a vector into a slice a rank at the borders of codec blocks; sizes differ by one block at most."""
     num_blocks = -(-num_values // BLOCK_VALUES)
     borders = [min(num_values, BLOCK_VALUES * (rank * num_blocks // num_ranks)) for rank in range(num_ranks)]
     return [slice(start, stop) for start, stop in zip(borders, [*borders[1:], num_values], strict=True)]

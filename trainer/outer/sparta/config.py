@@ -1,4 +1,4 @@
-"""The options of SPARTA, with their units; the defaults are spec P-33 (20 steps, 5 %) and P-40 (staleness 5)."""
+"""Options of SPARTA; the defaults are spec P-33 (20 steps, 5 %) and P-40 (staleness 5)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class SpartaConfig:
     """How often a slice is averaged, how large it is, and how far a node may fall behind.
 
     Raises:
-        TrainerUsageError: a value makes no sense.
+        TrainerUsageError: a value is out of range.
     """
 
     every_steps: int = 20
@@ -23,7 +23,7 @@ class SpartaConfig:
     num_slices: int = 20
     """Rounds in which each parameter is averaged once; a round averages 1 / num_slices of them."""
     salt: int = 0
-    """Which slice comes first; another for each stage spreads what is averaged at one time."""
+    """Which slice comes first; a different one for each stage spreads what is averaged at one time."""
     background: bool = True
     """Steps go on while a round runs; False: training waits for it."""
     ghost_rounds: int = 5
@@ -36,11 +36,12 @@ class SpartaConfig:
     """A round that is not back by then is given up (engines have deadlines of their own)."""
 
     def __post_init__(self) -> None:
-        for name in ("every_steps", "num_slices", "max_staleness_rounds", "max_failed_rounds"):
-            if getattr(self, name) < 1:
-                raise TrainerUsageError(f"sparta.{name}: expected 1 or more, found {getattr(self, name)}")
-        for name in ("salt", "ghost_rounds"):
-            if getattr(self, name) < 0:
-                raise TrainerUsageError(f"sparta.{name}: expected 0 or more, found {getattr(self, name)}")
+        for least, names in (
+            (1, ("every_steps", "num_slices", "max_staleness_rounds", "max_failed_rounds")),
+            (0, ("salt", "ghost_rounds")),
+        ):
+            for name in names:
+                if getattr(self, name) < least:
+                    raise TrainerUsageError(f"sparta.{name}: expected {least} or more, found {getattr(self, name)}")
         if not (math.isfinite(self.round_timeout_s) and self.round_timeout_s > 0):
             raise TrainerUsageError(f"sparta.round_timeout_s: expected more than 0 s, found {self.round_timeout_s}")

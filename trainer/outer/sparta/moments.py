@@ -1,6 +1,7 @@
-"""AdamW's memory as flat vectors, and back: what a joiner needs beside the parameters (spec P-42, optimizer
-state), and the only use made of it. Replicas' moments are never averaged: a delta rule on second moments makes
-negative ones, and their average is no one's.
+"""AdamW's moments as flat vectors, and back: what a joiner needs beside the parameters (spec P-42, optimizer state).
+
+They have no other use. Replicas' moments are never averaged: a delta rule on second moments makes negative ones, and
+their average belongs to no replica.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["AdamMoments", "check_optimizer", "gather_moments", "install_moments"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdamMoments:
-    """On the CPU, of the layout of the parameters.
+    """AdamW's moments as flat vectors on the CPU, in the layout of the parameters.
 
     Args:
         exp_avg: [P] fp32, running mean of the gradients.
@@ -35,10 +36,10 @@ class AdamMoments:
 
 
 def check_optimizer(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:
-    """Refuse an optimizer whose state cannot be handed on.
+    """Refuses an optimizer whose state cannot be handed on.
 
     Raises:
-        TrainerUsageError: it is no plain Adam or AdamW, or a parameter is not in it.
+        TrainerUsageError: it is not a plain Adam or AdamW, or a parameter is not in it.
     """
     if not isinstance(optimizer, Adam) or any(group.get("amsgrad") for group in optimizer.param_groups):
         raise TrainerUsageError(f"async_sparta: expected AdamW without amsgrad, found {type(optimizer).__name__}")
@@ -51,7 +52,7 @@ def check_optimizer(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> N
 
 
 def gather_moments(layout: FlatLayout, parameters: Mapping[str, Tensor], optimizer: Optimizer) -> AdamMoments:
-    """Copy the optimizer's memory; zeros where it has taken no step yet."""
+    """Copies the optimizer's moments; zeros where it has taken no step yet."""
     exp_avg, exp_avg_sq = torch.zeros(layout.num_values), torch.zeros(layout.num_values)
     steps = torch.zeros(len(layout.names))
     for index, (name, shape, place) in enumerate(layout.slices()):
@@ -67,12 +68,12 @@ def gather_moments(layout: FlatLayout, parameters: Mapping[str, Tensor], optimiz
 def install_moments(
     moments: AdamMoments, layout: FlatLayout, parameters: Mapping[str, Tensor], optimizer: Optimizer
 ) -> None:
-    """Put moments in the place of the optimizer's; checked before (`SpartaState.check`)."""
+    """Replaces the optimizer's moments; the caller has checked them (`SpartaState.check`)."""
     groups = _group_of(optimizer)
     for index, (name, shape, place) in enumerate(layout.slices()):
         parameter = parameters[name]
         group = groups[id(parameter)]
-        on_device = bool(group.get("fused") or group.get("capturable"))  # Where AdamW itself keeps its count.
+        on_device = bool(group.get("fused") or group.get("capturable"))  # Where AdamW itself keeps its step count.
         first, second = torch.zeros_like(parameter), torch.zeros_like(parameter)
         first.copy_(moments.exp_avg[place].view(shape))
         second.copy_(moments.exp_avg_sq[place].view(shape))
@@ -84,5 +85,5 @@ def install_moments(
 
 
 def _group_of(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
-    """By identity of the parameter."""
+    """Parameter groups by identity of the parameter."""
     return {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}

@@ -1,41 +1,137 @@
-"""What a node must know of the others' rounds, and how to make it of claims of strangers.
+"""Which round a node is at, what it knows of the others' rounds, and how far it is behind.
 
-The others' announcements name the round each is at. The lower median of them is believed: so a minority of liars moves
-nobody, and of honest nodes, which differ by a round at most, it is one that was reached.
+A round's number advances when the round is committed, here or, as far as is known, by others; never by a failure. A
+round that fails for all members is thus tried again by all, with the same slice. One that failed for this node alone is
+over: the node learns that when it is refused, and goes on with the next. Rounds it missed so are tolerated up to
+``max_staleness_rounds``: the next cycles average the same parameters.
+
+No node has to rejoin because of failures that all members had (spec P-41: after two failed averages): it rejoins only
+if rounds failed for it *and* the others have committed some since it last did.
+
+The others' announcements name the round each is at. Their lower median is believed: a minority of liars moves nobody,
+and among honest nodes, which differ by a round at most, it is a round that was reached.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from statistics import median_low
 from typing import Final, Protocol, runtime_checkable
 
 from trainer.network.discovery.announcement import Announcement
 from trainer.network.transfer import choose_state
 
-__all__ = ["NOBODY", "OtherRounds", "choose_recent_state", "frontier_of"]
+__all__ = ["NOBODY", "OtherRounds", "RoundStanding", "choose_recent_state", "frontier_of"]
+
+
+@dataclass(slots=True)
+class RoundStanding:
+    """Counters of one node; :class:`~trainer.outer.sparta.trainer.SpartaTrainer` moves them.
+
+    Args:
+        max_staleness_rounds: rounds of the others that may be missed.
+        max_failed_rounds: failures in a row before rejoining.
+        round_index: the next round.
+        reached: the round that was next after this node's last committed round, or when it took up a state.
+        failed_in_a_row: rounds tried in vain since the last committed one.
+        failed_round: the last round that failed, -1: none since the last committed one.
+        ghost_rounds_left: committed rounds in which this node still counts for nothing.
+        behind: more rounds were missed than allowed.
+        damaged: parameters are not finite; only another's state repairs that.
+    """
+
+    max_staleness_rounds: int
+    max_failed_rounds: int
+    round_index: int = 0
+    reached: int = 0
+    failed_in_a_row: int = 0
+    failed_round: int = -1
+    ghost_rounds_left: int = 0
+    behind: bool = False
+    damaged: bool = False
+
+    @property
+    def missed_rounds(self) -> int:
+        """Rounds the others have made since this node's last, as far as it has gone on with them."""
+        return self.round_index - self.reached
+
+    @property
+    def must_adopt(self) -> bool:
+        """Whether the others' state has to be taken up."""
+        return self.behind or self.damaged
+
+    @property
+    def must_rejoin(self) -> bool:
+        """Whether to leave, take up the others' state and come again."""
+        return self.must_adopt or (self.failed_in_a_row >= self.max_failed_rounds and self.missed_rounds > 0)
+
+    @property
+    def counts(self) -> bool:
+        """Whether this node's parameters have a weight in the average."""
+        return not self.ghost_rounds_left and not self.must_adopt
+
+    def committed(self) -> None:
+        """Counts a round committed here."""
+        self.round_index += 1
+        self.reached = self.round_index
+        self.failed_in_a_row, self.failed_round, self.behind = 0, -1, False
+        self.ghost_rounds_left = max(0, self.ghost_rounds_left - 1)
+
+    def failed(self) -> None:
+        """Counts a round that ended without a result, for all one knows for all members; it will be tried again."""
+        self.failed_in_a_row += 1
+        self.failed_round = self.round_index
+
+    def missed(self, frontier: int = 0) -> None:
+        """Counts a round that the others made without this node, once, even if its own failure came first.
+
+        Args:
+            frontier: the round they are at, if known.
+        """
+        if self.failed_round != self.round_index:
+            self.failed()
+        self.see(max(frontier, self.round_index + 1))
+
+    def see(self, frontier: int) -> bool:
+        """Takes note of the round the others are at.
+
+        Returns:
+            Whether this node went on to it, or is found behind for the first time.
+        """
+        if frontier <= self.round_index:
+            return False
+        if frontier - self.reached > self.max_staleness_rounds:
+            was_behind, self.behind = self.behind, True
+            return not was_behind
+        self.round_index = frontier
+        return True
+
+    def adopted(self, round_index: int, ghost_rounds: int) -> None:
+        """Starts again from another member's state."""
+        self.round_index = self.reached = round_index
+        self.failed_in_a_row, self.failed_round, self.behind, self.damaged = 0, -1, False, False
+        self.ghost_rounds_left = ghost_rounds
 
 
 @runtime_checkable
 class OtherRounds(Protocol):
-    """The others' rounds, as far as discovery tells; asked after every step, so it must be cheap."""
+    """The others' rounds, as far as discovery knows; asked after every step, so it must be cheap."""
 
     def frontier(self) -> int:
-        """The round the others are at (:func:`frontier_of`); 0 if nothing is known."""
+        """Returns the round the others are at (:func:`frontier_of`); 0 if nothing is known."""
         ...
 
     def move_to(self, round_index: int) -> None:
-        """This node trains towards another round from now on (``PeerCollective.move_to``), without having made it."""
+        """Announces that this node trains towards another round, without having made it."""
         ...
 
 
 class _Nobody:
     def frontier(self) -> int:
-        """Nothing is known."""
         return 0
 
-    def move_to(self, round_index: int) -> None:
-        """Nobody is told."""
+    def move_to(self, round_index: int) -> None: ...
 
 
 NOBODY: Final[OtherRounds] = _Nobody()
@@ -43,25 +139,18 @@ NOBODY: Final[OtherRounds] = _Nobody()
 
 
 def frontier_of(rounds: Sequence[int]) -> int:
-    """The round the others are at.
-
-    Args:
-        rounds: the one each of them says is its next; of each node once.
-
-    Returns:
-        Their lower median; 0 where there are none.
-    """
+    """Returns the lower median of the rounds that the other nodes say are their next; 0 if there are none."""
     return median_low(rounds) if rounds else 0
 
 
 def choose_recent_state(
     own: tuple[int, str], announcements: Iterable[Announcement], *, max_staleness_rounds: int = 5
 ) -> str | None:
-    """Which state to take up, where each replica's is its own; a ``StateChoice`` for the node's peer book.
+    """Chooses the state to take up where each replica's is its own; a ``StateChoice`` for the node's peer book.
 
-    A node keeps its own while it is within ``max_staleness_rounds`` of the others. Else, of the states that are no
-    older than the others' median round and no further ahead than the staleness allowed (nobody honest is), the one most
-    nodes hold: joiners that took up the same hand it on together.
+    A node keeps its own while it is within ``max_staleness_rounds`` of the others. Otherwise it takes the state that
+    most nodes hold among those from the others' median round up to the allowed staleness ahead of it, which no honest
+    node exceeds: joiners that took up the same state hand it on together.
 
     Args:
         own: round and digest of the state this node holds; an empty digest if none worth keeping.

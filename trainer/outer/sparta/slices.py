@@ -1,5 +1,6 @@
-"""Which values a round averages: a function of its number and the layout alone; no random numbers, no index in memory.
+"""Which values a round averages, and what they become.
 
+The slice of a round is a function of its number and the layout alone, without random numbers or an index in memory.
 Value ``i`` of all values laid end to end belongs to slice ``i mod num_slices``, and round ``r`` averages slice
 ``(r + salt) mod num_slices``. So any ``num_slices`` rounds in a row touch each value exactly once; slices differ by one
 value at most; and a slice of a tensor is a strided view of it: 0 bytes a parameter, on any device alike (a mask of
@@ -7,8 +8,8 @@ random numbers costs 1 to 8 bytes a parameter and differs between CPU and GPU).
 
 **Kept axes.** Where a constraint binds the values along an axis of a matrix (subspace networks: each column of an
 output projection lies in span(U)), averaging some of them breaks it, and projecting back undoes most of the average:
-with single values, a cycle of 20 rounds takes away no more than some 1 − 0.95^20 = 64 % of a difference. Tensors with
-a kept axis are therefore cut into whole columns or rows, whose averages satisfy the constraint as they are.
+with single values, a cycle of 20 rounds removes at most some 1 − 0.95^20 = 64 % of a difference. Tensors with a kept
+axis are therefore cut into whole columns or rows, whose averages satisfy the constraint as they are.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.errors import TrainerUsageError
-from trainer.outer.diloco.flat import FlatLayout
+from trainer.errors import RoundFailedError, TrainerUsageError
+from trainer.outer.diloco.flat import FlatLayout, is_finite
+from trainer.outer.engine.collective import RoundResult
 
-__all__ = ["ParameterSlice", "check_kept_axes", "schedule_digest", "slice_index", "slice_of"]
+__all__ = ["ParameterSlice", "check_kept_axes", "merged", "schedule_digest", "slice_index", "slice_of"]
 
 _NOTHING_KEPT: Mapping[str, int] = {}
 
@@ -49,7 +51,7 @@ class SlicePiece:
     kept_axis: int | None
 
     def view(self, tensor: Tensor) -> Tensor:
-        """The piece as a view of its tensor; writing to it writes to the tensor."""
+        """Returns the piece as a view of its tensor."""
         values = tensor.detach()
         if self.kept_axis is None:
             return values.view(-1)[self.start :: self.stride]
@@ -76,7 +78,7 @@ class ParameterSlice:
         return sum(piece.num_values for piece in self.pieces)
 
     def gather(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Copy the slice's values.
+        """Copies the slice's values.
 
         Args:
             tensors: those of the layout, contiguous, on any device, of any floating point type.
@@ -91,7 +93,7 @@ class ParameterSlice:
         return vector
 
     def scatter(self, vector: Tensor, tensors: Mapping[str, Tensor]) -> None:
-        """Write the slice's values, in place; autograd does not see it.
+        """Writes the slice's values, in place and unseen by autograd.
 
         Args:
             vector: [num_values] fp32 on the CPU.
@@ -109,7 +111,7 @@ class ParameterSlice:
 
 
 def slice_index(round_index: int, num_slices: int, salt: int = 0) -> int:
-    """The slice a round averages."""
+    """Returns the slice a round averages."""
     return (round_index + salt) % num_slices
 
 
@@ -120,13 +122,13 @@ def slice_of(
     salt: int = 0,
     kept_axes: Mapping[str, int] = _NOTHING_KEPT,
 ) -> ParameterSlice:
-    """The values that a round averages.
+    """Returns the values that a round averages.
 
     Args:
         round_index: rounds before it, 0 or more.
         layout: of the parameters.
         num_slices: rounds in a cycle.
-        salt: moves the order round.
+        salt: rotates the order.
         kept_axes: by name of a matrix, the axis along which values are always averaged together.
     """
     index = slice_index(round_index, num_slices, salt)
@@ -143,10 +145,10 @@ def slice_of(
 
 
 def check_kept_axes(layout: FlatLayout, kept_axes: Mapping[str, int]) -> None:
-    """Refuse axes that tensors do not have.
+    """Refuses axes that tensors do not have.
 
     Raises:
-        TrainerUsageError: a name is unknown, its tensor no matrix, or the axis neither 0 nor 1.
+        TrainerUsageError: a name is unknown, its tensor is not a matrix, or the axis is neither 0 nor 1.
     """
     shapes = dict(zip(layout.names, layout.shapes, strict=True))
     for name, axis in kept_axes.items():
@@ -158,6 +160,41 @@ def check_kept_axes(layout: FlatLayout, kept_axes: Mapping[str, int]) -> None:
 def schedule_digest(
     layout: FlatLayout, num_slices: int, salt: int = 0, kept_axes: Mapping[str, int] = _NOTHING_KEPT
 ) -> str:
-    """SHA-256, lower-case hex, of what decides the slices of all rounds: equal where vectors mean the same."""
+    """Returns the SHA-256, lower-case hex, of what decides the slices of all rounds: equal if vectors mean the same."""
     schedule = ["sparta", 1, layout.digest(), num_slices, salt % num_slices, sorted(kept_axes.items())]
     return hashlib.sha256(json.dumps(schedule, separators=(",", ":"), ensure_ascii=True).encode()).hexdigest()
+
+
+def merged(now: Tensor, contributed: Tensor, result: RoundResult) -> Tensor:
+    """Returns what a slice's values become: ``average + (now − sent)``, where ``sent`` is what the others decoded.
+
+    That is the average with the node's own progress since. Unlike ``now + (average − sent)``, it gives a replica that
+    has not stepped since the average bit for bit, so that replicas at rest become identical in one cycle. Where the
+    average is what was sent, the parameter keeps its bits. The remainder of a lossy encoding stays at home, so that the
+    mean over the replicas is unchanged and errors do not build up.
+
+    Args:
+        now: [P] fp32, the values now.
+        contributed: [P] fp32, the values when the round began.
+        result: what the members agreed on.
+
+    Returns:
+        [P] fp32, a new tensor.
+
+    Raises:
+        RoundFailedError: the result does not fit or is not finite, or the sum is not.
+    """
+    average = result.vector
+    if average.shape != contributed.shape or not is_finite(average):
+        raise RoundFailedError(
+            f"expected {contributed.numel()} finite values as the round's result, "
+            f"found {list(average.shape)}, not all finite or not as many"
+        )
+    sent = contributed if result.residual is None else contributed - result.residual
+    untouched = average == sent
+    if result.report.completeness < 1:
+        untouched |= average == 0  # The result of a part without a usable contribution.
+    new = torch.where(untouched, now, average + (now - sent))
+    if not is_finite(new):
+        raise RoundFailedError("the round's result is so large that parameters overflow")
+    return new

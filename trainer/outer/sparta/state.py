@@ -1,28 +1,36 @@
-"""The state of a SPARTA replica: what it hands to a joiner, and its part of a checkpoint.
+"""The state of a SPARTA replica: what it hands to a joiner, its form in a snapshot, and its part of a checkpoint.
 
 Replicas differ a little, so a joiner takes one replica's state (parameters, AdamW's moments, counters) and becomes its
-twin. It costs 12 bytes a parameter to make, since parameters go on changing meanwhile.
+twin. Making it costs 12 bytes a parameter, since parameters go on changing.
 
-A checkpoint has the counters here, as plain values; parameters and moments are saved beside it. A round in flight is
-not saved: its result was not applied, so whoever loads the checkpoint begins the round again with the next step.
+A checkpoint has the counters here, as plain values; parameters and moments are saved beside it. A round under way is
+not saved: its result was not applied, so the round begins again with the first step after loading.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from trainer.errors import CheckpointMismatchError, IncompatiblePeerError
+from trainer.network.transfer import Descriptor, Expectation
+from trainer.network.transfer.descriptor import Meta
 from trainer.outer.diloco.flat import FlatLayout
-from trainer.outer.engine.strategy import StateValue
+from trainer.outer.engine.strategy import StateValue, first_problem
 from trainer.outer.sparta.moments import AdamMoments
 
-__all__ = ["SavedProgress", "SavedSparta", "SpartaState"]
+__all__ = ["SavedPendingWork", "SavedSparta", "SpartaFit", "SpartaMeta", "SpartaState", "check_meta", "from_snapshot"]
+
+_VECTORS = ("parameters", "exp_avg", "exp_avg_sq")
+_STEPS = "steps"
+_Count = Annotated[int, Field(ge=0, lt=2**48)]
+"""No run gets as far; and beyond 2**53 a node could not announce its round."""
+_Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -30,13 +38,13 @@ class SpartaState:
     """One replica's state; tensors are on the CPU, and never changed."""
 
     round_index: int
-    """The round that is next."""
+    """The next round."""
     num_inner_steps: int
-    """Optimizer steps behind it: where the schedule of a joiner begins."""
+    """Optimizer steps so far: where the schedule of a joiner begins."""
     vocab_rows: int
     """Rows of embedding and output; 0 for a stage with neither."""
     layout_digest: str
-    """Which value is whose, :meth:`FlatLayout.digest`."""
+    """:meth:`FlatLayout.digest`."""
     parameters: Tensor
     """[P] fp32."""
     exp_avg: Tensor
@@ -48,11 +56,15 @@ class SpartaState:
 
     @property
     def moments(self) -> AdamMoments:
-        """AdamW's memory."""
+        """AdamW's moments and steps."""
         return AdamMoments(self.exp_avg, self.exp_avg_sq, self.steps)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the tensors by name, as in a snapshot."""
+        return {name: getattr(self, name) for name in (*_VECTORS, _STEPS)}
+
     def check(self, layout: FlatLayout, *, vocab_rows: int) -> None:
-        """Refuse what is no state of a model of this layout.
+        """Refuses a state that does not belong to a model of this layout, or is not sound.
 
         Args:
             layout: of the parameters.
@@ -67,9 +79,9 @@ class SpartaState:
                 f"expected round and step 0 or later and {vocab_rows} rows of vocabulary in the state to adopt, found "
                 f"round {self.round_index}, step {self.num_inner_steps} and {self.vocab_rows} rows"
             )
-        for name in ("parameters", "exp_avg", "exp_avg_sq"):
+        for name in _VECTORS:
             _check(getattr(self, name), layout.num_values, name)
-        _check(self.steps, len(layout.names), "steps")
+        _check(self.steps, len(layout.names), _STEPS)
         if bool((self.exp_avg_sq < 0).any()):
             raise IncompatiblePeerError(
                 "expected second moments of 0 or more in the state to adopt, found negative ones"
@@ -87,25 +99,133 @@ def _check(tensor: Tensor, num_values: int, name: str) -> None:
         )
 
 
-_Count = Annotated[int, Field(ge=0, lt=2**48)]
-
-
-class _Saved(BaseModel):
+class _Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class SavedProgress(_Saved):
-    """Batches that wait in one slice for a committed round, and Unix time of the oldest."""
+class SpartaMeta(_Strict):
+    """A `SpartaState` without its tensors, as its descriptor has it."""
+
+    kind: Literal["sparta"] = "sparta"
+    version: Literal[1] = 1
+    round_index: _Count
+    num_inner_steps: _Count
+    vocab_rows: _Count
+    layout_digest: _Digest
+
+
+def check_meta(meta: Mapping[str, Any]) -> SpartaMeta:
+    """Reads what a descriptor says of a state.
+
+    Raises:
+        IncompatiblePeerError: it does not describe one.
+    """
+    try:
+        return SpartaMeta.model_validate(dict(meta))
+    except ValidationError as error:
+        raise IncompatiblePeerError(
+            f"expected the descriptor of a SPARTA state of version 1, found another: {first_problem(error)}"
+        ) from error
+
+
+def from_snapshot(meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SpartaState:
+    """Returns the state in a snapshot; `SpartaState.check` says whether it fits a model.
+
+    Raises:
+        IncompatiblePeerError: it is not a snapshot of one.
+    """
+    found = check_meta(meta)
+    if set(tensors) != {*_VECTORS, _STEPS}:
+        raise IncompatiblePeerError(f"expected a snapshot of {', '.join(_VECTORS)} and {_STEPS}, found others")
+    return SpartaState(
+        round_index=found.round_index,
+        num_inner_steps=found.num_inner_steps,
+        vocab_rows=found.vocab_rows,
+        layout_digest=found.layout_digest,
+        parameters=tensors["parameters"],
+        exp_avg=tensors["exp_avg"],
+        exp_avg_sq=tensors["exp_avg_sq"],
+        steps=tensors[_STEPS],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SpartaFit:
+    """The form of a replica's state on the network side (a ``StateForm``): which states a node can take up.
+
+    Args:
+        layout: of the parameters (``SpartaTrainer.layout``).
+        vocab_rows: of the model.
+    """
+
+    layout: FlatLayout
+    vocab_rows: int = 0
+
+    @property
+    def max_bytes(self) -> int:
+        """Size of a state: 12 bytes a parameter, 4 a tensor."""
+        return 12 * self.layout.num_values + 4 * len(self.layout.names)
+
+    def outer_step(self, shared: SpartaState) -> int:
+        """Returns the state's round, by which `choose_recent_state` chooses."""
+        return shared.round_index
+
+    def pack(self, shared: SpartaState) -> tuple[Meta, Mapping[str, Tensor]] | None:
+        """Returns descriptor and tensors of a snapshot; None for first weights, which are the same at all nodes."""
+        if not shared.num_inner_steps and not shared.round_index:
+            return None
+        meta = SpartaMeta(
+            round_index=shared.round_index,
+            num_inner_steps=shared.num_inner_steps,
+            vocab_rows=shared.vocab_rows,
+            layout_digest=shared.layout_digest,
+        )
+        return meta.model_dump(), shared.tensors()
+
+    def unpack(self, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SpartaState:
+        """Returns the state in a snapshot, every value checked.
+
+        Raises:
+            IncompatiblePeerError: it is not a snapshot of one, or does not fit.
+        """
+        shared = from_snapshot(meta, tensors)
+        shared.check(self.layout, vocab_rows=self.vocab_rows)
+        return shared
+
+    def expectation(self, descriptor: Descriptor) -> Expectation:
+        """Returns what a state of this descriptor has to be, before a tensor is fetched.
+
+        Raises:
+            IncompatiblePeerError: this node cannot take it up.
+        """
+        meta = check_meta(descriptor.meta)
+        self.layout.require_same(meta.layout_digest, "the state to adopt")
+        if meta.vocab_rows != self.vocab_rows:
+            raise IncompatiblePeerError(
+                f"expected a state of {self.vocab_rows} rows of vocabulary, found one of {meta.vocab_rows}"
+            )
+        vectors = dict.fromkeys(_VECTORS, ("float32", (self.layout.num_values,)))
+        expected = {**vectors, _STEPS: ("float32", (len(self.layout.names),))}
+        if {tensor.name: (tensor.dtype, tensor.shape) for tensor in descriptor.tensors} != expected:
+            raise IncompatiblePeerError(
+                f"expected a state of {', '.join(expected)} over {self.layout.num_values} values, "
+                f"found other tensors or shapes"
+            )
+        return Expectation(max_bytes=self.max_bytes, tensors=expected)
+
+
+class SavedPendingWork(_Strict):
+    """Batches of one slice that wait for a committed round, and Unix time of the oldest."""
 
     num_batches: _Count
     since_s: Annotated[float, Field(ge=0)]
 
 
-class SavedSparta(_Saved):
-    """Everything of a :class:`~trainer.outer.sparta.trainer.SpartaTrainer` that is no parameter, moment or option."""
+class SavedSparta(_Strict):
+    """Everything of a :class:`~trainer.outer.sparta.trainer.SpartaTrainer` but parameters, moments and options."""
 
     version: Literal[1] = 1
-    schedule_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    schedule_digest: _Digest
     round_index: _Count
     reached: _Count
     failed_in_a_row: _Count
@@ -116,22 +236,18 @@ class SavedSparta(_Saved):
     num_inner_steps: _Count
     steps_since_round: _Count
     begin_again: bool
-    """A round was in flight, or due at once."""
-    progress: list[SavedProgress]
+    """A round was under way, or due at once."""
+    progress: list[SavedPendingWork]
     """By slice."""
-
-    def to_dict(self) -> dict[str, StateValue]:
-        """As a checkpoint holds it."""
-        return self.model_dump()
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, StateValue], schedule_digest: str, num_slices: int) -> SavedSparta:
-        """What a checkpoint holds, with every value checked.
+        """Checks every value of a checkpoint.
 
         Args:
-            saved: from :meth:`to_dict`, perhaps of another process.
+            saved: from ``SpartaTrainer.state_dict``, possibly of another process.
             schedule_digest: of the model and slices it is to be loaded for.
-            num_slices: as many counters there must be.
+            num_slices: expected number of counters.
 
         Raises:
             CheckpointMismatchError: another version, model or schedule, or values that are missing or of another kind.
@@ -143,9 +259,7 @@ class SavedSparta(_Saved):
         try:
             found = cls.model_validate(dict(saved))
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise CheckpointMismatchError(f"the SPARTA state's {where[:60]}: {first['msg']}") from error
+            raise CheckpointMismatchError(f"expected a SPARTA state, found another: {first_problem(error)}") from error
         if found.schedule_digest != schedule_digest or len(found.progress) != num_slices:
             raise CheckpointMismatchError(
                 f"expected SPARTA state of this model and schedule ({schedule_digest[:12]}), found "

@@ -111,7 +111,7 @@ def joined_cluster(config: RunConfig) -> Iterator[Ranks]:
             rank=dist.get_rank(),
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
             local_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-            control=RankedBytes.of(control),
+            control=RankedBytes(control),
         )
     finally:
         dist.destroy_process_group()
@@ -122,6 +122,6 @@ def cluster_collective(config: RunConfig) -> Collective:
     if config.strategy == "ddp":
         return LocalCollective(config.node_id)
     collective = config.collective
-    return TorchCollective.of(
+    return TorchCollective(
         codec_named(collective.compression), config.rule, max_weight_ratio=collective.max_weight_ratio
     )

@@ -28,13 +28,8 @@ def test_tensors_come_back_bit_for_bit(shapes: list[tuple[int, ...]], seed: int)
 
 def test_values_lie_in_the_order_of_the_names() -> None:
     layout = FlatLayout.of([("b", torch.tensor([[1.0, 2.0], [3.0, 4.0]])), ("a", torch.tensor(5.0))])
-    assert layout.gather({"a": torch.tensor(5.0), "b": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}).tolist() == [
-        1,
-        2,
-        3,
-        4,
-        5,
-    ]
+    tensors = {"a": torch.tensor(5.0), "b": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}
+    assert layout.gather(tensors).tolist() == [1, 2, 3, 4, 5]
     assert layout.select(["a"]).gather({"a": torch.tensor(5.0)}).tolist() == [5]
 
 
@@ -54,14 +49,6 @@ def test_scatter_into_parameters_that_need_gradients() -> None:
     assert model.weight.tolist() == [[1, 2]] and model.weight.requires_grad and model.weight.is_leaf
 
 
-def test_out_is_filled_and_returned() -> None:
-    layout = FlatLayout.of({"a": torch.ones(2)})
-    out = torch.zeros(2)
-    assert layout.gather({"a": torch.ones(2)}, out=out) is out and out.tolist() == [1, 1]
-    with pytest.raises(TrainerUsageError, match=r"expected a vector of \[2\]"):
-        layout.gather({"a": torch.ones(2)}, out=torch.zeros(3))
-
-
 def test_nothing_is_written_when_one_tensor_does_not_fit() -> None:
     layout = FlatLayout.of({"a": torch.ones(2), "b": torch.ones(3)})
     tensors = {"a": torch.ones(2), "b": torch.ones(4)}
@@ -70,6 +57,8 @@ def test_nothing_is_written_when_one_tensor_does_not_fit() -> None:
     assert tensors["a"].tolist() == [1, 1]
     with pytest.raises(TrainerUsageError, match="none of that name"):
         layout.gather({"a": torch.ones(2)})
+    with pytest.raises(TrainerUsageError, match=r"expected a vector of \[5\]"):
+        layout.scatter(torch.zeros(3), {"a": torch.ones(2), "b": torch.ones(3)})
 
 
 def test_digest_tells_names_shapes_and_order_apart() -> None:

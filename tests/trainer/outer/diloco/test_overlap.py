@@ -1,57 +1,29 @@
-"""Rounds in the background: what is merged when, and what becomes of a round that nobody takes."""
+"""Rounds in the background: what is merged when, and what becomes of a round whose result is not taken."""
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.support.replica_group import WAIT_S, Scripted, raising, same
 from tests.support.toy_models import Quadratic
 from trainer.errors import IncompatiblePeerError, RoundFailedError, TrainerUsageError
 from trainer.outer.diloco import DiLoCoConfig, DiLoCoTrainer
-from trainer.outer.engine.collective import Contribution, RoundReport, RoundResult
 
 CONFIG = DiLoCoConfig(inner_steps=4, outer_lr=1.0, outer_momentum=0.0, overlap_steps=2, merge_alpha=0.25)
-WAIT_S = 30.0
-
-
-class Held:
-    """A round takes until the test lets it go."""
-
-    def __init__(self) -> None:
-        self.go = threading.Event()
-        self.started = threading.Event()
-        self.error: Exception | None = None
-        self.peers_wait = False
-        self.contributions: list[Contribution] = []
-        self.threads: set[str] = set()
-
-    def reduce(self, contribution: Contribution) -> RoundResult:
-        self.contributions.append(contribution)
-        self.threads.add(threading.current_thread().name)
-        self.started.set()
-        assert self.go.wait(WAIT_S)
-        if self.error is not None:
-            raise self.error
-        report = RoundReport(round_index=contribution.round_index, members=("me",))
-        return RoundResult(vector=contribution.vector, report=report)
-
-    def requested(self) -> bool:
-        return self.peers_wait
-
-    def close(self) -> None: ...
 
 
 @pytest.fixture
 def held():
-    collective = Held()
+    collective = Scripted()
+    collective.gate.clear()
     yield collective
-    collective.go.set()
+    collective.gate.set()
 
 
-def node(held: Held, config: DiLoCoConfig = CONFIG) -> tuple[Quadratic, DiLoCoTrainer]:
+def node(held: Scripted, config: DiLoCoConfig = CONFIG) -> tuple[Quadratic, DiLoCoTrainer]:
     model = Quadratic(0)
     return model, DiLoCoTrainer(model, config, held)
 
@@ -65,11 +37,11 @@ def step(model: Quadratic, trainer: DiLoCoTrainer, times: int = 1):
     return result
 
 
-def test_training_goes_on_and_the_result_is_merged_later(held: Held) -> None:
+def test_training_goes_on_and_the_result_is_merged_later(held: Scripted) -> None:
     model, trainer = node(held)
     assert step(model, trainer, 4) is None and held.started.wait(WAIT_S)
     assert step(model, trainer) is None and model.x[0] == 0.0, "nothing changes while the round runs"
-    held.go.set()
+    held.gate.set()
     result = step(model, trainer)
     assert result.committed and result.num_batches == 4
     assert trainer.shared_state().anchor[0] == 1.0, "5 − 4 steps: the anchor has no share of the meanwhile"
@@ -80,75 +52,75 @@ def test_training_goes_on_and_the_result_is_merged_later(held: Held) -> None:
     assert held.contributions[1].num_batches == 4
 
 
-def test_a_round_says_how_many_steps_were_taken_while_it_ran(held: Held) -> None:
+def test_a_round_says_how_many_steps_were_taken_while_it_ran(held: Scripted) -> None:
     model, trainer = node(held)
     step(model, trainer, 5)
-    held.go.set()
+    held.gate.set()
     drained = trainer.drain()
     assert drained is not None and drained.contributed_steps_ago == 1
     landed = step(model, trainer, 5)
     assert landed is not None and landed.committed and landed.contributed_steps_ago == 2
     model, alone = node(held, replace(CONFIG, overlap_steps=0))
     assert step(model, alone, 4).contributed_steps_ago == 0
-    held.error = RoundFailedError("too few")
+    held.answer = raising(RoundFailedError("too few"))
     assert step(model, alone, 4).contributed_steps_ago is None
 
 
-def test_alpha_0_puts_parameters_on_the_anchor(held: Held) -> None:
+def test_alpha_0_puts_parameters_on_the_anchor(held: Scripted) -> None:
     model, trainer = node(held, replace(CONFIG, merge_alpha=0.0))
-    held.go.set()
+    held.gate.set()
     step(model, trainer, 6)
     assert torch.equal(model.x.detach(), trainer.shared_state().anchor)
 
 
-def test_a_failed_round_in_the_background_changes_nothing(held: Held) -> None:
+def test_a_failed_round_in_the_background_changes_nothing(held: Scripted) -> None:
     model, trainer = node(held)
-    held.error = RoundFailedError("too few")
+    held.answer = raising(RoundFailedError("too few"))
     before = trainer.state_digest()
-    held.go.set()
+    held.gate.set()
     result = step(model, trainer, 6)
     assert not result.committed and "too few" in result.error
     assert trainer.state_digest() == before and model.x[0] == -1.0
-    held.error = None
+    held.answer = same
     step(model, trainer, 2)
     assert held.contributions[1].vector[0] == 8.0 and held.contributions[1].num_batches == 8
 
 
-def test_other_errors_come_out_in_the_training_thread(held: Held) -> None:
+def test_other_errors_come_out_in_the_training_thread(held: Scripted) -> None:
     model, trainer = node(held)
-    held.error = IncompatiblePeerError("another architecture")
-    held.go.set()
+    held.answer = raising(IncompatiblePeerError("another architecture"))
+    held.gate.set()
     with pytest.raises(IncompatiblePeerError):
         step(model, trainer, 6)
     assert trainer.drain() is None
 
 
-def test_drain_merges_at_once(held: Held) -> None:
+def test_drain_merges_at_once(held: Scripted) -> None:
     model, trainer = node(held)
     step(model, trainer, 4)
-    held.go.set()
+    held.gate.set()
     result = trainer.drain()
     assert result is not None and result.committed and model.x[0] == 1.0
     assert trainer.drain() is None
 
 
-def test_peers_that_wait_for_the_next_round_bring_the_merge_forward(held: Held) -> None:
+def test_peers_that_wait_for_the_next_round_bring_the_merge_forward(held: Scripted) -> None:
     model, trainer = node(held, replace(CONFIG, inner_steps=100, overlap_steps=50))
     held.peers_wait = True
     assert step(model, trainer) is None and held.started.wait(WAIT_S)
     assert step(model, trainer, 3) is None, "the round itself is still running"
-    held.go.set()
+    held.gate.set()
     while (result := step(model, trainer)) is None:
         pass
     assert result.committed and result.num_batches == 1
     assert step(model, trainer) is None and held.contributions[-1].round_index == 1
 
 
-def test_a_round_in_flight_survives_a_checkpoint(held: Held) -> None:
+def test_a_round_in_flight_survives_a_checkpoint(held: Scripted) -> None:
     model, trainer = node(held)
     step(model, trainer, 5)
     state, weights = trainer.state_dict(), {name: value.clone() for name, value in model.state_dict().items()}
-    held.go.set()
+    held.gate.set()
     step(model, trainer)
     again_model, again = node(held)
     again_model.load_state_dict(weights)
@@ -158,56 +130,47 @@ def test_a_round_in_flight_survives_a_checkpoint(held: Held) -> None:
     assert again.state_digest() == trainer.state_digest() and torch.equal(again_model.x, model.x)
 
 
-def saved_in_flight(held: Held) -> tuple[Quadratic, DiLoCoTrainer, Held]:
+def saved_in_flight(held: Scripted) -> tuple[Quadratic, DiLoCoTrainer, Scripted]:
     """A node as it comes out of a checkpoint with a round in flight, one inner step before the merge."""
     model, trainer = node(held)
     step(model, trainer, 5)
-    later = Held()
+    later = Scripted()
+    later.gate.clear()
     again_model, again = node(later)
     again_model.load_state_dict(model.state_dict())
     again.load_state_dict(trainer.state_dict())
     return again_model, again, later
 
 
-def test_a_saved_round_begins_again_with_the_first_step_and_not_before(held: Held) -> None:
+def test_a_saved_round_begins_again_with_the_first_step_and_not_before(held: Scripted) -> None:
     """Between loading and the first step the node finds the others; alone, it would commit the round alone."""
     model, trainer, later = saved_in_flight(held)
     assert not later.started.wait(0.05)
-    later.go.set()
+    later.gate.set()
     assert step(model, trainer).committed and len(later.contributions) == 1
 
 
-def test_a_saved_round_is_saved_again_before_it_begins(held: Held) -> None:
+def test_a_saved_round_is_saved_again_before_it_begins_and_drained(held: Scripted) -> None:
     _, trainer, later = saved_in_flight(held)
     flight = trainer.state_dict()["flight"]
     assert flight["num_batches"] == 4 and flight["steps_left"] == 1 and flight["vector"][0] == 4.0
     assert not later.contributions
-
-
-def test_a_saved_round_is_drained(held: Held) -> None:
-    _, trainer, later = saved_in_flight(held)
-    later.go.set()
+    later.gate.set()
     result = trainer.drain()
     assert result is not None and result.committed and result.num_batches == 4
     assert trainer.state_dict()["flight"] is None
 
 
-def test_adopting_drops_a_saved_round(held: Held) -> None:
+def test_adopting_drops_a_saved_round(held: Scripted) -> None:
     model, trainer, later = saved_in_flight(held)
-    trainer.adopt(replace(DiLoCoTrainer(Quadratic(1), CONFIG, Held()).shared_state(), outer_step=9))
+    trainer.adopt(replace(DiLoCoTrainer(Quadratic(1), CONFIG, Scripted()).shared_state(), outer_step=9))
     assert trainer.state_dict()["flight"] is None
     assert step(model, trainer) is None and not later.contributions
 
 
-def test_a_vocabulary_does_not_grow_over_a_saved_round(held: Held) -> None:
-    model, trainer, _ = saved_in_flight(held)
-    with pytest.raises(TrainerUsageError, match="drain"):
-        trainer.grow(model, 8)
-
-
-def test_adopting_drops_the_round_in_flight(held: Held) -> None:
+def test_adopting_drops_the_round_in_flight(held: Scripted) -> None:
     model, trainer = node(held)
-    other = DiLoCoTrainer(Quadratic(1), CONFIG, Held())
+    other = DiLoCoTrainer(Quadratic(1), CONFIG, Scripted())
     shared = replace(other.shared_state(), outer_step=9)
     step(model, trainer, 5)
     trainer.adopt(shared)
@@ -215,7 +178,7 @@ def test_adopting_drops_the_round_in_flight(held: Held) -> None:
     assert step(model, trainer, 2) is None, "the dropped round is not merged"
     refused = step(model, trainer, 2)
     assert refused is not None and "has not ended" in refused.error and len(held.contributions) == 1
-    held.go.set()
+    held.gate.set()
     while len(held.contributions) < 2:
         result = step(model, trainer)
     trainer.drain()
@@ -226,14 +189,16 @@ def test_adopting_drops_the_round_in_flight(held: Held) -> None:
     )
 
 
-def test_a_round_that_does_not_come_back_is_given_up(held: Held) -> None:
+def test_a_round_that_does_not_come_back_is_given_up(held: Scripted) -> None:
     model, trainer = node(held, replace(CONFIG, round_timeout_s=0.2))
     result = step(model, trainer, 6)
     assert not result.committed and "not back after" in result.error and model.x[0] == -1.0
 
 
-def test_a_vocabulary_does_not_grow_under_a_round(held: Held) -> None:
+def test_a_vocabulary_does_not_grow_under_a_round_or_over_a_saved_one(held: Scripted) -> None:
     model, trainer = node(held)
     step(model, trainer, 4)
-    with pytest.raises(TrainerUsageError, match="drain"):
-        trainer.grow(model, 8)
+    saved_model, saved, _ = saved_in_flight(held)
+    for grown, under_way in ((model, trainer), (saved_model, saved)):
+        with pytest.raises(TrainerUsageError, match="drain"):
+            under_way.grow(grown, 8)

@@ -27,17 +27,17 @@ def in_one_process(name: str, num_ranks: int) -> tuple[torch.Tensor, list[float]
     """The same round without processes: codec, decision and rule over whole vectors."""
     codec_name, rule, num_values, odd = ROUNDS[name]
     codec = codec_named(codec_name)
-    brought = [contribution_of(rank, num_values, odd) for rank in range(num_ranks)]
+    contributions = [contribution_of(rank, num_values, odd) for rank in range(num_ranks)]
     weights, rows = [], torch.zeros(num_ranks, num_values)
-    for row, contribution in zip(rows, brought, strict=True):
-        said = contribution.vector if contribution.residual is None else contribution.vector + contribution.residual
-        finite = bool(torch.isfinite(said).all())
+    for row, contribution in zip(rows, contributions, strict=True):
+        sent = contribution.vector if contribution.residual is None else contribution.vector + contribution.residual
+        finite = bool(torch.isfinite(sent).all())
         weights.append(contribution_weight(contribution.num_batches, contribution.age_s) if finite else 0.0)
         if finite:
-            codec.decode(codec.encode(said), num_values, out=row)
+            codec.decode(codec.encode(sent), num_values, out=row)
     capped = cap_weights(weights)
-    decision = decide(moments(rows, brought[0].reference), capped, rule)
-    result = reduce_part(rows, capped, rule, decision, brought[0].reference)
+    decision = decide(moments(rows, contributions[0].reference), capped, rule)
+    result = reduce_part(rows, capped, rule, decision, contributions[0].reference)
     return codec.decode(codec.encode(result), num_values), capped
 
 
@@ -60,10 +60,10 @@ def test_the_mean_is_the_mean(ranks: list[dict]) -> None:
 
 
 def test_reports_are_alike_and_say_who_and_how(ranks: list[dict]) -> None:
-    everybody = [f"rank {rank}" for rank in range(len(ranks))]
+    names = [f"rank {rank}" for rank in range(len(ranks))]
     for rank in ranks:
         report = rank["mean"]
-        assert report["members"] == everybody and report["dropped"] == [] and report["completeness"] == 1.0
+        assert report["members"] == names and report["dropped"] == [] and report["completeness"] == 1.0
         assert report["rule"] == "mean" and len(report["weights"]) == len(ranks) and report["seconds"] > 0
     bytes_sent = sum(rank["mean"]["bytes"][0] for rank in ranks)
     assert bytes_sent == sum(rank["mean"]["bytes"][1] for rank in ranks)
@@ -78,7 +78,7 @@ def test_a_claim_of_a_trillion_batches_is_capped(ranks: list[dict]) -> None:
 @pytest.mark.parametrize("name", ["nan", "idle"])
 def test_who_brings_nothing_usable_is_left_out_and_gets_the_result(ranks: list[dict], name: str) -> None:
     if len(ranks) == 1:
-        pytest.skip("needs somebody to leave out")
+        pytest.skip("needs a rank to leave out")
     report = ranks[LIAR][name]
     assert [who for who, _ in report["dropped"]] == [f"rank {LIAR}"]
     assert report["completeness"] == (len(ranks) - 1) / len(ranks)
@@ -107,24 +107,24 @@ def test_int8_leaves_a_residual_that_makes_up_for_it(ranks: list[dict]) -> None:
     codec = codec_named("int8")
     for number, rank in enumerate(ranks):
         contribution = contribution_of(number, odd="residual")
-        meant = contribution.vector + contribution.residual
-        said = torch.empty(NUM_VALUES)
+        whole = contribution.vector + contribution.residual
+        sent = torch.empty(NUM_VALUES)
         for place in rank_slices(NUM_VALUES, len(ranks)):
-            said[place] = codec.decode(codec.encode(meant[place]), place.stop - place.start)
+            sent[place] = codec.decode(codec.encode(whole[place]), place.stop - place.start)
         residual = rank["int8"]["residual"]
-        assert torch.equal(residual, meant - said) and 0 < residual.abs().max() < 0.05
+        assert torch.equal(residual, whole - sent) and 0 < residual.abs().max() < 0.05
 
 
 def test_rounds_that_cannot_be_fail_at_all_ranks_and_the_next_one_works(ranks: list[dict]) -> None:
     for rank in ranks:
-        said = rank["refused"]
-        assert said == ranks[0]["refused"]
-        assert said["afterwards"] == str(len(ranks))
+        refused = rank["refused"]
+        assert refused == ranks[0]["refused"]
+        assert refused["afterwards"] == str(len(ranks))
     if len(ranks) == 4:
-        said = ranks[0]["refused"]
-        assert "one round_index at all ranks, found [3, 3, 4, 3]" in said["round"]
-        assert "state, rule or codec" in said["state"]
-        assert "num_values" in said["length"]
+        refused = ranks[0]["refused"]
+        assert "one round_index at all ranks, found [3, 3, 4, 3]" in refused["round"]
+        assert "state, rule or codec" in refused["state"]
+        assert "num_values" in refused["length"]
 
 
 @pytest.mark.parametrize("num_values", [0, 1, 1024, 1025, 5000, 1 << 20])
@@ -140,7 +140,7 @@ def test_slices_cover_everything_at_block_borders(num_values: int, num_ranks: in
 
 def test_without_a_process_group_the_way_out_is_named() -> None:
     with pytest.raises(TrainerUsageError, match="torchrun"):
-        RankedBytes.of()
+        RankedBytes()
 
 
 @pytest.fixture(scope="module")

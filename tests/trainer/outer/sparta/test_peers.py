@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.support.round_actor import KnownPeers
 from tests.support.sparta_replicas import Replica
 from tests.support.toy_models import parameter_bits
 from trainer.aggregation import RuleConfig
@@ -23,31 +24,20 @@ TERMS = Terms(architecture={"dim": 8}, tokenizer_lineage="0" * 64, synchronisati
 CONFIG = SpartaConfig(every_steps=2, num_slices=4, ghost_rounds=2)
 
 
-class Known:
-    """The directory of a node: whoever it was told of."""
-
-    def __init__(self) -> None:
-        self.known: dict[str, Peer] = {}
-
-    def peers(self) -> Mapping[str, Peer]:
-        return self.known
-
-    def holds_most_held_state(self) -> bool:
-        return False
-
-
 class Node:
-    """A replica with an endpoint, told of the others' rounds as announcements would."""
+    """A replica with an endpoint, perhaps informed of the others' rounds as by announcements."""
 
-    def __init__(self, number: int, compression: str, gather_timeout_s: float, told: bool, every_steps: int) -> None:
-        self.told = told
+    def __init__(
+        self, number: int, compression: str, gather_timeout_s: float, informed: bool, every_steps: int
+    ) -> None:
+        self.informed = informed
         self.loop = LoopThread(f"replica-{number}")
         self.endpoint = Endpoint(
             Identity.create(),
             RUN_ID,
             RpcConfig(host="127.0.0.1", port=0, tls=False, heartbeat_s=0.25, stop_grace_s=0.1),
         )
-        self.directory = Known()
+        self.directory = KnownPeers()
         config = CollectiveConfig(
             compression=compression,
             min_members=2,
@@ -64,7 +54,7 @@ class Node:
 
     def frontier(self) -> int:
         rounds = [other.replica.trainer.round_index for other in self.others]
-        return frontier_of(rounds) if self.told else 0
+        return frontier_of(rounds) if self.informed else 0
 
     def move_to(self, round_index: int) -> None:
         self.collective.move_to(round_index)
@@ -76,12 +66,12 @@ def nodes(
     compression: str = "fp32",
     *,
     gather_timeout_s: float = 15.0,
-    told: bool = True,
+    informed: bool = True,
     every_steps: int = CONFIG.every_steps,
 ) -> Iterator[list[Node]]:
-    """Some that know each other; told of each other's rounds, or not."""
+    """Nodes that know each other; informed of each other's rounds, or not."""
     with ExitStack() as stack:
-        found = [Node(number, compression, gather_timeout_s, told, every_steps) for number in range(num_nodes)]
+        found = [Node(number, compression, gather_timeout_s, informed, every_steps) for number in range(num_nodes)]
         for node in found:
             node.loop.start()
             stack.callback(node.loop.stop)
@@ -139,9 +129,9 @@ def test_three_train_and_become_alike_when_they_rest() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("told", [True, False])
-def test_one_that_was_away_goes_on_with_the_others_without_a_reload(told: bool) -> None:
-    with nodes(3, gather_timeout_s=1.0, told=told, every_steps=10) as found:
+@pytest.mark.parametrize("informed", [True, False])
+def test_one_that_was_away_goes_on_with_the_others_without_a_reload(informed: bool) -> None:
+    with nodes(3, gather_timeout_s=1.0, informed=informed, every_steps=10) as found:
         turn(found, lambda: min(map(committed, found)) >= 1, train=True)
         away, present = found[2], found[:2]
         before = away.replica.trainer.round_index
@@ -152,21 +142,21 @@ def test_one_that_was_away_goes_on_with_the_others_without_a_reload(told: bool) 
             reports = [result.report for result in away.replica.results[was:] if result.report is not None]
             return any(len(report.members) == 3 and report.round_index >= before + 2 for report in reports)
 
-        # Rounds some steps apart, as in training: of rounds that follow each other at once, whoever is late gets none.
+        # Rounds some steps apart, as in training: a late node gets none of rounds that follow each other at once.
         turn(found, with_both, train=True, step_s=0.1)
         trainer = away.replica.trainer
-        assert not trainer.behind and not trainer.must_rejoin and trainer.failed_in_a_row == 0
+        assert not trainer.behind and not trainer.must_rejoin and trainer.standing.failed_in_a_row == 0
 
 
 @pytest.mark.slow
 def test_a_joiner_takes_over_a_state_and_counts_for_nothing_at_first() -> None:
     with nodes(3) as found:
         old, joiner = found[:2], found[2]
-        joiner.move_to(-1)  # It has no state yet, and says so to whoever invites it.
+        joiner.move_to(-1)  # It has no state yet, and declines invitations.
         turn(old, lambda: min(map(committed, old)) >= 3, train=True)
         joiner.replica.trainer.adopt(old[0].replica.trainer.shared_state())
-        assert joiner.replica.trainer.is_ghost
-        turn(found, lambda: not joiner.replica.trainer.is_ghost and committed(joiner) >= 4, train=True)
+        assert not joiner.replica.trainer.standing.counts
+        turn(found, lambda: joiner.replica.trainer.standing.counts and committed(joiner) >= 4, train=True)
         reports = [result.report for result in joiner.replica.results if result.report is not None]
         place = [report.members.index(joiner.endpoint.peer_id) for report in reports]
         weights = [report.weights[at] for report, at in zip(reports, place, strict=True)]

@@ -1,4 +1,4 @@
-"""Which values a round averages."""
+"""Which values a round averages, and what they become."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
-from tests.support.sparta_replicas import Replica, Scripted
-from trainer.errors import TrainerUsageError
+from tests.support.replica_group import MeetingCollective, ReplicaGroup, Scripted
+from tests.support.sparta_replicas import Replica
+from trainer.errors import RoundFailedError, TrainerUsageError
 from trainer.outer.diloco import FlatLayout
+from trainer.outer.engine.collective import RoundReport, RoundResult
 from trainer.outer.sparta import SpartaConfig, schedule_digest, slice_index, slice_of
-from trainer.outer.sparta.slices import check_kept_axes
+from trainer.outer.sparta.slices import check_kept_axes, merged
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=6)
 
@@ -79,7 +82,6 @@ def test_a_kept_axis_is_averaged_whole(laid, num_slices: int, round_index: int) 
 @pytest.mark.parametrize("every_steps", [1, 2, 3, 5, 20])
 @pytest.mark.parametrize("background", [True, False])
 def test_twenty_rounds_of_a_replica_touch_each_parameter_once(every_steps: int, background: bool) -> None:
-    """Whatever ``every_steps``: node0 rounded ``epoch / every`` to even numbers, and never averaged half of them."""
     collective = Scripted(lambda contribution: contribution.vector + 1)
     replica = Replica(SpartaConfig(every_steps=every_steps, background=background), collective)
     before = replica.vector()
@@ -120,3 +122,136 @@ def test_the_digest_tells_schedules_apart() -> None:
 def test_axes_that_are_not_there_are_refused(kept: dict[str, int]) -> None:
     with pytest.raises(TrainerUsageError, match="kept axis"):
         check_kept_axes(FlatLayout.from_shapes({"a": (5, 4), "v": (3,)}), kept)
+
+
+VALUES = st.floats(-1e6, 1e6, width=32)
+ROWS = st.lists(st.tuples(VALUES, VALUES, VALUES), min_size=1, max_size=20)
+
+
+def result(average: torch.Tensor, *, completeness: float = 1.0, residual: torch.Tensor | None = None) -> RoundResult:
+    report = RoundReport(round_index=0, members=("a",), completeness=completeness)
+    return RoundResult(vector=average, report=report, residual=residual)
+
+
+def columns(rows: list[tuple[float, float, float]]) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.tensor(column) for column in zip(*rows, strict=True))
+
+
+@pytest.mark.slow
+@given(ROWS)
+def test_the_average_with_ones_own_progress_since(rows) -> None:
+    now, contributed, average = columns(rows)
+    expected = (average.double() + now.double() - contributed.double()).float()
+    new = merged(now, contributed, result(average))
+    assert torch.allclose(new, expected, rtol=1e-5, atol=0.5)
+
+
+@pytest.mark.slow
+@given(ROWS)
+def test_who_has_not_moved_takes_the_average_bit_for_bit(rows) -> None:
+    contributed, average, _ = columns(rows)
+    assert torch.equal(merged(contributed, contributed, result(average)), average)
+
+
+@pytest.mark.slow
+@given(ROWS)
+def test_who_was_at_the_average_keeps_every_bit(rows) -> None:
+    now, contributed, _ = columns(rows)
+    assert torch.equal(merged(now, contributed, result(contributed.clone())), now)
+
+
+def test_a_part_nobody_brought_is_left_alone() -> None:
+    """The collective answers zeros for it, which is right for differences, and would wipe out parameters."""
+    now, contributed = torch.tensor([1.5, 2.5, 3.5]), torch.tensor([1.0, 2.0, 3.0])
+    average = torch.tensor([2.0, 0.0, 0.0])
+    assert merged(now, contributed, result(average, completeness=0.4)).tolist() == [2.5, 2.5, 3.5]
+    assert merged(now, contributed, result(average)).tolist() == [2.5, 0.5, 0.5], "all brought it: the mean is 0"
+
+
+def test_the_remainder_of_a_lossy_encoding_stays_at_home() -> None:
+    """Then the mean over the replicas is what it was, whatever was rounded on the way."""
+    held = [torch.tensor([1.3, -2.7]), torch.tensor([3.4, -0.2])]
+    sent = [vector.round() for vector in held]
+    average = (sent[0] + sent[1]) / 2
+    new = [
+        merged(vector, vector, result(average, residual=vector - rounded))
+        for vector, rounded in zip(held, sent, strict=True)
+    ]
+    assert torch.allclose(new[0] + new[1], held[0] + held[1])
+    alone = merged(held[0], held[0], result(held[0].round(), residual=held[0] - held[0].round()))
+    assert torch.equal(alone, held[0])
+
+
+@pytest.mark.parametrize(
+    "average",
+    [torch.tensor([1.0]), torch.tensor([1.0, torch.nan]), torch.tensor([-torch.inf, 0.0]), torch.tensor([3e38, 0.0])],
+    ids=["short", "nan", "inf", "overflow"],
+)
+def test_a_result_that_cannot_be_applied(average: torch.Tensor) -> None:
+    with pytest.raises(RoundFailedError):
+        merged(torch.tensor([3e38, 0.0]), torch.tensor([0.0, 0.0]), result(average))
+
+
+DIM, RANK, ROWS = 64, 4, 48
+
+
+class Bound(nn.Module):
+    """A projection's columns and an embedding's rows, all in the span of one basis."""
+
+    def __init__(self, replica: int, basis: Tensor) -> None:
+        super().__init__()
+        seeded = torch.Generator().manual_seed(replica)
+        self.o_proj = nn.Parameter(torch.randn(DIM, ROWS, generator=seeded))
+        self.embedding = nn.Parameter(torch.randn(ROWS, DIM, generator=seeded))
+        self.basis = basis
+        self.project()
+
+    @torch.no_grad()
+    def project(self) -> None:
+        self.o_proj.copy_(self.basis @ (self.basis.T @ self.o_proj))
+        self.embedding.copy_(self.embedding @ self.basis @ self.basis.T)
+
+    def distance(self) -> float:
+        outside = self.o_proj - self.basis @ (self.basis.T @ self.o_proj)
+        return float(outside.detach().norm() / self.o_proj.detach().norm())
+
+
+def difference_left(kept_axes: dict[str, int]) -> tuple[float, float]:
+    """Of two replicas after a cycle: the share of their difference, and the distance before the last projection."""
+    basis = torch.linalg.qr(torch.randn(DIM, RANK, generator=torch.Generator().manual_seed(9))).Q
+    group, farthest = ReplicaGroup(2), 0.0
+
+    def project(model: nn.Module) -> None:
+        nonlocal farthest
+        assert isinstance(model, Bound)
+        farthest = max(farthest, model.distance())
+        model.project()
+
+    replicas = [
+        Replica(
+            SpartaConfig(every_steps=1),
+            MeetingCollective(group, rank),
+            model=Bound(rank, basis),
+            after_average=project,
+            kept_axes=kept_axes,
+        )
+        for rank in range(2)
+    ]
+
+    def apart() -> float:
+        return float((replicas[0].vector() - replicas[1].vector()).norm())
+
+    start = apart()
+    for _ in range(20):
+        for replica in replicas:
+            replica.turn()
+        for replica in replicas:
+            replica.drain()
+    return apart() / start, farthest
+
+
+def test_whole_columns_stay_in_the_subspace_and_single_values_do_not() -> None:
+    left, farthest = difference_left({"o_proj": 0, "embedding": 1})
+    assert left < 1e-6 and farthest < 1e-6
+    left, farthest = difference_left({})
+    assert left > 0.2 and farthest > 0.05

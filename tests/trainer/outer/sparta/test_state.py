@@ -1,19 +1,24 @@
-"""What joiners get of a replica."""
+"""A replica's state: what joiners get, and stopping anywhere and going on."""
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support.replica_group import Scripted
 from tests.support.sparta_replicas import Frontier, Replica
 from tests.support.toy_models import Quadratic, parameter_bits
-from trainer.errors import IncompatiblePeerError, StateTransferError
+from trainer.errors import CheckpointMismatchError, IncompatiblePeerError, StateTransferError
+from trainer.inner import InnerConfig, make_optimizer
+from trainer.model import ModelConfig, Transformer, build_model
 from trainer.network.transfer import load_snapshot, write_snapshot
-from trainer.outer.sparta import SpartaConfig, SpartaFit, SpartaState
-from trainer.outer.sparta.snapshot import check_meta, from_snapshot, snapshot_meta, snapshot_tensors
+from trainer.outer.engine.collective import LocalCollective
+from trainer.outer.sparta import SpartaConfig, SpartaFit, SpartaState, SpartaTrainer
+from trainer.outer.sparta.state import check_meta, from_snapshot
 
 CONFIG = SpartaConfig(every_steps=2, num_slices=4, background=False)
 
@@ -43,9 +48,6 @@ def test_a_joiner_becomes_its_donors_twin(num_steps: int) -> None:
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_moments_fit_both_kinds_of_adamw(fused: bool) -> None:
-    from trainer.outer.engine.collective import LocalCollective
-    from trainer.outer.sparta import SpartaTrainer
-
     donor = trained()
     joiner = Replica(CONFIG)
     optimizer = torch.optim.AdamW(joiner.model.parameters(), lr=0.01, fused=fused)
@@ -59,18 +61,16 @@ def test_moments_fit_both_kinds_of_adamw(fused: bool) -> None:
 def test_a_state_does_not_change_afterwards() -> None:
     donor = trained()
     shared = donor.trainer.shared_state()
-    before = {name: tensor.clone() for name, tensor in snapshot_tensors(shared).items()}
+    before = {name: tensor.clone() for name, tensor in shared.tensors().items()}
     donor.train(9, 15)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in snapshot_tensors(shared).items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in shared.tensors().items())
     joiner = Replica(CONFIG)
     joiner.trainer.adopt(shared)
     joiner.train(9, 15)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in snapshot_tensors(shared).items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in shared.tensors().items())
 
 
 def test_a_round_in_flight_is_dropped_with_the_old_state() -> None:
-    from tests.support.sparta_replicas import Scripted
-
     collective = Scripted(lambda contribution: contribution.vector + 1)
     collective.gate.clear()
     joiner, donor = Replica(SpartaConfig(every_steps=1, num_slices=4), collective), trained()
@@ -80,47 +80,37 @@ def test_a_round_in_flight_is_dropped_with_the_old_state() -> None:
     assert joiner.drain() is None and parameter_bits(joiner.model) == parameter_bits(donor.model)
 
 
-def spoiled(shared: SpartaState, kind: str) -> SpartaState:
-    def changed(name: str, value: float) -> SpartaState:
+def ending_with(name: str, value: float):
+    """A change of a vector's last value."""
+
+    def change(shared: SpartaState) -> dict[str, torch.Tensor]:
         tensor = getattr(shared, name).clone()
         tensor[-1] = value
-        return replace(shared, **{name: tensor})
+        return {name: tensor}
 
-    match kind:
-        case "negative second moment":
-            return changed("exp_avg_sq", -1e-12)
-        case "nan":
-            return changed("parameters", torch.nan)
-        case "infinite moment":
-            return changed("exp_avg", torch.inf)
-        case "half a step":
-            return changed("steps", 1.5)
-        case "negative step":
-            return changed("steps", -1.0)
-        case "short":
-            return replace(shared, exp_avg=shared.exp_avg[1:])
-        case "double":
-            return replace(shared, parameters=shared.parameters.double())
-        case "round":
-            return replace(shared, round_index=-1)
-        case "rows":
-            return replace(shared, vocab_rows=64)
-        case _:
-            return replace(shared, layout_digest="0" * 64)
+    return change
 
 
-KINDS = [
-    "negative second moment", "nan", "infinite moment", "half a step", "negative step", "short", "double", "round",
-    "rows", "layout",
-]  # fmt: skip
+SPOILED = {
+    "negative second moment": ending_with("exp_avg_sq", -1e-12),
+    "nan": ending_with("parameters", torch.nan),
+    "infinite moment": ending_with("exp_avg", torch.inf),
+    "half a step": ending_with("steps", 1.5),
+    "negative step": ending_with("steps", -1.0),
+    "short": lambda shared: {"exp_avg": shared.exp_avg[1:]},
+    "double": lambda shared: {"parameters": shared.parameters.double()},
+    "round": lambda shared: {"round_index": -1},
+    "rows": lambda shared: {"vocab_rows": 64},
+    "layout": lambda shared: {"layout_digest": "0" * 64},
+}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_not_sound_is_refused_whole(kind: str) -> None:
+@pytest.mark.parametrize("change", SPOILED.values(), ids=SPOILED)
+def test_what_is_not_sound_is_refused_whole(change) -> None:
     shared, joiner = trained().trainer.shared_state(), trained(4)
     before, moments = parameter_bits(joiner.model), joiner.moments()
     with pytest.raises(IncompatiblePeerError, match="state to adopt"):
-        joiner.trainer.adopt(spoiled(shared, kind))
+        joiner.trainer.adopt(replace(shared, **change(shared)))
     assert parameter_bits(joiner.model) == before and joiner.trainer.round_index == 2
     assert all(torch.equal(value, moments[name]) for name, value in joiner.moments().items())
 
@@ -178,8 +168,158 @@ META_CHANGES = {
 
 @pytest.mark.parametrize("change", META_CHANGES.values(), ids=META_CHANGES)
 def test_descriptors_of_something_else(change) -> None:
-    shared = trained().trainer.shared_state()
+    donor = trained().trainer
+    meta, tensors = SpartaFit(donor.layout).pack(donor.shared_state()) or ({}, {})
     with pytest.raises(IncompatiblePeerError, match="SPARTA state of version 1"):
-        check_meta({**snapshot_meta(shared), **change})
+        check_meta({**meta, **change})
     with pytest.raises(IncompatiblePeerError, match="expected a snapshot of"):
-        from_snapshot(snapshot_meta(shared), {"parameters": shared.parameters})
+        from_snapshot(meta, {"parameters": tensors["parameters"]})
+
+
+SHAPE = ModelConfig(vocab_size=64, dim=32, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=64, max_seq_len=32)
+
+
+def learn(model: Transformer, optimizer: torch.optim.Optimizer, num_steps: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    device = next(model.parameters()).device
+    for _ in range(num_steps):
+        ids = torch.randint(0, 64, (4, 17), generator=generator).to(device)
+        optimizer.zero_grad()
+        model(ids[:, :-1], ids[:, 1:]).backward()
+        optimizer.step()
+
+
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize(
+    ("trains_on", "joins_on"),
+    [
+        ("cpu", "cpu"),
+        pytest.param("cuda", "cuda", marks=ON_GPU),
+        pytest.param("cuda", "cpu", marks=ON_GPU),
+    ],
+)
+def test_a_state_moves_between_devices(trains_on: str, joins_on: str) -> None:
+    config = SpartaConfig(every_steps=1, num_slices=5, background=False)
+    model = build_model(SHAPE, 0).to(trains_on)
+    optimizer = make_optimizer(model, InnerConfig())
+    collective = Scripted(lambda contribution: contribution.vector + 0.5)
+    trainer = SpartaTrainer(model, config, collective, optimizer=optimizer)
+    learn(model, optimizer, 3, seed=1)
+    before = trainer.shared_state()
+    for _ in range(5):
+        trainer.after_inner_step()
+    shared = trainer.shared_state()
+    assert torch.allclose(shared.parameters, before.parameters + 0.5, atol=1e-6)
+    assert torch.equal(shared.exp_avg_sq, before.exp_avg_sq) and set(shared.steps.tolist()) == {3.0}
+
+    twin = build_model(SHAPE, 1).to(joins_on)
+    theirs = make_optimizer(twin, InnerConfig())
+    joiner = SpartaTrainer(twin, config, LocalCollective(), optimizer=theirs)
+    joiner.adopt(shared)
+    again = joiner.shared_state()
+    for name in ("parameters", "exp_avg", "exp_avg_sq", "steps"):
+        assert torch.equal(getattr(again, name), getattr(shared, name))
+    if joins_on == trains_on:
+        learn(model, optimizer, 2, seed=2)
+        learn(twin, theirs, 2, seed=2)
+        assert torch.allclose(joiner.shared_state().parameters, trainer.shared_state().parameters, atol=1e-5)
+
+
+CONFIGS = {
+    "waiting": SpartaConfig(every_steps=3, num_slices=4, background=False),
+    "background": SpartaConfig(every_steps=3, num_slices=4),
+}
+NUM_STEPS = 14
+
+
+def saved(replica: Replica) -> bytes:
+    buffer = io.BytesIO()
+    parts = {"model": replica.model, "optimizer": replica.optimizer, "sparta": replica.trainer}
+    torch.save({name: part.state_dict() for name, part in parts.items()}, buffer)
+    return buffer.getvalue()
+
+
+def restored(contents: bytes, config: SpartaConfig) -> Replica:
+    replica = Replica(config, number=5)
+    replica.model.replica = 0
+    parts = torch.load(io.BytesIO(contents), weights_only=True)
+    replica.model.load_state_dict(parts["model"])
+    replica.optimizer.load_state_dict(parts["optimizer"])
+    replica.trainer.load_state_dict(parts["sparta"])
+    return replica
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_restart_at_any_step_goes_on_bit_for_bit(config: SpartaConfig) -> None:
+    undisturbed = Replica(config)
+    at = [saved(undisturbed)]
+    for step in range(NUM_STEPS):
+        undisturbed.train(step, step + 1)
+        at.append(saved(undisturbed))
+    undisturbed.drain()
+    for step in range(NUM_STEPS + 1):
+        again = restored(at[step], config)
+        again.train(step, NUM_STEPS)
+        again.drain()
+        assert parameter_bits(again.model) == parameter_bits(undisturbed.model), f"from step {step}"
+
+
+def test_a_round_in_flight_begins_again_with_the_next_step() -> None:
+    collective = Scripted()
+    collective.gate.clear()
+    replica = Replica(SpartaConfig(every_steps=3, num_slices=4), collective)
+    replica.train(0, 4)
+    state = replica.trainer.state_dict()
+    collective.gate.set()
+    second = Scripted()
+    again = Replica(SpartaConfig(every_steps=3, num_slices=4), second)
+    again.model.load_state_dict(replica.model.state_dict())
+    again.trainer.load_state_dict(state)
+    again.turn()
+    assert again.drain() is not None and second.contributions[0].round_index == 0
+    assert second.contributions[0].num_batches == 5, "those of before the stop count"
+    assert not again.trainer.state_dict()["begin_again"]
+
+
+def test_where_it_stood_is_where_it_stands() -> None:
+    replica = Replica(CONFIGS["waiting"])
+    donor = Replica(CONFIGS["waiting"])
+    donor.train(0, 8)
+    replica.trainer.adopt(donor.trainer.shared_state())
+    replica.train(8, 13)
+    again = restored(saved(replica), CONFIGS["waiting"])
+    assert again.trainer.state_dict() == replica.trainer.state_dict()
+    assert not again.trainer.standing.counts and again.trainer.round_index == 3 and again.trainer.inner_step == 2
+    assert again.trainer.shared_state().num_inner_steps == 13
+
+
+def broken(state: dict, change: dict) -> dict:
+    return {name: value for name, value in {**state, **change}.items() if value is not None}
+
+
+CHANGES = {
+    "version": {"version": 2},
+    "no version": {"version": None},
+    "missing": {"reached": None},
+    "more": {"anchor": 1},
+    "negative": {"round_index": -1},
+    "bool": {"failed_in_a_row": True},
+    "tensor": {"progress": torch.zeros(3)},
+    "few": {"progress": []},
+    "nan": {"progress": [{"num_batches": 1, "since_s": float("nan")}] * 4},
+    "other model": {"schedule_digest": "0" * 64},
+    "ahead of itself": {"reached": 9},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_states_of_something_else_are_refused_and_change_nothing(change) -> None:
+    replica = Replica(CONFIGS["waiting"])
+    replica.train(0, 7)
+    before = replica.trainer.state_dict()
+    with pytest.raises(CheckpointMismatchError, match="SPARTA state"):
+        replica.trainer.load_state_dict(broken(before, change))
+    assert replica.trainer.state_dict() == before

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.replica_group import MeetingCollective, ReplicaGroup
-from tests.support.sparta_replicas import Frontier, Replica, Scripted, fail, refuse, same
+from tests.support.replica_group import MeetingCollective, ReplicaGroup, Scripted, fail, leave, raising, refuse, same
+from tests.support.sparta_replicas import Frontier, Replica
 from tests.support.toy_models import parameter_bits
-from trainer.errors import IncompatiblePeerError, RoundLeftError, TrainerUsageError
-from trainer.outer.engine.collective import Contribution
+from trainer.errors import IncompatiblePeerError, TrainerUsageError
+from trainer.outer.engine.collective import Contribution, LocalCollective
 from trainer.outer.engine.strategy import OuterStrategy
-from trainer.outer.sparta import SpartaConfig
+from trainer.outer.sparta import SpartaConfig, SpartaTrainer
 from trainer.pipeline.worker.replies import SharedThrough
 
 EACH_STEP = SpartaConfig(every_steps=1, num_slices=4, background=False)
@@ -165,7 +165,7 @@ def test_a_round_lands_by_itself_at_the_next_step() -> None:
 
 def test_moments_are_nobodys_but_ones_own() -> None:
     """AdamW's memory is what a replica's own gradients make of it, never negative, whatever is averaged."""
-    _, replicas = group_of(2, EACH_STEP.__class__(every_steps=1, num_slices=3))
+    _, replicas = group_of(2, SpartaConfig(every_steps=1, num_slices=3))
     for index in range(12):
         for replica in replicas:
             replica.step(index)
@@ -204,7 +204,7 @@ def test_a_round_without_a_result_leaves_every_bit(answer, background: bool) -> 
     assert all(torch.equal(value, moments[name]) for name, value in replica.moments().items())
     (result,) = replica.results
     assert not result.committed and result.error and result.report is None
-    assert replica.trainer.failed_in_a_row == 1
+    assert replica.trainer.standing.failed_in_a_row == 1
 
 
 def test_a_round_that_is_given_up_goes_nowhere_and_blocks_the_next_until_it_is_over() -> None:
@@ -224,7 +224,7 @@ def test_a_round_that_is_given_up_goes_nowhere_and_blocks_the_next_until_it_is_o
 
 
 def test_a_failed_round_is_tried_again_with_the_same_slice() -> None:
-    _, replicas = group_of(2, EACH_STEP.__class__(every_steps=1, num_slices=3), failing=[1, 2])
+    _, replicas = group_of(2, SpartaConfig(every_steps=1, num_slices=3), failing=[1, 2])
     take_turns(replicas, 6)
     for replica in replicas:
         assert [result.committed for result in replica.results] == [True, False, False, True, True, True]
@@ -233,10 +233,7 @@ def test_a_failed_round_is_tried_again_with_the_same_slice() -> None:
 
 
 def test_other_errors_come_out_and_change_nothing() -> None:
-    def broken(contribution: Contribution) -> torch.Tensor:
-        raise IncompatiblePeerError("another architecture")
-
-    replica = Replica(BEHIND_THE_SCENES, Scripted(broken))
+    replica = Replica(BEHIND_THE_SCENES, Scripted(raising(IncompatiblePeerError("another architecture"))))
     before = parameter_bits(replica.model)
     replica.turn()
     replica.turn()
@@ -251,15 +248,11 @@ def test_who_is_refused_goes_on_with_the_round_the_others_are_at() -> None:
     replica = Replica(SpartaConfig(every_steps=5, num_slices=4, background=False), collective, others=frontier)
     for _ in range(5):
         replica.turn()
-    assert frontier.moved_to == [1] and replica.trainer.missed_rounds == 1
+    assert frontier.moved_to == [1] and replica.trainer.standing.missed_rounds == 1
     collective.answer = same
     result = replica.turn()
     assert result is not None and result.committed and result.round_index == 1, "at once: the others are there already"
-    assert replica.trainer.missed_rounds == 0 and replica.trainer.failed_in_a_row == 0
-
-
-def leave(contribution: Contribution) -> torch.Tensor:
-    raise RoundLeftError("this node is to stop")
+    assert replica.trainer.standing.missed_rounds == 0 and replica.trainer.standing.failed_in_a_row == 0
 
 
 @pytest.mark.parametrize(("answer", "level"), [(refuse, "INFO"), (leave, "INFO"), (fail, "WARNING")])
@@ -309,7 +302,7 @@ def test_a_joiner_counts_for_nothing_until_its_ghost_rounds_are_over() -> None:
     was = joiner.vector()
     ghost = []
     for _ in range(4):
-        ghost.append(joiner.trainer.is_ghost)
+        ghost.append(not joiner.trainer.standing.counts)
         joiner.turn(num_batches=3)
     assert ghost == [True, True, False, False]
     assert [brought.num_batches for brought in collective.contributions] == [0, 0, 9, 9]
@@ -375,7 +368,7 @@ def test_all_members_of_a_round_name_the_same_state_and_others_do_not() -> None:
 def test_bf16_parameters_become_alike_too() -> None:
     group = ReplicaGroup(2)
     replicas = [
-        Replica(EACH_STEP.__class__(every_steps=1, num_slices=3), MeetingCollective(group, rank), model=model)
+        Replica(SpartaConfig(every_steps=1, num_slices=3), MeetingCollective(group, rank), model=model)
         for rank, model in enumerate(torch.nn.Linear(5, 3).to(torch.bfloat16) for _ in range(2))
     ]
     assert spread(replicas) > 0
@@ -383,39 +376,39 @@ def test_bf16_parameters_become_alike_too() -> None:
     assert spread(replicas) == 0
 
 
-class TestUsage:
-    @pytest.mark.slow
-    def test_more_slices_than_values(self) -> None:
-        with pytest.raises(TrainerUsageError, match=r"sparta.num_slices"):
-            Replica(SpartaConfig(num_slices=10_000))
+@pytest.mark.slow
+def test_more_slices_than_values() -> None:
+    with pytest.raises(TrainerUsageError, match=r"sparta.num_slices"):
+        Replica(SpartaConfig(num_slices=10_000))
 
-    def test_an_optimizer_whose_state_cannot_be_handed_on(self) -> None:
-        from trainer.outer.engine.collective import LocalCollective
-        from trainer.outer.sparta import SpartaTrainer
 
-        model = torch.nn.Linear(5, 5)
-        with pytest.raises(TrainerUsageError, match="expected AdamW"):
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            SpartaTrainer(model, EACH_STEP, LocalCollective(), optimizer=optimizer)
-        with pytest.raises(TrainerUsageError, match="all trainable parameters"):
-            half = torch.optim.AdamW([model.weight])
-            SpartaTrainer(model, EACH_STEP, LocalCollective(), optimizer=half)
+def test_an_optimizer_whose_state_cannot_be_handed_on() -> None:
+    model = torch.nn.Linear(5, 5)
+    with pytest.raises(TrainerUsageError, match="expected AdamW"):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        SpartaTrainer(model, EACH_STEP, LocalCollective(), optimizer=optimizer)
+    with pytest.raises(TrainerUsageError, match="all trainable parameters"):
+        half = torch.optim.AdamW([model.weight])
+        SpartaTrainer(model, EACH_STEP, LocalCollective(), optimizer=half)
 
-    def test_parameters_that_are_not_contiguous(self) -> None:
-        model = torch.nn.Linear(5, 4)
-        model.weight = torch.nn.Parameter(torch.randn(5, 4).t())
-        with pytest.raises(TrainerUsageError, match="contiguous"):
-            Replica(EACH_STEP, model=model)
 
-    def test_the_vocabulary_does_not_grow(self) -> None:
-        replica = Replica(EACH_STEP)
-        with pytest.raises(TrainerUsageError, match="rows of vocabulary"):
-            replica.trainer.grow(replica.model, 64)
+def test_parameters_that_are_not_contiguous() -> None:
+    model = torch.nn.Linear(5, 4)
+    model.weight = torch.nn.Parameter(torch.randn(5, 4).t())
+    with pytest.raises(TrainerUsageError, match="contiguous"):
+        Replica(EACH_STEP, model=model)
 
-    @pytest.mark.parametrize(
-        "options",
-        [{"every_steps": 0}, {"num_slices": 0}, {"salt": -1}, {"ghost_rounds": -1}, {"round_timeout_s": 0.0}],
-    )
-    def test_options_that_make_no_sense(self, options) -> None:
-        with pytest.raises(TrainerUsageError, match=f"sparta.{next(iter(options))}"):
-            SpartaConfig(**options)
+
+def test_the_vocabulary_does_not_grow() -> None:
+    replica = Replica(EACH_STEP)
+    with pytest.raises(TrainerUsageError, match="rows of vocabulary"):
+        replica.trainer.grow(replica.model, 64)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"every_steps": 0}, {"num_slices": 0}, {"salt": -1}, {"ghost_rounds": -1}, {"round_timeout_s": 0.0}],
+)
+def test_options_that_make_no_sense(options) -> None:
+    with pytest.raises(TrainerUsageError, match=f"sparta.{next(iter(options))}"):
+        SpartaConfig(**options)

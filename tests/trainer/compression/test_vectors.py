@@ -1,4 +1,4 @@
-"""What every codec promises: its bound, its size, its refusals, whatever the vector."""
+"""What every codec promises: its bound, its size, its refusals, whatever the vector; and the layout of int8."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from trainer.compression.vectors import BLOCK_VALUES, codec_named
-from trainer.compression.vectors.int8 import SMALLEST_MAGNITUDE
+from trainer.compression.vectors import BLOCK_VALUES, SMALLEST_MAGNITUDE, Int8Codec, codec_named
 from trainer.errors import CodecError, TrainerUsageError
 
 NAMES = ("fp32", "fp16", "int8")
+INT8 = Int8Codec()
 LARGEST = float(np.finfo(np.float32).max)
 
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -163,6 +163,7 @@ def test_parts_fill_their_size_and_keep_to_it(name, part_bytes):
 
 def test_sizes():
     assert [codec_named(name).encoded_bytes(1025) for name in NAMES] == [4100, 2050, 1033]
+    assert 4 * 262_144 / INT8.encoded_bytes(262_144) == pytest.approx(3.984, abs=1e-3)
 
 
 def test_fp32_copies_nothing_when_encoding():
@@ -185,3 +186,45 @@ def test_fp16_and_fp32_carry_what_is_not_finite_for_the_reducer_to_find():
 def test_an_unknown_name():
     with pytest.raises(TrainerUsageError, match="fp32, fp16, int8, found 'int4'"):
         codec_named("int4")
+
+
+def test_layout_is_scales_then_levels():
+    vector = torch.zeros(BLOCK_VALUES + 2)
+    vector[0], vector[1], vector[-1] = 254.0, -2.0, 12.7
+    encoded = bytes(INT8.encode(vector))
+    scales = np.frombuffer(encoded[:8], "<f4")
+    assert scales.tolist() == pytest.approx([2.0, 0.1])
+    levels = np.frombuffer(encoded[8:], np.int8)
+    assert levels[[0, 1, 2, -2, -1]].tolist() == [127, -1, 0, 0, 127]
+
+
+def test_an_outlier_coarsens_its_own_block_only():
+    vector = torch.full((2 * BLOCK_VALUES,), 0.5)
+    vector[3] = 1e6
+    decoded = INT8.decode(INT8.encode(vector), vector.numel())
+    assert decoded[4] == 0.0
+    assert torch.equal(decoded[BLOCK_VALUES:], vector[BLOCK_VALUES:])
+
+
+@pytest.mark.parametrize("magnitude", [LARGEST, np.nextafter(np.float32(LARGEST), np.float32(0)), 1e-30, 1e-36, 1e-45])
+def test_extremes_stay_finite_and_close(magnitude):
+    vector = torch.tensor([magnitude, -magnitude, magnitude / 2, 0.0])
+    decoded = INT8.decode(INT8.encode(vector), 4)
+    assert torch.isfinite(decoded).all()
+    assert ((decoded.double() - vector.double()).abs() <= max(magnitude / 250, 1.6e-36)).all()
+
+
+@pytest.mark.parametrize(
+    ("scale", "levels", "message"),
+    [
+        (float("nan"), [1, 2, 3], "scales from 0 to"),
+        (float("inf"), [1, 2, 3], "scales from 0 to"),
+        (-1.0, [1, 2, 3], "scales from 0 to"),
+        (LARGEST / 100, [1, 2, 3], "scales from 0 to"),
+        (1.0, [1, -128], "-128"),
+    ],
+)
+def test_what_no_honest_encoder_made(scale, levels, message):
+    encoded = np.array([scale], "<f4").tobytes() + np.array(levels, np.int8).tobytes()
+    with pytest.raises(CodecError, match=message):
+        INT8.decode(encoded, len(levels))

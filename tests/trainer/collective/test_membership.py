@@ -1,15 +1,15 @@
-"""Which peers that are fetching the run's state a round waits for, and for how long."""
+"""Which nodes a round waits for, and for how long."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 
 import pytest
 
-from trainer.collective.latecomers import Latecomers
-from trainer.collective.membership import GatheringRules, MembershipGathering
-from trainer.collective.messages import MAX_MEMBERS, Agreement, InviteReply, JoinRequest
-from trainer.collective.terms import Terms
+from trainer.collective import CollectiveConfig
+from trainer.collective.membership import GatheringRules, LatecomerBackoff, MembershipGathering
+from trainer.collective.messages import MAX_ROUND_MEMBERS, Agreement, InviteReply, JoinRequest, Terms
 from trainer.errors import RefusedError
 from trainer.network.rpc import Peer
 
@@ -20,38 +20,38 @@ def peer(number: int, host: str = "203.0.113.7") -> Peer:
     return Peer(f"{number:064x}", f"{host}:{4000 + number}")
 
 
-def rounds_waited(latecomers: Latecomers, who: Peer, last_round: int) -> list[int]:
+def rounds_waited(latecomers: LatecomerBackoff, who: Peer, last_round: int) -> list[int]:
     """Rounds in which it says that it comes, and does not."""
     waited = []
     for round_index in range(last_round + 1):
         if latecomers.may_wait(who, round_index):
-            latecomers.in_vain(round_index, [who])
+            latecomers.missed(round_index, [who])
             waited.append(round_index)
     return waited
 
 
 def test_one_that_never_comes_is_waited_for_ever_more_rarely() -> None:
-    assert rounds_waited(Latecomers(), peer(1), 100) == [0, 2, 5, 10, 19, 36, 69]
+    assert rounds_waited(LatecomerBackoff(), peer(1), 100) == [0, 2, 5, 10, 19, 36, 69]
 
 
 def test_new_identities_of_one_host_share_its_patience_and_members_have_their_own() -> None:
-    latecomers = Latecomers()
-    latecomers.began([peer(7).peer_id])
+    latecomers = LatecomerBackoff()
+    latecomers.joined([peer(7).peer_id])
     waited = 0
     for round_index in range(100):
         who = peer(1000 + round_index)
         waited += latecomers.may_wait(who, round_index)
-        latecomers.in_vain(round_index, [who] if latecomers.may_wait(who, round_index) else [])
+        latecomers.missed(round_index, [who] if latecomers.may_wait(who, round_index) else [])
     assert waited == 7
     assert latecomers.may_wait(peer(7), 99), "behind the same address, but known to come"
     assert latecomers.may_wait(peer(8, "198.51.100.9"), 99)
 
 
 def test_one_that_has_come_after_all_is_waited_for_again() -> None:
-    latecomers = Latecomers()
-    latecomers.began([peer(3).peer_id])
+    latecomers = LatecomerBackoff()
+    latecomers.joined([peer(3).peer_id])
     assert rounds_waited(latecomers, peer(3), 3) == [0, 2]
-    latecomers.began([peer(3).peer_id])
+    latecomers.joined([peer(3).peer_id])
     assert latecomers.may_wait(peer(3), 4)
 
 
@@ -73,48 +73,48 @@ def join_request() -> JoinRequest:
 CATCHING_UP = InviteReply(coming=False, next_round=-1, catching_up=True)
 
 
-class Meeting:
+class Meeting(LatecomerBackoff):
     """A gathering for which three nodes are expected, one of which is fetching the state first.
 
     Args:
-        fetched_after: invitations, after which it comes.
-        may_wait: whether it is waited for.
+        fetched_after: invitations after which it comes.
+        waits: whether it is waited for.
         says: what it answers until then.
-        strangers: that have joined before, unknown to discovery, with another state.
+        strangers: nodes unknown to discovery that have joined before with another state.
     """
 
     def __init__(
         self,
         fetched_after: int,
-        may_wait: bool,
+        waits: bool,
         gather_timeout_s: float = 30.0,
         says: InviteReply = CATCHING_UP,
         strangers: int = 0,
     ) -> None:
         self._says = says
         self._strangers = [f"{number:064x}" for number in range(5, 5 + strangers)]
-        self.in_vain: list[str] = []
+        self.in_vain: list[str | None] = []
+        self._waits = waits
         self._fetched_after = fetched_after
         self._invited = 0
         self._coming: set[asyncio.Task[Agreement]] = set()
-        self._gathering = MembershipGathering(
-            4,
-            GatheringRules(
-                own_id=OWN,
-                min_members=1,
-                invite_after_s=0.0,
-                gather_timeout_s=gather_timeout_s,
-                acknowledge_timeout_s=0.1,
-                max_weight_ratio=3.0,
-                values_per_part=1 << 18,
-                expected=lambda _: {OTHER, LATE},
-                invite=self._invite,
-                precedes=lambda peer_id, _round: peer_id not in (OWN, OTHER, LATE),
-                bear_silence_s=1.0,
-                may_wait=lambda _peer, _round: may_wait,
-                in_vain=lambda _round, peer_ids: self.in_vain.extend(peer_ids),
-            ),
+        config = CollectiveConfig(invite_after_s=0.0, gather_timeout_s=gather_timeout_s, stall_timeout_s=2.0)
+        rules = GatheringRules(
+            own_id=OWN,
+            config=config,
+            values_per_part=1 << 18,
+            peers=lambda: {peer_id: Peer(peer_id, "203.0.113.7:1") for peer_id in (OTHER, LATE)},
+            invite=self._invite,
+            precedes=lambda peer_id, _round: peer_id not in (OWN, OTHER, LATE),
+            latecomers=self,
         )
+        self._gathering = MembershipGathering(4, rules)
+
+    def may_wait(self, peer: Peer, round_index: int) -> bool:
+        return self._waits
+
+    def missed(self, round_index: int, peers: Iterable[Peer]) -> None:
+        self.in_vain.extend(peer.peer_id for peer in peers)
 
     async def members(self) -> tuple[str, ...]:
         """Of the first agreement."""
@@ -140,20 +140,20 @@ class Meeting:
 
 @pytest.mark.slow
 def test_a_round_waits_for_one_that_is_fetching_the_state_and_then_comes() -> None:
-    meeting = Meeting(fetched_after=2, may_wait=True)
+    meeting = Meeting(fetched_after=2, waits=True)
     assert asyncio.run(meeting.members()) == (OWN, OTHER, LATE)
     assert not meeting.in_vain
 
 
 @pytest.mark.slow
 def test_a_round_begins_without_one_that_never_comes_and_that_is_remembered() -> None:
-    meeting = Meeting(fetched_after=1000, may_wait=True, gather_timeout_s=1.0)
+    meeting = Meeting(fetched_after=1000, waits=True, gather_timeout_s=1.0)
     assert asyncio.run(meeting.members()) == (OWN, OTHER)
     assert meeting.in_vain == [LATE]
 
 
 def test_a_round_does_not_wait_for_one_whose_host_has_spent_its_patience() -> None:
-    meeting = Meeting(fetched_after=1000, may_wait=False)
+    meeting = Meeting(fetched_after=1000, waits=False)
     assert asyncio.run(meeting.members()) == (OWN, OTHER)
     assert not meeting.in_vain
 
@@ -161,18 +161,18 @@ def test_a_round_does_not_wait_for_one_whose_host_has_spent_its_patience() -> No
 @pytest.mark.parametrize("may_wait", [True, False])
 def test_one_that_says_it_is_coming_and_does_not_is_no_other_case(may_wait: bool) -> None:
     coming = InviteReply(coming=True, next_round=4)
-    meeting = Meeting(fetched_after=1000, may_wait=may_wait, gather_timeout_s=0.6 if may_wait else 30.0, says=coming)
+    meeting = Meeting(fetched_after=1000, waits=may_wait, gather_timeout_s=0.6 if may_wait else 30.0, says=coming)
     assert asyncio.run(meeting.members()) == (OWN, OTHER)
     assert meeting.in_vain == ([LATE] if may_wait else [])
 
 
 def test_nobody_sends_a_round_to_a_coordinator_that_does_not_speak_for_itself() -> None:
     elsewhere = InviteReply(coming=False, next_round=4, coordinator="e" * 64)
-    meeting = Meeting(fetched_after=1000, may_wait=True, says=elsewhere)
+    meeting = Meeting(fetched_after=1000, waits=True, says=elsewhere)
     assert asyncio.run(meeting.members()) == (OWN, OTHER)
 
 
-@pytest.mark.parametrize("strangers", [3, MAX_MEMBERS])
+@pytest.mark.parametrize("strangers", [3, MAX_ROUND_MEMBERS])
 def test_nodes_that_discovery_does_not_know_neither_fill_a_round_nor_choose_its_state(strangers: int) -> None:
-    meeting = Meeting(fetched_after=0, may_wait=True, strangers=strangers)
+    meeting = Meeting(fetched_after=0, waits=True, strangers=strangers)
     assert asyncio.run(meeting.members()) == (OWN, OTHER, LATE)
