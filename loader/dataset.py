@@ -5,9 +5,8 @@ a state resumes to the exact next batch; the sequence is the same for 0, 1 and 4
 out, so `DataLoader` is given ``batch_size=None``. Use no workers unless something else in the pipeline needs them: a
 batch takes some 15 µs here, and 1.4 ms to get out of a worker.
 
-What is here is torch's side of it; where the stream stands is `SharedStream`'s to know, and `Feed` makes the batches.
-The constructor finds the manifest and pins the node's shards, against the rule of this house that constructors do no
-work: whatever is forked off afterwards has to share that pin.
+`SharedStream` knows where the stream stands, `Feed` makes the batches. The constructor finds the manifest and pins the
+node's shards, so that processes forked afterwards share the pin.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from loader.errors import LoaderError, LoaderUsageError
 from loader.feed import Feed, FeedStats
-from loader.node_stream import NodeStream
 from loader.options import Extra, Split, StoreOptions, StreamOptions
-from loader.pins import Pin, pins_of
+from loader.plan import Pin, parse_pins
 from loader.session import Session
 from loader.shared_stream import SharedStream
-from loader.state import StreamState, WorkerState
+from loader.state import StreamState
 from loader.stream.assignment import DEFAULT_COUNT, Assignment
 from loader.stream.plateau import PlateauKind, PlateauRule
+from loader.stream.schedule import Schedule
 
 if TYPE_CHECKING:
     from manifests import Manifest
@@ -122,7 +121,7 @@ class GenesisDataset(IterableDataset[Batch]):
             plateau=plateau if isinstance(plateau, PlateauRule) else PlateauRule(plateau),
             extras=tuple(extras),
         )
-        self._shared = SharedStream.begin(self._options, Session.open(store_options))
+        self._shared = SharedStream(self._options, Session.open(store_options))
         self._feed: Feed | None = None
         self._feed_pid = -1
 
@@ -168,13 +167,13 @@ class GenesisDataset(IterableDataset[Batch]):
         info = get_worker_info()
         if info is None:
             stream = self._shared.stream
-            stream.begin_pass()
-            return self._batches(stream)
+            stream.schedule.begin_pass()
+            return self._batches(self._shared.turns_here(stream))
         try:
             worker = self._shared.begin_in_worker(info.id, info.num_workers, info.seed - info.id)
         except LoaderError as error:
             return _failing(error)
-        return self._worker_batches(worker)
+        return self._batches(self._shared.turns_in_worker(worker))
 
     def report_loss(self, loss: float | torch.Tensor) -> None:
         """Feeds the plateau rule with the loss of the latest batch; where it fires, the shard is left.
@@ -230,7 +229,7 @@ class GenesisDataset(IterableDataset[Batch]):
 
         Raises:
             StateMismatchError: the state is of another stream, store or release.
-            LoaderError: the store's index cannot be had.
+            LoaderError: the store's index is unavailable.
         """
         self._shared.load(StreamState.from_dict(state_dict), in_worker=get_worker_info() is not None)
 
@@ -255,7 +254,7 @@ class GenesisDataset(IterableDataset[Batch]):
         Raises:
             LoaderUsageError: a step is negative or absurd, the store has fewer shards, or both pins and total_shards
                 are given.
-            LoaderError: a shard cannot be had.
+            LoaderError: a shard is unavailable.
         """
         from loader.replay import replay_batch
 
@@ -263,7 +262,7 @@ class GenesisDataset(IterableDataset[Batch]):
             raise LoaderUsageError("expected pins or total_shards, found both; total_shards=n is pins=[[(0, n)]]")
         if total_shards is not None:
             pins = [[(0, total_shards)]] * self._options.num_lanes
-        pinned = pins_of(pins, self._options.num_lanes) if pins is not None else self.pins
+        pinned = parse_pins(pins, self._options.num_lanes) if pins is not None else self.pins
         session = self._shared.session
         if max(lane[-1].total_shards for lane in pinned) > session.catalog.manifest.total_shards:
             session = replace(session, catalog=session.newest_catalog())
@@ -277,32 +276,26 @@ class GenesisDataset(IterableDataset[Batch]):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_feed": None, "_feed_pid": -1}
 
-    def _batches(self, stream: NodeStream) -> Iterator[Batch]:
-        self._shared.begin_here()
-        while True:
-            stream = self._shared.go_on_here(stream)
-            batch = _next_batch(stream, self._own_feed())
-            if batch is None:
-                return
-            yield batch
-
-    def _worker_batches(self, worker: WorkerState) -> Iterator[Batch]:
-        """Every ``worker.count``-th batch of the stream, this worker's."""
-        feed = self._own_feed()
-        for stream in self._shared.turns(worker):
-            batch = _next_batch(stream, feed)
-            if batch is None:
-                self._shared.end_in_worker()
-                return
-            yield batch
+    def _batches(self, turns: Iterator[Schedule]) -> Iterator[Batch]:
+        for schedule in turns:
+            mark = schedule.mark()
+            rows = schedule.next_rows()
+            if not rows:
+                continue  # The pass is over, and so are its turns.
+            try:
+                arrays = self._own_feed().batch(rows, schedule)
+            except BaseException:  # Ctrl-C too: whoever catches it may save a state, which must name this batch.
+                schedule.rewind(mark)
+                raise
+            yield {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def _own_feed(self) -> Feed:
         """The feed of this process: threads and open shards do not outlive a fork."""
         session = self._shared.session
         if self._feed is None or self._feed_pid != os.getpid():
-            self._feed = Feed(self._options, session.catalog, session.opener, session.options.timeout_s)
+            self._feed = Feed(self._options, session)
             self._feed_pid = os.getpid()
-        self._feed.adopt(session.catalog)
+        self._feed.adopt(session)
         return self._feed
 
 
@@ -319,17 +312,3 @@ def _failing(error: LoaderError) -> Iterator[Batch]:
         raise error
 
     return iter(fail, None)
-
-
-def _next_batch(stream: NodeStream, feed: Feed) -> Batch | None:
-    """The next batch; None at the end. Where it cannot be made, the stream stays where it is."""
-    mark = stream.mark()
-    rows = stream.next_rows()
-    if not rows:
-        return None
-    try:
-        arrays = feed.batch(rows, stream.schedule)
-    except BaseException:  # Ctrl-C too: whoever catches it may save a state.
-        stream.rewind(mark)
-        raise
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}

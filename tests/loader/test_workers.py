@@ -162,7 +162,7 @@ def test_it_is_said_once_that_batches_come_again(six_shards: TokenStore, make_da
     dataset = make_dataset(six_shards)
     loader = workers(dataset, 2)
     log = logging.FileHandler(tmp_path / "log")  # Workers write to it too.
-    logging.getLogger("loader.board").addHandler(log)
+    logging.getLogger("loader.shared_stream").addHandler(log)
     try:
         take(loader, 5)
         assert (tmp_path / "log").read_text() == ""
@@ -174,7 +174,7 @@ def test_it_is_said_once_that_batches_come_again(six_shards: TokenStore, make_da
         take(loader, 5)
         assert (tmp_path / "log").read_text() == said
     finally:
-        logging.getLogger("loader.board").removeHandler(log)
+        logging.getLogger("loader.shared_stream").removeHandler(log)
         log.close()
 
 

@@ -7,8 +7,8 @@ import pytest
 from genesis.cli.app import run
 from loader import ManifestRollbackError
 from loader.cache import ShardCache
-from loader.cache.mapping import touch
-from loader.cache.sizes import format_size
+from loader.cache.part import touch
+from loader.cache.settings import format_size
 from loader.options import StoreOptions
 from loader.session import Session
 from manifests import MANIFEST_KEY

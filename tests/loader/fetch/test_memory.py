@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from loader import DataUnavailableError, GenesisDataset, LoaderError, ManifestRollbackError
-from loader.fetch.known_store import KnownStore
-from loader.fetch.manifest_memory import BelievedManifest, ManifestMemory, SeenManifest
+from loader.fetch.known_store import KnownStore, ManifestMemory, RememberedManifest, TrustedManifest
 from manifests import MANIFEST_KEY
 from tests.loader.fetch.conftest import OpenSession
 from tests.support.batches import take
@@ -124,9 +123,9 @@ class TestKeeping:
         self, store: TokenStore, stale: str, tmp_path: Path
     ) -> None:
         memory = ManifestMemory([KnownStore.of(tmp_path / "cache", address) for address in (store.url, stale)])
-        old, new = (BelievedManifest.of((Path(url) / MANIFEST_KEY).read_bytes()) for url in (stale, store.url))
+        old, new = (TrustedManifest.of((Path(url) / MANIFEST_KEY).read_bytes()) for url in (stale, store.url))
         for manifest in (new, old):
-            memory.remember(SeenManifest(manifest, 0.0, {}, None), lambda _: True)
+            memory.remember(RememberedManifest(manifest, 0.0, {}, None), lambda _: True)
             recalled = memory.recall(lambda _: True)
             assert recalled is not None
             assert recalled.manifest == new

@@ -115,7 +115,7 @@ def test_skipping_is_stepping(lanes: list[Lane], batch_size: int, first: int, mo
     take(stepped, first)
     take(skipped, first)
     take(stepped, more)
-    skipped.skip_to(first + more)
+    skipped.seek(first + more)
     assert (skipped.step, skipped.positions) == (stepped.step, stepped.positions)
     assert take(skipped, 5) == take(stepped, 5)
 
@@ -164,7 +164,7 @@ def test_a_queued_lane_begins_with_the_next_epoch(
     if skip:
         reference = deepcopy(schedule)
         after = take(reference, 24)
-        schedule.skip_to(queued_at + 12)
+        schedule.seek(queued_at + 12)
         assert take(schedule, 12) == after[12:]
     else:
         after = take(schedule, 24)
@@ -200,7 +200,7 @@ def test_lanes_queued_from_the_beginning_are_lanes_queued_as_they_came(
         for epoch, successor in successors.items():
             again.queue_lane(number, successor, epoch)
     if skip:
-        again.skip_to(len(taken) - 24)
+        again.seek(len(taken) - 24)
         assert take(again, 24) == taken[-24:]
     else:
         assert take(again, len(taken)) == taken
@@ -213,9 +213,9 @@ def test_far_steps_of_a_mixture_are_where_steps_lead(
 ) -> None:
     lanes = [Lane((number,), 7, weight) for number, weight in enumerate(weights)]
     stepped, skipped = Schedule(lanes, batch_size), Schedule(lanes, batch_size)
-    stepped.skip_to(far)
+    stepped.seek(far)
     take(stepped, more)
-    skipped.skip_to(far + more)
+    skipped.seek(far + more)
     assert (skipped.step, skipped.positions) == (stepped.step, stepped.positions)
     rows = (far + more) * batch_size
     for position, weight in zip(skipped.positions, weights, strict=True):

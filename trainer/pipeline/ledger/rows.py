@@ -18,8 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from loader.fetch.prefetch import Prefetcher
-from loader.fetch.shards import OpenShard
+from loader.fetch.shards import OpenShard, Prefetcher
 from loader.session import Session
 from loader.stream.permutation import window_order
 from loader.stream.windows import WindowView
