@@ -1,12 +1,11 @@
 """`GenesisDataset`: a node's stream of batches in the shape torch expects, in one process or in DataLoader workers.
 
 Guarantees: the batches are a function of the options, the store's shards and the steps at which shards were left early;
-a state resumes to the exact next batch; the sequence is the same for 0, 1 and 4 workers. A batch is whole when it comes
-out, so `DataLoader` is given ``batch_size=None``. Use no workers unless something else in the pipeline needs them: a
-batch takes some 15 µs here, and 1.4 ms to get out of a worker.
+a state resumes to the exact next batch; the sequence is the same for 0, 1 and 4 workers. A batch comes out whole, so
+`DataLoader` is given ``batch_size=None``. Use no workers unless something else in the pipeline needs them: a batch
+takes some 15 µs here, and 1.4 ms to get out of a worker.
 
-`SharedStream` knows where the stream stands, `Feed` makes the batches. The constructor finds the manifest and pins the
-node's shards, so that processes forked afterwards share the pin.
+The constructor finds the manifest and pins the node's shards, so that processes forked afterwards share the pin.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ Batch = dict[str, torch.Tensor]
 class GenesisDataset(IterableDataset[Batch]):
     """Batches of a node's shards, endless unless ``epochs`` says otherwise.
 
-    Iterating again goes on where iterating stopped. With DataLoader workers that is known of whole passes only: one
-    that was broken off begins again, with a warning, unless ``load_state_dict(state_dict(step=N))`` says how far
-    training has come. A copy (by pickle, by a fork) goes on by itself; DataLoader workers are no copies in that sense.
+    Iterating again continues where iterating stopped. With DataLoader workers that holds for whole passes only: a pass
+    that was broken off begins again, with a warning, unless ``load_state_dict(state_dict(step=N))`` tells how far
+    training has come. A copy, by pickle or by a fork other than of DataLoader workers, has a stream of its own.
 
     Args:
         store: a folder, ``s3://bucket/prefix`` or ``http(s)://host/prefix``.
@@ -67,9 +66,9 @@ class GenesisDataset(IterableDataset[Batch]):
         extras: any of ``positions``, ``document_ids`` (int64[B, T]) and ``cu_seqlens`` (int32[D + 1]).
 
     Raises:
-        LoaderUsageError: options that make no sense.
+        LoaderUsageError: invalid options.
         DataUnavailableError: the store cannot be reached.
-        UntrustedManifestError: its manifest may not be believed.
+        UntrustedManifestError: its manifest cannot be trusted.
     """
 
     def __init__(
@@ -127,12 +126,12 @@ class GenesisDataset(IterableDataset[Batch]):
 
     @property
     def manifest(self) -> Manifest:
-        """The manifest that the stream's shards were found in."""
+        """The manifest in use."""
         return self._shared.session.catalog.document()
 
     @property
     def options(self) -> StreamOptions:
-        """What decides the stream."""
+        """The options that decide the stream."""
         return self._options
 
     @property
@@ -147,15 +146,15 @@ class GenesisDataset(IterableDataset[Batch]):
 
     @property
     def pins(self) -> tuple[tuple[Pin, ...], ...]:
-        """For each lane (one a source, or one for all) from which epoch on it knew how many shards of the store.
+        """For each lane (one per source, or one for all) from which epoch on it knew how many shards of the store.
 
-        The first is of epoch 0; each `refresh` that found more adds one.
+        The first pin has epoch 0; each `refresh` that finds more shards adds one.
         """
         return self._shared.stream.pins
 
     @property
     def stats(self) -> FeedStats:
-        """What was opened in this process, and how long batches waited for it."""
+        """The shards opened in this process, and how long batches waited for them."""
         return self._own_feed().stats
 
     @property
@@ -176,10 +175,10 @@ class GenesisDataset(IterableDataset[Batch]):
         return self._batches(self._shared.turns_in_worker(worker))
 
     def report_loss(self, loss: float | torch.Tensor) -> None:
-        """Feeds the plateau rule with the loss of the latest batch; where it fires, the shard is left.
+        """Feeds the plateau rule with the loss of the latest batch; if it fires, the shard is left.
 
         Call it in the process that trains, once a batch. With DataLoader workers, which are some batches ahead, the
-        rotation takes place behind the furthest batch that any has begun, and a loss counts to that one's shard.
+        rotation takes place behind the furthest batch that any has begun, to whose shard the loss counts.
         """
         self._shared.report_loss(loss.item() if isinstance(loss, torch.Tensor) else float(loss))
 
@@ -196,15 +195,14 @@ class GenesisDataset(IterableDataset[Batch]):
         return self._shared.refresh()
 
     def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
-        """Where the stream stands: behind the last batch that came out.
+        """The state behind the last batch.
 
-        With workers and a plateau rule save ``state_dict(step=N)`` of this object, which has the rotations and the
-        losses. StatefulDataLoader keeps what its workers knew when they made the latest batch: a rotation that was set
-        since is not in its state, and a resumed run would not leave the shard there.
+        With workers and a plateau rule save ``state_dict(step=N)`` of this object. StatefulDataLoader keeps what its
+        workers knew when they made the latest batch; a rotation that was set since is missing from its state.
 
         Args:
-            step: where it stood behind so many batches: needed with plain DataLoader workers, whose progress this
-                object cannot see. It must not lie before the state that was loaded last.
+            step: the state behind so many batches, no fewer than at the last load: needed with plain DataLoader
+                workers, whose progress this object cannot see.
 
         Returns:
             Plain JSON values, some 600 bytes.
@@ -225,10 +223,10 @@ class GenesisDataset(IterableDataset[Batch]):
         return shared.stream.state().to_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes to where a state says; the next batch is the one that followed it.
+        """Restores a state; the next batch is the one that followed it.
 
         Raises:
-            StateMismatchError: the state is of another stream, store or release.
+            StateMismatchError: the state belongs to another stream, store or release.
             LoaderError: the store's index is unavailable.
         """
         self._shared.load(StreamState.from_dict(state_dict), in_worker=get_worker_info() is not None)
@@ -242,7 +240,7 @@ class GenesisDataset(IterableDataset[Batch]):
         pins: Sequence[Sequence[Sequence[int]]] | None = None,
         total_shards: int | None = None,
     ) -> Batch:
-        """The batch a node with the same options must have trained on at a step.
+        """Recomputes the batch on which a node with the same options must have trained.
 
         Args:
             node_id: the node.
@@ -269,7 +267,7 @@ class GenesisDataset(IterableDataset[Batch]):
         return replay_batch(session, replace(self._options, node_id=node_id), step, rotations, pinned)
 
     def close(self) -> None:
-        """Lets go of shards and connections; iterating again opens them anew."""
+        """Releases shards and connections; iterating again opens them anew."""
         self._feed = None
         self._shared.session.mirrors.close()
 

@@ -13,7 +13,7 @@ from loader.cache.settings import format_size
 from loader.cli.options import CommonOptions, with_common_options
 
 if TYPE_CHECKING:
-    from loader.cli.measuring import Measured
+    from loader.cli.measuring import ReadingSpeed, StreamSpeed
 
 __all__ = ["bench_command"]
 
@@ -31,18 +31,17 @@ def bench_command(
     from loader.cli.measuring import measure
 
     imported_s = time.perf_counter() - began
-    found = measure(store, options, batches)
+    stream, reading = measure(store, options, batches)
     if common.as_json:
-        ratios = {"of_slicing": found.reading.of_slicing, "of_copying": found.reading.of_copying}
-        facts = {"imported_s": imported_s, **asdict(found.stream), **asdict(found.reading), **ratios}
+        ratios = {"of_slicing": reading.of_slicing, "of_copying": reading.of_copying}
+        facts = {"imported_s": imported_s, **asdict(stream), **asdict(reading), **ratios}
         typer.echo(json.dumps(facts, indent=2))
     else:
-        typer.echo("\n".join(_lines(found, imported_s)))
+        typer.echo("\n".join(_lines(stream, reading, imported_s)))
     return 0
 
 
-def _lines(found: Measured, imported_s: float) -> list[str]:
-    stream, reading = found.stream, found.reading
+def _lines(stream: StreamSpeed, reading: ReadingSpeed, imported_s: float) -> list[str]:
     fetched = stream.shards_opened - stream.shards_from_cache
     wire = format_size(stream.received_bytes) + " received" if stream.received_bytes else "nothing over a network"
     return [

@@ -1,20 +1,27 @@
-"""`CheckpointContents`: the fields of a checkpoint (spec T-23), and those that make resuming exact.
+"""The fields of a node's checkpoint (spec T-23) and those that make resuming exact; the newest file that is whole.
 
 The former keep their names and lie at the top of the file, so ``torch.load(path, weights_only=True)["layers"]`` is
-the model's. The inner loop's state is split to that end: ``optimizer`` is AdamW's, ``schedule`` the rest of it.
+the model's. The inner loop's state is split for that: ``optimizer`` is AdamW's, ``schedule`` the rest of it.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Final, Self
 
 from torch import Tensor
 
-from trainer.errors import CheckpointMismatchError
+from trainer.checkpoint.files import read_checkpoint
+from trainer.checkpoint.node.naming import checkpoint_path, kept_paths
+from trainer.errors import CheckpointMismatchError, CorruptCheckpointError
 
-__all__ = ["CheckpointContents"]
+__all__ = ["CheckpointContents", "load_newest", "read_checkpoint"]
+
+logger = logging.getLogger(__name__)
 
 _VERSION: Final = 1
 _OPTIONAL: Final = frozenset({"num_ids"})
@@ -80,3 +87,55 @@ class CheckpointContents:
     def inner_state(self) -> dict[str, Any]:
         """What `InnerLoop.load_state_dict` takes."""
         return {**self.schedule, "optimizer": self.optimizer}
+
+
+def load_newest(directory: str | os.PathLike[str], wallet: str, instance: str = "") -> dict[str, Any] | None:
+    """The contents of the newest checkpoint that is whole.
+
+    Args:
+        directory: folder of all checkpoints.
+        wallet: of `wallet_id`.
+        instance: as when it was saved.
+
+    Returns:
+        The contents, tensors on the CPU; None if there is no file at all.
+
+    Raises:
+        CorruptCheckpointError: there are files, and none is whole.
+        CheckpointMismatchError: a later release wrote the newest one.
+    """
+    newest = checkpoint_path(directory, wallet, instance)
+    damaged: list[str] = []
+    for path in _candidates(newest):
+        try:
+            contents = read_checkpoint(path)
+        except CorruptCheckpointError as error:
+            logger.warning("%s; going on to the one before it", error)
+            damaged.append(path.name)
+            continue
+        if damaged:
+            logger.warning("took %s in the place of %s", path.name, ", ".join(damaged))
+        return contents
+    if damaged:
+        raise CorruptCheckpointError(
+            f"expected a whole checkpoint in {newest.parent}, found only damaged ones ({', '.join(damaged)}); "
+            "move them away to begin anew"
+        )
+    return None
+
+
+def _candidates(newest: Path) -> list[Path]:
+    """Newest first, without the second name of the newest."""
+    kept = kept_paths(newest)
+    try:
+        own = newest.stat()
+    except FileNotFoundError:
+        return kept
+    return [newest, *(path for path in kept if not _is(path, own))]
+
+
+def _is(path: Path, status: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(path.stat(), status)
+    except FileNotFoundError:  # The writer has just removed it.
+        return True

@@ -28,8 +28,6 @@ __all__ = [
     "lock_path",
     "set_aside_later",
     "take_over_former_names",
-    "temporary_path",
-    "twin_path",
     "wallet_id",
 ]
 
@@ -119,16 +117,6 @@ def _steps_kept(newest: Path) -> list[tuple[int, Path]]:
         return []
     named = [(pattern.fullmatch(path.name), path) for path in newest.parent.iterdir()]
     return [(int(match[1]), path) for match, path in named if match is not None]
-
-
-def temporary_path(newest: Path) -> Path:
-    """Where the next one is written: one name, since the lock lets only one process write."""
-    return newest.with_name(f".{newest.name}.tmp")
-
-
-def twin_path(newest: Path) -> Path:
-    """Where that file gets its second name, until it takes the place it is meant for."""
-    return newest.with_name(f".{newest.name}.twin.tmp")
 
 
 def lock_path(newest: Path) -> Path:

@@ -13,8 +13,7 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.node import read_checkpoint
-from trainer.checkpoint.stages.damage import what_is_wrong
+from trainer.checkpoint.files import read_checkpoint, what_is_wrong
 from trainer.checkpoint.stages.naming import StageName
 from trainer.errors import CheckpointMismatchError, CorruptCheckpointError, TrainerUsageError
 from trainer.model import ModelConfig

@@ -1,18 +1,22 @@
-"""Which parameters of the whole model a stage has, and of what shape."""
+"""Parameters of a model by stage: their names and shapes, and a set of stage checkpoints put together again."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from trainer.checkpoint.stages.contents import RunShape
+from trainer.checkpoint.stages.sets import StageSet
+from trainer.errors import CheckpointMismatchError
 from trainer.model import ModelConfig
 from trainer.model.layers import make_blocks
 from trainer.model.plan import StagePlan
 from trainer.model.stages import Readout
 
-__all__ = ["EMBEDDING", "OUTPUT", "differences", "model_shapes", "stage_shapes"]
+__all__ = ["EMBEDDING", "OUTPUT", "WholeModel", "assemble", "differences", "model_shapes", "stage_shapes"]
 
 EMBEDDING, OUTPUT = "embedding.weight", "readout.output.weight"
 """The two with a row for each id."""
@@ -56,3 +60,41 @@ def differences(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...
         if tuple(state[name].shape) != shape:
             return f"{name} of shape {tuple(state[name].shape)} in the place of {shape}"
     return ""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeModel:
+    """A model put together; a subspace network as one, which the exports make plain."""
+
+    shape: RunShape
+    state: Mapping[str, Tensor]
+    """As `Transformer.load_state_dict` takes it."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Its architecture."""
+        return self.shape.config
+
+
+def assemble(found: StageSet) -> WholeModel:
+    """Reads a set's files, one after the other, and puts their parameters together.
+
+    Args:
+        found: of `newest_set`.
+
+    Raises:
+        CheckpointMismatchError: a stage's parameters are not those its cut says.
+        CorruptCheckpointError: a file was damaged or removed since it was chosen.
+    """
+    shape = found.shape
+    plan = shape.plan
+    state: dict[str, Tensor] = {}
+    for name, file in found.files.items():
+        parameters = file.read().state.parameters
+        wrong = differences(parameters, stage_shapes(plan, name))
+        if wrong:
+            raise CheckpointMismatchError(
+                f"{file.named.path}: expected the parameters of {name} of {shape.run_id}, found {wrong}"
+            )
+        state.update(parameters)
+    return WholeModel(shape, state)

@@ -15,7 +15,7 @@ import torch
 from tests.support.checkpoint_actor import WALLET, check, contents, hold
 from trainer.checkpoint.node import Checkpointer, checkpoint_path, load_newest
 from trainer.checkpoint.node import checkpointer as module
-from trainer.checkpoint.node.background import HostBuffers
+from trainer.checkpoint.saver import HostBuffers
 from trainer.errors import CheckpointError
 
 

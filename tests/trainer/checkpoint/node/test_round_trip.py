@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.checkpoint_actor import WALLET, check, contents
+from trainer.checkpoint.files import tree_digest
 from trainer.checkpoint.node import CheckpointContents, Checkpointer, checkpoint_path, load_newest
-from trainer.checkpoint.node.digest import tree_digest
 from trainer.errors import CheckpointError, CheckpointMismatchError, TrainerUsageError
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
