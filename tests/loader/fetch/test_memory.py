@@ -87,10 +87,15 @@ class TestAddresses:
 
 class TestRefresh:
     @pytest.mark.parametrize(
-        ("kind", "error"), [("another history", ManifestRollbackError), ("none", DataUnavailableError)]
+        ("kind", "error"),
+        [
+            ("another history", ManifestRollbackError),
+            ("a rollback", ManifestRollbackError),
+            ("none", DataUnavailableError),
+        ],
     )
     def test_it_says_what_went_wrong_and_the_stream_goes_on(
-        self, store: TokenStore, forged: str, tmp_path: Path, kind: str, error: type[LoaderError]
+        self, store: TokenStore, stale: str, forged: str, tmp_path: Path, kind: str, error: type[LoaderError]
     ) -> None:
         options: dict[str, Any] = {"seq_len": 64, "batch_size": 4, "cache_dir": tmp_path / "cache", "timeout_s": 1.0}
         expected = take(GenesisDataset(store.url, "node-a", **options), 12)
@@ -99,8 +104,8 @@ class TestRefresh:
         if kind == "none":
             (store.folder / MANIFEST_KEY).unlink()
         else:
-            shutil.copy(Path(forged) / MANIFEST_KEY, store.folder)
-        with pytest.raises(error, match="expected"):
+            shutil.copy(Path(stale if kind == "a rollback" else forged) / MANIFEST_KEY, store.folder)
+        with pytest.raises(error, match="expected" if kind != "a rollback" else "rollback"):
             dataset.refresh()
         assert found + take(dataset, 7) == expected
 

@@ -30,13 +30,8 @@ def test_windows_do_not_overlap_and_labels_are_one_further(num_tokens: int, seq_
         start = window * seq_len
         assert np.array_equal(inputs[row], ids[start : start + seq_len])
         assert np.array_equal(labels[row], ids[start + 1 : start + seq_len + 1])
-
-
-def test_a_batch_is_a_copy() -> None:
-    ids = np.arange(100)
-    inputs, labels = WindowView.of(ids, 9).gather(np.asarray([3, 0]))
     inputs[:] = labels[:] = -1
-    assert np.array_equal(ids, np.arange(100))
+    assert np.array_equal(ids, np.arange(1_000, 1_000 + num_tokens)), "a batch is a copy"
 
 
 def naive(row: npt.NDArray[np.int64]) -> tuple[list[int], list[int]]:
@@ -58,17 +53,11 @@ def test_extras_equal_a_loop(input_ids: npt.NDArray[np.int64]) -> None:
     assert positions(input_ids).tolist() == [row[0] for row in expected]
     assert document_ids(input_ids).tolist() == [row[1] for row in expected]
     assert positions(input_ids).dtype == document_ids(input_ids).dtype == np.int64
-
-
-@given(BATCHES)
-def test_cumulative_lengths_cut_where_a_row_or_a_document_begins(input_ids: npt.NDArray[np.int64]) -> None:
     lengths = cumulative_lengths(input_ids)
-    width = input_ids.shape[1]
-    flat = input_ids.ravel()
+    width, flat = input_ids.shape[1], input_ids.ravel()
     begins = [i for i in range(len(flat)) if i % width == 0 or flat[i - 1] == EOS]
     assert lengths.tolist() == [*begins, len(flat)]
     assert lengths.dtype == np.int32
-    assert (np.diff(lengths) > 0).all()
 
 
 GOLDEN_ORDER = "e38dbfdf12f430cc7212949cf2394951085ec40e59a72836404d8d928518edcc"

@@ -57,13 +57,14 @@ def test_it_saves_at_the_first_step_behind_each_multiple_of_the_interval(tmp_pat
     ]
 
 
-def test_begun_within_an_interval_it_waits_for_the_next(tmp_path: Path) -> None:
+def test_begun_within_an_interval_it_waits_for_the_next_and_without_one_never_saves(tmp_path: Path) -> None:
     with _checkpoints(tmp_path) as checkpoints:
-        assert [checkpoints.maybe_save(now, lambda: _state(0)) for now in (650.0, 1199.0, 1300.0)] == [
-            False,
-            False,
-            True,
-        ]
+        saved = [checkpoints.maybe_save(now, lambda: _state(0)) for now in (650.0, 1199.0, 1300.0)]
+    assert saved == [False, False, True]
+    config = StagewiseConfig(directory=str(tmp_path / "never"), interval_s=0)
+    with StageCheckpoints(config, "run", _PLAN, "head", "w") as checkpoints:
+        assert not any(checkpoints.maybe_save(now, lambda: _state(0)) for now in (0.0, 1e6, 2e6))
+    assert not (tmp_path / "never").exists()
 
 
 def test_a_clock_that_is_set_back_saves_and_goes_on(tmp_path: Path) -> None:
@@ -73,13 +74,6 @@ def test_a_clock_that_is_set_back_saves_and_goes_on(tmp_path: Path) -> None:
         checkpoints.flush()
         assert not checkpoints.maybe_save(602.0, lambda: _state(0))
         assert checkpoints.maybe_save(1201.0, lambda: _state(0))
-
-
-def test_an_interval_of_nothing_never_saves(tmp_path: Path) -> None:
-    config = StagewiseConfig(directory=str(tmp_path), interval_s=0)
-    with StageCheckpoints(config, "run", _PLAN, "head", "w") as checkpoints:
-        assert not any(checkpoints.maybe_save(now, lambda: _state(0)) for now in (0.0, 1e6, 2e6))
-    assert not list(tmp_path.iterdir())
 
 
 def test_the_state_may_change_as_soon_as_it_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,19 +133,6 @@ def test_what_is_on_the_disk_is_not_saved_again(tmp_path: Path) -> None:
     assert [name[:15] for name in _names(tmp_path)] == ["19700101T001001", "19700101T001003"]
 
 
-def test_what_could_not_be_written_is_saved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with _checkpoints(tmp_path) as checkpoints:
-        checkpoints.open(0.0)
-        with monkeypatch.context() as patch:
-            patch.setattr(writer, "write_file", full)
-            assert checkpoints.maybe_save(601.0, lambda: _state(1), "first")
-            checkpoints.flush()
-        assert checkpoints.save_changes(602.0, lambda: _state(1), "first")
-
-
 def test_a_disk_that_refuses_is_told_and_ends_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,17 +143,18 @@ def test_a_disk_that_refuses_is_told_and_ends_nothing(
         checkpoints.open(0.0)
         with monkeypatch.context() as patch:
             patch.setattr(writer, "write_file", full)
-            assert checkpoints.maybe_save(601.0, lambda: _state(1))
+            assert checkpoints.maybe_save(601.0, lambda: _state(1), "first")
             checkpoints.flush()
             with pytest.raises(CheckpointError, match="could not be written: No space left on device"):
                 checkpoints.save(602.0, _state(1))
         assert (checkpoints.failed, checkpoints.saved) == (2, 0)
         assert (checkpoints.failure, checkpoints.unsaved_s(660.0)) == ("No space left on device", 660.0)
         assert "No space left on device; free some space" in caplog.text
+        assert checkpoints.save_changes(603.0, lambda: _state(1), "first"), "it is not on the disk"
         assert checkpoints.maybe_save(1201.0, lambda: _state(2))
         checkpoints.flush()
         assert (checkpoints.failure, checkpoints.unsaved_s(1204.0)) == ("", 3.0)
-    assert [name[:15] for name in _names(tmp_path)] == ["19700101T002001"]
+    assert [name[:15] for name in _names(tmp_path)] == ["19700101T001003", "19700101T002001"]
 
 
 def test_what_a_killed_process_left_is_removed_of_one_s_own_only(tmp_path: Path) -> None:
