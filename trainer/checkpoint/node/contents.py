@@ -29,36 +29,36 @@ _OPTIONAL: Final = frozenset({"num_ids"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointContents:
-    """Everything a node goes on from: tensors, and plain values that ``weights_only`` takes."""
+    """Everything a node resumes from: tensors, and plain values that ``weights_only`` loads."""
 
     layer_ids: tuple[int, ...]
-    """Layers this node holds."""
+    """Layers of this node."""
     architecture: Mapping[str, Any]
-    """The model's configuration; the saved one wins when the node starts again."""
+    """The model's configuration, which wins over the run file's when the node starts again."""
     layers: Mapping[str, Mapping[str, Tensor]]
     """Parameters by stage or layer, then by name."""
     optimizer: Mapping[str, Any]
-    """AdamW's state: `InnerLoop.state_dict` has it under ``optimizer``."""
+    """AdamW's state, ``optimizer`` of `InnerLoop.state_dict`."""
     diloco: Mapping[str, Any]
-    """Anchor, outer momentum, where within the inner steps; empty without DiLoCo."""
+    """Anchor, outer momentum, position within the inner steps; empty without DiLoCo."""
     training_rounds: int
-    """Steps taken: names the file."""
+    """Steps taken, which names the file."""
     current_loss: float
     """Of the latest step."""
     timestamp: float
     """Seconds since 1970."""
     loader: Mapping[str, Any]
-    """Where the data stream stands."""
+    """State of the data stream."""
     rng: Mapping[str, Any]
-    """Of `rng_state`."""
+    """From `rng_state`."""
     config: Mapping[str, Any]
     """The run's resolved configuration."""
     schedule: Mapping[str, Any]
     """The inner loop's state without ``optimizer``: step index, steps dropped."""
     num_ids: int | None = None
-    """Ids of the vocabulary that losses are over; None in the checkpoints of releases that did not say."""
+    """Size of the vocabulary that losses are over; None in checkpoints of earlier releases."""
     version: int = _VERSION
-    """Of these fields."""
+    """Version of these fields."""
 
     def to_mapping(self) -> dict[str, Any]:
         """The fields by name; nothing is copied."""
@@ -66,7 +66,7 @@ class CheckpointContents:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
-        """The contents that `to_mapping` gave.
+        """The inverse of `to_mapping`.
 
         Raises:
             CheckpointMismatchError: fields are missing or unknown, or another release wrote them.
@@ -85,7 +85,7 @@ class CheckpointContents:
         return cls(**mapping)
 
     def inner_state(self) -> dict[str, Any]:
-        """What `InnerLoop.load_state_dict` takes."""
+        """For `InnerLoop.load_state_dict`."""
         return {**self.schedule, "optimizer": self.optimizer}
 
 
