@@ -1,10 +1,8 @@
-"""`GenesisDataLoader`: the loader as a node's own loop has it (spec L-1, L-6, L-9).
+"""`GenesisDataLoader`: the loader as a node's own loop uses it (spec L-1, L-6, L-9).
 
-`download_shard` and `get_batch` in a loop of one's own: random windows of a shard, drawn by a generator that is seeded
-by run, node, shard and step, so that a batch can be made again. Windows may overlap and repeat, so "all tokens of the
-shard used" (spec L-13) is taken as: as many tokens drawn as the shard holds. Who wants each window once takes
-`GenesisDataset`. The vocabulary belongs here too: `sync_tokenizer` takes the store's newest, if it extends the one in
-use.
+`get_batch` draws random windows of a shard with a generator seeded by run, node, shard and step, so that a batch can be
+made again. Windows may overlap and repeat, so "all tokens of the shard used" (spec L-13) means: as many tokens drawn as
+the shard holds. Use `GenesisDataset` to read each window once.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _VERSION: Final = 1
 _SHARD_ID: Final = "genesis_shard_id"
-"""The attribute by which a tensor says which shard it is: it decides the windows that are drawn."""
+"""The attribute that identifies a tensor's shard, which decides the windows that are drawn."""
 _Count = Annotated[int, Field(strict=True, ge=0, le=2**62)]
 
 
@@ -48,7 +46,7 @@ class _State(BaseModel):
     seed: int
     shards: tuple[_Count, ...]
     shards_sha256: str
-    """Over their digests: under the same ids another store has others."""
+    """Digest over the shards' digests: another store has other shards under the same ids."""
     position: _Count
     """Rotations so far: the current shard is ``shards[position % len(shards)]``."""
     step: _Count
@@ -62,7 +60,7 @@ class GenesisDataLoader:
     """A node's shards, batches of them, and the vocabulary they were written with."""
 
     GENESIS_CDN_URL: ClassVar[str] = "https://dwquwt9gkkeil.cloudfront.net"
-    """The default address (spec L-1); used when neither ``store`` nor ``GENESIS_STORE`` names a store."""
+    """Default address (spec L-1) if neither ``store`` nor ``GENESIS_STORE`` names a store."""
 
     def __init__(
         self,
@@ -93,13 +91,13 @@ class GenesisDataLoader:
             timeout_s: how long to try for an object.
             count: shards the node is given.
             assignment: ``modulo`` (spec L-2) or ``rendezvous``.
-            plateau: when `should_rotate` says so before the shard is used up.
-            tokenizer: the vocabulary in use, which the store's must extend; by default none yet.
+            plateau: when `should_rotate` is true before the shard is used up.
+            tokenizer: the vocabulary in use, which the store's must extend; by default the store's.
 
         Raises:
             LoaderUsageError: options that make no sense, or an empty store.
             DataUnavailableError: the store cannot be reached.
-            UntrustedManifestError: its manifest may not be believed.
+            UntrustedManifestError: its manifest cannot be trusted.
         """
         self._session = Session.open(
             StoreOptions.of(
@@ -135,10 +133,10 @@ class GenesisDataLoader:
 
     @property
     def tokenizer(self) -> NeuroTokenizer:
-        """The vocabulary; fetched from the store at the first question.
+        """The vocabulary, fetched from the store at the first access.
 
         Raises:
-            LoaderError: it cannot be had.
+            LoaderError: it is unavailable.
         """
         if self._tokenizer is None:
             self.sync_tokenizer()
@@ -154,11 +152,11 @@ class GenesisDataLoader:
 
         Raises:
             TokenizerSyncError: it does not extend the one in use: an id would change its meaning.
-            LoaderError: it cannot be had.
+            LoaderError: it is unavailable.
         """
         from genesis.tokenizer import NeuroTokenizer
 
-        # The first time the manifest is at most a minute old, and a node without a network can begin.
+        # The first time the present manifest will do, so a node without a network can begin.
         catalog = self._session.catalog if self._tokenizer is None else self._session.newest_catalog()
         file = catalog.vocabulary()
         try:
@@ -181,7 +179,7 @@ class GenesisDataLoader:
             int64[shard_tokens], mapped; writing to it stays in this process. The cached file is in use while it lives.
 
         Raises:
-            LoaderError: it cannot be had.
+            LoaderError: it is unavailable.
         """
         shard = torch.from_numpy(self._session.open_shard(shard_id).ids)
         setattr(shard, _SHARD_ID, shard_id)
@@ -202,14 +200,14 @@ class GenesisDataLoader:
             shard: int64[N], N > seq_len, of `download_shard`.
             batch_size: B.
             seq_len: T.
-            shard_id: which shard it is; a tensor of `download_shard` knows, a copy or slice of one does not.
-            step: makes the batch of that step (again) and leaves the loader as it is; by default the next one.
+            step: makes the batch of that step and leaves the loader unchanged; by default the next one.
+            shard_id: the shard's id; a tensor of `download_shard` has it, a copy or slice of one has not.
 
         Returns:
             ``input_ids`` and ``labels``, int64[B, T].
 
         Raises:
-            LoaderUsageError: the shard is too short, or nobody says which it is.
+            LoaderUsageError: the shard is too short, or its id is unknown.
         """
         if batch_size < 1 or not 1 <= seq_len < len(shard):
             raise LoaderUsageError(
@@ -234,7 +232,7 @@ class GenesisDataLoader:
         self._history.add(loss.item() if isinstance(loss, torch.Tensor) else float(loss))
 
     def should_rotate(self) -> bool:
-        """Whether the current shard is used up, or has no more to teach (spec L-13, L-14)."""
+        """Whether the current shard is used up, or the loss has plateaued (spec L-13, L-14)."""
         if self._tokens_drawn >= self._session.catalog.manifest.shard_tokens:
             return True
         if self._steps_on_shard < self._rule.min_steps:
@@ -245,7 +243,7 @@ class GenesisDataLoader:
         return plateau is not None
 
     def rotate(self) -> int:
-        """Goes on to the node's next shard; returns its id."""
+        """Moves to the node's next shard; returns its id."""
         self._position += 1
         self._steps_on_shard = self._tokens_drawn = 0
         self._history.clear()
@@ -253,7 +251,7 @@ class GenesisDataLoader:
         return self.current_shard_id
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands: plain JSON values."""
+        """The state of the loader: plain JSON values."""
         return _State(
             node_id=self._node_id,
             seed=self._seed,
@@ -267,10 +265,10 @@ class GenesisDataLoader:
         ).model_dump(mode="json")
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes to where a state says.
+        """Restores a state.
 
         Raises:
-            StateMismatchError: the state is of another node, run or release, or names shards the store has not.
+            StateMismatchError: the state belongs to another node, run or release, or names shards the store has not.
         """
         try:
             state = _State.model_validate(state_dict)

@@ -1,13 +1,11 @@
 """`GenesisDataset`: a node's stream of batches in the shape torch expects, in one process or in DataLoader workers.
 
 Guarantees: the batches are a function of the options, the store's shards and the steps at which shards were left early;
-a state resumes to the exact next batch; the sequence is the same for 0, 1 and 4 workers. A batch is whole when it comes
-out, so `DataLoader` is given ``batch_size=None``. Use no workers unless something else in the pipeline needs them: a
-batch takes some 15 µs here, and 1.4 ms to get out of a worker.
+a state resumes to the exact next batch; the sequence is the same for 0, 1 and 4 workers. A batch comes out whole, so
+`DataLoader` is given ``batch_size=None``. Use no workers unless something else in the pipeline needs them: a batch
+takes some 15 µs here, and 1.4 ms to get out of a worker.
 
-What is here is torch's side of it; where the stream stands is `SharedStream`'s to know, and `Feed` makes the batches.
-The constructor finds the manifest and pins the node's shards, against the rule of this house that constructors do no
-work: whatever is forked off afterwards has to share that pin.
+The constructor finds the manifest and pins the node's shards, so that processes forked afterwards share the pin.
 """
 
 from __future__ import annotations
@@ -22,14 +20,14 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from loader.errors import LoaderError, LoaderUsageError
 from loader.feed import Feed, FeedStats
-from loader.node_stream import NodeStream
 from loader.options import Extra, Split, StoreOptions, StreamOptions
-from loader.pins import Pin, pins_of
+from loader.plan import Pin, parse_pins
 from loader.session import Session
 from loader.shared_stream import SharedStream
-from loader.state import StreamState, WorkerState
+from loader.state import StreamState
 from loader.stream.assignment import DEFAULT_COUNT, Assignment
 from loader.stream.plateau import PlateauKind, PlateauRule
+from loader.stream.schedule import Schedule
 
 if TYPE_CHECKING:
     from manifests import Manifest
@@ -42,9 +40,9 @@ Batch = dict[str, torch.Tensor]
 class GenesisDataset(IterableDataset[Batch]):
     """Batches of a node's shards, endless unless ``epochs`` says otherwise.
 
-    Iterating again goes on where iterating stopped. With DataLoader workers that is known of whole passes only: one
-    that was broken off begins again, with a warning, unless ``load_state_dict(state_dict(step=N))`` says how far
-    training has come. A copy (by pickle, by a fork) goes on by itself; DataLoader workers are no copies in that sense.
+    Iterating again continues where iterating stopped. With DataLoader workers that holds for whole passes only: a pass
+    that was broken off begins again, with a warning, unless ``load_state_dict(state_dict(step=N))`` tells how far
+    training has come. A copy, by pickle or by a fork other than of DataLoader workers, has a stream of its own.
 
     Args:
         store: a folder, ``s3://bucket/prefix`` or ``http(s)://host/prefix``.
@@ -68,9 +66,9 @@ class GenesisDataset(IterableDataset[Batch]):
         extras: any of ``positions``, ``document_ids`` (int64[B, T]) and ``cu_seqlens`` (int32[D + 1]).
 
     Raises:
-        LoaderUsageError: options that make no sense.
+        LoaderUsageError: invalid options.
         DataUnavailableError: the store cannot be reached.
-        UntrustedManifestError: its manifest may not be believed.
+        UntrustedManifestError: its manifest cannot be trusted.
     """
 
     def __init__(
@@ -122,18 +120,18 @@ class GenesisDataset(IterableDataset[Batch]):
             plateau=plateau if isinstance(plateau, PlateauRule) else PlateauRule(plateau),
             extras=tuple(extras),
         )
-        self._shared = SharedStream.begin(self._options, Session.open(store_options))
+        self._shared = SharedStream(self._options, Session.open(store_options))
         self._feed: Feed | None = None
         self._feed_pid = -1
 
     @property
     def manifest(self) -> Manifest:
-        """The manifest that the stream's shards were found in."""
+        """The manifest in use."""
         return self._shared.session.catalog.document()
 
     @property
     def options(self) -> StreamOptions:
-        """What decides the stream."""
+        """The options that decide the stream."""
         return self._options
 
     @property
@@ -148,15 +146,15 @@ class GenesisDataset(IterableDataset[Batch]):
 
     @property
     def pins(self) -> tuple[tuple[Pin, ...], ...]:
-        """For each lane (one a source, or one for all) from which epoch on it knew how many shards of the store.
+        """For each lane (one per source, or one for all) from which epoch on it knew how many shards of the store.
 
-        The first is of epoch 0; each `refresh` that found more adds one.
+        The first pin has epoch 0; each `refresh` that finds more shards adds one.
         """
         return self._shared.stream.pins
 
     @property
     def stats(self) -> FeedStats:
-        """What was opened in this process, and how long batches waited for it."""
+        """The shards opened in this process, and how long batches waited for them."""
         return self._own_feed().stats
 
     @property
@@ -168,19 +166,19 @@ class GenesisDataset(IterableDataset[Batch]):
         info = get_worker_info()
         if info is None:
             stream = self._shared.stream
-            stream.begin_pass()
-            return self._batches(stream)
+            stream.schedule.begin_pass()
+            return self._batches(self._shared.turns_here(stream))
         try:
             worker = self._shared.begin_in_worker(info.id, info.num_workers, info.seed - info.id)
         except LoaderError as error:
             return _failing(error)
-        return self._worker_batches(worker)
+        return self._batches(self._shared.turns_in_worker(worker))
 
     def report_loss(self, loss: float | torch.Tensor) -> None:
-        """Feeds the plateau rule with the loss of the latest batch; where it fires, the shard is left.
+        """Feeds the plateau rule with the loss of the latest batch; if it fires, the shard is left.
 
         Call it in the process that trains, once a batch. With DataLoader workers, which are some batches ahead, the
-        rotation takes place behind the furthest batch that any has begun, and a loss counts to that one's shard.
+        rotation takes place behind the furthest batch that any has begun, to whose shard the loss counts.
         """
         self._shared.report_loss(loss.item() if isinstance(loss, torch.Tensor) else float(loss))
 
@@ -197,15 +195,14 @@ class GenesisDataset(IterableDataset[Batch]):
         return self._shared.refresh()
 
     def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
-        """Where the stream stands: behind the last batch that came out.
+        """The state behind the last batch.
 
-        With workers and a plateau rule save ``state_dict(step=N)`` of this object, which has the rotations and the
-        losses. StatefulDataLoader keeps what its workers knew when they made the latest batch: a rotation that was set
-        since is not in its state, and a resumed run would not leave the shard there.
+        With workers and a plateau rule save ``state_dict(step=N)`` of this object. StatefulDataLoader keeps what its
+        workers knew when they made the latest batch; a rotation that was set since is missing from its state.
 
         Args:
-            step: where it stood behind so many batches: needed with plain DataLoader workers, whose progress this
-                object cannot see. It must not lie before the state that was loaded last.
+            step: the state behind so many batches, no fewer than at the last load: needed with plain DataLoader
+                workers, whose progress this object cannot see.
 
         Returns:
             Plain JSON values, some 600 bytes.
@@ -226,11 +223,11 @@ class GenesisDataset(IterableDataset[Batch]):
         return shared.stream.state().to_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes to where a state says; the next batch is the one that followed it.
+        """Restores a state; the next batch is the one that followed it.
 
         Raises:
-            StateMismatchError: the state is of another stream, store or release.
-            LoaderError: the store's index cannot be had.
+            StateMismatchError: the state belongs to another stream, store or release.
+            LoaderError: the store's index is unavailable.
         """
         self._shared.load(StreamState.from_dict(state_dict), in_worker=get_worker_info() is not None)
 
@@ -243,7 +240,7 @@ class GenesisDataset(IterableDataset[Batch]):
         pins: Sequence[Sequence[Sequence[int]]] | None = None,
         total_shards: int | None = None,
     ) -> Batch:
-        """The batch a node with the same options must have trained on at a step.
+        """Recomputes the batch on which a node with the same options must have trained.
 
         Args:
             node_id: the node.
@@ -255,7 +252,7 @@ class GenesisDataset(IterableDataset[Batch]):
         Raises:
             LoaderUsageError: a step is negative or absurd, the store has fewer shards, or both pins and total_shards
                 are given.
-            LoaderError: a shard cannot be had.
+            LoaderError: a shard is unavailable.
         """
         from loader.replay import replay_batch
 
@@ -263,46 +260,40 @@ class GenesisDataset(IterableDataset[Batch]):
             raise LoaderUsageError("expected pins or total_shards, found both; total_shards=n is pins=[[(0, n)]]")
         if total_shards is not None:
             pins = [[(0, total_shards)]] * self._options.num_lanes
-        pinned = pins_of(pins, self._options.num_lanes) if pins is not None else self.pins
+        pinned = parse_pins(pins, self._options.num_lanes) if pins is not None else self.pins
         session = self._shared.session
         if max(lane[-1].total_shards for lane in pinned) > session.catalog.manifest.total_shards:
             session = replace(session, catalog=session.newest_catalog())
         return replay_batch(session, replace(self._options, node_id=node_id), step, rotations, pinned)
 
     def close(self) -> None:
-        """Lets go of shards and connections; iterating again opens them anew."""
+        """Releases shards and connections; iterating again opens them anew."""
         self._feed = None
         self._shared.session.mirrors.close()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_feed": None, "_feed_pid": -1}
 
-    def _batches(self, stream: NodeStream) -> Iterator[Batch]:
-        self._shared.begin_here()
-        while True:
-            stream = self._shared.go_on_here(stream)
-            batch = _next_batch(stream, self._own_feed())
-            if batch is None:
-                return
-            yield batch
-
-    def _worker_batches(self, worker: WorkerState) -> Iterator[Batch]:
-        """Every ``worker.count``-th batch of the stream, this worker's."""
-        feed = self._own_feed()
-        for stream in self._shared.turns(worker):
-            batch = _next_batch(stream, feed)
-            if batch is None:
-                self._shared.end_in_worker()
-                return
-            yield batch
+    def _batches(self, turns: Iterator[Schedule]) -> Iterator[Batch]:
+        for schedule in turns:
+            mark = schedule.mark()
+            rows = schedule.next_rows()
+            if not rows:
+                continue  # The pass is over, and so are its turns.
+            try:
+                arrays = self._own_feed().batch(rows, schedule)
+            except BaseException:  # Ctrl-C too: whoever catches it may save a state, which must name this batch.
+                schedule.rewind(mark)
+                raise
+            yield {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def _own_feed(self) -> Feed:
         """The feed of this process: threads and open shards do not outlive a fork."""
         session = self._shared.session
         if self._feed is None or self._feed_pid != os.getpid():
-            self._feed = Feed(self._options, session.catalog, session.opener, session.options.timeout_s)
+            self._feed = Feed(self._options, session)
             self._feed_pid = os.getpid()
-        self._feed.adopt(session.catalog)
+        self._feed.adopt(session)
         return self._feed
 
 
@@ -319,17 +310,3 @@ def _failing(error: LoaderError) -> Iterator[Batch]:
         raise error
 
     return iter(fail, None)
-
-
-def _next_batch(stream: NodeStream, feed: Feed) -> Batch | None:
-    """The next batch; None at the end. Where it cannot be made, the stream stays where it is."""
-    mark = stream.mark()
-    rows = stream.next_rows()
-    if not rows:
-        return None
-    try:
-        arrays = feed.batch(rows, stream.schedule)
-    except BaseException:  # Ctrl-C too: whoever catches it may save a state.
-        stream.rewind(mark)
-        raise
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}

@@ -1,17 +1,4 @@
-"""Everything that can go wrong between a store and a batch, one line a user can act on each.
-
-LoaderError
-├── DataUnavailableError       no mirror gave an object in time
-├── CorruptObjectError         every mirror gave bytes that are not what the manifest vouches for
-├── UntrustedManifestError     the manifest may not be believed
-│   ├── ManifestSignatureError     not signed by the pinned key
-│   ├── ManifestRollbackError      older than one seen before, or another history
-│   └── HostileStoreError          it names, or vouches for, what no honest store does
-├── StateMismatchError         a state_dict of another run, store or format
-├── TokenizerSyncError         the store's vocabulary does not extend the one in use
-├── CacheError                 the cache folder cannot be used at all
-└── LoaderUsageError           options that do not go together
-"""
+"""What can go wrong between a store and a batch; every message is one line a user can act on."""
 
 from __future__ import annotations
 
@@ -31,11 +18,11 @@ __all__ = [
 
 
 class LoaderError(Exception):
-    """Base of all of them; the message says what was expected, what was found, and what to do."""
+    """Base class; the message says what was expected, what was found, and what to do."""
 
 
 class DataUnavailableError(LoaderError):
-    """No mirror gave an object within the deadline; the message says what each answered."""
+    """No mirror gave an object within the deadline; the message has the answer of each."""
 
 
 class CorruptObjectError(LoaderError):
@@ -43,7 +30,7 @@ class CorruptObjectError(LoaderError):
 
 
 class UntrustedManifestError(LoaderError):
-    """The manifest may not be believed."""
+    """The manifest cannot be trusted."""
 
 
 class ManifestSignatureError(UntrustedManifestError):
@@ -55,7 +42,7 @@ class ManifestRollbackError(UntrustedManifestError):
 
 
 class HostileStoreError(UntrustedManifestError):
-    """The store names keys, sizes or shapes that no honest store names, or vouches for ids that are none."""
+    """The store names keys, sizes or shapes that no honest store has, or vouches for invalid ids."""
 
 
 class StateMismatchError(LoaderError):
@@ -71,4 +58,4 @@ class CacheError(LoaderError):
 
 
 class LoaderUsageError(LoaderError):
-    """Options that do not go together, or a value out of range."""
+    """Options conflict, or a value is out of range."""

@@ -1,7 +1,7 @@
-"""From rows of windows to arrays of ids, with the next shard always on its way.
+"""From rows of windows to arrays of ids, with the next shard fetched ahead.
 
-Holds the shards that the lanes stand in, mapped, and lets go of the others. Whenever a lane moves on, the next shard is
-asked for in the background, so moving on waits only if the network was slower than the training.
+A feed holds the shards in which the lanes stand, mapped. Whenever a lane moves on, the next shard is opened in the
+background, so moving on waits only if the network was slower than the training.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from loader.fetch.catalog import Catalog
-from loader.fetch.prefetch import Prefetcher
-from loader.fetch.shards import OpenShard, ShardOpener
+from loader.fetch.shards import OpenShard, Prefetcher
 from loader.options import StreamOptions
+from loader.session import Session
 from loader.stream.permutation import window_order
 from loader.stream.schedule import Rows, Schedule
 from loader.stream.windows import WindowView, cumulative_lengths, document_ids, positions
@@ -31,12 +30,12 @@ Array = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class FeedStats:
-    """What a feed has done in this process."""
+    """Counts of a feed in this process."""
 
     shards_opened: int
     shards_from_cache: int
     stalled_s: float
-    """Time that batches waited for a shard, the first one's opening included."""
+    """Time for which batches waited for a shard, the opening of the first one included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,42 +50,39 @@ class Feed:
 
     Args:
         options: the stream's.
-        catalog: the store's.
-        opener: opens shards.
-        timeout_s: how long to wait for a shard.
+        session: the store.
     """
 
-    def __init__(self, options: StreamOptions, catalog: Catalog, opener: ShardOpener, timeout_s: float) -> None:
+    def __init__(self, options: StreamOptions, session: Session) -> None:
         self._options = options
-        self._catalog = catalog
-        self._opener = opener
-        self._prefetcher = Prefetcher(self._open_shard, timeout_s)
+        self._session = session
+        self._prefetcher = Prefetcher(self._open_shard, session.options.timeout_s)
         self._readings: dict[int, _Reading] = {}
         self._opened = self._from_cache = 0
         self._stalled_s = 0.0
 
     @property
     def stats(self) -> FeedStats:
-        """What was done so far."""
+        """The counts so far."""
         return FeedStats(self._opened, self._from_cache, self._stalled_s)
 
-    def adopt(self, catalog: Catalog) -> None:
-        """Knows the shards of a grown store from now on."""
-        self._catalog = catalog
+    def adopt(self, session: Session) -> None:
+        """Takes the shards of a grown store into account."""
+        self._session = session
 
     def batch(self, rows: Sequence[Rows], schedule: Schedule | None = None) -> dict[str, Array]:
-        """The batch that some rows make up.
+        """Makes a batch.
 
         Args:
-            rows: at least one.
-            schedule: what they came from: says what to hold and what to fetch ahead.
+            rows: its rows, at least one.
+            schedule: the source of the rows, which tells which shards to hold and to fetch ahead; None for neither.
 
         Returns:
             ``input_ids`` and ``labels``, int64[B, T], and the extras that the options ask for: ``positions`` and
             ``document_ids``, int64[B, T], ``cu_seqlens``, int32[D + 1].
 
         Raises:
-            LoaderError: a shard cannot be had.
+            LoaderError: a shard is unavailable.
         """
         inputs, labels = self._gather(rows[0], schedule)
         if len(rows) > 1:
@@ -99,7 +95,7 @@ class Feed:
         return batch
 
     def _open_shard(self, shard_id: int) -> OpenShard:
-        return self._opener.open(self._catalog.entry(shard_id))
+        return self._session.open_shard(shard_id)
 
     def _gather(self, rows: Rows, schedule: Schedule | None) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         reading = self._readings.get(rows.shard_id)

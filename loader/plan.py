@@ -1,7 +1,9 @@
-"""From a trusted store and a user's options to the lanes of shards a node reads, and what identifies them.
+"""Which shards each lane of a node reads, in every epoch, however often the node has taken a store that grew.
 
 A lane is pinned to the number of shards the store had when the lane began: a store only grows at its end, so that
-number stands for the same shards in every later manifest, and the digest of the lane's entries proves it.
+number stands for the same shards in every later manifest, and the digest of the lane's entries proves it. A *pin* says
+from which epoch on a lane knew how many shards. The pins of a run, with its options and rotations, are all it takes to
+make any of its batches again: 10 bytes for each time the store was taken.
 """
 
 from __future__ import annotations
@@ -10,6 +12,9 @@ import hashlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, NamedTuple, Self
+
+from annotated_types import Ge, Le
 
 from loader.errors import LoaderUsageError
 from loader.fetch.catalog import Catalog
@@ -18,37 +23,33 @@ from loader.stream.assignment import assign
 from loader.stream.schedule import Lane
 from loader.stream.windows import num_windows
 
-__all__ = ["LanePlan", "plan_lane", "plan_lanes", "shard_pool"]
+__all__ = ["LanePlan", "Pin", "PinnedLane", "PinnedPlan", "check_pins", "parse_pins", "plan_lane", "shard_pool"]
+
+
+class Pin(NamedTuple):
+    """From an epoch on, a lane reads the node's assignment among this many shards."""
+
+    epoch: Annotated[int, Ge(0), Le(2**62)]
+    total_shards: Annotated[int, Ge(1), Le(2**62)]
 
 
 @dataclass(frozen=True, slots=True)
 class LanePlan:
-    """A lane, and what it was made from."""
+    """A lane, and its origin."""
 
     source: str | None
     total_shards: int
-    """How many shards the store had."""
+    """Shards of the store when the lane was planned."""
     shards_sha256: str
     """Over the ids and digests of the lane's shards."""
     lane: Lane
 
 
-def plan_lanes(catalog: Catalog, options: StreamOptions) -> list[LanePlan]:
-    """The lanes of a node, as it would read the store today.
-
-    Raises:
-        LoaderUsageError: there is no shard to read, or none of a source that is asked for.
-        LoaderError: the index cannot be had.
-    """
-    total = catalog.manifest.total_shards
-    return [plan_lane(catalog, options, number, total) for number in range(options.num_lanes)]
-
-
 def shard_pool(catalog: Catalog, options: StreamOptions, source: str | None, total_shards: int) -> Sequence[int]:
-    """The shards that a lane's are chosen from, ascending: what is held out of training, or what is not.
+    """The shards from which those of a lane are chosen, ascending.
 
-    The first ``holdout`` shards of every source are held out: which these are never changes as a store grows, so that
-    all nodes agree on them, whenever their runs began.
+    The first ``holdout`` shards of every source are held out of training. They stay the same as a store grows, so all
+    nodes agree on them, whenever their runs began.
 
     Raises:
         LoaderUsageError: there is none.
@@ -77,13 +78,13 @@ def shard_pool(catalog: Catalog, options: StreamOptions, source: str | None, tot
 
 
 def plan_lane(catalog: Catalog, options: StreamOptions, number: int, total_shards: int) -> LanePlan:
-    """One lane of a node.
+    """Plans one lane of a node.
 
     Args:
         catalog: the store.
         options: the user's.
-        number: the lane's: which of the sources.
-        total_shards: how many shards of the store it may know.
+        number: index of the lane's source.
+        total_shards: only the first so many shards of the store count.
 
     Raises:
         LoaderUsageError: the store has fewer, or none to read.
@@ -109,3 +110,80 @@ def plan_lane(catalog: Catalog, options: StreamOptions, number: int, total_shard
     for shard_id in shards:
         digest.update(f"{shard_id}:{catalog.entry(shard_id).sha256}\n".encode())
     return LanePlan(source, total_shards, digest.hexdigest(), Lane(shards, windows, weight))
+
+
+class PinnedPlan(NamedTuple):
+    """The plan a lane follows from an epoch on."""
+
+    epoch: int
+    plan: LanePlan
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedLane:
+    """A lane through the growth of its store."""
+
+    past: tuple[Pin, ...]
+    """Pins of epochs that are over; their shards are not read again."""
+    plans: tuple[PinnedPlan, ...]
+    """In the order of their first epochs; never empty."""
+
+    @classmethod
+    def of(cls, catalog: Catalog, options: StreamOptions, number: int, pins: Sequence[Pin]) -> Self:
+        """A lane at its beginning; arguments and errors are those of `plan_lane`."""
+        return cls(
+            (), tuple(PinnedPlan(pin.epoch, plan_lane(catalog, options, number, pin.total_shards)) for pin in pins)
+        )
+
+    @property
+    def pins(self) -> tuple[Pin, ...]:
+        """All pins since the run began, and one that is yet to come."""
+        return (*self.past, *(Pin(epoch, plan.total_shards) for epoch, plan in self.plans))
+
+    def at(self, epoch: int) -> LanePlan:
+        """The plan of an epoch."""
+        return next(pinned.plan for pinned in reversed(self.plans) if pinned.epoch <= epoch)
+
+    def after(self, epoch: int) -> tuple[PinnedPlan, ...]:
+        """The plans of later epochs."""
+        return tuple(pinned for pinned in self.plans if pinned.epoch > epoch)
+
+    def grown(self, epoch: int, plan: LanePlan) -> PinnedLane:
+        """The lane that stands in ``epoch`` and follows ``plan`` from the next epoch on."""
+        kept = [pinned for pinned in self.plans if pinned.epoch <= epoch]
+        over = [Pin(each.epoch, each.plan.total_shards) for each in kept[:-1]]
+        return PinnedLane((*self.past, *over), (kept[-1], PinnedPlan(epoch + 1, plan)))
+
+
+def check_pins(pins: Sequence[Pin]) -> None:
+    """Checks that a lane can have had these pins.
+
+    Raises:
+        ValueError: they do not begin with epoch 0, or do not ascend.
+    """
+    if not pins or pins[0].epoch != 0 or any(pin.total_shards < 1 for pin in pins):
+        raise ValueError(f"expected pins from epoch 0 on, of 1 shard or more, found {[tuple(pin) for pin in pins]}")
+    for before, pin in itertools.pairwise(pins):
+        if pin.epoch <= before.epoch or pin.total_shards <= before.total_shards:
+            raise ValueError(
+                f"expected pins of ever later epochs and more shards, found {[tuple(pin) for pin in pins]}"
+            )
+
+
+def parse_pins(given: Sequence[Sequence[Sequence[int]]], num_lanes: int) -> tuple[tuple[Pin, ...], ...]:
+    """Parses the pins that a peer states: for each lane, pairs of an epoch and a number of shards.
+
+    Raises:
+        LoaderUsageError: they are malformed, or no ``num_lanes`` lanes can have had them.
+    """
+    try:
+        found = tuple(tuple(Pin(*map(int, pair)) for pair in lane) for lane in given)
+        for lane in found:
+            check_pins(lane)
+    except (TypeError, ValueError) as error:
+        raise LoaderUsageError(
+            f"pins: for each lane [[epoch, shards], …] as `GenesisDataset.pins` has it: {error}"
+        ) from None
+    if len(found) != num_lanes:
+        raise LoaderUsageError(f"pins: expected those of {num_lanes} lanes, one a source, found {len(found)}")
+    return found

@@ -1,4 +1,4 @@
-"""An opened store: mirrors, the manifest that may be believed, and the cache, put together from a user's options."""
+"""An opened store: its mirrors, its trusted manifest and the cache, made from a user's options."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 from loader.cache import ShardCache
 from loader.fetch.catalog import Catalog
-from loader.fetch.known_store import KnownStore
+from loader.fetch.known_store import KnownStore, ManifestMemory
 from loader.fetch.manifest_keeper import ManifestKeeper
-from loader.fetch.manifest_memory import ManifestMemory
 from loader.fetch.mirrors import Mirrors
-from loader.fetch.shards import OpenShard, ShardOpener
+from loader.fetch.shards import OpenShard, open_shard
 from loader.options import StoreOptions
 
 __all__ = ["Session"]
@@ -18,7 +17,7 @@ __all__ = ["Session"]
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What everything that reads shards shares. May be pickled, and used after a fork."""
+    """An opened store. It may be pickled, and used after a fork."""
 
     options: StoreOptions
     mirrors: Mirrors
@@ -27,38 +26,33 @@ class Session:
 
     @classmethod
     def open(cls, options: StoreOptions) -> Session:
-        """Finds the manifest, and reads nothing else.
+        """Reads the manifest, and nothing else.
 
         Raises:
             DataUnavailableError: no mirror can be reached.
-            UntrustedManifestError: none gives a manifest that may be believed.
-            LoaderUsageError: an address or key makes no sense.
+            UntrustedManifestError: none gives a manifest that can be trusted.
+            LoaderUsageError: an address or key is invalid.
         """
         mirrors = Mirrors(options.mirrors, options.timeout_s, options.max_bytes_per_s)
         cache = ShardCache(options.cache_dir, options.cache_bytes)
         manifest = _keeper(options, mirrors).current()
         return cls(options, mirrors, Catalog(manifest, mirrors, _known(options, mirrors)), cache)
 
-    @property
-    def opener(self) -> ShardOpener:
-        """Opens shards of this store."""
-        return ShardOpener(self.mirrors, self.cache)
-
     def open_shard(self, shard_id: int) -> OpenShard:
-        """A shard, verified.
+        """Opens a shard, verified.
 
         Raises:
-            LoaderError: it cannot be had.
+            LoaderError: it is unavailable.
         """
-        return self.opener.open(self.catalog.entry(shard_id))
+        return open_shard(self.mirrors, self.cache, self.catalog.entry(shard_id))
 
     def newest_catalog(self) -> Catalog:
         """The store as it is now.
 
         Raises:
-            LoaderError: it cannot be asked, or not believed.
+            LoaderError: it is unavailable, or cannot be trusted.
         """
-        manifest = _keeper(self.options, self.mirrors).newest(self.catalog.believed)
+        manifest = _keeper(self.options, self.mirrors).newest(self.catalog.trusted)
         return Catalog(manifest, self.mirrors, _known(self.options, self.mirrors))
 
 

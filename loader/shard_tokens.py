@@ -1,13 +1,11 @@
 """`ShardTokens`: the windows of some shards as a map-style dataset, for samplers, evaluation and other loaders' mixing.
 
-Index to shard and window is arithmetic, so there is nothing to build and every window is a read away. Order is the
-sampler's affair; without one it is the order of the shards. The trade-off: a sampler that jumps between shards holds up
-to eight of them mapped, and a shard beyond those is verified again each time it comes round.
+Index to shard and window is arithmetic; without a sampler the order is that of the shards. Up to eight shards stay
+mapped; with a sampler that jumps between more, a shard is verified again each time it comes round.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -21,6 +19,7 @@ from loader.errors import LoaderUsageError, StateMismatchError
 from loader.options import StoreOptions
 from loader.session import Session
 from loader.stream.windows import WindowView, num_windows
+from manifests import sha256_hex
 
 __all__ = ["ShardTokens"]
 
@@ -45,7 +44,7 @@ class ShardTokens(Dataset[Window]):
         cache_bytes: int | str | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        """Finds the store; like `GenesisDataset` it does so here, so that all workers share what was found.
+        """Finds the store, here as in `GenesisDataset`, so that all workers share the manifest.
 
         Args:
             store: a folder, ``s3://bucket/prefix`` or ``http(s)://host/prefix``.
@@ -58,9 +57,9 @@ class ShardTokens(Dataset[Window]):
             timeout_s: how long to try for a shard.
 
         Raises:
-            LoaderUsageError: options that make no sense, or a shard the store has not.
+            LoaderUsageError: invalid options, or a shard the store has not.
             DataUnavailableError: the store cannot be reached.
-            UntrustedManifestError: its manifest may not be believed.
+            UntrustedManifestError: its manifest cannot be trusted.
         """
         if seq_len < 1:
             raise LoaderUsageError(f"seq_len: expected 1 or more, found {seq_len}")
@@ -81,7 +80,7 @@ class ShardTokens(Dataset[Window]):
         if not self._windows:
             most = catalog.manifest.shard_tokens - 1
             raise LoaderUsageError(f"expected seq_len to be at most {most}, which a shard holds, found {seq_len}")
-        self._sha256 = _fingerprint([catalog.entry(shard).sha256 for shard in self._shards])
+        self._sha256 = sha256_hex("\n".join(catalog.entry(shard).sha256 for shard in self._shards).encode())
         self._open: OrderedDict[int, WindowView] = OrderedDict()
 
     def __len__(self) -> int:
@@ -97,7 +96,7 @@ class ShardTokens(Dataset[Window]):
         return [{"input_ids": x, "labels": y} for x, y in zip(inputs, labels, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
-        """What identifies the windows; which of them were read is the sampler's to remember."""
+        """Identifies the windows; the sampler must remember which of them were read."""
         return {
             "version": STATE_VERSION,
             "seq_len": self._seq_len,
@@ -143,7 +142,3 @@ class ShardTokens(Dataset[Window]):
         if len(self._open) > _MOST_OPEN:
             self._open.popitem(last=False)
         return view
-
-
-def _fingerprint(digests: Sequence[str]) -> str:
-    return hashlib.sha256("\n".join(digests).encode()).hexdigest()

@@ -1,8 +1,7 @@
-"""Where a stream stands, as a few numbers: what ``state_dict`` gives and ``load_state_dict`` takes.
+"""The position of a stream as a few numbers: what ``state_dict`` gives and ``load_state_dict`` takes.
 
-Plain JSON; under 1 kB for a run without early rotations, 7 bytes for each of those, and some 10 for each time that a
-grown store was taken. It holds what identifies the
-stream too, so a state that is loaded into another stream is refused and not silently misread.
+Plain JSON; under 1 kB for a run without rotations, 7 bytes for each of those, and some 10 for each time that a grown
+store was taken. It holds the identity of the stream too, so a state of another stream is refused, not misread.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from annotated_types import Ge, Le
 
 from loader.errors import StateMismatchError
 from loader.options import StreamOptions
-from loader.pins import Pin, check_pins
+from loader.plan import Pin, check_pins
 
 __all__ = ["STATE_VERSION", "LaneState", "StreamIdentity", "StreamState", "WorkerState"]
 
@@ -24,7 +23,7 @@ STATE_VERSION: Final = 1
 
 _Count = Annotated[int, Ge(0), Le(2**62)]
 _CONFIG: Final = {"extra": "forbid", "strict": True}
-"""How pydantic reads the classes below; it is imported for that, and not for a start without a state."""
+"""For pydantic, which is imported only when a state is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ class StreamIdentity:
 
 @dataclass(frozen=True, slots=True)
 class LaneState:
-    """Where a lane stands."""
+    """The position of a lane."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _CONFIG
 
@@ -61,9 +60,9 @@ class LaneState:
     window: _Count
     source: str | None = None
     next_total_shards: _Count | None = None
-    """What the lane is pinned to from its next epoch on, if a newer manifest was taken."""
+    """The pin of the next epoch, if a newer manifest was taken."""
     pins: tuple[Pin, ...] | None = None
-    """What it has been pinned to so far, this epoch's last; None if that was ever the same."""
+    """All pins so far, this epoch's last; None if there was only one."""
 
     def __post_init__(self) -> None:
         if self.pins is not None:
@@ -88,7 +87,7 @@ class WorkerState:
 
 @dataclass(frozen=True, slots=True)
 class StreamState:
-    """Where a stream stands."""
+    """The position of a stream."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _CONFIG
 
@@ -101,12 +100,17 @@ class StreamState:
     """The steps before which a shard was left early."""
     losses: tuple[float, ...] = ()
     end_epoch: _Count | None = None
-    """Of a pass that is under way: the epoch before which it ends."""
+    """The epoch before which the current pass ends; None between passes."""
     worker: WorkerState | None = None
+
+    @property
+    def total_shards(self) -> int:
+        """How many shards a store must have for the lanes to be found again."""
+        return max((lane.next_total_shards or lane.total_shards for lane in self.lanes), default=0)
 
     @classmethod
     def from_dict(cls, value: object) -> Self:
-        """Reads what `to_dict` gave.
+        """Parses the result of `to_dict`.
 
         Raises:
             StateMismatchError: it is something else, or of another version.
@@ -119,7 +123,7 @@ class StreamState:
                 "another release, or is the state of something else"
             )
         try:
-            # By way of JSON, in which a state is kept, and in which strict reading takes a list for a tuple.
+            # Through JSON, in which strict validation accepts a list for a tuple.
             return TypeAdapter(cls).validate_json(json.dumps(value, default=dict))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
@@ -140,10 +144,10 @@ class StreamState:
         }
 
     def check_identity(self, expected: StreamIdentity) -> None:
-        """Refuses a state of another stream.
+        """Checks that the state belongs to a stream of these options.
 
         Raises:
-            StateMismatchError: an option differs; the message says which.
+            StateMismatchError: an option differs; the message names it.
         """
         for name in StreamIdentity.__slots__:
             found, wanted = getattr(self.identity, name), getattr(expected, name)

@@ -5,10 +5,16 @@
 
 from __future__ import annotations
 
-from loader.cache.inventory import CacheEntry, ClearReport
-from loader.cache.settings import DEFAULT_CACHE_BYTES, DEFAULT_CACHE_DIR, cache_bytes, cache_dir
+from loader.cache.folder import CacheEntry, ClearReport
+from loader.cache.settings import (
+    DEFAULT_CACHE_BYTES,
+    DEFAULT_CACHE_DIR,
+    cache_bytes,
+    cache_dir,
+    format_size,
+    parse_size,
+)
 from loader.cache.shard_cache import CachedFile, ShardCache
-from loader.cache.sizes import format_size, parse_size
 
 __all__ = [
     "DEFAULT_CACHE_BYTES",

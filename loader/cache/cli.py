@@ -1,7 +1,7 @@
-"""``genesis cache``: what the cache holds, and emptying it.
+"""``genesis cache``: lists the cached files, or removes them.
 
-genesis may not import loader, so it finds these commands by the entry-point group ``genesis.commands``; what goes wrong
-here ends as one line and an exit code here.
+genesis may not import loader, so it finds these commands by the entry-point group ``genesis.commands``. Errors become
+one line and an exit code here.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from loader.cache.inventory import CacheEntry, ClearReport
-from loader.cache.settings import DEFAULT_CACHE_DIR, cache_bytes, cache_dir
+from loader.cache.folder import CacheEntry
+from loader.cache.settings import DEFAULT_CACHE_DIR, cache_bytes, cache_dir, format_size
 from loader.cache.shard_cache import ShardCache
-from loader.cache.sizes import format_size
 from loader.errors import LoaderError, LoaderUsageError
 from loader.fetch.known_store import KnownStore
 from manifests import MANIFEST_KEY
@@ -43,7 +43,15 @@ def ls_command(folder: _FolderOption = None, as_json: _JsonOption = False) -> No
     with _one_line_errors():
         cache = ShardCache(cache_dir(folder), cache_bytes())
         entries = cache.entries()
-        typer.echo(_listing_json(cache, entries) if as_json else "\n".join(_listing(cache, entries)))
+        if not as_json:
+            return typer.echo("\n".join(_listing(cache, entries)))
+        facts = {
+            "folder": str(cache.folder),
+            "max_bytes": cache.max_bytes,
+            "total_bytes": sum(entry.size_bytes for entry in entries),
+            "files": [{**asdict(entry), "last_used_at": entry.last_used_at.isoformat()} for entry in entries],
+        }
+        typer.echo(json.dumps(facts, indent=2))
 
 
 @app.command("clear")
@@ -54,7 +62,12 @@ def clear_command(folder: _FolderOption = None, as_json: _JsonOption = False) ->
         report = cache.clear()
         for store in KnownStore.all(cache.folder):
             store.keep_only(frozenset({MANIFEST_KEY}))
-        typer.echo(_report_json(cache, report) if as_json else "\n".join(_report(cache, report)))
+        if as_json:
+            return typer.echo(json.dumps({"folder": str(cache.folder), **asdict(report)}, indent=2))
+        for name in report.kept:
+            typer.echo(f"kept {name}: a process has it open")
+        removed = f"{_files(len(report.removed))}, {format_size(report.freed_bytes)}"
+        typer.echo(f"{cache.folder}: removed {removed}; kept {len(report.kept)}")
 
 
 @contextmanager
@@ -88,37 +101,3 @@ def _state(entry: CacheEntry) -> str:
     if entry.complete:
         return "in use" if entry.in_use else ""
     return "being made" if entry.in_use else "leftover"
-
-
-def _listing_json(cache: ShardCache, entries: list[CacheEntry]) -> str:
-    files = [
-        {
-            "name": entry.name,
-            "size_bytes": entry.size_bytes,
-            "last_used_at": entry.last_used_at.isoformat(),
-            "in_use": entry.in_use,
-            "complete": entry.complete,
-        }
-        for entry in entries
-    ]
-    total = sum(entry.size_bytes for entry in entries)
-    facts = {"folder": str(cache.folder), "max_bytes": cache.max_bytes, "total_bytes": total, "files": files}
-    return json.dumps(facts, indent=2)
-
-
-def _report(cache: ShardCache, report: ClearReport) -> list[str]:
-    return [
-        *(f"kept {name}: a process has it open" for name in report.kept),
-        f"{cache.folder}: removed {_files(len(report.removed))}, {format_size(report.freed_bytes)}; "
-        f"kept {len(report.kept)}",
-    ]
-
-
-def _report_json(cache: ShardCache, report: ClearReport) -> str:
-    facts = {
-        "folder": str(cache.folder),
-        "removed": list(report.removed),
-        "kept": list(report.kept),
-        "freed_bytes": report.freed_bytes,
-    }
-    return json.dumps(facts, indent=2)

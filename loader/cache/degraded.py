@@ -1,8 +1,7 @@
-"""When the cache cannot be used, and how that is told: as one warning a cause, never as the end of a training run.
+"""Failures of the cache itself: one warning a cause, never the end of a training run.
 
-A cache is there for speed. Whatever its folder does (a full disk, no permission, a file system without locks), the
-bytes can still be had from the store; so its own failures become a `Degraded`, and what the caller's code raises stays
-as it is.
+Whatever its folder does (a full disk, no permission, a file system without locks), the bytes can still be fetched from
+the store; so the cache's own failures become a `Degraded`, and errors of the caller's code are passed on.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ _ADVICE = {
     errno.ENOLCK: "give --cache-dir a folder on a local disk",
 }
 _warned: dict[tuple[str, str], object] = {}
-"""Folder and cause, and a token of the call that warned of it."""
+"""By folder and cause, a token of the call that warned."""
 
 
 class Degraded(Exception):  # noqa: N818  not an error: the reason to go on without the cache
     """The cache cannot be used for this file now.
 
     Attributes:
-        cause: what it is warned about once.
+        cause: warned about once.
     """
 
     def __init__(self, cause: str, message: str) -> None:
@@ -49,7 +48,7 @@ class Degraded(Exception):  # noqa: N818  not an error: the reason to go on with
 
 @contextmanager
 def own_calls() -> Iterator[None]:
-    """Turns what the operating system refuses into a `Degraded`; only the cache's own calls belong inside.
+    """Turns OSErrors into a `Degraded`; only the cache's own calls belong inside.
 
     Raises:
         Degraded: instead of an OSError.
@@ -64,9 +63,9 @@ def own_calls() -> Iterator[None]:
 
 
 def warn_once(folder: Path, reason: Degraded) -> None:
-    """Warns about a cause the first time that it is met in this process, for this folder."""
+    """Warns about a cause once per process and folder."""
     token = object()
-    # One step, so that of several threads one warns. (Not the reason itself: it would keep its frames alive.)
+    # Atomic, so that one of several threads warns; not the reason itself, which would keep its frames alive.
     if _warned.setdefault((os.fspath(folder), reason.cause), token) is not token:
         logger.debug("cache %s: %s", folder, reason)
         return

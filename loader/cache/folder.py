@@ -1,14 +1,14 @@
-"""What lies in the cache folder, and how room is made in it.
+"""The files of a cache folder: finding them, making room for another one, listing and clearing them.
 
-    shard_17-0123456789abcdef.pt          a finished file: its name says its content, so it never changes
-    .shard_17-0123456789abcdef.pt.part    one being made, already as long as it will be
-    .lock                                 who adds to the folder holds this, for microseconds to a few milliseconds
+    shard_17-0123456789abcdef.pt          a finished file: its name identifies its content, so it never changes
+    .shard_17-0123456789abcdef.pt.part    one being made, already of its final length
+    .lock                                 held for microseconds to a few milliseconds while a file is added
 
-Anything else is left alone and not counted. There is no index: the sizes are the files' own, the time of last use is
-their atime, and whether one is open is asked of the kernel, so that nothing can disagree with the folder after a
-kill -9. The price is one stat a file for each file made: 8 ms for 1,000 files, which is the default bound of 20 GB.
+Anything else is left alone and not counted. There is no index that could disagree with the folder after a kill -9:
+sizes are the files' own, the time of last use is their atime, and the kernel tells whether one is open. The price is
+one stat a file for each file made: 8 ms for 1,000 files, the default bound of 20 GB.
 
-The bound is exact because files only come or grow under `.lock`: whoever holds it sees all there is.
+The bound is exact because files only come or grow under `.lock`.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ import re
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
-from loader.cache.degraded import Degraded
+from loader.cache.degraded import Degraded, own_calls
 from loader.cache.locks import open_exclusive, release
-from loader.errors import LoaderUsageError
+from loader.errors import CacheError, LoaderUsageError
 
 __all__ = [
-    "FolderFile",
+    "CacheEntry",
+    "ClearReport",
     "check_name",
+    "clear_folder",
     "evict",
     "folder_lock",
-    "is_open",
+    "list_entries",
     "make_room",
     "part_path",
-    "remove_if_closed",
     "scan",
 ]
 
@@ -46,8 +48,8 @@ _LOCK_POLL_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
-class FolderFile:
-    """A file of the cache as the folder shows it."""
+class _FolderFile:
+    """A finished file or a part in the folder."""
 
     path: Path
     size_bytes: int
@@ -58,10 +60,10 @@ class FolderFile:
 
 
 def check_name(name: str) -> None:
-    """Checks that a name is one of the cache's, and so cannot lead out of the folder.
+    """Checks that a name has the cache's form, and so cannot lead out of the folder.
 
     Raises:
-        LoaderUsageError: it is not.
+        LoaderUsageError: it has not.
     """
     if not _FILE.fullmatch(name):
         raise LoaderUsageError(
@@ -70,7 +72,7 @@ def check_name(name: str) -> None:
 
 
 def part_path(folder: Path, name: str) -> Path:
-    """Where the file of that name is made."""
+    """The path of the part of a file."""
     return folder / f".{name}.part"
 
 
@@ -93,13 +95,13 @@ def folder_lock(folder: Path, timeout_s: float) -> Iterator[None]:
         release(descriptor)
 
 
-def scan(folder: Path) -> list[FolderFile]:
+def scan(folder: Path) -> list[_FolderFile]:
     """The cache's files and parts, least recently used first, then by name.
 
     Raises:
         OSError: the folder cannot be read.
     """
-    found: list[FolderFile] = []
+    found: list[_FolderFile] = []
     with os.scandir(folder) as listing:
         for item in listing:
             complete = _FILE.fullmatch(item.name) is not None
@@ -110,15 +112,15 @@ def scan(folder: Path) -> list[FolderFile]:
             except FileNotFoundError:
                 continue
             if stat.S_ISREG(status.st_mode):
-                found.append(FolderFile(folder / item.name, status.st_size, status.st_atime_ns, complete))
+                found.append(_FolderFile(folder / item.name, status.st_size, status.st_atime_ns, complete))
     return sorted(found, key=lambda file: (file.used_at_ns, file.path.name))
 
 
 def make_room(folder: Path, size_bytes: int, max_bytes: int) -> bool:
-    """Makes the folder small enough for another file; the caller holds its lock.
+    """Makes room for another file; the caller holds the folder's lock.
 
-    Parts whose maker is dead go always. Then the least recently used files that are not open go, as many as needed; if
-    all of them were not enough, none goes.
+    Removes all parts whose maker is dead, then as many of the least recently used files that are not open as needed;
+    none of these if all of them were not enough.
 
     Returns:
         Whether there is room for `size_bytes` within `max_bytes`.
@@ -126,12 +128,12 @@ def make_room(folder: Path, size_bytes: int, max_bytes: int) -> bool:
     Raises:
         OSError: the folder cannot be read or written.
     """
-    files = [file for file in scan(folder) if file.complete or not remove_if_closed(file.path)]
+    files = [file for file in scan(folder) if file.complete or not _remove_if_closed(file.path)]
     return evict(files, sum(file.size_bytes for file in files) + size_bytes - max_bytes)
 
 
-def evict(files: list[FolderFile], excess_bytes: int) -> bool:
-    """Removes the first complete files that are not open until `excess_bytes` are gained; the caller holds the lock.
+def evict(files: list[_FolderFile], excess_bytes: int) -> bool:
+    """Removes the first complete files that are not open until `excess_bytes` are freed; the caller holds the lock.
 
     Returns:
         False if all of them were not enough: then none is removed.
@@ -158,8 +160,8 @@ def evict(files: list[FolderFile], excess_bytes: int) -> bool:
             release(descriptor)
 
 
-def remove_if_closed(path: Path) -> bool:
-    """Removes a file that nobody has open through the cache.
+def _remove_if_closed(path: Path) -> bool:
+    """Removes a file that no process has open through the cache.
 
     Returns:
         False if it is open, or not there.
@@ -177,8 +179,8 @@ def remove_if_closed(path: Path) -> bool:
     return True
 
 
-def is_open(path: Path) -> bool:
-    """Whether any process has the file open through the cache (or it may not be asked)."""
+def _is_open(path: Path) -> bool:
+    """Whether any process has the file open through the cache (or that cannot be determined)."""
     try:
         descriptor = open_exclusive(path)
     except OSError:
@@ -187,3 +189,86 @@ def is_open(path: Path) -> bool:
         return True
     release(descriptor)
     return False
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEntry:
+    """A file in the cache."""
+
+    name: str
+    size_bytes: int
+    last_used_at: datetime
+    """When it was last opened; in UTC."""
+    in_use: bool
+    """Some process has it open."""
+    complete: bool = True
+    """False for a part: a file being made, or the leftover of a maker that died."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClearReport:
+    """What `ShardCache.clear` did."""
+
+    removed: tuple[str, ...]
+    kept: tuple[str, ...]
+    """Open in some process."""
+    freed_bytes: int
+
+
+def list_entries(folder: Path, lock_timeout_s: float) -> list[CacheEntry]:
+    """The files and parts in a folder, least recently used first; none if it is not there.
+
+    Raises:
+        CacheError: it cannot be read.
+    """
+    with _files_of(folder, lock_timeout_s) as files:
+        return [
+            CacheEntry(
+                name=file.path.name,
+                size_bytes=file.size_bytes,
+                last_used_at=datetime.fromtimestamp(file.used_at_ns / 1e9, UTC),
+                in_use=_is_open(file.path),
+                complete=file.complete,
+            )
+            for file in files
+        ]
+
+
+def clear_folder(folder: Path, lock_timeout_s: float) -> ClearReport:
+    """Removes every file that is not open, and what dead processes left.
+
+    Raises:
+        CacheError: the folder cannot be read or written.
+    """
+    removed: list[str] = []
+    kept: list[str] = []
+    freed_bytes = 0
+    with _files_of(folder, lock_timeout_s) as files:
+        for file in files:
+            if _remove_if_closed(file.path):
+                removed.append(file.path.name)
+                freed_bytes += file.size_bytes
+            else:
+                kept.append(file.path.name)
+    return ClearReport(tuple(removed), tuple(kept), freed_bytes)
+
+
+@contextmanager
+def _files_of(folder: Path, lock_timeout_s: float) -> Iterator[list[_FolderFile]]:
+    """The files of a folder, under its lock if it can be written.
+
+    Without the lock, checking whether a file is open would look like a reader to a process that makes room.
+
+    Raises:
+        CacheError: the folder, or a file in it, cannot be used.
+    """
+    try:
+        with own_calls():
+            if not os.path.lexists(folder):
+                yield []
+                return
+            writable = os.access(folder, os.W_OK)
+            with folder_lock(folder, lock_timeout_s) if writable else nullcontext():
+                yield scan(folder)
+    except Degraded as reason:
+        raise CacheError(f"cache {folder}: {reason}") from reason

@@ -1,20 +1,20 @@
-"""The cache itself: a file that is there is mapped, one that is not is made by one process for all.
+"""A cache of verified files: a file that is there is mapped, a missing one is made by one process for all.
 
 Guarantees:
 
-- What `ShardCache.open` gives out was verified by this process: by `check` if it was there, by `produce` if it was made
-  now. Nothing in the folder is believed, so nothing in it needs fsync, and a folder damaged in any way costs time, not
-  correctness. The trade-off: a process hashes a file when it first opens it, 12 ms for 20 MB, and after that only if it
-  was replaced or written to, which its inode and time of writing tell.
-- Many processes and threads: one makes a file, the others wait and map the same pages. All locks are the kernel's, so a
-  kill -9 at any moment frees them and leaves nothing that stops a later process. Every wait has a deadline.
-- Files and parts together never exceed `max_bytes`. Least recently opened goes first; what is open never goes.
-- The folder is never the reason that training stops: full, read-only, without locks, it degrades to fetching into this
-  process's memory, with one warning a cause, and is tried again at the next open.
+- Every file that `ShardCache.open` returns was verified by this process: by `check` if it was there, by `produce` if it
+  was made now. Nothing in the folder is trusted, so nothing in it needs fsync, and damage costs time, not correctness.
+  The trade-off: a process hashes a file when it first opens it, 12 ms for 20 MB, and after that only if its inode or
+  time of writing has changed.
+- One of many processes and threads makes a file, the others wait and map the same pages. All locks are the kernel's, so
+  a kill -9 at any moment frees them. Every wait has a deadline.
+- Files and parts together never exceed `max_bytes`. The least recently opened go first; open files never go.
+- If the folder is full, read-only or without locks, the cache degrades to fetching into this process's memory, with one
+  warning a cause, and tries the folder again at the next open.
 
 Out of scope: network file systems (flock there may be local, so two machines would each make the file; it stays
-correct, the bound may not hold), Windows (no flock, no removal of open files), and ill will inside the folder: whoever
-can truncate an open file can end its readers (SIGBUS).
+correct, the bound may not hold), Windows (no flock, no removal of open files), and malice inside the folder: truncating
+an open file ends its readers (SIGBUS).
 """
 
 from __future__ import annotations
@@ -29,10 +29,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loader.cache.degraded import Degraded, own_calls, warn_once
-from loader.cache.folder import check_name, folder_lock
-from loader.cache.inventory import CacheEntry, ClearReport, clear_folder, list_entries
-from loader.cache.mapping import Identity, map_file, touch
-from loader.cache.part import Part
+from loader.cache.folder import CacheEntry, ClearReport, check_name, clear_folder, folder_lock, list_entries
+from loader.cache.part import Identity, Part, map_file, touch
 from loader.errors import CorruptObjectError, LoaderUsageError
 
 if TYPE_CHECKING:
@@ -45,31 +43,31 @@ logger = logging.getLogger(__name__)
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.02
 _LOCK_TIMEOUT_S = 10.0
-"""How long the folder's lock may be held by others: a thousand times what it should be."""
+"""A thousand times as long as other processes should hold the folder's lock."""
 
 
 @dataclass(frozen=True, slots=True)
 class CachedFile:
-    """A file's bytes. It stays open, and so safe from eviction, as long as `buffer` or any view of it lives."""
+    """A file that stays open, and so safe from eviction, as long as `buffer` or any view of it lives."""
 
     buffer: memoryview
     """uint8[size]: the whole file; writable, and private to this process (copy on write)."""
     from_cache: bool
-    """It was there already."""
+    """It existed already."""
     cached: bool
     """False: the cache could not be used, and the bytes live in this process only."""
     reopened: bool = False
-    """This process has verified this very file before, and it was not written to since."""
+    """This process verified the file before, and it has not changed since."""
 
 
 class ShardCache:
     """A folder of verified, immutable files that the processes of one machine share.
 
     Args:
-        folder: where they lie; made at the first use.
-        max_bytes: how much all of them together may take.
-        wait_timeout_s: how long to wait for a file that another process is making, in seconds; after that it is fetched
-            here, without the cache (the other may be a stopped process).
+        folder: made at the first use.
+        max_bytes: bound on the size of all files together.
+        wait_timeout_s: how long to wait for a file that another process is making; after that it is fetched without the
+            cache (the other process may be stopped).
     """
 
     def __init__(self, folder: Path, max_bytes: int, *, wait_timeout_s: float = 600.0) -> None:
@@ -81,12 +79,12 @@ class ShardCache:
 
     @property
     def folder(self) -> Path:
-        """Where the files lie."""
+        """The folder of the files."""
         return self._folder
 
     @property
     def max_bytes(self) -> int:
-        """How much all of them together may take."""
+        """Bound on the size of all files together."""
         return self._max_bytes
 
     def open(
@@ -95,19 +93,15 @@ class ShardCache:
         """Opens a file, making it if it is not there.
 
         Args:
-            name: names the content, such as ``shard_17-0123456789abcdef.pt``.
-            size_bytes: how long the file is; another length is corrupt.
-            produce: gives the bytes, verified; called at most once. What it raises goes to the caller, and whoever else
-                waits for the file tries in turn.
-            check: verifies the bytes of a file that was there; raises CorruptObjectError if they are not what they
-                should be, and then the file is removed and made anew.
-
-        Returns:
-            The bytes, and where they came from.
+            name: identifies the content, such as ``shard_17-0123456789abcdef.pt``.
+            size_bytes: length of the file; another length is corrupt.
+            produce: returns the bytes, verified; called at most once. Its errors go to the caller, and another process
+                that waits for the file tries in turn.
+            check: verifies the bytes of an existing file; if it raises CorruptObjectError, the file is made anew.
 
         Raises:
-            LoaderUsageError: `name` or `size_bytes` is none.
-            CorruptObjectError: `produce` gave another number of bytes.
+            LoaderUsageError: `name` or `size_bytes` is invalid.
+            CorruptObjectError: `produce` returned another number of bytes.
         """
         check_name(name)
         if size_bytes < 1:
@@ -129,7 +123,7 @@ class ShardCache:
         return _private(data)
 
     def contains(self, name: str) -> bool:
-        """Whether there is a file of that name: a cheap hint, it is not verified and may go at any time."""
+        """Whether a file of that name exists: a cheap hint, since it is not verified and may go at any time."""
         check_name(name)
         try:
             return stat.S_ISREG(os.lstat(self._folder / name).st_mode)
@@ -137,7 +131,7 @@ class ShardCache:
             return False
 
     def discard(self, name: str) -> None:
-        """Removes a file, open or not; views of it stay valid. If it cannot be removed, that is warned about once."""
+        """Removes a file, open or not; views of it stay valid. Warns once if it cannot be removed."""
         check_name(name)
         try:
             with own_calls():
@@ -162,7 +156,7 @@ class ShardCache:
         return clear_folder(self._folder, self._lock_timeout_s)
 
     def _find_or_claim(self, name: str, size_bytes: int, check: Callable[[memoryview], None]) -> CachedFile | Part:
-        """The file, if it is there or another makes it in time; else the reserved part to make it in.
+        """The file, if it exists or another process makes it in time; else the reserved part to make it in.
 
         Raises:
             Degraded: neither can be had.
@@ -215,10 +209,10 @@ class ShardCache:
         return None
 
     def _remove_damaged(self, path: Path, found: os.stat_result) -> None:
-        """Removes what was found damaged, unless another process has already put a new file there."""
+        """Removes a damaged file, unless another process has already replaced it."""
         with folder_lock(self._folder, self._lock_timeout_s):
             now = _status(path)
-            # The time too: the number of a removed file is soon that of another.
+            # The time too: inode numbers are reused.
             if now is None or not os.path.samestat(now, found) or now.st_ctime_ns != found.st_ctime_ns:
                 return
             path.rmdir() if stat.S_ISDIR(now.st_mode) else path.unlink()

@@ -9,87 +9,39 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loader.cache.sizes import format_size
-from loader.cli.options import (
-    AssignmentOption,
-    AssignmentRule,
-    BandwidthOption,
-    BatchSizeOption,
-    CacheBytesOption,
-    CacheDirOption,
-    CountOption,
-    HoldoutOption,
-    JsonOption,
-    MirrorOption,
-    NodeIdOption,
-    PublicKeyOption,
-    SeedOption,
-    SeqLenOption,
-    SourceOption,
-    StoreOption,
-    TimeoutOption,
-    only_node,
-    sources_of,
-    store_options,
-)
-from loader.options import StreamOptions
-from loader.stream.assignment import DEFAULT_COUNT
+from loader.cache.settings import format_size
+from loader.cli.options import CommonOptions, with_common_options
 
 if TYPE_CHECKING:
-    from loader.cli.measuring import Measured
+    from loader.cli.measuring import ReadingSpeed, StreamSpeed
 
 __all__ = ["bench_command"]
 
 
+@with_common_options("nodes_from", "split", "total_shards")
 def bench_command(
-    store: StoreOption,
-    node_id: NodeIdOption = None,
+    common: CommonOptions,
     batches: Annotated[
         int, typer.Option("--batches", min=2, help="Batches to read: 3,000 of 8 x 1024 are ten shards.")
     ] = 3_000,
-    seq_len: SeqLenOption = 1024,
-    batch_size: BatchSizeOption = 8,
-    seed: SeedOption = 0,
-    count: CountOption = DEFAULT_COUNT,
-    assignment: AssignmentOption = AssignmentRule.MODULO,
-    source: SourceOption = None,
-    holdout: HoldoutOption = 0,
-    mirror: MirrorOption = None,
-    public_key: PublicKeyOption = None,
-    cache_dir: CacheDirOption = None,
-    cache_bytes: CacheBytesOption = None,
-    max_bandwidth: BandwidthOption = None,
-    timeout_s: TimeoutOption = 600.0,
-    as_json: JsonOption = False,
 ) -> int:
     """Read a node's batches as fast as they come, and say how fast that was."""
-    where = store_options(store, mirror, public_key, cache_dir, cache_bytes, max_bandwidth, timeout_s)
-    options = StreamOptions(
-        node_id=only_node(node_id, "bench"),
-        seq_len=seq_len,
-        batch_size=batch_size,
-        seed=seed,
-        count=count,
-        assignment=assignment.value,
-        sources=sources_of(source),
-        holdout=holdout,
-    )
+    store, options = common.store_options(), common.stream_options(common.only_node("bench"))
     began = time.perf_counter()
     from loader.cli.measuring import measure
 
     imported_s = time.perf_counter() - began
-    found = measure(where, options, batches)
-    if as_json:
-        ratios = {"of_slicing": found.reading.of_slicing, "of_copying": found.reading.of_copying}
-        facts = {"imported_s": imported_s, **asdict(found.stream), **asdict(found.reading), **ratios}
+    stream, reading = measure(store, options, batches)
+    if common.as_json:
+        ratios = {"of_slicing": reading.of_slicing, "of_copying": reading.of_copying}
+        facts = {"imported_s": imported_s, **asdict(stream), **asdict(reading), **ratios}
         typer.echo(json.dumps(facts, indent=2))
     else:
-        typer.echo("\n".join(_lines(found, imported_s)))
+        typer.echo("\n".join(_lines(stream, reading, imported_s)))
     return 0
 
 
-def _lines(found: Measured, imported_s: float) -> list[str]:
-    stream, reading = found.stream, found.reading
+def _lines(stream: StreamSpeed, reading: ReadingSpeed, imported_s: float) -> list[str]:
     fetched = stream.shards_opened - stream.shards_from_cache
     wire = format_size(stream.received_bytes) + " received" if stream.received_bytes else "nothing over a network"
     return [

@@ -1,9 +1,10 @@
-"""What `python -m loader bench` measures: the stream as training reads it, then reading alone against two yardsticks.
+"""The measurements of `python -m loader bench`: the stream as training reads it, then reading alone.
 
-*Slicing* is what one writes by hand over ``torch.load(mmap=True)``: a loop that assigns each row to tensors made once,
-54 µs for 8 x 1,024 ids and labels. *Copying* is the same over numpy arrays, 13 µs: about what the memory allows, since
-nothing is allocated, while each batch of the loader is new. The three are timed in turns on the same mapped shard, over
-windows in the same order, so that whatever else the machine does slows all of them; the figures are medians.
+Reading is compared with two yardsticks. *Slicing* is what one writes by hand over ``torch.load(mmap=True)``: a loop
+that assigns each row to tensors made once, 54 µs for 8 x 1,024 ids and labels. *Copying* is the same over numpy arrays,
+13 µs: about what the memory allows, since nothing is allocated, while each batch of the loader is new. The three are
+timed in turns on the same mapped shard, over windows in the same order, so that other load slows all of them; the
+figures are medians.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from loader.options import StoreOptions, StreamOptions
 from loader.session import Session
 from loader.stream.permutation import window_order
 
-__all__ = ["Measured", "ReadingSpeed", "StreamSpeed", "measure"]
+__all__ = ["ReadingSpeed", "StreamSpeed", "measure"]
 
 Ids = TypeVar("Ids", torch.Tensor, npt.NDArray[np.int64])
 
@@ -72,26 +73,13 @@ class ReadingSpeed:
         return self.loader_tokens_per_s / self.copying_tokens_per_s
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Both."""
-
-    stream: StreamSpeed
-    reading: ReadingSpeed
-
-
-def measure(store: StoreOptions, stream: StreamOptions, batches: int) -> Measured:
-    """Reads a node's batches and times them.
-
-    Args:
-        store: where from.
-        stream: which; it never rotates early.
-        batches: how many, at least 2.
+def measure(store: StoreOptions, stream: StreamOptions, batches: int) -> tuple[StreamSpeed, ReadingSpeed]:
+    """Reads a node's batches, at least 2, without early rotations, and times them.
 
     Raises:
-        LoaderError: the store, or a shard, cannot be had.
+        LoaderError: the store, or a shard, is unavailable.
     """
-    return Measured(_stream_speed(store, stream, batches), _reading_speed(store, stream))
+    return _stream_speed(store, stream, batches), _reading_speed(store, stream)
 
 
 def _stream_speed(store: StoreOptions, stream: StreamOptions, batches: int) -> StreamSpeed:

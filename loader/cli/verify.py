@@ -1,61 +1,43 @@
-"""``python -m loader verify``: cached shards against the manifest, or the batch a node must have trained on."""
+"""``python -m loader verify``: cached shards against the manifest, or the batch a node must have trained on.
+
+Cached shards are checked without touching them: nothing is fetched, removed or marked as used. A file is read into
+memory (20 MB), not mapped, so no lock is needed and a file that is evicted meanwhile is still read to its end.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Final
 
 import typer
 
-from loader.cache.sizes import format_size
-from loader.cli.assigning import assigned_lanes, in_reading_order, total_shards_of
-from loader.cli.checking import Condition, Finding, check_shard, shards_of_store
-from loader.cli.options import (
-    AssignmentOption,
-    AssignmentRule,
-    BandwidthOption,
-    BatchSizeOption,
-    CacheBytesOption,
-    CacheDirOption,
-    CountOption,
-    HoldoutOption,
-    JsonOption,
-    MirrorOption,
-    NodeIdOption,
-    PublicKeyOption,
-    SeedOption,
-    SeqLenOption,
-    SourceOption,
-    SplitName,
-    SplitOption,
-    StoreOption,
-    TimeoutOption,
-    TotalShardsOption,
-    node_ids_of,
-    numbers_of,
-    only_node,
-    sources_of,
-    store_options,
-)
-from loader.cli.progress import showing_progress
-from loader.cli.tables import counted, printable, runs
-from loader.errors import LoaderUsageError
+from loader.cache.settings import format_size
+from loader.cli.options import CommonOptions, parse_numbers, with_common_options
+from loader.cli.output import counted, printable, runs, showing_progress
+from loader.cli.plan import assigned_lanes, in_reading_order, total_shards_of
+from loader.errors import CorruptObjectError, HostileStoreError, LoaderUsageError
+from loader.fetch.catalog import Catalog
+from loader.fetch.shards import cache_name, check_digest, check_ids
 from loader.options import StreamOptions
-from loader.pins import Pin, pins_of
+from loader.plan import Pin, parse_pins
 from loader.session import Session
-from loader.stream.assignment import DEFAULT_COUNT
 
 __all__ = ["verify_command"]
 
 _SHA256_DIGITS = 64
+_NAME: Final = re.compile(r"shard_([0-9]{1,18})-[0-9a-f]{16}\.pt")
 
 
 @dataclass(frozen=True, slots=True)
 class _Replay:
-    """A batch that is asked for."""
+    """A batch to recompute."""
 
     step: int
     rotations: tuple[int, ...]
@@ -63,9 +45,9 @@ class _Replay:
     claim: str | None
 
 
+@with_common_options("nodes_from")
 def verify_command(
-    store: StoreOption,
-    node_id: NodeIdOption = None,
+    common: CommonOptions,
     all_cached: Annotated[bool, typer.Option("--all", help="Every shard of the store that the cache has.")] = False,
     replay: Annotated[
         int | None,
@@ -85,57 +67,35 @@ def verify_command(
     claim: Annotated[
         str | None, typer.Option("--claim", metavar="SHA256", help="Compare the batch's; ends with 1 if it differs.")
     ] = None,
-    seq_len: SeqLenOption = 1024,
-    batch_size: BatchSizeOption = 8,
-    seed: SeedOption = 0,
     epochs: Annotated[
         int | None, typer.Option("--epochs", min=1, help="The node's epochs, if it was given any. [default: endless]")
     ] = None,
-    count: CountOption = DEFAULT_COUNT,
-    assignment: AssignmentOption = AssignmentRule.MODULO,
-    source: SourceOption = None,
-    holdout: HoldoutOption = 0,
-    split: SplitOption = SplitName.TRAIN,
-    total_shards: TotalShardsOption = None,
-    mirror: MirrorOption = None,
-    public_key: PublicKeyOption = None,
-    cache_dir: CacheDirOption = None,
-    cache_bytes: CacheBytesOption = None,
-    max_bandwidth: BandwidthOption = None,
-    timeout_s: TimeoutOption = 600.0,
-    as_json: JsonOption = False,
 ) -> int:
     """Check a node's cached shards (sha256, shape, ids), or recompute a batch. Ends with 1 if anything is wrong."""
-    where = store_options(store, mirror, public_key, cache_dir, cache_bytes, max_bandwidth, timeout_s)
-    if pins is not None and total_shards is not None:
+    store = common.store_options()
+    if pins is not None and common.total_shards is not None:
         raise LoaderUsageError("expected --pins or --total-shards, found both; --total-shards N is --pins 0:N")
-    asked = _replay_of(replay, rotations, pins, claim)
-    if all_cached and (node_id or asked):
+    asked = _parse_replay(replay, rotations, pins, claim)
+    if all_cached and (common.node_id or asked):
         raise LoaderUsageError("expected --all or --node-id, found both; --replay needs one node")
     if asked is not None:
-        only_node(node_id, "--replay")
-    node_ids = node_ids_of(node_id) if not all_cached else ()
-    options = StreamOptions(
-        node_id=node_ids[0] if node_ids else "",
-        seq_len=seq_len,
-        batch_size=batch_size,
-        seed=seed,
-        epochs=epochs,
-        count=count,
-        assignment=assignment.value,
-        sources=sources_of(source),
-        holdout=holdout,
-        split=split.value,
-    )
-    session = Session.open(where)
-    total = total_shards_of(session.catalog, total_shards)
+        common.only_node("--replay")
+    node_ids = common.node_ids() if not all_cached else ()
+    options = common.stream_options(node_ids[0] if node_ids else "", epochs=epochs)
+    session = Session.open(store)
+    total = total_shards_of(session.catalog, common.total_shards)
     if asked is not None:
-        return _tell_replay(session, options, asked, total, as_json=as_json)
-    shard_ids = _shards_in_cache(session) if all_cached else _shards_of(session, options, node_ids, total)
-    return _check(session, shard_ids, as_json=as_json)
+        return _replay(session, options, asked, total, as_json=common.as_json)
+    if all_cached:
+        names = [entry.name for entry in session.cache.entries() if entry.complete]
+        shard_ids = _shards_of_store(session.catalog, names)
+    else:
+        lanes = assigned_lanes(session.catalog, options, node_ids, total).values()
+        shard_ids = in_reading_order([lane for found in lanes for lane in found])
+    return _check(session, shard_ids, as_json=common.as_json)
 
 
-def _replay_of(
+def _parse_replay(
     step: int | None, rotations: str | None, pins: Sequence[str] | None, claim: str | None
 ) -> _Replay | None:
     if step is None:
@@ -146,24 +106,24 @@ def _replay_of(
         raise LoaderUsageError(f"--claim: expected {_SHA256_DIGITS} hexadecimal digits, found {claim[:80]!r}")
     return _Replay(
         step,
-        numbers_of("--rotations", rotations) if rotations else (),
-        pins_of([_pairs_of(lane) for lane in pins], len(pins)) if pins is not None else None,
+        parse_numbers("--rotations", rotations) if rotations else (),
+        parse_pins([_parse_pins(lane) for lane in pins], len(pins)) if pins is not None else None,
         claim.lower() if claim else None,
     )
 
 
-def _pairs_of(lane: str) -> list[tuple[int, ...]]:
-    pairs = [numbers_of("--pins", pair.replace(":", ",", 1)) for pair in lane.split(",")]
+def _parse_pins(lane: str) -> list[tuple[int, ...]]:
+    pairs = [parse_numbers("--pins", pair.replace(":", ",", 1)) for pair in lane.split(",")]
     if any(len(pair) != 2 for pair in pairs):
         raise LoaderUsageError(f"--pins: expected EPOCH:SHARDS between commas such as 0:6,2:11, found {lane[:60]!r}")
     return pairs
 
 
-def _tell_replay(session: Session, options: StreamOptions, asked: _Replay, total_shards: int, *, as_json: bool) -> int:
+def _replay(session: Session, options: StreamOptions, asked: _Replay, total_shards: int, *, as_json: bool) -> int:
     """Prints the digest of the batch, or whether a claim holds; returns the exit code."""
     from loader.replay import batch_sha256, replay_batch
 
-    pins = pins_of(asked.pins or [[(0, total_shards)]] * options.num_lanes, options.num_lanes)
+    pins = parse_pins(asked.pins or [[(0, total_shards)]] * options.num_lanes, options.num_lanes)
     found = batch_sha256(replay_batch(session, options, asked.step, asked.rotations, pins))
     holds = asked.claim in (None, found)
     who = f"{printable(options.node_id)}, step {asked.step}"
@@ -179,15 +139,6 @@ def _tell_replay(session: Session, options: StreamOptions, asked: _Replay, total
     return 0 if holds else 1
 
 
-def _shards_in_cache(session: Session) -> list[int]:
-    return shards_of_store(session.catalog, [entry.name for entry in session.cache.entries() if entry.complete])
-
-
-def _shards_of(session: Session, options: StreamOptions, node_ids: Sequence[str], total_shards: int) -> list[int]:
-    lanes = assigned_lanes(session.catalog, options, node_ids, total_shards).values()
-    return in_reading_order([lane for found in lanes for lane in found])
-
-
 def _check(session: Session, shard_ids: Sequence[int], *, as_json: bool) -> int:
     """Checks cached shards; returns the exit code."""
     began = time.monotonic()
@@ -195,7 +146,7 @@ def _check(session: Session, shard_ids: Sequence[int], *, as_json: bool) -> int:
     findings: list[Finding] = []
     with showing_progress("verifying", sizes) as progress:
         for position, shard_id in enumerate(shard_ids, start=1):
-            findings.append(check_shard(session, shard_id))
+            findings.append(_check_shard(session, shard_id))
             progress.show(sizes * position // len(shard_ids), f"{position} of {counted(len(shard_ids), 'shard')}")
     seconds = time.monotonic() - began
     sound = all(finding.problem is None for finding in findings)
@@ -223,3 +174,74 @@ def _lines(findings: Sequence[Finding], seconds: float) -> list[str]:
             "'python -m loader fetch' does so now"
         )
     return lines
+
+
+class Condition(StrEnum):
+    """Condition of a cached shard."""
+
+    SOUND = "sound"
+    DAMAGED = "damaged"
+    """Its bytes are not those the manifest vouches for."""
+    REFUSED = "refused"
+    """They are, but are not a valid shard: the store's fault."""
+    ABSENT = "absent"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The condition of one shard."""
+
+    shard_id: int
+    condition: Condition
+    size_bytes: int = 0
+    """Bytes read."""
+    problem: str | None = None
+
+
+def _check_shard(session: Session, shard_id: int) -> Finding:
+    """Compares a cached shard with the manifest: size, sha256, shape, and every id with the vocabulary.
+
+    Raises:
+        LoaderError: the index is unavailable.
+    """
+    entry = session.catalog.entry(shard_id)
+    name = cache_name(entry)
+    if not session.cache.contains(name):
+        return Finding(shard_id, Condition.ABSENT)
+    try:
+        data = check_digest(_read(session.cache.folder / name, entry.size_bytes), entry.sha256, name)
+        check_ids(memoryview(data), entry)
+    except FileNotFoundError:
+        return Finding(shard_id, Condition.ABSENT)
+    except CorruptObjectError as error:
+        return Finding(shard_id, Condition.DAMAGED, entry.size_bytes, str(error))
+    except HostileStoreError as error:
+        return Finding(shard_id, Condition.REFUSED, entry.size_bytes, str(error))
+    except OSError as error:
+        return Finding(shard_id, Condition.DAMAGED, 0, f"{name}: cannot be read: {error.strerror}")
+    return Finding(shard_id, Condition.SOUND, entry.size_bytes)
+
+
+def _read(path: Path, size_bytes: int) -> bytearray:
+    with path.open("rb") as file:
+        found_bytes = os.fstat(file.fileno()).st_size
+        if found_bytes != size_bytes:
+            raise CorruptObjectError(f"{path.name}: expected {size_bytes} bytes, found {found_bytes}")
+        data = bytearray(size_bytes)
+        file.readinto(data)
+        return data
+
+
+def _shards_of_store(catalog: Catalog, names: Iterable[str]) -> list[int]:
+    """The shards of a store among the files of a cache, ascending; other stores' files are left out.
+
+    Raises:
+        LoaderError: the index is unavailable.
+    """
+    found: list[int] = []
+    for name in names:
+        match = _NAME.fullmatch(name)
+        shard_id = int(match[1]) if match else catalog.manifest.total_shards
+        if shard_id < catalog.manifest.total_shards and cache_name(catalog.entry(shard_id)) == name:
+            found.append(shard_id)
+    return sorted(found)

@@ -1,8 +1,8 @@
 """Every shard that a manifest vouches for: its entry, its source, and the vocabulary.
 
-manifest → segment → shard is a chain of sha256; a segment or vocabulary is used only if its digest is the one that the
-link before it names, whether it comes from a mirror or from disk. Segments are read when one of their shards is asked
-for (10 shards of 600,000: one or two of 600 segments) and kept. The trade-off: finding the shards of one source in a
+manifest → segment → shard is a chain of sha256; a segment or vocabulary is used only if it has the digest that the link
+before it names, whether it comes from a mirror or from disk. Segments are read when one of their shards is needed (10
+shards of 600,000: one or two of 600 segments) and kept. The trade-off: finding the shards of one source in a
 store of several means reading all segments, 200 MB for 600,000 shards, once.
 """
 
@@ -12,11 +12,10 @@ import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from loader.errors import CorruptObjectError, DataUnavailableError, HostileStoreError, LoaderUsageError
-from loader.fetch.facts import ShardFacts, StoreFacts
-from loader.fetch.known_store import KnownStore
-from loader.fetch.manifest_memory import BelievedManifest, known_name
+from loader.errors import DataUnavailableError, HostileStoreError, LoaderUsageError
+from loader.fetch.known_store import KnownStore, ShardFacts, StoreFacts, TrustedManifest, known_name
 from loader.fetch.mirrors import Mirrors
+from loader.fetch.shards import check_digest
 from manifests import SEGMENT_SHARDS, ContractError, sha256_hex
 
 if TYPE_CHECKING:
@@ -29,42 +28,37 @@ MAX_SEGMENT_BYTES: Final = 1 << 20
 _MERGE_BYTES: Final = 64
 """A merge takes 20 in a vocabulary's file."""
 _KEPT_SEGMENTS: Final = 100
-"""Of a store with more, those that are only searched for a source's shards are not kept on disk."""
+"""In a store with more, segments that are only searched for a source's shards are not kept on disk."""
 
 
 class Catalog:
     """What one manifest vouches for.
 
     Args:
-        believed: a manifest that may be believed.
+        trusted: the manifest.
         mirrors: where its objects are.
-        known: where its JSON files are kept.
+        known: the folder of its JSON files.
     """
 
-    def __init__(self, believed: BelievedManifest, mirrors: Mirrors, known: KnownStore) -> None:
-        self._believed = believed
+    def __init__(self, trusted: TrustedManifest, mirrors: Mirrors, known: KnownStore) -> None:
+        self.trusted = trusted
         self._mirrors = mirrors
         self._known = known
         self._segments: dict[int, list[dict[str, Any]]] = {}
-        self.manifest: StoreFacts = believed.facts
-
-    @property
-    def believed(self) -> BelievedManifest:
-        """The manifest."""
-        return self._believed
+        self.manifest: StoreFacts = trusted.facts
 
     def document(self) -> Manifest:
         """The whole manifest."""
         from manifests import Manifest
 
-        return Manifest.from_json(self._believed.body)
+        return Manifest.from_json(self.trusted.body)
 
     def entry(self, shard_id: int) -> ShardFacts:
         """A shard's entry.
 
         Raises:
             LoaderUsageError: the store has no such shard.
-            LoaderError: its segment cannot be had.
+            LoaderError: its segment is unavailable.
         """
         if not 0 <= shard_id < self.manifest.total_shards:
             raise LoaderUsageError(
@@ -75,7 +69,7 @@ class Catalog:
     def shards_by_source(self, total_shards: int) -> dict[str, Sequence[int]]:
         """The ids of each source's shards among the first ``total_shards``, ascending.
 
-        Where the manifest tells that there is one source, no segment is read.
+        If the manifest names one source only, no segment is read.
         """
         filled = [name for name, shards in self.manifest.sources.items() if shards]
         if len(filled) == 1:
@@ -94,7 +88,7 @@ class Catalog:
 
         Raises:
             DataUnavailableError: it has none.
-            LoaderError: it cannot be had.
+            LoaderError: it is unavailable.
         """
         reference = self.manifest.tokenizer
         if reference is None:
@@ -125,12 +119,12 @@ class Catalog:
         body = self._json(reference.key, reference.sha256, MAX_SEGMENT_BYTES, check, keep=keep)
         entries: list[dict[str, Any]] = json.loads(body)["shards"]
         if not self._fits(number, entries):
-            check(body)  # It was right for another manifest; this says what it is not for this one.
+            check(body)  # It was right for another manifest; the check names what is wrong for this one.
             raise HostileStoreError(f"{reference.key}: expected a part of this store, found one of another")
         return entries
 
     def _fits(self, number: int, entries: list[dict[str, Any]]) -> bool:
-        """Whether what was checked against some manifest is what this one says: 0.2 ms for 1,000 shards."""
+        """Whether a segment that fits some manifest fits this one: 0.2 ms for 1,000 shards."""
         first, store = number * SEGMENT_SHARDS, self.manifest
         return (
             len(entries) == min(SEGMENT_SHARDS, store.total_shards - first)
@@ -141,12 +135,12 @@ class Catalog:
     def _json(
         self, key: str, sha256: str, max_bytes: int, check: Callable[[bytes], None], *, keep: bool = True
     ) -> bytes:
-        """A JSON file by its digest: from this machine, where it was checked before, else from a mirror, checked."""
+        """Reads a JSON file by its digest from this machine, where it was checked before, or from a mirror."""
         name = known_name(key)
         body = self._known.read(name)
         if body is not None and sha256_hex(body) == sha256:
             return body
-        body = self._mirrors.fetch(key, max_bytes, lambda found: _checked(found, key, sha256))
+        body = self._mirrors.fetch(key, max_bytes, lambda found: check_digest(found, sha256, key))
         try:
             check(body)
         except ContractError as error:
@@ -154,10 +148,3 @@ class Catalog:
         if keep:
             self._known.write(name, body)
         return body
-
-
-def _checked(body: bytes, key: str, sha256: str) -> bytes:
-    found = sha256_hex(body)
-    if found != sha256:
-        raise CorruptObjectError(f"{key}: expected sha256 {sha256}, found {found}")
-    return body

@@ -1,8 +1,8 @@
-"""What no honest store names is refused while it is still a number or a name.
+"""Refuses numbers and names in a manifest that no honest store has, before anything is fetched.
 
-The models of `manifests` bound types, counts and keys; here their combination is held against the layout (design
-section 2): every name must be the one its id and digest give, every size the one its shape gives. So a manifest can
-make a loader fetch, hold or write only objects of sizes known beforehand, under names known beforehand.
+The models of `manifests` bound types, counts and keys; here their combination is compared with the layout: every name
+must follow from id and digest, every size from the shape. So a manifest can make a loader fetch, hold or write only
+objects of sizes and names known beforehand.
 """
 
 from __future__ import annotations
@@ -21,22 +21,17 @@ from manifests import (
 )
 from manifests.packed_file import max_packed_bytes
 
-__all__ = [
-    "MAX_SHARDS",
-    "check_manifest",
-    "check_segment",
-]
-
+__all__ = ["MAX_SHARDS", "check_manifest", "check_segment"]
 
 MAX_SHARDS: Final = 10_000_000
 """25 trillion ids; what a node must hold for an assignment grows with it (`rendezvous`: 0.2 s and 30 MB)."""
 
 
 def check_manifest(manifest: Manifest, max_shard_bytes: int) -> None:
-    """Refuses a manifest that names what no honest store names, or that vouches for nothing.
+    """Checks the sizes and keys of a manifest, and that it vouches for its shards.
 
     Raises:
-        HostileStoreError: so it does.
+        HostileStoreError: one of them is impossible in an honest store.
     """
     if manifest.total_shards > MAX_SHARDS:
         raise HostileStoreError(
@@ -60,15 +55,10 @@ def check_manifest(manifest: Manifest, max_shard_bytes: int) -> None:
 
 
 def check_segment(segment: Segment, number: int, manifest: Manifest) -> None:
-    """Refuses a segment that is not the part of the store its link says, or names what no honest one names.
-
-    Args:
-        segment: as it came.
-        number: which of the manifest's segments it should be.
-        manifest: names it.
+    """Checks that a segment is number ``number`` of the manifest, and the sizes and keys of its shards.
 
     Raises:
-        HostileStoreError: so it does.
+        HostileStoreError: it is not, or one of them is impossible in an honest store.
     """
     reference = manifest.index[number]
     first, found = segment.shards[0].id, len(segment.shards)

@@ -1,13 +1,13 @@
-"""Which manifest may be believed: signed by the pinned key, and never older than one seen before.
+"""Which manifest is trusted: signed by the pinned key, and never older than one seen before.
 
-What comes is asked for with the ETag of what is there (304 costs a header), and at the start not at all if it was seen
-within a minute. A manifest that is older, another one of the same sequence, or a successor that names another
-predecessor is refused, and the next mirror asked. If none gives one that may be believed:
+A manifest is requested with the ETag of the remembered one (304 costs a header), and at the start not at all if that
+was verified within a minute. A manifest that is older, another one of the same sequence, or a successor that names
+another predecessor is refused, and the next mirror is asked. If none gives one that can be trusted:
 
-- At the start a node goes on with the manifest it has, with a warning, where any mirror could not be reached or showed
-  an older copy (a CDN may, for a while): everything a manifest names is immutable. Where every mirror shows another
-  history, or a signature that does not hold, that is an error.
-- `newest`, which asks for news, says what went wrong.
+- At the start a node goes on with the remembered manifest, with a warning, if any mirror was unreachable or showed an
+  older copy (a CDN may, for a while): everything a manifest names is immutable. If every mirror shows another history,
+  or a signature that does not hold, that is an error.
+- `newest` raises the error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from loader.errors import (
     ManifestSignatureError,
     UntrustedManifestError,
 )
-from loader.fetch.manifest_memory import BelievedManifest, ManifestMemory, SeenManifest
+from loader.fetch.known_store import ManifestMemory, RememberedManifest, TrustedManifest
 from loader.fetch.mirrors import Mirrors
 from manifests import MANIFEST_KEY, ContractError, SignatureError, canonical_json, sha256_hex, shard_file_bytes
 
@@ -47,17 +47,17 @@ _warned: set[str] = set()
 
 
 class _OlderManifestError(ManifestRollbackError):
-    """An older manifest: a rollback, or a cache that lags."""
+    """An older manifest: a rollback, or a stale cache."""
 
 
 class ManifestKeeper:
-    """Gives the manifest of one store.
+    """Fetches and verifies the manifest of one store.
 
     Args:
         mirrors: the store's addresses.
-        memory: what was believed before.
-        public_key: PEM file of the key that must have signed it; None to believe any, with a warning.
-        max_age_s: how old it may be before a store is asked.
+        memory: the manifest trusted before.
+        public_key: PEM file of the key that must have signed it; None to trust any, with a warning.
+        max_age_s: a remembered manifest verified since is taken without a request.
         max_shard_bytes: larger shards are refused.
     """
 
@@ -71,17 +71,17 @@ class ManifestKeeper:
         self._max_shard_bytes = max_shard_bytes
         self._key: Ed25519PublicKey | None = None
 
-    def current(self) -> BelievedManifest:
+    def current(self) -> TrustedManifest:
         """The manifest to begin with.
 
         Raises:
-            DataUnavailableError: no mirror can be reached, and none was ever seen.
-            UntrustedManifestError: no mirror gives one that may be believed.
+            DataUnavailableError: no mirror can be reached, and none is remembered.
+            UntrustedManifestError: no mirror gives one that can be trusted.
         """
         remote = next((url for url in self._mirrors.addresses if folder_of(url) is None), None)
-        if self._public_key is None and remote is not None:  # Who can write to a folder of this machine owns it anyway.
+        if self._public_key is None and remote is not None:  # A folder of this machine is trusted.
             _warn_once(remote)
-        seen = self._recall()
+        seen = self._memory.recall(self._is_trusted)
         if seen is not None and 0 <= time.time() - seen.checked_at < self._max_age_s:
             return seen.manifest
         refused: list[LoaderError] = []
@@ -98,40 +98,40 @@ class ManifestKeeper:
         )
         return seen.manifest
 
-    def newest(self, floor: BelievedManifest) -> BelievedManifest:
+    def newest(self, floor: TrustedManifest) -> TrustedManifest:
         """The manifest as the store has it now.
 
         Args:
-            floor: what is in use: nothing older is believed, whatever the disk remembers.
+            floor: the manifest in use: nothing older is trusted, whatever the disk remembers.
 
         Raises:
             DataUnavailableError: no mirror can be reached.
-            UntrustedManifestError: no mirror gives one that may be believed.
+            UntrustedManifestError: no mirror gives one that can be trusted.
         """
-        seen = self._recall()
+        seen = self._memory.recall(self._is_trusted)
         if seen is None or seen.manifest.facts.sequence < floor.facts.sequence:
-            seen = SeenManifest(floor, 0.0, {}, self._key_digest())
+            seen = RememberedManifest(floor, 0.0, {}, self._key_digest())
         refused: list[LoaderError] = []
         found = self._ask(seen, refused)
         if found is None:
             raise _worst(refused)
         return found
 
-    def _ask(self, seen: SeenManifest | None, refused: list[LoaderError]) -> BelievedManifest | None:
-        """The first manifest that may be believed; why the mirrors' were not goes to ``refused``."""
+    def _ask(self, seen: RememberedManifest | None, refused: list[LoaderError]) -> TrustedManifest | None:
+        """The first manifest that can be trusted; adds the mirrors' errors to ``refused``."""
         for store in self._mirrors.each():
             try:
                 found = self._from_store(store, seen)
             except (LoaderError, GenesisError, ContractError) as error:
                 refused.append(_as_loader_error(store, error))
-                # Of a single mirror the caller says it.
+                # The caller tells the error of a single mirror.
                 logger.log(logging.INFO if len(self._mirrors.addresses) > 1 else logging.DEBUG, "%s", refused[-1])
                 continue
-            self._memory.remember(found, self._is_believable)
+            self._memory.remember(found, self._is_trusted)
             return found.manifest
         return None
 
-    def _from_store(self, store: ReadableStore, seen: SeenManifest | None) -> SeenManifest:
+    def _from_store(self, store: ReadableStore, seen: RememberedManifest | None) -> RememberedManifest:
         etag = seen.etags.get(store.url) if seen is not None else None
         if seen is not None and etag is not None:
             answer = store.get_if_changed(MANIFEST_KEY, etag, max_bytes=MAX_MANIFEST_BYTES)
@@ -139,16 +139,16 @@ class ManifestKeeper:
                 return replace(seen, checked_at=time.time(), public_key=self._key_digest())
         else:
             answer = store.get(MANIFEST_KEY, max_bytes=MAX_MANIFEST_BYTES)
-        found = self._believed(answer.body, store.url)
+        found = self._verified(answer.body, store.url)
         etags = {store.url: answer.etag}
         if seen is not None:
             self._check_succession(seen.manifest, found, store.url)
             if found.body == seen.manifest.body:
                 etags = {**seen.etags, **etags}
-        return SeenManifest(found, time.time(), etags, self._key_digest())
+        return RememberedManifest(found, time.time(), etags, self._key_digest())
 
-    def _believed(self, body: bytes, url: str) -> BelievedManifest:
-        """Checks a manifest as it came: its form, its signature, its limits."""
+    def _verified(self, body: bytes, url: str) -> TrustedManifest:
+        """Checks the form, signature and limits of a manifest."""
         from loader.fetch.limits import check_manifest
         from manifests import Manifest, verify_manifest
 
@@ -160,10 +160,10 @@ class ManifestKeeper:
             except SignatureError as error:
                 raise ManifestSignatureError(f"{url}: {error}") from None
         check_manifest(manifest, self._max_shard_bytes)
-        return BelievedManifest.of(body)
+        return TrustedManifest.of(body)
 
-    def _check_succession(self, last: BelievedManifest, found: BelievedManifest, url: str) -> None:
-        """Refuses a manifest that does not follow from the last one.
+    def _check_succession(self, last: TrustedManifest, found: TrustedManifest, url: str) -> None:
+        """Checks that a manifest follows from the last one.
 
         Raises:
             ManifestRollbackError: it is older, or of another history.
@@ -186,19 +186,15 @@ class ManifestKeeper:
                 f"found it to name another predecessor; {advice}"
             )
 
-    def _recall(self) -> SeenManifest | None:
-        """The last manifest that was believed, if it would be believed now."""
-        return self._memory.recall(self._is_believable)
-
-    def _is_believable(self, seen: SeenManifest) -> bool:
-        """Whether what was believed once would be now."""
+    def _is_trusted(self, seen: RememberedManifest) -> bool:
+        """Whether a remembered manifest would be trusted now."""
         if shard_file_bytes(seen.manifest.facts.shard_tokens) > self._max_shard_bytes:
             return False
         if self._public_key is not None and seen.public_key != self._key_digest():
             try:
-                self._believed(seen.manifest.body, self._mirrors.addresses[0])
+                self._verified(seen.manifest.body, self._mirrors.addresses[0])
             except (ContractError, UntrustedManifestError) as error:
-                # Seen before a key was pinned, or under another one: no reason to believe it now.
+                # It was trusted before a key was pinned, or under another one.
                 logger.info("%s", error)
                 return False
         return True
@@ -214,7 +210,7 @@ class ManifestKeeper:
         return self._key
 
     def _key_digest(self) -> str | None:
-        """Names the pinned key by its file's digest."""
+        """The digest of the pinned key's file."""
         return None if self._public_key is None else sha256_hex(_key_file(self._public_key))
 
 
@@ -246,7 +242,7 @@ def _as_loader_error(store: ReadableStore, error: Exception) -> LoaderError:
     return DataUnavailableError(str(error))
 
 
-def _unsigned(manifest: BelievedManifest) -> bytes:
+def _unsigned(manifest: TrustedManifest) -> bytes:
     value = json.loads(manifest.body)
     try:
         return canonical_json({name: each for name, each in value.items() if name != "signature"})

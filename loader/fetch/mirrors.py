@@ -1,10 +1,10 @@
-"""Several addresses of one store, behind one question: give me this object, and let me see whether it is right.
+"""Several addresses of one store, asked for an object in turn until one gives bytes that hold.
 
-The mirror that last gave a good answer is asked first. One whose bytes do not hold is asked once more, one that cannot
-be reached is not, and then the next one is. Rounds go on until the deadline, or until three times every mirror was
-reached and none had the object as it should be (a CDN may remember for a moment that there was none). One that says
-when to come again (Retry-After) is left alone until then. Of several, each has 20 s a turn beyond what its bytes take,
-so that a dead one costs a shard 20 s once and nothing afterwards; a mirror without others has 60.
+The mirror that last gave a good answer is asked first. One whose bytes do not hold is asked once more. Rounds go on
+until the deadline, or until three times every mirror was reached and none had the object as it should be (a CDN may
+remember for a moment that there was none). A mirror that sends Retry-After is left alone until then. Each of several
+mirrors has 20 s a turn beyond the time its bytes take, so a dead one costs a shard 20 s once and nothing afterwards; a
+single mirror has 60.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _HOPELESS_ROUNDS: Final = 3
 _PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 30.0
 _SLOWEST_BYTES_PER_S: Final = 16_000.0
-"""128 kbit/s: a turn does not end while an object comes at that rate, or what has come would be lost with it."""
-_JITTER: Final = random.Random()  # Not the seeded one of the training: when to ask again decides no batch.
+"""128 kbit/s: a turn does not end while bytes come at that rate, or they would be lost."""
+_JITTER: Final = random.Random()  # Not the training's seeded one: retries must not change batches.
 
 
 class ObjectAbsentError(DataUnavailableError):
@@ -68,12 +68,12 @@ class Mirrors:
         return sum(store.received_bytes for store in self._opened)
 
     def fetch(self, key: str, max_bytes: int, accept: Callable[[bytes], T]) -> T:
-        """An object that holds.
+        """Fetches an object.
 
         Args:
             key: its name.
             max_bytes: larger answers are refused unread.
-            accept: turns the bytes into what is wanted, or raises `CorruptObjectError`.
+            accept: checks and converts the bytes, or raises `CorruptObjectError`.
 
         Raises:
             ObjectAbsentError: no mirror has it.
@@ -97,7 +97,8 @@ class Mirrors:
                 if time.monotonic() >= deadline:
                     raise self._unavailable(key, failures)
             rounds += 1
-            hopeless_rounds = 0 if any(map(_may_pass, failures.values())) else hopeless_rounds + 1
+            may_pass = any(isinstance(error, StoreUnavailableError) for error in failures.values())
+            hopeless_rounds = 0 if may_pass else hopeless_rounds + 1
             if hopeless_rounds == _HOPELESS_ROUNDS:
                 raise self._final(key, failures)
             pause_s = max(_backoff_s(rounds), min(resting_until.values()) - time.monotonic())
@@ -113,17 +114,17 @@ class Mirrors:
         return [self._stores()[position] for position in self._order()]
 
     def close(self) -> None:
-        """Gives back connections."""
+        """Closes connections."""
         _close(self._opened)
 
     def _accepted(self, position: int, key: str, max_bytes: int, accept: Callable[[bytes], T]) -> T:
         store = self._stores()[position]
         try:
-            result = accept(_read(store, key, max_bytes))
+            result = accept(store.get(key, max_bytes=max_bytes).body)
         except CorruptObjectError as error:
-            # Spoilt on the way it is right the second time; spoilt where it lies it is not.
+            # Bytes damaged in transit are right the second time.
             logger.warning("%s: %s; fetching it again", store.url, error)
-            result = accept(_read(store, key, max_bytes))
+            result = accept(store.get(key, max_bytes=max_bytes).body)
         self._preferred = position
         return result
 
@@ -161,19 +162,11 @@ def _close(stores: Sequence[ReadableStore]) -> None:
         store.close()
 
 
-def _may_pass(error: Exception) -> bool:
-    return isinstance(error, StoreUnavailableError)
-
-
 def _asked_to_wait_s(error: Exception) -> float:
     return (error.retry_after_s or 0.0) if isinstance(error, StoreUnavailableError) else 0.0
 
 
 def _backoff_s(rounds: int) -> float:
-    """Half of it is jitter, so that nodes that lost a server together do not come back together."""
+    """Half is jitter, so that nodes that lost a server together do not return together."""
     longest_s = min(_LONGEST_PAUSE_S, _PAUSE_S * 2.0 ** (rounds - 1))
     return longest_s * _JITTER.uniform(0.5, 1.0)
-
-
-def _read(store: ReadableStore, key: str, max_bytes: int) -> bytes:
-    return store.get(key, max_bytes=max_bytes).body

@@ -1,12 +1,12 @@
-"""Batch k, as rows of windows: pure arithmetic over integers.
+"""Which rows of windows make up batch k: pure arithmetic over integers.
 
 A *lane* is the shards a node reads of one source (or of the whole store), one after the other, epoch after epoch; its
 position is (epoch, window), the window counted over all shards of the lane. A batch takes rows from the lanes by their
 weights. Which lane a row comes from depends on the row's number alone (multiples of the golden ratio, Weyl 1916, whose
 share of every lane is right to within a few rows at any length), so a position needs no memory of how it was reached.
 
-Leaving a shard early (*rotation*) moves every lane to the beginning of its next shard, between two batches. Batches run
-on across the end of a shard: no window is dropped or repeated.
+Leaving a shard early (*rotation*) moves every lane to the beginning of its next shard, between two batches; it is known
+by the step before which it takes place. Batches run on across the end of a shard: no window is dropped or repeated.
 
 Going to any step of an endless stream is arithmetic: how many of n multiples fall into a lane's part is a sum of
 floors, which Euclid's algorithm adds up in some 40 rounds: 2⁴⁰ batches of three lanes in 0.15 ms.
@@ -14,6 +14,7 @@ floors, which Euclid's algorithm adds up in some 40 rounds: 2⁴⁰ batches of t
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -21,10 +22,14 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from loader.errors import LoaderUsageError
+
 __all__ = ["Lane", "LanePosition", "Rows", "Schedule", "ScheduleMark"]
 
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 _WORDS: Final = 1 << 64
+_MAX_PASSES: Final = 1_000_000
+"""Passes that `Schedule.seek_through` goes through at most: each is arithmetic, but a million of them take 15 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,7 @@ class ScheduleMark(NamedTuple):
     positions: tuple[LanePosition, ...]
     lanes: tuple[Lane, ...]
     queued: tuple[tuple[_Queued, ...], ...]
+    num_applied: int
 
 
 class Schedule:
@@ -80,10 +86,13 @@ class Schedule:
 
     Args:
         lanes: one or more, none empty.
-        batch_size: rows a batch.
-        end_epoch: end when a lane would begin this epoch; None for never.
+        batch_size: rows per batch.
+        epochs: epochs per pass, for `begin_pass`; None for an endless pass.
+        end_epoch: the pass ends when a lane would begin this epoch; None for never.
         step: batches that have been made.
-        positions: of the lanes, by default at their beginning.
+        positions: positions of the lanes, by default at their beginning.
+        rotations: steps before which the current shards were, or will be, left early.
+        resumes_pass: the first `begin_pass` continues the pass that ends with ``end_epoch``.
     """
 
     def __init__(
@@ -91,13 +100,22 @@ class Schedule:
         lanes: Sequence[Lane],
         batch_size: int,
         *,
+        epochs: int | None = None,
         end_epoch: int | None = None,
         step: int = 0,
         positions: Sequence[LanePosition] | None = None,
+        rotations: Sequence[int] = (),
+        resumes_pass: bool = False,
     ) -> None:
         self._lanes = list(lanes)
         self._batch_size = batch_size
+        self._epochs = epochs
+        self._resumes_pass = resumes_pass
+        self._rotations = sorted(rotations)
+        self._num_applied = bisect.bisect_left(self._rotations, step)
         self.end_epoch = end_epoch
+        self.pass_is_over = not resumes_pass
+        """Whether `next_rows` has come to the end of the pass, or no pass was begun."""
         self._shares = _shares([lane.weight for lane in lanes])
         self._thresholds = _thresholds(self._shares)
         self._queued: list[tuple[_Queued, ...]] = [() for _ in lanes]
@@ -110,9 +128,27 @@ class Schedule:
         return tuple(self._lanes)
 
     @property
-    def is_over(self) -> bool:
-        """Whether the last epoch is at its end."""
+    def rotations(self) -> tuple[int, ...]:
+        """The steps before which the current shards were, or will be, left early."""
+        return tuple(self._rotations)
+
+    @property
+    def has_applied_rotations(self) -> bool:
+        """Whether no rotation is still to come."""
+        return self._num_applied == len(self._rotations)
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether a lane has come to the end epoch, so that `next_rows` returns nothing."""
         return not all(self._left(lane) for lane in range(len(self._lanes)))
+
+    @property
+    def shards(self) -> tuple[tuple[int, int], ...]:
+        """Epoch and ordinal of the shard in which each lane stands."""
+        return tuple(
+            (position.epoch, position.window // lane.windows_per_shard)
+            for position, lane in zip(self.positions, self._lanes, strict=True)
+        )
 
     def current_shard(self, lane: int = 0) -> int:
         """The shard that the lane's next row comes from."""
@@ -128,48 +164,76 @@ class Schedule:
         """Batches made of the current shards; where lanes moved at different times, of the one that moved last."""
         return min(self._lane_steps(lane) for lane in range(len(self._lanes)))
 
+    def begin_pass(self) -> None:
+        """Lets the schedule run to the end of the current pass, or of the next one if the current pass is over.
+
+        A pass in which a state was taken is continued even if only its end is left.
+        """
+        resumes, self._resumes_pass = self._resumes_pass, False
+        self.pass_is_over = False
+        if self._epochs is not None and not resumes:
+            furthest = max(position.epoch for position in self.positions)
+            self.end_epoch = (furthest // self._epochs + 1) * self._epochs
+
     def next_rows(self) -> list[Rows]:
         """Takes the next batch.
 
         Returns:
-            Its rows, in order; fewer than a batch at the end of the last epoch, and none behind it.
+            Its rows, in order; fewer than a batch at the end of the pass, and none after it.
         """
-        if self.end_epoch is None and len(self._lanes) == 1 and (inside := self._inside_of_shard()) is not None:
-            return [inside]
-        rows: list[Rows] = []
-        for lane, count in enumerate(self._rows_by_lane()):
-            if count:
-                rows += self._take(lane, count)
-        self.step += bool(rows)
+        while self._num_applied < len(self._rotations) and self._rotations[self._num_applied] <= self.step:
+            self.rotate()
+            self._num_applied += 1
+        rows = self._take_batch()
+        self.pass_is_over = not rows
         return rows
 
-    def skip_to(self, step: int) -> None:
-        """Passes over batches without making them, as if they had been taken."""
-        while self.step < step:
-            batches = min(step - self.step, self._whole_batches(step - self.step))
-            if batches:
-                for lane, count in enumerate(self._rows_until(self.step + batches)):
-                    self._advance(lane, count)
-                self.step += batches
-            elif not self.next_rows():
-                return
+    def seek(self, step: int) -> None:
+        """Passes over batches up to ``step``, or to the end of the pass, as if they had been taken."""
+        while self._num_applied < len(self._rotations) and self._rotations[self._num_applied] < step:
+            rotation = self._rotations[self._num_applied]
+            self._skip_to(rotation)
+            if self.step < rotation:
+                return  # The pass is over; the rotation belongs to a later one.
+            self.rotate()
+            self._num_applied += 1
+        self._skip_to(step)
 
-    def rotate(self) -> None:
-        """Moves every lane to the beginning of its next shard; one that stands at a beginning stays."""
-        for lane, position in enumerate(self.positions):
-            self._advance(lane, -position.window % self._lanes[lane].windows_per_shard)
+    def seek_through(self, step: int) -> None:
+        """Passes over batches up to ``step``, from pass to pass.
+
+        Raises:
+            LoaderUsageError: the step is absurdly far for passes as short as these.
+        """
+        for _ in range(_MAX_PASSES):
+            if self.step >= step:
+                return
+            self.begin_pass()
+            self.seek(step)
+        raise LoaderUsageError(
+            f"expected a step within {_MAX_PASSES:,} passes, found {step}, which is further than step {self.step}"
+        )
+
+    def add_rotation(self, step: int) -> None:
+        """Lets the current shards be left before batch ``step``, which was not taken yet; adding it twice is once."""
+        position = bisect.bisect_left(self._rotations, step)
+        if self._rotations[position : position + 1] != [step]:
+            self._rotations.insert(position, step)
 
     def mark(self) -> ScheduleMark:
         """The position, to come back to."""
-        return ScheduleMark(self.step, tuple(self.positions), tuple(self._lanes), tuple(self._queued))
+        return ScheduleMark(
+            self.step, tuple(self.positions), tuple(self._lanes), tuple(self._queued), self._num_applied
+        )
 
     def rewind(self, mark: ScheduleMark) -> None:
         """Goes back to a position."""
         self.step, self.positions = mark.step, list(mark.positions)
         self._lanes, self._queued = list(mark.lanes), list(mark.queued)
+        self._num_applied = mark.num_applied
 
     def queue_lane(self, lane: int, successor: Lane, epoch: int | None = None) -> None:
-        """Lets the lane read other shards from an epoch on; what was queued for that one and later ones is dropped.
+        """Lets the lane read other shards from an epoch on; what was queued for that and later epochs is dropped.
 
         Args:
             lane: its number.
@@ -181,7 +245,7 @@ class Schedule:
         self._queued[lane] = (*before, _Queued(begins, successor))
 
     def batch_left_shard(self) -> bool:
-        """Whether the latest batch took the last window of a shard: it began with another than comes next."""
+        """Whether the latest batch took the last window of a shard."""
         if not self.step:
             return False
         counts = self._rows_of_batch(self.step - 1)
@@ -190,8 +254,34 @@ class Schedule:
             for position, lane, count in zip(self.positions, self._lanes, counts, strict=True)
         )
 
+    def _take_batch(self) -> list[Rows]:
+        if self.end_epoch is None and len(self._lanes) == 1 and (inside := self._inside_of_shard()) is not None:
+            return [inside]
+        rows: list[Rows] = []
+        for lane, count in enumerate(self._rows_by_lane()):
+            if count:
+                rows += self._take(lane, count)
+        self.step += bool(rows)
+        return rows
+
+    def _skip_to(self, step: int) -> None:
+        while self.step < step:
+            batches = min(step - self.step, self._whole_batches(step - self.step))
+            if batches:
+                first, end = self.step * self._batch_size, (self.step + batches) * self._batch_size
+                for lane, count in enumerate(self._counts(first, end)):
+                    self._advance(lane, count)
+                self.step += batches
+            elif not self._take_batch():
+                return
+
+    def rotate(self) -> None:
+        """Moves every lane to the beginning of its next shard; one that stands at a beginning stays."""
+        for lane, position in enumerate(self.positions):
+            self._advance(lane, -position.window % self._lanes[lane].windows_per_shard)
+
     def _inside_of_shard(self) -> Rows | None:
-        """The next batch where it is as most are: of one lane, and not of a shard's last windows."""
+        """The next batch in the common case: of one lane, and not of a shard's last windows."""
         lane, (epoch, window), size = self._lanes[0], self.positions[0], self._batch_size
         ordinal, first = divmod(window, lane.windows_per_shard)
         if first + size >= lane.windows_per_shard:
@@ -223,10 +313,6 @@ class Schedule:
             return [self._batch_size]
         lanes = _lanes_of_rows(step * self._batch_size, self._batch_size, self._thresholds)
         return [int(count) for count in np.bincount(lanes, minlength=len(self._lanes))]
-
-    def _rows_until(self, step: int) -> list[int]:
-        """How many rows of all the batches before ``step`` each lane gives, if no lane ends before."""
-        return self._counts(self.step * self._batch_size, step * self._batch_size)
 
     def _counts(self, first: int, end: int) -> list[int]:
         """How many of the rows ``first … end − 1`` come from each lane."""

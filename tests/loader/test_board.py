@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from loader import LoaderError
-from loader.board import WorkerBoard
+from loader.shared_stream import NEVER, WorkerBoard
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def holder(board: WorkerBoard, tmp_path: Path) -> Iterator[subprocess.Popen[str]
 def test_a_board_that_stays_locked_is_an_error_that_names_the_holder(
     board: WorkerBoard, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loader.board._PATIENCE_S", 0.1)
+    monkeypatch.setattr("loader.shared_stream._LOCK_TIMEOUT_S", 0.1)
     with pytest.raises(LoaderError, match=f"locked by (process {holder.pid}|another process);"):
         board.look()
     waiting = threading.Thread(target=_swallow, args=(board,))
@@ -115,7 +115,7 @@ def test_a_copy_begins_with_what_was_known_and_goes_on_alone(board: WorkerBoard,
     board.reset(5, (2,))
     board.announce(8, 0)
     other = copied(board)  # type: ignore[operator]
-    assert (other.look(), other.rotations()) == (board.look(), (2,))
+    assert (other.look().furthest, other.look().end, other.rotations()) == (8, NEVER, (2,))
     other.reset(20, (1, 2, 3))
     assert (board.look().furthest, board.rotations()) == (8, (2,))
     board.announce(9, 0)
@@ -165,8 +165,8 @@ def test_a_fork_while_a_thread_waits_with_the_lock(board: WorkerBoard, holder: s
 @pytest.mark.slow
 def test_no_file_is_left(tmp_path: Path) -> None:
     program = (
-        "import os, pickle; from loader.board import WorkerBoard\n"
-        "board = WorkerBoard(); board.open(); other = pickle.loads(pickle.dumps(board)); other.reset(3, (1,))\n"
+        "import os, pickle; from loader.shared_stream import WorkerBoard\n"
+        "board = WorkerBoard(); board.look(); other = pickle.loads(pickle.dumps(board)); other.reset(3, (1,))\n"
         "print(len(os.listdir(os.environ['TMPDIR'])))"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, RandomSampler, default_collate
 
 from genesis.tokenizer import NeuroTokenizer
 from loader import (
@@ -18,6 +20,7 @@ from loader import (
     LoaderUsageError,
     ManifestRollbackError,
     PlateauRule,
+    ShardTokens,
     StateMismatchError,
     TokenizerSyncError,
     get_assigned_shards,
@@ -71,6 +74,9 @@ def test_the_very_last_window_is_drawn_too(six_shards: TokenStore, make_loader: 
     assert torch.equal(labels, shard[1:].expand(30, -1))
     firsts = {int(row[0] == shard[1]) for row in loader.get_batch(shard, 200, 1_998)[0]}
     assert firsts == {0, 1}
+    for batch_size, seq_len in ((0, 10), (4, 0), (4, 2_000), (-1, 10)):
+        with pytest.raises(LoaderUsageError):
+            loader.get_batch(shard, batch_size, seq_len)
 
 
 def test_whose_tensor_it_is_decides_the_windows_and_nothing_else(six_shards: TokenStore, make_loader: Make) -> None:
@@ -99,13 +105,6 @@ def test_a_tensor_that_is_no_shard_s(
     assert loader.state_dict()["step"] == 0
     assert loader.get_batch(other, 3, 50, shard_id=2)[0].shape == (3, 50)
     assert loader.state_dict()["step"] == 1
-
-
-@pytest.mark.parametrize(("batch_size", "seq_len"), [(0, 10), (4, 0), (4, 2_000), (-1, 10)])
-def test_batches_there_are_not(six_shards: TokenStore, make_loader: Make, batch_size: int, seq_len: int) -> None:
-    loader = make_loader(six_shards)
-    with pytest.raises(LoaderUsageError):
-        loader.get_batch(loader.download_shard(0), batch_size, seq_len)
 
 
 def test_rotation_on_exhaustion_begins_the_next_shard_anew(six_shards: TokenStore, make_loader: Make) -> None:
@@ -275,3 +274,88 @@ def test_a_smaller_vocabulary_than_the_one_in_use(tmp_path: Path, make_loader: M
     loader = make_loader(store, cache_dir=tmp_path / "cache", tokenizer=mine)
     assert not loader.sync_tokenizer()
     assert loader.tokenizer.current_vocab_size == 1_000
+
+
+MakeTokens = Callable[..., ShardTokens]
+
+
+@pytest.fixture
+def make_tokens(shared_cache: Path) -> MakeTokens:
+    def make(store: TokenStore, shards: list[int] | None = None, **options: Any) -> ShardTokens:
+        return ShardTokens(
+            store.url, shards, **{"seq_len": 100, "cache_dir": shared_cache, "timeout_s": 20.0, **options}
+        )
+
+    return make
+
+
+def test_every_window_by_its_index(six_shards: TokenStore, make_tokens: MakeTokens) -> None:
+    dataset = make_tokens(six_shards, [4, 1])
+    assert len(dataset) == 2 * 19
+    for index in range(len(dataset)):
+        ids, start = fixed_ids([4, 1][index // 19]), index % 19 * 100
+        window = dataset[index]
+        assert np.array_equal(window["input_ids"], ids[start : start + 100])
+        assert np.array_equal(window["labels"], ids[start + 1 : start + 101])
+    assert torch.equal(dataset[-1]["labels"], dataset[37]["labels"])
+    assert torch.equal(dataset[-38]["labels"], dataset[0]["labels"])
+    for index in (38, -39):
+        with pytest.raises(IndexError):
+            dataset[index]
+    indices = [33, 0, 27, 27, -1, 20]
+    for index, window in zip(indices, dataset.__getitems__(indices), strict=True):
+        assert torch.equal(window["input_ids"], dataset[index]["input_ids"])
+        assert torch.equal(window["labels"], dataset[index]["labels"])
+    dataset[22]["input_ids"].zero_()
+    assert np.array_equal(dataset[22]["input_ids"], fixed_ids(1)[300:400]), "a batch is a copy"
+
+
+def test_more_shards_than_are_held_open(tmp_path: Path, make_tokens: MakeTokens) -> None:
+    store = TokenStore.of(tmp_path / "store", 12, shard_tokens=300)
+    dataset = make_tokens(store, seq_len=299, cache_dir=tmp_path / "cache")
+    for _ in range(2):
+        for shard in range(12):
+            assert np.array_equal(dataset[shard]["input_ids"], fixed_ids(shard, 300)[:-1])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sampler_over_any_number_of_workers(six_shards: TokenStore, make_tokens: MakeTokens, workers: int) -> None:
+    dataset = make_tokens(six_shards)
+    order = list(RandomSampler(dataset, generator=torch.Generator().manual_seed(5)))
+    sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(5))
+    loader = DataLoader(dataset, batch_size=8, sampler=sampler, num_workers=workers)
+    batches = list(loader)
+    for number, batch in enumerate(batches):
+        expected = default_collate([dataset[index] for index in order[8 * number : 8 * number + 8]])
+        assert torch.equal(batch["input_ids"], expected["input_ids"])
+        assert torch.equal(batch["labels"], expected["labels"])
+    assert sum(len(batch["labels"]) for batch in batches) == len(dataset) == 6 * 19
+
+
+def test_a_state_says_what_indices_mean(six_shards: TokenStore, make_tokens: MakeTokens, tmp_path: Path) -> None:
+    state = json.loads(json.dumps(make_tokens(six_shards, [4, 1]).state_dict()))
+    make_tokens(six_shards, [4, 1]).load_state_dict(state)
+    other = TokenStore(tmp_path / "store")
+    for shard in range(6):
+        other.add(fixed_ids(shard + 1))
+    other.publish()
+    for stranger in (
+        make_tokens(six_shards, [1, 4]),
+        make_tokens(six_shards, [4, 1], seq_len=99),
+        make_tokens(other, [4, 1], cache_dir=tmp_path / "cache"),
+    ):
+        with pytest.raises(StateMismatchError):
+            stranger.load_state_dict(state)
+    with pytest.raises(StateMismatchError):
+        make_tokens(six_shards, [4, 1]).load_state_dict({})
+
+
+@pytest.mark.parametrize(
+    ("shards", "options"),
+    [([6], {}), ([-1], {}), ([0], {"seq_len": 0}), ([0], {"seq_len": 2_000}), ([0], {"seq_len": -5})],
+)
+def test_what_makes_no_sense(
+    six_shards: TokenStore, make_tokens: MakeTokens, shards: list[int], options: dict[str, Any]
+) -> None:
+    with pytest.raises(LoaderUsageError):
+        make_tokens(six_shards, shards, **options)

@@ -158,7 +158,7 @@ def test_a_batch_far_away(two_sources: TokenStore, make_dataset: Make, sources: 
 def test_a_batch_many_passes_away(
     two_sources: TokenStore, make_dataset: Make, sources: dict[str, float] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loader.node_stream._MOST_PASSES", 400)
+    monkeypatch.setattr("loader.stream.schedule._MAX_PASSES", 400)
     dataset = make_dataset(two_sources, sources=sources, epochs=1, seq_len=999, count=2)
     found: list[str] = []
     while len(found) < 200:

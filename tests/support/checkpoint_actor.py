@@ -47,6 +47,12 @@ def check(found: dict[str, Any]) -> int:
     return step
 
 
+def newest_step(folder: Path, instance: str = "") -> int | None:
+    """The step of the newest whole checkpoint."""
+    found = load_newest(folder, WALLET, instance)
+    return None if found is None else check(found)
+
+
 def save(directory: str, step: int, death: Death) -> None:
     """Saves one checkpoint, and dies on the way."""
     torch.set_num_threads(1)

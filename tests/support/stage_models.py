@@ -9,8 +9,7 @@ from torch.nn import functional
 
 from loader import GenesisDataset
 from tests.support.pipeline_swarm import PipelineSwarm
-from trainer.checkpoint.stages import newest_set, time_us
-from trainer.checkpoint.stages.assembling import assemble
+from trainer.checkpoint.stages import assemble, newest_set, time_us
 from trainer.model import Transformer
 
 __all__ = ["held_out_loss", "held_out_rows"]

@@ -1,7 +1,11 @@
 """Whatever was done to a cached file, what is opened is right, and the damage is told."""
 
+from __future__ import annotations
+
+import fcntl
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -142,3 +146,121 @@ def test_a_name_that_is_not_one_is_refused(filled, name):
 def test_an_empty_file_is_refused(filled):
     with pytest.raises(LoaderUsageError, match="at least 1 byte"):
         filled.open(NAME, 0, bytes, lambda view: None)
+
+
+def test_a_file_is_checked_again_only_when_it_was_touched(tmp_path):
+    name = name_of(1)
+    checked = []
+
+    def open_it(cache):
+        file = cache.open(
+            name, SIZE_BYTES, lambda: content(name), lambda view: (checked.append(len(view)), check(name)(view))[1]
+        )
+        assert bytes(file.buffer) == content(name)
+        return file.from_cache
+
+    first = ShardCache(tmp_path / "cache", 10 * SIZE_BYTES)
+    assert not open_it(first)
+    assert open_it(first) and len(checked) == 1  # What was written is read back once.
+    assert open_it(first) and len(checked) == 1
+    assert open_it(ShardCache(tmp_path / "cache", 10 * SIZE_BYTES)) and len(checked) == 2  # Another reader's own check.
+    assert open_it(first) and len(checked) == 2  # Which is no change of the file.
+    damaged = bytearray(content(name))
+    damaged[SIZE_BYTES // 2] ^= 1
+    (tmp_path / "cache" / name).write_bytes(damaged)
+    assert not open_it(first) and len(checked) == 3  # Written to in place: noticed, made anew.
+    replacement = tmp_path / "cache" / "x"
+    replacement.write_bytes(damaged)
+    os.utime(replacement, ns=(0, (tmp_path / "cache" / name).stat().st_mtime_ns))
+    replacement.replace(tmp_path / "cache" / name)
+    assert not open_it(first)  # Another file of the same age and size.
+
+
+def open_file(cache):
+    return cache.open(NAME, SIZE_BYTES, lambda: content(NAME), check(NAME))
+
+
+@pytest.fixture
+def before_locking(monkeypatch):
+    """Does something once, when a file is open but not yet locked."""
+    lock = fcntl.flock
+
+    def plan(path, act):
+        def flock(descriptor, kind):
+            if not done and path.exists() and os.path.samestat(os.fstat(descriptor), path.lstat()):
+                done.append(path)
+                act(path)
+            lock(descriptor, kind)
+
+        done = []
+        monkeypatch.setattr(fcntl, "flock", flock)
+        return done
+
+    return plan
+
+
+def test_a_file_evicted_between_opening_and_locking_is_made_again(folder, before_locking):
+    cache = ShardCache(folder, SIZE_BYTES)
+    open_file(cache)
+    done = before_locking(folder / NAME, lambda path: path.unlink())
+    found = open_file(cache)
+    assert done
+    assert (found.from_cache, found.cached) == (False, True)
+    assert cache.contains(NAME)
+
+
+def test_a_file_replaced_between_opening_and_locking_is_opened_anew(folder, before_locking):
+    cache = ShardCache(folder, SIZE_BYTES)
+    open_file(cache)
+
+    def replace(path):
+        (folder / "new").write_bytes(path.read_bytes())
+        (folder / "new").rename(path)
+
+    done = before_locking(folder / NAME, replace)
+    found = open_file(cache)
+    assert done and found.from_cache
+    # It is the file of that name that is held, not the one that was.
+    assert cache.clear().kept == (NAME,)
+
+
+def test_a_part_swept_between_opening_and_locking_is_begun_anew(folder, before_locking, caplog):
+    cache = ShardCache(folder, SIZE_BYTES)
+    done = before_locking(folder / f".{NAME}.part", lambda path: path.unlink())
+    assert open_file(cache).cached
+    assert done and cache.contains(NAME) and not caplog.records
+
+
+def test_a_part_finished_by_another_between_opening_and_locking_is_not_made_twice(folder, before_locking):
+    cache = ShardCache(folder, SIZE_BYTES)
+
+    def finish(path):
+        path.write_bytes(content(NAME))
+        path.rename(folder / NAME)
+
+    done = before_locking(folder / f".{NAME}.part", finish)
+    found = open_file(cache)
+    assert done and found.from_cache and found.buffer == content(NAME)
+
+
+def test_what_a_dead_maker_of_another_file_left_makes_room(folder, caplog):
+    folder.mkdir()
+    leftover = folder / f".{name_of(2)}.part"
+    leftover.write_bytes(bytes(SIZE_BYTES))
+    assert open_file(ShardCache(folder, SIZE_BYTES)).cached
+    assert not leftover.exists() and not caplog.records
+
+
+def test_a_file_whose_lock_another_takes_while_it_is_published_leaves_no_descriptor_behind(folder, before_locking):
+    cache = ShardCache(folder, SIZE_BYTES)
+
+    def refuse(path):
+        raise BlockingIOError(path)
+
+    done = before_locking(folder / NAME, refuse)
+    found = open_file(cache)
+    assert done and not found.cached and found.buffer == content(NAME)
+    file = (folder / NAME).stat()
+    assert not [
+        path for path in Path("/proc/self/fd").iterdir() if path.exists() and os.path.samestat(path.stat(), file)
+    ]

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from loader import DataUnavailableError, GenesisDataset, LoaderError, ManifestRollbackError
-from loader.fetch.known_store import KnownStore
-from loader.fetch.manifest_memory import BelievedManifest, ManifestMemory, SeenManifest
+from loader.fetch.known_store import KnownStore, ManifestMemory, RememberedManifest, TrustedManifest
 from manifests import MANIFEST_KEY
 from tests.loader.fetch.conftest import OpenSession
 from tests.support.batches import take
@@ -88,10 +87,15 @@ class TestAddresses:
 
 class TestRefresh:
     @pytest.mark.parametrize(
-        ("kind", "error"), [("another history", ManifestRollbackError), ("none", DataUnavailableError)]
+        ("kind", "error"),
+        [
+            ("another history", ManifestRollbackError),
+            ("a rollback", ManifestRollbackError),
+            ("none", DataUnavailableError),
+        ],
     )
     def test_it_says_what_went_wrong_and_the_stream_goes_on(
-        self, store: TokenStore, forged: str, tmp_path: Path, kind: str, error: type[LoaderError]
+        self, store: TokenStore, stale: str, forged: str, tmp_path: Path, kind: str, error: type[LoaderError]
     ) -> None:
         options: dict[str, Any] = {"seq_len": 64, "batch_size": 4, "cache_dir": tmp_path / "cache", "timeout_s": 1.0}
         expected = take(GenesisDataset(store.url, "node-a", **options), 12)
@@ -100,8 +104,8 @@ class TestRefresh:
         if kind == "none":
             (store.folder / MANIFEST_KEY).unlink()
         else:
-            shutil.copy(Path(forged) / MANIFEST_KEY, store.folder)
-        with pytest.raises(error, match="expected"):
+            shutil.copy(Path(stale if kind == "a rollback" else forged) / MANIFEST_KEY, store.folder)
+        with pytest.raises(error, match="expected" if kind != "a rollback" else "rollback"):
             dataset.refresh()
         assert found + take(dataset, 7) == expected
 
@@ -124,9 +128,9 @@ class TestKeeping:
         self, store: TokenStore, stale: str, tmp_path: Path
     ) -> None:
         memory = ManifestMemory([KnownStore.of(tmp_path / "cache", address) for address in (store.url, stale)])
-        old, new = (BelievedManifest.of((Path(url) / MANIFEST_KEY).read_bytes()) for url in (stale, store.url))
+        old, new = (TrustedManifest.of((Path(url) / MANIFEST_KEY).read_bytes()) for url in (stale, store.url))
         for manifest in (new, old):
-            memory.remember(SeenManifest(manifest, 0.0, {}, None), lambda _: True)
+            memory.remember(RememberedManifest(manifest, 0.0, {}, None), lambda _: True)
             recalled = memory.recall(lambda _: True)
             assert recalled is not None
             assert recalled.manifest == new

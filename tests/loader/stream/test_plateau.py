@@ -25,24 +25,24 @@ def specification_says(losses: list[float]) -> bool:
 
 
 @given(LOSSES)
-def test_absolute_is_the_specification(losses: list[float]) -> None:
+def test_absolute_is_the_specification_and_off_never_fires(losses: list[float]) -> None:
     assert (PlateauRule().plateau(losses) is not None) == specification_says(losses)
+    assert PlateauRule("off").plateau(losses) is None
 
 
-def test_absolute_reports_what_it_saw() -> None:
-    plateau = PlateauRule().plateau([9.0] * 30 + [0.01, 0.03] * 10)
-    assert plateau is not None
-    assert plateau.mean == pytest.approx(0.02)
-    assert plateau.variance == pytest.approx(0.0001)
-
-
-def test_the_defaults_are_the_specifications() -> None:
+def test_the_defaults_are_the_specifications_and_what_makes_no_sense_is_refused() -> None:
     rule = PlateauRule()
     assert (rule.kind, rule.history, rule.window, rule.min_steps) == ("absolute", 50, 20, 100)
     assert (rule.max_variance, rule.max_mean) == (0.02, 0.05)
+    for wrong in ({"kind": "sideways"}, {"window": 1}, {"window": 50}, {"history": 20}, {"min_steps": -1}):
+        with pytest.raises(LoaderUsageError):
+            PlateauRule(**wrong)  # type: ignore[arg-type]
 
 
 def test_bounds_are_exclusive() -> None:
+    plateau = PlateauRule().plateau([9.0] * 30 + [0.01, 0.03] * 10)
+    assert plateau is not None
+    assert (plateau.mean, plateau.variance) == (pytest.approx(0.02), pytest.approx(0.0001))
     at_the_mean = [0.05] * 50
     assert PlateauRule("absolute").plateau(at_the_mean) is None
     assert PlateauRule("absolute").plateau([math.nextafter(0.05, 0)] * 50) is not None
@@ -64,23 +64,13 @@ def test_relative_asks_whether_the_loss_still_falls() -> None:
     assert rule.plateau([3.0] * 49) is None  # The history is not full.
 
 
-@given(st.lists(st.floats(0.0, 12.0), max_size=50))
-def test_off_never_fires(losses: list[float]) -> None:
-    assert PlateauRule("off").plateau(losses) is None
-    assert PlateauRule("off").plateau([0.0] * 50) is None
-
-
-@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_a_loss_that_is_not_finite_is_left_out(loss: float) -> None:
+def test_the_history_is_bounded_can_be_cleared_and_leaves_out_losses_that_are_not_finite() -> None:
     history = LossHistory(50, [0.01] * 19)
-    history.add(loss)
+    for loss in (math.nan, math.inf, -math.inf):
+        history.add(loss)
     assert history.losses() == [0.01] * 19
     history.add(0.01)
     assert PlateauRule().plateau(history.losses()) is not None
-
-
-def test_the_history_is_bounded_and_can_be_cleared() -> None:
-    history = LossHistory(50)
     for loss in range(130):
         history.add(loss)
     assert history.losses() == [float(loss) for loss in range(80, 130)]
@@ -92,18 +82,3 @@ def test_huge_losses_are_no_accident() -> None:
     # The square of 1e200 is no float; a rule that looks at it must say no, not fail.
     assert PlateauRule("absolute").plateau([1e200, -1e200] * 25) is None
     assert PlateauRule("relative").plateau([1e200, -1e200] * 25) is None
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"kind": "sideways"},
-        {"window": 1},
-        {"window": 50},
-        {"history": 20},
-        {"min_steps": -1},
-    ],
-)
-def test_rules_that_make_no_sense(wrong: dict[str, object]) -> None:
-    with pytest.raises(LoaderUsageError):
-        PlateauRule(**wrong)  # type: ignore[arg-type]

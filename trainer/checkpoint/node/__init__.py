@@ -1,19 +1,19 @@
-"""Checkpoints: what a node needs to go on as if nothing had happened, on disk every few steps.
+"""Checkpoints of a node, from which training resumes bit for bit.
 
     wallet = wallet_id(token, node_id)
     with Checkpointer(directory, wallet) as checkpointer:
-        contents = load_newest(directory, wallet)          # None: nothing there yet
+        contents = load_newest(directory, wallet)          # None: there is none yet
         ...
         checkpointer.save(contents.to_mapping())           # every 10 steps
         checkpointer.save(contents.to_mapping(), wait=True)  # on the way out
 
-Guarantees: killed at any moment, a node finds a whole checkpoint when it comes back; a file that is damaged, cut short
-or not ours is passed over for the one before it; nothing in a file is executed. The training thread pays for one copy
+Guarantees: a node killed at any moment finds a whole checkpoint when it comes back; a file that is damaged, cut short
+or foreign is passed over for the one before it; nothing in a file is executed. The training thread pays for one copy
 into buffers that are reused: for 30M parameters with two moments (360 MB) 43 ms of one core, 18 ms on two; digest,
-writing and fsync, half a second of one core, run in one background thread. The trade-off: memory for a second copy of
-the state, on the host.
+writing and fsync, half a second of one core, run in one background thread. The trade-off: host memory for a second copy
+of the state.
 
-What brings torch (1 to 2 s) is imported when it is first named.
+torch (1 to 2 s) is imported when it is first needed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""`Checkpointer`: saves now and then without holding training up, one process a wallet.
+"""`Checkpointer`: saves periodically without delaying training, one process a wallet.
 
-A save copies the state (`HostBuffers`) and returns; digest, writing and fsync run in one background thread. While that
-is at work a periodic save is left out and counted: a slow disk makes checkpoints rarer, never training slower. What the
-disk refused is told by the next call, with training as it was; the save after that tries again.
+While a save is being written, a periodic one is left out and counted: a slow disk makes checkpoints rarer and never
+delays training. An error of the disk is raised by the next call; the save after that tries again.
 """
 
 from __future__ import annotations
@@ -12,14 +11,13 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Self, cast
 
 from genesis.file_lock import FileLock, FileLockedError
-from genesis.store.durable import make_folders
-from trainer.checkpoint.node.background import TIMEOUT_S, BackgroundWrite, HostBuffers, Staged
-from trainer.checkpoint.node.naming import checkpoint_path, lock_path
-from trainer.checkpoint.node.writing import DIGEST, FORMAT_KEY, write_checkpoint
+from genesis.store.durable import make_folders, sync_folder
+from trainer.checkpoint.files import DIGEST, FORMAT_KEY, write_file
+from trainer.checkpoint.node.naming import checkpoint_path, kept_path, kept_paths, lock_path, set_aside_later
+from trainer.checkpoint.saver import TIMEOUT_S, BackgroundSaver, Staged
 from trainer.errors import CheckpointError, TrainerUsageError
 
 __all__ = ["Checkpointer"]
@@ -29,14 +27,14 @@ _STEP = "training_rounds"
 logger = logging.getLogger(__name__)
 
 
-class Checkpointer:
-    """Writes the checkpoints of a wallet; a context manager.
+class Checkpointer(BackgroundSaver):
+    """Writes the checkpoints of a wallet.
 
     Args:
-        directory: of all checkpoints, ``~`` allowed; made if it is missing.
+        directory: folder of all checkpoints, ``~`` allowed; made if it is missing.
         wallet: of `wallet_id`.
-        keep: how many there are, the newest counted.
-        instance: tells apart what one wallet runs side by side.
+        keep: how many are kept, the newest included.
+        instance: distinguishes instances that one wallet runs side by side.
 
     Raises:
         TrainerUsageError: an argument is out of range.
@@ -46,27 +44,17 @@ class Checkpointer:
         if keep < 1:
             raise TrainerUsageError(f"keep: expected 1 or more checkpoints, found {keep}")
         self._path = checkpoint_path(directory, wallet, instance)
+        super().__init__(self._path, "checkpoint")
         self._keep = keep
         self._lock = FileLock(lock_path(self._path))
-        self._buffers = HostBuffers()
-        self._writing = BackgroundWrite(self._path, "checkpoint")
-        self.saved = 0
-        """Checkpoints written."""
-        self.skipped = 0
-        """Periodic saves left out because the one before was still being written."""
 
     @property
     def path(self) -> Path:
-        """The newest checkpoint's."""
+        """Path of the newest checkpoint."""
         return self._path
 
-    @property
-    def busy(self) -> bool:
-        """Whether a save is being written now; a periodic one would be left out."""
-        return self._writing.busy
-
     def open(self) -> None:
-        """Takes the wallet's lock; a save does so too. Call it before training begins, so that nothing is lost.
+        """Takes the wallet's lock, as a save does too; call it before training begins, so that nothing is lost.
 
         Raises:
             CheckpointError: another process has it, or the folder cannot be written to.
@@ -92,16 +80,16 @@ class Checkpointer:
 
         Args:
             contents: tensors and plain values (`CheckpointContents.to_mapping`); ``training_rounds`` names the file.
-            wait: return once it is on the disk, and leave it out in no case; a failure of the save before is then only
-                logged, since this one takes its place.
+            wait: never leave this save out, and return once it is on the disk; a failure of the save before is then
+                only logged.
             timeout_s: how long to wait.
 
         Returns:
-            Whether it was taken; False if the one before was still being written.
+            Whether it was begun; False if the one before was still being written.
 
         Raises:
-            CheckpointError: this one, or without ``wait`` the one before, could not be written; or ``contents`` hold
-                what cannot be saved. Nothing of the state was changed, and the checkpoint before is whole.
+            CheckpointError: this save, or without ``wait`` the one before, could not be written, or ``contents`` cannot
+                be saved. The state is unchanged, and the checkpoint before is whole.
         """
         deadline = time.monotonic() + timeout_s
         self.open()
@@ -112,53 +100,25 @@ class Checkpointer:
             return False
         self.flush(timeout_s)
         step = _step_of(contents)
-        staged = self._buffers.stage(contents)
-        self._writing.begin(lambda: self._write(staged, step))
+        self._begin(contents, lambda staged: self._write(staged, step))
         if wait:
             self.flush(max(0.0, deadline - time.monotonic()))
         return True
-
-    def flush(self, timeout_s: float = TIMEOUT_S) -> None:
-        """Waits until the latest save is on the disk.
-
-        Raises:
-            CheckpointError: it could not be written, or not in time.
-        """
-        self._writing.flush(timeout_s)
-
-    def close(self, timeout_s: float = TIMEOUT_S) -> None:
-        """Waits for the latest save and gives the lock back.
-
-        Raises:
-            CheckpointError: that save could not be written.
-        """
-        try:
-            self.flush(timeout_s)
-        finally:
-            self._writing.end()
-            if self._writing.is_settled:  # One that hangs still writes under the lock.
-                self._lock.release()
 
     def __enter__(self) -> Self:
         self.open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self.close()
-        except CheckpointError as failure:
-            if error is None:
-                raise
-            logger.error("%s", failure)  # What came first is the one to see.
+    def _release(self) -> None:
+        if self._is_settled:  # A write that hangs still needs the lock.
+            self._lock.release()
 
     def _settle(self, timeout_s: float) -> None:
-        """Waits for the save before; that it failed does not matter any more."""
+        """Waits for the save before; its failure is only logged."""
         try:
             self.flush(timeout_s)
         except CheckpointError as failure:
-            if not self._writing.is_settled:
+            if not self._is_settled:
                 raise
             logger.warning("%s; trying again", failure)
 
@@ -184,3 +144,30 @@ def _step_of(contents: Mapping[str, object]) -> int:
         if reserved in contents:
             raise CheckpointError(f"contents: expected no key {reserved!r}, which the file itself uses; rename it")
     return step
+
+
+def write_checkpoint(newest: Path, contents: dict[str, object], step: int, keep: int) -> None:
+    """Makes contents the newest checkpoint, and removes the oldest; by one process at a time.
+
+    Room is needed for one more than are kept.
+
+    Args:
+        newest: of `checkpoint_path`; its folder exists.
+        contents: tensors on the CPU and plain values.
+        step: names the kept file.
+        keep: how many are kept.
+
+    Raises:
+        OSError: it cannot be written. The checkpoints before are unchanged.
+    """
+    write_file(newest, contents, second_name=kept_path(newest, step))
+    set_aside = set_aside_later(newest, step)
+    if set_aside:
+        sync_folder(newest.parent)
+        logger.warning(
+            "the run went back to step %d: checkpoints of later steps are set aside as %s",
+            step,
+            ", ".join(path.name for path in set_aside),
+        )
+    for path in kept_paths(newest)[keep:]:
+        path.unlink()

@@ -1,20 +1,27 @@
-"""`CheckpointContents`: the fields of a checkpoint (spec T-23), and those that make resuming exact.
+"""The fields of a node's checkpoint (spec T-23) and those that make resuming exact; the newest file that is whole.
 
 The former keep their names and lie at the top of the file, so ``torch.load(path, weights_only=True)["layers"]`` is
-the model's. The inner loop's state is split to that end: ``optimizer`` is AdamW's, ``schedule`` the rest of it.
+the model's. The inner loop's state is split for that: ``optimizer`` is AdamW's, ``schedule`` the rest of it.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Final, Self
 
 from torch import Tensor
 
-from trainer.errors import CheckpointMismatchError
+from trainer.checkpoint.files import read_checkpoint
+from trainer.checkpoint.node.naming import checkpoint_path, kept_paths
+from trainer.errors import CheckpointMismatchError, CorruptCheckpointError
 
-__all__ = ["CheckpointContents"]
+__all__ = ["CheckpointContents", "load_newest", "read_checkpoint"]
+
+logger = logging.getLogger(__name__)
 
 _VERSION: Final = 1
 _OPTIONAL: Final = frozenset({"num_ids"})
@@ -22,36 +29,36 @@ _OPTIONAL: Final = frozenset({"num_ids"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointContents:
-    """Everything a node goes on from: tensors, and plain values that ``weights_only`` takes."""
+    """Everything a node resumes from: tensors, and plain values that ``weights_only`` loads."""
 
     layer_ids: tuple[int, ...]
-    """Layers this node holds."""
+    """Layers of this node."""
     architecture: Mapping[str, Any]
-    """The model's configuration; the saved one wins when the node starts again."""
+    """The model's configuration, which wins over the run file's when the node starts again."""
     layers: Mapping[str, Mapping[str, Tensor]]
     """Parameters by stage or layer, then by name."""
     optimizer: Mapping[str, Any]
-    """AdamW's state: `InnerLoop.state_dict` has it under ``optimizer``."""
+    """AdamW's state, ``optimizer`` of `InnerLoop.state_dict`."""
     diloco: Mapping[str, Any]
-    """Anchor, outer momentum, where within the inner steps; empty without DiLoCo."""
+    """Anchor, outer momentum, position within the inner steps; empty without DiLoCo."""
     training_rounds: int
-    """Steps taken: names the file."""
+    """Steps taken, which names the file."""
     current_loss: float
     """Of the latest step."""
     timestamp: float
     """Seconds since 1970."""
     loader: Mapping[str, Any]
-    """Where the data stream stands."""
+    """State of the data stream."""
     rng: Mapping[str, Any]
-    """Of `rng_state`."""
+    """From `rng_state`."""
     config: Mapping[str, Any]
     """The run's resolved configuration."""
     schedule: Mapping[str, Any]
     """The inner loop's state without ``optimizer``: step index, steps dropped."""
     num_ids: int | None = None
-    """Ids of the vocabulary that losses are over; None in the checkpoints of releases that did not say."""
+    """Size of the vocabulary that losses are over; None in checkpoints of earlier releases."""
     version: int = _VERSION
-    """Of these fields."""
+    """Version of these fields."""
 
     def to_mapping(self) -> dict[str, Any]:
         """The fields by name; nothing is copied."""
@@ -59,7 +66,7 @@ class CheckpointContents:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
-        """The contents that `to_mapping` gave.
+        """The inverse of `to_mapping`.
 
         Raises:
             CheckpointMismatchError: fields are missing or unknown, or another release wrote them.
@@ -78,5 +85,57 @@ class CheckpointContents:
         return cls(**mapping)
 
     def inner_state(self) -> dict[str, Any]:
-        """What `InnerLoop.load_state_dict` takes."""
+        """For `InnerLoop.load_state_dict`."""
         return {**self.schedule, "optimizer": self.optimizer}
+
+
+def load_newest(directory: str | os.PathLike[str], wallet: str, instance: str = "") -> dict[str, Any] | None:
+    """The contents of the newest checkpoint that is whole.
+
+    Args:
+        directory: folder of all checkpoints.
+        wallet: of `wallet_id`.
+        instance: as when it was saved.
+
+    Returns:
+        The contents, tensors on the CPU; None if there is no file at all.
+
+    Raises:
+        CorruptCheckpointError: there are files, and none is whole.
+        CheckpointMismatchError: a later release wrote the newest one.
+    """
+    newest = checkpoint_path(directory, wallet, instance)
+    damaged: list[str] = []
+    for path in _candidates(newest):
+        try:
+            contents = read_checkpoint(path)
+        except CorruptCheckpointError as error:
+            logger.warning("%s; going on to the one before it", error)
+            damaged.append(path.name)
+            continue
+        if damaged:
+            logger.warning("took %s in the place of %s", path.name, ", ".join(damaged))
+        return contents
+    if damaged:
+        raise CorruptCheckpointError(
+            f"expected a whole checkpoint in {newest.parent}, found only damaged ones ({', '.join(damaged)}); "
+            "move them away to begin anew"
+        )
+    return None
+
+
+def _candidates(newest: Path) -> list[Path]:
+    """Newest first, without the second name of the newest."""
+    kept = kept_paths(newest)
+    try:
+        own = newest.stat()
+    except FileNotFoundError:
+        return kept
+    return [newest, *(path for path in kept if not _is(path, own))]
+
+
+def _is(path: Path, status: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(path.stat(), status)
+    except FileNotFoundError:  # The writer has just removed it.
+        return True

@@ -1,9 +1,8 @@
-"""Names of checkpoints: whose they are, which is the newest, which came before.
+"""Names of a node's checkpoints.
 
-``dynamic_node_{wallet}.pt`` (spec T-24) is always the newest. Beside it lie ``dynamic_node_{wallet}.step-{N}.pt``,
-the newest among them too, under a second name for the same file, so that no step has to be read out of a file to keep
-it when the next one comes. A node that runs several instances, or holds only some layers, adds an instance to the name.
-Checkpoints that earlier releases named by the SHA-256 of the token are found and renamed.
+``dynamic_node_{wallet}.pt`` (spec T-24) is always the newest. ``dynamic_node_{wallet}.step-{N}.pt`` are the kept ones,
+the newest among them under a second name for the same file. A node that runs several instances, or holds only some
+layers, adds an instance to the name. Checkpoints that earlier releases named by the SHA-256 of the token are renamed.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ __all__ = [
     "lock_path",
     "set_aside_later",
     "take_over_former_names",
-    "temporary_path",
-    "twin_path",
     "wallet_id",
 ]
 
@@ -43,19 +40,20 @@ _WALLET: Final = re.compile(r"[0-9a-f]{1,64}")
 
 
 def wallet_id(token: str | None, node_id: str) -> str:
-    """Whose checkpoints these are: the same across restarts and machines.
+    """Identifies the owner of checkpoints across restarts and machines.
 
-    Whoever sees the folder sees the name, so a token goes through scrypt: a plain hash would let a weak one be guessed.
+    The name is visible to all who see the folder, so a token goes through scrypt: a plain hash would let a weak token
+    be guessed.
 
     Args:
-        token: the user's secret; without one (None or empty) the node id stands for it.
+        token: the user's secret; if None or empty, the node id takes its place.
         node_id: the node's name.
 
     Returns:
         16 hexadecimal digits: scrypt of the token, or the beginning of the node id's SHA-256.
 
     Raises:
-        TrainerUsageError: there is neither.
+        TrainerUsageError: both are missing.
     """
     if token:
         hashed = hashlib.scrypt(
@@ -68,15 +66,15 @@ def wallet_id(token: str | None, node_id: str) -> str:
 
 
 def checkpoint_path(directory: str | os.PathLike[str], wallet: str, instance: str = "") -> Path:
-    """The newest checkpoint's path, ``~`` expanded.
+    """The path of the newest checkpoint, ``~`` expanded.
 
     Args:
-        directory: of all checkpoints, such as ``~/.neuroshard/checkpoints``.
+        directory: folder of all checkpoints, such as ``~/.neuroshard/checkpoints``.
         wallet: of `wallet_id`.
-        instance: tells apart what one wallet runs side by side: a layer range, a rank.
+        instance: distinguishes instances that one wallet runs side by side: a layer range, a rank.
 
     Raises:
-        TrainerUsageError: wallet or instance would not do as part of a file name.
+        TrainerUsageError: wallet or instance cannot be part of a file name.
     """
     if not _WALLET.fullmatch(wallet):
         raise TrainerUsageError(f"wallet: expected the hex digits of wallet_id(), found {wallet!r}")
@@ -86,25 +84,21 @@ def checkpoint_path(directory: str | os.PathLike[str], wallet: str, instance: st
 
 
 def kept_path(newest: Path, step: int) -> Path:
-    """The name under which the checkpoint of a step is kept."""
+    """The path of the kept checkpoint of a step."""
     return newest.with_name(f"{newest.stem}.step-{step:012d}.pt")
 
 
 def kept_paths(newest: Path) -> list[Path]:
-    """All that are kept, the one of the highest step first.
+    """All kept checkpoints, the highest step first.
 
-    Steps order them, not file times, which a copy or a restored backup changes. A run that went back sets the steps
-    that it gave up aside when it saves (`set_aside_later`).
+    File times do not count, since a copy or a restored backup changes them. A run that went back sets later steps aside
+    when it saves (`set_aside_later`).
     """
     return [path for _, path in sorted(_steps_kept(newest), reverse=True)]
 
 
 def set_aside_later(newest: Path, step: int) -> list[Path]:
-    """Renames the kept checkpoints of later steps than this one: the run went back, and they are of what it gave up.
-
-    Returns:
-        Their new names, ``replaced-…``.
-    """
+    """Renames the kept checkpoints of later steps, which a run that went back gave up; returns the new paths."""
     renamed = []
     for kept_step, path in _steps_kept(newest):
         if kept_step > step:
@@ -120,38 +114,27 @@ def _steps_kept(newest: Path) -> list[tuple[int, Path]]:
     return [(int(match[1]), path) for match, path in named if match is not None]
 
 
-def temporary_path(newest: Path) -> Path:
-    """Where the next one is written: one name, since the lock lets only one process write."""
-    return newest.with_name(f".{newest.name}.tmp")
-
-
-def twin_path(newest: Path) -> Path:
-    """Where that file gets its second name, until it takes the place it is meant for."""
-    return newest.with_name(f".{newest.name}.twin.tmp")
-
-
 def lock_path(newest: Path) -> Path:
-    """The file that whoever writes these checkpoints holds locked."""
+    """The file that the writer of these checkpoints holds locked."""
     return newest.with_suffix(".lock")
 
 
 def former_wallet_id(token: str) -> str:
-    """What earlier releases called it: whoever reads it can try a thousand million tokens a second."""
+    """The wallet id of earlier releases, for which a thousand million tokens can be tried a second."""
     return hashlib.sha256(token.encode()).hexdigest()[:WALLET_DIGITS]
 
 
 def take_over_former_names(directory: str | os.PathLike[str], token: str, instance: str = "") -> None:
-    """Renames a token's checkpoints; nothing happens where there are none under their former name.
-
-    It may be interrupted, and goes on the next time.
+    """Renames a token's checkpoints of earlier releases, if there are any; an interrupted call is completed by the
+    next.
 
     Args:
-        directory: of all checkpoints.
+        directory: folder of all checkpoints.
         token: the user's secret.
         instance: as for `checkpoint_path`.
 
     Raises:
-        CheckpointError: they are in use, cannot be renamed, or there are such under the new name already.
+        CheckpointError: they are in use, cannot be renamed, or the new names are taken.
     """
     former = checkpoint_path(directory, former_wallet_id(token), instance)
     newest = checkpoint_path(directory, wallet_id(token, ""), instance)

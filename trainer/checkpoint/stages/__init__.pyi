@@ -1,7 +1,5 @@
 """What `trainer.checkpoint.stages` offers, by module; a name's module is imported when the name is first used."""
 
-from .assembling import WholeModel as WholeModel
-from .assembling import assemble as assemble
 from .config import StagewiseConfig as StagewiseConfig
 from .contents import RunShape as RunShape
 from .contents import StageHeader as StageHeader
@@ -12,6 +10,8 @@ from .initial import load_initial_state as load_initial_state
 from .naming import parse_time as parse_time
 from .naming import spell_time as spell_time
 from .naming import time_us as time_us
+from .parts import WholeModel as WholeModel
+from .parts import assemble as assemble
 from .rolling import RollBack as RollBack
 from .rolling import roll_back as roll_back
 from .sets import StageFile as StageFile

@@ -1,4 +1,4 @@
-"""When a stage's state is written, where, and how long it is kept."""
+"""Options of stage checkpoints; apart from their user, which imports torch."""
 
 from __future__ import annotations
 
@@ -19,17 +19,14 @@ class StagewiseConfig:
     """
 
     directory: str = "~/.neuroshard/checkpoints/swarm"
-    """Folder; files are ``{run_id}/{stage}/{UTC time}-{who}.pt`` in it. To put a set together that several machines
-    wrote, copy their folders into one: names do not collide."""
+    """Folder of ``{run_id}/{stage}/{UTC time}-{who}.pt``. To assemble a set that several machines wrote, copy their
+    folders into one: names do not collide."""
     interval_s: float = 600.0
-    """A stage is written at the first optimizer step behind each multiple of this of the wall clock, the same multiples
-    on all machines; 0: never."""
+    """A stage is written at the first optimizer step after each multiple of this of the wall clock; 0 for never."""
     keep: int = 6
-    """How many files of each worker are kept, none older than the newest so many intervals of its stage; a stage's file
-    has 12 bytes a parameter."""
+    """Files kept of each worker, none older than the stage's newest so many intervals; one has 12 bytes a parameter."""
     begin_anew: bool = False
-    """A stage of which there is no checkpoint and no worker begins with first weights, though others have saved what
-    they have learned."""
+    """Lets a stage without checkpoint and worker begin with first weights, though other stages have checkpoints."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.interval_s) and (self.interval_s == 0 or self.interval_s >= 1)):

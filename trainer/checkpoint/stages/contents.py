@@ -1,7 +1,7 @@
-"""What is in a stage's checkpoint: whose it is and of when, then all that its worker goes on from.
+"""The contents of a stage's checkpoint: which state of which stage it is, and all that its worker resumes from.
 
-The file is `trainer.checkpoint.node`'s form, a digest over everything in it included, so
-``torch.load(weights_only=True)`` opens it and its ``parameters`` have the names they have in the whole model.
+The file has the form of `trainer.checkpoint.files`, so ``torch.load(weights_only=True)`` opens it; its ``parameters``
+have the names they have in the whole model.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.node import read_checkpoint
-from trainer.checkpoint.stages.damage import what_is_wrong
+from trainer.checkpoint.files import read_checkpoint, what_is_wrong
 from trainer.checkpoint.stages.naming import StageName
 from trainer.errors import CheckpointMismatchError, CorruptCheckpointError, TrainerUsageError
 from trainer.model import ModelConfig
@@ -24,12 +23,12 @@ __all__ = ["RunShape", "StageCheckpoint", "StageHeader", "StageState", "document
 
 _KIND: Final = "genesis-stage"
 _FIELDS: Final = 1
-"""Release of the fields below."""
+"""Version of the fields."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunShape:
-    """What all files of a set have in common."""
+    """The properties that all files of a set share."""
 
     run_id: str
     config: ModelConfig
@@ -37,36 +36,36 @@ class RunShape:
     layers: tuple[int, ...]
     """Layers of each stage, head first: the cut."""
     vocabulary: str = ""
-    """Lineage of the vocabulary (`trainer.run.node.data.lineage_of`); empty where nobody said."""
+    """Lineage of the vocabulary (`trainer.run.node.data.lineage_of`); empty if unknown."""
     basis: str = ""
     """Digest of the subspace's basis; empty without one."""
 
     @property
     def plan(self) -> StagePlan:
-        """The stages: names and ranges."""
+        """Names and ranges of the stages."""
         return StagePlan.of(self.config, len(self.layers), self.layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageHeader:
-    """Which state of which stage."""
+    """Identifies the state of a stage."""
 
     shape: RunShape
     stage: str
     saved_us: int
     """When the state was taken, microseconds since 1970."""
     version: int
-    """Optimizer steps behind it."""
+    """Optimizer steps taken."""
     num_tokens: int
-    """Tokens the stage had seen, of all its workers."""
+    """Tokens that all workers of the stage had seen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageState:
-    """What a worker hands over to be saved, and gets back: tensors, and plain values that ``weights_only`` takes."""
+    """The state of a worker: tensors, and plain values that ``weights_only`` loads."""
 
     config: ModelConfig
-    """Of the whole model as it is now: its vocabulary may have grown since the plan was made."""
+    """Of the whole model now: its vocabulary may have grown since the plan was made."""
     version: int
     """Optimizer steps taken."""
     parameters: Mapping[str, Tensor]
@@ -74,9 +73,9 @@ class StageState:
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     """`torch.optim.Optimizer.state_dict`."""
     strategy: Mapping[str, Any] = field(default_factory=dict)
-    """Of what keeps a stage's workers together: anchor, momentum, rounds."""
+    """State of the strategy between a stage's workers: anchor, momentum, rounds."""
     accumulators: Mapping[str, Any] = field(default_factory=dict)
-    """Gradients of micro-batches that no step has taken yet, and counts."""
+    """Gradients of micro-batches that no step has applied yet, and counts."""
     num_tokens: int = 0
     """Tokens the stage has seen."""
     vocabulary: str = ""
@@ -84,9 +83,9 @@ class StageState:
     basis: str = ""
     """As in `RunShape`."""
     incarnation: str = ""
-    """Of the worker that counted what is in it."""
+    """Incarnation of the worker that counted the micro-batches."""
     applied: int = 0
-    """The first so many micro-batches that one counted are in it."""
+    """How many of the micro-batches it counted are applied."""
 
     @classmethod
     def of_replica(
@@ -101,7 +100,7 @@ class StageState:
         incarnation: str = "",
         applied: int = 0,
     ) -> Self:
-        """From `StageReplica.state_dict`: weights and optimizer apart from what is accumulated and counted."""
+        """Splits `StageReplica.state_dict` into weights, optimizer, and what is accumulated and counted."""
         return cls(
             config=config,
             version=replica["stage_version"],
@@ -117,7 +116,7 @@ class StageState:
         )
 
     def for_replica(self) -> dict[str, Any]:
-        """The inverse: what `StageReplica.load_state_dict` takes."""
+        """The inverse, for `StageReplica.load_state_dict`."""
         return {**self.accumulators, "module": self.parameters, "optimizer": self.optimizer}
 
 
@@ -154,19 +153,17 @@ def document_of(run_id: str, plan: StagePlan, stage: str, saved_us: int, state: 
 
 
 def peek(named: StageName) -> StageHeader:
-    """What a file says of itself; its tensors are mapped, not read, so the digest is not looked at.
+    """Reads the header of a file; its tensors are mapped, not read, so the digest is not checked.
 
     Raises:
-        CorruptCheckpointError: it cannot be opened, or is not what its name says.
-        CheckpointMismatchError: it is of a release to come.
+        CorruptCheckpointError: it is unreadable, or does not match its name.
+        CheckpointMismatchError: a later release wrote it.
     """
-    wrong = what_is_wrong(named.path)
-    if wrong:
-        raise CorruptCheckpointError(f"{named.path}: damaged: not a whole checkpoint, but {wrong}")
+    _check_archive(named)
     try:
         document = torch.load(named.path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
-        # Damage shows as any of a dozen errors, by where it sits; what they say is of torch's inside.
+        # Damage causes any of a dozen internal errors of torch, depending on where it is.
         raise CorruptCheckpointError(
             f"{named.path}: damaged: not a whole checkpoint, but an archive whose contents cannot be read"
         ) from error
@@ -174,15 +171,13 @@ def peek(named: StageName) -> StageHeader:
 
 
 def read_stage(named: StageName) -> StageCheckpoint:
-    """A file's contents, once their digest fits.
+    """Reads a file and checks its digest.
 
     Raises:
-        CorruptCheckpointError: it is damaged, or not what its name says.
-        CheckpointMismatchError: it is of a release to come.
+        CorruptCheckpointError: it is damaged, or does not match its name.
+        CheckpointMismatchError: a later release wrote it.
     """
-    wrong = what_is_wrong(named.path)
-    if wrong:
-        raise CorruptCheckpointError(f"{named.path}: damaged: not a whole checkpoint, but {wrong}")
+    _check_archive(named)
     document = read_checkpoint(named.path)
     header = _header(named, document)
     try:
@@ -196,11 +191,16 @@ def read_stage(named: StageName) -> StageCheckpoint:
         num_tokens=header.num_tokens,
         vocabulary=shape.vocabulary,
         basis=shape.basis,
-        incarnation=str(document.get("incarnation", "")),  # Older files do not say.
+        incarnation=str(document.get("incarnation", "")),  # Older files lack both.
         applied=int(document.get("applied", 0)),
         **parts,
     )
     return StageCheckpoint(header, state)
+
+
+def _check_archive(named: StageName) -> None:
+    if wrong := what_is_wrong(named.path):
+        raise CorruptCheckpointError(f"{named.path}: damaged: not a whole checkpoint, but {wrong}")
 
 
 def _header(named: StageName, document: object) -> StageHeader:

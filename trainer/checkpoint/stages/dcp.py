@@ -1,8 +1,7 @@
-"""Reading a folder of torch.distributed.checkpoint, torchtitan's, without running what is in it.
+"""Reads a folder of torch.distributed.checkpoint, torchtitan's, without running anything in it.
 
-Its ``.metadata`` is a pickle, which torch loads with no questions asked; here only the dozen classes that describe
-tensors are let in, so that a checkpoint got from somewhere is data. Tensors are read by ``weights_only``, each wanted
-one by itself: a stage's start costs its own share of the bytes.
+Its ``.metadata`` is a pickle, which torch loads without restrictions; here only the dozen classes that describe tensors
+are allowed, so a downloaded checkpoint is data. Tensors are read by ``weights_only``, and only those that are wanted.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def _layout(name: str) -> torch.layout:
 
 
 def _member(encoding: object, name: object) -> Any:
-    """What Python 3.11.0 to 3.11.3 pickle a member of an enumeration as: ``getattr`` of it, here of one alone."""
+    """The ``getattr`` as which Python 3.11.0 to 3.11.3 pickle a member of an enumeration, here of one alone."""
     formats = dcp_metadata._MEM_FORMAT_ENCODING
     if encoding is not formats or not isinstance(name, str) or name not in formats.__members__:
         raise pickle.UnpicklingError("an attribute, which describes no tensor")
@@ -74,7 +73,7 @@ _ALLOWED: Final[Mapping[tuple[str, str], Any]] = {
 
 @contextmanager
 def without_process_group() -> Iterator[None]:
-    """For torch's save and load, which warn of one process even where they are told that it is meant."""
+    """Silences the warning of torch's save and load about one process, which is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield
@@ -84,10 +83,10 @@ class _DescriptionUnpickler(pickle.Unpickler):
     """Builds descriptions of tensors, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a pickle may name.
+        """Resolves the allowed names.
 
         Raises:
-            pickle.UnpicklingError: it is none of these.
+            pickle.UnpicklingError: the name is not allowed.
         """
         if (module, name) in _ALLOWED:
             return _ALLOWED[module, name]
@@ -97,7 +96,7 @@ class _DescriptionUnpickler(pickle.Unpickler):
 
 
 class _Reader(FileSystemReader):
-    """torch's reader with the description read already."""
+    """torch's reader with a given description."""
 
     def __init__(self, path: Path, description: Metadata) -> None:
         super().__init__(path)
@@ -109,13 +108,13 @@ class _Reader(FileSystemReader):
 
 
 class DcpFolder:
-    """What a folder holds, by name.
+    """The tensors of a folder, by name.
 
     Args:
         path: the folder.
 
     Raises:
-        CorruptCheckpointError: its description is missing, or no description.
+        CorruptCheckpointError: its description is missing or invalid.
     """
 
     def __init__(self, path: Path) -> None:
@@ -129,15 +128,15 @@ class DcpFolder:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all tensors."""
+        """The shapes of all tensors."""
         return {name: tuple(entry.size) for name, entry in self._tensors.items()}
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Some of the tensors, as they are on the disk; the rest is not read.
+        """Reads some of the tensors.
 
         Raises:
-            CheckpointError: one is not there.
-            CorruptCheckpointError: it cannot be read.
+            CheckpointError: one is missing.
+            CorruptCheckpointError: one is unreadable.
         """
         wanted = list(names)
         missing = [name for name in wanted if name not in self._tensors]
@@ -151,7 +150,7 @@ class DcpFolder:
             with without_process_group():
                 load(state, storage_reader=_Reader(self._path, self._description), no_dist=True)
         except (Exception, CheckpointException) as error:
-            # Damage shows as any of a dozen errors; torch's own is no Exception.
+            # Damage causes any of a dozen errors; torch's own is not an Exception.
             raise CorruptCheckpointError(
                 f"{self._path}: expected whole tensors, found {type(error).__name__}; copy the folder again"
             ) from error
@@ -186,7 +185,7 @@ def _described(path: Path) -> Metadata:
 
 
 def _is_possible(entry: TensorStorageMetadata) -> bool:
-    """Whether there can be such a tensor; a pickle sets attributes to whatever it likes, and to none."""
+    """Whether a described tensor is possible; a pickle may set attributes to anything, or leave them out."""
     shape = getattr(entry, "size", None)
     properties = getattr(entry, "properties", None)
     if not isinstance(shape, tuple) or len(shape) > _MAX_DIMENSIONS or not all(type(each) is int for each in shape):
@@ -200,7 +199,7 @@ def _is_possible(entry: TensorStorageMetadata) -> bool:
 
 
 def _is_beside(info: _StorageInfo) -> bool:
-    """Whether it names a file of the folder, and bytes that a file can have."""
+    """Whether it names a file in the folder, and possible bytes of a file."""
     name, offset, length = (getattr(info, field, None) for field in ("relative_path", "offset", "length"))
     if type(offset) is not int or type(length) is not int or offset < 0 or not 0 <= length < MAX_EXTENT:
         return False

@@ -1,11 +1,10 @@
-"""Whether two folders hold the same model, told without reading all of it.
+"""A fingerprint of a folder of weights, found without reading all of it.
 
-The digest is over the files of weights, in the order of their names: each one's size, and its bytes, all of them up to
-64 MiB, else the first and last MiB (where safetensors says which tensors are where) and 256 blocks of 64 KiB at even
-distances: 18 MiB a file, however large, 20 ms from a page cache. Another model, another step of the same, a fine-tuned
-one differ in nearly every block. Not found is a difference that lies between two blocks, in some part of a tensor; this
-is for mistakes, not for forgers. What is beside the weights (config, tokenizer, notes) does not count, nor how the
-folder and the files are called.
+The digest covers the files of weights, in the order of their names: each one's size, and its bytes, all of them up to
+64 MiB, else the first and last MiB (where safetensors has the tensors' places) and 256 blocks of 64 KiB at even
+distances: 18 MiB a file, 20 ms from a page cache. Another model, another step of the same, or a fine-tuned one differ
+in nearly every block. A difference between two blocks is not found; this guards against mistakes, not forgery. Other
+files (config, tokenizer, notes) and the names of folder and files do not count.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from trainer.errors import CheckpointError, CorruptCheckpointError
 __all__ = ["fingerprint"]
 
 _METADATA_NAME: Final = ".metadata"
-"""As in `trainer.checkpoint.stages.dcp`, with which a third of what a worker needs to start would be imported."""
+"""As in `trainer.checkpoint.stages.dcp`, whose import takes a third of a worker's start."""
 _WHOLE_BYTES: Final = 64 << 20
 _EDGE_BYTES: Final = 1 << 20
 _NUM_BLOCKS: Final = 256
@@ -33,8 +32,8 @@ def fingerprint(path: str | Path) -> str:
     """16 hexadecimal digits for the weights of a folder that `load_initial_state` reads.
 
     Raises:
-        CheckpointError: it is no such folder.
-        CorruptCheckpointError: a file of it cannot be read.
+        CheckpointError: the folder has another form.
+        CorruptCheckpointError: a file is unreadable.
     """
     folder = Path(path).expanduser()
     digest = hashlib.blake2b(digest_size=8)
@@ -63,7 +62,7 @@ def _files(folder: Path) -> Sequence[Path]:
 
 
 def _samples(size_bytes: int) -> Iterator[tuple[int, int]]:
-    """Offset and length of what is read of a file."""
+    """Offset and length of the blocks of a file."""
     if size_bytes <= _WHOLE_BYTES:
         yield from ((offset, _EDGE_BYTES) for offset in range(0, size_bytes, _EDGE_BYTES))
         return

@@ -1,4 +1,4 @@
-"""Reading a Hugging Face folder of safetensors: what its config says, and single tensors of it."""
+"""Reads a Hugging Face folder of safetensors: its config and single tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONFIG_NAME: Final = "config.json"
 _WEIGHTS: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
 _CLASSES: Final = {"LlamaForCausalLM": False, "Olmo2ForCausalLM": True}
-"""Whether queries and keys, and outputs, are normalised."""
+"""Whether queries, keys and outputs are normalised."""
 
 
 class HfFolder:
@@ -30,7 +30,7 @@ class HfFolder:
         path: the folder.
 
     Raises:
-        CheckpointError: there is no config, or there are no weights.
+        CheckpointError: the config or the weights are missing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,10 +39,10 @@ class HfFolder:
         self._files = self._places()
 
     def require(self, config: ModelConfig) -> None:
-        """Checks that the model is of this architecture; rows of the vocabulary are looked at elsewhere.
+        """Checks the architecture, except for the size of the vocabulary.
 
         Raises:
-            CheckpointMismatchError: it is not; the message names the fields.
+            CheckpointMismatchError: it differs; the message names the fields.
         """
         classes = self._config.get("architectures") or ["none"]
         named = str(classes[0] if isinstance(classes, list) else classes)
@@ -61,22 +61,22 @@ class HfFolder:
 
     @property
     def files(self) -> list[Path]:
-        """Those with weights, by name."""
+        """The files of weights, by name."""
         return [self._path / name for name in sorted(set(self._files.values()) or {_WEIGHTS})]
 
     def names(self, config: ModelConfig) -> dict[str, str]:
-        """Our names of parameters and those of the tensors that hold them."""
+        """The tensors' names by our names of parameters."""
         names = hf_names(config)
         if self._config.get("tie_word_embeddings") and "readout.output.weight" in names:
-            # Cut into stages, the output has a matrix of its own that begins as the embedding's.
+            # Stages have an output matrix of their own, which begins as the embedding's.
             names["readout.output.weight"] = names["embedding.weight"]
         return names
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's, without reading it.
+        """The shape of a tensor, without reading it.
 
         Raises:
-            CheckpointError: there is no such tensor.
+            CheckpointError: it is missing or unreadable.
         """
         try:
             with safe_open(self._file(name), framework="pt") as opened:
@@ -85,10 +85,10 @@ class HfFolder:
             raise self._corrupt(name, error) from error
 
     def read(self, name: str) -> Tensor:
-        """A tensor, as it is on the disk.
+        """Reads a tensor.
 
         Raises:
-            CheckpointError: there is no such tensor.
+            CheckpointError: it is missing or unreadable.
         """
         try:
             with safe_open(self._file(name), framework="pt") as opened:
@@ -98,7 +98,7 @@ class HfFolder:
             raise self._corrupt(name, error) from error
 
     def _places(self) -> Mapping[str, str]:
-        """The file of each tensor; empty where there is one file for all."""
+        """The file of each tensor; empty if there is one file for all."""
         if not (self._path / _INDEX).is_file():
             if not (self._path / _WEIGHTS).is_file():
                 raise CheckpointError(f"{self._path}: expected {_WEIGHTS} or {_INDEX}, found neither")
@@ -119,9 +119,9 @@ class HfFolder:
         return CorruptCheckpointError(f"{self._path}: expected a whole tensor {name}, found: {str(error)[:120]}")
 
     def _stated(self, is_olmo2: bool, expected: Mapping[str, object]) -> dict[str, object]:
-        """The same fields as the folder's config has them, with transformers' defaults."""
+        """The same fields in the folder's config, with transformers' defaults."""
         config = self._config
-        # transformers 5 says it in rope_parameters, 4 beside it.
+        # transformers 5 has it in rope_parameters, 4 beside it.
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         rope = rope if isinstance(rope, dict) else {}
         heads, dim = config.get("num_attention_heads"), config.get("hidden_size")
@@ -141,7 +141,7 @@ class HfFolder:
 
 
 def _fields(config: ModelConfig) -> dict[str, object]:
-    """What must agree, by the folder's names where it has them."""
+    """The fields that must agree, by the config's names."""
     return {
         "hidden_size": config.dim,
         "num_hidden_layers": config.num_layers,

@@ -1,8 +1,8 @@
-"""A stage's first weights from a model that exists: a Hugging Face folder (Llama, OLMo-2) or torchtitan's checkpoint.
+"""First weights of a stage from an existing model: a Hugging Face folder (Llama, OLMo-2) or a torchtitan checkpoint.
 
-Only the stage's own tensors are read. Where the run's vocabulary has grown since, or is padded to a full step, rows
-that the model lacks get the values they would have had from the start, a function of seed and row, so that all workers
-of a stage begin alike. That ids mean the same in both vocabularies is for the caller to know: tensors do not say.
+Only the stage's own tensors are read. If the run's vocabulary has grown since, or is padded to a full step, missing
+rows get the values they would have had from the start, a function of seed and row, so that all workers of a stage begin
+alike. The caller must know that ids mean the same in both vocabularies: tensors do not tell.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trainer.model.plan import StagePlan
 __all__ = ["load_initial_state"]
 
 _BEFORE = {"attention.qkv_linear.": "attention.", "lm_head.weight": "output.weight"}
-"""torchtitan's names before 0.3, by those of today."""
+"""Present names of torchtitan and those before 0.3."""
 
 logger = logging.getLogger(__name__)
 
@@ -38,14 +38,14 @@ def load_initial_state(path: str | Path, plan: StagePlan, stage: str, *, seed: i
     Args:
         path: a folder of safetensors with config.json, or of torch.distributed.checkpoint.
         plan: the run's.
-        stage: which of its stages.
-        seed: the run's: of rows that the model has not.
+        stage: a stage of the plan.
+        seed: the run's, for rows that the model lacks.
 
     Raises:
-        CheckpointMismatchError: it is a model of another architecture, or has more ids than the run; or the run trains
-            in a subspace, where no ordinary model's weights are.
-        CorruptCheckpointError: it cannot be read.
-        CheckpointError: it is no such folder.
+        CheckpointMismatchError: the model has another architecture or more ids than the run; or the run trains in a
+            subspace, which contains no ordinary model's weights.
+        CorruptCheckpointError: it is unreadable.
+        CheckpointError: the folder has another form.
     """
     if plan.config.subspace_rank:
         raise CheckpointMismatchError(
@@ -97,7 +97,7 @@ def _of_torchtitan(folder: Path, plan: StagePlan, stage: str) -> dict[str, Tenso
 
 
 def _place(name: str, there: Mapping[str, object]) -> str | None:
-    """What a tensor is called in a checkpoint of any release: at its top or under ``model``, before 0.3 or since."""
+    """The name of a tensor in a checkpoint of any release: at the top or under ``model``, before 0.3 or since."""
     before = name
     for today, former in _BEFORE.items():
         before = before.replace(today, former)
@@ -106,17 +106,17 @@ def _place(name: str, there: Mapping[str, object]) -> str | None:
 
 
 def _require_depth(folder: Path, there: Mapping[str, object], config: ModelConfig) -> None:
-    """A deeper model has all tensors that a stage asks for, and is another model."""
+    """Refuses a deeper model, which has all tensors of a stage too."""
     deeper = f"layers.{config.num_layers}."
     if any(name.removeprefix("model.").startswith(deeper) for name in there):
         raise CheckpointMismatchError(f"{folder}: expected a model of {config.num_layers} layers, found more")
 
 
 def _require_stated(folder: Path, config: ModelConfig) -> None:
-    """Compares with what an export from here says beside it; torchtitan's own checkpoints do not say."""
+    """Compares with the architecture beside an export of ours; torchtitan's own checkpoints have none."""
     path = folder / MODEL_NAME
     if not path.is_file():
-        logger.info("%s does not say its heads, rope_theta and norm_eps; taken to be the run's", folder)
+        logger.info("%s does not state its heads, rope_theta and norm_eps; assuming the run's", folder)
         return
     try:
         stated = ModelConfig.from_dict(json.loads(path.read_bytes())["genesis"])
@@ -144,7 +144,7 @@ def _halved(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
 
 
 def _padded(name: str, tensor: Tensor, config: ModelConfig, seed: int) -> Tensor:
-    """With all rows of the run's vocabulary."""
+    """Adds the missing rows of the run's vocabulary."""
     if name not in (EMBEDDING, OUTPUT) or tensor.shape[0] == config.vocab_size:
         return tensor
     start = tensor.numel()

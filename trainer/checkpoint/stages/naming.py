@@ -1,7 +1,7 @@
 """Times and names of stage checkpoints: ``{directory}/{run_id}/{stage}/20260131T120000.250000Z-head.0.42.pt``.
 
 Sorted by name they are sorted by time; replicas of a stage lie side by side. Times are whole microseconds since 1970,
-so that a time read off a name, given back as ``--at``, is exactly that file's.
+so the time in a name, given as ``--at``, is exactly that file's.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _FILE: Final = re.compile(r"(\d{8}T\d{6}\.\d{6}Z)-([A-Za-z0-9][A-Za-z0-9._-]{0,6
 
 @dataclass(frozen=True, slots=True)
 class StageName:
-    """A file that is a stage's checkpoint by its name."""
+    """A file with the name of a stage's checkpoint."""
 
     path: Path
     stage: str
     saved_us: int
-    """When its state was taken, microseconds since 1970."""
+    """Time of the state, microseconds since 1970."""
     who: str
-    """Which worker's it was."""
+    """The worker that wrote it."""
 
 
 def time_us(seconds: float) -> int:
@@ -54,14 +54,14 @@ def time_us(seconds: float) -> int:
 
 
 def parse_time(text: str, now_us: int) -> int:
-    """A time as people write it, in microseconds since 1970.
+    """Parses a time into microseconds since 1970.
 
     Args:
-        text: ISO 8601, of UTC where it names no zone; or ``now``.
-        now_us: what ``now`` is.
+        text: ISO 8601, in UTC unless it names a zone; or ``now``.
+        now_us: the value of ``now``.
 
     Raises:
-        TrainerUsageError: it is none.
+        TrainerUsageError: the text has another form.
     """
     if text == "now":
         return now_us
@@ -76,15 +76,15 @@ def parse_time(text: str, now_us: int) -> int:
 
 
 def spell_time(us: int) -> str:
-    """As names have it: ``20260131T120000.250000Z``."""
+    """Formats a time as in names: ``20260131T120000.250000Z``."""
     return (_EPOCH + timedelta(microseconds=us)).strftime(_STAMP)
 
 
 def run_folder(directory: str | Path, run_id: str) -> Path:
-    """Where a run's stages are, ``~`` expanded.
+    """The folder of a run, ``~`` expanded.
 
     Raises:
-        TrainerUsageError: the run's name would not do as a folder's.
+        TrainerUsageError: the run's name cannot name a folder.
     """
     if not _RUN.fullmatch(run_id):
         raise TrainerUsageError(f"run_id: expected letters, digits or any of -_.@:+= (no dot first), found {run_id!r}")
@@ -92,10 +92,10 @@ def run_folder(directory: str | Path, run_id: str) -> Path:
 
 
 def stage_folder(directory: str | Path, run_id: str, stage: str) -> Path:
-    """Where a stage's files are.
+    """The folder of a stage.
 
     Raises:
-        TrainerUsageError: it is no stage's name.
+        TrainerUsageError: the stage has another form.
     """
     if not _STAGE.fullmatch(stage):
         raise TrainerUsageError(f"stage: expected head, body-1, … or tail, found {stage!r}")
@@ -103,10 +103,10 @@ def stage_folder(directory: str | Path, run_id: str, stage: str) -> Path:
 
 
 def file_name(saved_us: int, who: str) -> str:
-    """The name of a worker's file of a time.
+    """The name of a worker's file.
 
     Raises:
-        TrainerUsageError: ``who`` would not do as part of a file's name.
+        TrainerUsageError: ``who`` cannot be part of a file name.
     """
     if not _WHO.fullmatch(who):
         raise TrainerUsageError(
@@ -116,7 +116,7 @@ def file_name(saved_us: int, who: str) -> str:
 
 
 def named_files(directory: str | Path, run_id: str) -> Iterator[StageName]:
-    """All stage checkpoints of a run, by stage and time; whether they are whole their names do not say."""
+    """All files of a run named as stage checkpoints, by stage and time; they may be damaged."""
     folder = run_folder(directory, run_id)
     if not folder.is_dir():
         return
@@ -130,7 +130,7 @@ def named_files(directory: str | Path, run_id: str) -> Iterator[StageName]:
 
 
 def misnamed_files(directory: str | Path, run_id: str) -> Iterator[tuple[str, Path]]:
-    """What lies among a run's checkpoints under a name that only resembles theirs, with the stage it lies under."""
+    """Files among a run's checkpoints whose names only resemble theirs, each with its stage."""
     folder = run_folder(directory, run_id)
     for path in sorted(folder.glob("*/*.pt")):
         if _STAGE.fullmatch(path.parent.name) and not path.name.startswith(".") and not _named(path, path.parent.name):
@@ -143,6 +143,6 @@ def _named(path: Path, stage: str) -> StageName | None:
         return None
     try:
         taken = datetime.strptime(matched[1], _STAMP).replace(tzinfo=UTC)
-    except ValueError:  # Digits that are no date: somebody else's file.
+    except ValueError:  # Digits that are not a date.
         return None
     return StageName(path, stage, (taken - _EPOCH) // timedelta(microseconds=1), matched[2])

@@ -1,9 +1,9 @@
-"""Back to an earlier moment: what is newer is set aside, so that workers that start find that moment's state.
+"""Rolling stages back to an earlier moment: newer files are set aside, so that workers start from that moment's state.
 
-Files are renamed into ``{run}/set-aside/{now}/{stage}/``, from where they can be moved back; nothing is deleted, then
-or later. Killed half-way, the same call again does the rest. The run's workers must be stopped: one that runs knows
-nothing of it, and goes on writing its own; while this machine has one it is refused. Where stages are on several
-machines it is done on each, to the same time.
+Files are renamed into ``{run}/set-aside/{now}/{stage}/``, from where they can be moved back; nothing is deleted. If the
+call is interrupted, the same call completes it. The run's workers must be stopped, since a running worker would go on
+writing its own state; while this machine has one, rolling back is refused. If stages are on several machines, roll each
+machine back to the same time.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ SET_ASIDE = "set-aside"
 
 @dataclass(frozen=True, slots=True)
 class RollBack:
-    """What was done, or would be."""
+    """The effect of rolling back, or of a rehearsal."""
 
     found: StageSet
-    """The state that is the newest now."""
+    """The newest state afterwards."""
     folder: Path
-    """Where newer files went."""
+    """The folder of newer files."""
     moved: tuple[Path, ...]
-    """Their paths before."""
+    """The previous paths of newer files."""
 
 
 def roll_back(
@@ -53,17 +53,17 @@ def roll_back(
 
     Args:
         directory: of `StagewiseConfig.directory`.
-        run_id: the run's.
+        run_id: the run.
         at_us: the time, microseconds since 1970.
-        now_us: names the folder that newer files go to.
+        now_us: names the folder of newer files.
         plan: as for `newest_set`.
-        stages: as for `newest_set`; others' files stay where they are.
-        dry_run: only say what would be done.
-        in_use: also while workers of this machine write there, as when one of them goes back alone.
+        stages: as for `newest_set`; other stages' files stay.
+        dry_run: move nothing.
+        in_use: allow workers of this machine to write meanwhile, as when one of them goes back alone.
 
     Raises:
-        CheckpointError: there is no such set, workers write there, or files cannot be moved. Only in the last case was
-            anything moved.
+        CheckpointError: there is no such set, workers are running, or files cannot be moved; only in the last case
+            may some have been moved.
     """
     found = newest_set(directory, run_id, at_us, plan=plan, stages=stages)
     run = run_folder(directory, run_id)
@@ -82,14 +82,14 @@ def roll_back(
 
 
 def _newer(directory: str | Path, run_id: str, at_us: int, stages: Collection[str]) -> list[StageName]:
-    """Newest first: killed in between, what is left still reaches up to one moment."""
+    """Newest first, so that after an interruption the remaining files end at one moment."""
     named = named_files(directory, run_id)
     newer = (each for each in named if each.saved_us > at_us and (not stages or each.stage in stages))
     return sorted(newer, key=lambda each: each.saved_us, reverse=True)
 
 
 def _move(path: Path, target: Path) -> bool:
-    """Whether it was there; another worker that begins at the same time may be at it too."""
+    """Moves a file; False if another worker that starts at the same time has moved it."""
     make_folders(target.parent)
     if target.exists():
         raise FileExistsError(errno.EEXIST, "there is a file of that name", str(target))

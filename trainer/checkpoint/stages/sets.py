@@ -1,8 +1,8 @@
-"""Which files make the model of a moment: of every stage the newest whole one up to then, all of one run and one cut.
+"""The set of files that makes the model of a moment: of every stage the newest whole one up to then.
 
-Where a run changed its shape (a vocabulary that grew, another cut, another basis) there are several candidates; taken
-is the complete one whose oldest file is the newest. Files are opened for what they say of themselves first (mapped,
-not read: 10 ms each), and only those that are chosen are read whole against their digests (1.8 GB/s).
+All files of a set belong to one run, architecture and cut. If a run changed its shape (a vocabulary that grew, another
+cut, another basis) there are several candidates; the complete one whose oldest file is the newest is taken. Only
+headers are read first (10 ms a file), and the chosen files are then read whole against their digests (1.8 GB/s).
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StageFile:
-    """A stage's checkpoint on the disk, and what it says of itself."""
+    """A stage's checkpoint on the disk, with its header."""
 
     named: StageName
     header: StageHeader
 
     def read(self) -> StageCheckpoint:
-        """Its contents.
+        """Reads the contents.
 
         Raises:
-            CorruptCheckpointError: it is damaged, or not there any more.
+            CorruptCheckpointError: it is damaged or missing.
         """
         return read_stage(self.named)
 
 
 @dataclass(frozen=True, slots=True)
 class StageSet:
-    """One file of every stage, or of those that were asked for."""
+    """One file of every stage, or of the requested ones."""
 
     files: Mapping[str, StageFile]
     """By stage, head first."""
 
     @property
     def shape(self) -> RunShape:
-        """What they have in common."""
+        """The properties that all files share."""
         return next(iter(self.files.values())).header.shape
 
     @property
     def first_us(self) -> int:
-        """When the oldest of them was taken."""
+        """Time of the oldest state."""
         return min(file.header.saved_us for file in self.files.values())
 
     @property
     def last_us(self) -> int:
-        """When the newest of them was taken."""
+        """Time of the newest state."""
         return max(file.header.saved_us for file in self.files.values())
 
 
@@ -69,17 +69,17 @@ def newest_set(
     plan: StagePlan | None = None,
     stages: Collection[str] = (),
 ) -> StageSet:
-    """The newest set at or before a time, every file of it read against its digest; damaged ones are passed over.
+    """The newest set at or before a time, with all digests checked; damaged files are passed over.
 
     Args:
         directory: of `StagewiseConfig.directory`.
-        run_id: the run's.
+        run_id: the run.
         at_us: the time, microseconds since 1970.
-        plan: take only files of this architecture and cut; None: of any one.
-        stages: which are needed, such as a worker's own where the others' files are elsewhere; none named: all.
+        plan: take only files of this architecture and cut; None for any.
+        stages: the requested stages, such as a worker's own if the others' files are elsewhere; empty for all.
 
     Raises:
-        CheckpointError: a stage has no file up to then; the message names it.
+        CheckpointError: a stage has no such file; the message names it.
     """
     named = (found for found in named_files(directory, run_id) if not stages or found.stage in stages)
     for stage, path in misnamed_files(directory, run_id):
@@ -104,8 +104,8 @@ def choose(
     """The files of the newest set, by stage; None if no shape has a file of all of them.
 
     Args:
-        files: that are whole, as far as is known.
-        at_us: none newer is taken.
+        files: files not known to be damaged.
+        at_us: newer files are ignored.
         plan: as for `newest_set`.
         stages: as for `newest_set`.
     """
@@ -119,7 +119,7 @@ def choose(
 
 
 def _wanted(shape: RunShape, stages: Collection[str]) -> tuple[str, ...]:
-    """The stages of a set, head first; names the run does not have come last, and are never found."""
+    """The stages of a set, head first; unknown names come last, and are never found."""
     if not stages:
         return shape.plan.names
     return (*(name for name in shape.plan.names if name in stages), *sorted(set(stages) - set(shape.plan.names)))
@@ -141,7 +141,7 @@ def _newest_by_shape(
 
 
 def _age(file: StageFile) -> tuple[int, int, str]:
-    """Of two of the same moment the one that is further; then by name, so that all choose alike."""
+    """Sort key: of two files of the same moment, more steps win; then the name, so that all nodes choose alike."""
     return file.header.saved_us, file.header.version, file.named.who
 
 
@@ -167,7 +167,7 @@ def _is_whole(file: StageFile) -> bool:
 
 
 def _none(folder: Path, files: list[StageFile], at_us: int, plan: StagePlan | None, stages: Collection[str]) -> str:
-    """What is missing, in a line."""
+    """The error message that names what is missing."""
     moment = spell_time(at_us)
     if not files:
         return (

@@ -1,15 +1,15 @@
-"""A model as torchtitan's Llama 3 has it: names, layout of queries and keys, and the checkpoint folder it starts from.
+"""Exports a model in the form of torchtitan's Llama 3: names, layout of queries and keys, and checkpoint folder.
 
 torchtitan rotates neighbouring values of a head as one complex number; here, as in Hugging Face, a head's first half is
-rotated with its second. So rows of ``wq`` and ``wk`` are interleaved head by head, which changes their order and no
-bit. Names are those of torchtitan 0.3 (``attention.qkv_linear.wq``, ``lm_head``), whose fused projection reads and
-writes them too; reading also takes those of releases before (``attention.wq``, ``output``). OLMo-2 (``qk_norm``,
-``reorder_norm``) has no model there: such a one goes through Hugging Face.
+rotated with its second. So rows of ``wq`` and ``wk`` are interleaved head by head, without changing a bit. Names are
+those of torchtitan 0.3 (``attention.qkv_linear.wq``, ``lm_head``), whose fused projection reads and writes them too;
+reading also accepts those of earlier releases (``attention.wq``, ``output``). torchtitan has no OLMo-2 (``qk_norm``,
+``reorder_norm``); export it to Hugging Face.
 
-The folder is torch.distributed.checkpoint's, written by one process without a process group, and has beside it:
+The folder is torch.distributed.checkpoint's, written by one process without a process group. Beside it are:
 
 - ``genesis_model.json``: the architecture, and torchtitan's arguments for it. Its Llama 3 stretches rotary wavelengths
-  by default (``rope_scaling_args``); these weights know no stretching, so it has to be switched off there.
+  by default (``rope_scaling_args``), which has to be switched off for these weights.
 - ``assets/``: the tokenizer, for ``model.hf_assets_path``.
 """
 
@@ -67,10 +67,10 @@ _NAMES: Final = {
 
 
 def torchtitan_names(config: ModelConfig) -> dict[str, str]:
-    """Our parameter names and torchtitan's, in the model's order.
+    """Torchtitan's names by our parameter names, in the model's order.
 
     Raises:
-        ExportError: its Llama 3 is another model.
+        ExportError: its Llama 3 cannot represent the model.
     """
     if config.qk_norm or config.reorder_norm:
         raise ExportError(
@@ -87,7 +87,7 @@ def torchtitan_names(config: ModelConfig) -> dict[str, str]:
 
 
 def torchtitan_arguments(config: ModelConfig, num_rows: int) -> dict[str, object]:
-    """The model arguments that say the same to torchtitan."""
+    """Torchtitan's model arguments."""
     return {
         "dim": config.dim,
         "n_layers": config.num_layers,
@@ -103,19 +103,14 @@ def torchtitan_arguments(config: ModelConfig, num_rows: int) -> dict[str, object
 
 
 def rotated_heads(name: str, config: ModelConfig) -> int:
-    """How many heads a matrix has the rows of that are rotated; 0: none."""
+    """The number of rotated heads whose rows a matrix has; 0 for none."""
     if name.endswith("attention.q_proj.weight"):
         return config.num_heads
     return config.num_kv_heads if name.endswith("attention.k_proj.weight") else 0
 
 
 def from_halves(matrix: Tensor, num_heads: int) -> Tensor:
-    """Rows of a head whose halves are rotated together, as rows whose neighbours are.
-
-    Args:
-        matrix: [num_heads · head_dim, dim].
-        num_heads: how many heads it has.
-    """
+    """Reorders the rows of [num_heads · head_dim, dim] so that partners in a rotation become neighbours."""
     rows, dim = matrix.shape
     return matrix.view(num_heads, 2, rows // num_heads // 2, dim).transpose(1, 2).reshape(rows, dim)
 
@@ -136,22 +131,22 @@ def export_torchtitan(
 ) -> list[Path]:
     """Writes a folder that torchtitan starts from (``checkpoint.initial_load_path``).
 
-    Embedding and output have the tokenizer's ids. The rows that only pad the vocabulary are left out, so nothing can be
-    generated that cannot be decoded.
+    Rows that only pad the vocabulary are left out, so nothing can be generated that cannot be decoded.
 
     Args:
         state: the whole model's.
         config: its shape; ``vocab_size`` may be older than the state, whose rows count. A subspace network is written
-            as the ordinary model that computes the same.
+            as the equivalent ordinary model.
         tokenizer_json_path: the store's tokenizer.json.
-        out_dir: the folder to make; it may be there, but empty.
+        out_dir: a new or empty folder.
         dtype: of the weights on disk.
 
     Returns:
         The files written.
 
     Raises:
-        ExportError: torchtitan has no such model, a weight is missing, unknown, of the wrong shape or not finite, or
+        ExportError: torchtitan cannot represent the model, a weight is missing, unknown, of the wrong shape or not
+        finite, or
             the folder cannot be written.
     """
     state, config = plain_state(state, config), plain_config(config)
@@ -209,7 +204,7 @@ def _assets(vocabulary: VocabularyFile) -> dict[str, bytes]:
 
 @contextmanager
 def _new_folder(out_dir: Path) -> Iterator[Path]:
-    """A folder that gets its name when it is full, and not at all if that fails."""
+    """A folder that gets its name once it is complete."""
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise ExportError(f"expected {out_dir} to be a new or empty folder; name another, or remove what is there")
     out_dir.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,7 @@
-"""`StageCheckpoints`: writes a stage's state now and then, without holding its training up.
+"""`StageCheckpoints`: writes a stage's state periodically without delaying training.
 
-At a step boundary the state is copied into host memory that is reused (360 MB in 18 ms on two cores); digest, writing
-and fsync run in one background thread. While that is at work a save is left out and counted. A disk that is full or
-slow makes checkpoints rarer: it is told in the log and by `failed`, and never ends a worker.
+While a save is being written, the next is left out and counted. A disk that is full or slow makes checkpoints rarer,
+which the log and `failed` tell, and never ends a worker.
 """
 
 from __future__ import annotations
@@ -12,13 +11,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import ExitStack
-from pathlib import Path
-from types import TracebackType
-from typing import Self, cast
+from typing import cast
 
-from genesis.store.durable import make_folders, sync_folder
-from trainer.checkpoint.node.background import TIMEOUT_S, BackgroundWrite, HostBuffers, Staged
-from trainer.checkpoint.node.writing import write_whole
+from genesis.store.durable import make_folders
+from trainer.checkpoint.files import write_file
+from trainer.checkpoint.saver import TIMEOUT_S, BackgroundSaver, Staged
 from trainer.checkpoint.stages.config import StagewiseConfig
 from trainer.checkpoint.stages.contents import StageState, document_of
 from trainer.checkpoint.stages.in_use import held_by_writer
@@ -34,8 +31,8 @@ _ANY_TIME = "????????T??????.??????Z-"
 logger = logging.getLogger(__name__)
 
 
-class StageCheckpoints:
-    """Writes the checkpoints of one worker; a context manager. Used by one thread.
+class StageCheckpoints(BackgroundSaver):
+    """Writes the checkpoints of one worker; used by one thread.
 
     Args:
         config: when and where.
@@ -56,39 +53,29 @@ class StageCheckpoints:
         self._stage = stage
         self._who = who
         self._folder = stage_folder(config.directory, run_id, stage)
+        super().__init__(self._folder, "stage-checkpoint")
         self._leftovers = f".{_ANY_TIME}{file_name(0, who)[len(_ANY_TIME) :]}.tmp"
-        self._buffers = HostBuffers()
-        self._writing = BackgroundWrite(self._folder, "stage-checkpoint")
         self._in_use = ExitStack()
         self._slot: int | None = None
         self._opened_us = 0
-        self.saved = 0
-        """Checkpoints written."""
-        self.skipped = 0
-        """Left out because the one before was still being written."""
         self.failed = 0
-        """That could not be written."""
+        """Checkpoints that could not be written."""
         self.failure = ""
-        """Why the one that was due last is not on the disk, in a few words; empty: it is, or none was due."""
+        """Why the checkpoint that was due last is not on the disk; empty if it is, or none was due."""
         self.last_saved_us = 0
-        """Time of the newest that is on the disk; 0: none of this process's is."""
+        """Time of this process's newest checkpoint on the disk; 0 for none."""
         self.last_version = 0
-        """Optimizer steps of that one: what outlives this worker."""
+        """Optimizer steps of that checkpoint."""
         self.last_mark: Hashable = None
-        """What tells the newest state that need not be saved from others: of the newest on the disk, or as set."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether one is being written now."""
-        return self._writing.busy
+        """Mark of the newest state that need not be saved: of that checkpoint, or as set."""
 
     def open(self, now: float) -> None:
-        """Makes the folder and removes what a killed process of the same name left unfinished.
+        """Makes the folder and removes temporary files that a killed process of the same name left.
 
-        Until it is closed nobody rolls the stage back; so this comes before whatever reads what to go on from.
+        Until `close` the stage cannot be rolled back; so call this before reading the state to resume from.
 
         Args:
-            now: seconds since 1970: from here on the multiples of the interval are counted.
+            now: seconds since 1970, from which the multiples of the interval are counted.
 
         Raises:
             CheckpointError: the folder cannot be written to.
@@ -105,25 +92,24 @@ class StageCheckpoints:
         self._slot, self._opened_us = self._slot_of(now), time_us(now)
 
     def unsaved_s(self, now: float) -> float:
-        """Seconds since the newest checkpoint was taken, or since `open` without any; 0: none are made, or not yet."""
+        """Seconds since the newest checkpoint was taken, or since `open`; 0 without checkpoints or before `open`."""
         since_us = max(self.last_saved_us, self._opened_us)
         is_known = self._config.interval_s and self._slot is not None
         return max(0.0, (time_us(now) - since_us) / 1e6) if is_known else 0.0
 
     def maybe_save(self, now: float, state_fn: Callable[[], StageState], mark: Hashable = None) -> bool:
-        """Saves if a multiple of the interval has passed since the last one; to be called at every optimizer step.
+        """Saves if a multiple of the interval has passed since the last save; call it at every optimizer step.
 
         Args:
             now: the wall clock, seconds since 1970. A clock that is set back saves at once, and goes on from there.
-            state_fn: the state as it is now; called only if it is saved, and may change when this returns.
+            state_fn: returns the present state; called only if it is saved.
             mark: differs from that of any other state; for `save_changes`.
 
         Returns:
-            Whether a save has begun; if the one before is still being written, none does.
+            Whether a save has begun; none does while the one before is being written.
 
         Raises:
-            CheckpointError: the folder cannot be written to (at the first call only), or the state holds what cannot
-                be saved.
+            CheckpointError: the folder cannot be written to (at the first call only), or the state cannot be saved.
         """
         if not self._config.interval_s:
             return False
@@ -137,16 +123,11 @@ class StageCheckpoints:
             self.skipped += 1
             self.failure = "the one before is still being written"
             return False
-        self._begin(now, state_fn(), mark)
+        self._save(now, state_fn(), mark)
         return True
 
     def save_changes(self, now: float, state_fn: Callable[[], StageState], mark: Hashable) -> bool:
-        """Saves as `save` does, unless what is on the disk is this state.
-
-        Args:
-            now: as for `save`.
-            state_fn: the state as it is now; called only if it is saved.
-            mark: differs from that of any other state.
+        """Saves as `save` does, unless this state is on the disk already; arguments are those of `maybe_save`.
 
         Returns:
             Whether it was saved.
@@ -161,7 +142,7 @@ class StageCheckpoints:
         return True
 
     def save(self, now: float, state: StageState, *, mark: Hashable = None, timeout_s: float = TIMEOUT_S) -> None:
-        """Saves whatever the time is, and waits until it is on the disk; for the way out.
+        """Saves now, and waits until it is on the disk.
 
         Raises:
             CheckpointError: it could not be written, or not in time.
@@ -171,59 +152,27 @@ class StageCheckpoints:
         deadline_s = time.monotonic() + timeout_s
         self.flush(timeout_s)
         failed = self.failed
-        self._begin(now, state, mark)
+        self._save(now, state, mark)
         self.flush(max(0.0, deadline_s - time.monotonic()))
         if self.failed > failed:
             raise CheckpointError(f"{self._folder}: the checkpoint could not be written: {self.failure}")
 
-    def flush(self, timeout_s: float = TIMEOUT_S) -> None:
-        """Waits until the latest save has ended.
-
-        Raises:
-            CheckpointError: it has not, in time.
-        """
-        self._writing.flush(timeout_s)
-
-    def close(self, timeout_s: float = TIMEOUT_S) -> None:
-        """Waits for the latest save and ends the thread.
-
-        Raises:
-            CheckpointError: that save has not ended in time.
-        """
-        try:
-            self.flush(timeout_s)
-        finally:
-            self._writing.end()
-            self._in_use.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self.close()
-        except CheckpointError as failure:
-            if error is None:
-                raise
-            logger.error("%s", failure)  # What came first is the one to see.
+    def _release(self) -> None:
+        self._in_use.close()
 
     def _slot_of(self, now: float) -> int:
         return time_us(now) // time_us(self._config.interval_s) if self._config.interval_s else 0
 
-    def _begin(self, now: float, state: StageState, mark: Hashable) -> None:
-        saved_us = time_us(now)
+    def _save(self, now: float, state: StageState, mark: Hashable) -> None:
+        saved_us, version = time_us(now), state.version
         document = document_of(self._run_id, self._plan, self._stage, saved_us, state)
-        staged = self._buffers.stage(document)
-        version = state.version
-        self._writing.begin(lambda: self._write(staged, saved_us, version, mark))
+        self._begin(document, lambda staged: self._write(staged, saved_us, version, mark))
 
     def _write(self, staged: Staged, saved_us: int, version: int, mark: Hashable) -> None:
         path = self._folder / file_name(saved_us, self._who)
         try:
             staged.wait()
-            self._put(path, cast(dict[str, object], staged.tree))
+            write_file(path, cast(dict[str, object], staged.tree))
         except (OSError, RuntimeError) as error:
             self.failed += 1
             self.failure = _few_words(error)
@@ -242,18 +191,8 @@ class StageCheckpoints:
         except OSError as error:
             logger.warning("%s: old checkpoints cannot be removed: %s", self._folder, error)
 
-    def _put(self, path: Path, document: dict[str, object]) -> None:
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.unlink(missing_ok=True)
-        try:
-            write_whole(temporary, document)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        sync_folder(self._folder)
-
     def _drop_old(self) -> None:
-        """Of whatever worker: one that has left cannot drop its own."""
+        """Removes old files of all workers: one that has left cannot remove its own."""
         named = (found for found in named_files(self._config.directory, self._run_id) if found.stage == self._stage)
         files = (found for found in named if not found.path.is_dir())
         for found in _too_many(files, self._config.keep, max(1, time_us(self._config.interval_s))):
@@ -261,10 +200,10 @@ class StageCheckpoints:
 
 
 def _too_many(named: Iterable[StageName], keep: int, interval_us: int) -> list[StageName]:
-    """All but each worker's newest ``keep``, of the stage's newest ``keep`` intervals.
+    """All files but each worker's newest ``keep``, of the stage's newest ``keep`` intervals.
 
-    By workers, since one that is started again and again writes several within an interval; by intervals too, or those
-    of workers that have left would stay for ever.
+    A worker that is restarted often writes several within an interval, so files are counted by worker; those of workers
+    that have left would stay for ever, so intervals count too.
     """
     newest_first = sorted(named, key=lambda found: found.saved_us, reverse=True)
     intervals = sorted({found.saved_us // interval_us for found in newest_first}, reverse=True)[:keep]
@@ -278,6 +217,6 @@ def _too_many(named: Iterable[StageName], keep: int, interval_us: int) -> list[S
 
 
 def _few_words(error: OSError | RuntimeError) -> str:
-    """What went wrong, for a line that others see: without paths."""
+    """The error in a line that others see: without paths."""
     said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return said.partition("\n")[0].encode("utf-8", "replace").decode() or type(error).__name__

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from loader.fetch.catalog import Catalog
-from loader.fetch.prefetch import Prefetcher
-from loader.fetch.shards import OpenShard
+from loader.fetch.shards import OpenShard, Prefetcher
 from loader.options import StreamOptions
 from loader.plan import shard_pool
 from loader.session import Session

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.checkpoint_actor import WALLET, check, contents, hold
+from tests.support.checkpoint_actor import WALLET, check, contents, hold, newest_step
 from trainer.checkpoint.node import Checkpointer, checkpoint_path, load_newest
 from trainer.checkpoint.node import checkpointer as module
-from trainer.checkpoint.node.background import HostBuffers
-from trainer.errors import CheckpointError
+from trainer.checkpoint.saver import HostBuffers
+from trainer.errors import CheckpointError, TrainerUsageError
 
 
 class Gate:
@@ -52,11 +52,6 @@ def full_disk(size_bytes: int = 50_000) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def _found(folder: Path) -> int | None:
-    found = load_newest(folder, WALLET)
-    return None if found is None else check(found)
-
-
 def test_what_changes_after_save_has_returned_is_not_in_the_file(tmp_path: Path, gate: Gate) -> None:
     state = contents(10)
     with Checkpointer(tmp_path, WALLET) as checkpointer:
@@ -65,7 +60,7 @@ def test_what_changes_after_save_has_returned_is_not_in_the_file(tmp_path: Path,
         state["layers"]["0"]["w"].zero_()
         state["loader"]["position"] = 99
         gate.open.set()
-    assert _found(tmp_path) == 10
+    assert newest_step(tmp_path) == 10
 
 
 def test_a_periodic_save_is_left_out_while_one_is_being_written(tmp_path: Path, gate: Gate) -> None:
@@ -77,31 +72,23 @@ def test_a_periodic_save_is_left_out_while_one_is_being_written(tmp_path: Path, 
         gate.open.set()
         checkpointer.flush()
         assert checkpointer.saved == 1
-        assert _found(tmp_path) == 10
+        assert newest_step(tmp_path) == 10
         assert checkpointer.save(contents(40))
-    assert _found(tmp_path) == 40
+    assert newest_step(tmp_path) == 40
 
 
-def test_a_save_that_waits_is_not_left_out(tmp_path: Path, gate: Gate) -> None:
+def test_a_save_that_waits_is_not_left_out_and_waiting_has_an_end(tmp_path: Path, gate: Gate) -> None:
     with Checkpointer(tmp_path, WALLET) as checkpointer:
         checkpointer.save(contents(10))
         assert gate.reached.wait(60)
-        threading.Timer(0.1, gate.open.set).start()
-        assert checkpointer.save(contents(20), wait=True)
-        assert (checkpointer.saved, checkpointer.skipped) == (2, 0)
-        assert _found(tmp_path) == 20
-
-
-def test_waiting_has_an_end(tmp_path: Path, gate: Gate) -> None:
-    with Checkpointer(tmp_path, WALLET) as checkpointer:
-        checkpointer.save(contents(10))
         with pytest.raises(CheckpointError, match=r"within 0\.05 s"):
             checkpointer.flush(0.05)
         with pytest.raises(CheckpointError, match=r"within 0\.05 s"):
             checkpointer.save(contents(20), wait=True, timeout_s=0.05)
-        gate.open.set()
-        checkpointer.save(contents(30), wait=True)
-    assert _found(tmp_path) == 30
+        threading.Timer(0.1, gate.open.set).start()
+        assert checkpointer.save(contents(30), wait=True)
+        assert (checkpointer.saved, checkpointer.skipped) == (2, 0)
+        assert newest_step(tmp_path) == 30
 
 
 def test_a_disk_that_is_full_is_told_by_the_next_save_with_everything_as_it_was(tmp_path: Path) -> None:
@@ -115,11 +102,11 @@ def test_a_disk_that_is_full_is_told_by_the_next_save_with_everything_as_it_was(
             with pytest.raises(CheckpointError, match=r"checkpoint of step 20, found: .*File too large"):
                 checkpointer.save(contents(30))
         assert check(state) == 20
-        assert _found(tmp_path) == 10
+        assert newest_step(tmp_path) == 10
         assert not list(tmp_path.glob(".*.tmp"))
         assert checkpointer.save(contents(40))  # Told once: the disk has room again.
         checkpointer.flush()
-        assert _found(tmp_path) == 40
+        assert newest_step(tmp_path) == 40
 
 
 def test_a_disk_that_is_full_is_told_by_flush_by_close_and_by_a_save_that_waits(tmp_path: Path) -> None:
@@ -133,7 +120,7 @@ def test_a_disk_that_is_full_is_told_by_flush_by_close_and_by_a_save_that_waits(
                 checkpointer.save(contents(20), wait=True)
         with pytest.raises(CheckpointError, match="step 30"), Checkpointer(tmp_path, WALLET) as checkpointer:
             checkpointer.save(contents(30))
-    assert _found(tmp_path) is None
+    assert newest_step(tmp_path) is None
 
 
 def test_the_last_save_is_tried_although_the_one_before_failed(
@@ -146,7 +133,7 @@ def test_the_last_save_is_tried_although_the_one_before_failed(
                 threading.Event().wait(0.01)
         checkpointer.save(contents(20), wait=True)
     assert "step 10" in caplog.text
-    assert _found(tmp_path) == 20
+    assert newest_step(tmp_path) == 20
 
 
 def test_what_went_wrong_in_training_is_not_hidden_by_the_disk(tmp_path: Path) -> None:
@@ -179,33 +166,28 @@ def test_a_second_process_with_the_same_wallet_is_refused_until_the_first_is_gon
         second.open()
     with pytest.raises(CheckpointError, match=r"dynamic_node_ab12\.lock"):
         second.save(contents(1))
-    assert _found(tmp_path) is None
+    assert newest_step(tmp_path) is None
     first.kill()
     first.join(30)
     with second:
         second.save(contents(1), wait=True)
-    assert _found(tmp_path) == 1
+    assert newest_step(tmp_path) == 1
 
 
-def test_within_a_process_it_is_refused_too(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, WALLET), pytest.raises(CheckpointError, match="same wallet"):
-        Checkpointer(tmp_path, WALLET).open()
-    with Checkpointer(tmp_path, WALLET):
-        pass
-
-
-def test_a_folder_that_cannot_be_is_refused_before_training(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="expected a folder"):
-        Checkpointer(tmp_path / "file" / "checkpoints", WALLET).open()
-
-
-def test_folders_are_made(tmp_path: Path) -> None:
+def test_what_cannot_be_had_is_refused_before_training_and_folders_are_made(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
     with Checkpointer(folder, WALLET) as checkpointer:
         checkpointer.save(contents(1), wait=True)
         assert checkpointer.path == checkpoint_path(folder, WALLET)
-    assert _found(folder) == 1
+        with pytest.raises(CheckpointError, match="same wallet"):
+            Checkpointer(folder, WALLET).open()
+    with Checkpointer(folder, WALLET):
+        assert newest_step(folder) == 1
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="expected a folder"):
+        Checkpointer(tmp_path / "file" / "checkpoints", WALLET).open()
+    with pytest.raises(TrainerUsageError, match="keep"):
+        Checkpointer(tmp_path, WALLET, keep=0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")

@@ -16,19 +16,14 @@ from trainer.errors import CheckpointError, TrainerUsageError
 
 
 @pytest.mark.slow
-def test_the_wallet_follows_from_the_token_wherever_the_node_is() -> None:
+def test_the_wallet_follows_from_the_token_or_else_the_node_id() -> None:
     assert wallet_id("secret", "gpu-1") == wallet_id("secret", "gpu-2") == "f552d9594b5413e4"
-
-
-@pytest.mark.parametrize("token", [None, ""])
-def test_without_a_token_it_follows_from_the_node_id(token: str | None) -> None:
-    assert wallet_id(token, "gpu-1") == "dfe1f80ee72a6580" != wallet_id(token, "gpu-2")
-
-
-@pytest.mark.slow
-def test_a_name_is_no_plain_hash_of_a_token() -> None:
+    for token in (None, ""):
+        assert wallet_id(token, "gpu-1") == "dfe1f80ee72a6580" != wallet_id(token, "gpu-2")
     plain = {hashlib.new(name, b"secret").hexdigest() for name in ("md5", "sha1", "sha256", "sha512", "blake2b")}
     assert not any(wallet_id("secret", "") in digest for digest in plain)
+    with pytest.raises(TrainerUsageError, match="--node-id"):
+        wallet_id(None, "")
 
 
 @pytest.mark.slow
@@ -60,11 +55,6 @@ def test_former_names_beside_new_ones_or_in_use_are_refused(tmp_path: Path) -> N
     assert (former.read_text(), newest.read_text()) == ("former", "newest")
 
 
-def test_with_neither_it_is_refused() -> None:
-    with pytest.raises(TrainerUsageError, match="--node-id"):
-        wallet_id(None, "")
-
-
 @pytest.mark.slow
 @given(st.text(min_size=1), st.text())
 @settings(max_examples=10, deadline=None)
@@ -79,9 +69,6 @@ def test_the_name_is_that_of_the_specification_below_the_home_folder(monkeypatch
     monkeypatch.setenv("HOME", "/home/someone")
     path = checkpoint_path("~/.neuroshard/checkpoints", "ab12")
     assert path == Path("/home/someone/.neuroshard/checkpoints/dynamic_node_ab12.pt")
-
-
-def test_an_instance_has_files_of_its_own() -> None:
     assert checkpoint_path("/x", "ab12", "layers-0-7").name == "dynamic_node_ab12_layers-0-7.pt"
 
 

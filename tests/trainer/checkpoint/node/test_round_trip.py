@@ -17,10 +17,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.checkpoint_actor import WALLET, check, contents
+from tests.support.checkpoint_actor import WALLET, contents, newest_step
+from trainer.checkpoint.files import tree_digest
 from trainer.checkpoint.node import CheckpointContents, Checkpointer, checkpoint_path, load_newest
-from trainer.checkpoint.node.digest import tree_digest
-from trainer.errors import CheckpointError, CheckpointMismatchError, TrainerUsageError
+from trainer.errors import CheckpointError, CheckpointMismatchError
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 
@@ -84,21 +84,20 @@ def test_tensors_of_other_shape_or_dtype_have_other_digests() -> None:
     assert len({tree_digest(each) for each in zeros}) == len(zeros)
 
 
-def test_not_a_number_comes_back(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, WALLET) as checkpointer:
-        checkpointer.save({"training_rounds": 0, "current_loss": math.nan}, wait=True)
-    found = load_newest(tmp_path, WALLET)
-    assert found is not None
-    assert math.isnan(found["current_loss"])
-
-
 def test_what_is_like_a_plain_value_is_saved_as_one(tmp_path: Path) -> None:
     parameter = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
-    state = {"a": OrderedDict(x=np.float64(0.5)), "b": torch.Size([2]), "c": parameter, "d": parameter.t()}
+    state = {
+        "current_loss": math.nan,
+        "a": OrderedDict(x=np.float64(0.5)),
+        "b": torch.Size([2]),
+        "c": parameter,
+        "d": parameter.t(),
+    }
     with Checkpointer(tmp_path, WALLET) as checkpointer:
         checkpointer.save({"training_rounds": 0, **state}, wait=True)
     found = load_newest(tmp_path, WALLET)
     assert found is not None
+    assert math.isnan(found["current_loss"])
     assert (found["a"], found["b"]) == ({"x": 0.5}, (2,))
     assert type(found["a"]["x"]) is float
     assert torch.equal(found["c"], parameter)
@@ -128,9 +127,7 @@ def test_what_could_not_be_loaded_again_is_refused_at_once(
         checkpointer.save(contents(1), wait=True)
         with pytest.raises(CheckpointError, match=where):
             checkpointer.save({"training_rounds": 2, **state}, wait=True)
-        found = load_newest(tmp_path, WALLET)
-        assert found is not None
-        assert check(found) == 1
+        assert newest_step(tmp_path) == 1
         checkpointer.save(contents(3), wait=True)
         assert checkpointer.saved == 2
 
@@ -181,9 +178,7 @@ def test_a_run_that_went_back_sets_later_steps_aside(tmp_path: Path) -> None:
             for step in steps:
                 checkpointer.save(contents(step), wait=True)
     checkpoint_path(tmp_path, WALLET).unlink()
-    found = load_newest(tmp_path, WALLET)
-    assert found is not None
-    assert check(found) == 20
+    assert newest_step(tmp_path) == 20
     kept = [f"dynamic_node_ab12.step-{step:012d}.pt" for step in (10, 20)]
     replaced = [f"replaced-dynamic_node_ab12.step-{step:012d}.pt" for step in (5000, 5010)]
     assert sorted(path.name for path in tmp_path.glob("*step-*")) == kept + replaced
@@ -200,29 +195,15 @@ def test_a_copied_folder_falls_back_by_step_whatever_the_times_of_its_files(tmp_
     for age, path in enumerate(files):
         os.utime(path, (1e9 - age, 1e9 - age))
     for expected in (100, 99, 10, 9):
-        found = load_newest(tmp_path / "there", WALLET)
-        assert found is not None
-        assert check(found) == expected
+        assert newest_step(tmp_path / "there") == expected
         for damaged in files:
             if damaged.name in ("dynamic_node_ab12.pt", f"dynamic_node_ab12.step-{expected:012d}.pt"):
                 damaged.write_bytes(b"damaged")
-
-
-def test_no_file_is_no_checkpoint(tmp_path: Path) -> None:
-    assert load_newest(tmp_path, WALLET) is None
-    assert load_newest(tmp_path / "missing", WALLET) is None
 
 
 def test_instances_of_a_wallet_do_not_see_each_other(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, WALLET) as one, Checkpointer(tmp_path, WALLET, instance="rank-1") as other:
         one.save(contents(1), wait=True)
         other.save(contents(2), wait=True)
-    for instance, step in (("", 1), ("rank-1", 2)):
-        found = load_newest(tmp_path, WALLET, instance)
-        assert found is not None
-        assert check(found) == step
-
-
-def test_to_keep_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TrainerUsageError, match="keep"):
-        Checkpointer(tmp_path, WALLET, keep=0)
+    assert (newest_step(tmp_path), newest_step(tmp_path, "rank-1")) == (1, 2)
+    assert newest_step(tmp_path / "missing") is None

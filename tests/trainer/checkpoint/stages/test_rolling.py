@@ -1,18 +1,27 @@
+"""Rolling stages back to an earlier moment, while no worker of this machine writes their checkpoints."""
+
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
 from tests.support.model_configs import small_config
 from tests.support.stage_files import random_model, write_model
-from trainer.checkpoint.stages import newest_set, roll_back, time_us
+from trainer.checkpoint.stages import StageCheckpoints, StagewiseConfig, newest_set, roll_back, time_us
 from trainer.errors import CheckpointError
 from trainer.model.plan import StagePlan
+from trainer.run.cli.app import run
 
 _CONFIG = small_config()
 _PLAN = StagePlan.of(_CONFIG, 2)
 _LATER = time_us(1e9)
+_ROOT = Path(__file__).resolve().parents[4]
 
 
 @pytest.fixture
@@ -46,14 +55,11 @@ def test_what_is_newer_is_set_aside_and_nothing_is_lost(folder: Path) -> None:
     assert _versions(folder) == [3, 3]
 
 
-def test_a_rehearsal_moves_nothing(folder: Path) -> None:
+def test_a_rehearsal_moves_nothing_and_the_moment_itself_stays(folder: Path) -> None:
     done = roll_back(folder, "run", time_us(1210), time_us(5000), dry_run=True)
     assert len(done.moved) == 3
     assert _versions(folder) == [3, 3]
     assert not done.folder.exists()
-
-
-def test_the_moment_itself_stays(folder: Path) -> None:
     assert roll_back(folder, "run", time_us(1850), time_us(5000)).moved == ()
     assert len(roll_back(folder, "run", time_us(1850) - 1, time_us(6000)).moved) == 1
 
@@ -87,17 +93,80 @@ def test_one_stage_is_rolled_back_where_the_others_are_elsewhere(folder: Path) -
     assert _versions(folder) == [3, 1]
 
 
-def test_without_a_set_nothing_is_moved(folder: Path) -> None:
-    with pytest.raises(CheckpointError, match="found none of tail"):
-        roll_back(folder, "run", time_us(610), time_us(5000))
-    assert _versions(folder) == [3, 3]
-
-
 def test_a_file_in_the_way_is_not_replaced(folder: Path) -> None:
     aside = roll_back(folder, "run", time_us(1210), time_us(5000), dry_run=True)
     blocked = aside.folder / "tail" / aside.moved[0].name
     blocked.parent.mkdir(parents=True)
     blocked.write_text("mine")
+    with pytest.raises(CheckpointError, match="found none of tail"):
+        roll_back(folder, "run", time_us(610), time_us(5000))
+    assert _versions(folder) == [3, 3], "without a set nothing is moved"
     with pytest.raises(CheckpointError, match="mend that and do it again"):
         roll_back(folder, "run", time_us(1210), time_us(5000))
     assert blocked.read_text() == "mine"
+
+
+_WRITER = """
+    import sys, time
+    from tests.support.model_configs import small_config
+    from trainer.model.plan import StagePlan
+from trainer.run.cli.app import run
+    from trainer.checkpoint.stages import StageCheckpoints, StagewiseConfig
+
+    config = StagewiseConfig(directory=sys.argv[1])
+    with StageCheckpoints(config, "run", StagePlan.of(small_config(), 2), "tail", "other") as checkpoints:
+        checkpoints.open(time.time())
+        print("open", flush=True)
+        time.sleep(120)
+"""
+
+
+def _writer(folder: Path, stage: str) -> StageCheckpoints:
+    checkpoints = StageCheckpoints(StagewiseConfig(directory=str(folder)), "run", _PLAN, stage, "w")
+    checkpoints.open(0.0)
+    return checkpoints
+
+
+def test_while_one_writes_it_is_refused_and_moves_nothing_and_rehearsed_all_the_same(folder: Path) -> None:
+    with _writer(folder, "head"), _writer(folder, "head"):
+        with pytest.raises(CheckpointError, match=r"found one or more of head running.*stop the run's workers"):
+            roll_back(folder, "run", time_us(700), time_us(5000))
+        assert _versions(folder) == [3, 3]
+        assert len(roll_back(folder, "run", time_us(700), time_us(5000), dry_run=True).moved) == 4
+    assert len(roll_back(folder, "run", time_us(700), time_us(5000)).moved) == 4
+
+
+def test_a_stage_is_rolled_back_beside_workers_of_others(folder: Path) -> None:
+    with _writer(folder, "head"):
+        roll_back(folder, "run", time_us(700), time_us(5000), stages=("tail",))
+        assert _versions(folder) == [3, 1]
+
+
+def test_a_worker_that_goes_back_alone_asks_nobody(folder: Path) -> None:
+    with _writer(folder, "tail"):
+        roll_back(folder, "run", time_us(700), time_us(5000), stages=("tail",), in_use=True)
+    assert _versions(folder) == [3, 1]
+
+
+@pytest.mark.slow
+def test_the_command_says_so_while_another_process_writes_and_not_once_it_is_killed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_file = folder / "run.yaml"
+    run_file.write_text(f"run_id: run\nswarm: {{num_stages: 2, checkpoint: {{directory: {folder}}}}}\n")
+    command = ["rollback", "--run", str(run_file), "--at", "1970-01-01T00:11:40Z"]
+    program = [sys.executable, "-c", textwrap.dedent(_WRITER), str(folder)]
+    writer = subprocess.Popen(
+        program, cwd=_ROOT, env={**os.environ, "PYTHONPATH": str(_ROOT)}, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert writer.stdout is not None and writer.stdout.readline() == "open\n"
+        assert run(command) == 1
+        assert "expected no worker that writes here, found one or more of tail running" in capsys.readouterr().err
+        assert _versions(folder) == [3, 3]
+    finally:
+        writer.send_signal(signal.SIGKILL)
+        writer.communicate(timeout=30)
+    assert run(command) == 0
+    assert "4 newer files set aside" in capsys.readouterr().out
+    assert _versions(folder) == [1, 1]

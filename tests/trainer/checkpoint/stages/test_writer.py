@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import signal
 import threading
+from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.checkpoint_actor import Death
 from tests.support.model_configs import small_config
-from tests.support.stage_files import INTERVAL_S, stage_parameters, write_stage
+from tests.support.stage_files import ACTOR_RUN, INTERVAL_S, actor_value, save_as_actor, stage_parameters, write_stage
 from trainer.checkpoint.stages import StageCheckpoints, StageState, StagewiseConfig, newest_set, time_us, writer
 from trainer.checkpoint.stages.contents import document_of
 from trainer.errors import CheckpointError, TrainerUsageError
@@ -53,13 +57,14 @@ def test_it_saves_at_the_first_step_behind_each_multiple_of_the_interval(tmp_pat
     ]
 
 
-def test_begun_within_an_interval_it_waits_for_the_next(tmp_path: Path) -> None:
+def test_begun_within_an_interval_it_waits_for_the_next_and_without_one_never_saves(tmp_path: Path) -> None:
     with _checkpoints(tmp_path) as checkpoints:
-        assert [checkpoints.maybe_save(now, lambda: _state(0)) for now in (650.0, 1199.0, 1300.0)] == [
-            False,
-            False,
-            True,
-        ]
+        saved = [checkpoints.maybe_save(now, lambda: _state(0)) for now in (650.0, 1199.0, 1300.0)]
+    assert saved == [False, False, True]
+    config = StagewiseConfig(directory=str(tmp_path / "never"), interval_s=0)
+    with StageCheckpoints(config, "run", _PLAN, "head", "w") as checkpoints:
+        assert not any(checkpoints.maybe_save(now, lambda: _state(0)) for now in (0.0, 1e6, 2e6))
+    assert not (tmp_path / "never").exists()
 
 
 def test_a_clock_that_is_set_back_saves_and_goes_on(tmp_path: Path) -> None:
@@ -71,21 +76,14 @@ def test_a_clock_that_is_set_back_saves_and_goes_on(tmp_path: Path) -> None:
         assert checkpoints.maybe_save(1201.0, lambda: _state(0))
 
 
-def test_an_interval_of_nothing_never_saves(tmp_path: Path) -> None:
-    config = StagewiseConfig(directory=str(tmp_path), interval_s=0)
-    with StageCheckpoints(config, "run", _PLAN, "head", "w") as checkpoints:
-        assert not any(checkpoints.maybe_save(now, lambda: _state(0)) for now in (0.0, 1e6, 2e6))
-    assert not list(tmp_path.iterdir())
-
-
 def test_the_state_may_change_as_soon_as_it_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    may_write, write = threading.Event(), writer.write_whole
+    may_write, write = threading.Event(), writer.write_file
 
     def held_up(*arguments: object) -> None:
         assert may_write.wait(30)
         write(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(writer, "write_whole", held_up)
+    monkeypatch.setattr(writer, "write_file", held_up)
     state = _state(1)
     before = {name: value.clone() for name, value in state.parameters.items()}
     with _checkpoints(tmp_path) as checkpoints:
@@ -135,19 +133,6 @@ def test_what_is_on_the_disk_is_not_saved_again(tmp_path: Path) -> None:
     assert [name[:15] for name in _names(tmp_path)] == ["19700101T001001", "19700101T001003"]
 
 
-def test_what_could_not_be_written_is_saved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with _checkpoints(tmp_path) as checkpoints:
-        checkpoints.open(0.0)
-        with monkeypatch.context() as patch:
-            patch.setattr(writer, "write_whole", full)
-            assert checkpoints.maybe_save(601.0, lambda: _state(1), "first")
-            checkpoints.flush()
-        assert checkpoints.save_changes(602.0, lambda: _state(1), "first")
-
-
 def test_a_disk_that_refuses_is_told_and_ends_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,18 +142,19 @@ def test_a_disk_that_refuses_is_told_and_ends_nothing(
     with _checkpoints(tmp_path) as checkpoints:
         checkpoints.open(0.0)
         with monkeypatch.context() as patch:
-            patch.setattr(writer, "write_whole", full)
-            assert checkpoints.maybe_save(601.0, lambda: _state(1))
+            patch.setattr(writer, "write_file", full)
+            assert checkpoints.maybe_save(601.0, lambda: _state(1), "first")
             checkpoints.flush()
             with pytest.raises(CheckpointError, match="could not be written: No space left on device"):
                 checkpoints.save(602.0, _state(1))
         assert (checkpoints.failed, checkpoints.saved) == (2, 0)
         assert (checkpoints.failure, checkpoints.unsaved_s(660.0)) == ("No space left on device", 660.0)
         assert "No space left on device; free some space" in caplog.text
+        assert checkpoints.save_changes(603.0, lambda: _state(1), "first"), "it is not on the disk"
         assert checkpoints.maybe_save(1201.0, lambda: _state(2))
         checkpoints.flush()
         assert (checkpoints.failure, checkpoints.unsaved_s(1204.0)) == ("", 3.0)
-    assert [name[:15] for name in _names(tmp_path)] == ["19700101T002001"]
+    assert [name[:15] for name in _names(tmp_path)] == ["19700101T001003", "19700101T002001"]
 
 
 def test_what_a_killed_process_left_is_removed_of_one_s_own_only(tmp_path: Path) -> None:
@@ -244,3 +230,45 @@ def test_a_file_from_before_it_said_who_counted_is_read(tmp_path: Path, monkeypa
     write_stage(tmp_path, _PLAN, "head", 600.0, _state(7))
     found = newest_set(tmp_path, "run", _LATER, plan=_PLAN, stages=("head",)).files["head"].read().state
     assert (found.version, found.incarnation, found.applied) == (7, "", 0)
+
+
+Start = Callable[..., ForkServerProcess]
+_NUM_EVENTS = 11
+"""More than a save has: the last ones succeed."""
+
+
+def _exitcode(process: ForkServerProcess) -> int:
+    process.join(60)
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+@pytest.mark.slow
+def test_killed_at_each_of_the_steps_of_a_save(tmp_path: Path, start: Start) -> None:
+    save_as_actor(str(tmp_path), 1, Death())
+    newest, killed, advanced = 1, 0, 0
+    for event in range(1, _NUM_EVENTS):
+        exitcode = _exitcode(start(save_as_actor, str(tmp_path), event + 1, Death(at_event=event)))
+        found = actor_value(tmp_path)
+        assert exitcode in (0, -signal.SIGKILL)
+        assert found in (newest, event + 1)
+        assert found == event + 1 or exitcode
+        killed += exitcode != 0
+        advanced += exitcode != 0 and found == event + 1
+        newest = found
+    assert 3 <= killed < _NUM_EVENTS - 1
+    assert 1 <= advanced < killed  # Behind the rename it is the new one that counts.
+    save_as_actor(str(tmp_path), 50, Death())
+    left = [path.name for path in (tmp_path / ACTOR_RUN / "head").iterdir()]
+    assert len(left) == 2 and all(name.endswith("-actor.pt") for name in left)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.01, 0.9])
+def test_killed_in_the_midst_of_writing(tmp_path: Path, start: Start, share: float) -> None:
+    save_as_actor(str(tmp_path), 1, Death())
+    size = next((tmp_path / ACTOR_RUN / "head").iterdir()).stat().st_size
+    process = start(save_as_actor, str(tmp_path), 2, Death(at_bytes=int(size * share)))
+    assert _exitcode(process) == -signal.SIGXFSZ
+    assert list((tmp_path / ACTOR_RUN / "head").glob(".*.tmp"))
+    assert actor_value(tmp_path) == 1

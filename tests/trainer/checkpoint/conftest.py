@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 
+_PRELOADED = (
+    *("trainer.checkpoint.node.checkpointer", "trainer.inner.loop", "trainer.model.stages"),
+    *("trainer.checkpoint.stages.writer", "trainer.checkpoint.stages.parts"),
+)
+
 
 @pytest.fixture(scope="session")
 def processes() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["trainer.checkpoint.node.checkpointer", "trainer.inner.loop", "trainer.model.stages"]
-    )
+    context.set_forkserver_preload([*_PRELOADED])
     return context
 
 

@@ -1,0 +1,110 @@
+"""Text for people: tables, counts, runs of shard ids, and how far along a command is.
+
+No colours, so there is nothing for ``NO_COLOR`` to turn off. Beside `genesis.cli.tables`, which the loader may not
+import.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn
+
+import typer
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from loader.cache.settings import format_size
+
+__all__ = ["DownloadProgress", "counted", "printable", "runs", "showing_progress", "table"]
+
+logger = logging.getLogger(__name__)
+
+_LINE_EVERY_S = 10.0
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: frozenset[int] = frozenset({0})) -> list[str]:
+    """Lines of a table.
+
+    Args:
+        header: names of the columns.
+        rows: cells, as many a row as the header has.
+        left: columns that are aligned to the left; the others are to the right.
+    """
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+    return [
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in (header, *rows)
+    ]
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 shard``, ``1,187 shards``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def runs(shard_ids: Iterable[int]) -> str:
+    """``12-13, 0-7``: ids in the order given, consecutive ones as a range; ``-`` for none."""
+    found: list[list[int]] = []
+    for shard_id in shard_ids:
+        if found and found[-1][1] + 1 == shard_id:
+            found[-1][1] = shard_id
+        else:
+            found.append([shard_id, shard_id])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found) or "-"
+
+
+def printable(text: str) -> str:
+    """Escapes control characters, which a terminal could obey: ids of nodes may come from strangers."""
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+
+
+class DownloadProgress:
+    """Shows bytes done: a bar on a terminal, a line every ten seconds elsewhere. Use `showing_progress`.
+
+    Args:
+        what: first word of each line.
+        total_bytes: the end.
+        bar: shown instead of lines, if given.
+    """
+
+    def __init__(self, what: str, total_bytes: int, bar: tqdm[NoReturn] | None) -> None:
+        self._what = what
+        self._total_bytes = total_bytes
+        self._bar = bar
+        self._line_at = time.monotonic()
+
+    def show(self, done_bytes: int, remark: str) -> None:
+        """Shows the progress; more than the total, as when something came twice, is shown as the total."""
+        done_bytes = min(done_bytes, self._total_bytes)
+        if self._bar is not None:
+            self._bar.set_postfix_str(remark, refresh=False)
+            self._bar.update(max(0, done_bytes - self._bar.n))
+        elif time.monotonic() - self._line_at >= _LINE_EVERY_S:
+            self._line_at = time.monotonic()
+            total = format_size(self._total_bytes)
+            logger.info("%s: %s, %s of %s", self._what, remark, format_size(done_bytes), total)
+
+    def complain(self, message: str) -> None:
+        """Prints an error at once, without spoiling the bar."""
+        with tqdm.external_write_mode(file=sys.stderr):
+            typer.echo(f"loader: {message}", err=True)
+
+
+@contextmanager
+def showing_progress(what: str, total_bytes: int) -> Iterator[DownloadProgress]:
+    """Shows progress until the context is left."""
+    if not sys.stderr.isatty():
+        yield DownloadProgress(what, total_bytes, None)
+        return
+    with (
+        logging_redirect_tqdm(),
+        tqdm(total=total_bytes, desc=what, unit="B", unit_scale=True, leave=False, mininterval=0.1) as bar,
+    ):
+        yield DownloadProgress(what, total_bytes, bar)
