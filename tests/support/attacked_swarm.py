@@ -23,12 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.trainer.swarm_pipeline.test_churn import begin_churning
-
 from scripts.swarm_bench.losses import curve_of
 from tests.support.attacks import Target
 from tests.support.pipeline_swarm import SETTINGS, PipelineSwarm
 from tests.support.training_swarm import TrainingNode
+from tests.trainer.swarm_pipeline.test_churn import begin_churning
 from trainer.network.discovery.config import DiscoveryConfig
 from trainer.pipeline.driver.config import DriverConfig
 

@@ -8,8 +8,8 @@ import json
 import ssl
 import sys
 
-from tests.support.raw_http2 import any_certificate
 from tests.support.attacks import Target
+from tests.support.raw_http2 import any_certificate
 
 __all__ = ["attack"]
 

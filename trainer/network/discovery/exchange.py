@@ -23,8 +23,7 @@ from trainer.errors import RefusedError
 from trainer.network.discovery.announcement import MAX_WIRE_BYTES, Announcement, OwnRecord
 from trainer.network.discovery.peer_table import DIRECT, KnownPeer, PeerTable
 from trainer.network.rpc.endpoint import Endpoint
-from trainer.network.rpc.messages import Message, Reply, Request
-from trainer.network.rpc.messages import Reason
+from trainer.network.rpc.messages import Message, Reason, Reply, Request
 from trainer.network.rpc.token_buckets import TokenBuckets
 
 __all__ = [

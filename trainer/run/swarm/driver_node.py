@@ -44,7 +44,7 @@ from trainer.pipeline.ledger.records import WorkerSeen
 from trainer.pipeline.protocol.work import boottime_s
 from trainer.run.config import RunConfig
 from trainer.run.node.data import open_session
-from trainer.run.node.identity import NodeStats, identity_of
+from trainer.run.node.identity import identity_of
 from trainer.run.node.stopping import StopRequest
 from trainer.run.node.training import TrainingDisplay
 from trainer.run.node.watching import Watch

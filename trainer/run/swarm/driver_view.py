@@ -21,7 +21,7 @@ from trainer.pipeline.driver.driver import PipelineDriver
 from trainer.pipeline.driver.results import DriverStatus, MicroBatchResult
 from trainer.pipeline.driver.steps import StepLoss
 from trainer.pipeline.ledger import LEDGER_ACCOUNT, Account, LedgerClient, LedgerService
-from trainer.pipeline.ledger.messages import AccountAsk, Tally
+from trainer.pipeline.ledger.messages import AccountAsk
 from trainer.run.config import RunConfig
 from trainer.run.swarm.peer_view import DriverPeerView
 from trainer.run.swarm.shape import SwarmShape, stage_of, target_tokens_of

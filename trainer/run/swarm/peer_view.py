@@ -16,8 +16,8 @@ from trainer.network.rpc import Endpoint, Peer, PeerId
 from trainer.outer.sparta import frontier_of
 from trainer.pipeline.driver.workers import LastWord, StageWorker, workers_in
 from trainer.run.config import RunConfig
-from trainer.run.node.identity import NodeStats, announcement_of
 from trainer.run.node.compatibility import register_terms
+from trainer.run.node.identity import NodeStats, announcement_of
 from trainer.run.swarm.compatibility import SwarmTerms, check_fit
 from trainer.run.swarm.keeper import KeeperSearch, keeps_account
 from trainer.run.swarm.shape import DRIVER, SwarmShape, stage_of

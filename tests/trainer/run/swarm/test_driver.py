@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from loader.stream.schedule import Lane
 from tests.support.event_loop import on_event_loop
 from tests.support.rpc_pair import running_endpoint
 from tests.support.text_store import text_store
@@ -27,10 +28,9 @@ from trainer.network.rpc import Endpoint, Identity
 from trainer.pipeline.driver.balancer import WorkerLoad
 from trainer.pipeline.driver.results import AuditStatus, DriverStatus, StageStatus
 from trainer.pipeline.driver.steps import StepLoss
-from loader.stream.schedule import Lane
 from trainer.run.config import RunConfig, from_mapping
-from trainer.run.node.identity import NodeStats
 from trainer.run.node.data import open_session
+from trainer.run.node.identity import NodeStats
 from trainer.run.node.stopping import StopRequest
 from trainer.run.swarm.driver_node import DriverNode
 from trainer.run.swarm.driver_view import DriverView

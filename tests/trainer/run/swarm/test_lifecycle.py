@@ -16,8 +16,7 @@ from trainer.model import preset
 from trainer.model.plan import StagePlan
 from trainer.network.discovery.stage_report import StageReport, StageUid
 from trainer.run.config import from_mapping
-from trainer.run.config.swarm import JoinConfig
-from trainer.run.config.swarm import SwarmConfig
+from trainer.run.config.swarm import JoinConfig, SwarmConfig
 from trainer.run.swarm.lifecycle import (
     JoinWindow,
     RejoinDelay,
