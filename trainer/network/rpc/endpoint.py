@@ -43,7 +43,7 @@ from trainer.network.rpc.messages import Peer, PeerId, Reply, Request, peer_name
 from trainer.network.rpc.serving import CallHandler, Method, Serving, StreamHandler
 from trainer.network.rpc.standing import Share
 from trainer.network.rpc.stream import Stream
-from trainer.network.rpc.wire import ClientWire, FrameWriter, end_task
+from trainer.network.rpc.wire import ClientWire, end_task
 
 __all__ = ["Endpoint"]
 
@@ -228,7 +228,7 @@ class Endpoint:
         try:
             async with deadline, self._begun(peer, method, timeout_s, CALL_FRAMES) as (call, open_answer):
                 await call.send("request", body=body, payload=payload)
-                wire, reply = call.writer.wire, None
+                wire, reply = call.wire, None
                 while (raw := await wire.read_within(silence_s)) is not None:  # Until the peer has finished.
                     with peer_boundary(wire.who):
                         reply = open_answer(raw) or reply
@@ -267,7 +267,7 @@ class Endpoint:
                 max_frames=self._config.max_queued_frames,
                 budget=self._serving.budget,
             )
-            call.writer.start_heartbeats(self._config.heartbeat_s)
+            call.wire.start_heartbeats(self._config.heartbeat_s)
             async with stream.reading():
                 yield stream
                 await stream.finish()
@@ -284,7 +284,7 @@ class Endpoint:
         except TimeoutError:
             raise PeerUnavailableError(f"{who}: expected a connection within {timeout_s:g} s, found none") from None
         grpc_call = channel.begin(timeout_s)
-        writer = FrameWriter(ClientWire(grpc_call, who, self.counters))
+        wire = ClientWire(grpc_call, who, self.counters)
         terms = CallTerms(
             method=method,
             run_id=self.run_id,
@@ -294,7 +294,7 @@ class Endpoint:
             certificate_sha256=channel.certificate_sha256,
             max_payload_bytes=MAX_PAYLOAD_BYTES,
         )
-        call = RpcCall(terms, "caller", self.identity, expected, writer)
+        call = RpcCall(terms, "caller", self.identity, expected, wire)
         try:
             yield call, partial(self._open_answer, peer, channel, call)
         except PeerUnavailableError:
@@ -304,7 +304,7 @@ class Endpoint:
             try:
                 await self._channels.finish(channel, grpc_call)
             finally:
-                await writer.close(_LAST_WRITE_TIMEOUT_S)
+                await wire.close(_LAST_WRITE_TIMEOUT_S)
 
     def _open_answer(self, peer: Peer, channel: PeerChannel, call: RpcCall, raw: bytes) -> SealedFrame | None:
         """Checks a frame that came back; the first one that passes also confirms the peer's certificate.
@@ -315,7 +315,7 @@ class Endpoint:
         try:
             frame = call.open(raw)
         except RefusedError as error:
-            raise PeerUnavailableError(self._complaint(call.writer.wire.who, error)) from None
+            raise PeerUnavailableError(self._complaint(call.wire.who, error)) from None
         if frame is not None and frame.header.sequence == 0:
             self._channels.confirm(peer, channel, frame.header.sender)
             for listener in self.contacts.when_answered:
