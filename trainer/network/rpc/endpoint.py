@@ -22,7 +22,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 from grpc import aio
@@ -33,14 +33,14 @@ from genesis.open_files import raise_open_files
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedError, TrainerUsageError
 from trainer.network.rpc.boundary import parse_body, peer_boundary
 from trainer.network.rpc.call import CALL_FRAMES, STREAM_FRAMES, CallTerms, RpcCall
-from trainer.network.rpc.channels import METHOD_PATH, ChannelPool, PeerChannel, channel_options
+from trainer.network.rpc.channels import ChannelPool, PeerChannel, channel_options, generic_handler
 from trainer.network.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig, has_port
 from trainer.network.rpc.connections import AcceptedSockets
 from trainer.network.rpc.dialing import Dialing
 from trainer.network.rpc.envelope import SealedFrame
 from trainer.network.rpc.identity import Identity, certificate_digest, make_certificate
 from trainer.network.rpc.messages import Peer, PeerId, Reply, Request, peer_name
-from trainer.network.rpc.serving import CallHandler, Method, Serving, StreamHandler
+from trainer.network.rpc.serving import Method, Serving
 from trainer.network.rpc.standing import Share
 from trainer.network.rpc.stream import Stream
 from trainer.network.rpc.wire import ClientWire, end_task
@@ -133,10 +133,7 @@ class Endpoint:
         Raises:
             TrainerUsageError: the name is taken.
         """
-        call_handler = cast(CallHandler, handler)
-        self._serving.add(
-            Method(method, body_model, max_payload_bytes, any_recipient=any_recipient, call_handler=call_handler)
-        )
+        self._serving.add(Method(method, body_model, max_payload_bytes, any_recipient, call_handler=handler))
 
     def register_stream(
         self,
@@ -148,10 +145,7 @@ class Endpoint:
         any_recipient: bool = False,
     ) -> None:
         """Makes a stream answerable; it ends when the handler returns. Otherwise as `register`."""
-        stream_handler = cast(StreamHandler, handler)
-        self._serving.add(
-            Method(method, body_model, max_payload_bytes, any_recipient=any_recipient, stream_handler=stream_handler)
-        )
+        self._serving.add(Method(method, body_model, max_payload_bytes, any_recipient, stream_handler=handler))
 
     async def start(self) -> None:
         """Begins to listen.
@@ -171,9 +165,7 @@ class Endpoint:
             ("grpc.max_allowed_incoming_connections", max_connections),
         ]
         server = aio.server(options=options)
-        handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._serving.serve)
-        service, _, name = METHOD_PATH.lstrip("/").partition("/")
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {name: handler}),))
+        server.add_generic_rpc_handlers((generic_handler(self._serving.serve),))
         self._port = self._listen(server)
         self.dialing.listening_at(self.address, self._port)
         await server.start()

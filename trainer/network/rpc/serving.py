@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 from grpc import aio
@@ -36,7 +36,7 @@ from trainer.network.rpc.standing import Contacts, Share, Standing
 from trainer.network.rpc.stream import Stream
 from trainer.network.rpc.wire import ServerContext, ServerWire, status_for
 
-__all__ = ["CallHandler", "Method", "Serving", "StreamHandler"]
+__all__ = ["Method", "Serving"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +51,6 @@ connection that is cut is opened anew, with all its calls, which costs more than
 _MAX_GREYLISTED = 1024
 """Calls of one greylisted address that wait; of all such addresses together, twice as many."""
 
-CallHandler: TypeAlias = Callable[[Request[Any]], Awaitable[Reply[Any]]]
-StreamHandler: TypeAlias = Callable[[Request[Any], Stream], Awaitable[None]]
-
 
 @dataclass(frozen=True, slots=True)
 class Method:
@@ -63,8 +60,8 @@ class Method:
     body_model: type[BaseModel]
     max_payload_bytes: int
     any_recipient: bool
-    call_handler: CallHandler | None = None
-    stream_handler: StreamHandler | None = None
+    call_handler: Callable[[Request[Any]], Awaitable[Reply[Any]]] | None = None
+    stream_handler: Callable[[Request[Any], Stream], Awaitable[None]] | None = None
 
 
 class Serving:

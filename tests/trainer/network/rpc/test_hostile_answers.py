@@ -16,7 +16,7 @@ from tests.support.rpc_node import Question
 from tests.support.rpc_pair import ask, refused, running_endpoint
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedError
 from trainer.network.rpc import Identity, Peer
-from trainer.network.rpc.channels import METHOD_PATH
+from trainer.network.rpc.channels import generic_handler
 from trainer.network.rpc.envelope import HEARTBEAT, EnvelopeHeader, parse_header, seal
 
 Context = aio.ServicerContext[bytes, bytes]
@@ -26,7 +26,7 @@ Make = Callable[["HostileCallee", EnvelopeHeader], list[bytes]]
 
 @dataclass
 class HostileCallee:
-    """Answers every exchange by ``script``."""
+    """Answers every call by ``script``."""
 
     script: Script
     identity: Identity = field(default_factory=Identity.create)
@@ -51,7 +51,7 @@ class HostileCallee:
         }
         return seal(identity or self.identity, fields, payload)
 
-    async def _exchange(self, _requests: object, context: Context) -> None:
+    async def _answer_call(self, _requests: object, context: Context) -> None:
         frame = parse_header(await context.read())
         assert frame is not None
         await self.script(self, frame.header, context)
@@ -61,10 +61,8 @@ class HostileCallee:
 async def hostile_callee(script: Script) -> AsyncIterator[HostileCallee]:
     """Listens in plain on loopback."""
     callee = HostileCallee(script)
-    service, _, name = METHOD_PATH.lstrip("/").partition("/")
-    handlers = {name: grpc.stream_stream_rpc_method_handler(callee._exchange)}
     server = aio.server(options=[("grpc.max_send_message_length", -1)])
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    server.add_generic_rpc_handlers((generic_handler(callee._answer_call),))
     callee.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     try:
