@@ -18,7 +18,7 @@ from trainer.errors import RefusedError, TrainerUsageError
 from trainer.network.rpc.envelope import SealedFrame, parse_header, seal, verify_header, verify_payload
 from trainer.network.rpc.identity import Identity
 from trainer.network.rpc.messages import PeerId, Reason
-from trainer.network.rpc.wire import FrameWriter, PeerFinishedError
+from trainer.network.rpc.wire import PeerFinishedError, Wire
 
 __all__ = ["CALL_FRAMES", "STREAM_FRAMES", "CallTerms", "RpcCall", "check_bound"]
 
@@ -51,7 +51,7 @@ class RpcCall:
         origin: which end this is.
         identity: signs what goes out.
         expected: kinds of frame the other end may send; the callee has taken the first frame already.
-        writer: of this end.
+        wire: of this end.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class RpcCall:
         origin: Literal["caller", "callee"],
         identity: Identity,
         expected: frozenset[str],
-        writer: FrameWriter,
+        wire: Wire,
     ) -> None:
         self._terms = terms
         self._origin = origin
         self._identity = identity
         self._expected = expected
-        self.writer = writer
+        self.wire = wire
         self._turn = asyncio.Lock()
         self._num_sent = 0
         self._num_received = 0 if origin == "caller" else 1
@@ -97,7 +97,7 @@ class RpcCall:
             raise TrainerUsageError(f"expected a body with named fields, found {type(body).__name__}")
         async with self._turn:
             await asyncio.sleep(0)  # So that the write begun last is in flight while this frame is sealed.
-            self.writer.raise_if_failed()
+            self.wire.raise_if_failed()
             if self.ended:
                 raise TrainerUsageError("expected nothing after the end of the stream, found another frame")
             fields: dict[str, object] = {
@@ -114,13 +114,13 @@ class RpcCall:
                 "body": dumped,
             }
             raw = seal(self._identity, fields, payload)
-            await self.writer.settle()
+            await self.wire.settle()
             # From here on nothing is awaited, so that a cancelled send has either sent its frame or left no gap.
-            self.writer.begin(raw)
+            self.wire.begin_write(raw)
             self._num_sent += 1
             self.ended = kind in ("reply", "end")
         if self.ended:
-            await self.writer.settle()
+            await self.wire.settle()
 
     async def end(self) -> None:
         """Sends the end, unless it was sent before, or the other side has finished in good order without it."""

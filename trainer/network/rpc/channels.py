@@ -17,6 +17,7 @@ import re
 import socket
 import ssl
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -31,7 +32,15 @@ from trainer.network.rpc.identity import CERTIFICATE_NAME, certificate_digest
 from trainer.network.rpc.messages import Peer, PeerId
 from trainer.network.rpc.token_buckets import remember
 
-__all__ = ["METHOD_PATH", "ChannelPool", "ClientCall", "PeerChannel", "channel_options", "fetch_certificate"]
+__all__ = [
+    "METHOD_PATH",
+    "ChannelPool",
+    "ClientCall",
+    "PeerChannel",
+    "channel_options",
+    "fetch_certificate",
+    "generic_handler",
+]
 
 METHOD_PATH = "/genesis.trainer.Rpc/Exchange"
 """The one gRPC method; the signed header names the method of this protocol."""
@@ -71,6 +80,13 @@ def channel_options(config: RpcConfig) -> list[tuple[str, int | str]]:
         ("grpc.per_message_decompression", 0),
         ("grpc.compression_enabled_algorithms_bitset", 1),
     ]
+
+
+def generic_handler(serve: Callable[..., object]) -> grpc.GenericRpcHandler:
+    """Returns what has a gRPC server answer `METHOD_PATH` by ``serve``."""
+    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(serve)
+    service, _, name = METHOD_PATH.lstrip("/").partition("/")
+    return grpc.method_handlers_generic_handler(service, {name: handler})
 
 
 @dataclass(slots=True, eq=False)

@@ -22,7 +22,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 from grpc import aio
@@ -33,17 +33,17 @@ from genesis.open_files import raise_open_files
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedError, TrainerUsageError
 from trainer.network.rpc.boundary import parse_body, peer_boundary
 from trainer.network.rpc.call import CALL_FRAMES, STREAM_FRAMES, CallTerms, RpcCall
-from trainer.network.rpc.channels import METHOD_PATH, ChannelPool, PeerChannel, channel_options
+from trainer.network.rpc.channels import ChannelPool, PeerChannel, channel_options, generic_handler
 from trainer.network.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig, has_port
 from trainer.network.rpc.connections import AcceptedSockets
 from trainer.network.rpc.dialing import Dialing
 from trainer.network.rpc.envelope import SealedFrame
 from trainer.network.rpc.identity import Identity, certificate_digest, make_certificate
 from trainer.network.rpc.messages import Peer, PeerId, Reply, Request, peer_name
-from trainer.network.rpc.serving import CallHandler, Method, Serving, StreamHandler
+from trainer.network.rpc.serving import Method, Serving
 from trainer.network.rpc.standing import Share
 from trainer.network.rpc.stream import Stream
-from trainer.network.rpc.wire import ClientWire, FrameWriter, end_task
+from trainer.network.rpc.wire import ClientWire, end_task
 
 __all__ = ["Endpoint"]
 
@@ -133,10 +133,7 @@ class Endpoint:
         Raises:
             TrainerUsageError: the name is taken.
         """
-        call_handler = cast(CallHandler, handler)
-        self._serving.add(
-            Method(method, body_model, max_payload_bytes, any_recipient=any_recipient, call_handler=call_handler)
-        )
+        self._serving.add(Method(method, body_model, max_payload_bytes, any_recipient, call_handler=handler))
 
     def register_stream(
         self,
@@ -148,10 +145,7 @@ class Endpoint:
         any_recipient: bool = False,
     ) -> None:
         """Makes a stream answerable; it ends when the handler returns. Otherwise as `register`."""
-        stream_handler = cast(StreamHandler, handler)
-        self._serving.add(
-            Method(method, body_model, max_payload_bytes, any_recipient=any_recipient, stream_handler=stream_handler)
-        )
+        self._serving.add(Method(method, body_model, max_payload_bytes, any_recipient, stream_handler=handler))
 
     async def start(self) -> None:
         """Begins to listen.
@@ -171,9 +165,7 @@ class Endpoint:
             ("grpc.max_allowed_incoming_connections", max_connections),
         ]
         server = aio.server(options=options)
-        handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._serving.serve)
-        service, _, name = METHOD_PATH.lstrip("/").partition("/")
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {name: handler}),))
+        server.add_generic_rpc_handlers((generic_handler(self._serving.serve),))
         self._port = self._listen(server)
         self.dialing.listening_at(self.address, self._port)
         await server.start()
@@ -228,7 +220,7 @@ class Endpoint:
         try:
             async with deadline, self._begun(peer, method, timeout_s, CALL_FRAMES) as (call, open_answer):
                 await call.send("request", body=body, payload=payload)
-                wire, reply = call.writer.wire, None
+                wire, reply = call.wire, None
                 while (raw := await wire.read_within(silence_s)) is not None:  # Until the peer has finished.
                     with peer_boundary(wire.who):
                         reply = open_answer(raw) or reply
@@ -267,7 +259,7 @@ class Endpoint:
                 max_frames=self._config.max_queued_frames,
                 budget=self._serving.budget,
             )
-            call.writer.start_heartbeats(self._config.heartbeat_s)
+            call.wire.start_heartbeats(self._config.heartbeat_s)
             async with stream.reading():
                 yield stream
                 await stream.finish()
@@ -284,7 +276,7 @@ class Endpoint:
         except TimeoutError:
             raise PeerUnavailableError(f"{who}: expected a connection within {timeout_s:g} s, found none") from None
         grpc_call = channel.begin(timeout_s)
-        writer = FrameWriter(ClientWire(grpc_call, who, self.counters))
+        wire = ClientWire(grpc_call, who, self.counters)
         terms = CallTerms(
             method=method,
             run_id=self.run_id,
@@ -294,7 +286,7 @@ class Endpoint:
             certificate_sha256=channel.certificate_sha256,
             max_payload_bytes=MAX_PAYLOAD_BYTES,
         )
-        call = RpcCall(terms, "caller", self.identity, expected, writer)
+        call = RpcCall(terms, "caller", self.identity, expected, wire)
         try:
             yield call, partial(self._open_answer, peer, channel, call)
         except PeerUnavailableError:
@@ -304,7 +296,7 @@ class Endpoint:
             try:
                 await self._channels.finish(channel, grpc_call)
             finally:
-                await writer.close(_LAST_WRITE_TIMEOUT_S)
+                await wire.close(_LAST_WRITE_TIMEOUT_S)
 
     def _open_answer(self, peer: Peer, channel: PeerChannel, call: RpcCall, raw: bytes) -> SealedFrame | None:
         """Checks a frame that came back; the first one that passes also confirms the peer's certificate.
@@ -315,7 +307,7 @@ class Endpoint:
         try:
             frame = call.open(raw)
         except RefusedError as error:
-            raise PeerUnavailableError(self._complaint(call.writer.wire.who, error)) from None
+            raise PeerUnavailableError(self._complaint(call.wire.who, error)) from None
         if frame is not None and frame.header.sequence == 0:
             self._channels.confirm(peer, channel, frame.header.sender)
             for listener in self.contacts.when_answered:

@@ -148,7 +148,24 @@ def parse_header(raw: bytes) -> SealedFrame | None:
     """
     if raw == HEARTBEAT:
         return None
-    header_bytes, payload_bytes = _check_prefix(raw)
+    if not _PREFIX.size <= len(raw) <= MAX_FRAME_BYTES:
+        raise RefusedError(Reason.SIZE, f"expected {_PREFIX.size} to {MAX_FRAME_BYTES} bytes, found {len(raw)}")
+    magic, version, header_bytes, payload_bytes = _PREFIX.unpack_from(raw)
+    if magic != MAGIC:
+        raise RefusedError(Reason.MAGIC, f"expected a frame beginning {MAGIC!r}, found {magic!r}")
+    if version != PROTOCOL_VERSION:
+        raise RefusedError(
+            Reason.PROTOCOL,
+            f"expected protocol version {PROTOCOL_VERSION}, found {version}; run the same release on all nodes",
+        )
+    if header_bytes > _MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
+        raise RefusedError(
+            Reason.SIZE,
+            f"expected at most {_MAX_HEADER_BYTES} + {MAX_PAYLOAD_BYTES} bytes, found {header_bytes} + {payload_bytes}",
+        )
+    expected = _HEADER_START + header_bytes + payload_bytes
+    if len(raw) != expected:
+        raise RefusedError(Reason.SIZE, f"expected {expected} bytes as the prefix says, found {len(raw)}")
     payload_start = _HEADER_START + header_bytes
     try:
         header = EnvelopeHeader.model_validate(parse_strict_json(raw[_HEADER_START:payload_start]))
@@ -178,29 +195,6 @@ def verify_payload(frame: SealedFrame) -> None:
     expected, found = frame.header.payload_blake3, blake3(frame.payload).hexdigest()
     if found != expected:
         raise RefusedError(Reason.DIGEST, f"expected a payload with BLAKE3 {expected}, found {found}")
-
-
-def _check_prefix(raw: bytes) -> tuple[int, int]:
-    """Returns the sizes of header and payload."""
-    if not _PREFIX.size <= len(raw) <= MAX_FRAME_BYTES:
-        raise RefusedError(Reason.SIZE, f"expected {_PREFIX.size} to {MAX_FRAME_BYTES} bytes, found {len(raw)}")
-    magic, version, header_bytes, payload_bytes = _PREFIX.unpack_from(raw)
-    if magic != MAGIC:
-        raise RefusedError(Reason.MAGIC, f"expected a frame beginning {MAGIC!r}, found {magic!r}")
-    if version != PROTOCOL_VERSION:
-        raise RefusedError(
-            Reason.PROTOCOL,
-            f"expected protocol version {PROTOCOL_VERSION}, found {version}; run the same release on all nodes",
-        )
-    if header_bytes > _MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
-        raise RefusedError(
-            Reason.SIZE,
-            f"expected at most {_MAX_HEADER_BYTES} + {MAX_PAYLOAD_BYTES} bytes, found {header_bytes} + {payload_bytes}",
-        )
-    expected = _HEADER_START + header_bytes + payload_bytes
-    if len(raw) != expected:
-        raise RefusedError(Reason.SIZE, f"expected {expected} bytes as the prefix says, found {len(raw)}")
-    return header_bytes, payload_bytes
 
 
 def first_line(error: Exception) -> str:

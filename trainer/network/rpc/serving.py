@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 from grpc import aio
@@ -34,9 +34,9 @@ from trainer.network.rpc.messages import Counters, PeerId, Reason, Reply, Reques
 from trainer.network.rpc.replay import ReplayGuard
 from trainer.network.rpc.standing import Contacts, Share, Standing
 from trainer.network.rpc.stream import Stream
-from trainer.network.rpc.wire import FrameWriter, ServerContext, ServerWire, status_for
+from trainer.network.rpc.wire import ServerContext, ServerWire, status_for
 
-__all__ = ["CallHandler", "Method", "Serving", "StreamHandler"]
+__all__ = ["Method", "Serving"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +51,6 @@ connection that is cut is opened anew, with all its calls, which costs more than
 _MAX_GREYLISTED = 1024
 """Calls of one greylisted address that wait; of all such addresses together, twice as many."""
 
-CallHandler: TypeAlias = Callable[[Request[Any]], Awaitable[Reply[Any]]]
-StreamHandler: TypeAlias = Callable[[Request[Any], Stream], Awaitable[None]]
-
 
 @dataclass(frozen=True, slots=True)
 class Method:
@@ -63,8 +60,8 @@ class Method:
     body_model: type[BaseModel]
     max_payload_bytes: int
     any_recipient: bool
-    call_handler: CallHandler | None = None
-    stream_handler: StreamHandler | None = None
+    call_handler: Callable[[Request[Any]], Awaitable[Reply[Any]]] | None = None
+    stream_handler: Callable[[Request[Any], Stream], Awaitable[None]] | None = None
 
 
 class Serving:
@@ -175,7 +172,6 @@ class _ServedCall:
         self._serving = serving
         self._connection = connection
         self._wire = ServerWire(context, serving.counters)
-        self._writer = FrameWriter(self._wire)
         self._patience = asyncio.timeout(None)
         self._sender: PeerId = ""
         """Empty: not verified yet."""
@@ -196,7 +192,7 @@ class _ServedCall:
         """Ends it, and its connection if the other side takes nothing; returns at once."""
         if self._sender:
             self._serving.standing.disprove(self._sender)
-        if self._writer.stalled_since is not None:
+        if self._wire.stalled_since is not None:
             self._serving.connections.cut_stalled(self._connection)
         with suppress(RuntimeError):  # It has ended meanwhile, and is on its way out.
             self._patience.reschedule(asyncio.get_running_loop().time())
@@ -227,30 +223,30 @@ class _ServedCall:
 
         ``patience`` multiplies the time that a stalled call is borne.
         """
-        serving, connection, writer = self._serving, self._connection, self._writer
+        serving, connection, wire = self._serving, self._connection, self._wire
         stall_timeout_s = serving.config.stall_timeout_s
         begun_at_s = asyncio.get_running_loop().time()
         share = serving.connections.share(connection)
-        slot = serving.waiting.take(Claim(share, self._wire.who, lambda: begun_at_s, self.shed))
+        slot = serving.waiting.take(Claim(share, wire.who, lambda: begun_at_s, self.shed))
         try:
             # From the start: a request of 1 MiB may take longer over a slow link than its caller bears silence.
-            writer.start_heartbeats(serving.config.heartbeat_s)
+            wire.start_heartbeats(serving.config.heartbeat_s)
             frame = await self._first_frame()
             method, terms, share = serving.admit(frame, connection)
             sender = self._sender = frame.header.sender
             slots = serving.calls if method.stream_handler is None else serving.streams
             borne_s = (patience - 1.0) * stall_timeout_s
-            claim = Claim(share, sender, lambda: writer.stalled_since, self.shed, _KEEP_STALLED_S, borne_s)
+            claim = Claim(share, sender, lambda: wire.stalled_since, self.shed, _KEEP_STALLED_S, borne_s)
             waited, slot = slot, slots.take(claim)
             waited.give()
-            self._wire.who = peer_name(sender, connection.grpc_peer)
+            wire.who = peer_name(sender, connection.grpc_peer)
             await self._handle(method, terms, frame, share)
             serving.connections.ended_well(connection, sender)
             for listener in serving.contacts.when_served:
                 listener(sender, connection.address, method.name)
         finally:
             try:
-                await writer.close(patience * stall_timeout_s, partial(serving.connections.cut_stalled, connection))
+                await wire.close(patience * stall_timeout_s, partial(serving.connections.cut_stalled, connection))
             finally:
                 slot.give()
 
@@ -276,7 +272,7 @@ class _ServedCall:
             verify_payload(frame)
             body = parse_body(frame, method.body_model)
         request = Request(frame.header.sender, body, frame.payload, self._connection.address)
-        call = RpcCall(terms, "callee", serving.identity, STREAM_FRAMES, self._writer)
+        call = RpcCall(terms, "callee", serving.identity, STREAM_FRAMES, self._wire)
         if method.call_handler is not None:
             await self._run_handler(method, _answer(method.call_handler(request), call))
         elif method.stream_handler is not None:
@@ -305,7 +301,7 @@ class _ServedCall:
         except RefusedError:
             raise
         except Exception as error:
-            if error is self._writer.error:
+            if error is self._wire.error:
                 raise
             if limit.expired():
                 raise RefusedError(

@@ -53,7 +53,7 @@ class Stream:
         budget: ByteBudget,
     ) -> None:
         self._call = call
-        self._wire = call.writer.wire
+        self._wire = call.wire
         self._open_frame = open_frame
         self._silence_s = silence_s
         self._share = share
@@ -177,7 +177,7 @@ class Stream:
     def _fail(self, error: RpcError) -> None:
         if self.error is None:
             self.error = error
-        self._call.writer.fail(error)
+        self._wire.fail(error)
         self._arrived.set()
 
 

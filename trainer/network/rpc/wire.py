@@ -1,6 +1,6 @@
 """The two ends of one gRPC stream, made alike: they pass whole frames, and fail with this package's errors.
 
-`FrameWriter` keeps one write in flight, as gRPC demands, and sends heartbeats while there is nothing else to send.
+One write is in flight at a time, as gRPC demands, and heartbeats go out while there is nothing else to send.
 
 A refusal is a gRPC status, not a signed message: it can be sent before anything about the caller is known, costs no
 signature that a flood could make this node spend, and an attacker who could forge one could as well cut the connection.
@@ -25,7 +25,6 @@ from trainer.network.rpc.messages import Counters, Reason
 __all__ = [
     "REASON_KEY",
     "ClientWire",
-    "FrameWriter",
     "PeerFinishedError",
     "ServerContext",
     "ServerWire",
@@ -64,12 +63,37 @@ class PeerFinishedError(PeerUnavailableError):
 
 
 class Wire(ABC):
-    """One end of a call."""
+    """One end of a call.
+
+    It writes frames one at a time, in tasks of their own, so that a sender can give up without breaking off a frame.
+    """
 
     def __init__(self, who: str, counters: Counters) -> None:
         self.who = who
         """The other end, for messages."""
+        self.error: RpcError | None = None
+        """The first error of the call, in either direction; later ones are consequences of it."""
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._counters = counters
+        self._writing: asyncio.Task[None] | None = None
+        self._begun_s = 0.0
+        self._heartbeats: asyncio.Task[None] | None = None
+
+    @property
+    def stalled_since(self) -> float | None:
+        """When the write in flight began (the event loop's clock); None: nothing is in flight."""
+        return None if self._writing is None or self._writing.done() else self._begun_s
+
+    def raise_if_failed(self) -> None:
+        """Raises the first error of the call, if there is one."""
+        if self.error is not None:
+            raise self.error
+
+    def fail(self, error: RpcError) -> None:
+        """Records ``error``, unless there is one."""
+        if self.error is None:
+            self.error = error
+            self._failed.set_result(None)
 
     async def read(self) -> bytes | None:
         """Returns the next frame; None once the other side has finished in good order."""
@@ -95,10 +119,62 @@ class Wire(ABC):
                 f"{self.who} fell silent: expected a frame or heartbeat within {silence_s:g} s, found none"
             ) from None
 
-    async def write(self, raw: bytes) -> None:
-        """Hands a frame to the connection; waits while the other side takes none."""
-        await self._write(raw)
-        self._counters.sent_bytes += len(raw)
+    def start_heartbeats(self, heartbeat_s: float) -> None:
+        """From now on keeps this side from being silent for longer, unless the other side takes nothing."""
+        self._begun_s = asyncio.get_running_loop().time()
+        self._heartbeats = asyncio.create_task(self._send_heartbeats(heartbeat_s), name="genesis-rpc-heartbeats")
+
+    async def settle(self) -> None:
+        """Waits until no write is in flight; cancels nothing.
+
+        Raises:
+            RpcError: the first error of the call.
+        """
+        while self._writing is not None and not self._writing.done() and self.error is None:
+            await asyncio.wait({self._writing, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+        self.raise_if_failed()
+
+    def begin_write(self, raw: bytes) -> None:
+        """Begins to write a frame; no other write may be in flight (no await since `settle`)."""
+        self._begun_s = asyncio.get_running_loop().time()
+        self._writing = asyncio.create_task(self._write_frame(raw), name="genesis-rpc-write")
+
+    async def close(self, patience_s: float, cut: Callable[[], object] | None = None) -> None:
+        """Stops the heartbeats, and lets a write that is in flight come to its end.
+
+        It must not be broken off: gRPC's server cannot send the status of a call while a write is in flight, and would
+        leave the call open. The write ends when the other side reads, cancels the call, or gRPC's pings find it dead.
+
+        Args:
+            patience_s: how long it may take.
+            cut: ends the connection of a side that has taken nothing for so long; the write ends with it.
+        """
+        try:
+            await end_task(self._heartbeats)
+            if self._writing is not None:
+                await asyncio.wait({self._writing}, timeout=patience_s)
+                if not self._writing.done() and cut is not None:
+                    cut()
+                    await asyncio.wait({self._writing}, timeout=_CUT_TIMEOUT_S)
+        finally:
+            if self._writing is not None:  # If this wait is cancelled, no call is left to be kept in order.
+                self._writing.cancel()
+        await end_task(self._writing)
+
+    async def _write_frame(self, raw: bytes) -> None:
+        try:
+            await self._write(raw)
+        except RpcError as error:
+            self.fail(error)
+        else:
+            self._counters.sent_bytes += len(raw)
+
+    async def _send_heartbeats(self, heartbeat_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        while self.error is None:
+            await asyncio.sleep(max(self._begun_s + heartbeat_s - loop.time(), heartbeat_s / 8))
+            if self.stalled_since is None and loop.time() - self._begun_s >= heartbeat_s:
+                self.begin_write(HEARTBEAT)
 
     @abstractmethod
     async def _read(self) -> object: ...
@@ -193,95 +269,6 @@ class ServerWire(Wire):
             await self._context.write(raw)
         except aio.BaseError as error:
             raise PeerUnavailableError(f"{self.who} went away ({error})") from None
-
-
-class FrameWriter:
-    """Writes frames one at a time, in tasks of their own, so that a sender can give up without breaking off a frame."""
-
-    def __init__(self, wire: Wire) -> None:
-        self.wire = wire
-        self._write: asyncio.Task[None] | None = None
-        self._begun_s = 0.0
-        self._heartbeats: asyncio.Task[None] | None = None
-        self.error: RpcError | None = None
-        """The first error of the call, in either direction; later ones are consequences of it."""
-        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether a write is in flight."""
-        return self._write is not None and not self._write.done()
-
-    @property
-    def stalled_since(self) -> float | None:
-        """When the write in flight began (the event loop's clock); None: nothing is in flight."""
-        return self._begun_s if self.is_writing else None
-
-    def raise_if_failed(self) -> None:
-        """Raises the first error of the call, if there is one."""
-        if self.error is not None:
-            raise self.error
-
-    def fail(self, error: RpcError) -> None:
-        """Records ``error``, unless there is one."""
-        if self.error is None:
-            self.error = error
-            self._failed.set_result(None)
-
-    def start_heartbeats(self, heartbeat_s: float) -> None:
-        """From now on keeps this side from being silent for longer, unless the other side takes nothing."""
-        self._begun_s = asyncio.get_running_loop().time()
-        self._heartbeats = asyncio.create_task(self._send_heartbeats(heartbeat_s), name="genesis-rpc-heartbeats")
-
-    async def settle(self) -> None:
-        """Waits until nothing is in flight; cancels nothing.
-
-        Raises:
-            RpcError: the first error of the call.
-        """
-        while self._write is not None and not self._write.done() and self.error is None:
-            await asyncio.wait({self._write, self._failed}, return_when=asyncio.FIRST_COMPLETED)
-        self.raise_if_failed()
-
-    def begin(self, raw: bytes) -> None:
-        """Begins to write a frame; nothing else may be in flight (no await since `settle`)."""
-        self._begun_s = asyncio.get_running_loop().time()
-        self._write = asyncio.create_task(self._write_frame(raw), name="genesis-rpc-write")
-
-    async def close(self, patience_s: float, cut: Callable[[], object] | None = None) -> None:
-        """Stops the heartbeats, and lets a write that is in flight come to its end.
-
-        It must not be broken off: gRPC's server cannot send the status of a call while a write is in flight, and would
-        leave the call open. The write ends when the other side reads, cancels the call, or gRPC's pings find it dead.
-
-        Args:
-            patience_s: how long it may take.
-            cut: ends the connection of a side that has taken nothing for so long; the write ends with it.
-        """
-        try:
-            await end_task(self._heartbeats)
-            if self._write is not None and not self._write.done():
-                await asyncio.wait({self._write}, timeout=patience_s)
-            if self._write is not None and not self._write.done() and cut is not None:
-                cut()
-                await asyncio.wait({self._write}, timeout=_CUT_TIMEOUT_S)
-        finally:
-            if self._write is not None:  # If this wait is cancelled, no call is left to be kept in order.
-                self._write.cancel()
-        await end_task(self._write)
-
-    async def _write_frame(self, raw: bytes) -> None:
-        try:
-            await self.wire.write(raw)
-        except RpcError as error:
-            self.fail(error)
-
-    async def _send_heartbeats(self, heartbeat_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        while self.error is None:
-            await asyncio.sleep(max(self._begun_s + heartbeat_s - loop.time(), heartbeat_s / 8))
-            if not self.is_writing and loop.time() - self._begun_s >= heartbeat_s:
-                self.begin(HEARTBEAT)
 
 
 async def end_task(task: asyncio.Task[Any] | None) -> None:

@@ -1,23 +1,75 @@
-"""What a hostile peer answers: never taken for an answer, and never the caller's end."""
+"""What a hostile peer answers is never taken for an answer, and never ends the caller."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 import grpc
 import pytest
 from grpc import aio
 
 from tests.support.event_loop import on_event_loop
-from tests.support.hostile_callee import HostileCallee, Script, hostile_callee
 from tests.support.rpc_node import Question
 from tests.support.rpc_pair import ask, refused, running_endpoint
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedError
 from trainer.network.rpc import Identity, Peer
-from trainer.network.rpc.envelope import HEARTBEAT, EnvelopeHeader
+from trainer.network.rpc.channels import generic_handler
+from trainer.network.rpc.envelope import HEARTBEAT, EnvelopeHeader, parse_header, seal
 
 Context = aio.ServicerContext[bytes, bytes]
-Make = Callable[[HostileCallee, EnvelopeHeader], list[bytes]]
+Script = Callable[["HostileCallee", EnvelopeHeader, Context], Awaitable[None]]
+Make = Callable[["HostileCallee", EnvelopeHeader], list[bytes]]
+
+
+@dataclass
+class HostileCallee:
+    """Answers every call by ``script``."""
+
+    script: Script
+    identity: Identity = field(default_factory=Identity.create)
+    address: str = ""
+
+    @property
+    def peer(self) -> Peer:
+        """How it is called."""
+        return Peer(self.identity.peer_id, self.address)
+
+    def answer(
+        self, request: EnvelopeHeader, *, payload: bytes = b"", identity: Identity | None = None, **changes: object
+    ) -> bytes:
+        """The reply an honest node would give, but for ``changes``."""
+        fields = {
+            **request.model_dump(exclude={"sender", "payload_blake3"}),
+            "kind": "reply",
+            "origin": "callee",
+            "recipient": request.sender,
+            "body": {},
+            **changes,
+        }
+        return seal(identity or self.identity, fields, payload)
+
+    async def _answer_call(self, _requests: object, context: Context) -> None:
+        frame = parse_header(await context.read())
+        assert frame is not None
+        await self.script(self, frame.header, context)
+
+
+@asynccontextmanager
+async def hostile_callee(script: Script) -> AsyncIterator[HostileCallee]:
+    """Listens in plain on loopback."""
+    callee = HostileCallee(script)
+    server = aio.server(options=[("grpc.max_send_message_length", -1)])
+    server.add_generic_rpc_handlers((generic_handler(callee._answer_call),))
+    callee.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        yield callee
+    finally:
+        await server.stop(None)
+        await asyncio.sleep(0)
 
 
 def _answering(make: Make) -> Script:

@@ -22,7 +22,7 @@ from tests.support.event_loop import on_event_loop
 from tests.support.rpc_pair import ask, endpoint_pair, refused, running_endpoint
 from trainer.errors import PeerUnavailableError, TrainerUsageError
 from trainer.network.rpc import Identity, Peer, load_or_create_identity, verify_signature
-from trainer.network.rpc.channels import METHOD_PATH, fetch_certificate
+from trainer.network.rpc.channels import METHOD_PATH, fetch_certificate, generic_handler
 from trainer.network.rpc.identity import CERTIFICATE_NAME, certificate_digest, make_certificate
 
 _MAKE = """
@@ -112,10 +112,8 @@ async def _man_in_the_middle(victim: Peer) -> AsyncIterator[str]:
             except aio.AioRpcError as error:
                 await context.abort(error.code(), error.details() or "", tuple(error.trailing_metadata() or ()))
 
-        service, _, name = METHOD_PATH.lstrip("/").partition("/")
         server = aio.server()
-        handlers = {name: grpc.stream_stream_rpc_method_handler(relay)}
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+        server.add_generic_rpc_handlers((generic_handler(relay),))
         certificate_pem, key_pem = make_certificate()
         port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key_pem, certificate_pem)]))
         await server.start()
