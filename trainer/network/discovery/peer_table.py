@@ -279,12 +279,9 @@ class PeerTable:
         )
 
     def to_reach(self) -> list[tuple[Announcement, str]]:
-        """Returns the nodes to call: first candidates, then reached peers long without contact.
+        """Returns the announcements and hosts of the nodes to call: candidates, then peers long without contact.
 
         Among candidates, those that sent their own records come first, the newest before others.
-
-        Returns:
-            The announcement of each, and its host (`address_group`).
         """
         now = self._clock()
         self._forget_expired(now)
