@@ -61,13 +61,7 @@ class RecordQuotas:
         return self._num_records
 
     def admit(self, key: bytes, subkey: str, size_bytes: int, host: str) -> list[Place] | None:
-        """Makes room for a new record, or a newer one of a subkey.
-
-        Args:
-            key: of the DHT.
-            subkey: under the key; each has one record.
-            size_bytes: of its value.
-            host: the host that stores it, as `address_group` names it.
+        """Makes room for a value of ``size_bytes`` that ``host`` (`address_group`) stores; each subkey has one record.
 
         Returns:
             The records to drop for it; None: it is not to be stored.

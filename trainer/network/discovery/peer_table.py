@@ -178,29 +178,29 @@ class PeerTable:
         return wire not in self._verified and wire not in self._dropped
 
     def _take(self, new: KnownPeer, source: str, now: float) -> Announcement | None:
-        said = new.announcement
-        before = self._entries.get(said.peer_id)
-        if before is not None and before.known.announcement.sent_at >= said.sent_at:
+        announcement = new.announcement
+        before = self._entries.get(announcement.peer_id)
+        if before is not None and before.known.announcement.sent_at >= announcement.sent_at:
             return None
         self._forget_expired(now)
-        before = self._entries.get(said.peer_id)
-        entry = _Entry(new, source, address_group(split_address(said.address)[0]), now)
+        before = self._entries.get(announcement.peer_id)
+        entry = _Entry(new, source, address_group(split_address(announcement.address)[0]), now)
         if before is not None:
             entry.uses, entry.used_s = before.uses, before.used_s
             old = before.known.announcement
-            if (old.address, old.certificate_pem) == (said.address, said.certificate_pem):
+            if (old.address, old.certificate_pem) == (announcement.address, announcement.certificate_pem):
                 entry.contact_s, entry.source, entry.retry_s = before.contact_s, before.source, before.retry_s
-        answered = self._answers.get(said.peer_id)
-        if answered is not None and answered[0] == said.address and now - answered[1] < self._lifetime_s:
+        answered = self._answers.get(announcement.peer_id)
+        if answered is not None and answered[0] == announcement.address and now - answered[1] < self._lifetime_s:
             entry.contact_s = answered[1]
-        self._forget(said.peer_id)
+        self._forget(announcement.peer_id)
         if entry.contact_s is None:
             self._make_room_candidate(entry)
         elif not self._make_room_reached(entry):
             self.refused["full"] += 1
             return None
         self._put(entry)
-        return said
+        return announcement
 
     def answered(self, peer_id: str, address: str) -> None:
         """Notes a signed answer of a node from this address."""
@@ -279,12 +279,9 @@ class PeerTable:
         )
 
     def to_reach(self) -> list[tuple[Announcement, str]]:
-        """Returns the nodes to call: first candidates, then reached peers long without contact.
+        """Returns the announcements and hosts of the nodes to call: candidates, then peers long without contact.
 
         Among candidates, those that sent their own records come first, the newest before others.
-
-        Returns:
-            The announcement of each, and its host (`address_group`).
         """
         now = self._clock()
         self._forget_expired(now)

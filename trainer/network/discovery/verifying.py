@@ -91,19 +91,19 @@ class Verifier:
         left = min(_CALLS_PER_LOOK, _MAX_UNDER_WAY - len(self._under_way))
         dialing = self._endpoint.dialing
         num_dials: dict[str, float] = {}
-        for said, host in self._table.to_reach():
+        for node, host in self._table.to_reach():
             if left <= 0:
                 self._news.set()
                 return
-            key = (said.peer_id, said.address)
+            key = (node.peer_id, node.address)
             if key in self._under_way:
                 continue
-            is_counted = dialing.counts(said.address)
+            is_counted = dialing.counts(node.address)
             if is_counted and num_dials.setdefault(host, dialing.num_dials(host)) < 1.0:
                 continue
-            if not dialing.objection(said.address):
+            if not dialing.objection(node.address):
                 num_dials[host] = num_dials.get(host, 0.0) - is_counted
-                self._under_way[key] = asyncio.create_task(self._call(said))
+                self._under_way[key] = asyncio.create_task(self._call(node))
                 self._under_way[key].add_done_callback(functools.partial(self._ended, key))
                 left -= 1
 
@@ -111,20 +111,20 @@ class Verifier:
         self._under_way.pop(key, None)
         self._news.set()
 
-    async def _call(self, said: Announcement) -> None:
+    async def _call(self, node: Announcement) -> None:
         current = self._own.current()
         own = current[1] if current is not None else b""
         body = PeerExchangeRequest(own_bytes=len(own))
         try:
             await self._endpoint.call(
-                said.peer(), PRESENT_METHOD, body, PresentReply, payload=own, timeout_s=_TIMEOUT_S
+                node.peer(), PRESENT_METHOD, body, PresentReply, payload=own, timeout_s=_TIMEOUT_S
             )
         except (RpcError, TrainerUsageError) as error:  # The latter: an announced address that cannot be dialled.
             if _is_temporary(error):
-                self._table.retry_later(said.peer_id, _RETRY_S)
+                self._table.retry_later(node.peer_id, _RETRY_S)
                 return
-            logger.debug("%s (%s…) at %s is not reached: %s", said.node_id, said.peer_id[:12], said.address, error)
-            self._table.unreachable(said.peer_id, said.address)
+            logger.debug("%s (%s…) at %s is not reached: %s", node.node_id, node.peer_id[:12], node.address, error)
+            self._table.unreachable(node.peer_id, node.address)
 
 
 def _is_temporary(error: Exception) -> bool:

@@ -91,13 +91,7 @@ class _OpenSnapshot:
 
 
 class StateDonor:
-    """Serves the snapshots of a folder.
-
-    Args:
-        endpoint: this node's; `start` registers the methods on it.
-        directory: where `write_snapshot` puts them.
-        config: limits.
-    """
+    """Serves the snapshots that `write_snapshot` puts into ``directory``, within the limits of ``config``."""
 
     def __init__(self, endpoint: Endpoint, directory: str | os.PathLike[str], config: StateConfig) -> None:
         self.uploaded_bytes = 0

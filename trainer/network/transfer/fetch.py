@@ -59,8 +59,8 @@ def choose_state(own: tuple[int, str], announcements: Iterable[Announcement]) ->
         The digest to fetch; None: keep the own state, or nobody has any.
     """
     votes = {"": own}
-    # Of a node that is listed twice the last word counts, by step and digest, whatever the order.
-    for step, digest, peer_id in sorted((said.outer_step, said.state_digest, said.peer_id) for said in announcements):
+    # Of a node that is listed twice the highest step and digest count, whatever the order.
+    for step, digest, peer_id in sorted((it.outer_step, it.state_digest, it.peer_id) for it in announcements):
         votes[peer_id] = (step, digest)
     claimed_steps: dict[str, list[int]] = {}
     for step, digest in votes.values():

@@ -8,17 +8,17 @@ import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.announcements import announce
+from tests.support.announcements import announce, announcement
 from tests.support.dht_processes import running_dht
 from trainer.errors import DiscoveryError
 from trainer.model.config import stage_names
-from trainer.network.discovery.announcement import Announcement, sign_announcement
+from trainer.network.discovery.announcement import Announcement
 from trainer.network.discovery.base import Discovery
 from trainer.network.discovery.config import DiscoveryConfig
 from trainer.network.discovery.dht import DhtDiscovery
@@ -59,16 +59,18 @@ def _listen(address: str) -> tuple[str]:
 
 
 @asynccontextmanager
-async def _discovery(
-    name: str, *seeds: str, uid: str = "", identity: Identity | None = None, endpoint: Endpoint | None = None
-) -> AsyncIterator[DhtDiscovery]:
-    """A node; with ``uid`` a worker of a run of four stages that is partitioned by stage.
+async def _endpoint() -> AsyncIterator[Endpoint]:
+    endpoint = Endpoint(Identity.create(), "run", RpcConfig(host="127.0.0.1", stop_grace_s=0.1))
+    await endpoint.start()
+    try:
+        yield endpoint
+    finally:
+        await endpoint.stop()
 
-    With an ``endpoint``, started already, others can be told its address beforehand.
-    """
-    own = None if endpoint is not None else _endpoint(identity)
-    endpoint = endpoint or own
-    assert endpoint is not None
+
+@asynccontextmanager
+async def _discovery(name: str, *seeds: str, uid: str = "") -> AsyncIterator[DhtDiscovery]:
+    """A node; with ``uid`` a worker of a run of four stages that is partitioned by stage."""
     config = DiscoveryConfig(
         initial_peers=seeds,
         dht_host="127.0.0.1",
@@ -77,42 +79,21 @@ async def _discovery(
         poll_interval_s=0.3,
         request_timeout_s=5.0,
     )
-    discovery = DhtDiscovery(endpoint, config, StagePartitions(_STAGES) if uid else StagePartitions())
-    try:
-        if own is not None:
-            await own.start()
-        await discovery.start()
-        await discovery.announce(_said(endpoint.identity, name, uid, endpoint))
-        yield discovery
-    finally:
-        await discovery.close()
-        if own is not None:
-            await own.stop()
+    async with _endpoint() as endpoint:
+        discovery = DhtDiscovery(endpoint, config, StagePartitions(_STAGES) if uid else StagePartitions())
+        try:
+            await discovery.start()
+            await discovery.announce(_said(endpoint, name, uid))
+            yield discovery
+        finally:
+            await discovery.close()
 
 
-def _endpoint(identity: Identity | None = None) -> Endpoint:
-    return Endpoint(identity or Identity.create(), "run", RpcConfig(host="127.0.0.1", stop_grace_s=0.1))
-
-
-@asynccontextmanager
-async def _started() -> AsyncIterator[Endpoint]:
-    endpoint = _endpoint()
-    await endpoint.start()
-    try:
-        yield endpoint
-    finally:
-        await endpoint.stop()
-
-
-def _said(identity: Identity, name: str, uid: str, endpoint: Endpoint | None = None) -> Announcement:
-    certificate = endpoint.certificate if endpoint is not None else None
-    return Announcement(
-        peer_id=identity.peer_id,
-        node_id=name,
-        run_id="run",
-        address=endpoint.address if endpoint is not None else "127.0.0.1:4100",
-        certificate_pem=(certificate or b"").decode(),
-        stage=StageReport(uid=uid, incarnation="0" * 16, status="serving") if uid not in ("", _DRIVER) else None,
+def _said(endpoint: Endpoint, name: str, uid: str) -> Announcement:
+    certificate = (endpoint.certificate or b"").decode()
+    stage = StageReport(uid=uid, incarnation="0" * 16, status="serving") if uid not in ("", _DRIVER) else None
+    return announcement(
+        endpoint.identity, node_id=name, address=endpoint.address, certificate_pem=certificate, stage=stage
     )
 
 
@@ -229,17 +210,16 @@ async def test_a_node_that_knows_another_and_no_seed_finds_all_and_is_found_by_a
     """The newcomer knows the body's address; head and driver cannot be asked, and hear of it through the DHT."""
     async with (
         _seed(tmp_path / "seed.id") as (_, address),
-        _started() as asked,
-        _started() as new,
+        _endpoint() as new,
         _discovery("head", address, uid="head.0.42") as head,
         _discovery("driver", address, uid=_DRIVER) as driver,
-        _discovery("body", address, uid="body2.0.55", endpoint=asked) as body,
+        _discovery("body", address, uid="body2.0.55") as body,
     ):
         await _until_known(body, "head", "driver")
-        newcomer = StaticDiscovery(new, [asked.address], DiscoveryConfig(poll_interval_s=0.2))
+        newcomer = StaticDiscovery(new, [body._endpoint.address], DiscoveryConfig(poll_interval_s=0.2))
         try:
             await newcomer.start()
-            await newcomer.announce(_said(new.identity, "new", "tail.0.7", new))
+            await newcomer.announce(_said(new, "new", "tail.0.7"))
             await _until_known(newcomer, "head", "driver", "body")
             await _until_known(head, "driver", "body", "new")
             await _until_known(driver, "head", "body", "new")
@@ -257,6 +237,7 @@ async def test_a_flood_of_announcements_hides_nobody(tmp_path: Path) -> None:
     seconds, count = 3000.0, 400
     members = tuple(f"{number:064x}" for number in range(64))
     shards = tuple(range(10**15, 10**15 + 256))
+    long = {"certificate_pem": "x" * 4096, "last_round_members": members, "shards": shards}
     async with (
         _seed(tmp_path / "seed.id") as (_, address),
         _discovery("before", address) as before,
@@ -268,19 +249,11 @@ async def test_a_flood_of_announcements_hides_nobody(tmp_path: Path) -> None:
             await _until_joined(attacker)
 
             async def file(number: int) -> None:
-                sybil = Identity.create()
-                said = Announcement(
-                    peer_id=sybil.peer_id,
-                    node_id=f"sybil {number}",
-                    run_id="run",
-                    address=f"127.0.0.1:{20_000 + number}",
-                    certificate_pem="x" * 4096,
-                    last_round_members=members,
-                    shards=shards,
-                ).stamped(time.time(), seconds)
-                wire = sign_announcement(said, sybil).decode()
+                sybil, now = Identity.create(), time.time()
+                fields = {"node_id": f"sybil {number}", "address": f"127.0.0.1:{20_000 + number}", **long}
+                wire = announce(sybil, sent_at=now, lifetime_s=seconds, **fields).decode()
                 with contextlib.suppress(DiscoveryError):
-                    await attacker.store("run.peers", sybil.peer_id, wire, said.expires_at, 20.0)
+                    await attacker.store("run.peers", sybil.peer_id, wire, now + seconds, 20.0)
 
             for start in range(0, count, 50):
                 await asyncio.gather(*map(file, range(start, start + 50)))
@@ -338,32 +311,27 @@ async def _keys_asked(discovery: DhtDiscovery, seconds: float) -> set[str]:
 async def test_workers_that_join_at_once_end_with_distinct_numbers(tmp_path: Path) -> None:
     """All begin with the same name; each looks again with every look-up, through a real DHT."""
 
-    async def settle(identity: Identity, discovery: DhtDiscovery, uid: StageUid, rounds: int) -> StageUid:
-        for _ in range(rounds):
-            await asyncio.sleep(0.5)
-            found = settled_uid("body-1", identity.peer_id, uid, await discovery.peers())
-            if found != uid:
-                uid = found
-                await discovery.announce(_said(identity, identity.peer_id[:8], str(uid)))
-        return uid
+    uid = StageUid("body-1", 42)
 
-    async with _seed(tmp_path / "seed.id") as (_, address):
-        identities = [Identity.create() for _ in range(3)]
-        names = [identity.peer_id[:8] for identity in identities]
-        one, two, three = (
-            _discovery(name, address, uid="body1.0.42", identity=identity)
-            for name, identity in zip(names, identities, strict=True)
-        )
-        async with one as first, two as second, three as third:
-            nodes = (first, second, third)
-            for node, name in zip(nodes, names, strict=True):
-                await _until_known(node, *(other for other in names if other != name))
-            first_name = StageUid("body-1", 42)
-            uids = await asyncio.gather(
-                *(settle(identity, node, first_name, 10) for identity, node in zip(identities, nodes, strict=True))
-            )
-            assert len(set(uids)) == 3
-            assert uids[names.index(min(names))] == first_name
+    async def settle(name: str, node: DhtDiscovery) -> StageUid:
+        own = uid
+        for _ in range(10):
+            await asyncio.sleep(0.5)
+            found = settled_uid("body-1", node._endpoint.peer_id, own, await node.peers())
+            if found != own:
+                own = found
+                await node.announce(_said(node._endpoint, name, str(own)))
+        return own
+
+    async with _seed(tmp_path / "seed.id") as (_, address), AsyncExitStack() as stack:
+        names = ("one", "two", "three")
+        nodes = [await stack.enter_async_context(_discovery(name, address, uid=str(uid))) for name in names]
+        for node, name in zip(nodes, names, strict=True):
+            await _until_known(node, *(other for other in names if other != name))
+        uids = await asyncio.gather(*map(settle, names, nodes))
+        assert len(set(uids)) == 3
+        keys = [node._endpoint.peer_id for node in nodes]
+        assert uids[keys.index(min(keys))] == uid
 
 
 _SEED = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWGm9bJVTBVuZrZ3EXuGJEBWVTcKpWUWRjxEGbWwsXQW41"
