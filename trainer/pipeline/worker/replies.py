@@ -174,7 +174,7 @@ class ReplyCache:
         """Tensors of answers kept."""
         self._config = config
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._open: dict[str, PendingCount] = {}
         self._counted: OrderedDict[str, _Counted] = OrderedDict()
         self._replies: OrderedDict[str, None] = OrderedDict()
@@ -241,7 +241,12 @@ class ReplyCache:
             RefusedError: ``expired``.
         """
         with self._lock:
-            self._check_wanted(pending)
+            if pending.phase is not _Phase.OPEN:
+                raise RefusedError("expired", f"{pending.key} was given up before it was counted; nothing was")
+            late_s = self._clock() - pending.apply_before_s
+            if late_s > 0:
+                self._close(pending)
+                raise RefusedError("expired", f"{pending.key} is {late_s:.1f} s too late; nothing was counted")
 
     def is_claimed(self, pending: PendingCount) -> bool:
         """Returns whether it is just being added up."""
@@ -255,7 +260,7 @@ class ReplyCache:
             RefusedError: ``expired``: it is late, or nobody wants it any more.
         """
         with self._lock:
-            self._check_wanted(pending)
+            self.check_wanted(pending)
             pending.phase = _Phase.CLAIMED
 
     def counted(self, pending: PendingCount) -> Acknowledgement | None:
@@ -361,14 +366,6 @@ class ReplyCache:
         with self._lock:
             counted = self._counted.get(key)
             return None if counted is None else counted.acknowledgement
-
-    def _check_wanted(self, pending: PendingCount) -> None:
-        if pending.phase is not _Phase.OPEN:
-            raise RefusedError("expired", f"{pending.key} was given up before it was counted; nothing was")
-        late_s = self._clock() - pending.apply_before_s
-        if late_s > 0:
-            self._close(pending)
-            raise RefusedError("expired", f"{pending.key} is {late_s:.1f} s too late; nothing was counted")
 
     def _check_not_refused(self, key: str, owner: str) -> None:
         for refused in {(key, ""), (key, owner)}:

@@ -8,13 +8,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support.event_loop import on_event_loop
-from tests.support.model_configs import random_tokens
 from tests.support.stage_driver import running_driver
 from tests.support.stage_worker import FAST, RUN_ID, RunningWorker, WorkerSetup, running_worker, until, weights
 from trainer.network.rpc import Endpoint, Identity, Peer, Reply, Request, RpcConfig
@@ -152,16 +150,15 @@ async def test_a_round_on_the_way_out_shares_what_was_handed_over(tail_input: di
 
 @pytest.mark.slow
 @on_event_loop
-async def test_workers_of_a_stage_step_together_and_who_has_nothing_follows_without_an_update() -> None:
-    _, labels = random_tokens(64, 2, 8)
+async def test_workers_of_a_stage_step_together_and_who_has_nothing_follows_without_an_update(
+    tail_input: dict[str, Tensor],
+) -> None:
     strategies = [Rounds() for _ in range(3)]
     async with _stage(TAIL, strategies) as workers, running_driver() as driver:
         before = weights(workers[2].worker)
-        hidden = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(1))
-        given = {"activation": hidden, "labels": labels.int()}
-        await driver.tail(workers[0], "e0.s0.r0", given)
+        await driver.tail(workers[0], "e0.s0.r0", tail_input)
         await until(lambda: workers[1].worker.stepper._tracker.stage_tokens(0, 16) == 32)
-        await driver.tail(workers[1], "e0.s0.r2", given)
+        await driver.tail(workers[1], "e0.s0.r2", tail_input)
         await until(lambda: all(running.worker.replica.version == 1 for running in workers))
         assert [strategy.batches for strategy in strategies] == [[1], [1], [0]]
         assert weights(workers[2].worker) == before != weights(workers[1].worker)
