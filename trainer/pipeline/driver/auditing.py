@@ -145,10 +145,7 @@ class Auditor:
     """Compares workers of a stage with each other, one comparison per stage at a time, beside the work.
 
     Args:
-        pools: of the stages, in order.
-        caller: asks the workers.
-        form: of the links.
-        every: one micro-batch in so many of a worker that has proven itself; 0: none.
+        every: see `AuditRates`.
         failures: where liars are counted, as ``audit``.
         seed: of the draws; None: unpredictable.
     """

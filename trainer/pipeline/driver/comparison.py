@@ -98,9 +98,8 @@ def difference(one: StageOutput, other: StageOutput) -> str | None:
 def nudge(own: Tensor, gradient: Tensor) -> Tensor:
     """Returns a step along a gradient, at each position by `_NUDGE` of the input's norm there.
 
-    Args:
-        own: the part of the input, fp32[B, S, dim], that a stage computed and a link's codec transmits.
-        gradient: likewise; positions where it is zero stay.
+    ``own`` is the part of the input, fp32[B, S, dim], that a stage computed and a link's codec transmits; positions
+    where the gradient is zero stay.
     """
     size = _NUDGE * own.norm(dim=-1, keepdim=True)
     norm = gradient.norm(dim=-1, keepdim=True)

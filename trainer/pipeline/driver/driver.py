@@ -157,11 +157,7 @@ class PipelineDriver:
     async def _first_of(
         self, coroutine: Coroutine[Any, Any, T], watching: asyncio.Task[None], stopping: asyncio.Task[bool]
     ) -> T | None:
-        """Returns what ``coroutine`` returns; None if the driver is to stop first.
-
-        Raises:
-            BaseException: what ``coroutine`` or the watch raised.
-        """
+        """Returns what ``coroutine`` returns, or raises; None if the driver is to stop first."""
         task = asyncio.ensure_future(coroutine)
         try:
             await asyncio.wait({task, watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -231,11 +227,7 @@ class PipelineDriver:
             self._stopping.set()
 
     async def _drain(self, stopping: asyncio.Task[bool]) -> None:
-        """Waits until all in flight has ended; after `stop`, for `drain_s` at most.
-
-        Raises:
-            BaseException: what a micro-batch's task raised.
-        """
+        """Waits until all in flight has ended, after `stop` for `drain_s` at most; raises what one of them raised."""
         while self._tasks and not self._stopping.is_set():
             await asyncio.wait({*self._tasks, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if self._tasks:

@@ -76,13 +76,7 @@ class MicroBatchEndedError(Exception):
 
 
 class MicroBatchInFlight:
-    """What is known so far of a micro-batch in flight, and so which outcomes are possible.
-
-    Args:
-        micro_batch: which.
-        max_attempts: failures in one stage after which it ends.
-        on_set_aside: called when it begins to wait for a worker that does not answer.
-    """
+    """What is known so far of a micro-batch in flight, and so which outcomes are possible."""
 
     def __init__(self, micro_batch: MicroBatch, max_attempts: int, on_set_aside: Callable[[], None]) -> None:
         self.micro_batch = micro_batch
@@ -345,14 +339,10 @@ class RoutingContext:
         may_repeat: bool,
         held: Sequence[Placement],
     ) -> Answered | None:
-        """Sends one request to count, and resolves its failure.
+        """Sends one request to count, and resolves its failure; raises MicroBatchEndedError if that ends it.
 
         Returns:
             None: nothing is counted there. The place is still open if the same worker may be asked again.
-
-        Raises:
-            MicroBatchEndedError: the micro-batch may be counted there, or is, and the answer is not to be had; or too
-                much has failed.
         """
         in_flight.check_lease()
         stage = placement.worker.stage

@@ -376,11 +376,7 @@ class Ledger:
         return not lane.is_through or not self._config.epochs or lane.epoch + 1 < self._config.epochs
 
     def _lease_of(self, driver: str, token: str) -> OpenLease | None:
-        """Returns the live lease of a token, if there is one.
-
-        Raises:
-            RefusedError: it is another driver's.
-        """
+        """Returns the live lease of a token, if any; raises RefusedError if it is another driver's."""
         lease = self.state.leases.get(token)
         if lease is not None and lease.driver != driver:
             raise RefusedError("not-yours", f"lease {token[:8]} is another driver's")
