@@ -225,7 +225,7 @@ class _ChainRun:
         return stage, Verdict(said.reason, said.effect, blame, said.attempts)
 
     async def _vacate(self, stage: str, verdict: Verdict, asked_s: float) -> None:
-        """Replaces a worker that says it has not counted the micro-batch and will not; ends it if it says otherwise."""
+        """Replaces a worker that says it has not counted it and will not; ends the micro-batch if the answer is gone."""
         timeout_s = min(QUESTION_S, self._left_s(stage))
         worker, micro_batch = self._route[stage].worker.unpinned(), self._in_flight.micro_batch
         try:

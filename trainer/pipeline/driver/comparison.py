@@ -21,16 +21,7 @@ from torch import Tensor
 from trainer.pipeline.driver.stage_caller import LinkForm
 from trainer.pipeline.protocol.wire import ACTIVATION, GRADIENT, part_of
 
-__all__ = [
-    "MAX_SLOPE_RATIO",
-    "StageOutput",
-    "difference",
-    "midpoint",
-    "nudge",
-    "output_of",
-    "own_part",
-    "slope_ratio",
-]
+__all__ = ["MAX_SLOPE_RATIO", "StageOutput", "difference", "midpoint", "nudge", "output_of", "own_part", "slope_ratio"]
 
 MIN_COSINE = 0.3
 MAX_RATIO = 4.0
@@ -119,13 +110,7 @@ def midpoint(one: StageOutput, other: StageOutput) -> StageOutput:
 
 
 def slope_ratio(
-    moved: Tensor,
-    gradient: Tensor,
-    ahead: StageOutput,
-    behind: StageOutput,
-    *,
-    grad_y: Tensor | None,
-    num_labels: int,
+    moved: Tensor, gradient: Tensor, ahead: StageOutput, behind: StageOutput, *, grad_y: Tensor | None, num_labels: int
 ) -> float | None:
     """Returns the change of the losses, seen through the stage's output, per nat that a gradient predicts.
 

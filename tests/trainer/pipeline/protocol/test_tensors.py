@@ -65,7 +65,14 @@ async def mirrored(
     caller: Endpoint, callee: Endpoint, tensors: dict[str, Tensor], answer_bytes: int, factor: int = 1
 ) -> TensorAnswer[Told]:
     return await ask_tensors(
-        caller, callee.peer, "test/tensors", Ask(factor=factor), tensors, Told, answer_bytes=answer_bytes, timeout_s=20.0
+        caller,
+        callee.peer,
+        "test/tensors",
+        Ask(factor=factor),
+        tensors,
+        Told,
+        answer_bytes=answer_bytes,
+        timeout_s=20.0,
     )
 
 
