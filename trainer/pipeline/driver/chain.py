@@ -57,7 +57,7 @@ class ChainRouter:
         self._hub = HubRouter(context)
 
     async def take(self, in_flight: MicroBatchInFlight) -> MicroBatchOutcome:
-        """Takes a micro-batch through all stages, see `Router.take`; one that is to be audited goes by hub."""
+        """Takes a micro-batch through all stages, or returns why not; one that is to be audited goes by hub."""
         if self._context.auditor.draws():
             return await self._hub.take(in_flight, is_drawn=True)
         run = _ChainRun(self._context, in_flight)
@@ -225,7 +225,7 @@ class _ChainRun:
         return stage, Verdict(said.reason, said.effect, blame, said.attempts)
 
     async def _vacate(self, stage: str, verdict: Verdict, asked_s: float) -> None:
-        """Replaces a worker that says it has not counted it and will not; ends the micro-batch if the answer is gone."""
+        """Replaces a worker that says it neither has counted it nor will; ends it if the worker's answer is gone."""
         timeout_s = min(QUESTION_S, self._left_s(stage))
         worker, micro_batch = self._route[stage].worker.unpinned(), self._in_flight.micro_batch
         try:

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedError, RpcError
 from trainer.pipeline.driver.auditing import Auditor
@@ -44,7 +44,6 @@ __all__ = [
     "TAIL_UNITS",
     "MicroBatchEndedError",
     "MicroBatchInFlight",
-    "Router",
     "RoutingContext",
     "patience_s",
 ]
@@ -233,13 +232,6 @@ def _is_gone_for_good(error: RpcError | TimeoutError) -> bool:
     return isinstance(error, MalformedAnswerError) or (
         isinstance(error, RefusedError) and error.reason in ("already-applied", "counted-for-another")
     )
-
-
-class Router(Protocol):
-    """A way through the stages."""
-
-    async def take(self, in_flight: MicroBatchInFlight) -> MicroBatchOutcome:
-        """Takes a micro-batch through all stages, or returns why not."""
 
 
 class RoutingContext:
