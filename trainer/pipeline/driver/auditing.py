@@ -20,7 +20,7 @@ In chains (spec P-12) the driver sees no activation and no gradient, so a drawn 
 as any other (`draws`).
 
 Not found are: a worker that lies in chains only; one whose answers are closer than replicas are to each other; one that
-lies consistently to whoever asks about the same input, and whose lie is the gradient of its other lie (a body that
+lies consistently about the same input, and whose lie is the gradient of its other lie (a body that
 passes on its input and its gradient unchanged), where it is one of two or most lie alike.
 """
 

@@ -8,7 +8,7 @@ without acknowledging.
 answers a repetition as it answered the first time, and counts nothing twice. A process that took its place in the
 meantime counts the micro-batch itself, since what the other had counted died with it. Where the repetition is refused,
 or after `patience_s`, the worker is asked whether it has counted the micro-batch, and told not to count it any more:
-whoever answers that under the worker's key is the only process that could.
+the process that answers that under the worker's key is the only one that could.
 
     counted, with the answer ── as if nothing had happened
     counted, answer gone ────── lost: nobody knows its gradient any more
