@@ -20,7 +20,7 @@ In chains (spec P-12) the driver sees no activation and no gradient, so a drawn 
 as any other (`draws`).
 
 Not found are: a worker that lies in chains only; one whose answers are closer than replicas are to each other; one that
-lies consistently to whoever asks about the same input, and whose lie is the gradient of its other lie (a body that
+lies consistently about the same input, and whose lie is the gradient of its other lie (a body that
 passes on its input and its gradient unchanged), where it is one of two or most lie alike.
 """
 
@@ -145,10 +145,7 @@ class Auditor:
     """Compares workers of a stage with each other, one comparison per stage at a time, beside the work.
 
     Args:
-        pools: of the stages, in order.
-        caller: asks the workers.
-        form: of the links.
-        every: one micro-batch in so many of a worker that has proven itself; 0: none.
+        every: see `AuditRates`.
         failures: where liars are counted, as ``audit``.
         seed: of the draws; None: unpredictable.
     """

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 __all__ = ["Balancer", "Reservation", "WorkerLoad"]
 
 _DEFAULT_S_PER_UNIT = 1.0
-"""While nothing is known of anybody; the same for all, so its value does not matter."""
+"""While no worker is known; the same for all, so its value does not matter."""
 _SMOOTHING = 0.2
 """Weight of the newest measurement in the moving sums."""
 _PROBE_EVERY = 4

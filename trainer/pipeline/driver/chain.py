@@ -57,7 +57,7 @@ class ChainRouter:
         self._hub = HubRouter(context)
 
     async def take(self, in_flight: MicroBatchInFlight) -> MicroBatchOutcome:
-        """Takes a micro-batch through all stages, see `Router.take`; one that is to be audited goes by hub."""
+        """Takes a micro-batch through all stages, or returns why not; one that is to be audited goes by hub."""
         if self._context.auditor.draws():
             return await self._hub.take(in_flight, is_drawn=True)
         run = _ChainRun(self._context, in_flight)
@@ -85,11 +85,7 @@ class _ChainRun:
         """From then on workers may have counted it that have not said so, or have restarted."""
 
     async def run(self) -> MicroBatchOutcome:
-        """Repeats the chain until every stage has counted the micro-batch.
-
-        Raises:
-            MicroBatchEndedError: it goes no further.
-        """
+        """Repeats the chain until every stage has counted it; raises MicroBatchEndedError if it goes no further."""
         context, in_flight = self._context, self._in_flight
         given = context.form.input_of(in_flight.micro_batch, None)
         while True:
@@ -116,9 +112,6 @@ class _ChainRun:
 
         Places are waited for in the order of the stages; those of later stages are given up meanwhile. Otherwise two
         micro-batches, each holding the place that the other needs, would wait until their leases end.
-
-        Raises:
-            MicroBatchEndedError: its lease is over.
         """
         stages = list(self._pools)
         missing = [stage for stage in stages if stage not in self._route]
@@ -142,11 +135,7 @@ class _ChainRun:
         return [placement.worker.unpinned() if self._has_failed else placement.worker for placement in placements]
 
     async def _done(self, answered: Answered, asked_s: float) -> MicroBatchOutcome:
-        """Has the other workers confirm what the head reports as done.
-
-        Raises:
-            MicroBatchEndedError: one of them denies it.
-        """
+        """Has the others confirm what the head reports as done; raises MicroBatchEndedError if one denies it."""
         in_flight, took_s = self._in_flight, time.monotonic() - asked_s
         in_flight.is_unclear = False
         in_flight.passed(answered)
@@ -187,11 +176,7 @@ class _ChainRun:
         return StageCredit(stage=stage, incarnation=worker.incarnation, applied_number=0)
 
     async def _after(self, error: RpcError, asked_s: float) -> None:
-        """Changes the route as far as needed before it is tried again.
-
-        Raises:
-            MicroBatchEndedError: the micro-batch goes no further.
-        """
+        """Changes the route as far as needed to repeat it; raises MicroBatchEndedError if that is not possible."""
         stage, verdict = self._culprit(error)
         worker, pool = self._route[stage].worker, self._pools[stage]
         is_first = not self._has_failed and stage == next(iter(self._route))
@@ -240,11 +225,7 @@ class _ChainRun:
         return stage, Verdict(said.reason, said.effect, blame, said.attempts)
 
     async def _vacate(self, stage: str, verdict: Verdict, asked_s: float) -> None:
-        """Replaces a worker, if it says that it has not counted the micro-batch and will not.
-
-        Raises:
-            MicroBatchEndedError: it has, and its answer is not to be had.
-        """
+        """Replaces a worker that says it neither has counted it nor will; ends it if the worker's answer is gone."""
         timeout_s = min(QUESTION_S, self._left_s(stage))
         worker, micro_batch = self._route[stage].worker.unpinned(), self._in_flight.micro_batch
         try:
@@ -274,11 +255,7 @@ class _ChainRun:
         return self._unclear_for_s() < patience_s(self._context.config.unclear_s) <= self._in_flight.left_s()
 
     def _left_s(self, stage: str) -> float:
-        """Returns the seconds in which it can still become clear what a stage has done.
-
-        Raises:
-            MicroBatchEndedError: there are none.
-        """
+        """Returns the seconds left to find out what a stage has done; raises MicroBatchEndedError if there are none."""
         left_s = self._context.config.unclear_s - self._unclear_for_s()
         self._in_flight.check_lease()
         if left_s <= 0:

@@ -21,16 +21,7 @@ from torch import Tensor
 from trainer.pipeline.driver.stage_caller import LinkForm
 from trainer.pipeline.protocol.wire import ACTIVATION, GRADIENT, part_of
 
-__all__ = [
-    "MAX_SLOPE_RATIO",
-    "StageOutput",
-    "difference",
-    "midpoint",
-    "nudge",
-    "output_of",
-    "own_part",
-    "slope_ratio",
-]
+__all__ = ["MAX_SLOPE_RATIO", "StageOutput", "difference", "midpoint", "nudge", "output_of", "own_part", "slope_ratio"]
 
 MIN_COSINE = 0.3
 MAX_RATIO = 4.0
@@ -98,9 +89,8 @@ def difference(one: StageOutput, other: StageOutput) -> str | None:
 def nudge(own: Tensor, gradient: Tensor) -> Tensor:
     """Returns a step along a gradient, at each position by `_NUDGE` of the input's norm there.
 
-    Args:
-        own: the part of the input, fp32[B, S, dim], that a stage computed and a link's codec transmits.
-        gradient: likewise; positions where it is zero stay.
+    ``own`` is the part of the input, fp32[B, S, dim], that a stage computed and a link's codec transmits; positions
+    where the gradient is zero stay.
     """
     size = _NUDGE * own.norm(dim=-1, keepdim=True)
     norm = gradient.norm(dim=-1, keepdim=True)
@@ -120,13 +110,7 @@ def midpoint(one: StageOutput, other: StageOutput) -> StageOutput:
 
 
 def slope_ratio(
-    moved: Tensor,
-    gradient: Tensor,
-    ahead: StageOutput,
-    behind: StageOutput,
-    *,
-    grad_y: Tensor | None,
-    num_labels: int,
+    moved: Tensor, gradient: Tensor, ahead: StageOutput, behind: StageOutput, *, grad_y: Tensor | None, num_labels: int
 ) -> float | None:
     """Returns the change of the losses, seen through the stage's output, per nat that a gradient predicts.
 

@@ -50,11 +50,7 @@ class DriverConfig:
     """Seconds between two reads of the directory of workers."""
 
     def __post_init__(self) -> None:
-        """Checks every value.
-
-        Raises:
-            TrainerUsageError: naming the field and its value.
-        """
+        """Raises TrainerUsageError, with the field and its value, if a value makes no sense."""
         for name, least in _LEAST.items():
             count: int = getattr(self, name)
             if count < least:

@@ -16,7 +16,7 @@ from trainer.pipeline.driver.failure_detector import LivenessProbe
 from trainer.pipeline.driver.hub import HubRouter
 from trainer.pipeline.driver.pool import StagePool
 from trainer.pipeline.driver.results import DriverStatus, Fate, MicroBatchResult
-from trainer.pipeline.driver.router import MicroBatchInFlight, Router, RoutingContext
+from trainer.pipeline.driver.router import MicroBatchInFlight, RoutingContext
 from trainer.pipeline.driver.stage_caller import LinkForm, StageCaller
 from trainer.pipeline.driver.stall_detector import StallDetector
 from trainer.pipeline.driver.steps import StepBarrier, StepLoss, StepLosses
@@ -74,7 +74,7 @@ class PipelineDriver:
         self._pools = {stage: StagePool(stage, config) for stage in stages}
         caller, liveness = StageCaller(endpoint, stages, form, config), LivenessProbe(directory)
         self._context = RoutingContext(self._pools, caller, liveness, form, config, audit_seed)
-        self._router: Router = HubRouter(self._context) if config.routing == "hub" else ChainRouter(self._context)
+        self._router = HubRouter(self._context) if config.routing == "hub" else ChainRouter(self._context)
         self._stalls = StallDetector(endpoint, self._pools)
         self._steps = StepLosses(target_tokens)
         self._barrier = StepBarrier(endpoint, self._pools, config)
@@ -157,11 +157,7 @@ class PipelineDriver:
     async def _first_of(
         self, coroutine: Coroutine[Any, Any, T], watching: asyncio.Task[None], stopping: asyncio.Task[bool]
     ) -> T | None:
-        """Returns what ``coroutine`` returns; None if the driver is to stop first.
-
-        Raises:
-            BaseException: what ``coroutine`` or the watch raised.
-        """
+        """Returns what ``coroutine`` returns, or raises; None if the driver is to stop first."""
         task = asyncio.ensure_future(coroutine)
         try:
             await asyncio.wait({task, watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -231,11 +227,7 @@ class PipelineDriver:
             self._stopping.set()
 
     async def _drain(self, stopping: asyncio.Task[bool]) -> None:
-        """Waits until all in flight has ended; after `stop`, for `drain_s` at most.
-
-        Raises:
-            BaseException: what a micro-batch's task raised.
-        """
+        """Waits until all in flight has ended, after `stop` for `drain_s` at most; raises what one of them raised."""
         while self._tasks and not self._stopping.is_set():
             await asyncio.wait({*self._tasks, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if self._tasks:

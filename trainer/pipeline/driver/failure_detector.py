@@ -19,7 +19,7 @@ A ban for silence is half-open (a circuit breaker): where a stage has no other w
 status, first after 1 s, then 2 s, up to 15 s, and the ban ends once it answers (`may_be_asked`, `answers`).
 
 A restarted worker (another incarnation) is free of a ban for silence, once until it has counted something, since
-anybody may claim to have restarted. It keeps firm bans and those for malformed answers, because the key is the same.
+any worker may claim to have restarted. It keeps firm bans and those for malformed answers, because the key is the same.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class LivenessProbe:
         """Tries to find out what has become of a worker's process that was asked to count.
 
         Returns:
-            ``gone`` is proof; ``refused``: no connection is accepted, but it may live; ``unknown``: somebody listens
-            there, or nothing is heard.
+            ``gone`` is proof; ``refused``: no connection is accepted, but it may live; ``unknown``: something
+            listens there, or there is no answer.
         """
         process, address = (worker.key, worker.incarnation), worker.peer.address
         if not await is_refused(address, timeout_s):

@@ -56,7 +56,7 @@ class HubRouter:
         self._context = context
 
     async def take(self, in_flight: MicroBatchInFlight, *, is_drawn: bool = False) -> MicroBatchOutcome:
-        """Takes a micro-batch through all stages, see `Router.take`; audits all its visits if ``is_drawn``."""
+        """Takes a micro-batch through all stages, or returns why not; audits all its visits if ``is_drawn``."""
         *others, tail = self._context.pools
         passed: list[_Passed] = []
         activation: dict[str, Tensor] | None = None

@@ -8,7 +8,7 @@ without acknowledging.
 answers a repetition as it answered the first time, and counts nothing twice. A process that took its place in the
 meantime counts the micro-batch itself, since what the other had counted died with it. Where the repetition is refused,
 or after `patience_s`, the worker is asked whether it has counted the micro-batch, and told not to count it any more:
-whoever answers that under the worker's key is the only process that could.
+the process that answers that under the worker's key is the only one that could.
 
     counted, with the answer ── as if nothing had happened
     counted, answer gone ────── lost: nobody knows its gradient any more
@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedError, RpcError
 from trainer.pipeline.driver.auditing import Auditor
@@ -44,7 +44,6 @@ __all__ = [
     "TAIL_UNITS",
     "MicroBatchEndedError",
     "MicroBatchInFlight",
-    "Router",
     "RoutingContext",
     "patience_s",
 ]
@@ -76,13 +75,7 @@ class MicroBatchEndedError(Exception):
 
 
 class MicroBatchInFlight:
-    """What is known so far of a micro-batch in flight, and so which outcomes are possible.
-
-    Args:
-        micro_batch: which.
-        max_attempts: failures in one stage after which it ends.
-        on_set_aside: called when it begins to wait for a worker that does not answer.
-    """
+    """What is known so far of a micro-batch in flight, and so which outcomes are possible."""
 
     def __init__(self, micro_batch: MicroBatch, max_attempts: int, on_set_aside: Callable[[], None]) -> None:
         self.micro_batch = micro_batch
@@ -241,13 +234,6 @@ def _is_gone_for_good(error: RpcError | TimeoutError) -> bool:
     )
 
 
-class Router(Protocol):
-    """A way through the stages."""
-
-    async def take(self, in_flight: MicroBatchInFlight) -> MicroBatchOutcome:
-        """Takes a micro-batch through all stages, or returns why not."""
-
-
 class RoutingContext:
     """What a driver's routing works with."""
 
@@ -345,14 +331,10 @@ class RoutingContext:
         may_repeat: bool,
         held: Sequence[Placement],
     ) -> Answered | None:
-        """Sends one request to count, and resolves its failure.
+        """Sends one request to count, and resolves its failure; raises MicroBatchEndedError if that ends it.
 
         Returns:
             None: nothing is counted there. The place is still open if the same worker may be asked again.
-
-        Raises:
-            MicroBatchEndedError: the micro-batch may be counted there, or is, and the answer is not to be had; or too
-                much has failed.
         """
         in_flight.check_lease()
         stage = placement.worker.stage

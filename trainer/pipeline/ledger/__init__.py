@@ -1,4 +1,4 @@
-"""Who trains on which data, once: leases of micro-batches to drivers, and the account of what became of them.
+"""The ledger: leases micro-batches to drivers, each to be trained on once, and accounts for what became of them.
 
     ledger, journal = open_ledger(path, spec, [lane.shards for lane in lanes], config)   # at one driver of a run
     keeper = LedgerService(endpoint, ledger, journal, config, WorkerInquiry(endpoint, workers))

@@ -240,11 +240,7 @@ class LedgerClient:
         return bool(leased)
 
     def _checked(self, runs: Sequence[Run]) -> list[MicroBatchId]:
-        """Returns the micro-batches of a lease.
-
-        Raises:
-            MalformedAnswerError: they are not what a lease of this run can have.
-        """
+        """Returns the micro-batches of a lease; raises MalformedAnswerError if no lease of this run can have them."""
         layout = self._spec.layout
         if any(run.row % layout.micro_batch_rows or run.row + run.num_rows > layout.num_windows for run in runs):
             raise MalformedAnswerError(

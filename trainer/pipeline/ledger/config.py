@@ -35,7 +35,7 @@ class LedgerConfig:
     """Seconds for which workers are asked about a lease that ran out, before what is unclear counts as lost."""
     reissue_after_s: float = 20.0
     """Seconds before what came back from a lease that ran out is given again: workers that were asked about it refuse
-    the rest for so long (`WorkerConfig.refuse_s`), whoever sends it."""
+    the rest for so long (`WorkerConfig.refuse_s`)."""
     worker_gone_s: float = 30.0
     """Seconds without an announcement after which a worker counts as gone, and with it what only it had."""
     max_open: int = 1024

@@ -17,11 +17,7 @@ __all__ = ["Intervals", "LaneLeases", "new_lane"]
 
 
 class Intervals:
-    """A set of whole numbers, 0 or more.
-
-    Args:
-        runs: first and last of each run, ascending, with gaps between.
-    """
+    """A set of whole numbers, 0 or more, kept as first and last of each run, ascending, with gaps between."""
 
     def __init__(self, runs: Iterable[tuple[int, int]] = ()) -> None:
         self._firsts: list[int] = []

@@ -140,10 +140,7 @@ class LeaseCache:
         """Gives up leases that have run out: what was not begun is handed back, what was begun may still be settled.
 
         None of them is renewed any more: the routing may have left what it had begun to the keeper, which asks the
-        workers once the lease is over for the keeper too.
-
-        Returns:
-            Their tokens.
+        workers once the lease is over for the keeper too. Returns their tokens.
         """
         over = [lease for lease in self.leases.values() if lease.term.send_before_s <= now_s]
         for lease in over:
@@ -181,12 +178,7 @@ class LeaseCache:
         return len(lease.begun)
 
     def bundle(self, now_s: float, *, single: bool = False) -> Bundle | None:
-        """Returns what to report next; None: nothing now.
-
-        Args:
-            now_s: the time.
-            single: one micro-batch only, to find out which of several is refused.
-        """
+        """Returns what to report next, if ``single`` one micro-batch only, to find out which of several is refused."""
         for token, unreported in self._unreported.items():
             settlements: list[Settlement] = []
             size_bytes = 0
@@ -207,10 +199,7 @@ class LeaseCache:
     def reported(self, bundle: Bundle, unheard: Iterable[MicroBatchKey], repeat_from_s: float) -> None:
         """Forgets what the keeper has acknowledged, and leases of which nothing is left.
 
-        Args:
-            bundle: as reported.
-            unheard: micro-batches whose settlements have to be repeated.
-            repeat_from_s: from when on.
+        Settlements of ``unheard`` micro-batches are repeated from then on.
         """
         unreported = self._unreported[bundle.token]
         kept = {each.micro_batch for each in bundle.settlements}.intersection(unheard)

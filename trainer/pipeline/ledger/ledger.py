@@ -1,7 +1,7 @@
 """Decides what each driver is given, what is believed of drivers' reports, and what becomes of leases that ran out.
 
-Every change is a record, written before it is spoken of. Time is an argument (seconds on CLOCK_BOOTTIME) and in no
-record; the ledger waits for nothing and calls nothing but ``write``.
+Every change is a record, on disk before any driver is told of it. Time is an argument (seconds on CLOCK_BOOTTIME) and
+in no record; the ledger waits for nothing and calls nothing but ``write``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Ledger:
     Args:
         state: what the journal adds up to.
         config: of the ledger.
-        write: takes every record before it is spoken of; an exception ends the account's life in this process.
+        write: writes each record before a driver is told of it; an exception ends the account's life in this process.
         now_s: live leases begin anew at this time.
         max_tokens: to be trained on in all, those of the journal included; 0: no bound.
     """
@@ -376,11 +376,7 @@ class Ledger:
         return not lane.is_through or not self._config.epochs or lane.epoch + 1 < self._config.epochs
 
     def _lease_of(self, driver: str, token: str) -> OpenLease | None:
-        """Returns the live lease of a token, if there is one.
-
-        Raises:
-            RefusedError: it is another driver's.
-        """
+        """Returns the live lease of a token, if any; raises RefusedError if it is another driver's."""
         lease = self.state.leases.get(token)
         if lease is not None and lease.driver != driver:
             raise RefusedError("not-yours", f"lease {token[:8]} is another driver's")

@@ -63,7 +63,7 @@ class _Worker:
     stage: str
     announced: bool = False
     """Whether it has announced itself. Others are named by drivers alone, who may invent them: when they go, that says
-    nothing of anybody's leases, and nothing counts as perished with them."""
+    nothing about leases, and nothing counts as perished with them."""
     shared_through: int = 0
     unshared: Intervals = field(default_factory=Intervals)
     """Numbers of the micro-batches that it acknowledged and is not known to have shared."""
@@ -365,7 +365,7 @@ class LedgerState:
         return None if incarnation is None else self.workers.get(incarnation) or self._departed.get(incarnation)
 
     def _take_back(self, seen: WorkerSeen) -> None:
-        """Counts what a worker goes on with of a former one as not perished."""
+        """Takes back what counted as perished with a former worker and is in the state that this one resumes from."""
         former = self._known(seen.resumed)
         if former is None or former.stage != seen.stage:
             return

@@ -138,10 +138,10 @@ class PerishedCount(Message):
     """Micro-batches, done or lost, whose gradient was lost with a worker.
 
     Counted when a worker incarnation is gone: the micro-batches that it acknowledged to drivers and that no message
-    reports as part of a state that outlives it (`shared_through`); taken back when a worker says that it goes on with
-    them (`WorkerSeen.resumed`). An upper bound: what the worker shared after its last message is included. Not
-    included: micro-batches done by the word of workers after a driver died, and those of which the driver did not learn
-    the worker's number (chain routing, behind the first stage).
+    reports as part of a state that outlives it (`shared_through`); taken back when a worker reports that it resumed
+    from that state (`WorkerSeen.resumed`). An upper bound: what the worker shared after its last message is included.
+    Not included: micro-batches done by the word of workers after a driver died, and those of which the driver did not
+    learn the worker's number (chain routing, behind the first stage).
     """
 
     stage: str

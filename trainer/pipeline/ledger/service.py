@@ -92,7 +92,7 @@ class LedgerService:
     Args:
         drivers: returns the run's other drivers as known now, which are given rows as this node is. What a driver says
             of its rows is believed, as long as it names workers that have announced themselves (`note_workers`). None:
-            anybody is given rows and believed, which is for trusted networks only.
+            any caller is given rows and believed, which is for trusted networks only.
     """
 
     def __init__(

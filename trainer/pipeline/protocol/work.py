@@ -1,6 +1,6 @@
 """Micro-batches and what became of them, as they pass between the ledger and a driver's routing.
 
-A micro-batch's name stays the same for ever, whoever sends it and however often: ``e2.s17.r4096`` is epoch 2, shard 17,
+A micro-batch's name never changes, whichever driver sends it and however often: ``e2.s17.r4096`` is epoch 2, shard 17,
 rows from 4096 on of that shard's order in that epoch. Workers are asked by this name whether they have counted one, so
 it holds nothing that changes from one attempt to the next.
 

@@ -119,7 +119,7 @@ UNCLEAR: list[Fault] = [say_nothing, lose_answer, fail_after, count_and_die, die
 async def test_what_may_have_been_counted_is_resolved_exactly(
     config: DriverConfig, stage: str, method: str, fault: Fault
 ) -> None:
-    async with driving(TWO_EACH, 6, config) as drive:
+    async with driving(TWO_EACH, 6, replace(config, unclear_s=20.0)) as drive:
         drive.swarm.at(stage).faults[method].append(fault)
         await drive.all_done()
         assert drive.driver.status().failures

@@ -511,11 +511,7 @@ def test_how_many_of_the_dead_are_remembered_is_bounded(kept: ListedLedger, monk
 
 @pytest.mark.parametrize(
     ("counted_in", "becomes"),
-    [
-        (STAGES, {"done": 2}),
-        (("head", "body-1"), {"done": 1, "lost": 1}),
-        ((), {"done": 1, "open": 1}),
-    ],
+    [(STAGES, {"done": 2}), (("head", "body-1"), {"done": 1, "lost": 1}), ((), {"done": 1, "open": 1})],
 )
 def test_who_is_not_heard_of_in_time_is_asked_after_and_the_workers_decide(
     kept: ListedLedger, counted_in: tuple[str, ...], becomes: dict[str, int]

@@ -172,10 +172,7 @@ def _invented(micro_batch: MicroBatchId, stage: str = "tail") -> Settlement:
 @pytest.mark.slow
 @on_event_loop
 async def test_a_driver_that_knows_workers_before_the_keeper_does_loses_nothing_by_it(run: Run) -> None:
-    async with (
-        run.keeper(announced=lambda: run.drivers) as (service, at),
-        run.driver(at.peer) as one,
-    ):
+    async with run.keeper(announced=lambda: run.drivers) as (service, at), run.driver(at.peer) as one:
         given = []
         while len(given) < 4:
             micro_batch = await one.next()
