@@ -4,9 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trainer.monitor import LostShare, PerishedShare, StageStatus, SwarmAccount, SwarmStages, TallyStatus, WorkerStatus
+from trainer.monitor import (
+    ApiConfig,
+    ApiServer,
+    LostShare,
+    PerishedShare,
+    StageStatus,
+    SwarmAccount,
+    SwarmStages,
+    TallyStatus,
+    TrainingMetrics,
+    TrainingTracker,
+    WorkerStatus,
+    create_app,
+)
+from trainer.monitor.metrics import Sources
 
-__all__ = ["SeenPipeline", "an_account", "some_stages"]
+__all__ = ["SeenPipeline", "a_worker", "an_account", "driver_api", "some_stages"]
 
 
 def an_account(**changes: object) -> SwarmAccount:
@@ -74,3 +88,12 @@ class SeenPipeline:
 
     def stages(self) -> SwarmStages:
         return self.of_stages
+
+
+def driver_api(view: SeenPipeline, port: int = 0) -> ApiServer:
+    """A driver's HTTP interface."""
+    tracker = TrainingTracker("driver-1", peer_id="f" * 64)
+    sources = Sources(status=tracker.status, refused=dict, rpc_bytes=lambda: (0, 0), lost_events=lambda: 0)
+    metrics = TrainingMetrics(sources, node_id="driver-1", run_id="run")
+    config = ApiConfig(port=port)
+    return ApiServer(create_app(tracker, metrics, config=config, pipeline=view), config)

@@ -21,16 +21,10 @@ PROGRAM = (sys.executable, "-m", "tests.support.pretended_swarm")
 
 
 def _drive(options: dict[str, list[str]]) -> None:
-    from tests.support.pipeline_view import SeenPipeline, some_stages
-    from trainer.monitor import ApiConfig, ApiServer, TrainingMetrics, TrainingTracker, create_app
-    from trainer.monitor.metrics import Sources
+    from tests.support.pipeline_view import SeenPipeline, driver_api, some_stages
 
     view = SeenPipeline()
-    tracker = TrainingTracker("driver", peer_id="f" * 64)
-    sources = Sources(status=tracker.status, refused=dict, rpc_bytes=lambda: (0, 0), lost_events=lambda: 0)
-    metrics = TrainingMetrics(sources, node_id="driver", run_id="run")
-    config = ApiConfig(port=int(options["--api-port"][0]))
-    with ApiServer(create_app(tracker, metrics, config=config, pipeline=view), config):
+    with driver_api(view, int(options["--api-port"][0])):
         for step in range(int(options.get("--max-steps", ["100000"])[0])):
             view.of_stages = some_stages(step=step)
             time.sleep(0.2)

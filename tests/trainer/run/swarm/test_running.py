@@ -17,19 +17,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.dht_processes import descendants, wait_until_gone
-from tests.support.pipeline_view import SeenPipeline, a_worker, an_account, some_stages
+from tests.support.pipeline_view import SeenPipeline, a_worker, an_account, driver_api, some_stages
 from tests.support.pretended_swarm import PROGRAM
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, TrainerUsageError
-from trainer.monitor import (
-    ApiConfig,
-    ApiServer,
-    SwarmStages,
-    TrainingMetrics,
-    TrainingTracker,
-    WorkerStatus,
-    create_app,
-)
-from trainer.monitor.metrics import Sources
+from trainer.monitor import SwarmStages, WorkerStatus
 from trainer.run.cli.app import run
 from trainer.run.cli.swarm_lines import _JsonLines, _PlainLines, _Table, account_text, stage_table, workers_table
 from trainer.run.swarm.children import RestartPolicy
@@ -81,11 +72,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def driver_url() -> Iterator[str]:
-    tracker = TrainingTracker("driver-1", peer_id="f" * 64)
-    sources = Sources(status=tracker.status, refused=dict, rpc_bytes=lambda: (0, 0), lost_events=lambda: 0)
-    metrics = TrainingMetrics(sources, node_id="driver-1", run_id="run")
-    config = ApiConfig(port=0)
-    with ApiServer(create_app(tracker, metrics, config=config, pipeline=SeenPipeline()), config) as server:
+    with driver_api(SeenPipeline()) as server:
         yield server.url
 
 
