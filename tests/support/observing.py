@@ -1,4 +1,4 @@
-"""Steps, rounds and announcements as the trainer's other rooms hand them to trainer.monitor."""
+"""Steps, rounds and announcements as the trainer's other packages report them to trainer.monitor."""
 
 from __future__ import annotations
 

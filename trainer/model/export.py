@@ -31,8 +31,6 @@ __all__ = ["ExportType", "export_hf", "hf_names", "read_vocabulary", "without_pa
 
 ExportType = Literal["float32", "bfloat16", "float16"]
 
-_MAX_FILE_BYTES = 5_000_000_000
-"""Larger weights are split over several files, with an index."""
 _PAD_ID = SPECIAL_TOKENS.index("<|pad|>")
 _BOS_ID = SPECIAL_TOKENS.index("<|bos|>")
 _EMBEDDING = "embedding.weight"
@@ -46,6 +44,7 @@ def export_hf(
     out_dir: Path,
     *,
     dtype: ExportType = "float32",
+    max_file_bytes: int = 5_000_000_000,
 ) -> list[Path]:
     """Writes config.json, generation_config.json, model.safetensors and the tokenizer's files; returns their paths.
 
@@ -56,6 +55,7 @@ def export_hf(
         tokenizer_json_path: the store's tokenizer.json.
         out_dir: the folder to make; an existing one must be empty.
         dtype: of the weights on disk.
+        max_file_bytes: larger weights are split over several files, with an index.
 
     Raises:
         ExportError: no class of transformers reads such a model, a weight is missing, unknown, of the wrong shape or
@@ -67,7 +67,7 @@ def export_hf(
     documents = _documents(config, vocabulary, dtype)
     weights = _weights(state, config, vocabulary.next_merge_id, getattr(torch, dtype))
     try:
-        return _write(documents, weights, out_dir)
+        return _write(documents, weights, out_dir, max_file_bytes)
     except OSError as error:
         raise ExportError(f"cannot write the export {out_dir}: {error}") from error
 
@@ -201,7 +201,9 @@ def without_padding(name: str, tensor: Tensor, num_ids: int) -> Tensor:
     return tensor[:num_ids].clone()  # a view would drag the padding rows into the file
 
 
-def _write(documents: Mapping[str, bytes], weights: dict[str, Tensor], out_dir: Path) -> list[Path]:
+def _write(
+    documents: Mapping[str, bytes], weights: dict[str, Tensor], out_dir: Path, max_file_bytes: int
+) -> list[Path]:
     """Fills a folder beside ``out_dir`` and renames it."""
     from huggingface_hub import save_torch_state_dict  # half a second; only exports need it
 
@@ -212,7 +214,7 @@ def _write(documents: Mapping[str, bytes], weights: dict[str, Tensor], out_dir: 
     try:
         for name, body in documents.items():
             (folder / name).write_bytes(body)
-        save_torch_state_dict(weights, folder, max_shard_size=_MAX_FILE_BYTES)
+        save_torch_state_dict(weights, folder, max_shard_size=max_file_bytes)
         for file in folder.iterdir():  # Some are written as private temporary files.
             file.chmod(0o644)
         folder.chmod(0o755)

@@ -1,4 +1,4 @@
-"""000's rule for the batch size in consistent units (erratum E10)."""
+"""The rule for the batch size in consistent units (spec T-8)."""
 
 from __future__ import annotations
 

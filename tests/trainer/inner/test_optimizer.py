@@ -1,4 +1,4 @@
-"""Which parameters decay, and under whose options a saved state goes on."""
+"""Which parameters decay, at which rate they learn, and under whose options a saved state goes on."""
 
 from __future__ import annotations
 

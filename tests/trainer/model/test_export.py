@@ -93,12 +93,11 @@ def test_a_state_dict_counts_with_the_rows_it_has(tokenizer_json: Path, tmp_path
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["vocab_size"] == _NUM_IDS
 
 
-def test_large_weights_are_split_with_an_index(tokenizer_json: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("trainer.model.export._MAX_FILE_BYTES", 30_000)
+def test_large_weights_are_split_with_an_index(tokenizer_json: Path, tmp_path: Path):
     from transformers import AutoModelForCausalLM
 
     model = _trained(_CONFIG)
-    files = export_hf(model, _CONFIG, tokenizer_json, tmp_path / "hf")
+    files = export_hf(model, _CONFIG, tokenizer_json, tmp_path / "hf", max_file_bytes=30_000)
     names = {path.name for path in files}
     assert "model.safetensors.index.json" in names
     assert sum(name.endswith(".safetensors") for name in names) >= 2

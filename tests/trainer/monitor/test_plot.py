@@ -166,7 +166,7 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch
         plot([tmp_path], tmp_path / "x.png")
 
 
-def test_importing_the_room_brings_in_nothing_heavy():
+def test_importing_the_package_brings_in_nothing_heavy():
     heavy = ["matplotlib", "fastapi", "uvicorn", "prometheus_client", "numpy", "torch", "grpc", "pydantic"]
     code = f"import sys, trainer.monitor; print([name for name in {heavy!r} if name in sys.modules])"
     root = Path(__file__).parents[3]

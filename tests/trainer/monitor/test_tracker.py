@@ -52,7 +52,7 @@ def test_before_the_first_step_nothing_is_claimed(tracker):
 
 
 def test_a_single_node_is_the_whole_run(tracker):
-    """000: with one node all metrics reflect that node, outer syncs show 0 until the first."""
+    """With one node all metrics reflect that node, and outer syncs are 0 until the first."""
     tracker.set_shards([3, 4])
     train(tracker, learning(400))
     status = tracker.status()
@@ -285,7 +285,7 @@ def test_speed_is_by_the_clock_with_the_waits_in_it(tracker, clock):
     clock.now += 3_600
 
 
-def test_the_other_rooms_values_are_taken_as_they_are():
+def test_the_other_packages_values_are_taken_as_they_are():
     from trainer.inner.loop import StepResult
     from trainer.network.discovery.announcement import Announcement
     from trainer.outer.engine.collective import RoundReport

@@ -59,5 +59,15 @@ class LoopThread:
         self._thread.join(timeout_s)
 
     def _serve(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:  # Which cancels what still runs.
-            runner.get_loop().run_forever()
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+        finally:
+            # Unlike asyncio.Runner, which logs the errors of tasks that it cancels.
+            tasks = asyncio.all_tasks(self.loop)
+            for task in tasks:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            self.loop.run_until_complete(self.loop.shutdown_default_executor())
+            self.loop.close()
