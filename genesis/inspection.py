@@ -190,10 +190,10 @@ def _bounds(ids: npt.NDArray[np.int64], num_documents: int) -> list[tuple[int, i
 
 
 def _tokens(ids: npt.NDArray[np.integer], tokenizer: NeuroTokenizer) -> tuple[Token, ...]:
-    return tuple(Token(id=number, text=_spelling(number, tokenizer)) for number in ids.tolist())
+    return tuple(Token(id=number, text=_text_of(number, tokenizer)) for number in ids.tolist())
 
 
-def _spelling(number: int, tokenizer: NeuroTokenizer) -> str:
+def _text_of(number: int, tokenizer: NeuroTokenizer) -> str:
     return SPECIAL_TOKENS[number] if number < BYTE_OFFSET else tokenizer.decode([number])
 
 
@@ -205,20 +205,20 @@ def inspect_vocabulary(store: ReadableStore, manifest: Manifest | None) -> Vocab
     """
     file = read_vocabulary(store, manifest)
     tokenizer = NeuroTokenizer.from_file(file)
-    spellings = [(number, tokenizer.decode_bytes([number])) for number in range(FIRST_MERGE_ID, file.next_merge_id)]
-    longest = sorted(spellings, key=lambda item: (-len(item[1]), item[0]))[:_LONGEST]
-    total_bytes = sum(len(spelling) for _, spelling in spellings)
+    token_bytes = [(number, tokenizer.decode_bytes([number])) for number in range(FIRST_MERGE_ID, file.next_merge_id)]
+    longest = sorted(token_bytes, key=lambda item: (-len(item[1]), item[0]))[:_LONGEST]
+    total_bytes = sum(len(spelled) for _, spelled in token_bytes)
     return VocabularyInspection(
         url=store.url,
         key=manifest.tokenizer.key if manifest and manifest.tokenizer else None,
         sha256=tokenizer.sha256,
         ids=file.next_merge_id,
-        merges=len(spellings),
+        merges=len(token_bytes),
         limit=file.vocab_size,
         sources_contributed=file.sources_contributed,
         pattern=file.pattern,
-        mean_token_bytes=round(total_bytes / len(spellings), 2) if spellings else 0.0,
-        longest=tuple(Token(id=number, text=spelling.decode(errors="replace")) for number, spelling in longest),
+        mean_token_bytes=round(total_bytes / len(token_bytes), 2) if token_bytes else 0.0,
+        longest=tuple(Token(id=number, text=spelled.decode(errors="replace")) for number, spelled in longest),
     )
 
 

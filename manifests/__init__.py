@@ -1,4 +1,4 @@
-"""The contracts: a typed model of every file that crosses a border between the parts, and its one spelling.
+"""The contracts: a typed model of every file that crosses a border between the parts, and its one serialised form.
 
 README.md beside this file is the format page. Guarantees: what was written is read back equal; the same value gives
 the same bytes; whatever breaks a contract raises a `ContractError` that says what was expected and found. Nothing

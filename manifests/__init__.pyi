@@ -36,6 +36,10 @@ from .packed_file import unpack_ids as unpack_ids
 from .segment import PackedEntry as PackedEntry
 from .segment import Segment as Segment
 from .segment import ShardEntry as ShardEntry
+from .serialisation import canonical_json as canonical_json
+from .serialisation import format_time as format_time
+from .serialisation import parse_time as parse_time
+from .serialisation import sha256_hex as sha256_hex
 from .shard_file import SHARD_DATA_OFFSET as SHARD_DATA_OFFSET
 from .shard_file import ShardImage as ShardImage
 from .shard_file import decode_shard as decode_shard
@@ -54,9 +58,5 @@ from .sources import TOTAL_MERGES as TOTAL_MERGES
 from .sources import SourcesFile as SourcesFile
 from .sources import SourceSpec as SourceSpec
 from .sources import builtin_sources as builtin_sources
-from .spelling import canonical_json as canonical_json
-from .spelling import format_time as format_time
-from .spelling import parse_time as parse_time
-from .spelling import sha256_hex as sha256_hex
 from .vocabulary import PATTERN as PATTERN
 from .vocabulary import VocabularyFile as VocabularyFile

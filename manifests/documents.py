@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from manifests.errors import InvalidDocumentError, UnsupportedFormatError
-from manifests.spelling import canonical_json, parse_object
+from manifests.serialisation import canonical_json, parse_object
 
 __all__ = ["Document", "Part"]
 

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field
 
 from manifests.errors import InvalidDocumentError
 from manifests.keys import check_key
-from manifests.spelling import parse_time
+from manifests.serialisation import parse_time
 
 __all__ = ["Count", "Key", "Sha256", "ShardTokens", "SourceName", "Time", "TokenId"]
 

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 from manifests.errors import SignatureError
 from manifests.manifest import Manifest, Signature
-from manifests.spelling import canonical_json, parse_object, sha256_hex
+from manifests.serialisation import canonical_json, parse_object, sha256_hex
 
 __all__ = [
     "generate_private_key",

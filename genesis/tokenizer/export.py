@@ -24,7 +24,7 @@ from typing import Literal
 from genesis.errors import TokenizerError, UsageError
 from genesis.store.durable import TemporaryFile, make_folders, sync_folder
 from genesis.store.folder import folder_errors
-from genesis.tokenizer.spellings import check_spellings, spell
+from genesis.tokenizer.token_bytes import check_token_bytes, token_bytes_of
 from manifests import BYTE_OFFSET, SPECIAL_TOKENS, VocabularyFile
 
 __all__ = [
@@ -50,7 +50,7 @@ def hf_tokenizer_json(vocabulary: VocabularyFile) -> bytes:
         TokenizerError: two ids spell the same bytes, or one spells the name of a special token.
     """
     pairs = vocabulary.pairs()
-    names = _printable(_checked_spellings(vocabulary))
+    names = _printable(_checked_token_bytes(vocabulary))
     vocab = {name: token_id for token_id, name in enumerate(names)}
     if len(vocab) != len(names):
         clash = next(name for token_id, name in enumerate(names) if vocab[name] != token_id)
@@ -94,8 +94,8 @@ def token_ranks(vocabulary: VocabularyFile) -> dict[bytes, int]:
     Raises:
         TokenizerError: two ids spell the same bytes.
     """
-    spellings = _checked_spellings(vocabulary)
-    return {token: token_id for token_id, token in enumerate(spellings) if token_id >= BYTE_OFFSET}
+    token_bytes = _checked_token_bytes(vocabulary)
+    return {token: token_id for token_id, token in enumerate(token_bytes) if token_id >= BYTE_OFFSET}
 
 
 def tiktoken_ranks(vocabulary: VocabularyFile) -> bytes:
@@ -160,10 +160,10 @@ def export_tokenizer(vocabulary: VocabularyFile, target: ExportTarget, folder: P
     return paths
 
 
-def _checked_spellings(vocabulary: VocabularyFile) -> list[bytes]:
-    spellings = spell(vocabulary.pairs())
-    check_spellings(spellings)
-    return spellings
+def _checked_token_bytes(vocabulary: VocabularyFile) -> list[bytes]:
+    token_bytes = token_bytes_of(vocabulary.pairs())
+    check_token_bytes(token_bytes)
+    return token_bytes
 
 
 def _pipeline(pattern: str) -> dict[str, object]:
@@ -192,8 +192,8 @@ def _printable_bytes() -> dict[int, int]:
 _PRINTABLE = _printable_bytes()
 
 
-def _printable(spellings: list[bytes]) -> list[str]:
-    tokens = [token.decode("latin-1").translate(_PRINTABLE) for token in spellings[BYTE_OFFSET:]]
+def _printable(token_bytes: list[bytes]) -> list[str]:
+    tokens = [token.decode("latin-1").translate(_PRINTABLE) for token in token_bytes[BYTE_OFFSET:]]
     return [*SPECIAL_TOKENS, *tokens]
 
 

@@ -30,7 +30,7 @@ import numpy.typing as npt
 from genesis.errors import UsageError
 from genesis.tokenizer.engines import EncodedBatch, make_engine
 from genesis.tokenizer.helper import run_helper
-from genesis.tokenizer.spellings import Pair, spell
+from genesis.tokenizer.token_bytes import Pair, token_bytes_of
 from genesis.tokenizer.words import count_words
 from manifests.vocabulary import VocabularyFile
 
@@ -259,18 +259,18 @@ def append_pairs(vocabulary: VocabularyFile, sample: Sample, pairs: Iterable[tup
     that was learned has such pairs, since a stretch of bytes between two borders of tokens has one state at a time; one
     that was put together by hand can.
     """
-    spellings = spell(vocabulary.pairs())
-    taken = set(spellings)
+    token_bytes = token_bytes_of(vocabulary.pairs())
+    taken = set(token_bytes)
     ids = dict(zip(sample.symbols, sample.symbol_ids.tolist(), strict=True))
     added: list[Pair] = []
     for left, right in pairs:
         if left not in ids or right not in ids:
             continue
-        spelling = spellings[ids[left]] + spellings[ids[right]]
-        if spelling in taken:
+        spelled = token_bytes[ids[left]] + token_bytes[ids[right]]
+        if spelled in taken:
             continue
-        taken.add(spelling)
-        ids[left + right] = len(spellings)
-        spellings.append(spelling)
+        taken.add(spelled)
+        ids[left + right] = len(token_bytes)
+        token_bytes.append(spelled)
         added.append((ids[left], ids[right]))
     return added

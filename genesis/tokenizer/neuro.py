@@ -22,7 +22,7 @@ from genesis.errors import InvalidTextError, UsageError, VocabularyMismatchError
 from genesis.store.folder import folder_errors
 from genesis.tokenizer.engines import EncodedBatch, Engine, make_engine
 from genesis.tokenizer.export import write_file
-from genesis.tokenizer.spellings import Pair, spell
+from genesis.tokenizer.token_bytes import Pair, token_bytes_of
 from manifests import FIRST_MERGE_ID, InvalidDocumentError, VocabularyFile, sha256_hex
 
 __all__ = ["NeuroTokenizer"]
@@ -45,7 +45,7 @@ class NeuroTokenizer:
         self._pairs = pairs
         self._engine_name = engine
         self._engine: Engine | None = None
-        self._spellings: list[bytes] | None = None
+        self._token_bytes: list[bytes] | None = None
 
     @classmethod
     def empty(cls, *, engine: str = "gigatoken") -> Self:
@@ -172,17 +172,17 @@ class NeuroTokenizer:
         Raises:
             InvalidTextError: an id is not in the vocabulary.
         """
-        if self._spellings is None:
-            self._spellings = spell(self._pairs)
-        spellings = self._spellings
+        if self._token_bytes is None:
+            self._token_bytes = token_bytes_of(self._pairs)
+        token_bytes = self._token_bytes
         numbers: list[int] = np.asarray(ids).tolist()
-        if numbers and (min(numbers) < 0 or max(numbers) >= len(spellings)):
-            wrong = next(number for number in numbers if not 0 <= number < len(spellings))
+        if numbers and (min(numbers) < 0 or max(numbers) >= len(token_bytes)):
+            wrong = next(number for number in numbers if not 0 <= number < len(token_bytes))
             raise InvalidTextError(
-                f"expected ids of 0…{len(spellings) - 1}, found {wrong}; load the vocabulary they were written with or "
-                "a newer one"
+                f"expected ids of 0…{len(token_bytes) - 1}, found {wrong}; load the vocabulary they were written with "
+                "or a newer one"
             )
-        return b"".join([spellings[number] for number in numbers])
+        return b"".join([token_bytes[number] for number in numbers])
 
     def learn_merges(
         self,
@@ -264,7 +264,7 @@ class NeuroTokenizer:
         self._vocabulary = vocabulary
         self._pairs = vocabulary.pairs()
         self._engine = None
-        self._spellings = None
+        self._token_bytes = None
 
 
 def _check_learning(num_merges: int, source: str, processes: int, min_frequency: int) -> None:

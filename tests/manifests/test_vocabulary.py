@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manifests import FIRST_MERGE_ID, MAX_VOCABULARY, PATTERN, ContractError, InvalidDocumentError, VocabularyFile
-from manifests.spelling import canonical_json
+from manifests.serialisation import canonical_json
 from tests.support.contract_strategies import merges, vocabularies
 
 EMPTY = {"next_merge_id": 266, "merges": {}, "sources_contributed": {}}

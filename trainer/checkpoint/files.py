@@ -124,7 +124,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         document = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         # Damage causes any of a dozen errors, depending on where it is.
-        raise _corrupt(path, _spell(error)) from error
+        raise _corrupt(path, _described(error)) from error
     if not isinstance(document, dict) or not isinstance(document.get(FORMAT_KEY), str):
         raise _corrupt(path, "a file of another kind")
     if document[FORMAT_KEY] != _FORMAT:
@@ -142,7 +142,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return contents
 
 
-def _spell(error: Exception) -> str:
+def _described(error: Exception) -> str:
     """An error of torch's in a line, without its advice to load a refused pickle all the same."""
     if isinstance(error, pickle.UnpicklingError):
         return "a pickle that is no tree of tensors and plain values"

@@ -7,8 +7,8 @@ from .contents import StageState as StageState
 from .contents import read_stage as read_stage
 from .fingerprint import fingerprint as fingerprint
 from .initial import load_initial_state as load_initial_state
+from .naming import format_time_us as format_time_us
 from .naming import parse_time as parse_time
-from .naming import spell_time as spell_time
 from .naming import time_us as time_us
 from .parts import WholeModel as WholeModel
 from .parts import assemble as assemble

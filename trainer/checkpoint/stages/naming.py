@@ -18,11 +18,11 @@ from trainer.errors import TrainerUsageError
 __all__ = [
     "StageName",
     "file_name",
+    "format_time_us",
     "misnamed_files",
     "named_files",
     "parse_time",
     "run_folder",
-    "spell_time",
     "stage_folder",
     "time_us",
 ]
@@ -75,7 +75,7 @@ def parse_time(text: str, now_us: int) -> int:
     return (zoned - _EPOCH) // timedelta(microseconds=1)
 
 
-def spell_time(us: int) -> str:
+def format_time_us(us: int) -> str:
     """Formats a time as in names: ``20260131T120000.250000Z``."""
     return (_EPOCH + timedelta(microseconds=us)).strftime(_STAMP)
 
@@ -112,7 +112,7 @@ def file_name(saved_us: int, who: str) -> str:
         raise TrainerUsageError(
             f"who: expected at most 64 letters, digits, '.', '_' and '-', such as head.0.42, found {who!r}"
         )
-    return f"{spell_time(saved_us)}-{who}.pt"
+    return f"{format_time_us(saved_us)}-{who}.pt"
 
 
 def named_files(directory: str | Path, run_id: str) -> Iterator[StageName]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from genesis.store.durable import make_folders, sync_folder
 from trainer.checkpoint.stages.in_use import alone_with, locked_stages
-from trainer.checkpoint.stages.naming import StageName, named_files, run_folder, spell_time
+from trainer.checkpoint.stages.naming import StageName, format_time_us, named_files, run_folder
 from trainer.checkpoint.stages.sets import StageSet, newest_set
 from trainer.errors import CheckpointError
 from trainer.model.plan import StagePlan
@@ -67,7 +67,7 @@ def roll_back(
     """
     found = newest_set(directory, run_id, at_us, plan=plan, stages=stages)
     run = run_folder(directory, run_id)
-    folder = run / SET_ASIDE / spell_time(now_us)
+    folder = run / SET_ASIDE / format_time_us(now_us)
     if dry_run:
         return RollBack(found, folder, tuple(named.path for named in _newer(directory, run_id, at_us, stages)))
     try:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.checkpoint.stages.contents import RunShape, StageCheckpoint, StageHeader, peek, read_stage
-from trainer.checkpoint.stages.naming import StageName, misnamed_files, named_files, run_folder, spell_time
+from trainer.checkpoint.stages.naming import StageName, format_time_us, misnamed_files, named_files, run_folder
 from trainer.errors import CheckpointError
 from trainer.model.plan import StagePlan
 
@@ -168,7 +168,7 @@ def _is_whole(file: StageFile) -> bool:
 
 def _none(folder: Path, files: list[StageFile], at_us: int, plan: StagePlan | None, stages: Collection[str]) -> str:
     """The error message that names what is missing."""
-    moment = spell_time(at_us)
+    moment = format_time_us(at_us)
     if not files:
         return (
             f"expected checkpoints of {', '.join(stages) or 'all stages'} in {folder}, found no whole one; check the "
@@ -183,7 +183,7 @@ def _none(folder: Path, files: list[StageFile], at_us: int, plan: StagePlan | No
     newest = _newest_by_shape(fitting, at_us, plan)
     if not newest:
         oldest = min(file.header.saved_us for file in fitting)
-        return f"{folder}: expected checkpoints at or before {moment}, found none before {spell_time(oldest)}"
+        return f"{folder}: expected checkpoints at or before {moment}, found none before {format_time_us(oldest)}"
     shape, found = max(newest.items(), key=lambda pair: (len(pair[1]), _order(pair[1])))
     missing = [name for name in _wanted(shape, stages) if name not in found]
     return (
@@ -195,4 +195,4 @@ def _none(folder: Path, files: list[StageFile], at_us: int, plan: StagePlan | No
 
 def _oldest_of(missing: list[str], files: list[StageFile]) -> str:
     times = [file.header.saved_us for file in files if file.header.stage in missing]
-    return f" (the oldest is of {spell_time(min(times))})" if times else ""
+    return f" (the oldest is of {format_time_us(min(times))})" if times else ""

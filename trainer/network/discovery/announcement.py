@@ -19,7 +19,7 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, JsonValue, ValidationError, model_validator
 
-from manifests.spelling import canonical_json
+from manifests.serialisation import canonical_json
 from trainer.errors import DiscoveryError
 from trainer.network.discovery.stage_report import Counted, StageReport
 from trainer.network.rpc.identity import Identity, verify_signature

@@ -29,7 +29,7 @@ from typing import Annotated, Final, Literal, Self, TypeAlias
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from genesis.store.durable import sync_folder
-from manifests.spelling import canonical_json, sha256_hex
+from manifests.serialisation import canonical_json, sha256_hex
 from trainer.errors import StateTransferError, TrainerUsageError
 from trainer.network.rpc.messages import Message
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import median_low
 
-from manifests.spelling import sha256_hex
+from manifests.serialisation import sha256_hex
 from trainer.errors import RpcError, StateTransferError, TrainerUsageError
 from trainer.network.discovery.announcement import Announcement
 from trainer.network.rpc.endpoint import Endpoint

@@ -20,7 +20,7 @@ import threading
 from pathlib import Path
 
 from genesis.file_lock import FileLock, FileLockedError
-from manifests.spelling import sha256_hex
+from manifests.serialisation import sha256_hex
 from trainer.errors import StateTransferError
 from trainer.network.transfer.descriptor import (
     CHUNK_BYTES,

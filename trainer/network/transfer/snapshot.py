@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from manifests.spelling import sha256_hex
+from manifests.serialisation import sha256_hex
 from trainer.errors import StateTransferError
 from trainer.network.transfer.descriptor import (
     CHUNK_BYTES,

@@ -50,7 +50,7 @@ class StageShape:
             return
         self._check_rows(x, "hidden states", 3)
         if not x.is_floating_point() or x.shape[2] != self.dim:
-            raise PipelineError(f"expected hidden states of {self.dim} channels, found {_spell(x)}")
+            raise PipelineError(f"expected hidden states of {self.dim} channels, found {_described(x)}")
 
     def check_labels(self, labels: Tensor, x: Tensor) -> None:
         """Checks the labels of hidden states or ids ``x``.
@@ -59,7 +59,7 @@ class StageShape:
             PipelineError: type, shape or a label does not fit.
         """
         if labels.shape != x.shape[:2]:
-            raise PipelineError(f"expected labels of shape {list(x.shape[:2])}, found {_spell(labels)}")
+            raise PipelineError(f"expected labels of shape {list(x.shape[:2])}, found {_described(labels)}")
         _check_ids(labels, "labels", IGNORED_LABEL, self.vocab_size)
         if bool(((labels < 0) & (labels != IGNORED_LABEL)).any()):
             raise PipelineError(f"expected labels of {IGNORED_LABEL} or from 0 on, found other negative ones")
@@ -68,7 +68,7 @@ class StageShape:
         if x.ndim != num_dimensions or not x.shape[0] or not 1 <= x.shape[1] <= self.max_positions:
             raise PipelineError(
                 f"expected {what} of {num_dimensions} dimensions, a row or more, and 1 to {self.max_positions} "
-                f"positions, found {_spell(x)}"
+                f"positions, found {_described(x)}"
             )
 
 
@@ -80,7 +80,7 @@ def _check_ids(ids: Tensor, what: str, lowest: int, above: int) -> None:
         raise PipelineError(f"expected {what} from {lowest} to {above - 1}, found {least} to {most}")
 
 
-def _spell(tensor: Tensor) -> str:
+def _described(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 

@@ -71,7 +71,7 @@ def rollback_command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
 ) -> None:
     """Sets aside all stage checkpoints newer than a time, so that workers start from it; stop them first."""
-    from trainer.checkpoint.stages import parse_time, roll_back, spell_time, time_us
+    from trainer.checkpoint.stages import format_time_us, parse_time, roll_back, time_us
     from trainer.run.config import RunConfig, from_mapping, read_run
 
     config = from_mapping(RunConfig, read_run(run, set_ or []))
@@ -81,7 +81,7 @@ def rollback_command(
         directory, config.run_id, parse_time(at, now_us), now_us, stages=tuple(stage or ()), dry_run=dry_run
     )
     for name, file in done.found.files.items():
-        typer.echo(f"{name}: {spell_time(file.header.saved_us)}, step {file.header.version}")
+        typer.echo(f"{name}: {format_time_us(file.header.saved_us)}, step {file.header.version}")
     verb = "would be set aside in" if dry_run else "set aside in"
     typer.echo(f"{len(done.moved)} newer files {verb} {done.folder}")
 

@@ -112,7 +112,7 @@ def _of_node(checkpoint: Path | None, directory: str, token: str, node_id: str) 
 
 
 def _of_swarm(run: Path, overrides: list[str], at: str, directory: str) -> _Source:
-    from trainer.checkpoint.stages import assemble, newest_set, parse_time, spell_time, time_us
+    from trainer.checkpoint.stages import assemble, format_time_us, newest_set, parse_time, time_us
     from trainer.run.config import RunConfig, from_mapping, read_run, to_mapping
 
     config = from_mapping(RunConfig, read_run(run, overrides))
@@ -128,7 +128,8 @@ def _of_swarm(run: Path, overrides: list[str], at: str, directory: str) -> _Sour
             (found.last_us - found.first_us) / 1e6,
         )
     stages = ", ".join(
-        f"{name} {spell_time(file.header.saved_us)} step {file.header.version}" for name, file in found.files.items()
+        f"{name} {format_time_us(file.header.saved_us)} step {file.header.version}"
+        for name, file in found.files.items()
     )
     return _Source(
         config=whole.config,

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from trainer.checkpoint.stages.naming import (
     StageName,
     file_name,
+    format_time_us,
     named_files,
     parse_time,
     run_folder,
-    spell_time,
     stage_folder,
     time_us,
 )
@@ -23,7 +23,7 @@ _TIMES = st.integers(0, 4_000_000_000 * 1_000_000)
 
 @given(_TIMES, _TIMES)
 def test_a_time_read_off_a_name_is_that_time_and_names_sort_as_times_do(one: int, other: int) -> None:
-    assert parse_time(spell_time(one), now_us=-1) == one
+    assert parse_time(format_time_us(one), now_us=-1) == one
     assert (file_name(one, "b") < file_name(other, "b")) == (one < other)
 
 

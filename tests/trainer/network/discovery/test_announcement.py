@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from manifests.spelling import canonical_json
+from manifests.serialisation import canonical_json
 from tests.support.announcements import announce, announcement
 from trainer.errors import DiscoveryError
 from trainer.network.discovery.announcement import (

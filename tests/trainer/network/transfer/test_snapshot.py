@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manifests.spelling import sha256_hex
+from manifests.serialisation import sha256_hex
 from trainer.errors import StateTransferError, TrainerUsageError
 from trainer.network.transfer.descriptor import CHUNK_BYTES, Expectation, parse_descriptor, snapshots_in
 from trainer.network.transfer.snapshot import describe, load_snapshot, write_snapshot

@@ -1,4 +1,4 @@
-"""The one spelling of JSON, digests and times, beneath the models.
+"""The one serialised form of JSON, digests and times, beneath the models.
 
 Apart from `documents` so that whoever only needs a digest does not import pydantic (0.1 s).
 """
@@ -18,7 +18,7 @@ __all__ = ["canonical_json", "format_time", "parse_object", "parse_time", "sha25
 
 
 def canonical_json(value: object) -> bytes:
-    """The one spelling of ``value`` as JSON: UTF-8, keys sorted, no white space, no NaN."""
+    """The canonical form of ``value`` as JSON: UTF-8, keys sorted, no white space, no NaN."""
     return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 

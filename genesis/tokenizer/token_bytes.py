@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from genesis.errors import TokenizerError
 from manifests import BYTE_OFFSET
 
-__all__ = ["MAX_TOKEN_BYTES", "Pair", "check_spellings", "spell"]
+__all__ = ["MAX_TOKEN_BYTES", "Pair", "check_token_bytes", "token_bytes_of"]
 
 MAX_TOKEN_BYTES = 1024
 """The longest token: 256 code points of 4 bytes, where the learner cuts words (`words.MAX_WORD_CHARACTERS`)."""
@@ -24,7 +24,7 @@ Pair = tuple[int, int]
 _REMEDY = "take a sound copy from the store's vocabulary/ folder"
 
 
-def spell(pairs: Sequence[Pair]) -> list[bytes]:
+def token_bytes_of(pairs: Sequence[Pair]) -> list[bytes]:
     """The bytes of every id; those of the ten special tokens are empty, so that decoding drops them.
 
     Args:
@@ -36,25 +36,25 @@ def spell(pairs: Sequence[Pair]) -> list[bytes]:
     Raises:
         TokenizerError: a token would be longer than `MAX_TOKEN_BYTES`.
     """
-    spellings = [b""] * BYTE_OFFSET + [bytes([byte]) for byte in range(256)]
+    token_bytes = [b""] * BYTE_OFFSET + [bytes([byte]) for byte in range(256)]
     for left, right in pairs:
-        spelling = spellings[left] + spellings[right]
-        if len(spelling) > MAX_TOKEN_BYTES:
+        spelled = token_bytes[left] + token_bytes[right]
+        if len(spelled) > MAX_TOKEN_BYTES:
             raise TokenizerError(
-                f"tokenizer.json: expected tokens of at most {MAX_TOKEN_BYTES} bytes, found {len(spelling)} bytes for "
-                f"id {len(spellings)} ({left}_{right}); {_REMEDY}"
+                f"tokenizer.json: expected tokens of at most {MAX_TOKEN_BYTES} bytes, found {len(spelled)} bytes for "
+                f"id {len(token_bytes)} ({left}_{right}); {_REMEDY}"
             )
-        spellings.append(spelling)
-    return spellings
+        token_bytes.append(spelled)
+    return token_bytes
 
 
-def check_spellings(spellings: Sequence[bytes]) -> None:
+def check_token_bytes(token_bytes: Sequence[bytes]) -> None:
     """Refuses a vocabulary two of whose ids spell the same bytes.
 
     Raises:
         TokenizerError: naming the first such id.
     """
-    tokens = spellings[BYTE_OFFSET:]
+    tokens = token_bytes[BYTE_OFFSET:]
     if len(set(tokens)) == len(tokens):
         return
     first_ids: dict[bytes, int] = {}
