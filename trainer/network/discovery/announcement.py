@@ -186,8 +186,10 @@ def verify_announcement(
         envelope = _Envelope.model_validate_json(wire)
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise AnnouncementRefusedError("malformed", f"not an announcement: {place}: {first['msg']}") from None
+        place = ".".join(str(part) for part in first["loc"])[
+            :80
+        ]  # Of an unknown field its name, which may be anything.
+        raise AnnouncementRefusedError("malformed", f"not an announcement: {place!r}: {first['msg']}") from None
     announcement = envelope.announcement
     content = _content(announcement)
     if canonical_json({"announcement": content, "signature": envelope.signature}) != wire:

@@ -156,6 +156,7 @@ _STAGE = {"uid": "head.0.42", "incarnation": "0" * 16, "status": "serving"}
     ("wrong", "reason"),
     [
         ({"weight": 1e12}, "malformed"),  # An unknown field.
+        ({"a\nb": 1}, "malformed"),  # One that would begin a new line in a log.
         ({"stage": {**_STAGE, "uid": "head.1.42"}}, "malformed"),
         ({"stage": {**_STAGE, "uid": "body-3.0.42"}}, "malformed"),
         ({"stage": {**_STAGE, "status": "dead"}}, "malformed"),

@@ -271,8 +271,8 @@ async def test_an_announcement_nobody_can_use_harms_nobody_and_goes_no_further()
         assert a.discovery.refused["address"] == 3
         async with _node("c", a.address) as c:
             await _until_known(c, "a", "b")
-        assert await b.knows() <= {"a", "c"}
-        assert "unreachable" not in b.discovery.refused
+            assert await b.knows() <= {"a", "c"}
+            assert "unreachable" not in b.discovery.refused
 
 
 @pytest.mark.slow

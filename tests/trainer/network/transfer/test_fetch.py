@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.support.event_loop import on_event_loop
-from tests.support.state_actor import actors, peer_fields
+from tests.support.state_actor import Actor, actors, peer_fields
 from trainer.errors import RefusedError, StateTransferError
 from trainer.network.rpc.config import RpcConfig
 from trainer.network.rpc.endpoint import Endpoint
@@ -291,31 +291,33 @@ async def test_a_donor_refuses_what_it_does_not_have(state: _State) -> None:
 
 
 @pytest.mark.slow
-@on_event_loop
-async def test_donors_that_die_or_stop_in_mid_transfer_cost_nobody_the_state(state: _State) -> None:
-    options = [{"directory": str(state.source), "rate": rate} for rate in (2e6, 2e6, 6e6)]
-    async with _endpoints(state.source) as (endpoint, _, _):
-        with actors(*options) as (killed, stopped, good):
-            fetching = asyncio.create_task(
-                state.fetch_from(endpoint, [killed.peer, stopped.peer, good.peer], timeout_s=60)
-            )
+def test_donors_that_die_or_stop_in_mid_transfer_cost_nobody_the_state(state: _State) -> None:
+    async def scenario(killed: Actor, stopped: Actor, good: Actor) -> None:
+        async with _endpoints(state.source) as (endpoint, _, _):
+            peers = [killed.peer, stopped.peer, good.peer]
+            fetching = asyncio.create_task(state.fetch_from(endpoint, peers, timeout_s=60))
             while endpoint.counters.received_bytes < 3 << 20:
                 await asyncio.sleep(0.01)
             killed.process.send_signal(signal.SIGKILL)
             stopped.process.send_signal(signal.SIGSTOP)
             assert state.is_in(await fetching)
 
+    with actors(*({"directory": str(state.source), "rate": rate} for rate in (2e6, 2e6, 6e6))) as started:
+        asyncio.run(scenario(*started))
 
-@on_event_loop
-async def test_a_fetcher_that_is_killed_resumes_where_it_was(state: _State) -> None:
-    config = StateConfig(max_upload_bytes_per_s=6e6)
-    async with _endpoints(state.source, StateDonor, config=config) as (endpoint, donors, peers):
-        options = {"directory": str(state.target), "digest": state.digest, "donors": list(map(peer_fields, peers))}
-        await asyncio.to_thread(_kill_after, 6 << 20, options)
-        assert snapshots_in(state.target) == []
-        before = donors[0].uploaded_bytes
-        assert state.is_in(await state.fetch_from(endpoint, peers))
-        assert donors[0].uploaded_bytes - before < 9 << 20
+
+def test_a_fetcher_that_is_killed_resumes_where_it_was(state: _State) -> None:
+    async def scenario() -> None:
+        config = StateConfig(max_upload_bytes_per_s=6e6)
+        async with _endpoints(state.source, StateDonor, config=config) as (endpoint, donors, peers):
+            options = {"directory": str(state.target), "digest": state.digest, "donors": list(map(peer_fields, peers))}
+            await asyncio.to_thread(_kill_after, 6 << 20, options)
+            assert snapshots_in(state.target) == []
+            before = donors[0].uploaded_bytes
+            assert state.is_in(await state.fetch_from(endpoint, peers))
+            assert donors[0].uploaded_bytes - before < 9 << 20
+
+    asyncio.run(scenario())
 
 
 def _kill_after(num_bytes: int, options: dict[str, Any]) -> None:
