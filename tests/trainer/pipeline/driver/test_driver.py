@@ -174,7 +174,7 @@ async def test_synchronous_nothing_of_a_step_is_sent_before_the_last_is_taken(ma
 @pytest.mark.slow
 @on_event_loop
 async def test_synchronous_what_is_not_counted_is_made_up_for_within_the_step() -> None:
-    config = replace(FAST, synchronous=True, max_in_flight=2, max_attempts=1)
+    config = replace(FAST, synchronous=True, max_in_flight=2, max_attempts=1, request_timeout_s=10.0, unclear_s=20.0)
     async with driving(ONE_EACH, 5, config, target_tokens=2 * TOKENS) as drive:
         for toy in drive.swarm.all:
             toy.step_every = 2
