@@ -169,7 +169,7 @@ class InnerLoop:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resumes from a state. Rates, betas and decay stay the configuration's.
+        """Resumes from a state. Betas and decay stay the configuration's, from which each step sets the rate.
 
         Raises:
             CheckpointMismatchError: it is of another release, or of a model with other parameters.
@@ -182,6 +182,9 @@ class InnerLoop:
         try:
             counters = [int(state[name]) for name in ("step_index", "skipped_steps", "skipped_in_a_row")]
             restored = state_for(self._optimizer, state["optimizer"])
+            # Until the next step, the rate of the last one: a node that saves before it has the state it was given.
+            for group, saved in zip(restored["param_groups"], state["optimizer"]["param_groups"], strict=True):
+                group["lr"] = float(saved["lr"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointMismatchError(f"expected the state of an inner loop, found another: {error!r}") from error
         self._optimizer.load_state_dict(restored)

@@ -68,6 +68,14 @@ def test_a_state_goes_on_under_the_new_options() -> None:
     assert all(torch.equal(optimizer.state_dict()["state"][key]["exp_avg"], moments[key]["exp_avg"]) for key in moments)
 
 
+def test_a_state_that_is_saved_again_before_a_step_is_the_same() -> None:
+    first, second = _trained(InnerConfig(warmup_steps=2)), _trained(InnerConfig(warmup_steps=2))
+    first.step(), first.step()
+    second.load_state_dict(first.state_dict())
+    rates = [[group["lr"] for group in loop.state_dict()["optimizer"]["param_groups"]] for loop in (first, second)]
+    assert rates[0] == rates[1] == [5e-5, 5e-5]
+
+
 def test_a_state_of_another_model_is_refused_and_changes_nothing() -> None:
     config = InnerConfig()
     wide = nn.Linear(4, 5)

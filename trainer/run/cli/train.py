@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -54,13 +53,6 @@ _PATHS = {
     "api": "api.enabled",
 }
 """Where each option of the command line stands in the configuration."""
-
-
-_WORKER_OPTIONS = (
-    *("node_id", "store", "run_id", "initial_peers", "port", "public_address"),
-    *("device", "threads", "log_dir", "api_host", "api_port", "api"),
-)
-"""Those of them that `worker` has too."""
 
 _Set = Annotated[list[str] | None, typer.Option("--set", help="Any option of the file: inner.lr=3e-4.")]
 _RunId = Annotated[str | None, typer.Option(help="Nodes of one run train one model.")]
@@ -143,7 +135,7 @@ def train_command(
         raise typer.Exit
     if context.invoked_subcommand is not None:
         return
-    _train(config_of(config, set_ or [], _given(context, _PATHS)), as_json=json)
+    _train(config_of(config, set_ or [], _given(context)), as_json=json)
 
 
 def worker_command(
@@ -170,7 +162,7 @@ def worker_command(
     api: _Api = None,
 ) -> None:
     """Holds a stage: computes what drivers send, and stays together with the stage's other workers."""
-    given = {"node_id": f"worker-{secrets.token_hex(4)}"} | _given(context, _WORKER_OPTIONS)
+    given = {"node_id": f"worker-{secrets.token_hex(4)}"} | _given(context)
     config = config_of(run, set_ or [], given)
 
     from trainer.run.node import StopRequest
@@ -182,8 +174,8 @@ def worker_command(
         raise StoppedBySignal(stop.signal)
 
 
-def _given(context: typer.Context, names: Iterable[str]) -> dict[str, Any]:
-    return {name: context.params[name] for name in names if context.params[name] not in (None, [], ())}
+def _given(context: typer.Context) -> dict[str, Any]:
+    return {name: value for name, value in context.params.items() if name in _PATHS and value not in (None, [], ())}
 
 
 def config_of(file: Path | None, overrides: list[str], given: dict[str, Any]) -> RunConfig:
