@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from trainer.outer.engine.strategy import OuterResult, OuterStrategy
+
 
 class Quadratic(nn.Module):
     """0.5 · Σ a (x − c)²: the optimum of the mean over replicas is the mean of their centres (equal a)."""
@@ -58,3 +60,17 @@ def drift(model: nn.Module, by: float) -> None:
     with torch.no_grad():
         for index, parameter in enumerate(model.parameters()):
             parameter.add_(by * (index + 1))
+
+
+def rounds_of(model: nn.Module, strategy: OuterStrategy, num_steps: int, lr: float = 0.05) -> list[OuterResult]:
+    """Trains by SGD, with the strategy's turn after each step; returns the rounds that ended."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    results = []
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        model(step).backward()
+        optimizer.step()
+        result = strategy.after_inner_step()
+        if result is not None:
+            results.append(result)
+    return results

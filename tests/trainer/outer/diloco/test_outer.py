@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.support.replica_group import MeetingCollective, ReplicaGroup, run_replicas
-from tests.support.toy_models import Quadratic, Regression
+from tests.support.toy_models import Quadratic, Regression, rounds_of
 from trainer.outer.diloco import DiLoCoConfig, DiLoCoTrainer, OuterOptimizer, outer
 
 SMALL_NUMBERS = st.integers(-512, 512).map(lambda number: number / 64)
@@ -144,12 +144,7 @@ def by_ours(models: list[nn.Module], lr: float, config: DiLoCoConfig) -> None:
 
     def train(rank: int, model: nn.Module) -> None:
         trainer = DiLoCoTrainer(model, config, MeetingCollective(group, rank))
-        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-        for step in range(NUM_ROUNDS * INNER_STEPS):
-            optimizer.zero_grad()
-            model(step).backward()
-            optimizer.step()
-            trainer.after_inner_step()
+        rounds_of(model, trainer, NUM_ROUNDS * INNER_STEPS, lr)
         trainer.drain()
 
     run_replicas([lambda rank=rank, model=model: train(rank, model) for rank, model in enumerate(models)])

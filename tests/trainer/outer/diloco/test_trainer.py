@@ -17,26 +17,13 @@ from tests.support.replica_group import (
     run_replicas,
     same,
 )
-from tests.support.toy_models import Quadratic, Regression, drift, parameter_bits
+from tests.support.toy_models import Quadratic, Regression, drift, parameter_bits, rounds_of
 from trainer.errors import IncompatiblePeerError, TrainerError
 from trainer.outer.diloco import DiLoCoConfig, DiLoCoTrainer
 from trainer.outer.engine.collective import Collective, LocalCollective
-from trainer.outer.engine.strategy import OuterResult, OuterStrategy
+from trainer.outer.engine.strategy import OuterStrategy
 
 AVERAGING = DiLoCoConfig(inner_steps=4, outer_lr=1.0, outer_momentum=0.0)
-
-
-def rounds_of(model: nn.Module, trainer: DiLoCoTrainer, num_steps: int, lr: float = 0.05) -> list[OuterResult]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    results = []
-    for step in range(num_steps):
-        optimizer.zero_grad()
-        model(step).backward()
-        optimizer.step()
-        result = trainer.after_inner_step()
-        if result is not None:
-            results.append(result)
-    return results
 
 
 def train_together(num_replicas: int, config: DiLoCoConfig, num_steps: int, failing_rounds=(), kind=Regression):
