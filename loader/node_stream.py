@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from loader.errors import LoaderUsageError, StateMismatchError
 from loader.fetch.catalog import Catalog
 from loader.options import StreamOptions
-from loader.plan import LanePlan, Pin, PinnedLane, PinnedPlan, plan_lane
+from loader.plan import LanePlan, Pin, PinnedLane, plan_lane
 from loader.state import LaneState, StreamIdentity, StreamState
 from loader.stream.plateau import LossHistory, Plateau
 from loader.stream.schedule import LanePosition, Schedule
@@ -59,7 +59,10 @@ class NodeStream:
         """
         if pins is None:
             pins = [[Pin(0, catalog.manifest.total_shards)]] * options.num_lanes
-        lanes = [PinnedLane.of(catalog, options, number, each) for number, each in enumerate(pins)]
+        lanes = [
+            PinnedLane((), tuple(plan_lane(catalog, options, number, pin) for pin in of_lane))
+            for number, of_lane in enumerate(pins)
+        ]
         schedule = Schedule(
             [lane.at(0).lane for lane in lanes], options.batch_size, epochs=options.epochs, rotations=rotations
         )
@@ -143,10 +146,13 @@ class NodeStream:
         """
         _lanes_of(self.state(), self._options, catalog)
         total_shards = catalog.manifest.total_shards
-        plans = [plan_lane(catalog, self._options, number, total_shards) for number in range(len(self._lanes))]
+        plans = [
+            plan_lane(catalog, self._options, number, Pin(position.epoch + 1, total_shards))
+            for number, position in enumerate(self.schedule.positions)
+        ]
         for number, (lane, plan) in enumerate(zip(self._lanes, plans, strict=True)):
             if total_shards != lane.pins[-1].total_shards:
-                self._lanes[number] = lane.grown(self.schedule.positions[number].epoch, plan)
+                self._lanes[number] = lane.grown(plan.pin.epoch - 1, plan)
                 self.schedule.queue_lane(number, plan.lane)
         return total_shards
 
@@ -172,8 +178,8 @@ class NodeStream:
 
 def _queue_later_plans(schedule: Schedule, lanes: Sequence[PinnedLane]) -> None:
     for number, lane in enumerate(lanes):
-        for pinned in lane.after(schedule.positions[number].epoch):
-            schedule.queue_lane(number, pinned.plan.lane, pinned.epoch)
+        for plan in lane.after(schedule.positions[number].epoch):
+            schedule.queue_lane(number, plan.lane, plan.pin.epoch)
 
 
 def _lane_state(lane: PinnedLane, position: LanePosition) -> LaneState:
@@ -181,11 +187,11 @@ def _lane_state(lane: PinnedLane, position: LanePosition) -> LaneState:
     pins = lane.pins[: -len(later)] if later else lane.pins
     return LaneState(
         source=plan.source,
-        total_shards=plan.total_shards,
+        total_shards=plan.pin.total_shards,
         shards_sha256=plan.shards_sha256,
         epoch=position.epoch,
         window=position.window,
-        next_total_shards=later[0].plan.total_shards if later else None,
+        next_total_shards=later[0].pin.total_shards if later else None,
         pins=pins if len(pins) > 1 else None,
     )
 
@@ -206,15 +212,14 @@ def _lanes_of(state: StreamState, options: StreamOptions, catalog: Catalog) -> l
 
 
 def _lane_of(lane: LaneState, options: StreamOptions, catalog: Catalog, number: int) -> PinnedLane:
-    plan = plan_lane(catalog, options, number, lane.total_shards)
+    pins = lane.pins or (Pin(0, lane.total_shards),)
+    plan = plan_lane(catalog, options, number, pins[-1])
     if lane.shards_sha256 != plan.shards_sha256:
         raise StateMismatchError(
             f"expected the shards {list(plan.lane.shards)} that the run read, found others under the same ids: "
             "this is another store, or it was made anew"
         )
-    pins = lane.pins or (Pin(0, lane.total_shards),)
-    plans = [PinnedPlan(pins[-1].epoch, plan)]
+    plans = [plan]
     if lane.next_total_shards is not None:
-        later = plan_lane(catalog, options, number, lane.next_total_shards)
-        plans.append(PinnedPlan(lane.epoch + 1, later))
+        plans.append(plan_lane(catalog, options, number, Pin(lane.epoch + 1, lane.next_total_shards)))
     return PinnedLane(pins[:-1], tuple(plans))

@@ -1,4 +1,4 @@
-"""What a user can choose: where the shards come from, and which stream of them a node reads."""
+"""Options of users: where the shards come from, and which stream of them a node reads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Extra = Literal["positions", "document_ids", "cu_seqlens"]
 
 
 def default_store() -> str:
-    """Where a store is unless one is named: ``GENESIS_STORE``, or the folder `genesis populate` fills by default."""
+    """The default store: ``GENESIS_STORE``, or the folder that `genesis populate` fills by default."""
     return os.environ.get("GENESIS_STORE") or str(Path("~/.neuroshard/genesis-store").expanduser())
 
 
@@ -30,7 +30,7 @@ class StoreOptions:
     """Where shards come from and where they are kept.
 
     Raises:
-        LoaderUsageError: a value makes no sense.
+        LoaderUsageError: a value is invalid.
     """
 
     mirrors: tuple[str, ...]
@@ -42,9 +42,9 @@ class StoreOptions:
     max_bytes_per_s: float | None = None
     """Cap on what is downloaded; None for none."""
     timeout_s: float = 600.0
-    """How long an object is tried for, over all mirrors, before training is told that there is no data."""
+    """How long an object is tried for, over all mirrors, before `DataUnavailableError`."""
     manifest_max_age_s: float = 60.0
-    """How old a manifest may be at the start before the store is asked again."""
+    """A manifest verified within this time is taken at the start without a request."""
     max_shard_bytes: int = 1 << 28
     """Larger shards are refused as hostile; an honest one has 20 MB."""
 
@@ -71,10 +71,10 @@ class StoreOptions:
         max_bytes_per_s: float | None = None,
         timeout_s: float = 600.0,
     ) -> Self:
-        """From what a user writes: paths in any form, sizes such as ``"20GB"``, None for the default.
+        """Options from paths of any type, sizes such as ``"20GB"``, and None for the default.
 
         Raises:
-            LoaderUsageError: a value makes no sense.
+            LoaderUsageError: a value is invalid.
         """
         if isinstance(mirrors, str) or store is None:
             raise LoaderUsageError(f"expected a store's address and a list of mirrors, found {store!r} and {mirrors!r}")
@@ -90,22 +90,22 @@ class StoreOptions:
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """Which stream of windows a node reads: two nodes with the same options and store read the same.
+    """The stream of windows that a node reads: the same options and store give the same stream.
 
     Raises:
-        LoaderUsageError: a value makes no sense.
+        LoaderUsageError: a value is invalid.
     """
 
     node_id: str
     seq_len: int = 1024
     batch_size: int = 8
     seed: int = 0
-    """Of the run; nodes of one run share it."""
+    """The seed of the run, shared by its nodes."""
     count: int = DEFAULT_COUNT
-    """Shards a node is given, of each source."""
+    """Shards assigned to a node, of each source."""
     assignment: Assignment = "modulo"
     sources: tuple[tuple[str, float], ...] = ()
-    """Sources and their weights; empty for all shards of the store alike."""
+    """Sources and their weights; empty for all shards alike."""
     holdout: int = 0
     """The first so many shards of every source are never trained on."""
     split: Split = "train"
@@ -116,7 +116,7 @@ class StreamOptions:
 
     @property
     def num_lanes(self) -> int:
-        """One of each source, or one of them all."""
+        """One lane per source, or one for all shards."""
         return max(1, len(self.sources))
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ import hashlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple, Self
+from typing import Annotated, NamedTuple
 
 from annotated_types import Ge, Le
 
@@ -23,7 +23,7 @@ from loader.stream.assignment import assign
 from loader.stream.schedule import Lane
 from loader.stream.windows import num_windows
 
-__all__ = ["LanePlan", "Pin", "PinnedLane", "PinnedPlan", "check_pins", "parse_pins", "plan_lane", "shard_pool"]
+__all__ = ["LanePlan", "Pin", "PinnedLane", "check_pins", "parse_pins", "plan_lane", "shard_pool"]
 
 
 class Pin(NamedTuple):
@@ -37,9 +37,8 @@ class Pin(NamedTuple):
 class LanePlan:
     """A lane, and its origin."""
 
+    pin: Pin
     source: str | None
-    total_shards: int
-    """Shards of the store when the lane was planned."""
     shards_sha256: str
     """Over the ids and digests of the lane's shards."""
     lane: Lane
@@ -77,25 +76,25 @@ def shard_pool(catalog: Catalog, options: StreamOptions, source: str | None, tot
     return pool
 
 
-def plan_lane(catalog: Catalog, options: StreamOptions, number: int, total_shards: int) -> LanePlan:
+def plan_lane(catalog: Catalog, options: StreamOptions, number: int, pin: Pin) -> LanePlan:
     """Plans one lane of a node.
 
     Args:
         catalog: the store.
         options: the user's.
         number: index of the lane's source.
-        total_shards: only the first so many shards of the store count.
+        pin: only the first ``pin.total_shards`` shards of the store count.
 
     Raises:
         LoaderUsageError: the store has fewer, or none to read.
-        LoaderError: the index cannot be had.
+        LoaderError: the index is unavailable.
     """
-    if not 1 <= total_shards <= catalog.manifest.total_shards:
+    if not 1 <= pin.total_shards <= catalog.manifest.total_shards:
         raise LoaderUsageError(
-            f"expected 1 to {catalog.manifest.total_shards} shards, which the store has, found {total_shards}"
+            f"expected 1 to {catalog.manifest.total_shards} shards, which the store has, found {pin.total_shards}"
         )
     source, weight = options.sources[number] if options.sources else (None, 1.0)
-    pool = shard_pool(catalog, options, source, total_shards)
+    pool = shard_pool(catalog, options, source, pin.total_shards)
     if options.split == "holdout":
         shards = tuple(pool)
     else:
@@ -109,14 +108,7 @@ def plan_lane(catalog: Catalog, options: StreamOptions, number: int, total_shard
     digest = hashlib.sha256()
     for shard_id in shards:
         digest.update(f"{shard_id}:{catalog.entry(shard_id).sha256}\n".encode())
-    return LanePlan(source, total_shards, digest.hexdigest(), Lane(shards, windows, weight))
-
-
-class PinnedPlan(NamedTuple):
-    """The plan a lane follows from an epoch on."""
-
-    epoch: int
-    plan: LanePlan
+    return LanePlan(pin, source, digest.hexdigest(), Lane(shards, windows, weight))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,34 +117,26 @@ class PinnedLane:
 
     past: tuple[Pin, ...]
     """Pins of epochs that are over; their shards are not read again."""
-    plans: tuple[PinnedPlan, ...]
+    plans: tuple[LanePlan, ...]
     """In the order of their first epochs; never empty."""
-
-    @classmethod
-    def of(cls, catalog: Catalog, options: StreamOptions, number: int, pins: Sequence[Pin]) -> Self:
-        """A lane at its beginning; arguments and errors are those of `plan_lane`."""
-        return cls(
-            (), tuple(PinnedPlan(pin.epoch, plan_lane(catalog, options, number, pin.total_shards)) for pin in pins)
-        )
 
     @property
     def pins(self) -> tuple[Pin, ...]:
         """All pins since the run began, and one that is yet to come."""
-        return (*self.past, *(Pin(epoch, plan.total_shards) for epoch, plan in self.plans))
+        return (*self.past, *(plan.pin for plan in self.plans))
 
     def at(self, epoch: int) -> LanePlan:
         """The plan of an epoch."""
-        return next(pinned.plan for pinned in reversed(self.plans) if pinned.epoch <= epoch)
+        return next(plan for plan in reversed(self.plans) if plan.pin.epoch <= epoch)
 
-    def after(self, epoch: int) -> tuple[PinnedPlan, ...]:
+    def after(self, epoch: int) -> tuple[LanePlan, ...]:
         """The plans of later epochs."""
-        return tuple(pinned for pinned in self.plans if pinned.epoch > epoch)
+        return tuple(plan for plan in self.plans if plan.pin.epoch > epoch)
 
     def grown(self, epoch: int, plan: LanePlan) -> PinnedLane:
         """The lane that stands in ``epoch`` and follows ``plan`` from the next epoch on."""
-        kept = [pinned for pinned in self.plans if pinned.epoch <= epoch]
-        over = [Pin(each.epoch, each.plan.total_shards) for each in kept[:-1]]
-        return PinnedLane((*self.past, *over), (kept[-1], PinnedPlan(epoch + 1, plan)))
+        kept = [each for each in self.plans if each.pin.epoch <= epoch]
+        return PinnedLane((*self.past, *(each.pin for each in kept[:-1])), (kept[-1], plan))
 
 
 def check_pins(pins: Sequence[Pin]) -> None:

@@ -1,6 +1,7 @@
 """A folder of verified, immutable files that many processes of one machine share (POSIX, a local disk).
 
-`ShardCache` says what it guarantees. Its modules import nothing but the standard library (the commands: typer).
+`loader.cache.shard_cache` states the guarantees. The modules import nothing but the standard library (the commands:
+typer).
 """
 
 from __future__ import annotations

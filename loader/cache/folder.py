@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 
 from loader.cache.degraded import Degraded, own_calls
@@ -30,13 +30,15 @@ from loader.errors import CacheError, LoaderUsageError
 __all__ = [
     "CacheEntry",
     "ClearReport",
+    "FolderFile",
     "check_name",
-    "clear_folder",
     "evict",
+    "files_of",
     "folder_lock",
-    "list_entries",
+    "is_open",
     "make_room",
     "part_path",
+    "remove_if_closed",
     "scan",
 ]
 
@@ -48,7 +50,7 @@ _LOCK_POLL_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
-class _FolderFile:
+class FolderFile:
     """A finished file or a part in the folder."""
 
     path: Path
@@ -95,13 +97,13 @@ def folder_lock(folder: Path, timeout_s: float) -> Iterator[None]:
         release(descriptor)
 
 
-def scan(folder: Path) -> list[_FolderFile]:
+def scan(folder: Path) -> list[FolderFile]:
     """The cache's files and parts, least recently used first, then by name.
 
     Raises:
         OSError: the folder cannot be read.
     """
-    found: list[_FolderFile] = []
+    found: list[FolderFile] = []
     with os.scandir(folder) as listing:
         for item in listing:
             complete = _FILE.fullmatch(item.name) is not None
@@ -112,7 +114,7 @@ def scan(folder: Path) -> list[_FolderFile]:
             except FileNotFoundError:
                 continue
             if stat.S_ISREG(status.st_mode):
-                found.append(_FolderFile(folder / item.name, status.st_size, status.st_atime_ns, complete))
+                found.append(FolderFile(folder / item.name, status.st_size, status.st_atime_ns, complete))
     return sorted(found, key=lambda file: (file.used_at_ns, file.path.name))
 
 
@@ -128,11 +130,11 @@ def make_room(folder: Path, size_bytes: int, max_bytes: int) -> bool:
     Raises:
         OSError: the folder cannot be read or written.
     """
-    files = [file for file in scan(folder) if file.complete or not _remove_if_closed(file.path)]
+    files = [file for file in scan(folder) if file.complete or not remove_if_closed(file.path)]
     return evict(files, sum(file.size_bytes for file in files) + size_bytes - max_bytes)
 
 
-def evict(files: list[_FolderFile], excess_bytes: int) -> bool:
+def evict(files: list[FolderFile], excess_bytes: int) -> bool:
     """Removes the first complete files that are not open until `excess_bytes` are freed; the caller holds the lock.
 
     Returns:
@@ -160,7 +162,7 @@ def evict(files: list[_FolderFile], excess_bytes: int) -> bool:
             release(descriptor)
 
 
-def _remove_if_closed(path: Path) -> bool:
+def remove_if_closed(path: Path) -> bool:
     """Removes a file that no process has open through the cache.
 
     Returns:
@@ -179,7 +181,7 @@ def _remove_if_closed(path: Path) -> bool:
     return True
 
 
-def _is_open(path: Path) -> bool:
+def is_open(path: Path) -> bool:
     """Whether any process has the file open through the cache (or that cannot be determined)."""
     try:
         descriptor = open_exclusive(path)
@@ -215,46 +217,8 @@ class ClearReport:
     freed_bytes: int
 
 
-def list_entries(folder: Path, lock_timeout_s: float) -> list[CacheEntry]:
-    """The files and parts in a folder, least recently used first; none if it is not there.
-
-    Raises:
-        CacheError: it cannot be read.
-    """
-    with _files_of(folder, lock_timeout_s) as files:
-        return [
-            CacheEntry(
-                name=file.path.name,
-                size_bytes=file.size_bytes,
-                last_used_at=datetime.fromtimestamp(file.used_at_ns / 1e9, UTC),
-                in_use=_is_open(file.path),
-                complete=file.complete,
-            )
-            for file in files
-        ]
-
-
-def clear_folder(folder: Path, lock_timeout_s: float) -> ClearReport:
-    """Removes every file that is not open, and what dead processes left.
-
-    Raises:
-        CacheError: the folder cannot be read or written.
-    """
-    removed: list[str] = []
-    kept: list[str] = []
-    freed_bytes = 0
-    with _files_of(folder, lock_timeout_s) as files:
-        for file in files:
-            if _remove_if_closed(file.path):
-                removed.append(file.path.name)
-                freed_bytes += file.size_bytes
-            else:
-                kept.append(file.path.name)
-    return ClearReport(tuple(removed), tuple(kept), freed_bytes)
-
-
 @contextmanager
-def _files_of(folder: Path, lock_timeout_s: float) -> Iterator[list[_FolderFile]]:
+def files_of(folder: Path, lock_timeout_s: float) -> Iterator[list[FolderFile]]:
     """The files of a folder, under its lock if it can be written.
 
     Without the lock, checking whether a file is open would look like a reader to a process that makes room.

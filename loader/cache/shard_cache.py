@@ -25,11 +25,21 @@ import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loader.cache.degraded import Degraded, own_calls, warn_once
-from loader.cache.folder import CacheEntry, ClearReport, check_name, clear_folder, folder_lock, list_entries
+from loader.cache.folder import (
+    CacheEntry,
+    ClearReport,
+    FolderFile,
+    check_name,
+    files_of,
+    folder_lock,
+    is_open,
+    remove_if_closed,
+)
 from loader.cache.part import Identity, Part, map_file, touch
 from loader.errors import CorruptObjectError, LoaderUsageError
 
@@ -145,7 +155,17 @@ class ShardCache:
         Raises:
             CacheError: the folder cannot be read.
         """
-        return list_entries(self._folder, self._lock_timeout_s)
+        with files_of(self._folder, self._lock_timeout_s) as files:
+            return [
+                CacheEntry(
+                    name=file.path.name,
+                    size_bytes=file.size_bytes,
+                    last_used_at=datetime.fromtimestamp(file.used_at_ns / 1e9, UTC),
+                    in_use=is_open(file.path),
+                    complete=file.complete,
+                )
+                for file in files
+            ]
 
     def clear(self) -> ClearReport:
         """Removes every file that is not open, and what dead processes left.
@@ -153,7 +173,16 @@ class ShardCache:
         Raises:
             CacheError: the folder cannot be read or written.
         """
-        return clear_folder(self._folder, self._lock_timeout_s)
+        removed: list[FolderFile] = []
+        kept: list[FolderFile] = []
+        with files_of(self._folder, self._lock_timeout_s) as files:
+            for file in files:
+                (removed if remove_if_closed(file.path) else kept).append(file)
+        return ClearReport(
+            removed=tuple(file.path.name for file in removed),
+            kept=tuple(file.path.name for file in kept),
+            freed_bytes=sum(file.size_bytes for file in removed),
+        )
 
     def _find_or_claim(self, name: str, size_bytes: int, check: Callable[[memoryview], None]) -> CachedFile | Part:
         """The file, if it exists or another process makes it in time; else the reserved part to make it in.

@@ -1,7 +1,7 @@
 """From a store's address to verified ids.
 
-`mirrors` asks the stores, `manifest_keeper` says which manifest may be believed, `limits` refuses what no honest store
-names, `catalog` knows every shard the manifest vouches for, `shards` turns one into a mapped file, and `prefetch` does
-that for the next shard while this one is read. Guarantee: nothing leaves here whose sha256 is not vouched for by the
-manifest, and, where a key is pinned, by its signature.
+`mirrors` fetches objects, `manifest_keeper` decides which manifest is trusted, `limits` refuses impossible sizes and
+names, `catalog` has the entry of every shard, `known_store` remembers the JSON files on this machine, and `shards`
+turns an entry into a mapped file, also ahead. Guarantee: the manifest vouches for the sha256 of everything that leaves
+here, and, if a key is pinned, its signature for the manifest.
 """

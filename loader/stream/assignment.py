@@ -1,9 +1,9 @@
-"""Which shards a node trains on: a function of its id and of how many shards there are.
+"""Which shards a node trains on: a function of its id and the number of shards.
 
-`modulo` (spec L-2): the sha256 of the id names the first shard, the others follow it. One shard
-more in the store gives nearly every node other shards, which is why a run pins the number it began with. `rendezvous`
-ranks every shard by a hash of (node, shard) and takes the highest: when shards are added, a node exchanges only those
-that a new shard outranks, count/N of them on average. The trade-off: it ranks all N shards (600,000: 30 ms), and
+`modulo` (spec L-2): the sha256 of the id names the first shard, the others follow it. One more shard in the store gives
+nearly every node other shards, which is why a run pins the number it began with. `rendezvous` ranks every shard by a
+hash of (node, shard) and takes the highest: when shards are added, a node exchanges only those that a new shard
+outranks, count/N of them on average. The trade-off: it ranks all N shards (600,000: 30 ms), and
 neighbours on disk are no longer neighbours in the assignment.
 """
 
@@ -52,9 +52,7 @@ def get_assigned_shards(node_id: str, num_shards: int, count: int = DEFAULT_COUN
     Raises:
         LoaderUsageError: there is no shard, or ``count`` is below 1.
     """
-    _check(num_shards, count)
-    primary = int(hashlib.sha256(check_node_id(node_id)).hexdigest(), 16) % num_shards
-    return [(primary + i) % num_shards for i in range(min(count, num_shards))]
+    return list(assign(node_id, range(num_shards), count, "modulo"))
 
 
 def rendezvous_shards(node_id: str, num_shards: int, count: int = DEFAULT_COUNT) -> list[int]:
@@ -68,8 +66,7 @@ def rendezvous_shards(node_id: str, num_shards: int, count: int = DEFAULT_COUNT)
     Raises:
         LoaderUsageError: there is no shard, or ``count`` is below 1.
     """
-    _check(num_shards, count)
-    return [int(shard) for shard in _ranked(node_id, range(num_shards), count)]
+    return list(assign(node_id, range(num_shards), count, "rendezvous"))
 
 
 def assign(node_id: str, pool: Sequence[int], count: int, assignment: Assignment) -> tuple[int, ...]:
@@ -77,20 +74,23 @@ def assign(node_id: str, pool: Sequence[int], count: int, assignment: Assignment
 
     Args:
         node_id: any text.
-        pool: the ids that may be given, ascending; `modulo` counts positions in it, which for all shards of a store
-            are the ids themselves.
+        pool: the ids to choose from, ascending; `modulo` counts positions in it.
         count: how many to give.
         assignment: the rule.
 
     Raises:
         LoaderUsageError: the pool is empty, ``count`` is below 1, or there is no such rule.
     """
-    if assignment == "modulo":
-        return tuple(pool[position] for position in get_assigned_shards(node_id, len(pool), count))
+    if assignment not in get_args(Assignment):
+        raise LoaderUsageError(f"expected an assignment of {', '.join(get_args(Assignment))}, found {assignment!r}")
+    if not len(pool):
+        raise LoaderUsageError("expected a store with shards to assign, found none; populate it, or hold out fewer")
+    if count < 1:
+        raise LoaderUsageError(f"expected to assign 1 shard or more, found a count of {count}")
     if assignment == "rendezvous":
-        _check(len(pool), count)
         return tuple(int(shard) for shard in _ranked(node_id, pool, count))
-    raise LoaderUsageError(f"expected an assignment of {', '.join(get_args(Assignment))}, found {assignment!r}")
+    primary = int(hashlib.sha256(check_node_id(node_id)).hexdigest(), 16) % len(pool)
+    return tuple(pool[(primary + i) % len(pool)] for i in range(min(count, len(pool))))
 
 
 def verify_assignment(
@@ -101,7 +101,7 @@ def verify_assignment(
     count: int = DEFAULT_COUNT,
     assignment: Assignment = "modulo",
 ) -> bool:
-    """Whether what a node claims to train on is what it was assigned, in that order.
+    """Whether a node's claimed shards are its assignment, in that order.
 
     Args:
         node_id: the node.
@@ -116,7 +116,7 @@ def verify_assignment(
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """How a set of nodes lies on a pool of shards."""
+    """How a set of nodes covers a pool of shards."""
 
     num_nodes: int
     num_shards: int
@@ -131,7 +131,7 @@ class Coverage:
 
 
 def coverage(assigned: Mapping[str, Sequence[int]], num_shards: int) -> Coverage:
-    """How many of a store's shards some nodes reach together, and how far they overlap."""
+    """How many of a store's shards some nodes cover together, and how far they overlap."""
     nodes = np.zeros(num_shards, dtype=np.int64)
     for shards in assigned.values():
         np.add.at(nodes, np.asarray(shards, dtype=np.int64), 1)
@@ -158,13 +158,6 @@ def check_node_id(node_id: str) -> bytes:
         raise LoaderUsageError(f"expected a node id that is valid Unicode, found {node_id!a}") from None
 
 
-def _check(num_shards: int, count: int) -> None:
-    if num_shards < 1:
-        raise LoaderUsageError("expected a store with shards to assign, found none; populate it, or hold out fewer")
-    if count < 1:
-        raise LoaderUsageError(f"expected to assign 1 shard or more, found a count of {count}")
-
-
 def _ranked(node_id: str, pool: Sequence[int], count: int) -> npt.NDArray[np.uint64]:
     """The highest of a pool, highest first; a million at a time, so that memory does not grow with the store."""
     highest = np.empty(0, dtype=np.uint64)
@@ -184,7 +177,7 @@ def _highest(node_id: str, shards: npt.NDArray[np.uint64], count: int) -> npt.ND
     scores = _scores(node_id, shards)
     count = min(count, len(shards))
     highest = np.argpartition(scores, len(scores) - count)[len(scores) - count :]
-    # Ties, which 64 bits make all but impossible, go to the lower id, so that the order is defined all the same.
+    # Ties, all but impossible with 64 bits, go to the lower id, so that the order is defined.
     ordered = np.lexsort((shards[highest], ~scores[highest]))
     return shards[highest][ordered]
 

@@ -1,9 +1,9 @@
 """Seeded orders that are the same on every machine and in every release of numpy.
 
-numpy promises the raw words of its bit generators for ever, but not what `Generator.permutation` or `integers` make of
-them, and torch promises neither. So an order is spelt out here: Philox words (Salmon et al. 2011) under a key that is
-the sha256 of what the order depends on, sorted. Sorting 2,441 words (a shard at 1,024 ids a window) takes 0.15 ms, once
-a shard.
+numpy promises the raw words of its bit generators for ever, but not the results of `Generator.permutation` or
+`integers`, and torch promises neither. So an order is defined here: Philox words (Salmon et al. 2011) under a key that
+is the sha256 of the order's parts, sorted. Sorting 2,441 words (a shard at 1,024 ids a window) takes 0.15 ms, once a
+shard.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def random_words(count: int, *parts: int | str) -> npt.NDArray[np.uint64]:
 
     Args:
         count: how many.
-        *parts: what they depend on; ``("a", 1)`` and ``("a1",)`` differ.
+        *parts: ``("a", 1)`` and ``("a1",)`` differ.
 
     Returns:
         uint64[count].
@@ -37,7 +37,7 @@ def window_order(num_windows: int, *parts: int | str) -> npt.NDArray[np.int64]:
 
     Args:
         num_windows: how many there are.
-        *parts: what the order depends on: run seed, node, epoch, shard.
+        *parts: run seed, node, epoch, shard.
 
     Returns:
         int64[num_windows], each of ``0 … num_windows − 1`` once.
@@ -53,7 +53,7 @@ def start_positions(count: int, num_positions: int, *parts: int | str) -> npt.ND
     Args:
         count: how many.
         num_positions: how many positions there are, 1 or more.
-        *parts: what they depend on: run seed, node, shard, step.
+        *parts: run seed, node, shard, step.
 
     Returns:
         int64[count].

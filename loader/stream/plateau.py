@@ -1,9 +1,9 @@
-"""When a shard has no more to teach: the plateau rules.
+"""Plateau rules: when a shard is left early.
 
-`absolute` is both readings of spec L-14 taken together: of the last 50 losses the last 20 have a variance
-below 0.02 and a mean below 0.05, at least 100 steps into the shard. No language model on real text gets to 0.05, so
-in practice it says a model has memorised its shard and nothing else. `relative` asks what was probably meant: whether
-the loss still falls. It compares the mean of the last 20 losses with the mean of the up to 30 before them.
+`absolute` is both readings of spec L-14 together: of the last 50 losses the last 20 have a variance below 0.02 and a
+mean below 0.05, at least 100 steps into the shard. No language model on real text reaches 0.05, so in practice it
+detects a memorised shard only. `relative` asks whether the loss still falls: it compares the mean of the last 20 losses
+with the mean of the up to 30 before them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PlateauKind = Literal["absolute", "relative", "off"]
 
 @dataclass(frozen=True, slots=True)
 class Plateau:
-    """What was seen when a rule fired."""
+    """The losses for which a rule fired."""
 
     mean: float
     variance: float
@@ -39,9 +39,9 @@ class PlateauRule:
 
     kind: PlateauKind = "absolute"
     history: int = 50
-    """Losses remembered (spec L-14)."""
+    """Number of losses remembered (spec L-14)."""
     window: int = 20
-    """The last of them, which are looked at (spec L-14)."""
+    """Number of last losses that are compared (spec L-14)."""
     max_variance: float = 0.02
     """`absolute` only (spec L-14)."""
     max_mean: float = 0.05
@@ -62,7 +62,7 @@ class PlateauRule:
             raise LoaderUsageError(f"expected min_steps of 0 or more, found {self.min_steps}")
 
     def plateau(self, losses: Sequence[float]) -> Plateau | None:
-        """What the rule makes of the losses on the current shard; None while it is still learning.
+        """The plateau of the losses on the current shard; None without one.
 
         Args:
             losses: the latest last, at most `history` of them.
@@ -74,26 +74,26 @@ class PlateauRule:
         variance = math.fsum((loss - mean) * (loss - mean) for loss in recent) / len(recent)
         if self.kind == "absolute":
             return Plateau(mean, variance) if variance < self.max_variance and mean < self.max_mean else None
-        earlier = losses[: -self.window]
         if len(losses) < self.history:
             return None
+        earlier = losses[: -self.window]
         before = math.fsum(earlier) / len(earlier)
         return Plateau(mean, variance) if before - mean < self.min_improvement * abs(before) else None
 
 
 class LossHistory:
-    """The latest losses on the current shard. A loss that is not finite says nothing of the data and is left out."""
+    """The latest losses on the current shard, without those that are not finite."""
 
     def __init__(self, length: int, losses: Iterable[float] = ()) -> None:
         self._losses: deque[float] = deque(losses, maxlen=length)
 
     def add(self, loss: float) -> None:
-        """Remembers a loss."""
+        """Adds a loss."""
         if math.isfinite(loss):
             self._losses.append(float(loss))
 
     def clear(self) -> None:
-        """Forgets them: another shard begins."""
+        """Forgets the losses of a shard that was left."""
         self._losses.clear()
 
     def losses(self) -> list[float]:

@@ -31,17 +31,13 @@ def options(tmp_path: Path) -> dict[str, Any]:
     return {"cache_dir": tmp_path / "cache", "seq_len": 99, "batch_size": 4}
 
 
-def shards_of(dataset: GenesisDataset) -> list[int]:
-    return list(dataset.shards)
-
-
 def test_a_run_stays_pinned(store: TokenStore, make_dataset: Make, options: dict[str, Any]) -> None:
     expected = take(make_dataset(store, **options), 3 * EPOCH)
     dataset = make_dataset(store, **options)
     found = take(dataset, 10)
     store.grow(9)
     assert found + take(dataset, 3 * EPOCH - 10) == expected
-    assert shards_of(dataset) == get_assigned_shards("node-a", 4)
+    assert list(dataset.shards) == get_assigned_shards("node-a", 4)
 
 
 def test_refresh_takes_effect_with_the_next_epoch(
@@ -52,12 +48,12 @@ def test_refresh_takes_effect_with_the_next_epoch(
     found = take(dataset, 7)
     store.grow(9)
     assert dataset.refresh() == 13
-    assert shards_of(dataset) == get_assigned_shards("node-a", 4)
+    assert list(dataset.shards) == get_assigned_shards("node-a", 4)
     state = json.loads(json.dumps(dataset.state_dict()))
     assert state["lanes"][0]["next_total_shards"] == 13
     found += take(dataset, EPOCH - 7)
     assert found == pinned[:EPOCH]
-    assert shards_of(dataset) == get_assigned_shards("node-a", 13)
+    assert list(dataset.shards) == get_assigned_shards("node-a", 13)
     # The batches of a node that stands in epoch 1 of the grown store.
     later = take(dataset, EPOCH)
     assert later != pinned[EPOCH:]

@@ -141,9 +141,6 @@ def test_a_name_that_is_not_one_is_refused(filled, name):
     for use in (filled.contains, filled.discard, lambda name: filled.open(name, 1, bytes, lambda view: None)):
         with pytest.raises(LoaderUsageError, match="expected a cache name"):
             use(name)
-
-
-def test_an_empty_file_is_refused(filled):
     with pytest.raises(LoaderUsageError, match="at least 1 byte"):
         filled.open(NAME, 0, bytes, lambda view: None)
 
@@ -199,48 +196,34 @@ def before_locking(monkeypatch):
     return plan
 
 
-def test_a_file_evicted_between_opening_and_locking_is_made_again(folder, before_locking):
+def replaced(path):
+    (path.parent / "new").write_bytes(path.read_bytes())
+    (path.parent / "new").rename(path)
+
+
+def finished(path):
+    path.write_bytes(content(NAME))
+    path.rename(path.parent / NAME)
+
+
+@pytest.mark.parametrize(
+    ("name", "act", "from_cache"),
+    [
+        *((NAME, Path.unlink, False), (NAME, replaced, True)),
+        *((f".{NAME}.part", Path.unlink, False), (f".{NAME}.part", finished, True)),
+    ],
+    ids=["evicted", "replaced", "a part swept", "a part finished by another"],
+)
+def test_a_file_changed_between_opening_and_locking(folder, before_locking, caplog, name, act, from_cache):
     cache = ShardCache(folder, SIZE_BYTES)
-    open_file(cache)
-    done = before_locking(folder / NAME, lambda path: path.unlink())
+    if name == NAME:
+        open_file(cache)
+    done = before_locking(folder / name, act)
     found = open_file(cache)
-    assert done
-    assert (found.from_cache, found.cached) == (False, True)
-    assert cache.contains(NAME)
-
-
-def test_a_file_replaced_between_opening_and_locking_is_opened_anew(folder, before_locking):
-    cache = ShardCache(folder, SIZE_BYTES)
-    open_file(cache)
-
-    def replace(path):
-        (folder / "new").write_bytes(path.read_bytes())
-        (folder / "new").rename(path)
-
-    done = before_locking(folder / NAME, replace)
-    found = open_file(cache)
-    assert done and found.from_cache
+    assert done and (found.from_cache, found.cached) == (from_cache, True) and found.buffer == content(NAME)
     # It is the file of that name that is held, not the one that was.
     assert cache.clear().kept == (NAME,)
-
-
-def test_a_part_swept_between_opening_and_locking_is_begun_anew(folder, before_locking, caplog):
-    cache = ShardCache(folder, SIZE_BYTES)
-    done = before_locking(folder / f".{NAME}.part", lambda path: path.unlink())
-    assert open_file(cache).cached
-    assert done and cache.contains(NAME) and not caplog.records
-
-
-def test_a_part_finished_by_another_between_opening_and_locking_is_not_made_twice(folder, before_locking):
-    cache = ShardCache(folder, SIZE_BYTES)
-
-    def finish(path):
-        path.write_bytes(content(NAME))
-        path.rename(folder / NAME)
-
-    done = before_locking(folder / f".{NAME}.part", finish)
-    found = open_file(cache)
-    assert done and found.from_cache and found.buffer == content(NAME)
+    assert not caplog.records
 
 
 def test_what_a_dead_maker_of_another_file_left_makes_room(folder, caplog):

@@ -7,7 +7,7 @@ from loader.cli.output import runs
 from loader.cli.plan import in_reading_order
 from loader.fetch.catalog import Catalog
 from loader.options import StoreOptions, StreamOptions
-from loader.plan import plan_lane
+from loader.plan import Pin, plan_lane
 from loader.session import Session
 from tests.support.small_store import segment_of
 
@@ -59,7 +59,7 @@ def test_text_says_the_same_and_knows_what_is_cached(loader, here):
 )
 def test_every_option_gives_the_shards_that_the_dataset_reads(here, catalog, arguments, options):
     stream = StreamOptions(node_id="n", **options)
-    lanes = [plan_lane(catalog, stream, number, TOTAL).lane for number in range(stream.num_lanes)]
+    lanes = [plan_lane(catalog, stream, number, Pin(0, TOTAL)).lane for number in range(stream.num_lanes)]
     expected = [shard for lane in lanes for shard in lane.shards]
     assert here.json("plan", "--node-id", "n", *arguments)["nodes"] == [{"node_id": "n", "shards": expected}]
 

@@ -165,11 +165,16 @@ def test_depth_beside_what_is_honest(
         assert where == "x" and key is None  # A field that a later revision may add.
 
 
-def test_a_manifest_of_any_size(store: TokenStore, open_store: Open, tmp_path: Path) -> None:
+def test_manifests_and_segments_of_any_size(store: TokenStore, open_store: Open, tmp_path: Path) -> None:
+    honest = (store.folder / MANIFEST_KEY).read_bytes()
     store.put(MANIFEST_KEY, b" " * (MAX_MANIFEST_BYTES + 1))
     with at_most(4), pytest.raises(LoaderError, match="at most"):
         open_store(store)
     assert cached_bytes(tmp_path / "cache") == 0
+    store.put(MANIFEST_KEY, honest)
+    publish_segment(store, b" " * (MAX_SEGMENT_BYTES + 1))
+    with at_most(4), pytest.raises(LoaderError, match="at most"):
+        open_store(store)
 
 
 ENTRIES: dict[str, dict[str, Any]] = {
@@ -226,12 +231,6 @@ def test_segments(store: TokenStore, open_store: Open, spell: Callable[[list[dic
     entries = [entry.model_dump(mode="json", exclude_none=True) for entry in store.entries]
     publish_segment(store, spell(entries))
     with at_most(4), pytest.raises(HostileStoreError):
-        open_store(store)
-
-
-def test_a_segment_of_any_size(store: TokenStore, open_store: Open) -> None:
-    publish_segment(store, b" " * (MAX_SEGMENT_BYTES + 1))
-    with at_most(4), pytest.raises(LoaderError, match="at most"):
         open_store(store)
 
 

@@ -110,7 +110,6 @@ _WRITER = """
     import sys, time
     from tests.support.model_configs import small_config
     from trainer.model.plan import StagePlan
-from trainer.run.cli.app import run
     from trainer.checkpoint.stages import StageCheckpoints, StagewiseConfig
 
     config = StagewiseConfig(directory=sys.argv[1])
