@@ -19,6 +19,15 @@ coordinator's side, ``reduction`` and ``arithmetic`` the reducer's, ``member`` a
 
 from __future__ import annotations
 
-import lazy_loader
+from trainer.collective.config import CollectiveConfig, Compression
+from trainer.collective.messages import Terms
+from trainer.collective.peer_collective import PeerCollective
+from trainer.collective.service import Directory
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__ = [
+    "CollectiveConfig",
+    "Compression",
+    "Directory",
+    "PeerCollective",
+    "Terms",
+]

@@ -8,12 +8,29 @@ Guarantees: a step is applied whole or not at all (a loss or gradient that is no
 moment); the loop's state resumes to the bit on a CPU with a fixed number of threads; no memory the size of the model is
 allocated beside the gradients. The trade-off: the host waits for the device once a step, before the optimizer runs, so
 that a bad step can be dropped; what follows hides behind the optimizer's kernels.
-
-Modules that need torch (1 to 2 s) are imported when one of their names is first used.
 """
 
 from __future__ import annotations
 
-import lazy_loader
+from trainer.inner.config import InnerConfig, batch_size_for
+from trainer.inner.loop import Batch, InnerLoop, NonFiniteGuard, StepResult
+from trainer.inner.optimizer import lr_at, make_optimizer, parameter_groups
+from trainer.inner.precision import autocast_for, choose_device, compiled
+from trainer.inner.random_state import rng_state, set_rng_state
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__ = [
+    "Batch",
+    "InnerConfig",
+    "InnerLoop",
+    "NonFiniteGuard",
+    "StepResult",
+    "autocast_for",
+    "batch_size_for",
+    "choose_device",
+    "compiled",
+    "lr_at",
+    "make_optimizer",
+    "parameter_groups",
+    "rng_state",
+    "set_rng_state",
+]

@@ -12,12 +12,21 @@ or foreign is passed over for the one before it; nothing in a file is executed. 
 into buffers that are reused: for 30M parameters with two moments (360 MB) 43 ms of one core, 18 ms on two; digest,
 writing and fsync, half a second of one core, run in one background thread. The trade-off: host memory for a second copy
 of the state.
-
-torch (1 to 2 s) is imported when it is first needed.
 """
 
 from __future__ import annotations
 
-import lazy_loader
+from trainer.checkpoint.node.checkpointer import Checkpointer
+from trainer.checkpoint.node.contents import CheckpointContents, load_newest, read_checkpoint
+from trainer.checkpoint.node.naming import checkpoint_path, former_wallet_id, take_over_former_names, wallet_id
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__ = [
+    "CheckpointContents",
+    "Checkpointer",
+    "checkpoint_path",
+    "former_wallet_id",
+    "load_newest",
+    "read_checkpoint",
+    "take_over_former_names",
+    "wallet_id",
+]

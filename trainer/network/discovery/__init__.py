@@ -12,6 +12,34 @@ belongs to a run, so anybody who knows its name can announce a node; the collect
 
 from __future__ import annotations
 
-import lazy_loader
+from trainer.network.discovery.announcement import (
+    Announcement,
+    AnnouncementRefusedError,
+    sign_announcement,
+    verify_announcement,
+)
+from trainer.network.discovery.base import Discovery
+from trainer.network.discovery.config import DiscoveryConfig
+from trainer.network.discovery.dht import DhtDiscovery
+from trainer.network.discovery.opening import PeerWatchdog, open_discovery
+from trainer.network.discovery.seeding import SeedConfig, seed
+from trainer.network.discovery.stage_report import StagePartitions, settled_uid, workers_of
+from trainer.network.discovery.static import StaticDiscovery
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__ = [
+    "Announcement",
+    "AnnouncementRefusedError",
+    "DhtDiscovery",
+    "Discovery",
+    "DiscoveryConfig",
+    "PeerWatchdog",
+    "SeedConfig",
+    "StagePartitions",
+    "StaticDiscovery",
+    "open_discovery",
+    "seed",
+    "settled_uid",
+    "sign_announcement",
+    "verify_announcement",
+    "workers_of",
+]

@@ -15,6 +15,28 @@ a frame takes over loopback.
 
 from __future__ import annotations
 
-import lazy_loader
+from trainer.network.rpc.config import RpcConfig
+from trainer.network.rpc.endpoint import Endpoint
+from trainer.network.rpc.envelope import parse_strict_json
+from trainer.network.rpc.identity import Identity, load_or_create_identity, verify_signature
+from trainer.network.rpc.messages import Counters, Frame, Message, Peer, PeerId, Reason, Reply, Request
+from trainer.network.rpc.stream import ServerStream, Stream
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__ = [
+    "Counters",
+    "Endpoint",
+    "Frame",
+    "Identity",
+    "Message",
+    "Peer",
+    "PeerId",
+    "Reason",
+    "Reply",
+    "Request",
+    "RpcConfig",
+    "ServerStream",
+    "Stream",
+    "load_or_create_identity",
+    "parse_strict_json",
+    "verify_signature",
+]

@@ -13,6 +13,39 @@ link twice; by chain, activations go from worker to worker, and the driver sees 
 
 from __future__ import annotations
 
-import lazy_loader
+from trainer.pipeline.driver.balancer import Balancer, Reservation, WorkerLoad
+from trainer.pipeline.driver.config import DriverConfig, Routing
+from trainer.pipeline.driver.driver import PipelineDriver
+from trainer.pipeline.driver.failure_detector import Bans
+from trainer.pipeline.driver.results import (
+    DriverStatus,
+    Fate,
+    HopTime,
+    MicroBatchOutcome,
+    MicroBatchResult,
+    StageStatus,
+)
+from trainer.pipeline.driver.stage_caller import LinkForm
+from trainer.pipeline.driver.steps import StepLoss
+from trainer.pipeline.driver.workers import StageDirectory, StageWorker, workers_in
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__ = [
+    "Balancer",
+    "Bans",
+    "DriverConfig",
+    "DriverStatus",
+    "Fate",
+    "HopTime",
+    "LinkForm",
+    "MicroBatchOutcome",
+    "MicroBatchResult",
+    "PipelineDriver",
+    "Reservation",
+    "Routing",
+    "StageDirectory",
+    "StageStatus",
+    "StageWorker",
+    "StepLoss",
+    "WorkerLoad",
+    "workers_in",
+]

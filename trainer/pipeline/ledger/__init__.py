@@ -16,6 +16,49 @@ while it is away, for a minute at their own speed (`LedgerConfig.hold_s`).
 
 from __future__ import annotations
 
-import lazy_loader
+from trainer.pipeline.ledger.client import LedgerClient
+from trainer.pipeline.ledger.config import LedgerConfig
+from trainer.pipeline.ledger.inquiry import AppliedInquiry, AppliedReport, WorkerInquiry
+from trainer.pipeline.ledger.journal import Journal
+from trainer.pipeline.ledger.ledger import Ledger
+from trainer.pipeline.ledger.ledger_state import LedgerState
+from trainer.pipeline.ledger.messages import (
+    LEDGER_ACCOUNT,
+    LEDGER_LEASE,
+    LEDGER_RENEW,
+    LEDGER_SETTLE,
+    Account,
+    LostCount,
+)
+from trainer.pipeline.ledger.rows import LedgerLane, MicroBatches, lanes_of, preferred_shards, spec_of
+from trainer.pipeline.ledger.service import LedgerService, open_ledger
+from trainer.pipeline.ledger.units import LaneSpec, Layout, LedgerSpec, Run, Unit
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__ = [
+    "LEDGER_ACCOUNT",
+    "LEDGER_LEASE",
+    "LEDGER_RENEW",
+    "LEDGER_SETTLE",
+    "Account",
+    "AppliedInquiry",
+    "AppliedReport",
+    "Journal",
+    "LaneSpec",
+    "Layout",
+    "Ledger",
+    "LedgerClient",
+    "LedgerConfig",
+    "LedgerLane",
+    "LedgerService",
+    "LedgerSpec",
+    "LedgerState",
+    "LostCount",
+    "MicroBatches",
+    "Run",
+    "Unit",
+    "WorkerInquiry",
+    "lanes_of",
+    "open_ledger",
+    "preferred_shards",
+    "spec_of",
+]

@@ -40,12 +40,22 @@ Backward may leave out ``activation`` (head: ``ids``) where it asks the worker t
 | ``hop``            | chain: no clear outcome at a later stage; ask again the same way                              |
 | ``hop-…``          | chain: refused there, for that reason; nothing counted here; stage and key come first in text |
 | ``partly``         | chain: counted behind a stage and not in it; asking again would not help                      |
-
-Modules that import torch (1 to 2 s) are imported when a name of theirs is first used.
 """
 
 from __future__ import annotations
 
-import lazy_loader
+from trainer.pipeline.worker.config import WorkerConfig
+from trainer.pipeline.worker.replies import ReplyCache
+from trainer.pipeline.worker.runtime import Runtime
+from trainer.pipeline.worker.service import StageService
+from trainer.pipeline.worker.stepping import StageStepper
+from trainer.pipeline.worker.worker import StageWorker
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__ = [
+    "ReplyCache",
+    "Runtime",
+    "StageService",
+    "StageStepper",
+    "StageWorker",
+    "WorkerConfig",
+]

@@ -16,9 +16,9 @@ from tests.support.event_loop import on_event_loop
 from tests.support.lying_replica import lie_named
 from tests.support.rpc_pair import running_endpoint
 from tests.support.small_pipeline import POSITIONS, ROWS, Directory, Windows, announced, driver_of, window
-from tests.support.stage_worker import RUN_ID, WorkerSetup, running_worker, stage_worker_processes
+from tests.support.stage_worker import INNER, RUN_ID, WorkerSetup, running_worker, stage_worker_processes
 from tests.support.toy_drive import until
-from trainer.inner import make_optimizer
+from trainer.inner import InnerConfig, make_optimizer
 from trainer.model import build_model
 from trainer.model.config import stage_names
 from trainer.pipeline.driver import MicroBatchResult, PipelineDriver, StepLoss
@@ -54,7 +54,7 @@ async def driving(
 def reference_losses(setup: WorkerSetup, num_steps: int) -> list[float]:
     """Of the same model and data in one process."""
     model = build_model(setup.plan.config, setup.seed)
-    optimizer = make_optimizer(model, setup.inner_config)
+    optimizer = make_optimizer(model, InnerConfig(**{**INNER, **setup.inner}))
     losses = []
     for step in range(num_steps):
         total = torch.zeros(())
