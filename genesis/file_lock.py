@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-__all__ = ["NO_LOCKS", "FileLock", "FileLockedError", "leads_to", "try_lock"]
+__all__ = ["NO_LOCKS", "FileLock", "FileLockedError", "leads_to", "try_lock", "unlock"]
 
 NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Error numbers of file systems that have no locks."""
@@ -74,7 +74,7 @@ class FileLock:
             return
         descriptor, self._descriptor = self._descriptor, None
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # Closing would leave it to a child that was forked meanwhile.
+            unlock(descriptor)
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
@@ -93,7 +93,7 @@ class FileLock:
     def _opened(self) -> int | None:
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            # Whoever held it before may have removed the file: then this lock would exclude nobody.
+            # Its last holder may have removed the file: then this lock would exclude nobody.
             if self._is_taken(descriptor) and leads_to(self._path, descriptor):
                 return descriptor
         except BaseException:
@@ -129,6 +129,15 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def unlock(descriptor: int) -> None:
+    """Gives the lock of an open file back, also where a child that was forked meanwhile shares it; closing would not.
+
+    Raises:
+        OSError: the file has no lock that could be changed.
+    """
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def leads_to(path: Path, descriptor: int) -> bool:

@@ -16,7 +16,6 @@ if that was broken off, where that began.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import multiprocessing
 import os
@@ -34,6 +33,7 @@ from typing import Any, Final, NamedTuple
 
 from torch.utils.data import get_worker_info
 
+from genesis.file_lock import try_lock, unlock
 from loader.errors import LoaderError, LoaderUsageError
 from loader.node_stream import NodeStream
 from loader.options import StreamOptions
@@ -213,7 +213,7 @@ class WorkerBoard:
                     os.pwrite(descriptor, self._content, 0)
                 yield descriptor, _read(descriptor)
             finally:
-                fcntl.flock(descriptor, fcntl.LOCK_UN)  # Closing would not do where a child was forked meanwhile.
+                unlock(descriptor)
         finally:
             os.close(descriptor)
 
@@ -234,16 +234,13 @@ def _next_origin(counters: _Counters, origin: int) -> int:
 
 def _lock(descriptor: int, path: Path) -> None:
     deadline, pause_s = time.monotonic() + _LOCK_TIMEOUT_S, _FIRST_PAUSE_S
-    while True:
-        try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise LoaderError(
-                    f"expected {path}, which coordinates DataLoader workers, to be free within {_LOCK_TIMEOUT_S:.0f} "
-                    f"s, found it locked by {_lock_holder(descriptor)}; if that was stopped (SIGSTOP, a debugger), "
-                    "let it go on or end it"
-                ) from None
+    while not try_lock(descriptor):
+        if time.monotonic() > deadline:
+            raise LoaderError(
+                f"expected {path}, which coordinates DataLoader workers, to be free within {_LOCK_TIMEOUT_S:.0f} s, "
+                f"found it locked by {_lock_holder(descriptor)}; if that was stopped (SIGSTOP, a debugger), let it go "
+                "on or end it"
+            )
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 

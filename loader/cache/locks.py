@@ -14,11 +14,10 @@ death of the parent frees it even while the child lives.
 
 from __future__ import annotations
 
-import fcntl
 import os
 from pathlib import Path
 
-from genesis.file_lock import leads_to, try_lock
+from genesis.file_lock import leads_to, try_lock, unlock
 
 __all__ = ["keep_shared", "open_exclusive", "open_shared", "release"]
 
@@ -105,7 +104,7 @@ def release(descriptor: int) -> None:
     if descriptor not in _exclusive:
         return  # We are such a child: it was closed at the fork, and the lock is the parent's.
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        unlock(descriptor)
     finally:
         _exclusive.discard(descriptor)
         os.close(descriptor)
