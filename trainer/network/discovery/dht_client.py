@@ -151,12 +151,12 @@ class DhtProcess:
         return reply
 
     async def _supervise(self) -> None:
-        # A daemon that is killed leaves its sockets behind; removed with the folder. Their paths must be short.
-        base = "/tmp" if len(tempfile.gettempdir()) > _MAX_FOLDER_CHARS else None
         pause_s = _FIRST_PAUSE_S
         while True:
             began = time.monotonic()
             try:
+                # A daemon that is killed leaves its sockets behind; removed with the folder. Their paths must be short.
+                base = "/tmp" if len(tempfile.gettempdir()) > _MAX_FOLDER_CHARS else None
                 with tempfile.TemporaryDirectory(prefix="genesis-dht-", dir=base, ignore_cleanup_errors=True) as folder:
                     await self._run_once(folder)
             except OSError as error:

@@ -156,17 +156,17 @@ class Bans:
 
     def is_caught(self, worker: str, now: float) -> bool:
         """Whether it is banned for a malformed answer."""
-        return now < self._records[worker].malformed_until_s
+        return now < self._record_of(worker).malformed_until_s
 
     def succeeded(self, worker: str) -> None:
         """Forgets a worker's failures, and ends its ban for them, unless that is firm."""
-        record = self._records[worker]
+        record = self._record_of(worker)
         if not record.is_firm:
             record.failures, record.until_s = 0, _NEVER_S
 
     def may_be_asked(self, worker: str, now: float) -> bool:
         """Whether it is banned for silence, and for long enough to be asked for its status."""
-        record = self._records[worker]
+        record = self._record_of(worker)
         if not record.is_silent or record.is_firm or not self.is_banned(worker, now):
             return False
         after_s = min(_MAX_ASK_AFTER_S, _ASK_AFTER_S * 2.0 ** min(record.failures - 1, 64))
@@ -175,23 +175,23 @@ class Bans:
     def answers(self, worker: str, now: float) -> None:
         """Ends the ban of a worker that has answered a request for its status."""
         if self.may_be_asked(worker, now):
-            self._records[worker].until_s = _NEVER_S
+            self._record_of(worker).until_s = _NEVER_S
 
     def counted(self, worker: str) -> None:
         """Clears a worker that has counted a micro-batch."""
-        record = self._records[worker]
+        record = self._record_of(worker)
         record.doubts, record.is_firm, record.is_forgiven = 0, False, False
         self.succeeded(worker)
 
     def restarted(self, worker: str) -> None:
         """Ends the ban of a worker that is announced as another process than the one that failed."""
-        record = self._records[worker]
+        record = self._record_of(worker)
         if not record.is_firm and not record.is_forgiven and record.since_s > _NEVER_S:
             record.until_s, record.is_forgiven = _NEVER_S, True
 
     def until_s(self, worker: str) -> float:
         """Returns until when it is banned, or a time in the past."""
-        return max(self._records[worker].until_s, self._records[worker].malformed_until_s)
+        return max(self._record_of(worker).until_s, self._record_of(worker).malformed_until_s)
 
     def is_banned(self, worker: str, now: float) -> bool:
         """Whether it gets no work now."""
@@ -206,3 +206,7 @@ class Bans:
         """Forgets workers neither in ``keep`` nor banned: keys cost nothing, so records must not pile up."""
         for worker in [worker for worker in self._records if worker not in keep and not self.is_banned(worker, now)]:
             del self._records[worker]
+
+    def _record_of(self, worker: str) -> _Record:
+        """The record to read; of a worker without one, a fresh one that is not kept."""
+        return self._records.get(worker) or _Record()

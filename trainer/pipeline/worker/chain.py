@@ -23,6 +23,7 @@ from trainer.network.rpc.boundary import peer_boundary
 from trainer.pipeline.protocol import messages
 from trainer.pipeline.protocol.tensors import TensorAnswer, ask_tensors
 from trainer.pipeline.protocol.wire import IDS, LABELS
+from trainer.pipeline.worker.admission import Priority
 from trainer.pipeline.worker.received import ReceivedChain
 from trainer.pipeline.worker.replies import PendingCount, StageReply
 from trainer.pipeline.worker.stage_executor import StageExecutor
@@ -79,6 +80,7 @@ class Chain:
         """
         if not self._behind:
             return await self._executor.answer_tail(pending, sender, ask, tensors)
+        self._executor.check_room(Priority.FORWARD, sender, ask)  # Before the labels cost anything.
         labels = self._executor.link.labels_of(ask, tensors)
         num_tokens = int((labels != IGNORED_LABEL).sum())
         passed, x, sent = await self._executor.forward(sender, ask, tensors)

@@ -79,7 +79,7 @@ class StageExecutor:
             RefusedError: the request is not in order, too late, or there is no room.
             PipelineError: the output is not finite.
         """
-        self._check_room(Priority.FORWARD, sender, ask)
+        self.check_room(Priority.FORWARD, sender, ask)
         x, ids = await self.link.input_of(ask, tensors)
         item = (_graph_key(sender, ask), x)
         job = self._job(Priority.FORWARD, sender, ask, self._run_forward, x.nbytes, item=item)
@@ -103,7 +103,7 @@ class StageExecutor:
         self, pending: PendingCount, sender: PeerId, ask: ReceivedBackward, tensors: Mapping[str, Tensor]
     ) -> StageReply:
         """Counts a gradient and answers the input's; errors as `forward`, and ``tainted`` or ``already-applied``."""
-        self._check_room(Priority.BACKWARD, sender, ask)
+        self.check_room(Priority.BACKWARD, sender, ask)
         x = None
         if IDS in tensors if self.link.shape.kind == "head" else part_of(ACTIVATION, tensors):
             x, _ = await self.link.input_of(ask, tensors)
@@ -140,7 +140,7 @@ class StageExecutor:
         self, pending: PendingCount, sender: PeerId, ask: ReceivedAsk, tensors: Mapping[str, Tensor]
     ) -> StageReply:
         """Computes the loss, counts its gradient, and answers both; errors as `answer_backward`."""
-        self._check_room(Priority.TAIL, sender, ask)
+        self.check_room(Priority.TAIL, sender, ask)
         labels = self.link.labels_of(ask, tensors)
         hidden, _ = await self.link.input_of(ask, tensors)
 
@@ -152,7 +152,7 @@ class StageExecutor:
     async def answer_evaluate(self, sender: PeerId, ask: ReceivedEvaluate, tensors: Mapping[str, Tensor]) -> StageReply:
         """Answers the output, or the tail's loss, and the input's gradient on request; errors as `forward`."""
         self.evaluations.check(sender)
-        self._check_room(Priority.FORWARD, sender, ask)
+        self.check_room(Priority.FORWARD, sender, ask)
         labels = self.link.labels_of(ask, tensors) if self.replica.kind == "tail" else None
         x, ids = await self.link.input_of(ask, tensors)
         wants_gradient = ask.with_gradient and self.replica.kind != "head"
@@ -249,7 +249,12 @@ class StageExecutor:
         outputs = self.replica.forward_many(items)
         return [refusal_of(y) if isinstance(y, PipelineError) else (y, version) for y in outputs]
 
-    def _check_room(self, priority: Priority, sender: PeerId, ask: ReceivedAsk) -> None:
+    def check_room(self, priority: Priority, sender: PeerId, ask: ReceivedAsk) -> None:
+        """Checks that a request's tensors would find room in the queue.
+
+        Raises:
+            RefusedError: ``busy``: they would not.
+        """
         self.runtime.check_room(priority, sender, self.link.decoded_bytes(ask))
 
     def _answer(self, ask: ReceivedAsk, version: int, compute_s: float, queue_s: float) -> StageAnswer:

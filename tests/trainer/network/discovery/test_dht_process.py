@@ -19,6 +19,8 @@ import pytest
 
 from tests.support.dht_processes import descendants, dht_settings, running_dht, wait_until_gone
 from trainer.errors import DiscoveryError, TrainerUsageError
+from trainer.network.discovery.dht_client import DhtProcess
+from trainer.network.discovery.dht_messages import DhtSettings
 from trainer.network.discovery.seeding import SeedConfig
 
 _ROOT = Path(__file__).parents[4]
@@ -197,3 +199,27 @@ def test_options_of_seeds_that_do_not_go_together() -> None:
         SeedConfig(port=70_000)
     with pytest.raises(TrainerUsageError, match="public_host"):
         SeedConfig(port=0, public_host="203.0.113.1")
+
+
+def test_a_full_disk_at_the_start_delays_the_process_and_does_not_end_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    process = DhtProcess(DhtSettings(parent_pid=os.getpid(), listen=("/ip4/127.0.0.1/tcp/0",), map_port=False))
+    attempts = 0
+
+    def full_disk() -> str:
+        nonlocal attempts
+        attempts += 1
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    async def scenario() -> None:
+        monkeypatch.setattr("tempfile.gettempdir", full_disk)
+        monkeypatch.setattr("trainer.network.discovery.dht_client._FIRST_PAUSE_S", 0.01)
+        process.start()
+        async with asyncio.timeout(20.0):
+            while attempts < 3:
+                await asyncio.sleep(0.01)
+        await process.close()
+
+    asyncio.run(scenario())
+    assert "cannot be started: [Errno 2] No usable temporary directory found" in caplog.text
