@@ -76,7 +76,9 @@ def test_a_stop_at_any_moment_saves_a_model_as_good_as_the_last_regular_checkpoi
             regular, stopped = held_out_loss(swarm, rows, stopped_s), held_out_loss(swarm, rows)
             # A regular outer step between the two is not the stop's doing, and may cost a little for the moment.
             bound = 1.01 if rounds(swarm, stopped_s) == rounds(swarm) else 1.03
-            sys.stdout.write(f"stop at step {num_steps(swarm)}: {stopped / regular:.4f} of the last checkpoint's loss\n")
+            sys.stdout.write(
+                f"stop at step {num_steps(swarm)}: {stopped / regular:.4f} of the last checkpoint's loss\n"
+            )
             assert stopped <= bound * regular, f"{stopped:.3f} after {regular:.3f}, at step {num_steps(swarm)}"
         said = "".join(swarm[name].output() for _, name in WORKERS)
         assert "is dropped when the others' state is taken up" not in said, "of those that were alive all the time"
