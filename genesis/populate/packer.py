@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from genesis.populate.pool import Block
+from genesis.populate.pool import EncodedBlock
 from genesis.sources.base import InputPlan
 from manifests import Cursor, ShardImage, SourceCheckpoint
 
@@ -99,7 +99,7 @@ class Packer:
         self._position = Position(position.documents, position.text_bytes, position.rows_skipped, position.cursor)
         yield from self._fill(tail, lambda consumed: _with_leftover(position, tail[consumed:]))
 
-    def feed(self, block: Block, max_documents: int | None = None) -> Iterator[FilledShard]:
+    def feed(self, block: EncodedBlock, max_documents: int | None = None) -> Iterator[FilledShard]:
         """Takes in a block and yields the shards it completes.
 
         Args:
@@ -141,13 +141,13 @@ class Packer:
         self._first_document = position.documents - (1 if len(position.leftover) else 0)
         return shard
 
-    def _position_at(self, before: Position, block: Block, consumed: int) -> Position:
+    def _position_at(self, before: Position, block: EncodedBlock, consumed: int) -> Position:
         """The position if the shard ends after ``consumed`` of the block's ids: behind the document of the last one."""
         document = int(np.searchsorted(block.ends, consumed, side="left"))
         position = self._after(before, block, document + 1, int(block.rows[document]) + 1)
         return _with_leftover(position, block.ids[consumed : block.ends[document]])
 
-    def _after(self, before: Position, block: Block, count: int, row: int) -> Position:
+    def _after(self, before: Position, block: EncodedBlock, count: int, row: int) -> Position:
         """The position behind ``count`` of the block's documents, with rows up to ``row`` looked at."""
         return Position(
             documents=before.documents + count,

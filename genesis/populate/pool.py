@@ -39,7 +39,7 @@ from genesis.populate.messages import Assignment, Encoded, Failed, Finished, Rel
 from genesis.populate.ring import RING_IDS, RingReader, anonymous_file
 from genesis.sources.base import LinesTask, RowGroupTask, Task
 
-__all__ = ["Block", "WorkerPool"]
+__all__ = ["EncodedBlock", "WorkerPool"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ _WAKE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class EncodedBlock:
     """Encoded documents of one task, in order. ``ids`` is only valid until the next block is asked for."""
 
     task: Task
@@ -163,7 +163,7 @@ class WorkerPool:
         for worker in self._workers:
             self._send_encoder(worker, encoder_json)
 
-    def blocks(self, tasks: Iterable[Task], stop: threading.Event | None = None) -> Iterator[Block]:
+    def blocks(self, tasks: Iterable[Task], stop: threading.Event | None = None) -> Iterator[EncodedBlock]:
         """Encodes ``tasks``; may be called once in the life of a pool, after `load`.
 
         Args:
@@ -399,9 +399,9 @@ def _spawn() -> _Worker:
         return _Worker(process, Connection(ours.detach()), ring)
 
 
-def _block(task: Task, worker: _Worker, encoded: Encoded) -> Block:
+def _block(task: Task, worker: _Worker, encoded: Encoded) -> EncodedBlock:
     ids = encoded.ids if encoded.ids is not None else worker.ring.view(encoded.position, encoded.num_ids)
-    return Block(
+    return EncodedBlock(
         task=task,
         ids=ids,
         ends=encoded.ends,

@@ -20,7 +20,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["CompareExchange", "Network", "middle_mean", "network", "weighted_mean"]
+__all__ = ["CompareExchange", "SortingNetwork", "middle_mean", "sorting_network", "weighted_mean"]
 
 _Values = NDArray[np.float32]
 _Weight = np.float32 | _Values
@@ -46,7 +46,7 @@ class CompareExchange:
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
+class SortingNetwork:
     """A program over registers; the first of them are the rows, which are only read."""
 
     num_registers: int
@@ -56,7 +56,7 @@ class Network:
 
 
 @lru_cache(maxsize=256)
-def network(num_rows: int, ranks: tuple[int, ...]) -> Network:
+def sorting_network(num_rows: int, ranks: tuple[int, ...]) -> SortingNetwork:
     """Compiles the program that finds some ranks (0: the smallest) of every coordinate of ``num_rows`` rows."""
     register = list(range(num_rows))
     free: list[int] = []
@@ -74,7 +74,7 @@ def network(num_rows: int, ranks: tuple[int, ...]) -> Network:
         free.extend(read for read in reads if read >= num_rows)
         register[low], register[high] = writes
         exchanges.append(CompareExchange(low, high, *reads, *writes))
-    return Network(num_registers, tuple(exchanges), tuple(register[rank] for rank in ranks))
+    return SortingNetwork(num_registers, tuple(exchanges), tuple(register[rank] for rank in ranks))
 
 
 def _merges(num_rows: int) -> list[tuple[int, int]]:
@@ -135,7 +135,7 @@ def middle_mean(rows: Sequence[_Values], num_trimmed: int, weights: Sequence[flo
         return
     relative = _relative(weights or [1.0] * len(rows))
     ranks = range(num_trimmed, len(rows) - num_trimmed)
-    program = network(len(rows), tuple(ranks))
+    program = sorting_network(len(rows), tuple(ranks))
     scratch = np.empty((program.num_registers - len(rows) + 1, min(_CHUNK_VALUES, out.size)), np.float32)
     one = np.float32(1)
     carried = None if all(weight == one for weight in relative) else _CarriedWeights(relative, scratch.shape[1])
@@ -155,7 +155,7 @@ def middle_mean(rows: Sequence[_Values], num_trimmed: int, weights: Sequence[flo
 
 
 def _run(
-    program: Network,
+    program: SortingNetwork,
     registers: Sequence[_Values],
     before: Callable[[int, int, _Values, _Values], None] | None = None,
 ) -> None:

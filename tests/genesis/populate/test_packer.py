@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genesis.populate.packer import FilledShard, Packer, Position
-from genesis.populate.pool import Block
+from genesis.populate.pool import EncodedBlock
 from genesis.sources.base import FileFormat, InputFile, InputPlan, RowGroupTask
 from manifests import ShardImage
 
@@ -29,7 +29,7 @@ def make_blocks(docs, cuts, first=0):
     for start, stop in itertools.pairwise(edges):
         ids = [np.full(docs[i][0], 10 + i, np.uint32) for i in range(start, stop)]
         end_row = int(rows[stop - 1]) + 1
-        yield Block(
+        yield EncodedBlock(
             task=task,
             ids=np.concatenate(ids),
             ends=np.cumsum([len(part) for part in ids]),

@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 from tests.support.aggregation import noise
 from trainer.aggregation import RuleConfig, RuleDecision, reduce_part, trim_count
-from trainer.aggregation.averages import Network, network
+from trainer.aggregation.averages import SortingNetwork, sorting_network
 from trainer.errors import RoundFailedError, TrainerUsageError
 
 LARGEST = torch.finfo(torch.float32).max
@@ -233,7 +233,7 @@ def test_usage():
         reduce_part(rows, [1.0] * 3, CONFIG, linear([0.5, 0.0, 0.0], 0.5))
 
 
-def run_network(program: Network, row: tuple[int, ...]) -> list[int]:
+def run_network(program: SortingNetwork, row: tuple[int, ...]) -> list[int]:
     registers = [*row, *[-9] * (program.num_registers - len(row))]
     for exchange in program.exchanges:
         low, high = registers[exchange.read_low], registers[exchange.read_high]
@@ -248,7 +248,7 @@ def run_network(program: Network, row: tuple[int, ...]) -> list[int]:
 @pytest.mark.parametrize("num_rows", range(1, 12))
 def test_sorts_every_sequence_of_zeros_and_ones(num_rows):
     """A network that sorts those sorts everything (Knuth, volume 3, theorem 5.3.4Z)."""
-    program = network(num_rows, tuple(range(num_rows)))
+    program = sorting_network(num_rows, tuple(range(num_rows)))
     for row in itertools.product((0, 1), repeat=num_rows):
         assert run_network(program, row) == sorted(row)
 
@@ -257,18 +257,18 @@ def test_sorts_every_sequence_of_zeros_and_ones(num_rows):
 def test_any_choice_of_ranks(num_rows):
     for size in range(1, num_rows + 1):
         for ranks in itertools.combinations(range(num_rows), size):
-            program = network(num_rows, ranks)
+            program = sorting_network(num_rows, ranks)
             for row in itertools.product((0, 1), repeat=num_rows):
                 assert run_network(program, row) == [sorted(row)[rank] for rank in ranks]
 
 
 @pytest.mark.parametrize(("num_rows", "least"), [(2, 1), (3, 3), (4, 5), (5, 9), (6, 12), (7, 16), (8, 19)])
 def test_as_few_exchanges_as_can_be(num_rows, least):
-    assert len(network(num_rows, tuple(range(num_rows))).exchanges) == least
+    assert len(sorting_network(num_rows, tuple(range(num_rows))).exchanges) == least
 
 
 def test_a_median_takes_less_than_a_sort():
     def operations(ranks: tuple[int, ...]) -> int:
-        return sum((e.write_low >= 0) + (e.write_high >= 0) for e in network(7, ranks).exchanges)
+        return sum((e.write_low >= 0) + (e.write_high >= 0) for e in sorting_network(7, ranks).exchanges)
 
     assert operations((3,)) < operations(tuple(range(7)))

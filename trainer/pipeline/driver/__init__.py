@@ -23,7 +23,7 @@ from trainer.pipeline.driver.results import (
     HopTime,
     MicroBatchOutcome,
     MicroBatchResult,
-    StageStatus,
+    StageView,
 )
 from trainer.pipeline.driver.stage_caller import LinkForm
 from trainer.pipeline.driver.steps import StepLoss
@@ -43,7 +43,7 @@ __all__ = [
     "Reservation",
     "Routing",
     "StageDirectory",
-    "StageStatus",
+    "StageView",
     "StageWorker",
     "StepLoss",
     "WorkerLoad",

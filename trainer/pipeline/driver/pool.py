@@ -20,7 +20,7 @@ from trainer.network.rpc.remote_address import address_group
 from trainer.pipeline.driver.balancer import Balancer, Reservation
 from trainer.pipeline.driver.config import DriverConfig
 from trainer.pipeline.driver.failure_detector import DOUBTS, Bans
-from trainer.pipeline.driver.results import StageStatus, Verdict
+from trainer.pipeline.driver.results import StageView, Verdict
 from trainer.pipeline.driver.workers import StageWorker
 
 __all__ = ["Placement", "StagePool"]
@@ -244,12 +244,12 @@ class StagePool:
                 self._host_bans.failed(_host(worker), asked_s=asked_s, now=now)
         self._wake()
 
-    def status(self) -> StageStatus:
+    def status(self) -> StageView:
         """Returns the stage's state."""
         now = self._clock()
         names = {key: worker.uid for key, worker in self._workers.items()}
         stalled_s = 0.0 if self._stalled_since_s is None else now - self._stalled_since_s
-        return StageStatus(self.stage, self._balancer.loads(), names, self._bans.banned(now), stalled_s)
+        return StageView(self.stage, self._balancer.loads(), names, self._bans.banned(now), stalled_s)
 
     @property
     def stalled_s(self) -> float:

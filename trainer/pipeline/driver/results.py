@@ -39,7 +39,7 @@ __all__ = [
     "HopTime",
     "MicroBatchOutcome",
     "MicroBatchResult",
-    "StageStatus",
+    "StageView",
     "Verdict",
     "verdict_of",
 ]
@@ -149,7 +149,7 @@ class MicroBatchResult:
 
 
 @dataclass(frozen=True, slots=True)
-class StageStatus:
+class StageView:
     """A stage as the driver sees it."""
 
     stage: str
@@ -195,7 +195,7 @@ class DriverStatus:
     """Lost micro-batches by ``stage: reason``."""
     stalls: Mapping[str, float]
     """Seconds in all for which each stage had no worker while there was something to send."""
-    stages: tuple[StageStatus, ...]
+    stages: tuple[StageView, ...]
     audit: AuditStatus = AuditStatus()
     silent: Mapping[str, float] = field(default_factory=dict)
     """Seconds without an answer of workers that micro-batches wait for, by key."""

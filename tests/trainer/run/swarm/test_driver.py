@@ -26,7 +26,7 @@ from trainer.network.discovery import Announcement, DiscoveryConfig
 from trainer.network.discovery.stage_report import StageReport, StageUid
 from trainer.network.rpc import Endpoint, Identity
 from trainer.pipeline.driver.balancer import WorkerLoad
-from trainer.pipeline.driver.results import AuditStatus, DriverStatus, StageStatus
+from trainer.pipeline.driver.results import AuditStatus, DriverStatus, StageView
 from trainer.pipeline.driver.steps import StepLoss
 from trainer.run.config import RunConfig, from_mapping
 from trainer.run.node.data import open_session
@@ -434,7 +434,7 @@ class Living:
     def status(self) -> DriverStatus:
         assert threading.get_ident() == self._thread
         load = WorkerLoad(OWN, runtime_s=0.0, s_per_unit=1.0, proven=True, in_flight=2, num_done=3)
-        tail = StageStatus("tail", (load,), {OWN: "tail.0.40"}, {}, stalled_s=0.0)
+        tail = StageView("tail", (load,), {OWN: "tail.0.40"}, {}, stalled_s=0.0)
         return DriverStatus(4, self.done, 0, 0, 0, 99, {}, {}, {}, (tail,), self.audit, silent=self.silent)
 
 
