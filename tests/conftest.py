@@ -5,11 +5,15 @@ every run, so that a failure can be had again.
 
 ``--begin-within-s`` keeps a run within a time: a test that has not begun by then is skipped. The order of files is then
 drawn from the commit, so that the skipped ones are others at the next commit.
+
+A shell starts what it runs in the background with SIGINT ignored, and processes inherit that. It is taken back here, or
+the processes under test would not hear the SIGINT that they are sent.
 """
 
 from __future__ import annotations
 
 import random
+import signal
 import subprocess
 import time
 
@@ -27,6 +31,9 @@ settings.register_profile(
 settings.load_profile("genesis")
 
 _BEGUN_S = time.monotonic()
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,0 +1,18 @@
+"""What `trainer.network.rpc` offers, by module; a name's module is imported when the name is first used."""
+
+from .config import RpcConfig as RpcConfig
+from .endpoint import Endpoint as Endpoint
+from .envelope import parse_strict_json as parse_strict_json
+from .identity import Identity as Identity
+from .identity import load_or_create_identity as load_or_create_identity
+from .identity import verify_signature as verify_signature
+from .messages import Counters as Counters
+from .messages import Frame as Frame
+from .messages import Message as Message
+from .messages import Peer as Peer
+from .messages import PeerId as PeerId
+from .messages import Reason as Reason
+from .messages import Reply as Reply
+from .messages import Request as Request
+from .stream import ServerStream as ServerStream
+from .stream import Stream as Stream
