@@ -97,7 +97,7 @@ def attacked(swarm: PipelineSwarm, name: str, *, seconds: float, source_host: st
         seconds: of each of the three periods.
         source_host: where the attack comes from, as far as it can choose.
     """
-    begin_churning(swarm, DRIVERS)
+    begin_churning(swarm)
     for driver in DRIVERS:
         swarm.wait_for_steps(driver, 2)
     before, first_newcomer_s = _speed(swarm, seconds, "body-1.3")
