@@ -29,7 +29,7 @@ def with_extra(error: ModuleNotFoundError, *, least: str = "") -> ModuleNotFound
 
     Args:
         error: of a whole package, not of a module in one that is there.
-        least: the extra that whoever asks needs anyway, where the module's own is `loader`.
+        least: the extra that the caller needs anyway, where the module's own is `loader`.
     """
     module = (error.name or "").partition(".")[0]
     extra = EXTRA_OF.get(module)

@@ -35,7 +35,7 @@ class FileLock:
     Args:
         path: of the file; its folder must exist.
         shared: beside other shared locks; else alone.
-        required: False: a file system without locks counts as nobody else holding it.
+        required: False: a file system without locks counts as an uncontended lock.
     """
 
     def __init__(self, path: Path, *, shared: bool = False, required: bool = True) -> None:
@@ -57,7 +57,7 @@ class FileLock:
             poll_s: between two looks.
 
         Raises:
-            FileLockedError: somebody else holds it.
+            FileLockedError: another process or thread holds it.
             OSError: the file cannot be opened or locked.
         """
         deadline_s = time.monotonic() + timeout_s
@@ -93,7 +93,7 @@ class FileLock:
     def _opened(self) -> int | None:
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            # Its last holder may have removed the file: then this lock would exclude nobody.
+            # Its last holder may have removed the file: then this lock would exclude no other process.
             if self._is_taken(descriptor) and leads_to(self._path, descriptor):
                 return descriptor
         except BaseException:
@@ -119,7 +119,7 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
         shared: beside other shared locks; else alone.
 
     Returns:
-        False if somebody else holds a lock that excludes this one.
+        False if another holder's lock excludes this one.
 
     Raises:
         OSError: the file cannot be locked.

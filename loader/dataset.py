@@ -282,7 +282,7 @@ class GenesisDataset(IterableDataset[Batch]):
                 continue  # The pass is over, and so are its turns.
             try:
                 arrays = self._own_feed().batch(rows, schedule)
-            except BaseException:  # Ctrl-C too: whoever catches it may save a state, which must name this batch.
+            except BaseException:  # Ctrl-C too: its handler may save a state, which must name this batch.
                 schedule.rewind(mark)
                 raise
             yield {name: torch.from_numpy(array) for name, array in arrays.items()}

@@ -1,6 +1,6 @@
 """The one serialised form of JSON, digests and times, beneath the models.
 
-Apart from `documents` so that whoever only needs a digest does not import pydantic (0.1 s).
+Separate from `documents` so that code that only needs a digest does not import pydantic (0.1 s).
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ async def _run(server: StoreServer, stop: StopRequest, announcement: str) -> Non
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, handle, number)
-    typer.echo(announcement)  # Only now: whoever waits for it may connect, and may stop it.
+    typer.echo(announcement)  # Only now: a process that waits for this line may connect, and may send a signal.
     sys.stdout.flush()
     await server.run()
 

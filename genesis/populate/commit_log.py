@@ -1,4 +1,4 @@
-"""The commit protocol: what a store holds is always a prefix of the run, whole, whoever is killed when.
+"""The commit protocol: a store always holds a complete prefix of the run, whichever process is killed at any time.
 
 One commit is four writes, in this order:
 

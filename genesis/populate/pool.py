@@ -3,7 +3,7 @@
 `WorkerPool.blocks` gives the encoded documents of a stream of tasks exactly in the tasks' order, whatever the number
 of workers and whichever is fastest or dies:
 
-- Each worker holds at most two tasks and one ring of results; a worker whose results nobody has read yet waits, so
+- Each worker holds at most two tasks and one ring of results; a worker whose results have not been read yet waits, so
   memory is bounded by workers × (ring + two tasks), whatever the corpus. The worker holding the task in turn is always
   read, so nothing can wait in a circle.
 - A worker that dies (the kernel's out-of-memory killer, say) is replaced and its unfinished tasks are done again; what
@@ -372,7 +372,7 @@ class _TaskReader:
                 break
             except queue.Full:
                 continue
-        # A full socket means that news is waiting already; a closed one, that nobody listens any more.
+        # A full socket means that a notification is pending already; a closed one, that there is no reader any more.
         with contextlib.suppress(OSError):
             self._notify.send(b"!")
 

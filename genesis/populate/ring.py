@@ -1,9 +1,9 @@
 """Memory shared by one worker and its parent, through which token ids travel without passing a pipe.
 
 The worker appends blocks of uint32 ids, the parent reads each where it lies and gives the space back in the same
-order. The memory has no name: it is a file descriptor both processes hold, so nothing is left behind whoever is
-killed. A pipe costs a copy in, a copy out and two context switches per 64 KiB (0.5 GB/s measured on two cores);
-here a block costs the one copy that puts it there.
+order. The memory has no name: it is a file descriptor both processes hold, so nothing is left behind when
+either is killed. A pipe costs a copy in, a copy out and two context switches per 64 KiB (0.5 GB/s measured on two
+cores); here a block costs the one copy that puts it there.
 
 The trade-off: each worker's ring is a fixed 32 MiB, which is also what bounds how far a worker runs ahead.
 """

@@ -120,7 +120,7 @@ class ShardWriter:
     def _replace(self, key: str, body: Buffer) -> None:
         """Replaces an uncommitted leftover of a run with other input.
 
-        Only whoever still holds the lease after having looked at what it replaces may do so.
+        Allowed only if this process still holds the lease after reading what it replaces.
         """
         leftover = self.commit_log.store.head(key)
         self.commit_log.renew()

@@ -6,10 +6,11 @@ Retry-After). Here each connection has a deadline while it waits for its client,
 that are past it. A connection that waits for the server (a disk) has none.
 
 When all places are taken, a new connection gets the place of the one that has waited longest for its client, of the
-host that has most: one that never sent a whole request head at any time, others after `_KEEP_S`. So a client that opens
-many connections and sends half of a request on each keeps nobody out. Such a connection is parked, not closed: it stays
-open for a while, so that its client does not open the next one at once (of 200 that do after 0.5 s, 20 a second instead
-of 230), and is told 503 if it asks after all. The API of a training node does the same (`trainer.monitor.server`).
+host that has most: one that never sent a whole request head at any time, others after `_KEEP_S`. So a client that
+opens many connections and sends half of a request on each excludes no other client. Such a connection is parked, not
+closed: it stays open for a while, so that its client does not open the next one at once (of 200 that do after 0.5 s,
+20 a second instead of 230), and is told 503 if it asks after all. The API of a training node does the same
+(`trainer.monitor.server`).
 
 `ServeLimits` has the numbers. The defaults: 512 connections hold at most 0.3 GB of unsent chunks and 1,024
 descriptors; a client must take 256 KiB within the stall timeout, 4 kB/s, which the slowest home line does.
@@ -119,7 +120,7 @@ class BoundedConnection(H11Protocol):
             self._wait_for_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Whoever ended it."""
+        """Ended by the client or by the server."""
         self.metrics.connection_closed()
         super().connection_lost(exc)
 

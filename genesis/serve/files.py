@@ -1,10 +1,10 @@
 """An object's file, opened once: everything an answer says and sends comes from that one descriptor.
 
-Guarantees: no symbolic link below the store's root is followed, at any depth, also if one is put there in that
-moment (each folder is opened relative to the last); an object that is replaced goes on being sent as it was, since a
-rename leaves the old file to whoever has it open; one that is changed in place is noticed by `OpenObject.unchanged`.
-Opening costs about 30 µs. The trade-off: the ETag is inode, time and size, as in `FolderStore`, so it costs no read of
-a 20 MB file, and two copies of a store have other ETags.
+Guarantees: no symbolic link below the store's root is followed, at any depth, also if one is put there in that moment
+(each folder is opened relative to the last); an object that is replaced goes on being sent as it was, since a rename
+leaves the old file to the processes that have it open; one that is changed in place is noticed by
+`OpenObject.unchanged`. Opening costs about 30 µs. The trade-off: the ETag is inode, time and size, as in
+`FolderStore`, so it costs no read of a 20 MB file, and two copies of a store have other ETags.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class OpenObject:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def unchanged(self) -> bool:
-        """Whether nobody has written into the file since it was opened."""
+        """Whether the file is unchanged since it was opened."""
         status = os.fstat(self.descriptor)
         return (status.st_size, status.st_mtime_ns) == (self.size_bytes, self.modified_ns)
 

@@ -1,7 +1,7 @@
 """Running and stopping the server.
 
 It serves until it is told to stop, then takes no new connection, gives answers under way ``grace_s`` to end, and cuts
-the rest. uvicorn does not see the process's signals: whoever calls decides what they mean.
+the rest. uvicorn does not see the process's signals: the caller handles them.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ def _remove_if_abandoned(path: Path) -> bool:
 
 
 def _lock_is_free(descriptor: int, *, otherwise: bool) -> bool:
-    """Whether nobody holds the lock (it is ours then); ``otherwise`` if the file system has no locks."""
+    """Takes the lock and returns True if it was free; returns ``otherwise`` if the file system has no locks."""
     try:
         return try_lock(descriptor)
     except OSError:

@@ -4,8 +4,8 @@ Connections are kept alive and shared by all threads of a process; 429 (with its
 cut connections are retried until the call's deadline, a cut body from where it ended (`genesis.store.resuming`). What
 comes is held against its ``Content-Length`` and a largest size, and is not decompressed, so a server cannot fill the
 memory; nor can it hold a call beyond its deadline (`genesis.store.http_transport`). A redirect is followed within its
-origin or to https, five times at most: a server that was asked by https sends nobody on to plain http, and one that was
-asked by http makes nobody ask other hosts of its network. The trade-off: HTTP has no listing; a manifest names
+origin or to https, five times at most: a server asked by https cannot redirect to plain http, and one
+asked by http cannot direct requests to other hosts of its network. The trade-off: HTTP has no listing; a manifest names
 everything there is.
 """
 

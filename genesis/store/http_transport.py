@@ -6,7 +6,7 @@ the user is to be told in one line.
 Connections are kept alive, and none outlasts the call it works for. A time-out of httpx covers one ``recv``: a server
 that sends a byte of its headers now and then, or interim answers without end, holds a request for as long as it likes
 (measured: 100 KiB of headers at a byte a second last a day). Here every wait ends with its call at the latest. That
-needs a network backend of one's own, which httpx's transport does not take; so this transport stands directly on
+needs a custom network backend, which httpx's transport does not take; so this transport stands directly on
 httpcore's public interface and handles the proxy variables (``HTTP_PROXY``, ``HTTPS_PROXY``, ``ALL_PROXY``,
 ``NO_PROXY``) itself.
 """
@@ -99,7 +99,7 @@ def check_status(response: httpx.Response, where: str, *expected: int) -> None:
 
 
 def check_encoding(response: httpx.Response, where: str) -> None:
-    """Refuses a body that is compressed though nobody asked for that: what it holds could be of any size.
+    """Refuses a body that is compressed without a request for that: what it holds could be of any size.
 
     Raises:
         StoreError: it is.

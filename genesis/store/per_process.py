@@ -1,6 +1,6 @@
 """Values that belong to one process: a client with its sockets, a lock, a counter.
 
-Guarantees: whoever asks gets the value of the process it runs in, made at the first question and only once, from
+Guarantees: each caller gets the value of its own process, which is made at the first call and only once, from
 however many threads. After a fork the child makes its own; what the parent made is never touched there, not even
 closed, since its locks may have been held by threads that do not exist in the child. The trade-off: the parent's
 sockets stay open in the child until that ends (two descriptors a keep-alive connection).

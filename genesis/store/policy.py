@@ -33,7 +33,7 @@ class Deadline:
 
     @property
     def moved_bytes(self) -> int:
-        """0: nobody counts."""
+        """0: a plain deadline does not count bytes."""
         return 0
 
     @classmethod

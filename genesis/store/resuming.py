@@ -109,7 +109,7 @@ class Held:
     etag: str | None = None
     """The strong ETag it came with; None if the server gave none, so that it cannot be gone on with."""
     total_bytes: int | None = None
-    """Size of the whole object, once a server has said it."""
+    """Size of the whole object, once a server has reported it."""
 
     @property
     def resumable_etag(self) -> str | None:

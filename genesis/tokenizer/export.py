@@ -6,8 +6,8 @@ document is seven bytes, never id 2. Three decisions make it so:
 - The ten special tokens stand in ``model.vocab`` only. Listed in ``added_tokens`` they would be searched for in every
   text (one of 8,200 documents of documentation contained ``<|pad|>``).
 - ``tokenizer_config.json`` names pad, bos, eos and unk, which makes transformers add them as special tokens after
-  all; ``split_special_tokens: true`` keeps it from matching them in text. Whoever wants prompts parsed for ``<|eos|>``
-  passes ``split_special_tokens=False`` to ``from_pretrained``.
+  all; ``split_special_tokens: true`` keeps it from matching them in text. To have prompts parsed for ``<|eos|>``,
+  pass ``split_special_tokens=False`` to ``from_pretrained``.
 - No beginning or end is added by itself: in the shards one EOS follows each document, and that is the trainer's job.
 
 The same vocabulary gives the same bytes. 32,000 ids take 1.9 MB and 0.1 s.

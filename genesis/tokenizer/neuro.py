@@ -200,7 +200,7 @@ class NeuroTokenizer:
         Args:
             texts: documents; all are held in memory.
             num_merges: how many to add, at most; the cap of the vocabulary counts too.
-            source: whom to credit them to in ``sources_contributed``, also if there are none.
+            source: the source credited in ``sources_contributed``, also if there are no merges.
             processes: how many cores to use; the result does not depend on it.
             min_frequency: how often a pair must occur; 2 keeps noise out.
 

@@ -60,7 +60,7 @@ def open_exclusive(path: Path, *, create: bool = False) -> int | None:
 
 
 def open_shared(path: Path) -> int | None:
-    """Opens a file for reading, locked so that nobody removes it to make room; the caller closes the descriptor.
+    """Opens a file for reading, locked so that no process evicts it; the caller closes the descriptor.
 
     Returns:
         The descriptor, or None: it is exclusively locked, or not there (any more).
