@@ -76,11 +76,11 @@ def populate_command(
     as_json: JsonOption = False,
 ) -> int:
     """Turn a source's text into token shards in a store, going on from where it stands."""
-    from genesis.cli.running import Run
+    from genesis.cli.running import PopulateCommand
 
     sources = load_sources(sources_file)
     files = (*(inputs or ()), *(more_inputs or ()))  # A pattern the shell expanded leaves all but the first behind.
-    run = Run(
+    run = PopulateCommand(
         specs=_chosen(source, sources, files),
         store_url=store,
         inputs=files,

@@ -33,7 +33,7 @@ from manifests import (
     load_private_key,
 )
 
-__all__ = ["Run", "StopRequest", "invalidating", "read_sign_key", "stop_on_signals", "store_shard_tokens"]
+__all__ = ["PopulateCommand", "StopEvent", "invalidating", "read_sign_key", "stop_on_signals", "store_shard_tokens"]
 
 logger = logging.getLogger("genesis")
 
@@ -78,7 +78,7 @@ def invalidating(distribution: str | None, store_url: str) -> Iterator[Callable[
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class PopulateCommand:
     """The options of one ``genesis populate``."""
 
     specs: list[SourceSpec]
@@ -166,7 +166,7 @@ def _lines(result: PopulateResult, url: str) -> list[str]:
     return lines
 
 
-class StopRequest(threading.Event):
+class StopEvent(threading.Event):
     """Set by the first signal; remembers which."""
 
     signal_number: int = 0
@@ -178,9 +178,9 @@ class StopRequest(threading.Event):
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[StopRequest]:
+def stop_on_signals() -> Iterator[StopEvent]:
     """Within it, the first SIGINT or SIGTERM sets the request and the second raises KeyboardInterrupt."""
-    request = StopRequest()
+    request = StopEvent()
 
     def handle(number: int, frame: FrameType | None) -> None:
         if request.is_set():

@@ -41,10 +41,10 @@ def verify_command(
 ) -> int:
     """Check a store: signature, every digest, every id, counts, vocabularies. Ends with 1 if anything is wrong."""
     from genesis.store import open_readable
-    from genesis.verification import EVERY_SHARD, Sample, verify_store
+    from genesis.verification import EVERY_SHARD, ShardSample, verify_store
 
     key = _read_public_key(public_key)
-    chosen = Sample.parse(sample) if sample is not None else EVERY_SHARD
+    chosen = ShardSample.parse(sample) if sample is not None else EVERY_SHARD
     readable = open_readable(store)
     try:
         with _progress() as progress:

@@ -22,7 +22,7 @@ from genesis.populate.packer import FilledShard, Position
 from genesis.populate.shard_writer import ShardWriter
 from manifests import ShardEntry, ShardImage
 
-__all__ = ["Commit", "Committer"]
+__all__ = ["CommitGroup", "Committer"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ _DRAIN_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
+class CommitGroup:
     """What one commit added."""
 
     entries: tuple[ShardEntry, ...]
@@ -55,7 +55,7 @@ class Committer:
         num_threads: shards stored at once.
     """
 
-    def __init__(self, writer: ShardWriter, commit: Callable[[Commit], None], num_threads: int) -> None:
+    def __init__(self, writer: ShardWriter, commit: Callable[[CommitGroup], None], num_threads: int) -> None:
         self._writer = writer
         self._commit_log = writer.commit_log
         self._commit = commit
@@ -139,7 +139,7 @@ class Committer:
     def _run(self) -> None:
         try:
             while (group := self._next_group()) and not self._abandoned:
-                self._commit(Commit(tuple(each.entry.result() for each in group), group[-1].position))
+                self._commit(CommitGroup(tuple(each.entry.result() for each in group), group[-1].position))
         except CancelledError:
             pass  # Abandoned.
         except GenesisError as error:

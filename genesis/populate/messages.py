@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from genesis.sources.base import Task
 
-__all__ = ["Assignment", "Encoded", "Failed", "Finished", "Released"]
+__all__ = ["Assignment", "EncodedDocuments", "Failed", "Finished", "Released"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Released:
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
+class EncodedDocuments:
     """Worker to parent: some documents of a task, each followed by EOS."""
 
     number: int

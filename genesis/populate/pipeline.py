@@ -29,7 +29,7 @@ from genesis.errors import (
     WorkerError,
 )
 from genesis.populate.commit_log import CommitLog
-from genesis.populate.committer import Commit, Committer
+from genesis.populate.committer import CommitGroup, Committer
 from genesis.populate.crashpoint import crash_point
 from genesis.populate.keeper import LeaseKeeper, held
 from genesis.populate.options import PopulateOptions
@@ -230,7 +230,7 @@ class _Run:
         totals = manifest.sources.get(self._name) if manifest else None
         return totals.shards if totals else 0
 
-    def _commit(self, commit: Commit, progress: PopulateProgress) -> None:
+    def _commit(self, commit: CommitGroup, progress: PopulateProgress) -> None:
         num_tokens = sum(entry.tokens for entry in commit.entries)
         self._commit_log.tokens_per_s = round(progress.speed_with(num_tokens), 1)
         self._commit_log.commit_shards(

@@ -35,7 +35,7 @@ import numpy.typing as npt
 
 import genesis.errors
 from genesis.errors import GenesisError, WorkerError
-from genesis.populate.messages import Assignment, Encoded, Failed, Finished, Released
+from genesis.populate.messages import Assignment, EncodedDocuments, Failed, Finished, Released
 from genesis.populate.ring import RING_IDS, RingReader, anonymous_file
 from genesis.sources.base import LinesTask, RowGroupTask, Task
 
@@ -82,7 +82,7 @@ class _Pending:
 
     task: Task
     worker: _Worker | None = None
-    results: deque[tuple[_Worker, Encoded]] = field(default_factory=deque)
+    results: deque[tuple[_Worker, EncodedDocuments]] = field(default_factory=deque)
     received: int = 0
     to_skip: int = 0
     finished: bool = False
@@ -232,7 +232,7 @@ class WorkerPool:
                 self._replace(worker)
                 continue
             worker.heard_at = time.monotonic()
-            if isinstance(message, Encoded):
+            if isinstance(message, EncodedDocuments):
                 self._take_in(worker, message)
             elif isinstance(message, Finished | Failed):
                 worker.assigned.remove(message.number)
@@ -242,7 +242,7 @@ class WorkerPool:
                     pending.failure = _as_error(message, pending.task)
                 pending.task = _without_text(pending.task)
 
-    def _take_in(self, worker: _Worker, encoded: Encoded) -> None:
+    def _take_in(self, worker: _Worker, encoded: EncodedDocuments) -> None:
         pending = self._pending[encoded.number]
         if encoded.position >= 0:
             worker.ring.receive(encoded.position, encoded.num_ids)
@@ -253,7 +253,7 @@ class WorkerPool:
             pending.received += 1
             pending.results.append((worker, encoded))
 
-    def _release(self, worker: _Worker, encoded: Encoded) -> None:
+    def _release(self, worker: _Worker, encoded: EncodedDocuments) -> None:
         if encoded.position >= 0:
             self._send(worker, Released(worker.ring.release(encoded.position)))
 
@@ -399,7 +399,7 @@ def _spawn() -> _Worker:
         return _Worker(process, Connection(ours.detach()), ring)
 
 
-def _block(task: Task, worker: _Worker, encoded: Encoded) -> EncodedBlock:
+def _block(task: Task, worker: _Worker, encoded: EncodedDocuments) -> EncodedBlock:
     ids = encoded.ids if encoded.ids is not None else worker.ring.view(encoded.position, encoded.num_ids)
     return EncodedBlock(
         task=task,

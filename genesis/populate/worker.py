@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from genesis.errors import GenesisError
-from genesis.populate.messages import Assignment, Encoded, Failed, Finished, Released
+from genesis.populate.messages import Assignment, EncodedDocuments, Failed, Finished, Released
 from genesis.populate.ring import RingWriter
 from genesis.sources import read_batches
 from genesis.sources.base import TextBatch
@@ -115,7 +115,7 @@ def _read(assignments: queue.SimpleQueue[Assignment | None], batches: queue.Queu
     batches.put(None)
 
 
-def _encode(number: int, first_row: int, batch: TextBatch, *, ring: RingWriter, engine: Engine) -> Encoded:
+def _encode(number: int, first_row: int, batch: TextBatch, *, ring: RingWriter, engine: Engine) -> EncodedDocuments:
     ids, offsets = engine.encode_batch(batch.texts)
     num_ids = len(ids) + len(batch.texts)
     if ring.fits(num_ids):
@@ -126,7 +126,7 @@ def _encode(number: int, first_row: int, batch: TextBatch, *, ring: RingWriter, 
         position, carried = -1, np.empty(num_ids, dtype=np.uint32)
         ends = join_documents(ids, offsets, carried)
     lengths = np.fromiter(map(len, batch.texts), dtype=np.int64, count=len(batch.texts))
-    return Encoded(
+    return EncodedDocuments(
         number=number,
         position=position,
         num_ids=num_ids,

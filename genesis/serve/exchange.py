@@ -13,15 +13,15 @@ from starlette.types import Message, Receive, Scope, Send
 
 from genesis.serve.metrics import ServeMetrics
 
-__all__ = ["CONNECTION", "Connection", "HttpExchange"]
+__all__ = ["CONNECTION", "HttpExchange", "ServeConnection"]
 
 logger = logging.getLogger(__name__)
 
 CONNECTION = "connection"
-"""Where the ASGI state holds the request's `Connection`."""
+"""Where the ASGI state holds the request's `ServeConnection`."""
 
 
-class Connection(Protocol):
+class ServeConnection(Protocol):
     """What an answer has to know of the connection it goes out on."""
 
     @property
@@ -42,7 +42,7 @@ class HttpExchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send, metrics: ServeMetrics) -> None:
         self.method: str = scope["method"]
         self.raw_path: bytes = scope["raw_path"]
-        self.connection: Connection = scope["state"][CONNECTION]
+        self.connection: ServeConnection = scope["state"][CONNECTION]
         self.kind = "none"
         """What is asked for, as a label."""
         self._scope = scope

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 import zstandard
 from isal import igzip_lib, isal_zlib
 
-from genesis.sources.opening import Codec
+from genesis.sources.opening import Compression
 
 __all__ = ["DamagedStreamError", "decompressed"]
 
@@ -35,15 +35,15 @@ class DamagedStreamError(Exception):
         self.offset = offset
 
 
-def decompressed(pieces: Iterable[bytes | bytearray], codec: Codec) -> Iterator[bytes]:
+def decompressed(pieces: Iterable[bytes | bytearray], compression: Compression) -> Iterator[bytes]:
     """The plain bytes of a compressed stream, in order.
 
     Raises:
         DamagedStreamError: after everything before the damage has been yielded.
     """
-    if codec is Codec.NONE:
+    if compression is Compression.NONE:
         yield from map(bytes, pieces)
-    elif codec is Codec.ZSTD:
+    elif compression is Compression.ZSTD:
         yield from _zstd(pieces)
     else:
         yield from _gzip(pieces)

@@ -20,7 +20,7 @@ from pydantic_core import from_json
 from genesis.errors import CorruptInputError, SourceError
 from genesis.sources.base import BATCH_BYTES, InputFile, LinesTask, TextBatch
 from genesis.sources.decompression import DamagedStreamError, decompressed
-from genesis.sources.opening import codec_of, stream
+from genesis.sources.opening import compression_of, stream
 
 __all__ = ["MAX_LINE_BYTES", "line_batches", "line_tasks"]
 
@@ -38,7 +38,7 @@ def line_tasks(file: InputFile, text_field: str, first_row: int) -> Iterator[Lin
     """
     row = first_row
     try:
-        for block in _blocks(_lines_from(decompressed(stream(file), codec_of(file.name)), first_row)):
+        for block in _blocks(_lines_from(decompressed(stream(file), compression_of(file.name)), first_row)):
             yield LinesTask(file, text_field, row, block)
             row += block.count(b"\n")
     except _LineTooLongError:

@@ -20,7 +20,17 @@ from typing import BinaryIO, Generic, TypeVar, cast
 from genesis.errors import InputChangedError, InputNotFoundError, SourceError
 from genesis.sources.base import FileFormat, InputFile
 
-__all__ = ["READABLE", "Codec", "codec_of", "format_of", "is_remote", "open_file", "read_ahead", "read_all", "stream"]
+__all__ = [
+    "READABLE",
+    "Compression",
+    "compression_of",
+    "format_of",
+    "is_remote",
+    "open_file",
+    "read_ahead",
+    "read_all",
+    "stream",
+]
 
 _CHUNK_BYTES = 1 << 20
 
@@ -88,7 +98,7 @@ def read_all(file: InputFile) -> bytes:
     return data
 
 
-class Codec(Enum):
+class Compression(Enum):
     """How the bytes of a file of lines are compressed."""
 
     NONE = "none"
@@ -96,10 +106,10 @@ class Codec(Enum):
     GZIP = "gzip"
 
 
-_CODECS = {".zst": Codec.ZSTD, ".gz": Codec.GZIP}
+_COMPRESSIONS = {".zst": Compression.ZSTD, ".gz": Compression.GZIP}
 _FORMATS = {
     ".parquet": FileFormat.PARQUET,
-    **{stem + codec: FileFormat.JSON_LINES for stem in (".jsonl", ".json") for codec in ("", *_CODECS)},
+    **{stem + suffix: FileFormat.JSON_LINES for stem in (".jsonl", ".json") for suffix in ("", *_COMPRESSIONS)},
     ".txt": FileFormat.WHOLE_FILE,
     ".py": FileFormat.WHOLE_FILE,
 }
@@ -114,10 +124,12 @@ def format_of(name: str) -> FileFormat | None:
     return next((kind for suffix, kind in _FORMATS.items() if lowered.endswith(suffix)), None)
 
 
-def codec_of(name: str) -> Codec:
+def compression_of(name: str) -> Compression:
     """How the file of that name is compressed."""
     lowered = name.lower()
-    return next((codec for suffix, codec in _CODECS.items() if lowered.endswith(suffix)), Codec.NONE)
+    return next(
+        (compression for suffix, compression in _COMPRESSIONS.items() if lowered.endswith(suffix)), Compression.NONE
+    )
 
 
 T = TypeVar("T")

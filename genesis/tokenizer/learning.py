@@ -38,7 +38,7 @@ __all__ = [
     "MAX_PAIR_COUNT",
     "MAX_SYMBOLS",
     "SEPARATOR",
-    "Sample",
+    "WordSample",
     "append_pairs",
     "learn",
     "learn_pairs",
@@ -130,7 +130,7 @@ _FIRST_SURROGATE, _NUM_SURROGATES = 0xD800, 0x800
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class WordSample:
     """Words as strings of private characters, for `merging.learn_pairs`."""
 
     words: list[str]
@@ -178,7 +178,7 @@ def learn(
     return append_pairs(vocabulary, sample, pairs)
 
 
-def symbolise(encoded: EncodedBatch, counts: npt.NDArray[np.uint64]) -> Sample:
+def symbolise(encoded: EncodedBatch, counts: npt.NDArray[np.uint64]) -> WordSample:
     """Words of ids as words of characters; those of one id, in which nothing is left to merge, are left out.
 
     Args:
@@ -199,7 +199,7 @@ def symbolise(encoded: EncodedBatch, counts: npt.NDArray[np.uint64]) -> Sample:
     text = _characters(dense)
     ends = np.cumsum(lengths).tolist()
     words = [text[start:end] for start, end in pairwise([0, *ends])]
-    return Sample(words, counts, _characters(np.arange(len(symbol_ids))), symbol_ids)
+    return WordSample(words, counts, _characters(np.arange(len(symbol_ids))), symbol_ids)
 
 
 def _densely(ids: npt.NDArray[np.uint32]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
@@ -235,12 +235,12 @@ def _check_pair_counts(
         )
 
 
-def _learn_here(sample: Sample, num_merges: int, min_frequency: int, processes: int) -> list[tuple[str, str]]:
+def _learn_here(sample: WordSample, num_merges: int, min_frequency: int, processes: int) -> list[tuple[str, str]]:
     del processes
     return learn_pairs(sample.words, sample.counts.tolist(), sample.symbols, num_merges, min_frequency)
 
 
-def _learn_in_helper(sample: Sample, num_merges: int, min_frequency: int, processes: int) -> list[tuple[str, str]]:
+def _learn_in_helper(sample: WordSample, num_merges: int, min_frequency: int, processes: int) -> list[tuple[str, str]]:
     request = [
         SEPARATOR.join(sample.words).encode(),
         sample.counts.tobytes(),
@@ -252,7 +252,7 @@ def _learn_in_helper(sample: Sample, num_merges: int, min_frequency: int, proces
     return list(zip(sides[::2], sides[1::2], strict=True))
 
 
-def append_pairs(vocabulary: VocabularyFile, sample: Sample, pairs: Iterable[tuple[str, str]]) -> list[Pair]:
+def append_pairs(vocabulary: VocabularyFile, sample: WordSample, pairs: Iterable[tuple[str, str]]) -> list[Pair]:
     """Pairs of characters as pairs of ids, numbered on from the vocabulary's last.
 
     A pair that would spell what another id spells already is left out, and so is every pair made of it. No vocabulary

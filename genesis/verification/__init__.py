@@ -13,6 +13,6 @@ cache: 1.3 s of processor time, 0.7 of them for the packed forms; peak memory 10
 from __future__ import annotations
 
 from genesis.verification.report import Counts, Problem, VerifyReport
-from genesis.verification.run import EVERY_SHARD, Sample, verify_store
+from genesis.verification.run import EVERY_SHARD, ShardSample, verify_store
 
-__all__ = ["EVERY_SHARD", "Counts", "Problem", "Sample", "VerifyReport", "verify_store"]
+__all__ = ["EVERY_SHARD", "Counts", "Problem", "ShardSample", "VerifyReport", "verify_store"]

@@ -27,7 +27,7 @@ from genesis.verification.shards import ShardCheck, ShardVerdict, check_shard
 from genesis.verification.vocabularies import check_vocabularies
 from manifests import Manifest
 
-__all__ = ["EVERY_SHARD", "Sample", "verify_store"]
+__all__ = ["EVERY_SHARD", "ShardSample", "verify_store"]
 
 _PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?) *%")
 _NUMBER = re.compile(r"[0-9]+")
@@ -36,14 +36,14 @@ _GIVE_UP_AFTER = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class ShardSample:
     """A share of the shards (0 to 1) or a number of them; every shard if both are None."""
 
     share: float | None = None
     number: int | None = None
 
     @classmethod
-    def parse(cls, text: str) -> Sample:
+    def parse(cls, text: str) -> ShardSample:
         """``1%``, ``0.5 %`` or a number of shards such as ``100``.
 
         Raises:
@@ -69,14 +69,14 @@ class Sample:
         return frozenset(random.Random(seed).sample(range(total_shards), wanted))
 
 
-EVERY_SHARD = Sample()
+EVERY_SHARD = ShardSample()
 
 
 def verify_store(
     store: ReadableStore,
     *,
     public_key: Ed25519PublicKey | None = None,
-    sample: Sample = EVERY_SHARD,
+    sample: ShardSample = EVERY_SHARD,
     seed: int | None = None,
     threads: int = 8,
     on_problem: Callable[[Problem], None] | None = None,
@@ -113,7 +113,7 @@ class _Verification:
 
     store: ReadableStore
     findings: Findings
-    sample: Sample
+    sample: ShardSample
     seed: int
     threads: int
     on_progress: Callable[[int, int], None] | None

@@ -30,13 +30,13 @@ from loader.cache.locks import keep_shared, open_exclusive, open_shared, release
 from loader.cache.settings import format_size
 from loader.errors import CorruptObjectError
 
-__all__ = ["Identity", "Mapped", "Part", "map_file", "touch"]
+__all__ = ["FileIdentity", "Mapped", "PartFile", "map_file", "touch"]
 
 _WRITE_BYTES = 16 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-class Part:
+class PartFile:
     """The part of one file, locked by this object; a context manager that leaves neither lock nor leftover."""
 
     def __init__(self, folder: Path, name: str, descriptor: int, lock_timeout_s: float) -> None:
@@ -48,7 +48,7 @@ class Part:
         self._is_closed = False
 
     @classmethod
-    def claim(cls, folder: Path, name: str, lock_timeout_s: float) -> Part | None:
+    def claim(cls, folder: Path, name: str, lock_timeout_s: float) -> PartFile | None:
         """Claims the making of a file.
 
         Returns:
@@ -70,7 +70,7 @@ class Part:
             return None
         return part
 
-    def __enter__(self) -> Part:
+    def __enter__(self) -> PartFile:
         return self
 
     def __exit__(
@@ -148,7 +148,7 @@ class Part:
         release(self._descriptor)
 
 
-class Identity(NamedTuple):
+class FileIdentity(NamedTuple):
     """Identifies a file and its content: writing to it changes the time."""
 
     device: int
@@ -162,7 +162,7 @@ class Mapped:
     """A mapped file."""
 
     view: memoryview
-    identity: Identity
+    identity: FileIdentity
 
 
 def map_file(path: Path, size_bytes: int) -> Mapped | None:
@@ -183,7 +183,7 @@ def map_file(path: Path, size_bytes: int) -> Mapped | None:
         found = os.fstat(descriptor)
         if found.st_size != size_bytes:
             raise CorruptObjectError(f"expected {size_bytes} bytes, found {found.st_size}")
-        identity = Identity(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        identity = FileIdentity(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
         return Mapped(_map_descriptor(descriptor, size_bytes), identity)
     finally:
         os.close(descriptor)

@@ -40,7 +40,7 @@ from loader.cache.folder import (
     is_open,
     remove_if_closed,
 )
-from loader.cache.part import Identity, Part, map_file, touch
+from loader.cache.part import FileIdentity, PartFile, map_file, touch
 from loader.errors import CorruptObjectError, LoaderUsageError
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class ShardCache:
         self._folder = folder
         self._max_bytes = max_bytes
         self._wait_timeout_s = wait_timeout_s
-        self._verified: dict[str, Identity] = {}
+        self._verified: dict[str, FileIdentity] = {}
         self._lock_timeout_s = min(wait_timeout_s, _LOCK_TIMEOUT_S)
 
     @property
@@ -184,7 +184,7 @@ class ShardCache:
             freed_bytes=sum(file.size_bytes for file in removed),
         )
 
-    def _find_or_claim(self, name: str, size_bytes: int, check: Callable[[memoryview], None]) -> CachedFile | Part:
+    def _find_or_claim(self, name: str, size_bytes: int, check: Callable[[memoryview], None]) -> CachedFile | PartFile:
         """The file, if it exists or another process makes it in time; else the reserved part to make it in.
 
         Raises:
@@ -246,9 +246,9 @@ class ShardCache:
                 return
             path.rmdir() if stat.S_ISDIR(now.st_mode) else path.unlink()
 
-    def _claim(self, name: str, size_bytes: int) -> Part | None:
+    def _claim(self, name: str, size_bytes: int) -> PartFile | None:
         with own_calls():
-            part = Part.claim(self._folder, name, self._lock_timeout_s)
+            part = PartFile.claim(self._folder, name, self._lock_timeout_s)
             if part is None:
                 return None
             try:

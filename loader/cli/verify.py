@@ -143,7 +143,7 @@ def _check(session: Session, shard_ids: Sequence[int], *, as_json: bool) -> int:
     """Checks cached shards; returns the exit code."""
     began = time.monotonic()
     sizes = session.catalog.entry(shard_ids[0]).size_bytes * len(shard_ids) if shard_ids else 0
-    findings: list[Finding] = []
+    findings: list[ShardFinding] = []
     with showing_progress("verifying", sizes) as progress:
         for position, shard_id in enumerate(shard_ids, start=1):
             findings.append(_check_shard(session, shard_id))
@@ -158,7 +158,7 @@ def _check(session: Session, shard_ids: Sequence[int], *, as_json: bool) -> int:
     return 0 if sound else 1
 
 
-def _lines(findings: Sequence[Finding], seconds: float) -> list[str]:
+def _lines(findings: Sequence[ShardFinding], seconds: float) -> list[str]:
     ids = {condition: [each.shard_id for each in findings if each.condition is condition] for condition in Condition}
     cached = len(findings) - len(ids[Condition.ABSENT])
     read = format_size(sum(finding.size_bytes for finding in findings))
@@ -188,7 +188,7 @@ class Condition(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ShardFinding:
     """The condition of one shard."""
 
     shard_id: int
@@ -198,7 +198,7 @@ class Finding:
     problem: str | None = None
 
 
-def _check_shard(session: Session, shard_id: int) -> Finding:
+def _check_shard(session: Session, shard_id: int) -> ShardFinding:
     """Compares a cached shard with the manifest: size, sha256, shape, and every id with the vocabulary.
 
     Raises:
@@ -207,19 +207,19 @@ def _check_shard(session: Session, shard_id: int) -> Finding:
     entry = session.catalog.entry(shard_id)
     name = cache_name(entry)
     if not session.cache.contains(name):
-        return Finding(shard_id, Condition.ABSENT)
+        return ShardFinding(shard_id, Condition.ABSENT)
     try:
         data = check_digest(_read(session.cache.folder / name, entry.size_bytes), entry.sha256, name)
         check_ids(memoryview(data), entry)
     except FileNotFoundError:
-        return Finding(shard_id, Condition.ABSENT)
+        return ShardFinding(shard_id, Condition.ABSENT)
     except CorruptObjectError as error:
-        return Finding(shard_id, Condition.DAMAGED, entry.size_bytes, str(error))
+        return ShardFinding(shard_id, Condition.DAMAGED, entry.size_bytes, str(error))
     except HostileStoreError as error:
-        return Finding(shard_id, Condition.REFUSED, entry.size_bytes, str(error))
+        return ShardFinding(shard_id, Condition.REFUSED, entry.size_bytes, str(error))
     except OSError as error:
-        return Finding(shard_id, Condition.DAMAGED, 0, f"{name}: cannot be read: {error.strerror}")
-    return Finding(shard_id, Condition.SOUND, entry.size_bytes)
+        return ShardFinding(shard_id, Condition.DAMAGED, 0, f"{name}: cannot be read: {error.strerror}")
+    return ShardFinding(shard_id, Condition.SOUND, entry.size_bytes)
 
 
 def _read(path: Path, size_bytes: int) -> bytearray:

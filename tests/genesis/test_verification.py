@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from genesis.errors import ObjectNotFoundError, StoreError, StoreUnavailableError, UsageError
 from genesis.snapshot import StoreEmptyError
 from genesis.store import FolderStore, ObjectInfo, StoredObject, open_readable
-from genesis.verification import Problem, Sample, VerifyReport, verify_store
+from genesis.verification import Problem, ShardSample, VerifyReport, verify_store
 from manifests import (
     CHECKPOINTS_KEY,
     MANIFEST_KEY,
@@ -540,7 +540,7 @@ def test_orphans_are_notes(folder: Path) -> None:
 def test_a_sample_is_seeded_and_read_whole(folder: Path) -> None:
     read: list[tuple[int, int]] = []
     progress = lambda done, total: read.append((done, total))  # noqa: E731
-    reports = [verify(folder, sample=Sample.parse("20%"), seed=seed, on_progress=progress) for seed in (1, 1, 2)]
+    reports = [verify(folder, sample=ShardSample.parse("20%"), seed=seed, on_progress=progress) for seed in (1, 1, 2)]
     assert [report.counts.shards_verified for report in reports] == [5, 5, 5]
     assert reports[0].counts.documents_verified == reports[1].counts.documents_verified
     assert reports[0].seed == 1
@@ -554,20 +554,20 @@ def test_a_sample_misses_no_shard_that_is_gone(folder: Path) -> None:
     (folder / packed_key(10)).write_bytes(b"short")
     gone = {shard_key(7), shard_key(8), packed_key(9), packed_key(10)}
     for seed in range(3):
-        assert set(wheres(verify(folder, sample=Sample.parse("1"), seed=seed))) == gone
+        assert set(wheres(verify(folder, sample=ShardSample.parse("1"), seed=seed))) == gone
 
 
 @pytest.mark.parametrize("text", ["", "0", "0%", "101%", "-1%", "x", "1e3", "1.5"])
 def test_samples_that_make_no_sense(text: str) -> None:
     with pytest.raises(UsageError, match="--sample"):
-        Sample.parse(text)
+        ShardSample.parse(text)
 
 
 @pytest.mark.slow
 @settings(deadline=None)
 @given(total=st.integers(1, 5_000), share=st.floats(0.001, 100), seed=st.integers(0, 2**32))
 def test_samples_have_the_size_asked_for(total: int, share: float, seed: int) -> None:
-    chosen = Sample.parse(f"{share:.4f}%").choose(total, seed)
+    chosen = ShardSample.parse(f"{share:.4f}%").choose(total, seed)
     wanted = max(1, round(total * float(f"{share:.4f}") / 100))
     assert (total if chosen is None else len(chosen)) == min(wanted, total)
     assert chosen is None or max(chosen) < total
@@ -650,7 +650,7 @@ def test_what_may_not_be_looked_at_is_noted(folder: Path) -> None:
 
 def test_a_report_survives_json(folder: Path) -> None:
     flip(folder / shard_key(3), 5000)
-    report = verify(folder, sample=Sample.parse("22"), seed=4)
+    report = verify(folder, sample=ShardSample.parse("22"), seed=4)
     assert VerifyReport.model_validate_json(report.model_dump_json()) == report
 
 
