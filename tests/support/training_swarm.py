@@ -56,12 +56,7 @@ SETTINGS: dict[str, Any] = {
     "diloco": {"inner_steps": 20},
     "data": {"plateau": "off", "holdout": 1},
     "rpc": {"host": "127.0.0.1", "public_address": "127.0.0.1", "heartbeat_s": 0.5, "stall_timeout_s": 6.0},
-    "collective": {
-        "stall_timeout_s": 6.0,
-        "invite_after_s": 2.0,
-        "gather_timeout_s": 40.0,
-        "round_timeout_s": 80.0,
-    },
+    "collective": {"stall_timeout_s": 6.0, "invite_after_s": 2.0, "gather_timeout_s": 40.0, "round_timeout_s": 80.0},
     "discovery": {
         "announce_interval_s": 1.0,
         "announcement_lifetime_s": 20.0,

@@ -295,9 +295,7 @@ def test_who_has_another_run_file_is_told_what_differs(tmp_path: Path) -> None:
         seen = swarm.account()
         assert seen is not None
         swarm.wait(
-            lambda: swarm.account().micro_batches.done > seen.micro_batches.done,
-            "the driver to go on",
-            alive=residents,
+            lambda: swarm.account().micro_batches.done > seen.micro_batches.done, "the driver to go on", alive=residents
         )
         assert swarm.stop(*(node.name for node in residents)) == [TERMINATED] * 4
         for stranger in strangers:

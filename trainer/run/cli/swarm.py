@@ -45,12 +45,12 @@ def up_command(
 ) -> int:
     """Starts seeds, workers and drivers on this machine, shows how they stand, and ends all of them together."""
     from trainer.model.config import stage_names
-    from trainer.run.cli.swarm_lines import swarm_line
+    from trainer.run.cli.displays import swarm_display
     from trainer.run.node.stopping import StopRequest
-    from trainer.run.swarm.children import RestartPolicy
     from trainer.run.swarm.keeper import keeper_among
     from trainer.run.swarm.running import LocalSwarm, driver_names, run_local
     from trainer.run.swarm.shape import shape_of
+    from trainer.run.swarm.tree import RestartPolicy
 
     settings = [*(set_ or []), *_places(folder)]
     config = config_of(run, settings, {"node_id": "swarm-up", **({"store": store} if store else {})})
@@ -70,7 +70,7 @@ def up_command(
         settings=(*settings, *_thread_setting(config, workers)),
     )
     stop = StopRequest()
-    display = swarm_line(as_json=json)
+    display = swarm_display(as_json=json)
     began_at = time.time()
     with stop.on_signals():
         outcome = run_local(swarm, logs, RestartPolicy(enabled=restart), display, stop)
@@ -92,7 +92,7 @@ def status_command(
     json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
 ) -> int:
     """Prints the stages and the account of the data, as a driver tells them; exit code 1 if it does not add up."""
-    from trainer.run.cli.swarm_lines import stage_table, status_json, workers_table
+    from trainer.run.cli.displays import stage_table, status_json, workers_table
     from trainer.run.swarm.swarm_snapshot import SwarmSnapshot, ask_account, ask_stages
 
     stages = ask_stages(api)
@@ -113,7 +113,7 @@ def ending_texts(config: RunConfig, run: Path, logs: Path, began_at: float, stor
     """
     from trainer.checkpoint.stages.naming import named_files
     from trainer.model.config import stage_names
-    from trainer.run.cli.swarm_lines import settled_text
+    from trainer.run.cli.displays import settled_text
     from trainer.run.swarm.keeper import read_last_account
     from trainer.run.swarm.shape import target_tokens_of
 

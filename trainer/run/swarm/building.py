@@ -18,11 +18,11 @@ from trainer.inner import choose_device, make_optimizer
 from trainer.model import Stage, build_stage, limit_ids
 from trainer.model.subspace import SubspaceConstraint, basis_of, fixed_table_of
 from trainer.model.subspace.constraint import EMBEDDING
-from trainer.pipeline.stage import StageKind, StageReplica
+from trainer.pipeline.stage import StageReplica
 from trainer.run.config import RunConfig
 from trainer.run.swarm.shape import SwarmShape
 
-__all__ = ["BuiltStage", "build_stage_site", "codec_of", "kind_of", "saved_state"]
+__all__ = ["BuiltStage", "build_stage_site", "codec_of", "saved_state"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +37,13 @@ class BuiltStage:
     after_average: Callable[[nn.Module], None] | None
     """Projects weights that an average has rounded back into the subspace."""
     kept_axes: Mapping[str, int]
-    """By name, the axis along which a matrix of a subspace may only be averaged whole."""
+    """By name, the axis along which a matrix of a subspace may only be averaged whole: rows of tables, else columns."""
     began_from: str = ""
     """Fingerprint of the model that its first weights are from; empty: of none, or it has checkpoints."""
 
 
-def kind_of(shape: SwarmShape, stage: str) -> StageKind:
-    """Which end of the model a stage is."""
-    index = shape.plan.index(stage)
-    return "head" if index == 0 else "tail" if index == shape.plan.num_stages - 1 else "body"
-
-
 def codec_of(config: RunConfig, shape: SwarmShape, device: torch.device | str = "cpu") -> ActivationCodec:
-    """The codec of a run's links.
-
-    Raises:
-        TrainerUsageError: there is no such codec, or it needs a subspace.
-    """
+    """The codec of a run's links; raises `TrainerUsageError` if there is no such codec, or it needs a subspace."""
     model, name = shape.model, config.swarm.activation_codec
     if not name.startswith("subspace"):
         return activation_codec(name, device=device)
@@ -71,13 +61,9 @@ def build_stage_site(config: RunConfig, shape: SwarmShape, stage: str) -> BuiltS
     """
     device = choose_device(config.device)
     plan, index = shape.plan, shape.plan.index(stage)
+    checkpointing = config.inner.activation_checkpointing
     module = build_stage(
-        plan.config,
-        plan.ranges,
-        index,
-        config.seed,
-        device=device,
-        activation_checkpointing=config.inner.activation_checkpointing,
+        plan.config, plan.ranges, index, config.seed, device=device, activation_checkpointing=checkpointing
     )
     began_from = ""
     if config.swarm.start_from and not _has_checkpoints(config, stage):
@@ -88,13 +74,24 @@ def build_stage_site(config: RunConfig, shape: SwarmShape, stage: str) -> BuiltS
         module.load_state_dict(load_initial_state(config.swarm.start_from, plan, stage, seed=config.seed))
     limit_ids(module, shape.num_ids)
     optimizer = make_optimizer(module, config.inner)
-    after_average, kept_axes = _constrained(module, optimizer, shape)
+    after_average: Callable[[nn.Module], None] | None = None
+    kept_axes: dict[str, int] = {}
+    if shape.model.subspace_rank:
+        constraint = SubspaceConstraint(module, shape.model)
+        constraint.ensure()
+        constraint.attach(optimizer)
+        kept_axes = {name: 1 if name == EMBEDDING else 0 for name in constraint.names}
+
+        def ensure(_: nn.Module) -> None:
+            constraint.ensure()
+
+        after_average = ensure
     replica = StageReplica(
         module,
         optimizer,
         config.inner,
         config.swarm.stage,
-        kind=kind_of(shape, stage),
+        kind="head" if index == 0 else "tail" if index == plan.num_stages - 1 else "body",
         num_stages=plan.num_stages,
         after_update=after_average,
     )
@@ -103,11 +100,7 @@ def build_stage_site(config: RunConfig, shape: SwarmShape, stage: str) -> BuiltS
 
 
 def saved_state(config: RunConfig, shape: SwarmShape, stage: str) -> StageState | None:
-    """The newest state of a stage on this machine's disk; None: there are no checkpoints of it.
-
-    Raises:
-        CheckpointError: there are some, and none can be used; the stage would begin anew among others that do not.
-    """
+    """The newest state of a stage on this disk, None without checkpoints; `CheckpointError` if none can be used."""
     directory = config.swarm.checkpoint.directory
     if not _has_checkpoints(config, stage):
         return None
@@ -123,19 +116,3 @@ def saved_state(config: RunConfig, shape: SwarmShape, stage: str) -> StageState 
 
 def _has_checkpoints(config: RunConfig, stage: str) -> bool:
     return any(found.stage == stage for found in named_files(config.swarm.checkpoint.directory, config.run_id))
-
-
-def _constrained(
-    module: Stage, optimizer: Optimizer, shape: SwarmShape
-) -> tuple[Callable[[nn.Module], None] | None, Mapping[str, int]]:
-    """The projection, and the axis of each matrix that it keeps in the subspace: rows of embeddings, else columns."""
-    if not shape.model.subspace_rank:
-        return None, {}
-    constraint = SubspaceConstraint(module, shape.model)
-    constraint.ensure()
-    constraint.attach(optimizer)
-
-    def ensure(_: nn.Module) -> None:
-        constraint.ensure()
-
-    return ensure, {name: 1 if name == EMBEDDING else 0 for name in constraint.names}

@@ -1,8 +1,4 @@
-"""What a driver shows over HTTP (`trainer.monitor.pipeline`).
-
-The driver's event loop takes a snapshot a few times a second (`DriverView.look`). The API's threads read the newest
-one, and never what the loop is changing meanwhile.
-"""
+"""What a driver shows over HTTP: snapshots that its event loop takes, read by the API's threads."""
 
 from __future__ import annotations
 
@@ -43,7 +39,6 @@ class _Snapshot:
     ages_s: Mapping[str, float] = field(default_factory=dict)
     """Since each was heard of, by key."""
     status: DriverStatus | None = None
-    loss: float | None = None
     tokens_per_s: float = 0.0
     keeper_away_s: float = 0.0
     num_ahead: int = 0
@@ -51,7 +46,7 @@ class _Snapshot:
 
 
 class DriverView:
-    """A `trainer.monitor.pipeline.PipelineView`."""
+    """A `trainer.monitor.pipeline.PipelineView`: shows the newest snapshot, never what the loop is changing."""
 
     def __init__(self, config: RunConfig, shape: SwarmShape, peers: DriverPeerView) -> None:
         self._config = config
@@ -69,11 +64,7 @@ class DriverView:
         self._began_s = time.monotonic()
 
     def begin(
-        self,
-        driver: PipelineDriver,
-        keeper: LedgerService | None,
-        endpoint: Endpoint,
-        work: LedgerClient | None = None,
+        self, driver: PipelineDriver, keeper: LedgerService | None, endpoint: Endpoint, work: LedgerClient | None = None
     ) -> None:
         """Shows this driver from now on."""
         self._driver, self._keeper, self._endpoint, self._work = driver, keeper, endpoint, work
@@ -96,17 +87,19 @@ class DriverView:
     def look(self) -> None:
         """Takes a snapshot; in the driver's loop."""
         status = None if self._driver is None else self._driver.status()
-        workers, now_s = self._peers.fitting(), time.monotonic()
+        workers, now_s = tuple(self._peers.workers_heard()), time.monotonic()
         words = {said.peer_id: self._peers.last_word(said.peer_id) for said in workers}
         ages_s = {key: now_s - word.heard_s for key, word in words.items() if word is not None}
-        away_s, num_ahead = (0.0, 0)
+        recent = sum(tokens for ended_s, tokens in self._done if ended_s > now_s - _RATE_WINDOW_S)
+        rate = round(recent / max(1e-9, min(_RATE_WINDOW_S, now_s - self._began_s)), 1)
+        away_s, num_ahead = 0.0, 0
         if self._work is not None:
             away_s, num_ahead = self._work.keeper_away_s, self._work.cache.num_ahead
-        self._snapshot = _Snapshot(workers, ages_s, status, self._loss, self._tokens_per_s(), away_s, num_ahead)
+        self._snapshot = _Snapshot(workers, ages_s, status, rate, away_s, num_ahead)
 
     async def refresh(self) -> None:
         """Asks the keeper for the account."""
-        peer = self._peers.keeper()
+        peer = self._peers.keeper_peer()
         if self._keeper is not None:
             self._account = (await self._keeper.account(), time.monotonic())
         elif peer is not None and self._endpoint is not None:
@@ -155,7 +148,7 @@ class DriverView:
             node_id=self._config.node_id,
             time=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             step=self.trained_tokens // target_tokens_of(self._config),
-            loss=snapshot.loss,
+            loss=self._loss,
             tokens_per_s=snapshot.tokens_per_s,
             in_flight=snapshot.status.in_flight if snapshot.status is not None else 0,
             keeper=self._config.swarm.ledger.keeper,
@@ -177,11 +170,6 @@ class DriverView:
             empty_for_s=round(stalled.get(name, 0.0), 1),
             workers=tuple(sorted(workers, key=lambda worker: worker.uid)),
         )
-
-    def _tokens_per_s(self) -> float:
-        now_s = time.monotonic()
-        recent = [tokens for ended_s, tokens in self._done if ended_s > now_s - _RATE_WINDOW_S]
-        return round(sum(recent) / max(1e-9, min(_RATE_WINDOW_S, now_s - self._began_s)), 1)
 
 
 def _workers_by_stage(snapshot: _Snapshot) -> dict[str, list[WorkerStatus]]:

@@ -18,12 +18,10 @@ from typing import Protocol
 
 from genesis.file_lock import FileLock, FileLockedError
 from trainer.errors import TrainerError, TrainerUsageError
-from trainer.run.swarm.children import ChildSpec, RestartPolicy
 from trainer.run.swarm.swarm_snapshot import SwarmSnapshot, process_counts, snapshot_of
-from trainer.run.swarm.tree import ExitStatus, ProcessTree
+from trainer.run.swarm.tree import ChildSpec, ExitStatus, ProcessTree, RestartPolicy
 
 __all__ = [
-    "HOST",
     "Display",
     "LocalSwarm",
     "deal_ports",
@@ -35,7 +33,7 @@ __all__ = [
     "swarm_specs",
 ]
 
-HOST = "127.0.0.1"
+_HOST = "127.0.0.1"
 _PROGRAM = (sys.executable, "-m", "trainer")
 _READY = "  --initial-peers "
 """First characters of the line in which a seed prints its address."""
@@ -50,18 +48,15 @@ _ASKED = ExitStatus(0, "asked to stop")
 
 
 class Display(Protocol):
-    """Where a swarm is shown."""
+    """Where a swarm is shown, every so many seconds."""
 
     every_s: float
-    """How often there is something new to show."""
 
     def event(self, text: str) -> None:
         """Shows that something happened."""
-        ...
 
     def show(self, snapshot: SwarmSnapshot) -> None:
         """Shows how the swarm stands."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +64,6 @@ class LocalSwarm:
     """The size of a swarm and the options of its processes."""
 
     run: Path
-    """Run file."""
     stages: tuple[str, ...]
     num_workers: int = 1
     """Of each stage."""
@@ -79,9 +73,8 @@ class LocalSwarm:
     keeper: str = "driver-1"
     """The driver that keeps the account: it ends after the others, which settle with it."""
     store: str = ""
-    """Replaces the run file's; empty: that."""
     max_steps: int | None = None
-    """Replaces the run file's; None: that."""
+    """Like ``store`` in place of the run file's, if given."""
     settings: tuple[str, ...] = ()
     """``name.name=value`` for all processes."""
     program: tuple[str, ...] = _PROGRAM
@@ -106,13 +99,7 @@ def driver_names(count: int) -> list[str]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports of `HOST` on which nobody listens.
-
-    Nothing keeps others from taking one before it is used; the process that then cannot listen ends the swarm.
-
-    Raises:
-        TrainerError: there are too few.
-    """
+    """Different ports of `127.0.0.1` on which nobody listens now; one that is taken meanwhile ends the swarm."""
     ports: list[int] = []
     with ExitStack() as held:
         for port in random.SystemRandom().sample(range(_FIRST_PORT, _LAST_PORT), _PORT_TRIES + count):
@@ -120,38 +107,27 @@ def free_ports(count: int) -> list[int]:
                 break
             listener = held.enter_context(socket.socket())
             try:
-                listener.bind((HOST, port))
+                listener.bind((_HOST, port))
             except OSError:
                 continue
             ports.append(port)
     if len(ports) < count:
         raise TrainerError(
-            f"expected {count} free ports at {HOST} between {_FIRST_PORT} and {_LAST_PORT}, found {len(ports)}"
+            f"expected {count} free ports at {_HOST} between {_FIRST_PORT} and {_LAST_PORT}, found {len(ports)}"
         )
     return ports
 
 
 def deal_ports(swarm: LocalSwarm) -> dict[str, int]:
-    """A free port for each of `LocalSwarm.port_names`.
-
-    Raises:
-        TrainerError: there are too few.
-    """
+    """A free port for each of `LocalSwarm.port_names`; raises what `free_ports` does."""
     names = swarm.port_names
     return dict(zip(names, free_ports(len(names)), strict=True))
 
 
 def seed_spec(swarm: LocalSwarm, ports: Mapping[str, int], folder: Path, known: Sequence[str]) -> ChildSpec:
-    """The next seed.
-
-    Args:
-        swarm: the whole.
-        ports: from `deal_ports`.
-        folder: for its key, with which its address stays the same after a restart.
-        known: addresses of the seeds before it, with which it becomes one DHT.
-    """
+    """The next seed, of one DHT with the ``known`` ones; its key in ``folder`` keeps its address over restarts."""
     name = f"seed-{len(known) + 1}"
-    command = ["seed", "--host", HOST, "--port", str(ports[name]), "--identity", str(folder / f"{name}.id")]
+    command = ["seed", "--host", _HOST, "--port", str(ports[name]), "--identity", str(folder / f"{name}.id")]
     return ChildSpec(name=name, role="seed", command=(*swarm.program, *command, *_peers(known)))
 
 
@@ -167,8 +143,8 @@ def swarm_specs(swarm: LocalSwarm, ports: Mapping[str, int], seeds: Sequence[str
     """Workers and drivers; ``ports`` are from `deal_ports`, ``seeds`` are addresses, none: peer exchange."""
     drivers = driver_names(swarm.num_drivers)
     known = (*drivers, *(f"{stage}.1" for stage in swarm.stages))
-    peers = _peers(list(seeds) or [f"{HOST}:{ports[name]}" for name in known])
-    local = [f"rpc.host={HOST}", f"rpc.public_address={HOST}", f"discovery.dht_host={HOST}", *swarm.settings]
+    peers = _peers(list(seeds) or [f"{_HOST}:{ports[name]}" for name in known])
+    local = [f"rpc.host={_HOST}", f"rpc.public_address={_HOST}", f"discovery.dht_host={_HOST}", *swarm.settings]
     common = ["--run", str(swarm.run), *peers, *(part for setting in local for part in ("--set", setting))]
     common += ["--store", swarm.store] if swarm.store else []
     specs = []
@@ -180,15 +156,9 @@ def swarm_specs(swarm: LocalSwarm, ports: Mapping[str, int], seeds: Sequence[str
         command = ["--node-id", name, "--pipeline", "swarm", "--port", str(ports[name])]
         command += ["--api", "--api-port", str(api_port), *common]
         command += ["--max-steps", str(swarm.max_steps)] if swarm.max_steps is not None else []
-        specs.append(
-            ChildSpec(
-                name=name,
-                role="driver",
-                command=(*swarm.program, *command),
-                api_url=f"http://{HOST}:{api_port}",
-                ends_last=name == swarm.keeper,
-            )
-        )
+        url, is_keeper = f"http://{_HOST}:{api_port}", name == swarm.keeper
+        command = [*swarm.program, *command]
+        specs.append(ChildSpec(name=name, role="driver", command=tuple(command), api_url=url, ends_last=is_keeper))
     return specs
 
 
@@ -199,17 +169,9 @@ def _peers(addresses: Sequence[str]) -> list[str]:
 def run_local(
     swarm: LocalSwarm, folder: Path, policy: RestartPolicy, display: Display, stop: Callable[[], bool]
 ) -> ExitStatus:
-    """Starts all processes, watches them, and ends all of them.
+    """Starts all processes, watches them, and ends all of them; returns why (asked to stop: exit code 0).
 
-    Args:
-        swarm: what to start.
-        folder: for its logs, and the keys of its seeds; one swarm at a time.
-        policy: what to do about processes that die.
-        display: where it is shown.
-        stop: asked ten times a second; True ends it.
-
-    Returns:
-        Why it is over; asked to stop, with exit code 0.
+    ``folder`` is for its logs, and the keys of its seeds; ``stop`` is asked ten times a second.
 
     Raises:
         TrainerUsageError: another swarm runs in that folder.
@@ -221,18 +183,11 @@ def run_local(
         lock.acquire()
     except FileLockedError:
         raise TrainerUsageError(f"{folder}: another swarm runs there; give this one another --folder") from None
-    with lock:
-        tree = ProcessTree(folder, policy, tell=display.event, asked=stop)
-        with tree:
-            status = _start(tree, swarm, folder, display, stop) or _watch(tree, display, stop)
-            hint = "; Ctrl+C again kills them at once, with what they have not saved" if status is _ASKED else ""
-            display.event(f"{status.reason}; ending all processes{hint}")
-        return status if status.exit_code else _final_status(tree, status)
-
-
-def _final_status(tree: ProcessTree, status: ExitStatus) -> ExitStatus:
-    """The status, unless children failed while they ended: then all of these, each with its own reason."""
-    failed = [child for child in tree.children if child.failed_to_end]
+    with lock, ProcessTree(folder, policy, tell=display.event, asked=stop) as tree:
+        status = _start(tree, swarm, folder, display, stop) or _watch(tree, display, stop)
+        hint = "; Ctrl+C again kills them at once, with what they have not saved" if status is _ASKED else ""
+        display.event(f"{status.reason}; ending all processes{hint}")
+    failed = [] if status.exit_code else [child for child in tree.children if child.failed_to_end]
     said = [f"{child.spec.name} ended with an error: {child.last_words()}" for child in failed if not child.was_killed]
     killed = [child.spec.name for child in failed if child.was_killed]
     if killed:
@@ -274,13 +229,20 @@ def _await_seed(tree: ProcessTree, log_path: Path, stop: Callable[[], bool]) -> 
 
 
 def _watch(tree: ProcessTree, display: Display, stop: Callable[[], bool]) -> ExitStatus:
-    """Shows the swarm until it is over; the last snapshot shown is the last that a driver gave."""
+    """Shows the swarm until it is over; the last snapshot shown is the last that a driver gave.
+
+    Where no driver answers (it begins, hangs or ends), the latest is shown, marked stale.
+    """
     latest = SwarmSnapshot()
     next_look_s = next_show_s = time.monotonic() + min(_LOOK_S, display.every_s)
     status: ExitStatus | None = None
     while status is None:
         if time.monotonic() >= next_look_s:
-            latest = _newer(latest, snapshot_of(tree.children))
+            found = snapshot_of(tree.children)
+            if found.stages is not None or latest.stages is None:
+                latest = replace(found, account=found.account or latest.account)
+            else:
+                latest = replace(latest, processes=found.processes, is_stale=True)
             next_look_s = time.monotonic() + _LOOK_S
         if time.monotonic() >= next_show_s:
             display.show(latest)
@@ -289,10 +251,3 @@ def _watch(tree: ProcessTree, display: Display, stop: Callable[[], bool]) -> Exi
         status = _ASKED if stop() else tree.look()
     display.show(replace(latest, processes=process_counts(tree.children), is_stale=False))
     return status
-
-
-def _newer(latest: SwarmSnapshot, found: SwarmSnapshot) -> SwarmSnapshot:
-    """The snapshot that was found; where no driver answers (it begins, hangs or ends), the latest, marked stale."""
-    if found.stages is not None or latest.stages is None:
-        return replace(found, account=found.account or latest.account)
-    return replace(latest, processes=found.processes, is_stale=True)

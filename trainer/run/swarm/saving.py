@@ -1,14 +1,9 @@
-"""What of a worker is on the disk: checkpoints of its stage, and whose work is in them.
-
-A checkpoint has the first so many micro-batches of one incarnation of a worker in it. A worker that goes on from it
-announces that until it takes up another state, so that the account does not call perished what has come back.
-"""
+"""What of a worker is on the disk: checkpoints of its stage, and whose work is in them."""
 
 from __future__ import annotations
 
 import logging
 import time
-from typing import Any
 
 from trainer.checkpoint.stages import StageCheckpoints, StageState
 from trainer.model.subspace import basis_of
@@ -27,13 +22,7 @@ logger = logging.getLogger(__name__)
 class WorkerSaving:
     """Checkpoints of one worker; for its compute thread, except `resume` and what is read.
 
-    Args:
-        config: of the run.
-        shape: what all of the swarm agree on.
-        built: the worker's stage.
-        synchroniser: of its replica.
-        worker: told how much of its work is saved.
-        who: names its files; no two workers that run at a time have the same.
+    ``who`` names its files; no two workers that run at a time have the same.
     """
 
     def __init__(
@@ -41,14 +30,15 @@ class WorkerSaving:
         config: RunConfig,
         shape: SwarmShape,
         built: BuiltStage,
-        synchroniser: ReplicaSynchroniser[Any],
+        synchroniser: ReplicaSynchroniser,
         worker: StageWorker,
         who: str,
     ) -> None:
         self.checkpoints = StageCheckpoints(config.swarm.checkpoint, config.run_id, shape.plan, built.name, who)
         """A context manager, to be entered before `resume`."""
         self.resumed: tuple[str, int] = ("", 0)
-        """The incarnation whose work it goes on with, and how much of it, until it takes up another state."""
+        """The incarnation whose work it goes on with, and how much of it, until another state is taken up. It is
+        announced, so that the account does not call perished what has come back."""
         self._config = config
         self._shape = shape
         self._built = built
@@ -65,11 +55,7 @@ class WorkerSaving:
         return max(self._resumed_version, self.checkpoints.last_version)
 
     def resume(self) -> bool:
-        """Goes on from this machine's newest checkpoint of the stage, if there is one; before anything else runs.
-
-        Raises:
-            CheckpointError: the folder cannot be written to, or the checkpoints in it cannot be used.
-        """
+        """Goes on from this machine's newest checkpoint of the stage, if there is one; before anything else runs."""
         self.checkpoints.open(time.time())  # Reports a folder that cannot be written to before it matters.
         state = saved_state(self._config, self._shape, self._built.name)
         if state is not None:
@@ -81,13 +67,9 @@ class WorkerSaving:
         self.checkpoints.last_mark = self._mark()  # The state it begins with can be had again.
         return state is not None
 
-    def adopted(self) -> None:
-        """Notes that another worker's state was taken up."""
-        self.resumed = ("", 0)
-        self._num_changes += 1
-
-    def shared(self) -> None:
-        """Notes that a round has changed the state."""
+    def changed(self, *, adopted: bool = False) -> None:
+        """Notes that a round has changed the state, or that another worker's was adopted."""
+        self.resumed = ("", 0) if adopted else self.resumed
         self._num_changes += 1
 
     def stepped(self, info: StepInfo) -> None:
@@ -98,11 +80,7 @@ class WorkerSaving:
         self._worker.shared.saved(self.checkpoints.last_version)
 
     def save_changes(self) -> None:
-        """Saves what is not on the disk yet.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
+        """Saves what is not on the disk yet; raises `CheckpointError` if it could not be written."""
         self.checkpoints.save_changes(time.time(), self._state, self._mark())
         self._worker.shared.saved(self.checkpoints.last_version)
 
@@ -116,7 +94,7 @@ class WorkerSaving:
         return StageState.of_replica(
             model,
             self._built.replica.state_dict(),
-            strategy=self._synchroniser.state_dict(),
+            strategy=self._synchroniser.trainer.state_dict(),
             num_tokens=self._num_tokens,
             vocabulary=self._shape.tokenizer_lineage,
             basis=basis,

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, RpcError, TrainerUsageError
 from trainer.monitor.pipeline import ACCOUNT_PATH, STAGES_PATH, SwarmAccount, SwarmStages
-from trainer.run.swarm.children import Child
+from trainer.run.swarm.tree import Child
 
 __all__ = [
     "ProcessCount",
@@ -43,12 +43,11 @@ class ProcessCount:
 
 @dataclass(frozen=True, slots=True)
 class SwarmSnapshot:
-    """How a swarm stands."""
+    """How a swarm stands; stages as the first driver that answers sees them."""
 
     processes: tuple[ProcessCount, ...] = ()
     """Empty for a swarm whose processes are not children of this one."""
     stages: SwarmStages | None = None
-    """As the first driver that answers sees them."""
     account: SwarmAccount | None = None
     tokens_per_s: float = 0.0
     """Of all drivers that answer."""
@@ -69,13 +68,8 @@ def process_counts(children: Iterable[Child]) -> tuple[ProcessCount, ...]:
     for child in children:
         groups.setdefault(child.spec.stage or f"{child.spec.role}s", []).append(child)
     return tuple(
-        ProcessCount(
-            name,
-            sum(child.status == "running" for child in group),
-            len(group),
-            sum(child.num_restarts for child in group),
-        )
-        for name, group in groups.items()
+        ProcessCount(name, sum(it.status == "running" for it in own), len(own), sum(it.num_restarts for it in own))
+        for name, own in groups.items()
     )
 
 
@@ -96,15 +90,10 @@ def snapshot_through(api_urls: Iterable[str]) -> SwarmSnapshot:
 
 
 def ask_stages(api_url: str, timeout_s: float = 5.0) -> SwarmStages:
-    """The stages as a driver sees them.
-
-    Args:
-        api_url: of the driver, ``http://host:port``.
-        timeout_s: for connecting, and for each wait for data.
+    """The stages as the driver at ``http://host:port`` sees them; ``timeout_s`` is for each wait for data.
 
     Raises:
-        PeerUnavailableError: nobody answers there.
-        MalformedAnswerError: the answer is not a driver's, or cannot be read.
+        PeerUnavailableError, MalformedAnswerError: nobody answers there, or it is no driver's answer.
         TrainerUsageError: the address is malformed.
     """
     found = _ask(api_url, STAGES_PATH, SwarmStages, timeout_s)
@@ -114,11 +103,7 @@ def ask_stages(api_url: str, timeout_s: float = 5.0) -> SwarmStages:
 
 
 def ask_account(api_url: str, timeout_s: float = 5.0) -> SwarmAccount | None:
-    """The account of the data; None: the driver has not heard from its keeper yet.
-
-    Raises:
-        PeerUnavailableError, MalformedAnswerError, TrainerUsageError: as `ask_stages`.
-    """
+    """The account of the data; None: the driver has not heard from its keeper yet. Raises what `ask_stages` does."""
     return _ask(api_url, ACCOUNT_PATH, SwarmAccount, timeout_s)
 
 
@@ -126,7 +111,11 @@ def _ask(api_url: str, path: str, kind: type[AnswerT], timeout_s: float) -> Answ
     url = api_url.rstrip("/") + path
     try:
         with httpx.Client(trust_env=False, timeout=timeout_s) as client, client.stream("GET", url) as answer:
-            content = _bounded(answer, url)
+            content = b""
+            for part in answer.iter_bytes():
+                content += part
+                if len(content) > _MAX_BYTES:
+                    raise MalformedAnswerError(f"{url}: expected at most {_MAX_BYTES} bytes, found more")
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         raise TrainerUsageError(f"--api: expected http://host:port of a driver, found {api_url!r} ({error})") from None
     except httpx.HTTPError as error:
@@ -145,12 +134,3 @@ def _ask(api_url: str, path: str, kind: type[AnswerT], timeout_s: float) -> Answ
         raise MalformedAnswerError(
             f"{url}: expected an answer of this release, found {place}: {first['msg']}"
         ) from None
-
-
-def _bounded(answer: httpx.Response, url: str) -> bytes:
-    content = b""
-    for part in answer.iter_bytes():
-        content += part
-        if len(content) > _MAX_BYTES:
-            raise MalformedAnswerError(f"{url}: expected at most {_MAX_BYTES} bytes, found more")
-    return content

@@ -11,7 +11,7 @@ import pytest
 from trainer.inner import StepResult
 from trainer.outer.engine.collective import RoundReport
 from trainer.outer.engine.strategy import OuterResult
-from trainer.run.cli.lines import training_display
+from trainer.run.cli.displays import training_display
 from trainer.run.config import RunConfig
 from trainer.run.node import StopRequest
 

@@ -25,8 +25,10 @@ from trainer.network.discovery.stage_report import StageReport, StageUid
 from trainer.network.rpc import Endpoint, Reply, Request
 from trainer.run.config import RunConfig, from_mapping
 from trainer.run.node.compatibility import TERMS, FitCheck, register_terms
+from trainer.run.node.identity import NodeStats
 from trainer.run.swarm.building import build_stage_site
-from trainer.run.swarm.compatibility import SwarmTerms, check_first_weights, check_fit
+from trainer.run.swarm.lifecycle import check_first_weights
+from trainer.run.swarm.peer_view import DriverPeerView, SwarmPeers
 from trainer.run.swarm.shape import DRIVER, SwarmShape, shape_of
 
 
@@ -53,7 +55,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_among(own: Endpoint, shape: SwarmShape, heard: list[Announcement]) -> FitCheck:
-    return SwarmTerms(shape).fit_check(own, lambda: heard, "r")
+    return SwarmPeers(config_with(), shape, lambda: tuple(heard)).fit_check(own)
 
 
 async def a_driver(stack: AsyncExitStack, shape: SwarmShape, name: str) -> Announcement:
@@ -75,11 +77,13 @@ async def meet(endpoint: Endpoint, shape: SwarmShape, heard: Sequence[Sequence[A
     """Hears these, one list after the other; returns whom it had heard of when it went on."""
     rest = list(heard)
 
-    def others() -> Sequence[Announcement]:
-        return rest.pop(0) if len(rest) > 1 else rest[0]
+    def others() -> tuple[Announcement, ...]:
+        return tuple(rest.pop(0) if len(rest) > 1 else rest[0])
 
+    view = DriverPeerView(config_with(discovery={"initial_peers": ["127.0.0.1:9"]}), endpoint, shape, NodeStats, print)
+    view.heard = others
     async with asyncio.timeout(30):
-        await check_fit(SwarmTerms(shape).fit_check(endpoint, others, "r"), others, wait_s=5.0)
+        await view.check_fit(5.0, lambda: False)
     return list(rest[0])
 
 

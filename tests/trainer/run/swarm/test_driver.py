@@ -117,8 +117,8 @@ def test_who_trains_something_else_is_not_asked_nor_noted(view: DriverPeerView, 
             said(shape, "driver-8", "d", fits=False),
         )
     )
-    assert [(report.uid, peer.peer_id) for report, peer in view.stage_workers()] == [("head.0.40", OWN)]
-    assert view.other_drivers() == ["c" * 64]
+    assert [(said.stage.uid, said.peer_id) for said in view.workers_heard() if said.stage] == [("head.0.40", OWN)]
+    assert list(view.drivers()) == ["c" * 64]
 
 
 def keepers_found(view: DriverPeerView, heard: list[tuple[Announcement, ...]]) -> list[str | None]:
@@ -126,7 +126,7 @@ def keepers_found(view: DriverPeerView, heard: list[tuple[Announcement, ...]]) -
     found = []
     for announcements in heard:
         view.hear(announcements)
-        keeper = view.keeper()
+        keeper = view.keeper_peer()
         found.append(keeper.peer_id[0] if keeper is not None and keeper.peer_id else None)
     return found
 
@@ -391,7 +391,7 @@ def test_what_a_keeper_leaves_is_the_account_behind_its_own_settling(
     heard_of = [
         StageReport(uid=f"{stage}.0.40", incarnation="1" * 16, status="serving") for stage in ("head", "body1", "tail")
     ]
-    monkeypatch.setattr("trainer.run.swarm.driver_node.DriverNode._reports", lambda _: heard_of)
+    monkeypatch.setattr("trainer.run.swarm.driver_node.DriverPeerView.reports", lambda _: heard_of)
     monkeypatch.setattr("trainer.run.swarm.driver_node._FIRST_WORKERS_S", 0.0)
     stop, began_at = StopRequest(), time.time() - 1
     config = config_with(

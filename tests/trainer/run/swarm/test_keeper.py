@@ -19,8 +19,7 @@ from trainer.pipeline.ledger.records import WorkerSeen
 from trainer.run.cli.app import run
 from trainer.run.config import RunConfig, from_mapping
 from trainer.run.node.identity import identity_of, identity_path
-from trainer.run.swarm.account_opening import AccountOpening
-from trainer.run.swarm.keeper import check_keeper, keeper_among
+from trainer.run.swarm.keeper import AccountOpening, check_keeper, keeper_among
 
 SEED = "/ip4/{}/tcp/4001/p2p/12D3KooWQYV9dGMFoRzNStwpXztXaBUjtPqi6aU76ZgUriHhKust"
 

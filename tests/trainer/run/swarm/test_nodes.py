@@ -17,14 +17,7 @@ import torch
 
 from tests.support.dht_processes import descendants, wait_until_gone
 from tests.support.text_store import text_store
-from tests.support.training_swarm import (
-    TERMINATED,
-    TrainingNode,
-    TrainingSwarm,
-    check_agreement,
-    free_port,
-    wait_until,
-)
+from tests.support.training_swarm import TERMINATED, TrainingNode, TrainingSwarm, check_agreement, free_port, wait_until
 from trainer.model import build_model, preset
 
 NAMES = ("north", "east", "south")

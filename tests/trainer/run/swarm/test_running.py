@@ -22,10 +22,10 @@ from tests.support.pretended_swarm import PROGRAM
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, TrainerUsageError
 from trainer.monitor import SwarmStages, WorkerStatus
 from trainer.run.cli.app import run
-from trainer.run.cli.swarm_lines import _JsonLines, _PlainLines, _Table, account_text, stage_table, workers_table
-from trainer.run.swarm.children import RestartPolicy
+from trainer.run.cli.displays import _SwarmJson, _SwarmLines, _Table, account_text, stage_table, workers_table
 from trainer.run.swarm.running import LocalSwarm, free_ports, run_local, seed_address, seed_spec, swarm_specs
 from trainer.run.swarm.swarm_snapshot import ProcessCount, SwarmSnapshot, ask_account, ask_stages, snapshot_through
+from trainer.run.swarm.tree import RestartPolicy
 
 _ROOT = Path(__file__).resolve().parents[4]
 _STAGES = ("head", "body-1", "tail")
@@ -317,10 +317,10 @@ def test_a_terminal_is_redrawn_in_place_with_lines_cut_to_its_width(monkeypatch:
 
 def test_elsewhere_it_is_one_line_or_one_object() -> None:
     plain, objects = io.StringIO(), io.StringIO()
-    _PlainLines(plain).show(_snapshot())
+    _SwarmLines(plain).show(_snapshot())
     assert plain.getvalue().count("\n") == 1
     assert "3/4 processes" in plain.getvalue() and plain.getvalue().endswith("nobody serves tail\n")
-    lines = _JsonLines(objects)
+    lines = _SwarmJson(objects)
     lines.event("x")
     lines.show(_snapshot())
     event, shown = (json.loads(line) for line in objects.getvalue().splitlines())
@@ -342,7 +342,7 @@ def test_what_is_wrong_with_workers_is_shown_and_whose_it_is() -> None:
     said = "head.1: no checkpoint for 63 s: No space left?[2J"
     assert stage_table(snapshot)[2:-2] == [said] * 8 + ["and 2 more of this kind: see swarm status"]
     plain = io.StringIO()
-    _PlainLines(plain).show(snapshot)
+    _SwarmLines(plain).show(snapshot)
     assert f"; {said}; {said}" in plain.getvalue()
     assert "no checkpoint for 63 s: No space left" in workers_table(troubled, None)[1]
     assert "no checkpoint" not in "\n".join(stage_table(SwarmSnapshot(stages=troubled))), "the table of workers says it"

@@ -26,8 +26,8 @@ from trainer.run.cli.app import run
 from trainer.run.config import RunConfig, from_mapping
 from trainer.run.node.stopping import StopRequest
 from trainer.run.swarm.driver_node import run_driver
-from trainer.run.swarm.startup import only_process
-from trainer.run.swarm.startup_check import StartupVersionCheck
+from trainer.run.swarm.lifecycle import StartupVersionCheck
+from trainer.run.swarm.shape import only_process
 
 GRACE_S = 30.0
 RUN = """
@@ -42,7 +42,7 @@ swarm: {num_stages: 2}
 _HOLDER = """
 import sys
 from trainer.run.config import RunConfig
-from trainer.run.swarm.startup import only_process
+from trainer.run.swarm.shape import only_process
 
 with only_process(RunConfig(node_id="driver-1", state_dir=sys.argv[1])):
     print("held", flush=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +20,7 @@ from trainer.outer.engine.collective import Collective, Contribution, RoundResul
 from trainer.outer.engine.strategy import OuterResult
 from trainer.outer.sparta import SpartaConfig, SpartaTrainer
 from trainer.run.config import RunConfig
-from trainer.run.swarm.judging import JudgedCollective, contradiction_of, others_share
-from trainer.run.swarm.synchroniser import DilocoSynchroniser
+from trainer.run.swarm.synchroniser import JudgedCollective, ReplicaSynchroniser, contradiction_of, others_share
 
 CONFIG = RunConfig(diloco=DiLoCoConfig(inner_steps=2, outer_lr=1.0, outer_momentum=0.0))
 
@@ -39,11 +40,12 @@ class Others:
 
 def diloco_replica(
     group: ReplicaGroup, rank: int, others: Others
-) -> tuple[DilocoSynchroniser, Callable[[int], list[OuterResult]]]:
+) -> tuple[ReplicaSynchroniser, Callable[[int], list[OuterResult]]]:
     """One, and what trains it."""
     model = Quadratic(0)
     collective = MeetingCollective(group, rank)
-    synchroniser = DilocoSynchroniser(CONFIG, model, collective, others, lambda: others.behind, 0)
+    built: Any = SimpleNamespace(module=model)
+    synchroniser = ReplicaSynchroniser(CONFIG, built, collective, others, lambda: others.behind, 0)
 
     def train(num_steps: int) -> list[OuterResult]:
         results = []
@@ -74,7 +76,7 @@ def test_rounds_that_the_others_made_without_it_do() -> None:
     assert not any(synchroniser.has_lost_touch(result) for result in failed[:3])
     others.reached = 1
     assert synchroniser.has_lost_touch(failed[3]), "they went on, and it has failed often enough before"
-    synchroniser.adopt(synchroniser.shared_state())
+    synchroniser.adopt(synchroniser.trainer.shared_state())
     assert not synchroniser.has_lost_touch(failed[4]), "counted from the state that was taken up"
 
 
@@ -94,10 +96,7 @@ def test_one_failed_round_does_not_unless_the_others_hold_another_state() -> Non
 
 SLICES = 4
 Change = Callable[[Tensor], Tensor]
-LIES: dict[str, Change] = {
-    "-3 times": lambda work: -3 * work,
-    "1,000 times": lambda work: 1000 * work,
-}
+LIES: dict[str, Change] = {"-3 times": lambda work: -3 * work, "1,000 times": lambda work: 1000 * work}
 HARMLESS: dict[str, Change] = {
     "the truth": lambda work: work,
     "nothing": torch.zeros_like,

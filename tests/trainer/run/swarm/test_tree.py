@@ -14,8 +14,7 @@ from typing import Self
 import pytest
 
 from tests.support.dht_processes import descendants, wait_until_gone
-from trainer.run.swarm.children import Child, ChildSpec, RestartPolicy, Role
-from trainer.run.swarm.tree import ExitStatus, ProcessTree
+from trainer.run.swarm.tree import Child, ChildSpec, ExitStatus, ProcessTree, RestartPolicy, Role
 
 _ROOT = Path(__file__).resolve().parents[4]
 _WITHIN_S = 40.0
@@ -256,8 +255,7 @@ def test_a_child_that_was_waited_for_is_sent_nothing(
 _PARENT = f"""
 import sys, time
 from pathlib import Path
-from trainer.run.swarm.children import ChildSpec, RestartPolicy
-from trainer.run.swarm.tree import ProcessTree
+from trainer.run.swarm.tree import ChildSpec, ProcessTree, RestartPolicy
 
 with ProcessTree(Path(sys.argv[1]), RestartPolicy()) as tree:
     for name, role, program in (("head.1", "worker", {STUBBORN!r}), ("driver-1", "driver", {OBEYS!r})):

@@ -51,7 +51,7 @@ def test_a_state_has_the_version_of_the_holder_nearest_to_its_steps(
     donors = tuple(announced(report(version), number) for number, version in enumerate(versions))
     tell(monkeypatch, "donors", donors)
     monkeypatch.setattr(Network, "publish", lambda *_: None)
-    worker._adopt(replace(worker._synchroniser.shared_state(), outer_step=2, num_inner_steps=38))
+    worker._adopt(replace(worker._synchroniser.trainer.shared_state(), outer_step=2, num_inner_steps=38))
     assert worker.progress().inner_step == 40
 
 
