@@ -18,8 +18,6 @@ from trainer.pipeline.ledger.records import Granted, Opened, Record, Resolved, S
 from trainer.pipeline.protocol.work import MicroBatchId
 from trainer.run.node.data import open_session
 
-__all__ = ["Recount", "account_at_rest", "check_account", "recount_of"]
-
 
 @dataclass
 class Recount:
@@ -31,12 +29,10 @@ class Recount:
     lost: set[MicroBatchId] = field(default_factory=set)
 
     def num_tokens(self, micro_batches: Iterable[MicroBatchId]) -> int:
-        """Labels of their rows."""
         layout = self.spec.layout
         return sum(layout.rows_of(each) for each in micro_batches) * layout.seq_len
 
     def take(self, record: Record) -> None:
-        """The next record."""
         match record:
             case Granted():
                 granted = self._of(record.runs)
@@ -97,6 +93,5 @@ def check_account(swarm: PipelineSwarm) -> tuple[Account, Recount]:
 
 
 def stepped_tokens(swarm: PipelineSwarm, stage: str) -> int:
-    """What went into the optimizer steps of a stage's workers, over all their lives."""
     workers = [node for name, node in swarm.nodes.items() if name.startswith(stage)]
     return sum(int(event.number("num_tokens")) for node in workers for event in node.events("step"))

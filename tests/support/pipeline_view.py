@@ -20,8 +20,6 @@ from trainer.monitor import (
 )
 from trainer.monitor.metrics import Sources
 
-__all__ = ["SeenPipeline", "a_worker", "an_account", "driver_api", "some_stages"]
-
 
 def an_account(**changes: object) -> SwarmAccount:
     content: dict[str, object] = {
@@ -91,7 +89,6 @@ class SeenPipeline:
 
 
 def driver_api(view: SeenPipeline, port: int = 0) -> ApiServer:
-    """A driver's HTTP interface."""
     tracker = TrainingTracker("driver-1", peer_id="f" * 64)
     sources = Sources(status=tracker.status, refused=dict, rpc_bytes=lambda: (0, 0), lost_events=lambda: 0)
     metrics = TrainingMetrics(sources, node_id="driver-1", run_id="run")

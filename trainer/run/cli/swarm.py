@@ -52,11 +52,19 @@ def up_command(
     from trainer.run.swarm.shape import shape_of
     from trainer.run.swarm.tree import RestartPolicy
 
-    settings = [*(set_ or []), *_places(folder)]
+    settings = list(set_ or [])
+    if folder is not None:
+        base = folder.absolute()
+        settings += [f"state_dir={base / 'state'}", f"log.directory={base / 'events'}"]
+        settings += [f"checkpoint.directory={base / 'checkpoints'}"]
+        settings += [f"swarm.checkpoint.directory={base / 'checkpoints' / 'swarm'}"]
     config = config_of(run, settings, {"node_id": "swarm-up", **({"store": store} if store else {})})
     shape_of(config)  # Reports at once what no restart of a process could mend, such as a missing store.
     keeper, key = keeper_among(config, driver_names(drivers))
     settings.append(f"swarm.ledger.keeper={key}")
+    if not config.threads:  # The workers share this machine's cores.
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        settings.append(f"threads={max(1, cores // (workers * config.swarm.num_stages))}")
     logs = (folder or Path(config.state_dir).expanduser() / "swarm" / config.run_id).absolute()
     swarm = LocalSwarm(
         run=run.absolute(),
@@ -67,7 +75,7 @@ def up_command(
         keeper=keeper,
         store=store,
         max_steps=max_steps,
-        settings=(*settings, *_thread_setting(config, workers)),
+        settings=tuple(settings),
     )
     stop = StopRequest()
     display = swarm_display(as_json=json)
@@ -132,24 +140,3 @@ def ending_texts(config: RunConfig, run: Path, logs: Path, began_at: float, stor
         words = ["python", "-m", "trainer", "export", "--run", str(run), "--at", "now", "--to", "hf"]
         words += ["--checkpoint-dir", str(folder), *(["--store", store] if store else [])]
         yield f"for one model of the stages: {shlex.join(words)} DIR"
-
-
-def _places(folder: Path | None) -> list[str]:
-    """Returns the settings that put everything that is written into this folder, if one is given."""
-    if folder is None:
-        return []
-    base = folder.absolute()
-    return [
-        f"state_dir={base / 'state'}",
-        f"checkpoint.directory={base / 'checkpoints'}",
-        f"swarm.checkpoint.directory={base / 'checkpoints' / 'swarm'}",
-        f"log.directory={base / 'events'}",
-    ]
-
-
-def _thread_setting(config: RunConfig, workers: int) -> list[str]:
-    """Returns the setting that divides the machine's cores among the workers, unless the run file names threads."""
-    if config.threads:
-        return []
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return [f"threads={max(1, cores // (workers * config.swarm.num_stages))}"]

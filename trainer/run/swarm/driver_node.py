@@ -182,6 +182,12 @@ class DriverNode:
         if account is not None:
             write_last_account(self._config, account)
 
+    async def _open_leasing(self, opening: AccountOpening) -> None:
+        while not opening.is_over(self._peers.reports()):
+            await asyncio.sleep(_LOOK_S)
+        await self._note_workers()
+        await asyncio.Event().wait()  # `_drive` ends with the first task that ends.
+
     async def _drive(self, driver: PipelineDriver) -> None:
         """Runs until there is nothing left to do here, or one of the tasks beside it fails."""
         running: list[Coroutine[None, None, None]] = [
@@ -210,8 +216,13 @@ class DriverNode:
         It waits no longer for one that asks for nothing, as those do that only claim to be drivers, than it takes to
         hear of one that begins just now.
         """
+
+        def missing() -> list[str]:
+            there = {worker.stage for worker in self._peers.workers()}
+            return [name for name in self._shape.plan.names if name not in there]
+
         if not self._config.max_steps or self._steps < self._config.max_steps:
-            await self._wait_for(self._missing_stages, _FIRST_WORKERS_S, "workers of")
+            await self._wait_for(missing, _FIRST_WORKERS_S, "workers of")
         await driver.run()
         logged, done_s = False, time.monotonic()
         patience_s = 2 * self._config.discovery.announcement_lifetime_s
@@ -233,19 +244,6 @@ class DriverNode:
                 logger.info("waiting for %s %s", what, ", ".join(names))
                 logged = True
             await asyncio.sleep(_LOOK_S)
-
-    def _missing_stages(self) -> list[str]:
-        there = {worker.stage for worker in self._peers.workers()}
-        return [name for name in self._shape.plan.names if name not in there]
-
-    async def _open_leasing(self, opening: AccountOpening) -> None:
-        """Leases nothing before the workers of all stages have announced what they were trained on."""
-        while not opening.is_over(self._peers.reports()):
-            await asyncio.sleep(_LOOK_S)
-        await self._note_workers()
-        await asyncio.Event().wait()  # `_drive` ends with the first task that ends.
-
-    # -- parts ---------------------------------------------------------------------------------------------------------
 
     def _lanes_and_spec(self) -> tuple[tuple[LedgerLane, ...], LedgerSpec]:
         config, catalog = self._config, self._session.catalog
@@ -295,8 +293,6 @@ class DriverNode:
             drivers=self._peers.drivers,
         )
         self._keeper.register()
-
-    # -- reporting -----------------------------------------------------------------------------------------------------
 
     def _ended(self, result: MicroBatchResult) -> None:
         self.view.ended(result)

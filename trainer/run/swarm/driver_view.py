@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _RATE_WINDOW_S = 30.0
 _ASK_TIMEOUT_S = 5.0
+_REPORTED = {"uid", "status", "version", "num_tokens", "queued", "unsaved_because"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +143,23 @@ class DriverView:
 
     def stages(self) -> SwarmStages:
         """See `trainer.monitor.pipeline.PipelineView`."""
-        snapshot = self._snapshot
-        workers = _workers_by_stage(snapshot)
+        snapshot, stages = self._snapshot, []
+        by_stage = _workers_by_stage(snapshot)
+        seen = snapshot.status.stages if snapshot.status is not None else ()
+        stalled = {stage.stage: stage.stalled_s for stage in seen}
+        for name, layers in zip(self._shape.plan.names, self._shape.plan.ranges, strict=True):
+            workers = sorted(by_stage.get(name, []), key=lambda worker: worker.uid)
+            answering = [worker for worker in workers if not worker.silent_s]
+            stage = StageStatus(
+                stage=name,
+                num_layers=len(layers),
+                num_serving=sum(worker.status == "serving" and not worker.banned_for_s for worker in answering),
+                version=max((worker.version for worker in workers), default=None),
+                rows_per_s=round(sum(worker.rows_per_s for worker in answering), 3),
+                empty_for_s=round(stalled.get(name, 0.0), 1),
+                workers=tuple(workers),
+            )
+            stages.append(stage)
         return SwarmStages(
             node_id=self._config.node_id,
             time=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -154,21 +170,7 @@ class DriverView:
             keeper=self._config.swarm.ledger.keeper,
             keeper_away_s=round(snapshot.keeper_away_s, 1),
             held=snapshot.num_ahead,
-            stages=tuple(self._stage(name, workers.get(name, []), snapshot) for name in self._shape.plan.names),
-        )
-
-    def _stage(self, name: str, workers: list[WorkerStatus], snapshot: _Snapshot) -> StageStatus:
-        seen = snapshot.status.stages if snapshot.status is not None else ()
-        stalled = {stage.stage: stage.stalled_s for stage in seen}
-        answering = [worker for worker in workers if not worker.silent_s]
-        return StageStatus(
-            stage=name,
-            num_layers=len(self._shape.plan.ranges[self._shape.plan.index(name)]),
-            num_serving=sum(worker.status == "serving" and not worker.banned_for_s for worker in answering),
-            version=max((worker.version for worker in workers), default=None),
-            rows_per_s=round(sum(worker.rows_per_s for worker in answering), 3),
-            empty_for_s=round(stalled.get(name, 0.0), 1),
-            workers=tuple(sorted(workers, key=lambda worker: worker.uid)),
+            stages=tuple(stages),
         )
 
 
@@ -187,15 +189,10 @@ def _workers_by_stage(snapshot: _Snapshot) -> dict[str, list[WorkerStatus]]:
         if report is None:
             continue
         differing = {name for pair in undecided if report.uid in pair for name in pair if name != report.uid}
+        same = report.model_dump(include=_REPORTED) | {"node_id": said.node_id, "peer_id": said.peer_id}
         workers.setdefault(stage_of(report), []).append(
             WorkerStatus(
-                uid=report.uid,
-                node_id=said.node_id,
-                peer_id=said.peer_id,
-                status=report.status,
-                version=report.version,
-                num_tokens=report.num_tokens,
-                queued=report.queued,
+                **same,
                 rows_per_s=round(report.rows_per_s, 3),
                 busy=round(report.busy, 3),
                 in_flight=in_flight.get(said.peer_id, 0),
@@ -204,7 +201,6 @@ def _workers_by_stage(snapshot: _Snapshot) -> dict[str, list[WorkerStatus]]:
                 age_s=round(snapshot.ages_s.get(said.peer_id, 0.0), 1),
                 silent_s=round(silent.get(said.peer_id, 0.0), 1),
                 unsaved_s=round(report.unsaved_s, 1),
-                unsaved_because=report.unsaved_because,
             )
         )
     return workers

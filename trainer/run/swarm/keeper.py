@@ -119,7 +119,7 @@ class AccountOpening:
                 raise self._refusal(f"{named.path} is of step {version}")
 
     def is_over(self, reports: Iterable[StageReport]) -> bool:
-        """Whether leases are given, after these reports; False: a stage is not known yet. Raises if workers are ahead."""
+        """Whether leases are given, after these reports; False: some stage is unknown. Raises if workers are ahead."""
         known = list(reports)
         version, highest = self.version(known), self._highest()
         ahead = max(_reached(known).values(), default=0) if highest == 0 else version

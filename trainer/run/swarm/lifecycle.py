@@ -127,7 +127,7 @@ class StartupVersionCheck:
         self._waits_since_s: float | None = None
 
     def may_serve(self) -> bool:
-        """Whether a worker without donor may serve what it has; False: ask again. Raises if its stage's work is lost."""
+        """Whether a worker without donor may serve what it has; False: ask again. Raises if the stage is lost."""
         if not self.has_first_weights or self._is_over():
             return True
         reports = list(self._reports())

@@ -202,11 +202,16 @@ def _start(
     ports = deal_ports(swarm)
     seeds: list[str] = []
     while len(seeds) < swarm.num_seeds:
-        child = tree.add(seed_spec(swarm, ports, folder, seeds))
-        found = _await_seed(tree, child.log_path, stop)
-        if isinstance(found, ExitStatus):
-            return found
-        seeds.append(found)
+        log_path = tree.add(seed_spec(swarm, ports, folder, seeds)).log_path
+        deadline_s, address = time.monotonic() + _SEED_READY_S, None
+        while address is None:
+            time.sleep(_TICK_S)
+            address = seed_address(log_path.read_text(encoding="utf-8", errors="replace"))
+            if (status := _ASKED if stop() else tree.look()) is not None:
+                return status
+            if address is None and time.monotonic() > deadline_s:
+                return ExitStatus(1, f"the seed was not ready within {_SEED_READY_S:g} s; see {log_path}")
+        seeds.append(address)
     for spec in swarm_specs(swarm, ports, seeds):
         tree.add(spec)
     for seed in seeds:
@@ -214,18 +219,6 @@ def _start(
     for driver in tree.of("driver"):
         display.event(f"{driver.spec.name} answers at {driver.spec.api_url} once it is ready; logs are in {folder}")
     return None
-
-
-def _await_seed(tree: ProcessTree, log_path: Path, stop: Callable[[], bool]) -> str | ExitStatus:
-    """The seed's address, once it has printed it."""
-    deadline_s = time.monotonic() + _SEED_READY_S
-    while time.monotonic() < deadline_s:
-        address = seed_address(log_path.read_text(encoding="utf-8", errors="replace"))
-        status = _ASKED if stop() else tree.look()
-        if status is not None or address is not None:
-            return status or address or ""
-        time.sleep(_TICK_S)
-    return ExitStatus(1, f"the seed was not ready within {_SEED_READY_S:g} s; see {log_path}")
 
 
 def _watch(tree: ProcessTree, display: Display, stop: Callable[[], bool]) -> ExitStatus:

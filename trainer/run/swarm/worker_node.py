@@ -418,9 +418,23 @@ class WorkerNode:
             logger.info("leaving without saving: this worker had not caught up with the others of %s", self._built.name)
             return
 
+        stepper = self._worker.stepper
+
         def refuse() -> None:
             self._worker.service.accepts = "nothing"
             self._worker.runtime.refuse_jobs()
+
+        def step_and_save() -> None:  # In the compute thread, like `share`.
+            stepper.joining = True  # It does not follow the others' steps after that either.
+            stepper.flush()
+            self._saving.save_changes()
+
+        def share() -> None:  # The resulting state is for those that stay; the one before it was saved.
+            if self._stage_peers.serving():
+                stepper.note(self._synchroniser.share())
+                return
+            stepper.note(self._synchroniser.trainer.drain())
+            self._network.collective.move_to(-1)  # Others that leave too do not wait for this one.
 
         self._set_status("leaving")
         time.sleep(_LOOK_S)  # For drivers to hear of it.
@@ -429,8 +443,8 @@ class WorkerNode:
                 leave_s=self._config.swarm.join.leave_s,
                 num_unanswered=lambda: self._worker.service.num_under_way,
                 refuse=refuse,
-                save=lambda timeout_s: self._compute(self._step_and_save, timeout_s),
-                share=lambda timeout_s: self._compute(self._share, timeout_s),
+                save=lambda timeout_s: self._compute(step_and_save, timeout_s),
+                share=lambda timeout_s: self._compute(share, timeout_s),
                 clock=time.monotonic,
                 sleep=time.sleep,
             )
@@ -438,20 +452,6 @@ class WorkerNode:
             # Announces how much of its work outlives it; what the others have heard of does not count as perished.
             self._network.announce()
             time.sleep(min(_MAX_FAREWELL_S, 1.0 + 1.5 * self._config.discovery.poll_interval_s))
-
-    def _step_and_save(self) -> None:
-        """In the compute thread, which counts nothing any more."""
-        self._worker.stepper.joining = True  # It does not follow the others' steps after that either.
-        self._worker.stepper.flush()
-        self._saving.save_changes()
-
-    def _share(self) -> None:
-        """In the compute thread. The resulting state is for those that stay; the one before it was saved."""
-        if self._stage_peers.serving():
-            self._worker.stepper.note(self._synchroniser.share())
-            return
-        self._worker.stepper.note(self._synchroniser.trainer.drain())
-        self._network.collective.move_to(-1)  # Others that leave too do not wait for this one.
 
     # -- announcing ----------------------------------------------------------------------------------------------------
 

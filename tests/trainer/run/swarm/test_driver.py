@@ -6,7 +6,7 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -108,19 +108,6 @@ def workers_of_all(shape: SwarmShape) -> list[Announcement]:
     return [said(shape, stage, key, stage) for stage, key in zip(shape.plan.names, "abc", strict=True)]
 
 
-def test_who_trains_something_else_is_not_asked_nor_noted(view: DriverPeerView, shape: SwarmShape) -> None:
-    view.hear(
-        (
-            said(shape, "head", "a", "head"),
-            said(shape, "stranger", "b", "tail", fits=False),
-            said(shape, "driver-7", "c"),
-            said(shape, "driver-8", "d", fits=False),
-        )
-    )
-    assert [(said.stage.uid, said.peer_id) for said in view.workers_heard() if said.stage] == [("head.0.40", OWN)]
-    assert list(view.drivers()) == ["c" * 64]
-
-
 def keepers_found(view: DriverPeerView, heard: list[tuple[Announcement, ...]]) -> list[str | None]:
     """First letters of the keys that are taken for the keeper's, one list of announcements after the other."""
     found = []
@@ -155,10 +142,15 @@ def test_a_keepers_key_is_waited_for_however_long_it_is_away_and_no_name_stands_
     assert keeps_account(impostor, STRANGE)
 
 
-def test_a_stranger_is_named_once_while_it_is_there_and_forgotten_with_it(
+def test_a_stranger_is_not_asked_and_named_once_while_it_is_there_and_forgotten_with_it(
     view: DriverPeerView, shape: SwarmShape, caplog: pytest.LogCaptureFixture
 ) -> None:
     stranger = said(shape, "stranger", "b", "tail", fits=False)
+    head, *drivers = said(shape, "head", "a", "head"), said(shape, "d-7", "c"), said(shape, "d-8", "d", fits=False)
+    view.hear((head, stranger, *drivers))
+    assert [it.peer_id for it in view.workers_heard()] == [it.peer.peer_id for it in view.workers()] == [OWN]
+    assert [it.uid for it in view.reports()] == ["head.0.40"]
+    assert list(view.drivers()) == ["c" * 64]
     for announcements, told in (((stranger,), 1), ((stranger,), 1), ((), 1), ((stranger,), 2)):
         view.hear(announcements)
         assert not view.workers()
@@ -186,35 +178,20 @@ def test_a_word_is_as_old_as_the_announcement_not_as_the_look(view: DriverPeerVi
 
 @pytest.mark.slow
 @on_event_loop
-async def test_what_goes_wrong_with_one_look_does_not_end_looking(
-    config: RunConfig, shape: SwarmShape, caplog: pytest.LogCaptureFixture
-) -> None:
-    calls = iter(range(1000))
-    looked_on = asyncio.Event()
-
-    def heard(_others: tuple[Announcement, ...]) -> None:
-        if next(calls) == 0:
-            raise OSError("no space left for the log")
-        looked_on.set()
-
-    async with running_endpoint() as endpoint:
-        view = DriverPeerView(config, endpoint, shape, NodeStats, heard)
-        await view.start()
-        await asyncio.wait_for(looked_on.wait(), 20)
-        await view.stop()
-    assert "going on with those known before" in caplog.text
-
-
-@pytest.mark.slow
-@on_event_loop
-async def test_a_driver_whose_addresses_are_dead_says_which(
+async def test_a_driver_whose_addresses_are_dead_says_which_and_looks_on_whatever_goes_wrong_with_one_look(
     config: RunConfig, shape: SwarmShape, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("trainer.run.swarm.peer_view._UNHEARD_S", 0.2)
+    looks = iter(range(1000))
+
+    def heard(_others: tuple[Announcement, ...]) -> None:
+        if next(looks) == 0:
+            raise OSError("no space left for the log")
+
     dead = f"127.0.0.1:{free_port()}"
     discovery = DiscoveryConfig(initial_peers=(dead,), poll_interval_s=0.1)
     async with running_endpoint(run_id=config.run_id) as endpoint:
-        lonely = DriverPeerView(replace(config, discovery=discovery), endpoint, shape, NodeStats, lambda _: None)
+        lonely = DriverPeerView(replace(config, discovery=discovery), endpoint, shape, NodeStats, heard)
         await lonely.start()
         try:
             async with asyncio.timeout(30):
@@ -222,31 +199,25 @@ async def test_a_driver_whose_addresses_are_dead_says_which(
                     await asyncio.sleep(0.05)
         finally:
             await lonely.stop()
+    assert "going on with those known before" in caplog.text
+    assert next(looks) > 1
 
 
 async def for_ever() -> None:
     await asyncio.Event().wait()
 
 
-async def broken_disk() -> None:
-    raise LedgerError("the disk is full")
-
-
-async def broken_look() -> None:
-    raise ZeroDivisionError
-
-
 @pytest.mark.parametrize(
-    ("keeper", "look", "error"),
-    [(SimpleNamespace(failed=broken_disk), for_ever, LedgerError), (None, broken_look, ZeroDivisionError)],
+    ("of_keeper", "error"), [(True, LedgerError("the disk is full")), (False, ZeroDivisionError())]
 )
 @on_event_loop
-async def test_a_driver_ends_with_whatever_cannot_go_on(
-    keeper: Any, look: Callable[[], Awaitable[None]], error: type[Exception], make: Make
-) -> None:
+async def test_a_driver_ends_with_whatever_cannot_go_on(of_keeper: bool, error: Exception, make: Make) -> None:
+    async def broken() -> None:
+        raise error
+
     node = make().node
-    node._look, node._keeper = look, keeper
-    with pytest.raises(error):
+    node._look, node._keeper = (for_ever, SimpleNamespace(failed=broken)) if of_keeper else (broken, None)
+    with pytest.raises(type(error)):
         await asyncio.wait_for(node._drive(SimpleNamespace(run=for_ever)), 20)
 
 

@@ -12,12 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.errors import CheckpointError, TrainerError, TrainerUsageError
+from trainer.errors import CheckpointError, TrainerError
 from trainer.model import preset
 from trainer.model.plan import StagePlan
 from trainer.network.discovery.stage_report import StageReport, StageUid
-from trainer.run.config import from_mapping
-from trainer.run.config.run import JoinConfig, SwarmConfig
+from trainer.run.config.run import JoinConfig
 from trainer.run.swarm.lifecycle import (
     catch_up,
     is_ahead,
@@ -140,11 +139,8 @@ def test_who_is_too_far_behind_when_the_state_is_here_fetches_another() -> None:
     assert stage.others()[0].round_index - stage.own_round <= 5
 
 
-def test_one_that_lies_about_the_round_keeps_nobody_out() -> None:
+def test_one_that_lies_about_the_round_keeps_nobody_out_and_who_is_to_stop_does_not_serve() -> None:
     assert Stage(liars=(0.99,), ends_at_s=100.0).catch_up()
-
-
-def test_a_worker_that_is_to_stop_or_cannot_go_on_does_not_serve() -> None:
     assert not Stage(fails=10**6, ends_at_s=5.0).catch_up()
 
     def broken() -> bool:
@@ -168,13 +164,10 @@ def test_what_is_waited_for_and_what_ends_it_is_logged_once_a_minute(caplog: pyt
     assert len(later) == 2
 
 
-def test_who_comes_back_with_the_others_state_serves_at_once_and_fetches_nothing() -> None:
+def test_who_is_current_serves_at_once_and_a_round_that_stands_still_counts_as_a_beginning() -> None:
     stage = Stage(now_s=0.5 * ROUND_S, is_current=True)
     assert stage.catch_up()
     assert stage.now_s == 0.5 * ROUND_S and not stage.taken_at
-
-
-def test_a_round_that_stands_still_counts_as_a_beginning() -> None:
     stage = Stage(stands_still=True, now_s=5.0)
     assert stage.catch_up(window=0.1, idle_s=20.0)
     assert 25.0 <= stage.now_s < 26.0 and len(stage.taken_at) == 1
@@ -237,15 +230,11 @@ def test_the_neediest_stage_has_nobody_or_the_least_rate_of_all_its_workers(
     assert neediest_stage(PLAN.names, [report(stage, rows_per_s=rate) for stage, rate in rates]) == neediest
 
 
-def test_a_worker_that_joins_counts_for_its_stage_and_one_that_leaves_does_not() -> None:
-    joining = report("body-1", status="joining", rows_per_s=1.0)
+def test_joining_workers_count_and_leaving_ones_do_not_and_newcomers_that_come_together_spread() -> None:
+    joining, leaving = report("body-1", status="joining", rows_per_s=1.0), report("head", 9, "leaving", rows_per_s=9.0)
     assert neediest_stage(PLAN.names, [report("head", rows_per_s=1.0), joining]) == "tail"
-    leaving = report("head", status="leaving", rows_per_s=9.0)
     others = [report(stage, rows_per_s=1.0) for stage in ("body-1", "tail")]
     assert neediest_stage(PLAN.names, [leaving, *others]) == "head"
-
-
-def test_newcomers_that_come_together_spread() -> None:
     chosen = Counter(neediest_stage(PLAN.names, [], number) for number in range(30))
     assert chosen == {"head": 10, "body-1": 10, "tail": 10}
 
@@ -254,20 +243,6 @@ def test_newcomers_that_come_together_spread() -> None:
 @given(st.lists(st.tuples(st.sampled_from(PLAN.names), st.floats(0, 1e6)), max_size=12), st.integers(0, 2**32))
 def test_the_choice_is_always_a_stage_of_the_run(found: list[tuple[str, float]], number: int) -> None:
     assert neediest_stage(PLAN.names, [report(stage, rows_per_s=rate) for stage, rate in found], number) in PLAN.names
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"num_stages": 1}, "num_stages: expected 2 or more, found 1"),
-        ({"vocab_rows": 1000}, "multiple of 1024, found 1000"),
-        ({"activation_codec": "subspace+fp16"}, r"expected swarm\.subspace\.rank"),
-        ({"join": {"window": 0.0}}, "window: expected more than 0"),
-    ],
-)
-def test_options_that_make_no_sense(options: dict[str, object], said: str) -> None:
-    with pytest.raises(TrainerUsageError, match=said):
-        from_mapping(SwarmConfig, options, "swarm.")
 
 
 @dataclass
@@ -305,13 +280,10 @@ class Leaver:
         self.now_s += seconds
 
 
-def test_what_is_under_way_is_answered_before_anything_is_refused() -> None:
+def test_what_is_under_way_is_answered_before_anything_is_refused_but_holds_nothing_up_for_ever() -> None:
     did = Leaver(answered_at_s=(2.0, 7.0)).leave()
     assert list(did) == ["refuse", "save", "share"]
     assert 7.0 <= did["refuse"] < 7.5
-
-
-def test_who_never_gets_an_answer_does_not_hold_it_up_for_longer_than_it_may() -> None:
     leaver = Leaver(answered_at_s=(1e9,))
     did = leaver.leave()
     assert list(did) == ["refuse", "save", "share"]
@@ -319,20 +291,11 @@ def test_who_never_gets_an_answer_does_not_hold_it_up_for_longer_than_it_may() -
     assert leaver.now_s == pytest.approx(LEAVE_S, abs=0.5)
 
 
-def test_a_round_that_cannot_be_had_costs_the_round_alone() -> None:
+def test_what_could_not_be_saved_is_shared_and_said_and_a_round_that_fails_costs_the_round_alone() -> None:
     assert list(Leaver(fails={"share": TrainerError("busy")}).leave()) == ["refuse", "save", "share"]
-
-
-def test_what_could_not_be_saved_is_shared_and_said() -> None:
     leaver = Leaver(fails={"save": CheckpointError("no space left")})
     with pytest.raises(CheckpointError, match="no space"):
         leaver.leave()
     assert [name for name, _ in leaver.did] == ["refuse", "save", "share"]
-
-
-def test_saving_has_time_even_if_nothing_is_left() -> None:
-    leaver = Leaver(takes_s={"save": 100.0})
-    assert leaver.leave()["share"] == 0.0
-    leaver.did.clear()
-    leaver.answered_at_s = (1e9,)
-    assert leaver.leave()["save"] >= 5.0
+    assert Leaver(takes_s={"save": 100.0}).leave()["share"] == 0.0
+    assert Leaver(takes_s={"save": 100.0}, answered_at_s=(1e9,)).leave()["save"] >= 5.0, "however little is left"

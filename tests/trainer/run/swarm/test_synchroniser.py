@@ -167,8 +167,7 @@ def trained(strategy: str, lie: Change, num_rounds: int) -> tuple[list[OuterResu
                     result = trainer.after_inner_step()
                 if not number:
                     results.append(result)
-                    weights.append(before)
-                    weights.append(bits(model))
+                    weights.extend((before, bits(model)))
 
         return train
 
@@ -203,16 +202,12 @@ def test_what_an_honest_replica_may_bring_is_averaged(brought: str, strategy: st
     assert all(before != after for before, after in list(pairwise(weights))[::2])
 
 
-def test_the_other_s_part_of_a_weighted_mean() -> None:
-    own, other = torch.randn(2, 100, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(others_share(own, 0.4 * own + 0.6 * other, 0.4), other)
-
-
 @pytest.mark.parametrize(
     ("other", "is_wrong"), [(1.0, False), (0.0, False), (9.0, False), (11.0, True), (-0.1, True), (-3.0, True)]
 )
-def test_a_contradiction_is_direction_or_size(other: float, is_wrong: bool) -> None:
-    own = torch.randn(100, generator=torch.Generator().manual_seed(0))
+def test_a_contradiction_is_direction_or_size_of_the_other_s_part(other: float, is_wrong: bool) -> None:
+    own, another = torch.randn(2, 100, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(others_share(own, 0.4 * own + 0.6 * another, 0.4), another)
     assert bool(contradiction_of(own, other * own)) is is_wrong
     assert contradiction_of(torch.zeros(100), own) is None
 
@@ -229,12 +224,10 @@ def test_who_has_done_little_itself_or_was_alone_does_not_judge(weights: tuple[f
     judged = JudgedCollective(Weighted(group, 0), "replica-0", lambda key, _: distrusted.append(key))
 
     def bring(collective: Collective, value: float) -> Callable[[], RoundResult]:
-        vector = torch.full((8,), value)
-        zeros = torch.zeros(8)
-        contribution = Contribution(
-            round_index=0, vector=vector, num_batches=1, age_s=0.0, reference=zeros, state_digest=""
+        brought = {"vector": torch.full((8,), value), "reference": torch.zeros(8)}
+        return lambda: collective.reduce(
+            Contribution(round_index=0, num_batches=1, age_s=0.0, state_digest="", **brought)
         )
-        return lambda: collective.reduce(contribution)
 
     try:
         run_replicas([bring(judged, 1.0), bring(MeetingCollective(group, 1), -3.0)])
