@@ -2,32 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "BasisError",
-    "CheckpointError",
-    "CheckpointMismatchError",
-    "CodecError",
-    "CorruptCheckpointError",
-    "DiscoveryError",
-    "ExportError",
-    "IncompatiblePeerError",
-    "LedgerError",
-    "MalformedAnswerError",
-    "NonFiniteActivationError",
-    "NonFiniteTrainingError",
-    "PeerUnavailableError",
-    "PipelineError",
-    "RefusedError",
-    "RoundFailedError",
-    "RoundLeftError",
-    "RpcError",
-    "StaleGradientError",
-    "StateBehindError",
-    "StateTransferError",
-    "TrainerError",
-    "TrainerUsageError",
-]
-
 
 class TrainerError(Exception):
     """Base of all of them; the message says what was expected, what was found, and what to do."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.swarm_bench.disturbing import is_at_work
-from tests.support.training_swarm import WAIT_S, TrainingNode, TrainingSwarm, merged
+from tests.support.training_swarm import TERMINATED, WAIT_S, TrainingNode, TrainingSwarm, merged
 from trainer.checkpoint.stages import StageSet, newest_set, parse_time
 from trainer.monitor import SwarmAccount, SwarmStages
 from trainer.run.config import RunConfig, from_mapping, read_yaml
@@ -90,6 +90,12 @@ class PipelineSwarm(TrainingSwarm):
         workers = [self.begin_worker(f"{stage}.{number}", stage) for stage in STAGES for number in (1, 2)]
         self.wait(lambda: all(is_at_work(node.output()) for node in workers), "all workers at work", 4 * WAIT_S)
         return {node.name: node for node in workers}
+
+    def stop_in_order(self, *workers: str, drivers: Sequence[str] = ("driver-1",)) -> None:
+        """Drivers first, so that they have somebody to finish with; all save, and nobody has a traceback."""
+        for names in (*([name] for name in drivers), workers or STAGES):
+            assert self.stop(*names) == [TERMINATED] * len(names)
+        assert all("Traceback" not in node.output() for node in self.nodes.values())
 
     def begin_again(self, name: str, *options: str) -> TrainingNode:
         command = self.nodes[name].command

@@ -28,16 +28,6 @@ if TYPE_CHECKING:
     from trainer.run.swarm.running import Display
     from trainer.run.swarm.swarm_snapshot import ProcessCount, SwarmSnapshot
 
-__all__ = [
-    "account_text",
-    "settled_text",
-    "stage_table",
-    "status_json",
-    "swarm_display",
-    "training_display",
-    "workers_table",
-]
-
 _BOLD, _RED, _RESET = "\x1b[1m", "\x1b[31m", "\x1b[0m"
 _TERMINAL_EVERY_S, _LINE_EVERY_S = 1.0, 10.0
 _MOST_TROUBLES = 8

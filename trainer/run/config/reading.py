@@ -22,19 +22,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from trainer.errors import TrainerUsageError
 
-__all__ = [
-    "SECRET",
-    "changed_options",
-    "from_mapping",
-    "merged",
-    "nested",
-    "parse_override",
-    "read_run",
-    "read_yaml",
-    "to_mapping",
-    "to_yaml",
-]
-
 ConfigT = TypeVar("ConfigT")
 
 _BOOL: Final = "tag:yaml.org,2002:bool"

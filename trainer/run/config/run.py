@@ -35,19 +35,6 @@ from trainer.pipeline.stage.config import StageConfig
 from trainer.pipeline.worker.config import WorkerConfig
 from trainer.run.config.reading import SECRET
 
-__all__ = [
-    "CheckpointConfig",
-    "DataConfig",
-    "Engine",
-    "JoinConfig",
-    "LogConfig",
-    "ModelChoice",
-    "RunConfig",
-    "Strategy",
-    "SwarmConfig",
-    "keeper_option",
-]
-
 _EVERY_INTERFACE = ("0.0.0.0", "::", "")
 _NAME = re.compile(r"[A-Za-z0-9_@:+=-][A-Za-z0-9_.@:+=-]{0,127}")
 """Of nodes and runs: folders and files are named by them."""

@@ -27,16 +27,6 @@ from trainer.run.config.run import keeper_option
 from trainer.run.node.identity import identity_of, identity_path
 from trainer.run.swarm.shape import stage_of, target_tokens_of
 
-__all__ = [
-    "AccountOpening",
-    "check_keeper",
-    "keeper_among",
-    "keeps_account",
-    "ledger_folder",
-    "read_last_account",
-    "write_last_account",
-]
-
 logger = logging.getLogger(__name__)
 
 _LAST_ACCOUNT = "last_account.json"

@@ -18,17 +18,6 @@ from trainer.outer.sparta import frontier_of
 from trainer.run.config.run import JoinConfig
 from trainer.run.swarm.shape import stage_of
 
-__all__ = [
-    "StartupVersionCheck",
-    "catch_up",
-    "check_first_weights",
-    "is_ahead",
-    "neediest_stage",
-    "rejoin_delay_s",
-    "shut_down_gracefully",
-    "version_of_state",
-]
-
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.25

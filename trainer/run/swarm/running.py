@@ -21,18 +21,6 @@ from trainer.errors import TrainerError, TrainerUsageError
 from trainer.run.swarm.swarm_snapshot import SwarmSnapshot, process_counts, snapshot_of
 from trainer.run.swarm.tree import ChildSpec, ExitStatus, ProcessTree, RestartPolicy
 
-__all__ = [
-    "Display",
-    "LocalSwarm",
-    "deal_ports",
-    "driver_names",
-    "free_ports",
-    "run_local",
-    "seed_address",
-    "seed_spec",
-    "swarm_specs",
-]
-
 _HOST = "127.0.0.1"
 _PROGRAM = (sys.executable, "-m", "trainer")
 _READY = "  --initial-peers "

@@ -13,16 +13,6 @@ from trainer.errors import MalformedAnswerError, PeerUnavailableError, RpcError,
 from trainer.monitor.pipeline import ACCOUNT_PATH, STAGES_PATH, SwarmAccount, SwarmStages
 from trainer.run.swarm.tree import Child
 
-__all__ = [
-    "ProcessCount",
-    "SwarmSnapshot",
-    "ask_account",
-    "ask_stages",
-    "process_counts",
-    "snapshot_of",
-    "snapshot_through",
-]
-
 AnswerT = TypeVar("AnswerT", bound=BaseModel)
 
 _LOCAL_TIMEOUT_S = 1.0

@@ -31,16 +31,6 @@ from trainer.run.node.peer_book import StateChoice
 from trainer.run.node.state_form import DilocoStates, StateForm, check_meta, check_vectors
 from trainer.run.swarm.building import BuiltStage
 
-__all__ = [
-    "JudgedCollective",
-    "ReplicaSynchroniser",
-    "StagePeers",
-    "contradiction_of",
-    "others_share",
-    "state_choice",
-    "state_form",
-]
-
 logger = logging.getLogger(__name__)
 
 _MIN_COSINE = -0.5
