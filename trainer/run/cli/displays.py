@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from trainer.run.config import RunConfig
     from trainer.run.node.stopping import StopRequest
     from trainer.run.node.training import TrainingDisplay
-    from trainer.run.swarm.running import Display
-    from trainer.run.swarm.swarm_snapshot import ProcessCount, SwarmSnapshot
+    from trainer.run.swarm.running import Display, ProcessCount, SwarmSnapshot
 
 _BOLD, _RED, _RESET = "\x1b[1m", "\x1b[31m", "\x1b[0m"
 _TERMINAL_EVERY_S, _LINE_EVERY_S = 1.0, 10.0

@@ -101,7 +101,7 @@ def status_command(
 ) -> int:
     """Prints the stages and the account of the data, as a driver tells them; exit code 1 if it does not add up."""
     from trainer.run.cli.displays import stage_table, status_json, workers_table
-    from trainer.run.swarm.swarm_snapshot import SwarmSnapshot, ask_account, ask_stages
+    from trainer.run.swarm.running import SwarmSnapshot, ask_account, ask_stages
 
     stages = ask_stages(api)
     account = ask_account(api)

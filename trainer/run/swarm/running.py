@@ -1,4 +1,4 @@
-"""A whole swarm on this machine: which processes it has, their command lines, and running them until it is over.
+"""A whole swarm on this machine: its processes and their command lines, running them until it is over, how it stands.
 
 The processes find each other by peer exchange, beginning with the drivers and the first worker of each stage, whose
 ports are chosen beforehand; or, as on the internet, through seeds of a DHT. All listen on 127.0.0.1 only.
@@ -10,16 +10,19 @@ import random
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+import httpx
+from pydantic import BaseModel, ValidationError
 
 from genesis.file_lock import FileLock, FileLockedError
-from trainer.errors import TrainerError, TrainerUsageError
-from trainer.run.swarm.swarm_snapshot import SwarmSnapshot, process_counts, snapshot_of
-from trainer.run.swarm.tree import ChildSpec, ExitStatus, ProcessTree, RestartPolicy
+from trainer.errors import MalformedAnswerError, PeerUnavailableError, RpcError, TrainerError, TrainerUsageError
+from trainer.monitor.pipeline import ACCOUNT_PATH, STAGES_PATH, SwarmAccount, SwarmStages
+from trainer.run.swarm.tree import Child, ChildSpec, ExitStatus, ProcessTree, RestartPolicy
 
 _HOST = "127.0.0.1"
 _PROGRAM = (sys.executable, "-m", "trainer")
@@ -33,6 +36,35 @@ _LOOK_S = 1.0
 """Between two questions to the drivers, so that the last answer is close to the end of the run."""
 _SEED_READY_S = 90.0
 _ASKED = ExitStatus(0, "asked to stop")
+_LOCAL_TIMEOUT_S = 1.0
+"""For each wait for a driver of this machine, which answers in milliseconds unless it hangs."""
+_MAX_BYTES = 8 << 20
+_NOT_YET = 503
+AnswerT = TypeVar("AnswerT", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessCount:
+    """Processes of a stage, or of the drivers."""
+
+    name: str
+    running: int
+    wanted: int
+    restarts: int
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmSnapshot:
+    """How a swarm stands; stages as the first driver that answers sees them."""
+
+    processes: tuple[ProcessCount, ...] = ()
+    """Empty for a swarm whose processes are not children of this one."""
+    stages: SwarmStages | None = None
+    account: SwarmAccount | None = None
+    tokens_per_s: float = 0.0
+    """Of all drivers that answer."""
+    is_stale: bool = False
+    """No driver answers now; these are the last answers."""
 
 
 class Display(Protocol):
@@ -232,3 +264,84 @@ def _watch(tree: ProcessTree, display: Display, stop: Callable[[], bool]) -> Exi
         status = _ASKED if stop() else tree.look()
     display.show(replace(latest, processes=process_counts(tree.children), is_stale=False))
     return status
+
+
+def snapshot_of(children: Iterable[Child]) -> SwarmSnapshot:
+    """The swarm that consists of these processes."""
+    known = list(children)
+    seen = snapshot_through(child.spec.api_url for child in known if child.spec.api_url and child.status == "running")
+    return replace(seen, processes=process_counts(known))
+
+
+def process_counts(children: Iterable[Child]) -> tuple[ProcessCount, ...]:
+    """How many processes each stage, the drivers and the seeds have."""
+    groups: dict[str, list[Child]] = {}
+    for child in children:
+        groups.setdefault(child.spec.stage or f"{child.spec.role}s", []).append(child)
+    return tuple(
+        ProcessCount(name, sum(it.status == "running" for it in own), len(own), sum(it.num_restarts for it in own))
+        for name, own in groups.items()
+    )
+
+
+def snapshot_through(api_urls: Iterable[str]) -> SwarmSnapshot:
+    """What the drivers at these addresses report; one that does not answer is left out."""
+    stages: SwarmStages | None = None
+    account: SwarmAccount | None = None
+    tokens_per_s = 0.0
+    for url in api_urls:
+        try:
+            found = ask_stages(url, _LOCAL_TIMEOUT_S)
+            tokens_per_s += found.tokens_per_s
+            stages = stages or found
+            account = account or ask_account(url, _LOCAL_TIMEOUT_S)
+        except RpcError:
+            continue  # It starts, is busy or has ended; `process_counts` tells which.
+    return SwarmSnapshot((), stages, account, tokens_per_s)
+
+
+def ask_stages(api_url: str, timeout_s: float = 5.0) -> SwarmStages:
+    """The stages as the driver at ``http://host:port`` sees them; ``timeout_s`` is for each wait for data.
+
+    Raises:
+        PeerUnavailableError, MalformedAnswerError: nobody answers there, or it is no driver's answer.
+        TrainerUsageError: the address is malformed.
+    """
+    found = _ask(api_url, STAGES_PATH, SwarmStages, timeout_s)
+    if found is None:
+        raise PeerUnavailableError(f"{api_url}: expected the stages, found that it cannot tell yet; ask again")
+    return found
+
+
+def ask_account(api_url: str, timeout_s: float = 5.0) -> SwarmAccount | None:
+    """The account of the data; None: the driver has not heard from its keeper yet. Raises what `ask_stages` does."""
+    return _ask(api_url, ACCOUNT_PATH, SwarmAccount, timeout_s)
+
+
+def _ask(api_url: str, path: str, kind: type[AnswerT], timeout_s: float) -> AnswerT | None:
+    url = api_url.rstrip("/") + path
+    try:
+        with httpx.Client(trust_env=False, timeout=timeout_s) as client, client.stream("GET", url) as answer:
+            content = b""
+            for part in answer.iter_bytes():
+                content += part
+                if len(content) > _MAX_BYTES:
+                    raise MalformedAnswerError(f"{url}: expected at most {_MAX_BYTES} bytes, found more")
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        raise TrainerUsageError(f"--api: expected http://host:port of a driver, found {api_url!r} ({error})") from None
+    except httpx.HTTPError as error:
+        raise PeerUnavailableError(f"{api_url}: no driver answers ({error or type(error).__name__})") from None
+    if answer.status_code == _NOT_YET:
+        return None
+    if answer.status_code != httpx.codes.OK:
+        raise MalformedAnswerError(
+            f"{url}: expected a driver's answer, found status {answer.status_code}; is that the API of a driver?"
+        )
+    try:
+        return kind.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise MalformedAnswerError(
+            f"{url}: expected an answer of this release, found {place}: {first['msg']}"
+        ) from None

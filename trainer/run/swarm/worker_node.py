@@ -38,7 +38,7 @@ from trainer.run.node.identity import NodeStats, identity_of
 from trainer.run.node.network import Network
 from trainer.run.node.stopping import StopRequest
 from trainer.run.node.watching import Watch
-from trainer.run.swarm.building import BuiltStage, build_stage_site
+from trainer.run.swarm.building import BuiltStage, WorkerSaving, build_stage_site
 from trainer.run.swarm.keeper import check_keeper
 from trainer.run.swarm.lifecycle import (
     StartupVersionCheck,
@@ -51,7 +51,6 @@ from trainer.run.swarm.lifecycle import (
     version_of_state,
 )
 from trainer.run.swarm.peer_view import SwarmPeers, holds_stage
-from trainer.run.swarm.saving import WorkerSaving
 from trainer.run.swarm.shape import SwarmShape, as_usage_errors, only_process, shape_of, target_tokens_of
 from trainer.run.swarm.synchroniser import JudgedCollective, ReplicaSynchroniser, StagePeers, state_choice, state_form
 

@@ -23,8 +23,19 @@ from trainer.errors import MalformedAnswerError, PeerUnavailableError, TrainerUs
 from trainer.monitor import SwarmStages, WorkerStatus
 from trainer.run.cli.app import run
 from trainer.run.cli.displays import _SwarmJson, _SwarmLines, _Table, account_text, stage_table, workers_table
-from trainer.run.swarm.running import LocalSwarm, free_ports, run_local, seed_address, seed_spec, swarm_specs
-from trainer.run.swarm.swarm_snapshot import ProcessCount, SwarmSnapshot, ask_account, ask_stages, snapshot_through
+from trainer.run.swarm.running import (
+    LocalSwarm,
+    ProcessCount,
+    SwarmSnapshot,
+    ask_account,
+    ask_stages,
+    free_ports,
+    run_local,
+    seed_address,
+    seed_spec,
+    snapshot_through,
+    swarm_specs,
+)
 from trainer.run.swarm.tree import RestartPolicy
 
 _ROOT = Path(__file__).resolve().parents[4]

@@ -7,9 +7,10 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,13 +22,17 @@ from tests.support.trainer_command import ROOT
 from trainer.checkpoint.stages import StagewiseConfig
 from trainer.errors import TrainerUsageError
 from trainer.model.plan import StagePlan
+from trainer.network.discovery import Announcement
 from trainer.network.discovery.stage_report import StageReport, StageUid
 from trainer.run.cli.app import run
 from trainer.run.config import RunConfig, from_mapping
+from trainer.run.node.network import Network
 from trainer.run.node.stopping import StopRequest
+from trainer.run.swarm.building import build_stage_site
 from trainer.run.swarm.driver_node import run_driver
 from trainer.run.swarm.lifecycle import StartupVersionCheck
-from trainer.run.swarm.shape import only_process
+from trainer.run.swarm.shape import only_process, shape_of
+from trainer.run.swarm.worker_node import WorkerNode
 
 GRACE_S = 30.0
 RUN = """
@@ -172,8 +177,8 @@ def test_swarm_up_ends_at_once_and_says_why(run_file: Path, tmp_path: Path) -> N
         assert log.read_text().count("--- ") == 1
 
 
-def worker(stage: str, version: int, saved: int = 0, status: str = "serving") -> StageReport:
-    content = {"uid": str(StageUid(stage, 40)), "incarnation": "0" * 16, "status": status}
+def worker(stage: str, version: int, saved: int = 0, status: str = "serving", round_index: int = 0) -> StageReport:
+    content = {"uid": str(StageUid(stage, 40)), "incarnation": "0" * 16, "status": status, "round_index": round_index}
     return StageReport.model_validate({**content, "version": version, "saved": saved})
 
 
@@ -291,6 +296,46 @@ def test_versions_that_are_far_apart_are_logged_once_when_all_serve(
     assert len(caplog.records) == is_told
     if is_told:
         assert f"(head at version {head}, body-1 at version {body}, tail at version {tail})" in caplog.text
+
+
+@pytest.fixture
+def worker_node(tmp_path: Path) -> Iterator[WorkerNode]:
+    with PipelineSwarm(tmp_path, strategy="diloco") as swarm:
+        config = replace(swarm.config, node_id="head")
+        shape = shape_of(config)
+        yield WorkerNode(config, shape, build_stage_site(config, shape, "head"), StopRequest())
+
+
+def tell(monkeypatch: pytest.MonkeyPatch, name: str, value: Any) -> None:
+    """What the network of any node says from now on."""
+    monkeypatch.setattr(Network, name, property(lambda _: value))
+
+
+def announced(stage: StageReport, number: int) -> Announcement:
+    return Announcement(peer_id=f"{number:064x}", node_id=f"n{number}", run_id="pipeline", address="h:1", stage=stage)
+
+
+@pytest.mark.parametrize("versions", [[40], [0, 0, 0, 40], [40, 10**9, 10**9]])
+def test_a_state_has_the_version_of_the_holder_nearest_to_its_steps(
+    worker_node: WorkerNode, monkeypatch: pytest.MonkeyPatch, versions: list[int]
+) -> None:
+    donors = tuple(announced(worker("head", version), number) for number, version in enumerate(versions))
+    tell(monkeypatch, "donors", donors)
+    monkeypatch.setattr(Network, "publish", lambda *_: None)
+    worker_node._adopt(replace(worker_node._synchroniser.trainer.shared_state(), outer_step=2, num_inner_steps=38))
+    assert worker_node.progress().inner_step == 40
+
+
+@pytest.mark.parametrize(("rounds", "is_current"), [([0], True), ([0, 0, 5], True), ([0, 5, 5], False), ([5], False)])
+def test_a_resumed_worker_is_current_only_in_the_round_most_others_are_in(
+    worker_node: WorkerNode, monkeypatch: pytest.MonkeyPatch, rounds: list[int], is_current: bool
+) -> None:
+    said = tuple(announced(worker("head", 0, round_index=index), number) for number, index in enumerate(rounds))
+    monkeypatch.setattr(Network, "alike", lambda _: said)
+    tell(monkeypatch, "shares_common_state", True)
+    assert not worker_node._is_still_current(), "without a checkpoint of its own"
+    worker_node._is_resumed = True
+    assert worker_node._is_still_current() == is_current
 
 
 @pytest.mark.long
