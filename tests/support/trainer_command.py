@@ -67,17 +67,7 @@ class TrainerCommand:
     @contextmanager
     def running(self, *arguments: str | Path, **environment: str) -> Iterator[RunningTrainer]:
         """Trains in the background, with ``--json``; killed at the end of the ``with``, if it still lives."""
-        process = subprocess.Popen(
-            self.line("--json", *arguments),
-            cwd=ROOT,
-            env=self.environment(**environment),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            encoding="utf-8",
-            start_new_session=True,
-        )
-        node = RunningTrainer(process)
+        node = RunningTrainer(_started(self.line("--json", *arguments), self.environment(**environment)))
         try:
             yield node
         finally:
@@ -152,6 +142,11 @@ class RunningTrainer:
         self.events.append(json.loads(line))
 
 
+def _started(line: list[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(line, cwd=ROOT, env=environment, **pipes, encoding="utf-8", start_new_session=True)
+
+
 def finished(
     line: list[str], environment: Mapping[str, str], expect: int, timeout_s: float, ours: str = ""
 ) -> subprocess.CompletedProcess[str]:
@@ -159,16 +154,7 @@ def finished(
 
     Its output must hold no traceback, or with ``ours`` none through files there.
     """
-    process = subprocess.Popen(
-        line,
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-        start_new_session=True,
-    )
+    process = _started(line, environment)
     try:
         output, errors = process.communicate(timeout=timeout_s)
     except BaseException:

@@ -1,7 +1,7 @@
 """Workers that lie, drivers that flood, processes of other run files: contained, named, banned or turned away.
 
 In this process, on real sockets: real workers of a small model, real drivers and a real keeper of the account; what
-lies or floods is made by hand at an endpoint of its own. Then the same as processes.
+lies or floods is made by hand at an endpoint of its own. Liars as processes are in `tests.support.attacks`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from tests.support.event_loop import on_event_loop
 from tests.support.ledger_run import CONFIG, all_of, ledger_run
 from tests.support.lying_worker import LIES, Liar, lying_worker
 from tests.support.model_configs import random_tokens
-from tests.support.one_process import records_of
-from tests.support.pipeline_account import account_at_rest, check_account, recount_of
-from tests.support.pipeline_swarm import STAGES, PipelineSwarm, steps_of
+from tests.support.pipeline_account import check_account
+from tests.support.pipeline_swarm import STAGES, PipelineSwarm
 from tests.support.rpc_node import fast_config
 from tests.support.rpc_pair import running_endpoint
 from tests.support.small_pipeline import SmallPipeline, Windows, announced
@@ -204,36 +203,6 @@ async def test_a_driver_that_leases_all_it_can_leaves_the_rest_to_others(tmp_pat
         assert len(await all_of(client)) == 15  # When the greedy one's leases had run out.
         account = await keeper.account()
         assert (account.micro_batches.done, account.micro_batches.lost, account.micro_batches.open) == (15, 0, 0)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(400)
-def test_a_process_that_lies_is_banned_for_an_hour_by_name_and_the_rest_train_on(tmp_path: Path) -> None:
-    with PipelineSwarm(tmp_path / "swarm") as swarm:
-        driver = swarm.begin_driver("driver-1")
-        workers = swarm.begin_workers(*STAGES)
-        lie = ["--stage", "body-1", "--lie", "NaN activations"]
-        swarm.begin("liar", options=lie, program=("-m", "tests.support.lying_worker"))
-        swarm.wait_for_steps("driver-1", 1, 240.0)
-        swarm.wait(lambda: banned_for_s(swarm, "liar") > 3000, "the liar to be banned", 240.0)
-        begun = len(steps_of(driver))
-        swarm.wait_for_steps("driver-1", begun + 10, 240.0, [driver, *workers])
-        assert banned_for_s(swarm, "liar") > 3000
-        assert all(banned_for_s(swarm, worker.name) == 0 for worker in workers)
-        assert driver.output().count("answers what no honest worker answers") == 1
-        assert f"body1.0.666 ({swarm['liar'].peer_id[:12]}" in driver.output()
-        assert swarm.stop("driver-1") == [TERMINATED]
-        records = records_of(swarm.journal)
-        account = account_at_rest(swarm, recount_of(records), records)
-        assert account.micro_batches.lost == 0
-        assert account.micro_batches.open == account.waiting
-
-
-def banned_for_s(swarm: PipelineSwarm, name: str) -> float:
-    """As the driver tells it over HTTP; 0 where it does not know that worker."""
-    stages = swarm.stages()
-    workers = [] if stages is None else [worker for stage in stages.stages for worker in stage.workers]
-    return max((worker.banned_for_s for worker in workers if worker.node_id == name), default=0.0)
 
 
 CHANGES = {

@@ -399,13 +399,14 @@ class Living:
     def __init__(self) -> None:
         self.done = 3
         self.silent: dict[str, float] = {}
+        self.banned: dict[str, float] = {}
         self.audit = AuditStatus()
         self._thread = threading.get_ident()
 
     def status(self) -> DriverStatus:
         assert threading.get_ident() == self._thread
         load = WorkerLoad(OWN, runtime_s=0.0, s_per_unit=1.0, proven=True, in_flight=2, num_done=3)
-        tail = StageView("tail", (load,), {OWN: "tail.0.40"}, {}, stalled_s=0.0)
+        tail = StageView("tail", (load,), {OWN: "tail.0.40"}, self.banned, stalled_s=0.0)
         return DriverStatus(4, self.done, 0, 0, 0, 99, {}, {}, {}, (tail,), self.audit, silent=self.silent)
 
 
@@ -436,7 +437,11 @@ def test_other_threads_are_shown_snapshots_of_workers_of_its_own_run_file(config
     assert (seen.in_flight, tail.num_serving, tail.version) == (4, 1, 7)
     assert [(worker.peer_id, worker.in_flight) for worker in tail.workers] == [(OWN, 2)]
     assert tail.workers[0].age_s < 60
-    driver.silent = {OWN: 12.0}
+    driver.banned = {OWN: 3600.0}
+    view.look()
+    tail = view.stages().stages[-1]
+    assert (tail.workers[0].banned_for_s, tail.num_serving) == (3600.0, 0)
+    driver.banned, driver.silent = {}, {OWN: 12.0}
     driver.audit = AuditStatus(undecided=(("head.0.32", "head.0.33"), ("tail.0.33", "tail.0.40")))
     assert tail.workers[0].differs_from == ()
     view.look()
