@@ -242,5 +242,5 @@ def test_who_has_another_run_file_is_told_what_differs(tmp_path: Path) -> None:
         assert swarm.stop(*(node.name for node in residents)) == [TERMINATED] * 4
         for stranger in strangers:
             assert not stranger.events("step")
-        account, _ = check_account(swarm)
+        account = check_account(swarm)
     assert not account.micro_batches.lost
