@@ -6,7 +6,7 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -290,33 +290,21 @@ async def test_it_does_not_wait_for_ever_nor_when_all_is_done(
     assert driver.begun.is_set()
 
 
-class HangingStore:
-    """Stands for `lanes_of`: it asks a store that does not answer."""
-
-    def __init__(self) -> None:
-        self.asked, self.released, self.given_up = threading.Event(), threading.Event(), threading.Event()
-
-    def __call__(self, *_args: object) -> tuple[Lane, ...]:
-        self.asked.set()
-        self.released.wait(30.0)
-        self.given_up.set()
-        return ()
-
-
-@pytest.fixture
-def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingStore]:
-    store = HangingStore()
-    monkeypatch.setattr("trainer.run.swarm.driver_node.lanes_of", store)
-    yield store
-    store.released.set()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["it begins", "it keeps the account"])
 @on_event_loop
 async def test_a_driver_that_is_asked_to_stop_waits_for_no_store(
-    when: str, make: Make, hanging: HangingStore, monkeypatch: pytest.MonkeyPatch
+    when: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked, released, given_up = threading.Event(), threading.Event(), threading.Event()
+
+    def hanging_store(*_: object) -> tuple[Lane, ...]:
+        asked.set()
+        released.wait(30.0)
+        given_up.set()
+        return ()
+
+    monkeypatch.setattr("trainer.run.swarm.driver_node.lanes_of", hanging_store)
     monkeypatch.setattr("trainer.run.swarm.driver_node._NOTE_SHARDS_S", 0.0)
     made = make()
     if when == "it begins":
@@ -325,11 +313,12 @@ async def test_a_driver_that_is_asked_to_stop_waits_for_no_store(
         driver = made.node._driver = Working()
         made.node._keeper = SimpleNamespace(failed=for_ever)
         running = asyncio.create_task(made.node._drive(driver))
-    while not hanging.asked.is_set() and not running.done():
+    while not asked.is_set() and not running.done():
         await asyncio.sleep(0.01)
     made.stop.ask()
     await running
-    assert not hanging.given_up.is_set()
+    assert not given_up.is_set()
+    released.set()
 
 
 def test_steps_and_their_rate_go_on_where_the_account_is(config: RunConfig, make: Make) -> None:
@@ -374,19 +363,18 @@ def test_what_a_keeper_leaves_is_the_account_behind_its_own_settling(
     line = SimpleNamespace(step=lambda _: None)
     node = DriverNode(config, shape_of(config), open_session(config.data), stop, line)
 
-    def ask_once_it_has_leased() -> None:
+    async def run_until_it_has_leased() -> None:
+        running = asyncio.create_task(node.run())
         deadline_s = time.monotonic() + 30
         while time.monotonic() < deadline_s:
             account = node.view.account()
             if account is not None and account.micro_batches.leased:
                 break
-            time.sleep(0.05)
+            await asyncio.sleep(0.05)
         stop.ask()
+        await running
 
-    asking = threading.Thread(target=ask_once_it_has_leased)
-    asking.start()
-    asyncio.run(node.run())
-    asking.join()
+    asyncio.run(run_until_it_has_leased())
     account = read_last_account(config, began_at)
     assert account is not None
     assert account.leases == 0
