@@ -1,57 +1,6 @@
-"""Everything that can go wrong in training, one line a user can act on each.
-
-TrainerError
-├── TrainerUsageError          options that do not go together, or a value out of range
-├── NonFiniteTrainingError     loss or gradient stayed NaN or infinite, step after step
-├── CheckpointError            a checkpoint cannot be written or used
-│   ├── CorruptCheckpointError     no file of it is whole
-│   └── CheckpointMismatchError    it belongs to another run, architecture or format
-├── ExportError                a checkpoint cannot be written in another project's form
-├── CodecError                 encoded numbers that no honest encoder made
-├── RpcError                   talking to a peer failed
-│   ├── PeerUnavailableError       it does not answer, or fell silent
-│   ├── RefusedError               it answered no, and said why
-│   └── MalformedAnswerError       it answered something that is no answer
-├── PipelineError              a micro-batch cannot be taken through a stage
-│   ├── NonFiniteActivationError   it brings or makes values that are not finite
-│   └── StaleGradientError         the weights have moved on too far since its forward pass
-├── BasisError                 a subspace's basis is not the run's, or not orthonormal
-├── LedgerError                the account of the data cannot be kept, or not be believed
-├── IncompatiblePeerError      the others train another architecture, vocabulary or protocol
-├── RoundFailedError           a round ended without a result; training goes on from where it was
-│   ├── RoundLeftError             this node is to stop, and did not wait for its end
-│   └── StateBehindError           the others hold another state: theirs has to be fetched first
-├── StateTransferError         no donor gave the whole state
-└── DiscoveryError             peers cannot be looked up
-"""
+"""Everything that can go wrong in training, one line a user can act on each."""
 
 from __future__ import annotations
-
-__all__ = [
-    "BasisError",
-    "CheckpointError",
-    "CheckpointMismatchError",
-    "CodecError",
-    "CorruptCheckpointError",
-    "DiscoveryError",
-    "ExportError",
-    "IncompatiblePeerError",
-    "LedgerError",
-    "MalformedAnswerError",
-    "NonFiniteActivationError",
-    "NonFiniteTrainingError",
-    "PeerUnavailableError",
-    "PipelineError",
-    "RefusedError",
-    "RoundFailedError",
-    "RoundLeftError",
-    "RpcError",
-    "StaleGradientError",
-    "StateBehindError",
-    "StateTransferError",
-    "TrainerError",
-    "TrainerUsageError",
-]
 
 
 class TrainerError(Exception):

@@ -30,9 +30,8 @@ from scripts.swarm_bench.disturbing import Disturber, is_at_work, schedule
 from scripts.trainer_bench.workspace import make_store
 from trainer.model.config import stage_names
 from trainer.monitor import SwarmAccount
-from trainer.run.swarm.children import Child, RestartPolicy
 from trainer.run.swarm.running import LocalSwarm, deal_ports, swarm_specs
-from trainer.run.swarm.tree import ProcessTree
+from trainer.run.swarm.tree import Child, ProcessTree, RestartPolicy
 
 __all__ = ["ASKED", "Progress", "bench_goodput"]
 

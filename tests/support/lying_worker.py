@@ -1,38 +1,27 @@
 """A worker that registers a stage's methods and answers what no honest worker answers, quickly.
 
-    async with lying_worker("body-1", LIES["NaN activations"], dim=16) as liar: ...      # in this process
-    python -m tests.support.lying_worker --config F --node-id liar --port N --stage body-1 --lie "NaN activations" ...
+    async with lying_worker("body-1", LIES["NaN activations"], dim=16) as liar: ...
 
-What it is asked for it answers without computing anything, in the right form but for its lie. As a process it announces
-itself as a worker of the run file's stage would, so that drivers and other workers believe that it is one of them.
+What it is asked for it answers without computing anything, in the right form but for its lie.
 """
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import math
 import secrets
-import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer.model.config import stage_names
-from trainer.network.discovery import Announcement, open_discovery
-from trainer.network.discovery.stage_report import StageReport, StageUid
 from trainer.network.rpc import Endpoint, Identity, PeerId, Reply, Request, RpcConfig
 from trainer.network.transfer.descriptor import TensorSpec
 from trainer.pipeline.protocol import messages
 from trainer.pipeline.protocol.tensors import TensorAnswer, TensorService
-from trainer.run.config import RunConfig, from_mapping, read_yaml
-from trainer.run.swarm.shape import shape_of
 
 __all__ = ["LIES", "Liar", "Lie", "lying_worker"]
 
@@ -182,49 +171,3 @@ async def lying_worker(
         yield liar, endpoint
     finally:
         await endpoint.stop()
-
-
-async def _serve(config: RunConfig, stage: str, lie: Lie) -> None:
-    """Lies, and announces itself, until it is killed."""
-    shape = shape_of(config)
-    async with lying_worker(stage, lie, dim=shape.model.dim, run_id=config.run_id, rpc=config.rpc) as (liar, endpoint):
-        discovery = open_discovery(endpoint, config.discovery, stage_names(config.swarm.num_stages))
-        await discovery.start()
-        sys.stdout.write(f"node {endpoint.peer_id} answers at {endpoint.address}\n")
-        sys.stdout.flush()
-        while True:
-            await discovery.announce(
-                Announcement(
-                    peer_id=endpoint.peer_id,
-                    node_id=config.node_id,
-                    run_id=config.run_id,
-                    address=endpoint.address,
-                    certificate_pem=(endpoint.certificate or b"").decode(),
-                    terms_digest=shape.terms(stage).digest(),
-                    stage=StageReport(
-                        uid=str(StageUid(stage, 666)), incarnation=liar.incarnation, status="serving", rows_per_s=1e6
-                    ),
-                )
-            )
-            await asyncio.sleep(config.discovery.announce_interval_s)
-
-
-def main(arguments: Sequence[str]) -> None:
-    """The process."""
-    parser = argparse.ArgumentParser()
-    for name in ("--config", "--node-id", "--stage", "--lie"):
-        parser.add_argument(name, required=True)
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--initial-peers", action="append", default=[])
-    options = parser.parse_args(arguments)
-    settings = read_yaml(Path(options.config))
-    settings |= {
-        "node_id": options.node_id,
-        "rpc": {**settings["rpc"], "port": options.port},
-        "discovery": {**settings["discovery"], "initial_peers": options.initial_peers},
-    }
-    asyncio.run(_serve(from_mapping(RunConfig, settings), options.stage, LIES[options.lie]))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

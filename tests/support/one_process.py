@@ -25,8 +25,6 @@ from trainer.run.config import RunConfig
 from trainer.run.node.data import open_session
 from trainer.run.swarm.shape import shape_of, target_tokens_of
 
-__all__ = ["OneProcess", "SingleStep", "micro_batches_given", "records_of"]
-
 
 @dataclass(frozen=True)
 class SingleStep:
@@ -78,7 +76,6 @@ class OneProcess:
         self.optimizer = make_optimizer(self.model, config.inner)
 
     def steps(self) -> Iterator[SingleStep]:
-        """Step by step, as long as the account's micro-batches last."""
         target_tokens = target_tokens_of(self._config)
         loss_sum, num_tokens, step = torch.zeros(()), 0, 0
         for micro_batch in self._given:
@@ -117,7 +114,6 @@ class OneProcess:
         }
 
     def moments(self) -> dict[str, Tensor]:
-        """AdamW's means of the gradients so far, by the parameter's name."""
         return {
             name: self.optimizer.state[parameter]["exp_avg"]
             for name, parameter in self.model.named_parameters()

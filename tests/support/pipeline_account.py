@@ -18,8 +18,6 @@ from trainer.pipeline.ledger.records import Granted, Opened, Record, Resolved, S
 from trainer.pipeline.protocol.work import MicroBatchId
 from trainer.run.node.data import open_session
 
-__all__ = ["Recount", "account_at_rest", "check_account", "recount_of"]
-
 
 @dataclass
 class Recount:
@@ -31,12 +29,10 @@ class Recount:
     lost: set[MicroBatchId] = field(default_factory=set)
 
     def num_tokens(self, micro_batches: Iterable[MicroBatchId]) -> int:
-        """Labels of their rows."""
         layout = self.spec.layout
         return sum(layout.rows_of(each) for each in micro_batches) * layout.seq_len
 
     def take(self, record: Record) -> None:
-        """The next record."""
         match record:
             case Granted():
                 granted = self._of(record.runs)
@@ -61,42 +57,32 @@ class Recount:
         return {each for run in runs for each in self.spec.layout.micro_batches(run)}
 
 
-def recount_of(records: list[Record]) -> Recount:
-    """What a journal that was not compacted adds up to."""
-    first = records[0]
-    assert isinstance(first, Opened)
-    recount = Recount(first.spec)
+def account_at_rest(swarm: PipelineSwarm) -> tuple[Account, Recount]:
+    """As the keeper would tell it if it were started now: it adds up, to what its journal, not compacted, has in it."""
+    records = records_of(swarm.journal)
+    assert isinstance(records[0], Opened)
+    recount = Recount(records[0].spec)
     for record in records:
         recount.take(record)
-    return recount
-
-
-def account_at_rest(swarm: PipelineSwarm, recount: Recount, records: list[Record]) -> Account:
-    """As the keeper would tell it if it were started now."""
-    config = swarm.config
-    lanes = lanes_of(open_session(config.data).catalog, config.data.sources, config.data.holdout)
-    return LedgerState.of(records, recount.spec, [lane.shards for lane in lanes]).account()
-
-
-def check_account(swarm: PipelineSwarm) -> tuple[Account, Recount]:
-    """The account adds up, to what the workers of each stage have trained on; no worker was killed."""
-    records = records_of(swarm.journal)
-    recount = recount_of(records)
-    account = account_at_rest(swarm, recount, records)
+    data = swarm.config.data
+    lanes = lanes_of(open_session(data).catalog, data.sources, data.holdout)
+    account = LedgerState.of(records, recount.spec, [lane.shards for lane in lanes]).account()
     counted = account.micro_batches
     assert counted.leased == counted.done + counted.lost + counted.open
     assert (counted.done, counted.lost, counted.open) == (len(recount.done), len(recount.lost), len(recount.open))
     assert account.tokens.done == recount.num_tokens(recount.done)
+    assert sum(it.micro_batches for it in account.lost) == counted.lost
     assert not account.leases, "expected that all leases were given back or looked into"
-    assert account.waiting == counted.open
-    done, lost = account.tokens.done, account.tokens.lost
-    for stage in STAGES:
-        applied = stepped_tokens(swarm, stage)
-        assert done <= applied <= done + lost, f"{stage}: {applied} tokens stepped, {done} done, {lost} lost"
+    assert account.waiting == counted.open, "expected nothing to be open but what was handed back unbegun"
     return account, recount
 
 
-def stepped_tokens(swarm: PipelineSwarm, stage: str) -> int:
-    """What went into the optimizer steps of a stage's workers, over all their lives."""
-    workers = [node for name, node in swarm.nodes.items() if name.startswith(stage)]
-    return sum(int(event.number("num_tokens")) for node in workers for event in node.events("step"))
+def check_account(swarm: PipelineSwarm) -> Account:
+    """The account adds up, to what the workers of each stage have trained on, over all their lives; none was killed."""
+    account, _ = account_at_rest(swarm)
+    done, lost = account.tokens.done, account.tokens.lost
+    for stage in STAGES:
+        workers = [node for name, node in swarm.nodes.items() if name.startswith(stage)]
+        applied = sum(int(event.number("num_tokens")) for node in workers for event in node.events("step"))
+        assert done <= applied <= done + lost, f"{stage}: {applied} tokens stepped, {done} done, {lost} lost"
+    return account

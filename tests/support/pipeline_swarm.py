@@ -5,8 +5,7 @@
         swarm.begin_workers("head", "body-1", "tail")
         swarm["driver-1"].exit_code()
 
-What `TrainingSwarm` does holds here too: all waiting has a deadline and fails at once when a process that is waited for
-has ended, everything lies in the swarm's folder, and no process is left when the ``with`` ends.
+What `TrainingSwarm` guarantees holds here too.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.training_swarm import WAIT_S, TrainingNode, TrainingSwarm, merged
+from scripts.swarm_bench.disturbing import is_at_work
+from tests.support.training_swarm import TERMINATED, WAIT_S, TrainingNode, TrainingSwarm, merged
 from trainer.checkpoint.stages import StageSet, newest_set, parse_time
 from trainer.monitor import SwarmAccount, SwarmStages
 from trainer.run.config import RunConfig, from_mapping, read_yaml
 
-__all__ = ["SETTINGS", "STAGES", "PipelineSwarm", "merged", "steps_of"]
-
 STAGES = ("head", "body-1", "tail")
+DRIVERS = ("driver-1", "driver-2")
 
 SETTINGS: dict[str, Any] = {
     "run_id": "pipeline",
@@ -53,13 +52,7 @@ SETTINGS: dict[str, Any] = {
 
 
 class PipelineSwarm(TrainingSwarm):
-    """The workers and drivers of one run; a context manager that leaves no process behind.
-
-    Args:
-        folder: for everything they write.
-        store: what they train on; by default `text_store`.
-        options: of all of them, over `SETTINGS`, by section and name, however deep.
-    """
+    """The workers and drivers of one run; ``options`` are over `SETTINGS`, by section and name, however deep."""
 
     def __init__(self, folder: Path, store: Path | None = None, **options: Any) -> None:
         folder.mkdir(exist_ok=True)
@@ -68,12 +61,10 @@ class PipelineSwarm(TrainingSwarm):
 
     @property
     def run_file(self) -> Path:
-        """All processes have the same."""
         return self._config
 
     @property
     def config(self) -> RunConfig:
-        """What the run file says."""
         return from_mapping(RunConfig, read_yaml(self.run_file))
 
     @property
@@ -82,21 +73,31 @@ class PipelineSwarm(TrainingSwarm):
         return self.folder / "home" / "ledger" / self.config.run_id / "journal.jsonl"
 
     def begin_driver(self, name: str = "driver-1", *options: str) -> TrainingNode:
-        """Starts a driver; it prints its steps as JSON lines."""
         self.begin(name, options=["--pipeline", "swarm", "--json", *options])
         return self[name]
 
     def begin_worker(self, name: str, stage: str, options: Sequence[str] = ()) -> TrainingNode:
-        """Starts a worker of a stage, or of ``auto``."""
         self.begin(name, options=options, program=("-m", "trainer", "worker", "--stage", stage))
         return self[name]
 
     def begin_workers(self, *stages: str, suffix: str = "", options: Sequence[str] = ()) -> list[TrainingNode]:
-        """Starts a worker of each of these stages, named as the stage."""
         return [self.begin_worker(stage + suffix, stage, options) for stage in stages]
 
+    def begin_two_of_each(self) -> dict[str, TrainingNode]:
+        """Starts two drivers and ``STAGE.1``, ``STAGE.2`` of each stage; the workers, once all are at work."""
+        for name in DRIVERS:
+            self.begin_driver(name)
+        workers = [self.begin_worker(f"{stage}.{number}", stage) for stage in STAGES for number in (1, 2)]
+        self.wait(lambda: all(is_at_work(node.output()) for node in workers), "all workers at work", 4 * WAIT_S)
+        return {node.name: node for node in workers}
+
+    def stop_in_order(self, *workers: str, drivers: Sequence[str] = ("driver-1",)) -> None:
+        """Drivers first, so that they have somebody to finish with; all save, and nobody has a traceback."""
+        for names in (*([name] for name in drivers), workers or STAGES):
+            assert self.stop(*names) == [TERMINATED] * len(names)
+        assert all("Traceback" not in node.output() for node in self.nodes.values())
+
     def begin_again(self, name: str, *options: str) -> TrainingNode:
-        """Starts a process that has ended again, this time with further options."""
         command = self.nodes[name].command
         again = TrainingNode(name, [*command, *options], self.folder)
         self.nodes[name] = again
@@ -106,7 +107,6 @@ class PipelineSwarm(TrainingSwarm):
     def wait_for_steps(
         self, name: str, count: int, timeout_s: float = WAIT_S, alive: Iterable[TrainingNode] | None = None
     ) -> None:
-        """Until a driver has printed so many steps, over all its lives."""
         self.wait(lambda: len(steps_of(self[name])) >= count, f"{count} steps of {name}", timeout_s, alive)
 
     def account(self, name: str = "driver-1") -> SwarmAccount | None:
@@ -115,12 +115,10 @@ class PipelineSwarm(TrainingSwarm):
         return None if answer is None else SwarmAccount.model_validate(answer)
 
     def stages(self, name: str = "driver-1") -> SwarmStages | None:
-        """The same, of stages and workers."""
         answer = self._asked(name, "/api/swarm/stages")
         return None if answer is None else SwarmStages.model_validate(answer)
 
     def checkpoints(self) -> StageSet:
-        """The newest there are, of all stages."""
         config = self.config
         return newest_set(config.swarm.checkpoint.directory, config.run_id, parse_time("now", 1 << 62))
 
@@ -134,6 +132,5 @@ class PipelineSwarm(TrainingSwarm):
 
 
 def steps_of(driver: TrainingNode) -> list[dict[str, Any]]:
-    """The steps a driver has printed, over all its lives."""
     lines = [line for line in driver.output().splitlines() if line.startswith('{"kind":"step"')]
     return [json.loads(line) for line in lines if line.endswith("}")]

@@ -9,7 +9,6 @@ from trainer.monitor import (
     ApiServer,
     LostShare,
     PerishedShare,
-    StageStatus,
     SwarmAccount,
     SwarmStages,
     TallyStatus,
@@ -20,59 +19,32 @@ from trainer.monitor import (
 )
 from trainer.monitor.metrics import Sources
 
-__all__ = ["SeenPipeline", "a_worker", "an_account", "driver_api", "some_stages"]
-
 
 def an_account(**changes: object) -> SwarmAccount:
     content: dict[str, object] = {
-        "node_id": "driver-1",
-        "keeper": "driver-1",
-        "age_s": 0.0,
         "micro_batches": TallyStatus(leased=120, done=100, lost=3, open=17),
         "tokens": TallyStatus(leased=122_880, done=102_400, lost=3_072, open=17_408),
-        "trained_tokens": 102_400,
-        "waiting": 5,
-        "reissued": 2,
-        "leases": 2,
         "lost": (LostShare(stage="body-1", reason="unclear", micro_batches=3),),
         "perished": (PerishedShare(stage="head", micro_batches=1),),
     }
+    content |= {"node_id": "driver-1", "keeper": "driver-1", "age_s": 0.0}
+    content |= {"trained_tokens": 102_400, "waiting": 5, "reissued": 2, "leases": 2}
     return SwarmAccount.model_validate(content | changes)
 
 
 def a_worker(uid: str, **changes: object) -> WorkerStatus:
-    content: dict[str, object] = {
-        "uid": uid,
-        "node_id": "n",
-        "peer_id": "f" * 64,
-        "status": "serving",
-        "version": 12,
-        "num_tokens": 4096,
-        "queued": 1,
-        "rows_per_s": 30.0,
-        "busy": 0.75,
-    }
+    content: dict[str, object] = {"uid": uid, "node_id": "n", "peer_id": "f" * 64, "status": "serving", "version": 12}
+    content |= {"num_tokens": 4096, "queued": 1, "rows_per_s": 30.0, "busy": 0.75}
     return WorkerStatus.model_validate(content | changes)
 
 
 def some_stages(**changes: object) -> SwarmStages:
     workers = (a_worker("head.0.42"), a_worker("head.0.43", status="joining", version=11, rows_per_s=0.0))
-    content: dict[str, object] = {
-        "node_id": "driver-1",
-        "time": "2026-11-21T03:00:00Z",
-        "step": 12,
-        "loss": 5.25,
-        "tokens_per_s": 1234.5,
-        "in_flight": 8,
-        "stages": (
-            StageStatus(
-                stage="head", num_layers=1, num_serving=1, version=12, rows_per_s=30.0, empty_for_s=0.0, workers=workers
-            ),
-            StageStatus(
-                stage="tail", num_layers=1, num_serving=0, version=None, rows_per_s=0.0, empty_for_s=7.5, workers=()
-            ),
-        ),
-    }
+    head = {"num_serving": 1, "version": 12, "rows_per_s": 30.0, "empty_for_s": 0.0, "workers": workers}
+    tail = {"num_serving": 0, "version": None, "rows_per_s": 0.0, "empty_for_s": 7.5, "workers": ()}
+    content: dict[str, object] = {"node_id": "driver-1", "time": "2026-11-21T03:00:00Z", "step": 12, "loss": 5.25}
+    content |= {"tokens_per_s": 1234.5, "in_flight": 8}
+    content["stages"] = ({"stage": "head", "num_layers": 1} | head, {"stage": "tail", "num_layers": 1} | tail)
     return SwarmStages.model_validate(content | changes)
 
 
@@ -91,7 +63,6 @@ class SeenPipeline:
 
 
 def driver_api(view: SeenPipeline, port: int = 0) -> ApiServer:
-    """A driver's HTTP interface."""
     tracker = TrainingTracker("driver-1", peer_id="f" * 64)
     sources = Sources(status=tracker.status, refused=dict, rpc_bytes=lambda: (0, 0), lost_events=lambda: 0)
     metrics = TrainingMetrics(sources, node_id="driver-1", run_id="run")

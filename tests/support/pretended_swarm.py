@@ -15,8 +15,6 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-__all__ = ["PROGRAM"]
-
 PROGRAM = (sys.executable, "-m", "tests.support.pretended_swarm")
 
 

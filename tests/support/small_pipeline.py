@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor
@@ -26,8 +25,6 @@ from trainer.network.rpc import Endpoint, Peer
 from trainer.pipeline.driver import DriverConfig, LinkForm, PipelineDriver, StageWorker
 from trainer.pipeline.driver.workers import LastWord
 from trainer.pipeline.protocol.work import LeaseTerm, MicroBatch, MicroBatchId, boottime_s
-
-__all__ = ["POSITIONS", "ROWS", "Directory", "Member", "SmallPipeline", "Windows", "announced", "driver_of", "window"]
 
 ROWS, POSITIONS = 2, 12
 
@@ -46,7 +43,6 @@ class Windows(ListedWork):
 
 
 def window(number: int) -> tuple[Tensor, Tensor]:
-    """The same rows for the same number."""
     return random_tokens(64, ROWS, POSITIONS, seed=number)
 
 
@@ -59,7 +55,6 @@ class Directory:
     silence_s: float = 3600.0
 
     def workers(self) -> tuple[StageWorker, ...]:
-        """As a `StageDirectory`."""
         return tuple(self.found)
 
     def last_word(self, key: str) -> LastWord | None:
@@ -69,7 +64,6 @@ class Directory:
 
 
 def announced(stage: str, number: int, peer: Peer, incarnation: str = "0" * 16) -> StageWorker:
-    """As a driver would hear of it."""
     return StageWorker(stage, str(StageUid(stage, number)), peer, incarnation)
 
 
@@ -96,21 +90,17 @@ class Member:
 
     @property
     def stage(self) -> str:
-        """Which it holds."""
         return self.announced.stage
 
     @property
     def incarnation(self) -> str:
-        """As it signs."""
         return self.running.worker.replies.incarnation
 
     @property
     def num_tokens(self) -> int:
-        """Accumulated."""
         return self.running.worker.replica.accumulated.num_tokens
 
     def counted(self, keys: list[str]) -> set[str]:
-        """Those of these that it has counted."""
         return self.running.worker.replies.counted_among(keys)[1]
 
 
@@ -135,14 +125,11 @@ class SmallPipeline:
                 await self.join(stage)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for member in self.alive:
             await member.life.aclose()
 
     def at(self, stage: str) -> list[Member]:
-        """The living workers of a stage."""
         return [member for member in self.alive if member.stage == stage]
 
     async def join(self, stage: str, in_place_of: Member | None = None) -> Member:
@@ -168,10 +155,8 @@ class SmallPipeline:
         await member.life.aclose()
 
     def forget_dead(self) -> None:
-        """Their announcements have expired."""
         self.directory.found = [member.announced for member in self.alive]
 
     def driver(self, endpoint: Endpoint, work: ListedWork, **options: Any) -> PipelineDriver:
-        """One that sends to these workers; see `driver_of`."""
         driver: PipelineDriver = driver_of(endpoint, self.setup, self.directory, work, **options)
         return driver

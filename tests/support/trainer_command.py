@@ -43,7 +43,6 @@ class TrainerCommand:
         return self.folder / "checkpoints"
 
     def line(self, *arguments: str | Path) -> list[str]:
-        """The command line of a training node."""
         places = ["--store", str(self.store), "--checkpoint-dir", str(self.checkpoints)]
         places += ["--set", f"state_dir={self.folder}"]
         return [*self.starter, *places, *self.common, *map(str, arguments)]
@@ -63,30 +62,18 @@ class TrainerCommand:
         return finished(self.line(*arguments), self.environment(), 1, WAIT_S, ours=f"{ROOT}/trainer/")
 
     def other(self, *arguments: str | Path, expect: int = 0) -> subprocess.CompletedProcess[str]:
-        """Another of its commands: export, plot."""
         return finished([sys.executable, "-m", "trainer", *map(str, arguments)], self.environment(), expect, WAIT_S)
 
     @contextmanager
     def running(self, *arguments: str | Path, **environment: str) -> Iterator[RunningTrainer]:
         """Trains in the background, with ``--json``; killed at the end of the ``with``, if it still lives."""
-        process = subprocess.Popen(
-            self.line("--json", *arguments),
-            cwd=ROOT,
-            env=self.environment(**environment),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            encoding="utf-8",
-            start_new_session=True,
-        )
-        node = RunningTrainer(process)
+        node = RunningTrainer(_started(self.line("--json", *arguments), self.environment(**environment)))
         try:
             yield node
         finally:
             node.end()
 
     def saved(self, node_id: str, instance: str = "", token: str = "") -> dict[str, Any]:
-        """The newest checkpoint's contents."""
         found = load_newest(self.checkpoints, wallet_id(token, node_id), instance)
         assert found is not None, f"no checkpoint of {node_id} in {self.checkpoints}"
         return found
@@ -108,7 +95,6 @@ class RunningTrainer:
             reader.start()
 
     def wait_for(self, kind: str, number: int = 0, timeout_s: float = WAIT_S) -> dict[str, Any]:
-        """The first event of a kind whose step, or outer step, is at least a number."""
         key = {"step": "step", "round": "outer_step"}[kind]
         deadline_s = time.monotonic() + timeout_s
         with self._news:
@@ -127,12 +113,10 @@ class RunningTrainer:
         self.process.wait(WAIT_S)
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """A signal; returns the exit code."""
         self.process.send_signal(number)
         return self.wait()
 
     def wait(self) -> int:
-        """Its exit code, once it has ended of itself."""
         code = self.process.wait(WAIT_S)
         for reader in self._readers:
             reader.join(WAIT_S)
@@ -158,6 +142,11 @@ class RunningTrainer:
         self.events.append(json.loads(line))
 
 
+def _started(line: list[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(line, cwd=ROOT, env=environment, **pipes, encoding="utf-8", start_new_session=True)
+
+
 def finished(
     line: list[str], environment: Mapping[str, str], expect: int, timeout_s: float, ours: str = ""
 ) -> subprocess.CompletedProcess[str]:
@@ -165,16 +154,7 @@ def finished(
 
     Its output must hold no traceback, or with ``ours`` none through files there.
     """
-    process = subprocess.Popen(
-        line,
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-        start_new_session=True,
-    )
+    process = _started(line, environment)
     try:
         output, errors = process.communicate(timeout=timeout_s)
     except BaseException:

@@ -12,8 +12,6 @@ import pytest
 from tests.support.trainer_command import TrainerCommand
 from trainer.run.cli.app import run
 
-__all__ = ["TrainerHere", "trainer_here"]
-
 
 @dataclass(frozen=True)
 class TrainerHere:
@@ -28,7 +26,6 @@ class TrainerHere:
         return self.other(*self.command.line(*arguments)[3:], expect=expect)
 
     def other(self, *arguments: str | Path, expect: int = 0) -> str:
-        """Any command line."""
         self.caplog.clear()
         code = run([str(argument) for argument in arguments])
         output, errors = self.capsys.readouterr()
@@ -44,7 +41,6 @@ def trainer_here(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[TrainerHere]:
-    """With the command's environment in place of the test's own."""
     for name in ("GENESIS_TOKEN", "GENESIS_STORE", "GENESIS_CACHE_BYTES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("GENESIS_CACHE_DIR", str(command.folder / "cache"))

@@ -11,12 +11,9 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from tests.support.training_actor import NUM_ROUNDS
-
-__all__ = ["Outcome", "TrainingCast"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 _NUM_PROCESSES = 2
@@ -34,19 +31,16 @@ class Outcome:
 
     @property
     def honest(self) -> list[dict[str, Any]]:
-        """Those of the others."""
         return [member for number, member in self.members.items() if number not in self.liars]
 
     @property
     def loss(self) -> float:
-        """Held-out loss of the honest, who must all have come to the same."""
         assert len({member["digest"] for member in self.honest}) == 1
         assert all(not member["failed"] and len(member["reports"]) == NUM_ROUNDS for member in self.honest)
         return float(self.honest[0]["loss"])
 
     @property
     def reports(self) -> list[dict[str, Any]]:
-        """Of an honest member's rounds."""
         return list(self.honest[0]["reports"])
 
     def said_of_liars(self, field: str) -> list[set[int]]:
@@ -114,9 +108,7 @@ class TrainingCast:
         self._processes = [_Process(self._folder / f"actor-{number}.log") for number in range(_NUM_PROCESSES)]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for process in self._processes:
             process.kill()
         for process in self._processes:

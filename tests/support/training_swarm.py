@@ -18,7 +18,6 @@ import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import yaml
@@ -27,17 +26,6 @@ from tests.support.text_store import text_store
 from trainer.checkpoint.node import load_newest, wallet_id
 from trainer.monitor import Event, read_events
 from trainer.run.swarm.running import free_ports
-
-__all__ = [
-    "TERMINATED",
-    "WAIT_S",
-    "TrainingNode",
-    "TrainingSwarm",
-    "check_agreement",
-    "free_port",
-    "merged",
-    "wait_until",
-]
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,12 +44,7 @@ SETTINGS: dict[str, Any] = {
     "diloco": {"inner_steps": 20},
     "data": {"plateau": "off", "holdout": 1},
     "rpc": {"host": "127.0.0.1", "public_address": "127.0.0.1", "heartbeat_s": 0.5, "stall_timeout_s": 6.0},
-    "collective": {
-        "stall_timeout_s": 6.0,
-        "invite_after_s": 2.0,
-        "gather_timeout_s": 40.0,
-        "round_timeout_s": 80.0,
-    },
+    "collective": {"stall_timeout_s": 6.0, "invite_after_s": 2.0, "gather_timeout_s": 40.0, "round_timeout_s": 80.0},
     "discovery": {
         "announce_interval_s": 1.0,
         "announcement_lifetime_s": 20.0,
@@ -101,11 +84,6 @@ def check_agreement(nodes: Iterable[TrainingNode], first_step: int, last_step: i
 
 
 def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
-    """Looks ten times a second.
-
-    Raises:
-        TimeoutError: it does not hold in time.
-    """
     deadline_s = time.monotonic() + timeout_s
     while not holds():
         if time.monotonic() > deadline_s:
@@ -123,7 +101,6 @@ class TrainingNode:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Starts it, or starts it again."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("GENESIS_")}
         environment |= {"OMP_NUM_THREADS": "1", "GENESIS_CACHE_DIR": str(self._folder / "cache")}
         with self._output_path.open("ab") as output:
@@ -141,19 +118,15 @@ class TrainingNode:
         return self._process
 
     def output(self) -> str:
-        """All it has printed."""
         return self._output_path.read_text(encoding="utf-8", errors="replace")
 
     def has_output(self) -> bool:
-        """Whether it was ever started."""
         return self._output_path.exists()
 
     def has_ended(self) -> bool:
-        """Whether it has ended, of itself or not."""
         return self._running.poll() is not None
 
     def send(self, number: signal.Signals) -> None:
-        """A signal to it."""
         self._running.send_signal(number)
 
     def kill(self) -> None:
@@ -163,27 +136,23 @@ class TrainingNode:
             self._process.wait(30)
 
     def exit_code(self, timeout_s: float = WAIT_S) -> int:
-        """Waits for its end."""
         try:
             return self._running.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"expected {self.name} to end within {timeout_s:.0f} s\n{self.tail()}") from None
 
     def tail(self, num_lines: int = 25) -> str:
-        """The last of what it printed, for a message."""
         if not self._output_path.exists():
             return f"--- {self.name}: nothing printed"
         return f"--- {self.name}\n" + "\n".join(self.output().splitlines()[-num_lines:])
 
     @property
     def peer_id(self) -> str:
-        """Its key, as it said at its start."""
         found = re.search(r"node ([0-9a-f]{64}) answers at", self.output())
         assert found is not None, f"expected {self.name} to have started\n{self.tail()}"
         return found[1]
 
     def events(self, kind: str) -> list[Event]:
-        """Those of its log."""
         path = self._folder / "log" / f"events-{self.name}.jsonl"
         return [event for event in read_events(path) if event.kind == kind] if path.exists() else []
 
@@ -198,17 +167,14 @@ class TrainingNode:
         return int(states[-1].number("outer_step")) if states else -1
 
     def num_steps(self) -> int:
-        """Inner steps in its log, over all its lives."""
         return len(self.events("step"))
 
     def checkpoint(self) -> dict[str, Any]:
-        """Its newest one."""
         found = load_newest(self._folder / "checkpoints", wallet_id("", self.name))
         assert found is not None, f"expected a checkpoint of {self.name}"
         return dict(found)
 
     def api(self, path: str) -> dict[str, Any]:
-        """What its HTTP interface answers."""
         found = re.findall(r"API at (http://127\.0\.0\.1:\d+)/", self.output())
         assert found, f"expected {self.name} to serve figures\n{self.tail()}"
         with urllib.request.urlopen(found[-1] + path, timeout=20) as answer:
@@ -216,13 +182,7 @@ class TrainingNode:
 
 
 class TrainingSwarm:
-    """The nodes of one run; a context manager that leaves no process behind.
-
-    Args:
-        folder: for everything they write.
-        store: what they train on; by default `text_store`.
-        options: of all of them, over `SETTINGS`, by section and name.
-    """
+    """The nodes of one run, with ``options`` over `SETTINGS`; a context manager that leaves no process behind."""
 
     def __init__(self, folder: Path, store: Path | None = None, **options: Any) -> None:
         self.folder = folder
@@ -244,9 +204,7 @@ class TrainingSwarm:
         self._config.write_text(yaml.safe_dump(written), encoding="utf-8")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         with ExitStack() as killed:
             for node in self.nodes.values():
                 killed.callback(node.kill)
@@ -296,7 +254,6 @@ class TrainingSwarm:
         wait_until(looked, what, timeout_s)
 
     def wait_for_step(self, outer_step: int, *names: str, timeout_s: float = WAIT_S) -> None:
-        """Until these nodes (all, by default) have made an outer step."""
         nodes = [self.nodes[name] for name in names or self.nodes]
         self.wait(
             lambda: all(node.outer_step >= outer_step for node in nodes),
@@ -314,7 +271,6 @@ class TrainingSwarm:
 
 
 def merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """``settings`` with ``changes`` in their place, section by section."""
     result = dict(settings)
     for name, value in changes.items():
         known = result.get(name)

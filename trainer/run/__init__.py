@@ -5,7 +5,3 @@ a stage, a driver that sends micro-batches through them, and `swarm up`, which s
 
 Everything may be imported here, and nothing outside imports it.
 """
-
-from __future__ import annotations
-
-__all__: list[str] = []

@@ -1,10 +1,9 @@
-"""Attacks on a running swarm, one module each, as processes of their own on this machine.
+"""Attacks on a running swarm, as processes of their own on this machine.
 
     python -m tests.support.attacks NAME TARGET.json
 
-A module defines ``async def attack(target: Target) -> None``. It attacks the nodes that ``target`` names, until
-``target.seconds`` are over, and nothing else; it prints its results as one line of JSON at its end.
-`tests/trainer/attacks` runs each beside a swarm at work.
+Each attacks the nodes that ``target`` names, until ``target.seconds`` are over, and nothing else; it prints its results
+as one line of JSON at its end. `tests/trainer/attacks` runs each beside a swarm at work.
 """
 
 from __future__ import annotations
@@ -18,23 +17,18 @@ from trainer.errors import RpcError
 from trainer.network.discovery.exchange import EXCHANGE_METHOD, PeerExchangeReply, pack_request
 from trainer.network.rpc import Endpoint, Peer
 
-__all__ = ["Target", "send_record"]
-
 
 @dataclass(frozen=True)
 class Target:
     """A swarm on this machine, as anybody knows it who has its run file and the address of one node."""
 
     run_file: str
-    """Path of the run file that all processes of the swarm share."""
     addresses: dict[str, str]
     """``host:port`` of each node's RPC endpoint by its name: ``head.1`` …, ``driver-1``, ``driver-2``."""
     peer_ids: dict[str, str]
-    """Each node's key by its name."""
     apis: dict[str, str]
     """``http://127.0.0.1:port`` of each node that has an HTTP API, by its name."""
     seconds: float
-    """How long to attack."""
     seed: int = 0
     source_host: str = "127.0.0.66"
     """The address to attack from, as far as an attack can choose; 127.0.0.1 is the honest nodes' own."""
@@ -42,16 +36,13 @@ class Target:
     """Of the attack: the machine is shared with the victims, and what is measured is their defence, not the cores."""
 
     def peer(self, name: str) -> Peer:
-        """How to call a node."""
         return Peer(self.peer_ids[name], self.addresses[name])
 
     def save(self, path: Path) -> None:
-        """Writes it for another process."""
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Reads what `save` wrote."""
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
 

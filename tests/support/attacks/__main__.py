@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import os
 import sys
 import time
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 from tests.support.attacks import Target
+from tests.support.attacks.connections import half_requests, idle_connections, no_window
+from tests.support.attacks.identities import knocking, sybils
+from tests.support.attacks.shapes import shapes
 
 _GRACE_S = 120.0
 
 
+async def nothing(target: Target) -> None:
+    """What the measurement itself shows where nobody does any harm."""
+    await asyncio.sleep(target.seconds)
+
+
+_ALL = (half_requests, idle_connections, knocking, no_window, nothing, shapes, sybils)
+ATTACKS: dict[str, Callable[[Target], Coroutine[None, None, None]]] = {attack.__name__: attack for attack in _ALL}
+
+
 async def main(name: str, target: Target) -> None:
     """Attacks, for its time and no longer."""
-    module = importlib.import_module(f"tests.support.attacks.{name}")
     try:
         async with asyncio.timeout(target.seconds + _GRACE_S):
-            await module.attack(target)
+            await ATTACKS[name](target)
     except TimeoutError:
         sys.exit(f"expected {name} to end within {target.seconds:.0f} s")
 

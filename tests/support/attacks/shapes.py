@@ -32,30 +32,14 @@ from trainer.pipeline.worker.status import STATUS
 from trainer.run.config import RunConfig, from_mapping, read_yaml
 from trainer.run.swarm.shape import SwarmShape, shape_of
 
-__all__ = ["NOT_ONLY_JSON", "Liar", "attack"]
-
 NOT_ONLY_JSON = SimpleNamespace(dumps=lambda value, **how: json.dumps(value, **{**how, "allow_nan": True}))
 """In the place of `json` where frames are sealed: what a liar signs is its own affair, NaN and infinities too."""
 
 _STAGE = "body-1"
 _LIARS, _AT_ONCE = 12, 3
 _METHODS = (messages.FORWARD, messages.BACKWARD, messages.TAIL, messages.CHAIN, messages.EVALUATE)
-_SHAPES: list[Any] = [
-    [0, 2**47, 2**47],
-    [2**47, 0, 2**47],
-    [0, *[2**31] * 4],
-    [2**63],
-    [2**63 - 1],
-    [2**24] * 16,
-    [1] * 17,
-    [-1],
-    [-(2**63)],
-    [1.5],
-    [math.nan],
-    [],
-    None,
-    "shape",
-]
+_SHAPES: list[Any] = [[0, 2**47, 2**47], [2**47, 0, 2**47], [0, *[2**31] * 4], [2**24] * 16, [1] * 17, []]
+_SHAPES += [None, "shape", *([value] for value in (2**63, 2**63 - 1, -1, -(2**63), 1.5, math.nan))]
 _TYPES: list[Any] = ["float64", "int64", "bool", "complex64", "object", 7, None]
 _NUMBERS: list[Any] = [2**53, 2**63, 2**63 - 1, -1, -(2**63), 1e308, math.nan, math.inf, -math.inf, None, "1", True]
 
@@ -73,7 +57,6 @@ class Liar:
         self._said = said
 
     def register(self, endpoint: Endpoint) -> None:
-        """Makes a worker's methods answerable."""
         for method in _METHODS:
             endpoint.register(method, _Anything, self._answer)
             endpoint.register_stream(f"{method}/stream", _Anything, self._answer_stream)
@@ -125,7 +108,7 @@ class Liar:
         return self._random.choice(values)
 
 
-async def attack(target: Target) -> None:
+async def shapes(target: Target) -> None:
     """Lies under one key after another."""
     vars(envelope)["json"] = NOT_ONLY_JSON
     begun_s = time.monotonic()

@@ -27,23 +27,17 @@ import pytest
 
 from scripts.swarm_bench.losses import curve_of
 from tests.support.attacks import Target
-from tests.support.pipeline_swarm import SETTINGS, PipelineSwarm
+from tests.support.attacks.__main__ import ATTACKS
+from tests.support.pipeline_swarm import DRIVERS, SETTINGS, PipelineSwarm
 from tests.support.training_swarm import TrainingNode
-from tests.trainer.swarm_pipeline.test_churn import begin_churning
 from trainer.network.discovery.config import DiscoveryConfig
 from trainer.pipeline.driver.config import DriverConfig
 
 _ROOT = Path(__file__).resolve().parents[3]
 
-ATTACKS = sorted(
-    path.stem
-    for path in (_ROOT / "tests" / "support" / "attacks").glob("*.py")
-    if path.stem not in ("__init__", "__main__")
-)
 SECONDS = 60.0
 MIN_PROGRESS = 0.8
 MAX_NEWCOMER_S = 10.0
-DRIVERS = ("driver-1", "driver-2")
 OPTIONS: dict[str, Any] = {
     "discovery": {name: getattr(DiscoveryConfig(), name) for name in SETTINGS["discovery"]},
     "inner": {"seq_len": 64, "micro_batch_size": 4, "lr": 1e-3},
@@ -76,11 +70,9 @@ class Attacked:
     newcomer_served: bool
     """Whether it held its stage's state, and served, before the attack was over."""
     ended: tuple[str, ...]
-    """Processes that ended, which none should."""
     attacker_share: float
-    """Share of this machine's cores that the attacker's process took."""
+    """Of this machine's cores."""
     said: str
-    """What the attack printed."""
 
     @property
     def progress(self) -> float:
@@ -89,15 +81,8 @@ class Attacked:
 
 
 def attacked(swarm: PipelineSwarm, name: str, *, seconds: float, source_host: str = "127.0.0.66") -> Attacked:
-    """Starts the swarm, lets it work undisturbed, attacks it, lets it work undisturbed again, and measures each.
-
-    Args:
-        swarm: entered, nothing begun.
-        name: a module of `tests.support.attacks`.
-        seconds: of each of the three periods.
-        source_host: where the attack comes from, as far as it can choose.
-    """
-    begin_churning(swarm)
+    """Starts the swarm, lets it work undisturbed, attacks it, lets it work undisturbed again, and measures each."""
+    swarm.begin_two_of_each()
     for driver in DRIVERS:
         swarm.wait_for_steps(driver, 2)
     before, first_newcomer_s = _speed(swarm, seconds, "body-1.3")
@@ -186,7 +171,7 @@ def _target(swarm: PipelineSwarm, seconds: float, source_host: str) -> Target:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("source_host", ["127.0.0.66", "127.0.0.1"])
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("name", sorted(ATTACKS))
 def test_honest_nodes_train_on(tmp_path: Path, name: str, source_host: str) -> None:
     with PipelineSwarm(tmp_path / "swarm", **OPTIONS) as swarm:
         result = attacked(swarm, name, seconds=SECONDS, source_host=source_host)

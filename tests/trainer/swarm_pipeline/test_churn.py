@@ -22,17 +22,15 @@ from scripts.swarm_bench.goodput import Progress
 from scripts.swarm_bench.losses import LossCurve, curve_of
 from tests.support.event_loop import on_event_loop
 from tests.support.one_process import records_of
-from tests.support.pipeline_account import Recount, account_at_rest, recount_of
-from tests.support.pipeline_swarm import STAGES, PipelineSwarm, merged
-from tests.support.training_swarm import WAIT_S, TrainingNode, wait_until
+from tests.support.pipeline_account import Recount, account_at_rest
+from tests.support.pipeline_swarm import DRIVERS, PipelineSwarm
+from tests.support.training_swarm import WAIT_S, TrainingNode, merged, wait_until
 from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig
 from trainer.pipeline.ledger import Account
-from trainer.pipeline.ledger.records import Record, Settled
+from trainer.pipeline.ledger.records import Settled
 from trainer.pipeline.protocol.messages import APPLIED, AppliedAnswer, AppliedAsk
 from trainer.pipeline.protocol.work import Settlement
 
-DRIVERS = ("driver-1", "driver-2")
-REPLICAS = (1, 2)
 SEED = 5
 TOLERANCE = 0.03
 MOST_LOST = 0.005
@@ -82,17 +80,6 @@ class CountedAt:
     stage: str
     incarnation: str
     keys: frozenset[str] = field(repr=False)
-
-
-def begin_churning(swarm: PipelineSwarm) -> list[Worker]:
-    """Starts drivers and workers of all stages; returns when all workers are at work."""
-    for name in DRIVERS:
-        swarm.begin_driver(name)
-    for number in REPLICAS:
-        swarm.begin_workers(*STAGES, suffix=f".{number}")
-    workers = [Worker(swarm[f"{stage}.{number}"], stage) for stage in STAGES for number in REPLICAS]
-    swarm.wait(lambda: all(worker.is_at_work() for worker in workers), "all workers to be at work", 4 * WAIT_S)
-    return workers
 
 
 def disturb(swarm: PipelineSwarm, workers: Sequence[Worker], plan: Sequence[Disturbance]) -> tuple[Disturber, Progress]:
@@ -171,7 +158,7 @@ def test_for_three_minutes_and_the_losses_of_an_undisturbed_run(tmp_path: Path) 
     with PipelineSwarm(tmp_path / "disturbed", **OPTIONS) as swarm:
         disturbed, _ = churn(swarm, 180.0)
     with PipelineSwarm(tmp_path / "undisturbed", **OPTIONS) as swarm:
-        begin_churning(swarm)
+        swarm.begin_two_of_each()
         swarm.wait(lambda: losses_of(swarm).num_tokens >= disturbed.num_tokens, "as many tokens", 900.0)
         undisturbed = losses_of(swarm)
     pairs = list(zip(disturbed.parts(disturbed.num_tokens, 6), undisturbed.parts(disturbed.num_tokens, 6), strict=True))
@@ -184,7 +171,7 @@ def churn(swarm: PipelineSwarm, duration_s: float) -> tuple[LossCurve, Account]:
 
     Each stage has a worker at work all the time, so something gets done all the time.
     """
-    workers = begin_churning(swarm)
+    workers = [Worker(node, name.partition(".")[0]) for name, node in swarm.begin_two_of_each().items()]
     plan = schedule(SEED, duration_s)
     disturber, progress = disturb(swarm, workers, plan)
     assert len(disturber.done) == len(plan)
@@ -193,28 +180,15 @@ def churn(swarm: PipelineSwarm, duration_s: float) -> tuple[LossCurve, Account]:
     assert all(it is not None and it.micro_batches.adds_up and it.tokens.adds_up for it in told)
     for name in reversed(DRIVERS):  # The keeper last, so that the other can settle.
         assert swarm.stop(name) == [143]
+    account, recount = account_at_rest(swarm)  # The drivers have ended, the workers are at work still.
     records = records_of(swarm.journal)
-    account = check_account(swarm, workers, records)
+    settlements = [said for record in records if isinstance(record, Settled) for said in record.settlements]
+    assert all(said.lost_at and said.reason for said in settlements if said.outcome == "lost")
+    check_workers(swarm, workers, recount, settlements)
     assert account.micro_batches.lost <= max(2, MOST_LOST * account.micro_batches.leased), account.lost
     assert swarm.stop(*(worker.name for worker in workers)) == [143] * len(workers)
     assert all("Traceback" not in node.output() for node in swarm.nodes.values())
     return losses_of(swarm), account
-
-
-def check_account(swarm: PipelineSwarm, workers: list[Worker], records: list[Record]) -> Account:
-    """The drivers have ended, the workers are at work still."""
-    recount = recount_of(records)
-    account = account_at_rest(swarm, recount, records)
-    counted = account.micro_batches
-    assert counted.leased == counted.done + counted.lost + counted.open
-    assert (counted.done, counted.lost, counted.open) == (len(recount.done), len(recount.lost), len(recount.open))
-    assert account.waiting == counted.open, "expected nothing to be open but what was handed back unbegun"
-    assert not account.leases
-    assert sum(it.micro_batches for it in account.lost) == counted.lost
-    settlements = [said for record in records if isinstance(record, Settled) for said in record.settlements]
-    assert all(said.lost_at and said.reason for said in settlements if said.outcome == "lost")
-    check_workers(swarm, workers, recount, settlements)
-    return account
 
 
 def check_workers(swarm: PipelineSwarm, workers: list[Worker], recount: Recount, settlements: list[Settlement]) -> None:

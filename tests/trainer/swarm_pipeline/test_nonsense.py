@@ -12,11 +12,11 @@ import copy
 import secrets
 import struct
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +35,6 @@ from trainer.pipeline.protocol import messages
 from trainer.pipeline.protocol.wire import wire_ids
 from trainer.pipeline.worker.status import STATUS
 
-T = TypeVar("T")
 Json = Any
 
 ROWS, POSITIONS, DIM = 2, 8, 16
@@ -63,29 +62,16 @@ SIZES = {"ids": 64, "labels": 64, "activation": 1024, "gradient": 1024}
 
 
 def ask(stage: str, *tensors: dict[str, Json], **fields: Json) -> dict[str, Json]:
-    return {
-        "tensors": list(tensors),
-        "micro_batch": "e7.s1.r4",
-        "stage": stage,
-        "num_rows": ROWS,
-        "num_positions": POSITIONS,
-        "answer_within_s": 5.0,
-        **fields,
-    }
+    size = {"num_rows": ROWS, "num_positions": POSITIONS, "answer_within_s": 5.0}
+    return {"tensors": list(tensors), "micro_batch": "e7.s1.r4", "stage": stage, **size, **fields}
 
 
 APPLY = {"apply_within_s": 5.0}
 COUNTED = {**APPLY, "forward_version": 0, "num_tokens": ROWS * POSITIONS}
 HOP = {"stage": "tail", "peer_id": "0" * 64, "address": "127.0.0.1:9", "certificate_pem": ""}
 CREDIT = {"stage": "head", "incarnation": "a" * 16, "applied_number": 1, "shared_through": 0}
-SETTLED = {
-    "micro_batch": "e0.s1.r0",
-    "outcome": "lost",
-    "credits": [CREDIT],
-    "num_tokens": 3,
-    "lost_at": "tail",
-    "reason": "unclear",
-}
+SETTLED = {"micro_batch": "e0.s1.r0", "outcome": "lost", "credits": [CREDIT], "num_tokens": 3}
+SETTLED |= {"lost_at": "tail", "reason": "unclear"}
 TOKEN = "0123456789abcdef" * 2
 AT_HEAD: dict[str, dict[str, Json]] = {
     messages.FORWARD: ask("head", IDS),
@@ -191,10 +177,6 @@ class Victims:
     callers: dict[str, HostileCaller]
     runner: asyncio.Runner
 
-    def await_(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """In their event loop."""
-        return self.runner.run(coroutine)
-
     async def send(self, where: str, method: str, body: dict[str, Json], payload: bytes, streamed: bool) -> str:
         """What comes back."""
         caller, run_id = self.callers[where], LEDGER_RUN if where == "keeper" else RUN_ID
@@ -236,7 +218,7 @@ def test_nonsense_is_refused_by_name_and_changes_nothing(victims: Victims) -> No
     @settings(max_examples=200, deadline=None, derandomize=True)
     @given(messages_almost_in_order())
     def send(message: tuple[str, str, dict[str, Json], bytes, bool]) -> None:
-        said = victims.await_(victims.send(*message))
+        said = victims.runner.run(victims.send(*message))
         _, method, _, _, streamed = message
         answers[method, said] += 1
         assert said in REFUSED | {"accepted"} or (streamed and said == CUT_OFF), said
@@ -244,7 +226,7 @@ def test_nonsense_is_refused_by_name_and_changes_nothing(victims: Victims) -> No
     send()
     assert {"accepted", "body", "malformed", "nonfinite", "method"} <= {said for _, said in answers}
     assert {method for method, _ in answers} == {method for _, method, _ in CASES}
-    victims.await_(_check_unchanged(victims))
+    victims.runner.run(_check_unchanged(victims))
 
 
 async def _check_unchanged(victims: Victims) -> None:

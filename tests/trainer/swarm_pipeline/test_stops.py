@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import random
-import signal
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.support.pipeline_swarm import STAGES, PipelineSwarm, steps_of
+from tests.support.pipeline_swarm import DRIVERS, STAGES, PipelineSwarm, steps_of
 from tests.support.stage_models import held_out_loss, held_out_rows
+from tests.support.training_swarm import TERMINATED
 from trainer.checkpoint.stages import newest_set, time_us
 from trainer.checkpoint.stages.naming import named_files
 
-TERMINATED = 128 + signal.SIGTERM
 INNER_STEPS = 20
-WORKERS = [(stage, f"{stage}-{number}") for stage in STAGES for number in (1, 2)]
-DRIVERS = ("driver-1", "driver-2")
 OPTIONS = {
     "strategy": "diloco",
     "diloco": {"inner_steps": INNER_STEPS},
@@ -30,26 +27,6 @@ OPTIONS = {
     },
 }
 """Clipped as by default: without, a replica's own loss jumps by more than 1 % between two steps."""
-
-
-def begin(swarm: PipelineSwarm) -> None:
-    if swarm.nodes:
-        for node in swarm.nodes.values():
-            node.start()
-        return
-    for name in DRIVERS:
-        swarm.begin_driver(name)
-    for stage, name in WORKERS:
-        swarm.begin_worker(name, stage)
-
-
-def num_steps(swarm: PipelineSwarm) -> int:
-    return max((step["step"] for name in DRIVERS for step in steps_of(swarm[name])), default=0)
-
-
-def saved_stages(swarm: PipelineSwarm) -> set[str]:
-    config = swarm.config
-    return {found.stage for found in named_files(config.swarm.checkpoint.directory, config.run_id)}
 
 
 def rounds(swarm: PipelineSwarm, at_s: float | None = None) -> dict[str, int]:
@@ -64,21 +41,27 @@ def rounds(swarm: PipelineSwarm, at_s: float | None = None) -> dict[str, int]:
 def test_a_stop_at_any_moment_saves_a_model_as_good_as_the_last_regular_checkpoint(tmp_path: Path) -> None:
     chance = random.Random(11)
     with PipelineSwarm(tmp_path, **OPTIONS) as swarm:
-        rows = held_out_rows(swarm, 512)
-        for _ in range(10):
-            begin(swarm)
-            before = num_steps(swarm)
-            after = before + chance.randint(8, 2 * INNER_STEPS)
-            swarm.wait(lambda least=after: num_steps(swarm) >= least, f"step {after}", timeout_s=300.0)
-            swarm.wait(lambda: len(saved_stages(swarm)) == len(STAGES), "a checkpoint of each stage")
+        config = swarm.config
+
+        def num_steps() -> int:
+            return max((step["step"] for name in DRIVERS for step in steps_of(swarm[name])), default=0)
+
+        def saved_stages() -> set[str]:
+            return {found.stage for found in named_files(config.swarm.checkpoint.directory, config.run_id)}
+
+        rows, workers = held_out_rows(swarm, 512), swarm.begin_two_of_each()
+        for life in range(10):
+            for node in swarm.nodes.values() if life else ():
+                node.start()
+            after = num_steps() + chance.randint(8, 2 * INNER_STEPS)
+            swarm.wait(lambda least=after: num_steps() >= least, f"step {after}", timeout_s=300.0)
+            swarm.wait(lambda: len(saved_stages()) == len(STAGES), "a checkpoint of each stage")
             stopped_s = time.time()
             assert swarm.stop() == [TERMINATED] * len(swarm.nodes)
             regular, stopped = held_out_loss(swarm, rows, stopped_s), held_out_loss(swarm, rows)
             # A regular outer step between the two is not the stop's doing, and may cost a little for the moment.
             bound = 1.01 if rounds(swarm, stopped_s) == rounds(swarm) else 1.03
-            sys.stdout.write(
-                f"stop at step {num_steps(swarm)}: {stopped / regular:.4f} of the last checkpoint's loss\n"
-            )
-            assert stopped <= bound * regular, f"{stopped:.3f} after {regular:.3f}, at step {num_steps(swarm)}"
-        said = "".join(swarm[name].output() for _, name in WORKERS)
+            sys.stdout.write(f"stop at step {num_steps()}: {stopped / regular:.4f} of the last checkpoint's loss\n")
+            assert stopped <= bound * regular, f"{stopped:.3f} after {regular:.3f}, at step {num_steps()}"
+        said = "".join(node.output() for node in workers.values())
         assert "is dropped when the others' state is taken up" not in said, "of those that were alive all the time"

@@ -19,7 +19,7 @@ from genesis.errors import GenesisError
 from loader import LoaderError, LoaderUsageError
 from manifests import ContractError
 from trainer.errors import TrainerError, TrainerUsageError
-from trainer.run.cli import commands, export, swarm, train
+from trainer.run.cli import commands, swarm, train
 
 __all__ = ["app", "run"]
 
@@ -42,7 +42,7 @@ app.callback()(train.train_command)
 app.command("worker")(train.worker_command)
 app.command("seed")(commands.seed_command)
 app.command("identity")(commands.identity_command)
-app.command("export")(export.export_command)
+app.command("export")(commands.export_command)
 app.command("rollback")(commands.rollback_command)
 app.command("plot")(commands.plot_command)
 app.add_typer(swarm.app, name="swarm")

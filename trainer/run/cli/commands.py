@@ -1,16 +1,34 @@
-"""The smaller commands of `python -m trainer`: seed, identity, rollback, plot."""
+"""The commands of `python -m trainer` that do not train: seed, identity, rollback, plot, export."""
 
 from __future__ import annotations
 
+import logging
+import tempfile
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from trainer.errors import CheckpointError, ExportError, TrainerUsageError
 from trainer.run.cli.train import config_of
 
-__all__ = ["identity_command", "plot_command", "rollback_command", "seed_command"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from manifests import VocabularyFile
+    from trainer.model import ModelConfig
+    from trainer.model.export import ExportType
+
+__all__ = ["export_command", "identity_command", "plot_command", "rollback_command", "seed_command"]
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_FORMS = ("hf", "torchtitan")
+_CHECKPOINTS = "~/.neuroshard/checkpoints"
 
 
 def seed_command(
@@ -26,11 +44,7 @@ def seed_command(
     from trainer.network.discovery import SeedConfig, seed
 
     config = SeedConfig(
-        port=port,
-        host=host,
-        public_host=public_host,
-        identity_path=identity,
-        initial_peers=tuple(initial_peers or ()),
+        port=port, host=host, public_host=public_host, identity_path=identity, initial_peers=tuple(initial_peers or ())
     )
 
     def on_ready(addresses: tuple[str, ...]) -> None:
@@ -49,8 +63,8 @@ def identity_command(
     set_: Annotated[list[str] | None, typer.Option("--set", help="Any option of the file: state_dir=/data.")] = None,
 ) -> None:
     """Prints a node's key, and makes it where there is none; a swarm knows the keeper of its account by it."""
+    from trainer.run.config.run import keeper_option
     from trainer.run.node.identity import identity_of, identity_path
-    from trainer.run.swarm.keeper import keeper_option
 
     config = config_of(run, set_ or [], {"node_id": node_id})
     key = identity_of(config).peer_id
@@ -95,3 +109,161 @@ def plot_command(
     from trainer.monitor import plot
 
     typer.echo(plot(log_dirs, out, title=title))
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A model to export."""
+
+    config: ModelConfig
+    state: Mapping[str, Tensor]
+    data: Mapping[str, Any]
+    """The run's ``data`` options: where its vocabulary is."""
+    lineage: str
+    """The vocabulary's; empty where the checkpoint does not say."""
+    description: str
+
+
+def export_command(
+    out_dir: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; must be empty or not be there.")],
+    to: Annotated[
+        str, typer.Option("--to", help="hf: a Hugging Face model folder. torchtitan: a checkpoint it starts from.")
+    ] = "hf",
+    run: Annotated[Path | None, typer.Option("--run", help="A swarm's run file: its stages, put together.")] = None,
+    at: Annotated[
+        str, typer.Option("--at", metavar="TIME", help="With --run: as of when (ISO 8601, UTC; or now).")
+    ] = "",
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="With --run: any option of the file, as its workers had it.")
+    ] = None,
+    node_id: Annotated[str, typer.Option(help="Whose checkpoint; needless where there is only one.")] = "",
+    token: Annotated[str, typer.Option(envvar="GENESIS_TOKEN", help="Wallet that names it.")] = "",
+    checkpoint_dir: Annotated[str, typer.Option(help="Folder of checkpoints, if it is not the usual one.")] = "",
+    checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint file, in place of those.")] = None,
+    store: Annotated[
+        str, typer.Option(help="Store of the tokenizer; else the run file's, or what the node trained from.")
+    ] = "",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+) -> None:
+    """Writes the model of a checkpoint, with its tokenizer, in another project's form."""
+    if to not in _FORMS:
+        raise TrainerUsageError(f"--to: expected {' or '.join(_FORMS)}, found {to!r}")
+    if dtype not in _DTYPES:
+        raise TrainerUsageError(f"--dtype: expected one of {', '.join(_DTYPES)}, found {dtype!r}")
+    if run is None and at:
+        raise TrainerUsageError("--at: expected --run with it, since only a swarm's stages are kept by time")
+    if run is None and set_:
+        raise TrainerUsageError("--set: expected --run with it, since it changes what a run file says")
+    if run is not None and (checkpoint is not None or node_id):
+        raise TrainerUsageError("--run: expected neither --checkpoint nor --node-id with it, found one of them")
+    if run is not None:
+        source = _of_swarm(run, set_ or [], at or "now", checkpoint_dir)
+    else:
+        source = _of_node(checkpoint, checkpoint_dir or _CHECKPOINTS, token, node_id)
+
+    from trainer.checkpoint.stages import export_torchtitan
+    from trainer.model import export_hf
+
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = Path(folder) / "tokenizer.json"
+        tokenizer.write_bytes(_vocabulary(source, store).to_json())
+        export = export_hf if to == "hf" else export_torchtitan
+        num_files = len(export(source.state, source.config, tokenizer, out_dir, dtype=cast("ExportType", dtype)))
+    typer.echo(f"{out_dir}: {num_files} files, {source.description}")
+
+
+def _of_node(checkpoint: Path | None, directory: str, token: str, node_id: str) -> _Source:
+    from trainer.checkpoint.node import CheckpointContents, read_checkpoint
+    from trainer.model import ModelConfig
+    from trainer.run.node.replica import parameters_of
+
+    if checkpoint is None and not token and not node_id:
+        known = [path for path in Path(directory).expanduser().glob("dynamic_node_*.pt") if ".step-" not in path.name]
+        if len(known) != 1:
+            raise TrainerUsageError(
+                f"expected one node's checkpoint in {directory}, found {len(known)}; name it by --node-id, --token or "
+                "--checkpoint"
+            )
+        checkpoint = known[0]
+    if checkpoint is not None and not checkpoint.is_file():
+        raise CheckpointError(f"--checkpoint: expected a file, found none at {checkpoint}")
+    found = read_checkpoint(checkpoint) if checkpoint is not None else _newest(directory, token, node_id)
+    saved = CheckpointContents.from_mapping(found)
+    return _Source(
+        config=ModelConfig.from_dict(dict(saved.architecture)),
+        state=parameters_of(saved.layers),
+        data=saved.config.get("data", {}),
+        lineage="",
+        description=f"step {saved.training_rounds}, loss {saved.current_loss:.4f}",
+    )
+
+
+def _of_swarm(run: Path, overrides: list[str], at: str, directory: str) -> _Source:
+    from trainer.checkpoint.stages import assemble, format_time_us, newest_set, parse_time, time_us
+    from trainer.run.config import RunConfig, from_mapping, read_run, to_mapping
+
+    config = from_mapping(RunConfig, read_run(run, overrides))
+    at_us = parse_time(at, time_us(time.time()))
+    found = newest_set(directory or config.swarm.checkpoint.directory, config.run_id, at_us)
+    whole = assemble(found)
+    versions = [file.header.version for file in found.files.values()]
+    if max(versions) - min(versions) > config.swarm.stage.max_staleness:
+        logger.warning(
+            "the stages' newest checkpoints are %d steps and %.0f s apart; stages that far apart were not trained "
+            "against each other: copy newer ones here, or name an earlier --at",
+            max(versions) - min(versions),
+            (found.last_us - found.first_us) / 1e6,
+        )
+    stages = ", ".join(
+        f"{name} {format_time_us(file.header.saved_us)} step {file.header.version}"
+        for name, file in found.files.items()
+    )
+    return _Source(
+        config=whole.config,
+        state=whole.state,
+        data=to_mapping(config.data),
+        lineage=whole.shape.vocabulary,
+        description=f"of {stages}",
+    )
+
+
+def _newest(directory: str, token: str, node_id: str) -> dict[str, Any]:
+    """Reads the newest checkpoint of a wallet, that of the first rank if it trained under torchrun."""
+    from trainer.checkpoint.node import former_wallet_id, load_newest, wallet_id
+
+    wallet = wallet_id(token, node_id)
+    for name in (wallet, *([former_wallet_id(token)] if token else [])):
+        for instance in ("", "rank-0"):
+            found = load_newest(directory, name, instance)
+            if found is not None:
+                return found
+    raise CheckpointError(
+        f"expected a checkpoint of this node (dynamic_node_{wallet}.pt) in {directory}, found none; check --node-id, "
+        "--token and --checkpoint-dir"
+    )
+
+
+def _vocabulary(source: _Source, store: str) -> VocabularyFile:
+    """Reads the vocabulary the model was trained with: the store's newest, as far as the model has rows."""
+    from genesis.errors import GenesisError
+    from loader import LoaderError
+    from manifests import FIRST_MERGE_ID, VocabularyFile
+    from trainer.run.config import DataConfig, from_mapping
+    from trainer.run.node.data import lineage_of, open_session
+
+    options = {**source.data, **({"store": store, "mirrors": []} if store else {})}
+    try:
+        newest = open_session(from_mapping(DataConfig, options, "data.")).newest_catalog().vocabulary()
+    except (GenesisError, LoaderError) as error:
+        if store:
+            raise
+        raise ExportError(f"{error} (the tokenizer's store, as the run has it; --store names another)") from error
+    if source.lineage and lineage_of(newest) != source.lineage:
+        raise ExportError(
+            f"expected the vocabulary the model was trained with ({source.lineage[:12]}), found another in the store "
+            f"({lineage_of(newest)[:12]}); name its store by --store"
+        )
+    rows = source.config.vocab_size
+    if newest.next_merge_id <= rows:
+        return newest
+    return VocabularyFile.from_pairs(newest.pairs()[: rows - FIRST_MERGE_ID], newest.sources_contributed)

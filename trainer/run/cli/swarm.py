@@ -45,18 +45,26 @@ def up_command(
 ) -> int:
     """Starts seeds, workers and drivers on this machine, shows how they stand, and ends all of them together."""
     from trainer.model.config import stage_names
-    from trainer.run.cli.swarm_lines import swarm_line
+    from trainer.run.cli.displays import swarm_display
     from trainer.run.node.stopping import StopRequest
-    from trainer.run.swarm.children import RestartPolicy
     from trainer.run.swarm.keeper import keeper_among
     from trainer.run.swarm.running import LocalSwarm, driver_names, run_local
     from trainer.run.swarm.shape import shape_of
+    from trainer.run.swarm.tree import RestartPolicy
 
-    settings = [*(set_ or []), *_places(folder)]
+    settings = list(set_ or [])
+    if folder is not None:
+        base = folder.absolute()
+        settings += [f"state_dir={base / 'state'}", f"log.directory={base / 'events'}"]
+        settings += [f"checkpoint.directory={base / 'checkpoints'}"]
+        settings += [f"swarm.checkpoint.directory={base / 'checkpoints' / 'swarm'}"]
     config = config_of(run, settings, {"node_id": "swarm-up", **({"store": store} if store else {})})
     shape_of(config)  # Reports at once what no restart of a process could mend, such as a missing store.
     keeper, key = keeper_among(config, driver_names(drivers))
     settings.append(f"swarm.ledger.keeper={key}")
+    if not config.threads:  # The workers share this machine's cores.
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        settings.append(f"threads={max(1, cores // (workers * config.swarm.num_stages))}")
     logs = (folder or Path(config.state_dir).expanduser() / "swarm" / config.run_id).absolute()
     swarm = LocalSwarm(
         run=run.absolute(),
@@ -67,10 +75,10 @@ def up_command(
         keeper=keeper,
         store=store,
         max_steps=max_steps,
-        settings=(*settings, *_thread_setting(config, workers)),
+        settings=tuple(settings),
     )
     stop = StopRequest()
-    display = swarm_line(as_json=json)
+    display = swarm_display(as_json=json)
     began_at = time.time()
     with stop.on_signals():
         outcome = run_local(swarm, logs, RestartPolicy(enabled=restart), display, stop)
@@ -92,8 +100,8 @@ def status_command(
     json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
 ) -> int:
     """Prints the stages and the account of the data, as a driver tells them; exit code 1 if it does not add up."""
-    from trainer.run.cli.swarm_lines import stage_table, status_json, workers_table
-    from trainer.run.swarm.swarm_snapshot import SwarmSnapshot, ask_account, ask_stages
+    from trainer.run.cli.displays import stage_table, status_json, workers_table
+    from trainer.run.swarm.running import SwarmSnapshot, ask_account, ask_stages
 
     stages = ask_stages(api)
     account = ask_account(api)
@@ -113,7 +121,7 @@ def ending_texts(config: RunConfig, run: Path, logs: Path, began_at: float, stor
     """
     from trainer.checkpoint.stages.naming import named_files
     from trainer.model.config import stage_names
-    from trainer.run.cli.swarm_lines import settled_text
+    from trainer.run.cli.displays import settled_text
     from trainer.run.swarm.keeper import read_last_account
     from trainer.run.swarm.shape import target_tokens_of
 
@@ -132,24 +140,3 @@ def ending_texts(config: RunConfig, run: Path, logs: Path, began_at: float, stor
         words = ["python", "-m", "trainer", "export", "--run", str(run), "--at", "now", "--to", "hf"]
         words += ["--checkpoint-dir", str(folder), *(["--store", store] if store else [])]
         yield f"for one model of the stages: {shlex.join(words)} DIR"
-
-
-def _places(folder: Path | None) -> list[str]:
-    """Returns the settings that put everything that is written into this folder, if one is given."""
-    if folder is None:
-        return []
-    base = folder.absolute()
-    return [
-        f"state_dir={base / 'state'}",
-        f"checkpoint.directory={base / 'checkpoints'}",
-        f"swarm.checkpoint.directory={base / 'checkpoints' / 'swarm'}",
-        f"log.directory={base / 'events'}",
-    ]
-
-
-def _thread_setting(config: RunConfig, workers: int) -> list[str]:
-    """Returns the setting that divides the machine's cores among the workers, unless the run file names threads."""
-    if config.threads:
-        return []
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return [f"threads={max(1, cores // (workers * config.swarm.num_stages))}"]

@@ -166,7 +166,7 @@ def worker_command(
     config = config_of(run, set_ or [], given)
 
     from trainer.run.node import StopRequest
-    from trainer.run.swarm.worker_start import run_worker
+    from trainer.run.swarm.worker_node import run_worker
 
     stop = StopRequest()
     run_worker(config, stage, stop, at=at)
@@ -179,11 +179,7 @@ def _given(context: typer.Context) -> dict[str, Any]:
 
 
 def config_of(file: Path | None, overrides: list[str], given: dict[str, Any]) -> RunConfig:
-    """Builds the configuration: ``given`` options win over ``--set``, that over the file, and that over defaults.
-
-    Raises:
-        TrainerUsageError: something in it makes no sense.
-    """
+    """Builds the configuration: ``given`` options win over ``--set``, that over the file, and that over defaults."""
     from trainer.run.config import RunConfig, from_mapping, merged, nested, read_run
 
     values = read_run(file, overrides)
@@ -196,7 +192,7 @@ def config_of(file: Path | None, overrides: list[str], given: dict[str, Any]) ->
 
 
 def _train(config: RunConfig, *, as_json: bool) -> None:
-    from trainer.run.cli.lines import training_display
+    from trainer.run.cli.displays import training_display
     from trainer.run.node import StopRequest
 
     stop = StopRequest()

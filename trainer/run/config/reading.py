@@ -5,8 +5,7 @@ field, what was expected and what was found. Two readings differ from YAML 1.1: 
 word, which a switch still reads as false. Missing names take the dataclass's defaults, and so do names that ``--set
 name=`` (or ``name=null``) resets; in a file, a name without a value is an error.
 
-A field with ``metadata=SECRET`` can be read in, but never comes out again: neither in `to_mapping`, so that no file has
-it, nor in a message.
+A field with ``metadata=SECRET`` can be read in, but never comes out again, neither in `to_mapping` nor in a message.
 """
 
 from __future__ import annotations
@@ -23,27 +22,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from trainer.errors import TrainerUsageError
 
-__all__ = [
-    "SECRET",
-    "changed_options",
-    "from_mapping",
-    "merged",
-    "nested",
-    "parse_override",
-    "read_run",
-    "read_yaml",
-    "to_mapping",
-    "to_yaml",
-]
-
 ConfigT = TypeVar("ConfigT")
 
 _BOOL: Final = "tag:yaml.org,2002:bool"
-
-
 _RESET: Final = object()
 """Stands for a value that an override resets to its default."""
-
 SECRET: Final = MappingProxyType({"secret": True})
 """Metadata of a dataclass field whose value must not be shown."""
 
@@ -59,11 +42,7 @@ _Loader.yaml_implicit_resolvers = {
 
 
 def from_mapping(kind: type[ConfigT], values: Mapping[str, Any], where: str = "") -> ConfigT:
-    """Builds a dataclass, and the dataclasses in it, from nested mappings; ``where`` prefixes names in messages.
-
-    Raises:
-        TrainerUsageError: a name is unknown, or a value is not of its field's type or range.
-    """
+    """Builds a dataclass, and those in it, from nested mappings; ``where`` prefixes names in `TrainerUsageError`s."""
     if not dataclasses.is_dataclass(kind):
         raise TypeError(f"expected a dataclass, found {kind!r}")
     hints = get_type_hints(kind)
@@ -151,11 +130,7 @@ def to_yaml(config: Any) -> str:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Reads a file that holds a mapping.
-
-    Raises:
-        TrainerUsageError: it cannot be read, or holds something else.
-    """
+    """Reads a file that holds a mapping; raises `TrainerUsageError` for anything else."""
     try:
         document = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
@@ -172,11 +147,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """Reads ``inner.lr=3e-4`` as a nested mapping; no value, or ``null``, resets the option to its default.
-
-    Raises:
-        TrainerUsageError: it is not of that form.
-    """
+    """Reads ``inner.lr=3e-4`` as a nested mapping; no value, or ``null``, resets the option to its default."""
     path, equals, value = text.partition("=")
     if not equals or not all(part.isidentifier() for part in path.split(".")):
         raise TrainerUsageError(f"--set: expected name.name=value, found {text!r}")
@@ -188,11 +159,7 @@ def parse_override(text: str) -> dict[str, Any]:
 
 
 def read_run(file: Path | None, overrides: Iterable[str]) -> dict[str, Any]:
-    """Reads a run file's mapping, if there is one, and applies ``name.name=value`` overrides to it, in their order.
-
-    Raises:
-        TrainerUsageError: the file cannot be read or is no mapping, or an override is not of that form.
-    """
+    """Reads a run file's mapping, if there is one, and applies ``name.name=value`` overrides to it, in their order."""
     values = read_yaml(file) if file is not None else {}
     for override in overrides:
         values = merged(values, parse_override(override))

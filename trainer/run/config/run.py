@@ -1,4 +1,8 @@
-"""`RunConfig`: the options of one node's run, each part defined beside what it configures."""
+"""`RunConfig`: the options of one node's run, each part defined beside what it configures.
+
+`SwarmConfig` is the part about a model cut into stages (spec P-40, P-41, P-43). Values that are out of range or do not
+go together are a `TrainerUsageError`.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,16 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from loader.stream.assignment import Assignment
 from loader.stream.plateau import PlateauKind
 from trainer.aggregation import RuleConfig
+from trainer.checkpoint.stages.config import StagewiseConfig
 from trainer.collective import CollectiveConfig
 from trainer.errors import TrainerUsageError
 from trainer.inner import InnerConfig
+from trainer.model.subspace.config import SubspaceConfig
 from trainer.monitor import ApiConfig
 from trainer.network.discovery import DiscoveryConfig
 from trainer.network.rpc import RpcConfig
@@ -22,10 +28,12 @@ from trainer.network.rpc.config import has_port, split_address
 from trainer.network.rpc.remote_address import is_private_host
 from trainer.network.transfer import StateConfig
 from trainer.outer.diloco import DiLoCoConfig
+from trainer.outer.sparta.config import SpartaConfig
+from trainer.pipeline.driver.config import DriverConfig
+from trainer.pipeline.ledger.config import LedgerConfig
+from trainer.pipeline.stage.config import StageConfig
+from trainer.pipeline.worker.config import WorkerConfig
 from trainer.run.config.reading import SECRET
-from trainer.run.config.swarm import Pipeline, SwarmConfig
-
-__all__ = ["CheckpointConfig", "DataConfig", "Engine", "LogConfig", "ModelChoice", "RunConfig", "Strategy"]
 
 _EVERY_INTERFACE = ("0.0.0.0", "::", "")
 _NAME = re.compile(r"[A-Za-z0-9_@:+=-][A-Za-z0-9_.@:+=-]{0,127}")
@@ -33,10 +41,22 @@ _NAME = re.compile(r"[A-Za-z0-9_@:+=-][A-Za-z0-9_.@:+=-]{0,127}")
 
 Engine = Literal["p2p", "torch"]
 Strategy = Literal["diloco", "ddp", "async_sparta"]
+Pipeline = Literal["none", "swarm"]
 
 
 def _default_store() -> str:
     return os.environ.get("GENESIS_STORE") or str(Path("~/.neuroshard/genesis-store").expanduser())
+
+
+def _require_least(config: Any, section: str, **least: int) -> None:
+    for name, bound in least.items():
+        if getattr(config, name) < bound:
+            raise TrainerUsageError(f"{section}{name}: expected {bound} or more, found {getattr(config, name)}")
+
+
+def keeper_option(key: str) -> str:
+    """The lines of a run file that name a swarm's keeper."""
+    return f"swarm: {{ledger: {{keeper: {key}}}}}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +100,7 @@ class DataConfig:
     under DDP only at the next start."""
 
     def __post_init__(self) -> None:
-        for name, least in (("shards_per_node", 1), ("holdout", 0)):
-            if getattr(self, name) < least:
-                raise TrainerUsageError(f"data.{name}: expected {least} or more, found {getattr(self, name)}")
+        _require_least(self, "data.", shards_per_node=1, holdout=0)
         for name in ("timeout_s", "refresh_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
@@ -104,9 +122,7 @@ class CheckpointConfig:
     """How many are kept, the newest included."""
 
     def __post_init__(self) -> None:
-        for name in ("every_steps", "keep"):
-            if getattr(self, name) < 1:
-                raise TrainerUsageError(f"checkpoint.{name}: expected 1 or more, found {getattr(self, name)}")
+        _require_least(self, "checkpoint.", every_steps=1, keep=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,12 +134,70 @@ class LogConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunConfig:
-    """One node's run; YAML has the same names in the same nesting.
+class JoinConfig:
+    """How workers of a stage come and go."""
 
-    Raises:
-        TrainerUsageError: values that do not go together.
-    """
+    window: float = 0.1
+    """Share of a round, from its beginning, in which a newcomer may take up the stage's state (spec P-43)."""
+    max_rounds_behind: int = 5
+    """A newcomer that is further behind when it has the state fetches a newer one (spec P-43)."""
+    max_failed_rounds: int = 2
+    """Failed rounds in a row, while the others went on, after which a worker takes up their state (spec P-41)."""
+    idle_s: float = 20.0
+    """A stage whose round has not moved for so long waits for no other worker."""
+    first_peers_s: float = 6.0
+    """How long a worker looks for others of its stage before it acts as the first."""
+    leave_s: float = 30.0
+    """How long a stopping worker may take to finish its micro-batches and share its state."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.window <= 1:
+            raise TrainerUsageError(f"swarm.join.window: expected more than 0 and at most 1, found {self.window}")
+        _require_least(self, "swarm.join.", max_rounds_behind=1, max_failed_rounds=1)
+        for name in ("idle_s", "first_peers_s", "leave_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise TrainerUsageError(f"swarm.join.{name}: expected seconds, 0 or more, found {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwarmConfig:
+    """A pipeline of stages; the same run file at all workers and drivers."""
+
+    num_stages: int = 3
+    """Head, tail, and bodies between them."""
+    layers: tuple[int, ...] = ()
+    """Of each stage; empty: by ``cut``."""
+    cut: Literal["even", "memory"] = "even"
+    """``even`` shares of the layers, or so that the stage with the most parameters has as few as can be."""
+    vocab_rows: int = 0
+    """Rows of the embedding, a multiple of 1,024; 0: as many as the store's vocabulary needs."""
+    activation_codec: str = "fp32"
+    """On the links: fp32, fp16, int8; with a subspace also subspace, subspace+fp16, subspace+int8."""
+    start_from: str = ""
+    """Folder of a checkpoint of Hugging Face or torchtitan to begin with; empty: first weights by the seed."""
+    subspace: SubspaceConfig = field(default_factory=SubspaceConfig)
+    stage: StageConfig = field(default_factory=StageConfig)
+    worker: WorkerConfig = field(default_factory=WorkerConfig)
+    driver: DriverConfig = field(default_factory=DriverConfig)
+    ledger: LedgerConfig = field(default_factory=LedgerConfig)
+    sparta: SpartaConfig = field(default_factory=SpartaConfig)
+    checkpoint: StagewiseConfig = field(default_factory=StagewiseConfig)
+    join: JoinConfig = field(default_factory=JoinConfig)
+
+    def __post_init__(self) -> None:
+        _require_least(self, "swarm.", num_stages=2)
+        if self.vocab_rows < 0 or self.vocab_rows % 1024:
+            raise TrainerUsageError(f"swarm.vocab_rows: expected 0 or a multiple of 1024, found {self.vocab_rows}")
+        if self.activation_codec.startswith("subspace") and not self.subspace.rank:
+            raise TrainerUsageError(
+                f"swarm.activation_codec: expected swarm.subspace.rank with {self.activation_codec}, found none"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """One node's run; YAML has the same names in the same nesting."""
 
     node_id: str = ""
     """Name of this node: decides its shards and their order. A node needs one to train."""
@@ -161,9 +235,7 @@ class RunConfig:
     swarm: SwarmConfig = field(default_factory=SwarmConfig)
 
     def __post_init__(self) -> None:
-        for name in ("max_steps", "threads"):
-            if getattr(self, name) < 0:
-                raise TrainerUsageError(f"{name}: expected 0 or more, found {getattr(self, name)}")
+        _require_least(self, "", max_steps=0, threads=0)
         for name in ("node_id", "run_id"):
             value = getattr(self, name)
             if not _NAME.fullmatch(value) and (value or name == "run_id"):

@@ -4,6 +4,6 @@
     python -m trainer --node-id driver-1 --store URL --run run.yaml --initial-peers 10.0.0.5:4001 --pipeline swarm
     python -m trainer swarm up --run run.yaml --workers 2 --drivers 1
 
-The packages below know one thing each (a stage's arithmetic, its service, routing, leases, checkpoints). This one puts
-them together, and has what a process does when it starts, joins, falls behind, leaves or is killed.
+It puts the packages below together, and has what a process does when it starts, joins, falls behind, leaves or is
+killed.
 """

@@ -21,7 +21,6 @@ from loader.errors import LoaderError
 from loader.session import Session
 from trainer.errors import TrainerError, TrainerUsageError
 from trainer.inner import StepResult, lr_at
-from trainer.network.discovery.stage_report import StageReport
 from trainer.network.rpc import Endpoint, Peer
 from trainer.outer.engine.daemon_call import in_daemon_thread
 from trainer.pipeline.driver.driver import PipelineDriver
@@ -43,18 +42,17 @@ from trainer.pipeline.ledger import (
 from trainer.pipeline.ledger.records import WorkerSeen
 from trainer.pipeline.protocol.work import boottime_s
 from trainer.run.config import RunConfig
+from trainer.run.config.run import keeper_option
 from trainer.run.node.data import open_session
 from trainer.run.node.identity import identity_of
 from trainer.run.node.stopping import StopRequest
 from trainer.run.node.training import TrainingDisplay
 from trainer.run.node.watching import Watch
-from trainer.run.swarm.account_opening import AccountOpening
 from trainer.run.swarm.building import codec_of
 from trainer.run.swarm.driver_view import DriverView
-from trainer.run.swarm.keeper import check_keeper, keeper_option, keeps_account, ledger_folder, write_last_account
+from trainer.run.swarm.keeper import AccountOpening, check_keeper, keeps_account, ledger_folder, write_last_account
 from trainer.run.swarm.peer_view import DriverPeerView
-from trainer.run.swarm.shape import SwarmShape, shape_of, stage_of, target_tokens_of
-from trainer.run.swarm.startup import as_usage_errors, only_process
+from trainer.run.swarm.shape import SwarmShape, as_usage_errors, only_process, shape_of, stage_of, target_tokens_of
 
 __all__ = ["DriverNode", "run_driver"]
 
@@ -117,42 +115,64 @@ class DriverNode:
 
     async def run(self) -> None:
         """Drives until it is done."""
+        config, shape = self._config, self._shape
         async with AsyncExitStack() as stack:
             data = await self._unless_stopped(in_daemon_thread(self._lanes_and_spec, "driver-store"))
             if data is None:
                 return
             lanes, spec = data
-            if keeps_account(self._config, self._endpoint.peer_id):
+            if keeps_account(config, self._endpoint.peer_id):
                 self._open_account(lanes, spec)
             self._peers.register()
             await self._endpoint.start()
             stack.push_async_callback(self._endpoint.stop)
             await self._peers.start()
             stack.push_async_callback(self._peers.stop)
-            await self._peers.check_fit(self._config.swarm.join.first_peers_s, self._stop)
+            await self._peers.check_fit(config.swarm.join.first_peers_s, self._stop)
             if self._keeper is not None:
                 await self._keeper.start()
                 stack.push_async_callback(self._keeper.stop)
                 stack.push_async_callback(self._leave_account)
-            await self._wait_for_keeper()
-            work = self._client(lanes, spec)
+            name = config.swarm.ledger.keeper
+            find = self._peers.keeper_peer
+            await self._wait_for(lambda: [] if find() else [name], _FIRST_KEEPER_S, "the keeper of the account:")
+            if self._keeper is None:  # It leases only to drivers that it has heard of.
+                await asyncio.sleep(_HEARD_S + config.discovery.poll_interval_s)
+            work = LedgerClient(
+                self._endpoint,
+                self._peers.keeper_peer,
+                MicroBatches(self._session, config.seed, spec.layout),
+                spec,
+                config.swarm.ledger,
+                preferred_shards(config.node_id, lanes, config.data.shards_per_node, config.data.assignment),
+            )
             await work.start()
             stack.push_async_callback(work.close)
-            self._driver = self._pipeline(work)
+            self._driver = PipelineDriver(
+                self._endpoint,
+                shape.plan.names,
+                self._peers,
+                work,
+                LinkForm(codec_of(config, shape), shape.model.dim),
+                config.swarm.driver,
+                target_tokens=target_tokens_of(config),
+                on_result=self._ended,
+                on_step=self._stepped,
+            )
             self.view.begin(self._driver, self._keeper, self._endpoint, work)
             await self.view.refresh()
             self._steps = self._steps_of_run()
             stack.enter_context(self._watch.with_pipeline(self.view))
-            logger.info("%s drives %s at %s", self._config.node_id, self._config.run_id, self._endpoint.address)
+            logger.info("%s drives %s at %s", config.node_id, config.run_id, self._endpoint.address)
             await self._drive(self._driver)
             await self.view.refresh()
             self.view.look()
-            if self._config.api.enabled and not self._stop():
+            if config.api.enabled and not self._stop():
                 await asyncio.sleep(_SHOW_END_S)  # For those who look once a second to see how it has ended.
         logger.info("stopped after %d steps", self._steps)
 
     async def _leave_account(self) -> None:
-        """Of the keeper, when everything is settled or handed back."""
+        """Writes the keeper's account, when everything is settled or handed back."""
         try:
             await self.view.refresh()
         except TrainerError as error:
@@ -162,12 +182,14 @@ class DriverNode:
         if account is not None:
             write_last_account(self._config, account)
 
-    async def _drive(self, driver: PipelineDriver) -> None:
-        """Runs until there is nothing left to do here, or one of the tasks beside it fails.
+    async def _open_leasing(self, opening: AccountOpening) -> None:
+        while not opening.is_over(self._peers.reports()):
+            await asyncio.sleep(_LOOK_S)
+        await self._note_workers()
+        await asyncio.Event().wait()  # `_drive` ends with the first task that ends.
 
-        Raises:
-            TrainerError: the account cannot be kept or reached.
-        """
+    async def _drive(self, driver: PipelineDriver) -> None:
+        """Runs until there is nothing left to do here, or one of the tasks beside it fails."""
         running: list[Coroutine[None, None, None]] = [
             self._work(driver),
             self._look(),
@@ -194,13 +216,19 @@ class DriverNode:
         It waits no longer for one that asks for nothing, as those do that only claim to be drivers, than it takes to
         hear of one that begins just now.
         """
-        await self._wait_for_workers()
+
+        def missing() -> list[str]:
+            there = {worker.stage for worker in self._peers.workers()}
+            return [name for name in self._shape.plan.names if name not in there]
+
+        if not self._config.max_steps or self._steps < self._config.max_steps:
+            await self._wait_for(missing, _FIRST_WORKERS_S, "workers of")
         await driver.run()
         logged, done_s = False, time.monotonic()
         patience_s = 2 * self._config.discovery.announcement_lifetime_s
         while (keeper := self._keeper) is not None and not self._stop():
             waited_s = time.monotonic() - done_s
-            untold = [key for key in self._peers.other_drivers() if not keeper.has_told(key)]
+            untold = [key for key in self._peers.drivers() if not keeper.has_told(key)]
             awaited = [key for key in untold if min(waited_s, keeper.quiet_s(key)) < patience_s]
             if not awaited and not (await keeper.account()).leases:
                 return
@@ -209,26 +237,6 @@ class DriverNode:
                 logged = True
             await asyncio.sleep(_LOOK_S)
 
-    async def _wait_for_keeper(self) -> None:
-        """Waits a while for the keeper, which leases only to drivers that it has heard of."""
-
-        def missing() -> list[str]:
-            return [] if self._peers.keeper() is not None else [self._config.swarm.ledger.keeper]
-
-        await self._wait_for(missing, _FIRST_KEEPER_S, "the keeper of the account:")
-        if self._keeper is None:
-            await asyncio.sleep(_HEARD_S + self._config.discovery.poll_interval_s)
-
-    async def _wait_for_workers(self) -> None:
-        """Waits a while for a worker of each stage; after that, a stage without any is a stall."""
-
-        def missing() -> list[str]:
-            there = {worker.stage for worker in self._peers.workers()}
-            return [name for name in self._shape.plan.names if name not in there]
-
-        if not self._config.max_steps or self._steps < self._config.max_steps:
-            await self._wait_for(missing, _FIRST_WORKERS_S, "workers of")
-
     async def _wait_for(self, missing: Callable[[], Sequence[str]], timeout_s: float, what: str) -> None:
         deadline_s, logged = time.monotonic() + timeout_s, False
         while (names := missing()) and time.monotonic() < deadline_s and not self._stop():
@@ -236,22 +244,6 @@ class DriverNode:
                 logger.info("waiting for %s %s", what, ", ".join(names))
                 logged = True
             await asyncio.sleep(_LOOK_S)
-
-    async def _open_leasing(self, opening: AccountOpening) -> None:
-        """Leases nothing before the workers of all stages have announced what they were trained on.
-
-        Raises:
-            TrainerUsageError: this is not the account of that.
-        """
-        while not opening.is_over(self._reports()):
-            await asyncio.sleep(_LOOK_S)
-        await self._note_workers()
-        await asyncio.Event().wait()  # `_drive` ends with the first task that ends.
-
-    def _reports(self) -> list[StageReport]:
-        return [report for report, _ in self._peers.stage_workers()]
-
-    # -- parts ---------------------------------------------------------------------------------------------------------
 
     def _lanes_and_spec(self) -> tuple[tuple[LedgerLane, ...], LedgerSpec]:
         config, catalog = self._config, self._session.catalog
@@ -289,7 +281,8 @@ class DriverNode:
             raise
 
         def workers() -> list[tuple[str, Peer]]:
-            return [(stage_of(report), peer) for report, peer in self._peers.stage_workers()]
+            heard = self._peers.workers_heard()
+            return [(stage_of(said.stage), said.peer()) for said in heard if said.stage is not None]
 
         self._keeper = LedgerService(
             self._endpoint,
@@ -297,47 +290,16 @@ class DriverNode:
             journal,
             config.swarm.ledger,
             WorkerInquiry(self._endpoint, workers),
-            drivers=self._peers.other_drivers,
+            drivers=self._peers.drivers,
         )
         self._keeper.register()
 
-    def _client(self, lanes: tuple[LedgerLane, ...], spec: LedgerSpec) -> LedgerClient:
-        data = self._config.data
-        return LedgerClient(
-            self._endpoint,
-            self._peers.keeper,
-            MicroBatches(self._session, self._config.seed, spec.layout),
-            spec,
-            self._config.swarm.ledger,
-            preferred_shards(self._config.node_id, lanes, data.shards_per_node, data.assignment),
-        )
-
-    def _pipeline(self, work: LedgerClient) -> PipelineDriver:
-        return PipelineDriver(
-            self._endpoint,
-            self._shape.plan.names,
-            self._peers,
-            work,
-            LinkForm(codec_of(self._config, self._shape), self._shape.model.dim),
-            self._config.swarm.driver,
-            target_tokens=target_tokens_of(self._config),
-            on_result=self._ended,
-            on_step=self._stepped,
-        )
-
-    # -- reporting -----------------------------------------------------------------------------------------------------
-
     def _ended(self, result: MicroBatchResult) -> None:
         self.view.ended(result)
-        outcome = result.outcome
-        if outcome.fate != "done":
-            self._watch.observer.event(
-                "micro_batch",
-                micro_batch=result.micro_batch,
-                fate=outcome.fate,
-                stage=outcome.stage,
-                reason=outcome.reason,
-            )
+        end = result.outcome
+        if end.fate != "done":
+            event = {"fate": end.fate, "stage": end.stage, "reason": end.reason}
+            self._watch.observer.event("micro_batch", micro_batch=result.micro_batch, **event)
 
     def _stepped(self, step: StepLoss) -> None:
         """Numbers steps as the run's: other drivers' and earlier ones included, as far as the keeper has told."""
@@ -383,6 +345,7 @@ class DriverNode:
     async def _note_workers(self) -> None:
         try:
             if self._keeper is not None:
+                reports = self._peers.reports()
                 seen = (
                     WorkerSeen(
                         stage=stage_of(report),
@@ -391,9 +354,9 @@ class DriverNode:
                         resumed=report.resumed or None,
                         resumed_through=report.resumed_through,
                     )
-                    for report in self._reports()
+                    for report in reports
                 )
-                version = self._opening.version(self._reports()) if self._opening is not None else None
+                version = self._opening.version(reports) if self._opening is not None else None
                 await self._keeper.note_workers(seen, version)
             await self.view.refresh()
         except TrainerError as error:

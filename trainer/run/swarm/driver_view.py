@@ -1,8 +1,4 @@
-"""What a driver shows over HTTP (`trainer.monitor.pipeline`).
-
-The driver's event loop takes a snapshot a few times a second (`DriverView.look`). The API's threads read the newest
-one, and never what the loop is changing meanwhile.
-"""
+"""What a driver shows over HTTP: snapshots that its event loop takes, read by the API's threads."""
 
 from __future__ import annotations
 
@@ -32,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _RATE_WINDOW_S = 30.0
 _ASK_TIMEOUT_S = 5.0
+_REPORTED = {"uid", "status", "version", "num_tokens", "queued", "unsaved_because"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +40,6 @@ class _Snapshot:
     ages_s: Mapping[str, float] = field(default_factory=dict)
     """Since each was heard of, by key."""
     status: DriverStatus | None = None
-    loss: float | None = None
     tokens_per_s: float = 0.0
     keeper_away_s: float = 0.0
     num_ahead: int = 0
@@ -51,7 +47,7 @@ class _Snapshot:
 
 
 class DriverView:
-    """A `trainer.monitor.pipeline.PipelineView`."""
+    """A `trainer.monitor.pipeline.PipelineView`: shows the newest snapshot, never what the loop is changing."""
 
     def __init__(self, config: RunConfig, shape: SwarmShape, peers: DriverPeerView) -> None:
         self._config = config
@@ -69,11 +65,7 @@ class DriverView:
         self._began_s = time.monotonic()
 
     def begin(
-        self,
-        driver: PipelineDriver,
-        keeper: LedgerService | None,
-        endpoint: Endpoint,
-        work: LedgerClient | None = None,
+        self, driver: PipelineDriver, keeper: LedgerService | None, endpoint: Endpoint, work: LedgerClient | None = None
     ) -> None:
         """Shows this driver from now on."""
         self._driver, self._keeper, self._endpoint, self._work = driver, keeper, endpoint, work
@@ -96,17 +88,19 @@ class DriverView:
     def look(self) -> None:
         """Takes a snapshot; in the driver's loop."""
         status = None if self._driver is None else self._driver.status()
-        workers, now_s = self._peers.fitting(), time.monotonic()
+        workers, now_s = tuple(self._peers.workers_heard()), time.monotonic()
         words = {said.peer_id: self._peers.last_word(said.peer_id) for said in workers}
         ages_s = {key: now_s - word.heard_s for key, word in words.items() if word is not None}
-        away_s, num_ahead = (0.0, 0)
+        recent = sum(tokens for ended_s, tokens in self._done if ended_s > now_s - _RATE_WINDOW_S)
+        rate = round(recent / max(1e-9, min(_RATE_WINDOW_S, now_s - self._began_s)), 1)
+        away_s, num_ahead = 0.0, 0
         if self._work is not None:
             away_s, num_ahead = self._work.keeper_away_s, self._work.cache.num_ahead
-        self._snapshot = _Snapshot(workers, ages_s, status, self._loss, self._tokens_per_s(), away_s, num_ahead)
+        self._snapshot = _Snapshot(workers, ages_s, status, rate, away_s, num_ahead)
 
     async def refresh(self) -> None:
         """Asks the keeper for the account."""
-        peer = self._peers.keeper()
+        peer = self._peers.keeper_peer()
         if self._keeper is not None:
             self._account = (await self._keeper.account(), time.monotonic())
         elif peer is not None and self._endpoint is not None:
@@ -149,39 +143,35 @@ class DriverView:
 
     def stages(self) -> SwarmStages:
         """See `trainer.monitor.pipeline.PipelineView`."""
-        snapshot = self._snapshot
-        workers = _workers_by_stage(snapshot)
+        snapshot, stages = self._snapshot, []
+        by_stage = _workers_by_stage(snapshot)
+        seen = snapshot.status.stages if snapshot.status is not None else ()
+        stalled = {stage.stage: stage.stalled_s for stage in seen}
+        for name, layers in zip(self._shape.plan.names, self._shape.plan.ranges, strict=True):
+            workers = sorted(by_stage.get(name, []), key=lambda worker: worker.uid)
+            answering = [worker for worker in workers if not worker.silent_s]
+            stage = StageStatus(
+                stage=name,
+                num_layers=len(layers),
+                num_serving=sum(worker.status == "serving" and not worker.banned_for_s for worker in answering),
+                version=max((worker.version for worker in workers), default=None),
+                rows_per_s=round(sum(worker.rows_per_s for worker in answering), 3),
+                empty_for_s=round(stalled.get(name, 0.0), 1),
+                workers=tuple(workers),
+            )
+            stages.append(stage)
         return SwarmStages(
             node_id=self._config.node_id,
             time=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             step=self.trained_tokens // target_tokens_of(self._config),
-            loss=snapshot.loss,
+            loss=self._loss,
             tokens_per_s=snapshot.tokens_per_s,
             in_flight=snapshot.status.in_flight if snapshot.status is not None else 0,
             keeper=self._config.swarm.ledger.keeper,
             keeper_away_s=round(snapshot.keeper_away_s, 1),
             held=snapshot.num_ahead,
-            stages=tuple(self._stage(name, workers.get(name, []), snapshot) for name in self._shape.plan.names),
+            stages=tuple(stages),
         )
-
-    def _stage(self, name: str, workers: list[WorkerStatus], snapshot: _Snapshot) -> StageStatus:
-        seen = snapshot.status.stages if snapshot.status is not None else ()
-        stalled = {stage.stage: stage.stalled_s for stage in seen}
-        answering = [worker for worker in workers if not worker.silent_s]
-        return StageStatus(
-            stage=name,
-            num_layers=len(self._shape.plan.ranges[self._shape.plan.index(name)]),
-            num_serving=sum(worker.status == "serving" and not worker.banned_for_s for worker in answering),
-            version=max((worker.version for worker in workers), default=None),
-            rows_per_s=round(sum(worker.rows_per_s for worker in answering), 3),
-            empty_for_s=round(stalled.get(name, 0.0), 1),
-            workers=tuple(sorted(workers, key=lambda worker: worker.uid)),
-        )
-
-    def _tokens_per_s(self) -> float:
-        now_s = time.monotonic()
-        recent = [tokens for ended_s, tokens in self._done if ended_s > now_s - _RATE_WINDOW_S]
-        return round(sum(recent) / max(1e-9, min(_RATE_WINDOW_S, now_s - self._began_s)), 1)
 
 
 def _workers_by_stage(snapshot: _Snapshot) -> dict[str, list[WorkerStatus]]:
@@ -199,15 +189,10 @@ def _workers_by_stage(snapshot: _Snapshot) -> dict[str, list[WorkerStatus]]:
         if report is None:
             continue
         differing = {name for pair in undecided if report.uid in pair for name in pair if name != report.uid}
+        same = report.model_dump(include=_REPORTED) | {"node_id": said.node_id, "peer_id": said.peer_id}
         workers.setdefault(stage_of(report), []).append(
             WorkerStatus(
-                uid=report.uid,
-                node_id=said.node_id,
-                peer_id=said.peer_id,
-                status=report.status,
-                version=report.version,
-                num_tokens=report.num_tokens,
-                queued=report.queued,
+                **same,
                 rows_per_s=round(report.rows_per_s, 3),
                 busy=round(report.busy, 3),
                 in_flight=in_flight.get(said.peer_id, 0),
@@ -216,7 +201,6 @@ def _workers_by_stage(snapshot: _Snapshot) -> dict[str, list[WorkerStatus]]:
                 age_s=round(snapshot.ages_s.get(said.peer_id, 0.0), 1),
                 silent_s=round(silent.get(said.peer_id, 0.0), 1),
                 unsaved_s=round(report.unsaved_s, 1),
-                unsaved_because=report.unsaved_because,
             )
         )
     return workers

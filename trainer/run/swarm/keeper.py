@@ -1,54 +1,44 @@
-"""The keeper of the account: how a run names it, how it is found, and the account it leaves behind when it ends.
+"""The keeper of the account: how a run names it, when it may lease, and the account it leaves behind when it ends.
 
-Anybody may call a node `driver-1`. So a process that strangers can join knows the keeper by its key alone, however long
-it is away. A name is accepted in a private run only (`RunConfig.is_private`): the first driver that is heard of under
-it is the keeper. The last account is a file beside the journal, for people and `swarm up`: what a driver answers over
-HTTP is from before it settled.
+Anybody may call a node `driver-1`. So a process that strangers can join knows the keeper by its key alone; a name is
+accepted in a private run only (`RunConfig.is_private`). The last account is a file beside the journal, for people and
+`swarm up`: what a driver answers over HTTP is from before it settled.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median_low
 
 from pydantic import ValidationError
 
-from trainer.errors import TrainerUsageError
+from trainer.checkpoint.stages.contents import peek
+from trainer.checkpoint.stages.naming import named_files
+from trainer.errors import CheckpointError, TrainerUsageError
 from trainer.monitor.pipeline import SwarmAccount
-from trainer.network.discovery import Announcement
+from trainer.network.discovery.stage_report import StageReport
+from trainer.pipeline.ledger.ledger import Ledger
 from trainer.run.config import RunConfig
+from trainer.run.config.run import keeper_option
 from trainer.run.node.identity import identity_of, identity_path
-
-__all__ = [
-    "KeeperSearch",
-    "check_keeper",
-    "keeper_among",
-    "keeper_option",
-    "keeps_account",
-    "ledger_folder",
-    "read_last_account",
-    "write_last_account",
-]
+from trainer.run.swarm.shape import stage_of, target_tokens_of
 
 logger = logging.getLogger(__name__)
 
 _LAST_ACCOUNT = "last_account.json"
 _MAX_BYTES = 8 << 20
-
-
-def keeper_option(key: str) -> str:
-    """The lines of a run file that name a keeper."""
-    return f"swarm: {{ledger: {{keeper: {key}}}}}"
+_FEW_STEPS = 16
+_SMALL_SHARE = 0.01
+"""Of a run's steps: those made with less than a whole step's tokens while no keeper was there to note them."""
+_LOG_EVERY_S = 60.0
 
 
 def check_keeper(config: RunConfig) -> None:
-    """Refuses a keeper that is given by name in a run that strangers can join.
-
-    Raises:
-        TrainerUsageError: with what to put into the run file; for the keeper itself its key is made for that.
-    """
+    """Refuses, with what to do, a keeper that is given by name in a run that strangers can join."""
     ledger = config.swarm.ledger
     if ledger.keeper_is_key or config.is_private:
         return
@@ -73,15 +63,7 @@ def keeps_account(config: RunConfig, key: str) -> bool:
 
 
 def keeper_among(config: RunConfig, drivers: Iterable[str]) -> tuple[str, str]:
-    """Node id and key of the keeper among drivers that share this machine's ``state_dir``; makes a missing key.
-
-    Args:
-        config: of the run.
-        drivers: their node ids.
-
-    Raises:
-        TrainerUsageError: none of them is the keeper, or its key cannot be read or made.
-    """
+    """Node id and key of the keeper among drivers, by their ids, of this ``state_dir``; makes a missing key."""
     wanted, names = config.swarm.ledger, list(drivers)
     for name in names:
         own = replace(config, node_id=name)
@@ -95,29 +77,81 @@ def keeper_among(config: RunConfig, drivers: Iterable[str]) -> tuple[str, str]:
     )
 
 
-class KeeperSearch:
-    """Finds the keeper among the announced drivers."""
+class AccountOpening:
+    """Holds back a keeper's leases until its account is that of what the workers were trained on; for one event loop.
 
-    def __init__(self, config: RunConfig) -> None:
-        self._wanted = config.swarm.ledger
-        self._key = ""
-        self._rejected: frozenset[str] = frozenset()
+    A keeper without its journal, or with an old backup of it, would lease data again that workers were trained on, and
+    the account would not tell. So a keeper does not begin if the workers are ahead, unless `swarm.ledger.begin_anew` is
+    set. An empty account fits workers at version 0 alone. Else stages can be ahead of what the journal notes by what
+    was leased since, and by a few steps, since workers that leave step with less than a whole step's tokens. Of a stage
+    the median announcement counts, and of the stages the median: one liar keeps no keeper from coming back. The
+    trade-off: a backup that is a few steps old passes for the journal itself.
+    """
 
-    def find(self, drivers: Iterable[Announcement]) -> Announcement | None:
-        """The keeper's announcement among those of this run's drivers; None: it is not announced."""
-        wanted = self._wanted.keeper
-        if self._wanted.keeper_is_key:
-            return next((said for said in drivers if said.peer_id == wanted), None)
-        found = {said.peer_id: said for said in drivers if said.node_id == wanted}
-        if found and self._key not in found:
-            if self._key:
-                logger.warning("the account is kept under another key from now on; name the keeper by its key")
-            self._key = next(iter(found))
-        others = frozenset(found.keys() - {self._key})
-        for key in others - self._rejected:
-            logger.warning("%s (%s) calls itself %s too and is not believed", found[key].address, key[:12], wanted)
-        self._rejected = others
-        return found.get(self._key)
+    def __init__(self, config: RunConfig, journal: Path, ledger: Ledger, stages: Sequence[str]) -> None:
+        self._config = config
+        self._journal = journal
+        self._ledger = ledger
+        self._stages = stages
+        self._logged_s = time.monotonic()
+        ledger.leases_nothing = True
+
+    def check_checkpoints(self) -> None:
+        """Refuses an empty account beside checkpoints of trained stages, before their workers are known."""
+        if self._config.swarm.ledger.begin_anew or self._highest() != 0:
+            return
+        for named in reversed(list(named_files(self._config.swarm.checkpoint.directory, self._config.run_id))):
+            try:
+                version = peek(named).version
+            except CheckpointError:
+                continue
+            if version:
+                raise self._refusal(f"{named.path} is of step {version}")
+
+    def is_over(self, reports: Iterable[StageReport]) -> bool:
+        """Whether leases are given, after these reports; False: some stage is unknown. Raises if workers are ahead."""
+        known = list(reports)
+        version, highest = self.version(known), self._highest()
+        ahead = max(_reached(known).values(), default=0) if highest == 0 else version
+        allowed = None if not highest else highest + max(_FEW_STEPS, int(_SMALL_SHARE * highest))
+        is_ahead = highest is not None and ahead is not None and ahead > (allowed or 0)
+        if is_ahead and not self._config.swarm.ledger.begin_anew:
+            raise self._refusal(", ".join(sorted(f"{it.uid} is at version {it.version}" for it in known)[:8]))
+        if version is None:
+            if time.monotonic() >= self._logged_s + _LOG_EVERY_S:
+                self._logged_s = time.monotonic()
+                missing = ", ".join(name for name in self._stages if name not in _reached(known))
+                logger.info("nothing is leased yet: no worker of %s has been heard of", missing)
+            return False
+        if is_ahead:
+            logger.warning("the account BEGINS ANEW beside workers at version %s; rows are trained on again", ahead)
+        self._ledger.leases_nothing = False
+        return True
+
+    def version(self, reports: Iterable[StageReport]) -> int | None:
+        """The version that most stages have reached; None: a stage has no worker."""
+        reached = _reached(reports)
+        return median_low(reached.values()) if reached.keys() >= set(self._stages) else None
+
+    def _highest(self) -> int | None:
+        return self._ledger.state.highest_version(target_tokens_of(self._config))
+
+    def _refusal(self, found: str) -> TrainerUsageError:
+        highest = self._highest()
+        known = f"one that ends at version {highest} at most" if highest else "none"
+        return TrainerUsageError(
+            f"the account of run {self._config.run_id}: expected the journal of what its workers were trained on in "
+            f"{self._journal}, found {known}, while {found}; put the run's journal there, start the keeper on the "
+            "machine that has it, or set swarm.ledger.begin_anew=true to lease the data again from there on"
+        )
+
+
+def _reached(reports: Iterable[StageReport]) -> dict[str, int]:
+    """The version that most workers of each stage have reached at least: no single worker decides for a stage."""
+    versions: dict[str, list[int]] = {}
+    for report in reports:
+        versions.setdefault(stage_of(report), []).append(report.version)
+    return {stage: median_low(found) for stage, found in versions.items()}
 
 
 def ledger_folder(config: RunConfig) -> Path:
@@ -137,12 +171,7 @@ def write_last_account(config: RunConfig, account: SwarmAccount) -> None:
 
 
 def read_last_account(config: RunConfig, since: float) -> SwarmAccount | None:
-    """The account as the keeper left it; None: it has not ended in order since then.
-
-    Args:
-        config: of the run.
-        since: seconds since 1970.
-    """
+    """The account as the keeper left it; None: it has not ended in order since then (seconds since 1970)."""
     path = ledger_folder(config) / _LAST_ACCOUNT
     try:
         found = path.stat()

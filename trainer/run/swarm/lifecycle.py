@@ -1,27 +1,22 @@
-"""How a worker comes and goes: catching up with its stage, coming back after it lost touch, and graceful shutdown.
+"""How a worker comes and goes, decided from what others report: its stage, its beginning, catching up, leaving.
 
-Threads, network and clock are passed in as functions, so that tests run every path with a clock of their own.
-
-Newcomers take up the stage's state during the first tenth of a round (spec P-43): later they would begin with work that
-the others have long done. A stage on which nobody works has no rounds to wait for, so a round that does not move for
-`JoinConfig.idle_s` counts as a beginning. A worker that finds no donor keeps asking: none serves its own first weights
-while others have better ones. After a restart of all, a worker whose checkpoint has the state from which the others'
-round began is current at once, and one that comes later with a newer state keeps it (`is_ahead`).
+Threads, network and clock are passed in as functions, so that tests run every path with a clock of their own. What
+others announce is believed as far as a median or a majority does: no single worker keeps another out.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
 from statistics import median_low
 
-from trainer.errors import CheckpointError, TrainerError
+from trainer.checkpoint.stages.config import StagewiseConfig
+from trainer.errors import CheckpointError, IncompatiblePeerError, TrainerError, TrainerUsageError
 from trainer.network.discovery.stage_report import StageReport
 from trainer.outer.sparta import frontier_of
-from trainer.run.config.swarm import JoinConfig
-
-__all__ = ["JoinWindow", "RejoinDelay", "StateCatchUp", "is_ahead", "shut_down_gracefully", "version_of_state"]
+from trainer.run.config.run import JoinConfig
+from trainer.run.swarm.shape import stage_of
 
 logger = logging.getLogger(__name__)
 
@@ -34,87 +29,236 @@ _SETTLED_S = 30.0
 _ANSWER_LOOK_S = 0.1
 _MIN_SAVE_S = 5.0
 """For saving, however long the rest of a shutdown has taken."""
+_FEW_STEPS = 4
+_SMALL_SHARE = 0.01
+"""Of a run's steps: micro-batches that are lost in some stages and counted in others make versions drift apart."""
 
 
-class JoinWindow:
-    """Decides from a stage's round whether a newcomer may take up its state now."""
+def neediest_stage(names: Iterable[str], reports: Iterable[StageReport], own_number: int = 0) -> str:
+    """The stage a newcomer helps most: one without workers, else the one with the lowest rate.
 
-    def __init__(self, config: JoinConfig) -> None:
+    A stage's rate is the sum of its workers' rates; a worker that reports none yet counts as the slowest that does, and
+    joining ones are on their way to help. Of equally needy stages ``own_number`` picks one, so that newcomers that come
+    together spread; two that choose the same one at the same moment are made up for by the next.
+    """
+    by_stage: dict[str, list[float]] = {name: [] for name in names}
+    for report in reports:
+        stage = stage_of(report)
+        if report.status != "leaving" and stage in by_stage:
+            by_stage[stage].append(report.rows_per_s)
+    neediest = [name for name, rates in by_stage.items() if not rates]
+    if not neediest:
+        slowest = min((rate for rates in by_stage.values() for rate in rates if rate > 0), default=1.0)
+        totals = {name: sum(rate or slowest for rate in rates) for name, rates in by_stage.items()}
+        least = min(totals.values())
+        neediest = [name for name, total in totals.items() if total <= least * (1 + 1e-9)]
+    return neediest[own_number % len(neediest)]
+
+
+def check_first_weights(began_from: str, path: str, others: Iterable[StageReport]) -> None:
+    """Compares the model this worker began with to that of the workers that serve, or else of all that begin.
+
+    Each reads it from its own machine, at ``path``, and announces a fingerprint of the weights, ``began_from``; empty:
+    it read none, as one that goes on from a checkpoint.
+
+    Raises:
+        IncompatiblePeerError: most of them began with another model.
+    """
+    known = [report for report in others if report.began_from]
+    known = [report for report in known if report.status == "serving"] or known
+    differing = [report for report in known if report.began_from != began_from]
+    if not began_from or not differing:
+        return
+    one = differing[0]
+    text = (
+        f"swarm.start_from: expected the model that {one.uid} began with, of fingerprint {one.began_from}, found "
+        f"{path} with {began_from}; give all workers a copy of the same folder"
+    )
+    if 2 * len(differing) > len(known):
+        raise IncompatiblePeerError(text)
+    logger.warning("%s (%d of %d differ)", text, len(differing), len(known))
+
+
+class StartupVersionCheck:
+    """Checks whether a worker may serve first weights, given the versions the other stages announce.
+
+    Where the other stages have stepped, and this one has neither a checkpoint here nor a worker elsewhere, first
+    weights would train on among trained ones, and only the loss would tell. Such a worker waits ``grace_s`` for a peer
+    with the stage's state, and then refuses to start, unless `swarm.checkpoint.begin_anew` is set. What counts is how
+    much of the others' work is on disk: a stage whose only worker dies before anything is begins anew, with a warning.
+    The check ends ``grace_s`` after the stage's first step in this process. The trade-off: whoever announces a worker
+    that has saved much can keep others from beginning an empty stage, though nobody with a checkpoint.
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        names: Sequence[str],
+        config: StagewiseConfig,
+        grace_s: float,
+        *,
+        version: Callable[[], int],
+        reports: Callable[[], Iterable[StageReport]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.has_first_weights = True
+        """To be cleared when the worker goes on from a checkpoint or the others' state."""
+        self._stage = stage
+        self._names = names
         self._config = config
-        self._seen: tuple[int, float] | None = None
-        self._since_s = 0.0
+        self._grace_s = grace_s
+        self._version = version
+        self._reports = reports
+        self._clock = clock
+        self._is_compared = False
+        self._first_version: int | None = None
+        self._stepped_s: float | None = None
+        self._waits_since_s: float | None = None
 
-    def is_open(self, round_index: int, position: float, now_s: float) -> bool:
-        """Whether the state may be taken up while the others are so far (0 to 1) in this round."""
-        seen = (round_index, position)
-        if seen != self._seen:
-            self._seen, self._since_s = seen, now_s
-        return position < self._config.window or now_s - self._since_s >= self._config.idle_s
+    def may_serve(self) -> bool:
+        """Whether a worker without donor may serve what it has; False: ask again. Raises if the stage is lost."""
+        if not self.has_first_weights or self._is_over():
+            return True
+        reports = list(self._reports())
+        versions = self._versions(report for report in reports if report.status != "leaving")
+        own = versions[self._stage]
+        if max(versions.values()) - own <= _FEW_STEPS:
+            self._waits_since_s = None
+            return True
+        saved = max((report.saved for report in reports if stage_of(report) != self._stage), default=0)
+        if saved - own > _FEW_STEPS and not self._config.begin_anew:
+            return self._wait(saved, versions)
+        self.has_first_weights, self._is_compared = False, True
+        logger.warning(
+            "%s BEGINS ANEW, with first weights, among stages that are trained (%s): there is no checkpoint of it "
+            "here and no worker that serves it; what it had learned is lost",
+            self._stage,
+            _text(versions),
+        )
+        return True
 
-
-@dataclass(slots=True, kw_only=True)
-class StateCatchUp:
-    """A worker that joins its stage, for the first time or again."""
-
-    config: JoinConfig
-    others: Callable[[], Sequence[StageReport]]
-    """The stage's other workers that serve."""
-    take_up: Callable[[], bool]
-    """Takes up the others' state; False: none was to be had, or it did not fit."""
-    may_be_first: Callable[[], bool]
-    """Whether a worker that finds nobody serving its stage may serve; may raise what ends it."""
-    round_index: Callable[[], int]
-    """This worker's next round."""
-    is_current: Callable[[], bool]
-    """Whether this worker came back from a checkpoint of the state from which the others' round began."""
-    is_over: Callable[[], bool]
-    """Whether to give up: the worker is asked to stop. May raise what ends it."""
-    clock: Callable[[], float]
-    sleep: Callable[[float], None]
-    _logged_s: float = -_LOG_EVERY_S
-
-    def run(self) -> bool:
-        """Waits until this worker may serve: it is current, or alone in its stage. False: it is asked to stop."""
-        window = JoinWindow(self.config)
-        while not self.is_over():
-            others = self.others()
-            if not others:
-                if self.may_be_first():
-                    return True
-                self.sleep(_LOOK_S)
-                continue
-            if self.is_current():
-                return True
-            frontier, position = _round_place(others)
-            if not window.is_open(frontier, position, self.clock()):
-                self._log("their state is taken up when", frontier, position)
-                self.sleep(_LOOK_S)
-                continue
-            took_up = self.take_up()
-            if took_up and not self._is_behind():
-                return True
-            what = "the state that was taken up is too old by now" if took_up else "none hands out a state yet"
-            self._log(f"{what}; they are asked again in {_RETRY_S:g} s, then when", frontier, position)
-            self.sleep(_RETRY_S)
-        return False
-
-    def _log(self, what: str, frontier: int, position: float) -> None:
-        """Logs once a minute what the worker waits for, and what ends the waiting."""
-        if self.clock() - self._logged_s < _LOG_EVERY_S:
+    def compare(self) -> None:
+        """Logs a warning once, when all stages serve, if their versions are far apart."""
+        if self._is_compared:
             return
-        self._logged_s = self.clock()
-        logger.info(
-            "waiting for the stage's state: %s the next round of the others begins (round %d is %.0f %% through), or "
-            "when it has not moved for %g s",
-            what,
-            frontier,
-            100 * position,
-            self.config.idle_s,
+        self._is_compared = self._is_over()
+        versions = self._versions(report for report in self._reports() if report.status == "serving")
+        if self._is_compared or set(versions) < set(self._names):
+            return
+        self._is_compared = True
+        newest = max(versions.values())
+        if newest - min(versions.values()) > max(_FEW_STEPS, _SMALL_SHARE * newest):
+            logger.warning(
+                "the stages go on from versions that are far apart (%s), as from checkpoints of different ages; stop "
+                "all workers and use python -m trainer rollback to have them begin from one moment",
+                _text({name: versions[name] for name in self._names}),
+            )
+
+    def _wait(self, saved: int, versions: dict[str, int]) -> bool:
+        now_s = self._clock()
+        if self._waits_since_s is None:
+            self._waits_since_s = now_s
+            logger.warning(
+                "%s: no checkpoint of it here and no worker that serves it, while others are trained (%s); waiting "
+                "%.0f s for one that has its state",
+                self._stage,
+                _text(versions),
+                self._grace_s,
+            )
+        if now_s - self._waits_since_s < self._grace_s:
+            return False
+        raise TrainerUsageError(
+            f"{self._stage}: expected a checkpoint of it in {self._config.directory}, or a worker of it, found neither "
+            f"among stages that have saved up to version {saved} ({_text(versions)}); copy here what the machine that "
+            "held it has, start a worker there, or set swarm.checkpoint.begin_anew to go on with first weights"
         )
 
-    def _is_behind(self) -> bool:
-        frontier = frontier_of([report.round_index for report in self.others()])
-        return frontier - self.round_index() > self.config.max_rounds_behind
+    def _versions(self, reports: Iterable[StageReport]) -> dict[str, int]:
+        """The highest version of each stage, this worker's own included."""
+        versions = {self._stage: self._version()}
+        for report in reports:
+            stage = stage_of(report)
+            if stage in self._names:
+                versions[stage] = max(report.version, versions.get(stage, 0))
+        return versions
+
+    def _is_over(self) -> bool:
+        """Whether the stage has stepped for `grace_s` in this process."""
+        version = self._version()
+        if self._first_version is None:
+            self._first_version = version
+        if self._stepped_s is None and version > self._first_version:
+            self._stepped_s = self._clock()
+        return self._stepped_s is not None and self._clock() - self._stepped_s >= self._grace_s
+
+
+def _text(versions: dict[str, int]) -> str:
+    return ", ".join(f"{stage} at version {version}" for stage, version in versions.items())
+
+
+def catch_up(
+    config: JoinConfig,
+    *,
+    others: Callable[[], Sequence[StageReport]],
+    take_up: Callable[[], bool],
+    may_be_first: Callable[[], bool],
+    round_index: Callable[[], int],
+    is_current: Callable[[], bool],
+    is_over: Callable[[], bool],
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+) -> bool:
+    """Waits until a worker that joins its stage may serve: it is current, or alone. Returns False if asked to stop.
+
+    The others' state is taken up in the first tenth of a round (spec P-43): later a newcomer would begin with work that
+    they have long done. A round that does not move for `JoinConfig.idle_s` counts as a beginning, since nobody may be
+    working on it. A worker that gets no state keeps asking: none serves first weights while others have better ones.
+
+    Args:
+        config: options.
+        others: reports of the stage's other workers that serve.
+        take_up: takes up their state; False: none was to be had, or it did not fit.
+        may_be_first: whether a worker that finds nobody serving its stage may serve; may raise what ends it.
+        round_index: this worker's next round.
+        is_current: whether it came back from a checkpoint of the state from which the others' round began.
+        is_over: whether it is asked to stop; may raise what ends it.
+        clock: monotonic seconds.
+        sleep: waits so many seconds.
+    """
+    seen: tuple[int, float] | None = None
+    seen_since_s, logged_s = 0.0, -_LOG_EVERY_S
+    while not is_over():
+        reports = others()
+        if not reports:
+            if may_be_first():
+                return True
+            sleep(_LOOK_S)
+            continue
+        if is_current():
+            return True
+        frontier, position = place = _round_place(reports)
+        if place != seen:
+            seen, seen_since_s = place, clock()
+        is_beginning = position < config.window or clock() - seen_since_s >= config.idle_s
+        took_up = is_beginning and take_up()
+        if took_up and _round_place(others())[0] - round_index() <= config.max_rounds_behind:
+            return True
+        pause_s, wait = _LOOK_S, "their state is taken up when"
+        if is_beginning:
+            what = "the state that was taken up is too old by now" if took_up else "none hands out a state yet"
+            pause_s, wait = _RETRY_S, f"{what}; they are asked again in {_RETRY_S:g} s, then when"
+        if clock() - logged_s >= _LOG_EVERY_S:
+            logged_s = clock()
+            logger.info(
+                "waiting for the stage's state: %s the next round of the others begins (round %d is %.0f %% through), "
+                "or when it has not moved for %g s",
+                wait,
+                frontier,
+                100 * position,
+                config.idle_s,
+            )
+        sleep(pause_s)
+    return False
 
 
 def _round_place(others: Sequence[StageReport]) -> tuple[int, float]:
@@ -124,36 +268,19 @@ def _round_place(others: Sequence[StageReport]) -> tuple[int, float]:
     return frontier, median_low(positions) if positions else 0.0
 
 
-class RejoinDelay:
-    """How long a worker that lost touch waits before it takes up the others' state again.
+def rejoin_delay_s(before_s: float, served_s: float) -> float:
+    """How long a worker waits to take up the others' state again, which costs them 12 bytes a parameter.
 
-    Nothing at first, then twice as long each time, up to 16 s, while it loses touch within half a minute. What others
-    announce may make it lose touch, and each state that it takes up costs them 12 bytes a parameter.
+    Nothing at first, then twice as long as ``before_s`` each time, up to 16 s, until it has served for half a minute.
     """
-
-    def __init__(self) -> None:
-        self._joined_s = float("-inf")
-        self._delay_s = 0.0
-
-    def joined(self, now_s: float) -> None:
-        """Notes that the worker serves from now on."""
-        self._joined_s = now_s
-
-    def next_s(self, now_s: float) -> float:
-        """Seconds to wait, now that it has lost touch."""
-        if now_s - self._joined_s >= _SETTLED_S:
-            self._delay_s = 0.0
-            return 0.0
-        self._delay_s = min(max(2 * self._delay_s, _FIRST_DELAY_S), _MAX_DELAY_S)
-        return self._delay_s
+    return 0.0 if served_s >= _SETTLED_S else min(max(2 * before_s, _FIRST_DELAY_S), _MAX_DELAY_S)
 
 
 def version_of_state(num_steps: int, versions: Collection[int]) -> int:
-    """The stage's version that belongs to a state which was taken up.
+    """The stage's version that belongs to a state which was taken up: that of the worker that made it.
 
-    That of the worker that made it. The state itself says how many optimizer steps are in it; the version differs from
-    that by the steps that the stage made without that worker. So of the versions that its holders announce, the nearest
-    counts: announcements cost nothing, and no number of them makes it worse.
+    It differs from the optimizer steps in the state by those that the stage made without that worker. So of the
+    versions that its holders announce, the nearest counts, which no number of announcements makes worse.
     """
     return min(versions, key=lambda version: (abs(version - num_steps), version), default=num_steps)
 
@@ -183,17 +310,8 @@ def shut_down_gracefully(
 ) -> None:
     """Answers what is under way, counts nothing more, steps and saves, and shares the work in a last round.
 
-    Whatever was acknowledged is in the state that is saved. The worker saves first because it can do that alone. The
-    last round is early, so its outer step weighs as little as the work in it (`trainer.outer.diloco.outer`).
-
-    Args:
-        leave_s: for all of it; half of it is for answers.
-        num_unanswered: requests that were accepted and not answered yet.
-        refuse: from then on nothing is counted.
-        save: steps with what was counted and saves what is not on disk, within so many seconds.
-        share: has a round with the others, if there are any, within so many seconds.
-        clock: monotonic seconds.
-        sleep: waits so many seconds.
+    Whatever was acknowledged is in the state that is saved. The worker saves first because it can do that alone. All of
+    it may take ``leave_s``, half of that answers; ``save`` and ``share`` are told how many seconds they have.
 
     Raises:
         CheckpointError: the state could not be saved; it was shared if that was possible.

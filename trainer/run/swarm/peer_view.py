@@ -1,50 +1,104 @@
-"""Who else is in the run: what a driver and a worker know of their peers from announcements."""
+"""Who else is in the run: what a driver and a worker know of their peers from announcements, and whether they fit.
+
+Nodes that hold a whole model compare themselves with each other. Drivers and the first worker of a stage have no such
+peers: so in a swarm each compares itself with everybody, by what that peer's stage would have to announce under this
+run file (`trainer.run.node.compatibility`). The trade-off: several processes that begin at once with the same wrong
+file train apart from the rest.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Set
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
 
 from trainer.errors import TrainerError
 from trainer.model.config import stage_names
 from trainer.network.discovery import Announcement, PeerWatchdog, open_discovery
 from trainer.network.discovery.stage_report import StageReport
 from trainer.network.rpc import Endpoint, Peer, PeerId
-from trainer.outer.sparta import frontier_of
 from trainer.pipeline.driver.workers import LastWord, StageWorker, workers_in
 from trainer.run.config import RunConfig
-from trainer.run.node.compatibility import register_terms
+from trainer.run.node.compatibility import ComparedPeer, FitCheck, register_terms
 from trainer.run.node.identity import NodeStats, announcement_of
-from trainer.run.swarm.compatibility import SwarmTerms, check_fit
-from trainer.run.swarm.keeper import KeeperSearch, keeps_account
+from trainer.run.swarm.keeper import keeps_account
 from trainer.run.swarm.shape import DRIVER, SwarmShape, stage_of
 
-if TYPE_CHECKING:
-    from trainer.run.node.network import Network
-
-__all__ = ["DriverPeerView", "RunPeerView", "StagePeerView", "holds_stage"]
+__all__ = ["DriverPeerView", "SwarmPeers", "holds_stage"]
 
 logger = logging.getLogger(__name__)
 
 _REFRESH_S = 0.5
+_LOOK_S = 0.1
 _UNHEARD_S = 30.0
 """Without any peer before that is logged: on a busy machine a worker takes half of it to start."""
 _SILENT_INTERVALS = 2
 """A process that lives announces itself twice in each interval, so four announcements in a row have not come."""
 
 
-class DriverPeerView:
+class SwarmPeers:
+    """Those that announce the same run file, among all that ``heard`` returns: a process works for these only."""
+
+    def __init__(self, config: RunConfig, shape: SwarmShape, heard: Callable[[], tuple[Announcement, ...]]) -> None:
+        self.heard = heard
+        self._run_id = config.run_id
+        self._ledger = config.swarm.ledger
+        self._terms = {name: shape.terms(name) for name in (DRIVER, *shape.plan.names)}
+        self._digests = {name: terms.digest() for name, terms in self._terms.items()}
+        self._keeper_key = ""
+        self._rejected: frozenset[str] = frozenset()
+        """Keys of others that call themselves by the keeper's name."""
+
+    def fits(self, said: Announcement) -> bool:
+        """Whether a peer trains what this run file says."""
+        return said.terms_digest == self._digests.get(_role_of(said))
+
+    def fit_check(self, endpoint: Endpoint) -> FitCheck:
+        """The comparison of this process, at its ``endpoint``, with all others."""
+
+        def known() -> list[ComparedPeer]:
+            expected = ((said, self._terms.get(_role_of(said))) for said in self.heard())
+            return [
+                ComparedPeer(said.peer(), said.node_id, said.terms_digest, terms, self.fits(said))
+                for said, terms in expected
+            ]
+
+        return FitCheck(endpoint, self._terms[DRIVER], known, self._run_id)
+
+    def workers_heard(self, stage: str = "") -> list[Announcement]:
+        """The workers of a stage or of all, joining and leaving ones too."""
+        return [said for said in self.heard() if holds_stage(stage, said) and self.fits(said)]
+
+    def reports(self) -> list[StageReport]:
+        """What the workers of all stages report."""
+        return [said.stage for said in self.workers_heard() if said.stage is not None]
+
+    def drivers(self) -> dict[PeerId, Announcement]:
+        """The drivers, by key."""
+        return {said.peer_id: said for said in self.heard() if said.stage is None and self.fits(said)}
+
+    def keeper(self) -> Announcement | None:
+        """The keeper of the account; None: it is not announced. By name, the first is it as long as it is there."""
+        wanted, drivers = self._ledger.keeper, self.drivers()
+        if self._ledger.keeper_is_key:
+            return drivers.get(wanted)
+        found = {key: said for key, said in drivers.items() if said.node_id == wanted}
+        if found and self._keeper_key not in found:
+            if self._keeper_key:
+                logger.warning("the account is kept under another key from now on; name the keeper by its key")
+            self._keeper_key = next(iter(found))
+        others = frozenset(found.keys() - {self._keeper_key})
+        for key in others - self._rejected:
+            logger.warning("%s (%s) calls itself %s too and is not believed", found[key].address, key[:12], wanted)
+        self._rejected = others
+        return found.get(self._keeper_key)
+
+
+class DriverPeerView(SwarmPeers):
     """Announces a driver and knows the workers (a `StageDirectory`); for one event loop.
 
-    Args:
-        config: of the run.
-        endpoint: the driver's, started before `start`.
-        shape: what all of the swarm agree on.
-        progress: what to announce of the driver, asked before each announcement.
-        heard: told of all others, every half second.
+    ``progress`` returns what to announce of the driver; ``hearing`` is told of all others, every half second.
     """
 
     def __init__(
@@ -53,24 +107,24 @@ class DriverPeerView:
         endpoint: Endpoint,
         shape: SwarmShape,
         progress: Callable[[], NodeStats],
-        heard: Callable[[tuple[Announcement, ...]], None],
+        hearing: Callable[[tuple[Announcement, ...]], None],
     ) -> None:
+        super().__init__(config, shape, lambda: self._announcements)
         self._config = config
         self._endpoint = endpoint
         self._own_terms = shape.terms(DRIVER)
-        self._terms = SwarmTerms(shape)
-        self._fit = self._terms.fit_check(endpoint, lambda: self.announcements, config.run_id)
+        self._fit = self.fit_check(endpoint)
         self._misfits: set[str] = set()
-        self._keeper_search = KeeperSearch(config)
         self._progress = progress
-        self._heard = heard
+        self._hearing = hearing
         self._discovery = open_discovery(endpoint, config.discovery, stage_names(config.swarm.num_stages))
         self._watchdog = PeerWatchdog(self._discovery, "worker of any stage", _UNHEARD_S)
         self._refresh_task: asyncio.Task[None] | None = None
         self._last_words: dict[str, tuple[float, LastWord]] = {}
         """By key: when the newest announcement was sent, by its own account, and what matters of it."""
-        self.announcements: tuple[Announcement, ...] = ()
-        """All others there are now; see `hear`."""
+        self._announcements: tuple[Announcement, ...] = ()
+        self.silence_s = _SILENT_INTERVALS * config.discovery.announce_interval_s
+        """See `StageDirectory`."""
 
     def register(self) -> None:
         """Answers what this driver drives; before the endpoint starts."""
@@ -90,39 +144,23 @@ class DriverPeerView:
         await self._discovery.close()
 
     async def check_fit(self, wait_s: float, stop: Callable[[], bool]) -> None:
-        """Compares this driver with the peers it discovers within a while; does not wait if it was given no addresses.
-
-        Raises:
-            IncompatiblePeerError: those that answer have another run file.
-        """
-        wait_s = wait_s if self._config.discovery.initial_peers else 0.0
-        await check_fit(self._fit, lambda: self.announcements, wait_s=wait_s, stop=stop)
+        """Compares this driver with the peers it discovers within a while; waits for none without addresses."""
+        deadline_s = time.monotonic() + (wait_s if self._config.discovery.initial_peers else 0.0)
+        while not self.heard() and time.monotonic() < deadline_s and not stop():
+            await asyncio.sleep(_LOOK_S)
+        await self._fit.begin(stop)
 
     async def watch_fit(self) -> None:
-        """Repeats that comparison until somebody has answered, and then waits for ever.
-
-        Raises:
-            IncompatiblePeerError: those that answer have another run file.
-        """
+        """Repeats that comparison until somebody has answered, and then waits for ever."""
         await self._fit.go_on()
         await asyncio.Event().wait()
 
     def hear(self, announcements: tuple[Announcement, ...], words: tuple[Announcement, ...] = ()) -> None:
-        """Takes up what discovery knows now.
-
-        Args:
-            announcements: of the peers that can be reached.
-            words: of all peers that are heard of.
-        """
+        """Takes up what discovery knows now: announcements of peers that can be reached, ``words`` of all."""
         now_s = time.monotonic()
         self._last_words = {said.peer_id: self._word(said, now_s) for said in (*words, *announcements)}
         self._misfits &= self._last_words.keys()  # Keys cost nothing, so what is known of them must not pile up.
-        self.announcements = announcements
-
-    @property
-    def silence_s(self) -> float:
-        """See `StageDirectory`."""
-        return _SILENT_INTERVALS * self._config.discovery.announce_interval_s
+        self._announcements = announcements
 
     def last_word(self, key: str) -> LastWord | None:
         """See `StageDirectory`."""
@@ -131,25 +169,27 @@ class DriverPeerView:
 
     def workers(self) -> tuple[StageWorker, ...]:
         """See `StageDirectory`."""
-        return workers_in(self.fitting())
+        return workers_in(self.workers_heard())
 
-    def fitting(self) -> tuple[Announcement, ...]:
-        """Announcements of all workers of this run file, joining and leaving ones too."""
-        return tuple(said for said in self.announcements if self._fits(said))
+    def workers_heard(self, stage: str = "") -> list[Announcement]:
+        """See `SwarmPeers`; logs each worker that trains something else, once."""
+        found = super().workers_heard(stage)
+        known = {said.peer_id for said in found} | self._misfits
+        for said in self.heard():
+            if said.stage is not None and said.peer_id not in known and holds_stage(stage, said):
+                self._misfits.add(said.peer_id)
+                logger.warning(
+                    "%s (%s) has another run file or vocabulary than this driver, and gets no work; give both the same",
+                    said.node_id,
+                    said.stage.uid,
+                )
+        return found
 
-    def stage_workers(self) -> list[tuple[StageReport, Peer]]:
-        """Their reports and addresses."""
-        return [(said.stage, said.peer()) for said in self.fitting() if said.stage is not None]
-
-    def other_drivers(self) -> list[str]:
-        """Keys of the other drivers of this run file."""
-        return [said.peer_id for said in _drivers(self.announcements, self._terms)]
-
-    def keeper(self) -> Peer | None:
-        """The keeper of the account; None: it is not there."""
+    def keeper_peer(self) -> Peer | None:
+        """Where the keeper is, which may be this driver; None: it is not there."""
         if keeps_account(self._config, self._endpoint.peer_id):
             return self._endpoint.peer
-        found = self._keeper_search.find(_drivers(self.announcements, self._terms))
+        found = self.keeper()
         return None if found is None else found.peer()
 
     def _word(self, said: Announcement, now_s: float) -> tuple[float, LastWord]:
@@ -159,19 +199,6 @@ class DriverPeerView:
             return known
         incarnation = "" if said.stage is None else said.stage.incarnation
         return said.sent_at, LastWord(incarnation, said.address, now_s)
-
-    def _fits(self, said: Announcement) -> bool:
-        """Whether a worker trains what this driver drives; logs each that does not, once."""
-        if said.stage is None or self._terms.fits(said):
-            return said.stage is not None
-        if said.peer_id not in self._misfits:
-            self._misfits.add(said.peer_id)
-            logger.warning(
-                "%s (%s) has another run file or vocabulary than this driver, and gets no work; give both the same",
-                said.node_id,
-                said.stage.uid,
-            )
-        return False
 
     async def _announce(self) -> None:
         said = announcement_of(self._config, self._endpoint, self._own_terms, self._progress())
@@ -183,8 +210,8 @@ class DriverPeerView:
         while True:
             try:
                 self.hear(await self._discovery.peers(), self._discovery.heard())
-                self._heard(self.announcements)
-                self._watchdog.look(len(self.announcements))
+                self._hearing(self.heard())
+                self._watchdog.look(len(self.heard()))
                 if time.monotonic() >= next_announcement_s:
                     next_announcement_s = time.monotonic() + interval_s
                     await self._announce()
@@ -195,66 +222,10 @@ class DriverPeerView:
             await asyncio.sleep(_REFRESH_S)
 
 
-class StagePeerView:
-    """The other workers of a worker's stage, and their rounds (`trainer.outer.sparta.OtherRounds`); for any thread."""
-
-    def __init__(self, network: Network[Any]) -> None:
-        self._network = network
-
-    def reports(self) -> list[StageReport]:
-        """What each reports of itself."""
-        return [said.stage for said in self._network.alike() if said.stage is not None]
-
-    def serving(self) -> list[StageReport]:
-        """Reports of those that serve."""
-        return [report for report in self.reports() if report.status == "serving"]
-
-    def peers(self) -> tuple[Peer, ...]:
-        """Where they are."""
-        return tuple(said.peer() for said in self._network.alike() if said.stage is not None)
-
-    def frontier(self) -> int:
-        """The round of those that serve."""
-        return frontier_of([report.round_index for report in self.serving()])
-
-    def move_to(self, round_index: int) -> None:
-        """See `trainer.outer.sparta.OtherRounds`."""
-        self._network.collective.move_to(round_index)
-
-
-class RunPeerView:
-    """The peers of a worker that announce the same run file; it works for these only. For any thread."""
-
-    def __init__(self, network: Network[Any], terms: SwarmTerms, keeper_search: KeeperSearch) -> None:
-        self._network = network
-        self._terms = terms
-        self._keeper_search = keeper_search
-
-    def drivers(self) -> Set[PeerId]:
-        """Keys of the drivers."""
-        return {said.peer_id for said in _drivers(self._network.announcements, self._terms)}
-
-    def keeper(self) -> PeerId | None:
-        """Key of the keeper of the account; None: it is not announced."""
-        found = self._keeper_search.find(_drivers(self._network.announcements, self._terms))
-        return None if found is None else found.peer_id
-
-    def reports(self) -> list[StageReport]:
-        """What the workers of all stages report."""
-        heard = self._network.announcements
-        return [said.stage for said in heard if said.stage is not None and self._terms.fits(said)]
-
-    def workers(self, stage: str) -> Mapping[PeerId, Peer]:
-        """A stage's workers, by key."""
-        heard = self._network.announcements
-        return {said.peer_id: said.peer() for said in heard if holds_stage(stage, said) and self._terms.fits(said)}
-
-
 def holds_stage(stage: str, said: Announcement) -> bool:
-    """Whether an announcement is of a worker of this stage."""
-    return said.stage is not None and stage_of(said.stage) == stage
+    """Whether an announcement is of a worker of this stage; of any, where it is empty."""
+    return said.stage is not None and stage in ("", stage_of(said.stage))
 
 
-def _drivers(announcements: tuple[Announcement, ...], terms: SwarmTerms) -> list[Announcement]:
-    """The drivers that announce this run file."""
-    return [said for said in announcements if said.stage is None and terms.fits(said)]
+def _role_of(said: Announcement) -> str:
+    return DRIVER if said.stage is None else stage_of(said.stage)

@@ -1,4 +1,4 @@
-"""A whole swarm on this machine: which processes it has, their command lines, and running them until it is over.
+"""A whole swarm on this machine: its processes and their command lines, running them until it is over, how it stands.
 
 The processes find each other by peer exchange, beginning with the drivers and the first worker of each stage, whose
 ports are chosen beforehand; or, as on the internet, through seeds of a DHT. All listen on 127.0.0.1 only.
@@ -10,32 +10,21 @@ import random
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+import httpx
+from pydantic import BaseModel, ValidationError
 
 from genesis.file_lock import FileLock, FileLockedError
-from trainer.errors import TrainerError, TrainerUsageError
-from trainer.run.swarm.children import ChildSpec, RestartPolicy
-from trainer.run.swarm.swarm_snapshot import SwarmSnapshot, process_counts, snapshot_of
-from trainer.run.swarm.tree import ExitStatus, ProcessTree
+from trainer.errors import MalformedAnswerError, PeerUnavailableError, RpcError, TrainerError, TrainerUsageError
+from trainer.monitor.pipeline import ACCOUNT_PATH, STAGES_PATH, SwarmAccount, SwarmStages
+from trainer.run.swarm.tree import Child, ChildSpec, ExitStatus, ProcessTree, RestartPolicy
 
-__all__ = [
-    "HOST",
-    "Display",
-    "LocalSwarm",
-    "deal_ports",
-    "driver_names",
-    "free_ports",
-    "run_local",
-    "seed_address",
-    "seed_spec",
-    "swarm_specs",
-]
-
-HOST = "127.0.0.1"
+_HOST = "127.0.0.1"
 _PROGRAM = (sys.executable, "-m", "trainer")
 _READY = "  --initial-peers "
 """First characters of the line in which a seed prints its address."""
@@ -47,21 +36,47 @@ _LOOK_S = 1.0
 """Between two questions to the drivers, so that the last answer is close to the end of the run."""
 _SEED_READY_S = 90.0
 _ASKED = ExitStatus(0, "asked to stop")
+_LOCAL_TIMEOUT_S = 1.0
+"""For each wait for a driver of this machine, which answers in milliseconds unless it hangs."""
+_MAX_BYTES = 8 << 20
+_NOT_YET = 503
+AnswerT = TypeVar("AnswerT", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessCount:
+    """Processes of a stage, or of the drivers."""
+
+    name: str
+    running: int
+    wanted: int
+    restarts: int
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmSnapshot:
+    """How a swarm stands; stages as the first driver that answers sees them."""
+
+    processes: tuple[ProcessCount, ...] = ()
+    """Empty for a swarm whose processes are not children of this one."""
+    stages: SwarmStages | None = None
+    account: SwarmAccount | None = None
+    tokens_per_s: float = 0.0
+    """Of all drivers that answer."""
+    is_stale: bool = False
+    """No driver answers now; these are the last answers."""
 
 
 class Display(Protocol):
-    """Where a swarm is shown."""
+    """Where a swarm is shown, every so many seconds."""
 
     every_s: float
-    """How often there is something new to show."""
 
     def event(self, text: str) -> None:
         """Shows that something happened."""
-        ...
 
     def show(self, snapshot: SwarmSnapshot) -> None:
         """Shows how the swarm stands."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +84,6 @@ class LocalSwarm:
     """The size of a swarm and the options of its processes."""
 
     run: Path
-    """Run file."""
     stages: tuple[str, ...]
     num_workers: int = 1
     """Of each stage."""
@@ -79,9 +93,8 @@ class LocalSwarm:
     keeper: str = "driver-1"
     """The driver that keeps the account: it ends after the others, which settle with it."""
     store: str = ""
-    """Replaces the run file's; empty: that."""
     max_steps: int | None = None
-    """Replaces the run file's; None: that."""
+    """Like ``store`` in place of the run file's, if given."""
     settings: tuple[str, ...] = ()
     """``name.name=value`` for all processes."""
     program: tuple[str, ...] = _PROGRAM
@@ -106,13 +119,7 @@ def driver_names(count: int) -> list[str]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports of `HOST` on which nobody listens.
-
-    Nothing keeps others from taking one before it is used; the process that then cannot listen ends the swarm.
-
-    Raises:
-        TrainerError: there are too few.
-    """
+    """Different ports of `127.0.0.1` on which nobody listens now; one that is taken meanwhile ends the swarm."""
     ports: list[int] = []
     with ExitStack() as held:
         for port in random.SystemRandom().sample(range(_FIRST_PORT, _LAST_PORT), _PORT_TRIES + count):
@@ -120,38 +127,27 @@ def free_ports(count: int) -> list[int]:
                 break
             listener = held.enter_context(socket.socket())
             try:
-                listener.bind((HOST, port))
+                listener.bind((_HOST, port))
             except OSError:
                 continue
             ports.append(port)
     if len(ports) < count:
         raise TrainerError(
-            f"expected {count} free ports at {HOST} between {_FIRST_PORT} and {_LAST_PORT}, found {len(ports)}"
+            f"expected {count} free ports at {_HOST} between {_FIRST_PORT} and {_LAST_PORT}, found {len(ports)}"
         )
     return ports
 
 
 def deal_ports(swarm: LocalSwarm) -> dict[str, int]:
-    """A free port for each of `LocalSwarm.port_names`.
-
-    Raises:
-        TrainerError: there are too few.
-    """
+    """A free port for each of `LocalSwarm.port_names`; raises what `free_ports` does."""
     names = swarm.port_names
     return dict(zip(names, free_ports(len(names)), strict=True))
 
 
 def seed_spec(swarm: LocalSwarm, ports: Mapping[str, int], folder: Path, known: Sequence[str]) -> ChildSpec:
-    """The next seed.
-
-    Args:
-        swarm: the whole.
-        ports: from `deal_ports`.
-        folder: for its key, with which its address stays the same after a restart.
-        known: addresses of the seeds before it, with which it becomes one DHT.
-    """
+    """The next seed, of one DHT with the ``known`` ones; its key in ``folder`` keeps its address over restarts."""
     name = f"seed-{len(known) + 1}"
-    command = ["seed", "--host", HOST, "--port", str(ports[name]), "--identity", str(folder / f"{name}.id")]
+    command = ["seed", "--host", _HOST, "--port", str(ports[name]), "--identity", str(folder / f"{name}.id")]
     return ChildSpec(name=name, role="seed", command=(*swarm.program, *command, *_peers(known)))
 
 
@@ -167,8 +163,8 @@ def swarm_specs(swarm: LocalSwarm, ports: Mapping[str, int], seeds: Sequence[str
     """Workers and drivers; ``ports`` are from `deal_ports`, ``seeds`` are addresses, none: peer exchange."""
     drivers = driver_names(swarm.num_drivers)
     known = (*drivers, *(f"{stage}.1" for stage in swarm.stages))
-    peers = _peers(list(seeds) or [f"{HOST}:{ports[name]}" for name in known])
-    local = [f"rpc.host={HOST}", f"rpc.public_address={HOST}", f"discovery.dht_host={HOST}", *swarm.settings]
+    peers = _peers(list(seeds) or [f"{_HOST}:{ports[name]}" for name in known])
+    local = [f"rpc.host={_HOST}", f"rpc.public_address={_HOST}", f"discovery.dht_host={_HOST}", *swarm.settings]
     common = ["--run", str(swarm.run), *peers, *(part for setting in local for part in ("--set", setting))]
     common += ["--store", swarm.store] if swarm.store else []
     specs = []
@@ -180,15 +176,9 @@ def swarm_specs(swarm: LocalSwarm, ports: Mapping[str, int], seeds: Sequence[str
         command = ["--node-id", name, "--pipeline", "swarm", "--port", str(ports[name])]
         command += ["--api", "--api-port", str(api_port), *common]
         command += ["--max-steps", str(swarm.max_steps)] if swarm.max_steps is not None else []
-        specs.append(
-            ChildSpec(
-                name=name,
-                role="driver",
-                command=(*swarm.program, *command),
-                api_url=f"http://{HOST}:{api_port}",
-                ends_last=name == swarm.keeper,
-            )
-        )
+        url, is_keeper = f"http://{_HOST}:{api_port}", name == swarm.keeper
+        command = [*swarm.program, *command]
+        specs.append(ChildSpec(name=name, role="driver", command=tuple(command), api_url=url, ends_last=is_keeper))
     return specs
 
 
@@ -199,17 +189,9 @@ def _peers(addresses: Sequence[str]) -> list[str]:
 def run_local(
     swarm: LocalSwarm, folder: Path, policy: RestartPolicy, display: Display, stop: Callable[[], bool]
 ) -> ExitStatus:
-    """Starts all processes, watches them, and ends all of them.
+    """Starts all processes, watches them, and ends all of them; returns why (asked to stop: exit code 0).
 
-    Args:
-        swarm: what to start.
-        folder: for its logs, and the keys of its seeds; one swarm at a time.
-        policy: what to do about processes that die.
-        display: where it is shown.
-        stop: asked ten times a second; True ends it.
-
-    Returns:
-        Why it is over; asked to stop, with exit code 0.
+    ``folder`` is for its logs, and the keys of its seeds; ``stop`` is asked ten times a second.
 
     Raises:
         TrainerUsageError: another swarm runs in that folder.
@@ -221,18 +203,11 @@ def run_local(
         lock.acquire()
     except FileLockedError:
         raise TrainerUsageError(f"{folder}: another swarm runs there; give this one another --folder") from None
-    with lock:
-        tree = ProcessTree(folder, policy, tell=display.event, asked=stop)
-        with tree:
-            status = _start(tree, swarm, folder, display, stop) or _watch(tree, display, stop)
-            hint = "; Ctrl+C again kills them at once, with what they have not saved" if status is _ASKED else ""
-            display.event(f"{status.reason}; ending all processes{hint}")
-        return status if status.exit_code else _final_status(tree, status)
-
-
-def _final_status(tree: ProcessTree, status: ExitStatus) -> ExitStatus:
-    """The status, unless children failed while they ended: then all of these, each with its own reason."""
-    failed = [child for child in tree.children if child.failed_to_end]
+    with lock, ProcessTree(folder, policy, tell=display.event, asked=stop) as tree:
+        status = _start(tree, swarm, folder, display, stop) or _watch(tree, display, stop)
+        hint = "; Ctrl+C again kills them at once, with what they have not saved" if status is _ASKED else ""
+        display.event(f"{status.reason}; ending all processes{hint}")
+    failed = [] if status.exit_code else [child for child in tree.children if child.failed_to_end]
     said = [f"{child.spec.name} ended with an error: {child.last_words()}" for child in failed if not child.was_killed]
     killed = [child.spec.name for child in failed if child.was_killed]
     if killed:
@@ -247,11 +222,16 @@ def _start(
     ports = deal_ports(swarm)
     seeds: list[str] = []
     while len(seeds) < swarm.num_seeds:
-        child = tree.add(seed_spec(swarm, ports, folder, seeds))
-        found = _await_seed(tree, child.log_path, stop)
-        if isinstance(found, ExitStatus):
-            return found
-        seeds.append(found)
+        log_path = tree.add(seed_spec(swarm, ports, folder, seeds)).log_path
+        deadline_s, address = time.monotonic() + _SEED_READY_S, None
+        while address is None:
+            time.sleep(_TICK_S)
+            address = seed_address(log_path.read_text(encoding="utf-8", errors="replace"))
+            if (status := _ASKED if stop() else tree.look()) is not None:
+                return status
+            if address is None and time.monotonic() > deadline_s:
+                return ExitStatus(1, f"the seed was not ready within {_SEED_READY_S:g} s; see {log_path}")
+        seeds.append(address)
     for spec in swarm_specs(swarm, ports, seeds):
         tree.add(spec)
     for seed in seeds:
@@ -261,26 +241,21 @@ def _start(
     return None
 
 
-def _await_seed(tree: ProcessTree, log_path: Path, stop: Callable[[], bool]) -> str | ExitStatus:
-    """The seed's address, once it has printed it."""
-    deadline_s = time.monotonic() + _SEED_READY_S
-    while time.monotonic() < deadline_s:
-        address = seed_address(log_path.read_text(encoding="utf-8", errors="replace"))
-        status = _ASKED if stop() else tree.look()
-        if status is not None or address is not None:
-            return status or address or ""
-        time.sleep(_TICK_S)
-    return ExitStatus(1, f"the seed was not ready within {_SEED_READY_S:g} s; see {log_path}")
-
-
 def _watch(tree: ProcessTree, display: Display, stop: Callable[[], bool]) -> ExitStatus:
-    """Shows the swarm until it is over; the last snapshot shown is the last that a driver gave."""
+    """Shows the swarm until it is over; the last snapshot shown is the last that a driver gave.
+
+    Where no driver answers (it begins, hangs or ends), the latest is shown, marked stale.
+    """
     latest = SwarmSnapshot()
     next_look_s = next_show_s = time.monotonic() + min(_LOOK_S, display.every_s)
     status: ExitStatus | None = None
     while status is None:
         if time.monotonic() >= next_look_s:
-            latest = _newer(latest, snapshot_of(tree.children))
+            found = snapshot_of(tree.children)
+            if found.stages is not None or latest.stages is None:
+                latest = replace(found, account=found.account or latest.account)
+            else:
+                latest = replace(latest, processes=found.processes, is_stale=True)
             next_look_s = time.monotonic() + _LOOK_S
         if time.monotonic() >= next_show_s:
             display.show(latest)
@@ -291,8 +266,82 @@ def _watch(tree: ProcessTree, display: Display, stop: Callable[[], bool]) -> Exi
     return status
 
 
-def _newer(latest: SwarmSnapshot, found: SwarmSnapshot) -> SwarmSnapshot:
-    """The snapshot that was found; where no driver answers (it begins, hangs or ends), the latest, marked stale."""
-    if found.stages is not None or latest.stages is None:
-        return replace(found, account=found.account or latest.account)
-    return replace(latest, processes=found.processes, is_stale=True)
+def snapshot_of(children: Iterable[Child]) -> SwarmSnapshot:
+    """The swarm that consists of these processes."""
+    known = list(children)
+    seen = snapshot_through(child.spec.api_url for child in known if child.spec.api_url and child.status == "running")
+    return replace(seen, processes=process_counts(known))
+
+
+def process_counts(children: Iterable[Child]) -> tuple[ProcessCount, ...]:
+    """How many processes each stage, the drivers and the seeds have."""
+    groups: dict[str, list[Child]] = {}
+    for child in children:
+        groups.setdefault(child.spec.stage or f"{child.spec.role}s", []).append(child)
+    return tuple(
+        ProcessCount(name, sum(it.status == "running" for it in own), len(own), sum(it.num_restarts for it in own))
+        for name, own in groups.items()
+    )
+
+
+def snapshot_through(api_urls: Iterable[str]) -> SwarmSnapshot:
+    """What the drivers at these addresses report; one that does not answer is left out."""
+    stages: SwarmStages | None = None
+    account: SwarmAccount | None = None
+    tokens_per_s = 0.0
+    for url in api_urls:
+        try:
+            found = ask_stages(url, _LOCAL_TIMEOUT_S)
+            tokens_per_s += found.tokens_per_s
+            stages = stages or found
+            account = account or ask_account(url, _LOCAL_TIMEOUT_S)
+        except RpcError:
+            continue  # It starts, is busy or has ended; `process_counts` tells which.
+    return SwarmSnapshot((), stages, account, tokens_per_s)
+
+
+def ask_stages(api_url: str, timeout_s: float = 5.0) -> SwarmStages:
+    """The stages as the driver at ``http://host:port`` sees them; ``timeout_s`` is for each wait for data.
+
+    Raises:
+        PeerUnavailableError, MalformedAnswerError: nobody answers there, or it is no driver's answer.
+        TrainerUsageError: the address is malformed.
+    """
+    found = _ask(api_url, STAGES_PATH, SwarmStages, timeout_s)
+    if found is None:
+        raise PeerUnavailableError(f"{api_url}: expected the stages, found that it cannot tell yet; ask again")
+    return found
+
+
+def ask_account(api_url: str, timeout_s: float = 5.0) -> SwarmAccount | None:
+    """The account of the data; None: the driver has not heard from its keeper yet. Raises what `ask_stages` does."""
+    return _ask(api_url, ACCOUNT_PATH, SwarmAccount, timeout_s)
+
+
+def _ask(api_url: str, path: str, kind: type[AnswerT], timeout_s: float) -> AnswerT | None:
+    url = api_url.rstrip("/") + path
+    try:
+        with httpx.Client(trust_env=False, timeout=timeout_s) as client, client.stream("GET", url) as answer:
+            content = b""
+            for part in answer.iter_bytes():
+                content += part
+                if len(content) > _MAX_BYTES:
+                    raise MalformedAnswerError(f"{url}: expected at most {_MAX_BYTES} bytes, found more")
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        raise TrainerUsageError(f"--api: expected http://host:port of a driver, found {api_url!r} ({error})") from None
+    except httpx.HTTPError as error:
+        raise PeerUnavailableError(f"{api_url}: no driver answers ({error or type(error).__name__})") from None
+    if answer.status_code == _NOT_YET:
+        return None
+    if answer.status_code != httpx.codes.OK:
+        raise MalformedAnswerError(
+            f"{url}: expected a driver's answer, found status {answer.status_code}; is that the API of a driver?"
+        )
+    try:
+        return kind.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise MalformedAnswerError(
+            f"{url}: expected an answer of this release, found {place}: {first['msg']}"
+        ) from None

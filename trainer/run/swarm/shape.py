@@ -1,4 +1,4 @@
-"""From a run's configuration to the model and its cut: the same at every worker and driver, or they refuse each other.
+"""What a process of a swarm begins with: the model and its cut, the same for all, and a name of its own.
 
 The store's vocabulary decides how many rows the embedding has; where workers cannot reach the store, the run file says
 it (``swarm.vocab_rows``). The vocabulary does not grow during a run of a swarm.
@@ -6,25 +6,28 @@ it (``swarm.vocab_rows``). The vocabulary does not grow during a run of a swarm.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from pydantic import JsonValue
 
+from genesis.file_lock import FileLock, FileLockedError
 from trainer.collective import Terms
-from trainer.errors import TrainerUsageError
+from trainer.errors import CheckpointError, LedgerError, TrainerUsageError
 from trainer.model import ModelConfig, preset, rows_for
 from trainer.model.plan import StagePlan
 from trainer.network.discovery.stage_report import StageReport, StageUid
 from trainer.network.rpc.envelope import PROTOCOL_VERSION
 from trainer.run.config import RunConfig, to_mapping
 from trainer.run.node.data import lineage_of, open_session
+from trainer.run.node.identity import identity_path
 
-__all__ = ["DRIVER", "SwarmShape", "shape_of", "stage_of", "target_tokens_of"]
+__all__ = ["DRIVER", "SwarmShape", "as_usage_errors", "only_process", "shape_of", "stage_of", "target_tokens_of"]
 
 DRIVER = "driver"
 """Stands for a stage in the terms of drivers, which hold none."""
 
-_AUTO = "auto"
 _LOCAL = ("round_timeout_s", "background")
 """Options of a strategy in which workers may differ: they change when a round is over, not its result."""
 _SHARED_INNER = (
@@ -60,13 +63,9 @@ class SwarmShape:
 
     def terms(self, stage: str) -> Terms:
         """What the workers of a stage must have in common; a driver's stage is `DRIVER`."""
-        architecture: dict[str, JsonValue] = {
-            **self.model.to_dict(),
-            "stage": stage,
-            "layers_of_stages": [len(layers) for layers in self.plan.ranges],
-        }
+        cut: dict[str, JsonValue] = {"stage": stage, "layers_of_stages": [len(layers) for layers in self.plan.ranges]}
         return Terms(
-            architecture=architecture,
+            architecture={**self.model.to_dict(), **cut},
             tokenizer_lineage=self.tokenizer_lineage,
             synchronisation=self.synchronisation,
         )
@@ -80,7 +79,7 @@ def shape_of(config: RunConfig) -> SwarmShape:
         LoaderError: the store cannot be read.
     """
     swarm = config.swarm
-    if config.model.preset == _AUTO:
+    if config.model.preset == "auto":
         raise TrainerUsageError(
             "model.preset: expected a preset in the run file, since no single machine's memory decides for a swarm; "
             "found auto"
@@ -130,3 +129,39 @@ def target_tokens_of(config: RunConfig) -> int:
 def stage_of(report: StageReport) -> str:
     """The stage a worker reports on, such as ``body-1``."""
     return StageUid.parse(report.uid).stage
+
+
+@contextmanager
+def as_usage_errors() -> Iterator[None]:
+    """Encloses what a process reads and opens before it serves: what cannot be used is then a `TrainerUsageError`.
+
+    Its exit code 2 tells `swarm up` and service managers (systemd's ``RestartPreventExitStatus=2``) not to restart it.
+    A failure after it has served keeps its own class: another start may well succeed.
+    """
+    try:
+        yield
+    except (CheckpointError, LedgerError) as error:
+        raise TrainerUsageError(str(error)) from error
+
+
+@contextmanager
+def only_process(config: RunConfig) -> Iterator[None]:
+    """Nobody else on this machine goes by this node id and state folder meanwhile, or it is a `TrainerUsageError`.
+
+    Both would announce themselves under one key.
+    """
+    file = identity_path(config).with_suffix(".lock")
+    lock = FileLock(file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except FileLockedError:
+        raise TrainerUsageError(
+            f"--node-id {config.node_id}: expected a name of its own, found that another process with the key in "
+            f"{file.parent} is running; give this one another --node-id or state_dir (a second swarm up: another "
+            "--folder)"
+        ) from None
+    except OSError as error:
+        raise TrainerUsageError(f"state_dir: expected a folder that can be written, found {error}") from error
+    with lock:
+        yield

@@ -1,215 +1,258 @@
-"""Replica synchronisers: one interface over DiLoCo and SPARTA for the worker that holds a stage's replica.
+"""The rounds of one stage's replica: DiLoCo or SPARTA behind one interface, and the check of rounds of two.
 
-They differ in what a state is (DiLoCo's anchor, which all members hold bit for bit; SPARTA's parameters and moments,
-each replica's own) and in when a newcomer counts. Everything here runs in the worker's compute thread, except `place`
-and `is_lost`, which read numbers.
+The strategies differ in what a state is (DiLoCo's anchor, which all members hold bit for bit; SPARTA's parameters and
+moments, each replica's own) and in when a newcomer counts. All of it is for the worker's compute thread, except
+`StagePeers` and what only reads numbers.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from trainer.network.transfer import choose_state
+from trainer.errors import IncompatiblePeerError, RoundFailedError
+from trainer.network.discovery.stage_report import StageReport
+from trainer.network.rpc import Peer
+from trainer.network.transfer import Descriptor, Expectation, choose_state
 from trainer.outer.diloco import DiLoCoTrainer, FragmentPlan, synchronised_parameters
 from trainer.outer.diloco.flat import FlatLayout
-from trainer.outer.engine.collective import Collective
+from trainer.outer.engine.collective import Collective, Contribution, RoundReport, RoundResult
 from trainer.outer.engine.strategy import OuterResult
-from trainer.outer.sparta import OtherRounds, SpartaFit, SpartaTrainer, choose_recent_state
+from trainer.outer.sparta import OtherRounds, SpartaFit, SpartaTrainer, choose_recent_state, frontier_of
 from trainer.run.config import RunConfig
+from trainer.run.node.network import Network
 from trainer.run.node.peer_book import StateChoice
-from trainer.run.node.state_form import StateForm
+from trainer.run.node.state_form import DilocoStates, StateForm, check_meta, check_vectors
 from trainer.run.swarm.building import BuiltStage
-from trainer.run.swarm.compatibility import StageFit
 
-__all__ = [
-    "DilocoSynchroniser",
-    "ReplicaSynchroniser",
-    "RoundPlace",
-    "SpartaSynchroniser",
-    "state_choice",
-    "state_form",
-]
+logger = logging.getLogger(__name__)
 
-TrainerT = TypeVar("TrainerT", DiLoCoTrainer, SpartaTrainer)
-
-RoundPlace = tuple[int, float]
-"""The next round, and how much of the way there is done, 0 to 1."""
+_MIN_COSINE = -0.5
+_MAX_RATIO = 10.0
+_MIN_OWN_SHARE = 1 / 3
+"""Of the weight: a replica that has done much less than the other cannot tell what is usual."""
+_DISTRUST_S = 3600.0
 
 
-class ReplicaSynchroniser(ABC, Generic[TrainerT]):
+class StagePeers:
+    """The other workers of a worker's stage, and their rounds (`trainer.outer.sparta.OtherRounds`); for any thread."""
+
+    def __init__(self, network: Network[Any]) -> None:
+        self._network = network
+
+    def reports(self) -> list[StageReport]:
+        """What each reports of itself."""
+        return [said.stage for said in self._network.alike() if said.stage is not None]
+
+    def serving(self) -> list[StageReport]:
+        """Reports of those that serve."""
+        return [report for report in self.reports() if report.status == "serving"]
+
+    def peers(self) -> tuple[Peer, ...]:
+        """Where they are."""
+        return tuple(said.peer() for said in self._network.alike() if said.stage is not None)
+
+    def frontier(self) -> int:
+        """The round of those that serve."""
+        return frontier_of([report.round_index for report in self.serving()])
+
+    def move_to(self, round_index: int) -> None:
+        """See `trainer.outer.sparta.OtherRounds`."""
+        self._network.collective.move_to(round_index)
+
+
+class ReplicaSynchroniser:
     """One replica among those of its stage.
 
-    Args:
-        trainer: the strategy.
-        steps_per_round: optimizer steps from one round to the next.
-    """
+    Under DiLoCo a round that fails for everybody costs nobody anything: its work is part of the next. So failed rounds
+    send this replica to the others for their state only if the others have made some without it. Under SPARTA training
+    does not stand still for a round, which has time until the next step: so there is none to answer.
 
-    def __init__(self, trainer: TrainerT, steps_per_round: float) -> None:
-        self._trainer: TrainerT = trainer
-        self._steps_per_round = steps_per_round
-
-    def after_inner_step(self, num_batches: int = 1) -> OuterResult | None:
-        """Counts an optimizer step; see `trainer.outer.engine.strategy.OuterStrategy`."""
-        return self._trainer.after_inner_step(num_batches)
-
-    def answer_others(self) -> OuterResult | None:
-        """Takes part, between two steps, in a round that others wait for."""
-        return None
-
-    def drain(self) -> OuterResult | None:
-        """Ends the round in the background, if there is one."""
-        return self._trainer.drain()
-
-    def place(self) -> RoundPlace:
-        """Where the stage's round stands, as far as this replica knows."""
-        return self._trainer.round_index, min(1.0, self._trainer.inner_step / self._steps_per_round)
-
-    @abstractmethod
-    def share(self) -> OuterResult | None:
-        """Has a round now and waits for it: before the worker leaves, so that little work is lost."""
-
-    @abstractmethod
-    def is_lost(self) -> bool:
-        """Whether this replica knows by itself that it has to take up the others' state."""
-
-    @abstractmethod
-    def has_lost_touch(self, result: OuterResult) -> bool:
-        """Whether this replica has to take up the others' state after a round that ended so."""
-
-    def shared_state(self) -> Any:
-        """What a newcomer takes up."""
-        return self._trainer.shared_state()
-
-    def adopt(self, shared: Any) -> None:
-        """Takes up the others' state in place of its own.
-
-        Raises:
-            IncompatiblePeerError: it does not fit; nothing was changed.
-        """
-        self._trainer.adopt(shared)
-
-    def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint; parameters and optimizer are the stage's."""
-        return self._trainer.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a checkpoint.
-
-        Raises:
-            CheckpointMismatchError: it is of another model or strategy.
-        """
-        self._trainer.load_state_dict(state)
-
-
-class DilocoSynchroniser(ReplicaSynchroniser[DiLoCoTrainer]):
-    """A replica under DiLoCo: rounds move a common anchor.
-
-    A round that fails for everybody costs nobody anything: its work is part of the next. So failed rounds send this
-    replica to the others for their state only if the others have made some without it.
-
-    Args:
-        config: of the run.
-        module: the stage.
-        collective: the workers of the stage.
-        others: what is known of their rounds.
-        behind: whether the last round failed because the others hold another state.
-        vocab_rows: of the model.
+    ``behind`` tells whether the last round failed because the others hold another state (DiLoCo).
     """
 
     def __init__(
         self,
         config: RunConfig,
-        module: nn.Module,
+        built: BuiltStage,
         collective: Collective,
         others: OtherRounds,
         behind: Callable[[], bool],
         vocab_rows: int,
     ) -> None:
-        trainer = DiLoCoTrainer(module, config.diloco, collective, vocab_rows=vocab_rows)
-        super().__init__(trainer, config.diloco.inner_steps / config.diloco.num_fragments)
-        self._max_failed_rounds = config.swarm.join.max_failed_rounds
-        self._failed_in_a_row = 0
         self._others = others
         self._behind = behind
+        self._max_failed_rounds = config.swarm.join.max_failed_rounds
+        self._failed_in_a_row = 0
+        self.trainer: DiLoCoTrainer | SpartaTrainer
+        if config.strategy == "async_sparta":
+            self.trainer = SpartaTrainer(
+                built.module,
+                config.swarm.sparta,
+                collective,
+                optimizer=built.optimizer,
+                others=others,
+                after_average=built.after_average,
+                kept_axes=built.kept_axes,
+                vocab_rows=vocab_rows,
+            )
+            self._steps_per_round: float = config.swarm.sparta.every_steps
+        else:
+            self.trainer = DiLoCoTrainer(built.module, config.diloco, collective, vocab_rows=vocab_rows)
+            self._steps_per_round = config.diloco.inner_steps / config.diloco.num_fragments
+
+    def after_inner_step(self, num_batches: int = 1) -> OuterResult | None:
+        """Counts an optimizer step; see `trainer.outer.engine.strategy.OuterStrategy`."""
+        return self.trainer.after_inner_step(num_batches)
 
     def answer_others(self) -> OuterResult | None:
-        """See `ReplicaSynchroniser`."""
-        return self._trainer.answer_others()
+        """Takes part, between two steps, in a round that others wait for."""
+        return self.trainer.answer_others() if isinstance(self.trainer, DiLoCoTrainer) else None
 
     def share(self) -> OuterResult | None:
-        """See `ReplicaSynchroniser`."""
-        return self._trainer.share()
+        """Has a round before the worker leaves; of SPARTA that under way: all slices would take a whole cycle."""
+        return self.trainer.share() if isinstance(self.trainer, DiLoCoTrainer) else self.trainer.drain()
+
+    def place(self) -> tuple[int, float]:
+        """The stage's next round as far as this replica knows, and how much of the way there is done, 0 to 1."""
+        return self.trainer.round_index, min(1.0, self.trainer.inner_step / self._steps_per_round)
 
     def is_lost(self) -> bool:
-        """Never by itself: a round shows it."""
-        return False
+        """Whether it knows by itself that it is too far behind or not finite; under DiLoCo a round tells."""
+        return isinstance(self.trainer, SpartaTrainer) and self.trainer.must_rejoin
 
     def has_lost_touch(self, result: OuterResult) -> bool:
-        """At once if the others hold another state; else after failed rounds in a row that they made without it."""
+        """Whether this replica has to take up the others' state after a round that ended so.
+
+        At once if the others hold another state; else after failed rounds in a row that they made alone.
+        """
+        if isinstance(self.trainer, SpartaTrainer):
+            return self.is_lost()
         self._failed_in_a_row = 0 if result.committed else self._failed_in_a_row + 1
         if result.committed:
             return False
-        failed_alone = self._others.frontier() > self._trainer.round_index
+        failed_alone = self._others.frontier() > self.trainer.round_index
         return self._behind() or (failed_alone and self._failed_in_a_row >= self._max_failed_rounds)
 
     def adopt(self, shared: Any) -> None:
-        """See `ReplicaSynchroniser`."""
-        super().adopt(shared)
+        """Takes up the others' state, or changes nothing and raises `IncompatiblePeerError`."""
+        self.trainer.adopt(shared)
         self._failed_in_a_row = 0
-        self._others.move_to(self._trainer.round_index)
+        self._others.move_to(self.trainer.round_index)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `ReplicaSynchroniser`."""
-        super().load_state_dict(state)
-        self._others.move_to(self._trainer.round_index)
+        """Goes on from a checkpoint; raises `CheckpointMismatchError` if it is of another model or strategy."""
+        self.trainer.load_state_dict(state)
+        if isinstance(self.trainer, DiLoCoTrainer):
+            self._others.move_to(self.trainer.round_index)
 
 
-class SpartaSynchroniser(ReplicaSynchroniser[SpartaTrainer]):
-    """A replica under async SPARTA: rounds average slices of the parameters in the background.
+class JudgedCollective:
+    """A `Collective` that refuses the average of two if the other's part contradicts this replica's own.
 
-    Training does not stand still for such a round, which has time until the next step: so there is none to answer.
+    Among three replicas or more the collective's rule leaves out the one that differs most. Of two, neither is in the
+    minority. But what two honest replicas learn in the same rounds points the same way, or in no particular direction,
+    and is of similar size. So each takes its own contribution out of the result; if the rest points against its own
+    work, or is many times as large, both go on alone for an hour, and audits may show which of them is wrong.
 
-    Args:
-        config: of the run.
-        built: the stage.
-        collective: the workers of the stage.
-        others: what is known of their rounds.
-        vocab_rows: of the model.
+    ``distrust`` is told a key to have nothing to do with, and for how many seconds. With ``num_slices`` (SPARTA) values
+    are contributed, from which the last average of the same slice is subtracted (4 bytes a parameter); 0: changes.
     """
 
     def __init__(
-        self, config: RunConfig, built: BuiltStage, collective: Collective, others: OtherRounds, vocab_rows: int
+        self, collective: Collective, own_id: str, distrust: Callable[[str, float], None], *, num_slices: int = 0
     ) -> None:
-        options = config.swarm.sparta
-        trainer = SpartaTrainer(
-            built.module,
-            options,
-            collective,
-            optimizer=built.optimizer,
-            others=others,
-            after_average=built.after_average,
-            kept_axes=built.kept_axes,
-            vocab_rows=vocab_rows,
+        self._collective = collective
+        self._own_id = own_id
+        self._distrust = distrust
+        self._num_slices = num_slices
+        self._averages: dict[int, Tensor] = {}
+        """The last of each slice."""
+        self.requested = collective.requested
+        self.close = collective.close
+
+    def reduce(self, contribution: Contribution) -> RoundResult:
+        """See `Collective`; raises `RoundFailedError` also if the other's part contradicts this replica's own."""
+        result = self._collective.reduce(contribution)
+        if not self._num_slices:
+            self._judge(result.report, contribution.vector, result.vector)
+            return result
+        slice_index = contribution.round_index % self._num_slices
+        base = self._averages.get(slice_index)
+        if base is not None and base.shape == result.vector.shape:
+            self._judge(result.report, contribution.vector - base, result.vector - base)
+        self._averages[slice_index] = result.vector.clone()
+        return result
+
+    def _judge(self, report: RoundReport, own: Tensor, average: Tensor) -> None:
+        """Raises `RoundFailedError` if the average is refused."""
+        if len(report.members) != 2 or self._own_id not in report.members or report.completeness < 1:
+            return
+        place = report.members.index(self._own_id)
+        weights = report.weights or (1.0, 1.0)
+        share = weights[place] / sum(weights) if sum(weights) else 0.0
+        if not _MIN_OWN_SHARE <= share < 1:
+            return
+        contradiction = contradiction_of(own, others_share(own, average, share))
+        if contradiction is None:
+            return
+        other = report.members[1 - place]
+        logger.error(
+            "round %d: the contribution of %s contradicts this worker's own work (%s): the average is not taken, and "
+            "there are no more rounds with it for %.0f s; one of the two is wrong, a third worker would show which",
+            report.round_index,
+            other[:12],
+            contradiction,
+            _DISTRUST_S,
         )
-        super().__init__(trainer, options.every_steps)
+        self._distrust(other, _DISTRUST_S)
+        raise RoundFailedError(
+            f"round {report.round_index}: {other[:12]} contradicts this worker's own work: {contradiction}"
+        )
 
-    def share(self) -> OuterResult | None:
-        """Ends the round in the background: a slice of the parameters; all of them would take a whole cycle."""
-        return self.drain()
 
-    def is_lost(self) -> bool:
-        """Too far behind, or with parameters that are not finite."""
-        return self._trainer.must_rejoin
+def others_share(own: Tensor, average: Tensor, share: float) -> Tensor:
+    """The other's contribution to a weighted mean of two, fp32[P]; ``share``, under 1, is this replica's weight."""
+    return (average - share * own) / (1 - share)
 
-    def has_lost_touch(self, result: OuterResult) -> bool:
-        """After failed rounds in a row while the others went on, or when too many were missed."""
-        del result
-        return self.is_lost()
+
+def contradiction_of(own: Tensor, other: Tensor) -> str | None:
+    """Why another's contribution cannot be that of an honest replica; None: it can."""
+    own, other = own.double(), other.double()
+    own_norm, other_norm = float(own.norm()), float(other.norm())
+    if not own_norm or not other_norm:
+        return None
+    cosine = float(torch.dot(own, other)) / (own_norm * other_norm)
+    if cosine < _MIN_COSINE:
+        return f"cosine {cosine:.2f}, {_MIN_COSINE:g} or more expected"
+    if other_norm > _MAX_RATIO * own_norm:
+        return f"{other_norm / own_norm:.0f} times as large, at most {_MAX_RATIO:g} times expected"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _StageFit(DilocoStates):
+    """The form of a stage's state under DiLoCo (a `StateForm`); its vocabulary does not grow."""
+
+    plan: FragmentPlan
+    vocab_rows: int
+
+    def expectation(self, descriptor: Descriptor) -> Expectation:
+        """See `StateForm.expectation`."""
+        meta, layout = check_meta(descriptor.meta), self.plan.whole()
+        layout.require_same(meta.layout_digest, "the state to adopt")
+        if meta.vocab_rows != self.vocab_rows or meta.fragment >= len(self.plan.layouts):
+            raise IncompatiblePeerError(
+                f"expected a state of {self.vocab_rows} rows of vocabulary and {len(self.plan.layouts)} fragments, "
+                f"found one of {meta.vocab_rows} rows whose next fragment is {meta.fragment}"
+            )
+        return check_vectors(descriptor, layout.num_values, max_bytes=12 * layout.num_values)
 
 
 def state_form(config: RunConfig, module: nn.Module, vocab_rows: int) -> StateForm[Any]:
@@ -217,7 +260,7 @@ def state_form(config: RunConfig, module: nn.Module, vocab_rows: int) -> StateFo
     parameters = synchronised_parameters(module)
     if config.strategy == "async_sparta":
         return SpartaFit(FlatLayout.of(parameters), vocab_rows)
-    return StageFit(FragmentPlan.of(parameters, config.diloco.num_fragments), vocab_rows)
+    return _StageFit(FragmentPlan.of(parameters, config.diloco.num_fragments), vocab_rows)
 
 
 def state_choice(config: RunConfig) -> StateChoice:

@@ -7,24 +7,40 @@
 It is over when all drivers are done, or when it cannot go on: a child dies again and again, or cannot begin with what
 it was given (exit code 2). Leaving the ``with`` ends drivers first, so that they settle what is under way while there
 are workers to answer, then workers, then seeds: with SIGTERM, and with SIGKILL after `grace_s`.
+
+Signals go to a child's own process id, never to a group, and only while it has not been waited for, so that no other
+process with a reused id gets them. Children end with this process (`parent_death_signal`), and run in sessions of their
+own, so that Ctrl+C at the terminal reaches this process alone, which then ends its children in order.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
-from trainer.run.swarm.children import USAGE_EXIT, Child, ChildSpec, RestartPolicy, Role, exit_text
-
-__all__ = ["ExitStatus", "ProcessTree"]
+__all__ = ["Child", "ChildSpec", "ExitStatus", "ProcessTree", "RestartPolicy", "Role"]
 
 logger = logging.getLogger(__name__)
 
+Role = Literal["seed", "worker", "driver"]
+ChildStatus = Literal["running", "pausing", "done", "dead"]
+"""``pausing``: it died and is restarted soon; ``dead``: it died and is not."""
+
+_USAGE_EXIT = 2
+"""Exit code for options or files that cannot be used: a restart would not help."""
+_CLEAN_EXITS = (0, *(code for it in (signal.SIGINT, signal.SIGTERM) for code in (128 + it, -it)))
+"""Exit codes of a process that was asked to end and did so in order."""
+_TAIL_BYTES = 8192
+_LIFE, _REASON = "--- ", "trainer: "
+"""First characters of a log's line at the start of each life, and of that in which our processes say why they end."""
 _TICK_S = 0.05
 _KILL_WAIT_S = 10.0
 _EMPTY_STAGE_S = 10.0
@@ -34,7 +50,162 @@ _SHUTDOWN_WORK: dict[Role, str] = {
     "worker": "answer what is under way, save and hand over",
     "seed": "end",
 }
-_END_ORDER: tuple[Role, ...] = ("driver", "worker", "seed")
+"""In the order in which they end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildSpec:
+    """What to run."""
+
+    name: str
+    role: Role
+    command: tuple[str, ...]
+    stage: str = ""
+    """Of a worker."""
+    api_url: str = ""
+    ends_last: bool = False
+    """Whether it ends after the others of its role, which need it to end in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartPolicy:
+    """What happens when a child dies that was not asked to end."""
+
+    enabled: bool = True
+    first_pause_s: float = 1.0
+    """Before the restart; doubles with each death until a life has lasted `steady_s`."""
+    max_pause_s: float = 30.0
+    steady_s: float = 60.0
+    max_failures: int = 5
+    """Deaths in a row, without a steady life between them, after which the child is given up."""
+
+
+class Child:
+    """A process over all its lives, whose output is appended to a file."""
+
+    def __init__(self, spec: ChildSpec, log_path: Path, policy: RestartPolicy) -> None:
+        self.spec = spec
+        self.log_path = log_path
+        self.status: ChildStatus = "pausing"
+        self.num_restarts = 0
+        self.exit_code: int | None = None
+        """Of its last life; negative: the signal that ended it."""
+        self.failed_to_end = False
+        """It was asked to end and failed: it may not have saved its work."""
+        self.was_killed = False
+        """By `kill`."""
+        self._policy = policy
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started_s = 0.0
+        self._restart_due_s = 0.0
+        self._num_failures = 0
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the current life; None between lives."""
+        return self._process.pid if self._process is not None else None
+
+    def start(self) -> None:
+        """Begins a life; raises `OSError` if the process cannot be started, or its log not be written."""
+        with self.log_path.open("ab") as log:
+            line = f"{_LIFE}{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(self.spec.command)}\n"
+            log.write(line.encode("utf-8", "backslashreplace"))
+            log.flush()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "trainer.run.swarm.parent_death_signal", str(os.getpid()), *self.spec.command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,
+            )
+        self._started_s = time.monotonic()
+        self.status = "running"
+
+    def look(self, now_s: float) -> str:
+        """Notices a death, and restarts the process when that is due; returns what happened as text, or nothing."""
+        if self.status == "pausing" and now_s >= self._restart_due_s:
+            self.num_restarts += 1
+            self.start()
+            return f"{self.spec.name} is started again (restart {self.num_restarts})"
+        code = self._process.poll() if self.status == "running" and self._process is not None else None
+        return "" if code is None else self._died(code, now_s)
+
+    def ask_to_end(self) -> None:
+        """Sends SIGTERM; the child is not restarted."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Sends SIGKILL; the child is not restarted."""
+        if self._signal(signal.SIGKILL):
+            self.was_killed = True
+
+    def has_ended(self) -> bool:
+        """Whether it has no process any more; a child that was asked to end counts as done."""
+        if self._process is None:
+            return True
+        code = self._process.poll()
+        if code is None:
+            return False
+        self.exit_code, self._process = code, None
+        self.status, self.failed_to_end = "done", code not in _CLEAN_EXITS
+        return True
+
+    def last_words(self) -> str:
+        """Why its last life ended, in one line: the reason it printed, else the last line it printed."""
+        try:
+            with self.log_path.open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+                text = log.read().decode(errors="replace")
+        except OSError as error:
+            return f"its log cannot be read: {error.strerror or error}"
+        lines: list[str] = []
+        for line in text.splitlines():
+            if line.startswith(_LIFE):
+                lines.clear()
+            elif line.strip():
+                lines.append(line.strip())
+        reasons = [line.removeprefix(_REASON) for line in lines if line.startswith(_REASON)]
+        return (reasons or lines or ["it printed nothing"])[-1]
+
+    def _signal(self, number: signal.Signals) -> bool:
+        """Signals the process if it is alive; returns whether it is."""
+        if self.status == "pausing":
+            self.status = "dead"
+        if self._process is None or self._process.poll() is not None:
+            return False
+        self._process.send_signal(number)
+        return True
+
+    def _died(self, code: int, now_s: float) -> str:
+        self.exit_code, self._process = code, None
+        name = self.spec.name
+        if code == 0 and self.spec.role == "driver":
+            self.status = "done"
+            return f"{name} is done"
+        if now_s - self._started_s >= self._policy.steady_s:
+            self._num_failures = 0
+        self._num_failures += 1
+        if code == _USAGE_EXIT:  # The tree ends for this and quotes the reason.
+            self.status = "dead"
+            return f"{name} cannot begin ({_exit_text(code)}); see {self.log_path}"
+        text = f"{name} ended ({_exit_text(code)}{f': {self.last_words()}' if code > 0 else ''})"
+        if not self._policy.enabled or self._num_failures >= self._policy.max_failures:
+            self.status = "dead"
+            return f"{text} and is not started again; see {self.log_path}"
+        pause_s = min(self._policy.first_pause_s * 2 ** (self._num_failures - 1), self._policy.max_pause_s)
+        self.status, self._restart_due_s = "pausing", now_s + pause_s
+        return f"{text}; started again in {pause_s:g} s; see {self.log_path}"
+
+
+def _exit_text(code: int) -> str:
+    """How a process ended, by `subprocess`'s return code."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +220,8 @@ class ExitStatus:
 class ProcessTree:
     """The children and what is done about them; for one thread.
 
-    Args:
-        folder: where each child's output goes, ``NAME.log``.
-        policy: what to do when one dies.
-        tell: told what happens, a line at a time.
-        grace_s: how long children of one role may take to end when asked to.
-        asked: whether somebody asked for the end; a second request while it is ending is answered with a line.
+    Their output goes to ``NAME.log`` in ``folder``. ``tell`` is told what happens, a line at a time; ``asked`` says
+    whether somebody asked for the end: a second request while it is ending is answered with a line.
     """
 
     def __init__(
@@ -74,23 +241,16 @@ class ProcessTree:
         self._asked = asked
         self._request_is_answered = False
         self._last_said_s = 0.0
-        """When the end last said which children it waits for."""
         self._empty_since_s: dict[str, float] = {}
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
     def add(self, spec: ChildSpec) -> Child:
-        """Starts one more child.
-
-        Raises:
-            OSError: it cannot be started, or its log not be written.
-        """
+        """Starts one more child; raises `OSError` if it cannot be started, or its log not be written."""
         child = Child(spec, self._folder / f"{spec.name}.log", self._policy)
         self.children.append(child)
         child.start()
@@ -101,11 +261,7 @@ class ProcessTree:
         return [child for child in self.children if child.spec.role == role]
 
     def look(self) -> ExitStatus | None:
-        """Restarts the children that are due; returns why the tree is over, or None.
-
-        Raises:
-            OSError: a child cannot be started.
-        """
+        """Restarts the children that are due; returns why the tree is over, or None."""
         now_s = time.monotonic()
         for child in self.children:
             event = child.look(now_s)
@@ -117,7 +273,7 @@ class ProcessTree:
         """Ends all children, role by role; a `KeyboardInterrupt` meanwhile kills those that are left."""
         self._request_is_answered = self._asked()
         try:
-            for role in _END_ORDER:
+            for role in _SHUTDOWN_WORK:
                 children = self.of(role)
                 self._end([child for child in children if not child.spec.ends_last])
                 self._end([child for child in children if child.spec.ends_last])
@@ -162,19 +318,15 @@ class ProcessTree:
     def _status(self, now_s: float) -> ExitStatus | None:
         dead = [child for child in self.children if child.status == "dead"]
         for child in dead:
-            if child.exit_code == USAGE_EXIT:
-                return ExitStatus(USAGE_EXIT, f"{child.spec.name}: {child.last_words()}")
-        drivers = self.of("driver")
+            if child.exit_code == _USAGE_EXIT:
+                return ExitStatus(_USAGE_EXIT, f"{child.spec.name}: {child.last_words()}")
+        drivers, workers = self.of("driver"), self.of("worker")
         if drivers and all(driver.status in ("done", "dead") for driver in drivers):
             lost = [driver for driver in drivers if driver.status == "dead"]
             return ExitStatus(1, _death_text(lost[0])) if lost else ExitStatus(0, "all drivers are done")
         if dead and self._policy.enabled:
             return ExitStatus(1, _death_text(dead[0]))
-        return self._empty_stage(now_s)
-
-    def _empty_stage(self, now_s: float) -> ExitStatus | None:
-        """Ends the run when all workers of a stage have been dead for a while; drivers may be ending too."""
-        workers = self.of("worker")
+        # All workers of a stage have been dead for a while; before that, drivers may be ending too.
         alive = {child.spec.stage for child in workers if child.status in ("running", "pausing")}
         for stage in {child.spec.stage for child in workers}:
             if stage in alive:
@@ -185,7 +337,7 @@ class ProcessTree:
 
 
 def _death_text(child: Child) -> str:
-    how = exit_text(child.exit_code) if child.exit_code is not None else "not started"
+    how = _exit_text(child.exit_code) if child.exit_code is not None else "not started"
     return f"{child.spec.name} cannot be kept alive ({how}): {child.last_words()}; all of it is in {child.log_path}"
 
 

@@ -12,15 +12,23 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, Final, TypeVar
 
+import torch
+
+from trainer.checkpoint.stages import parse_time, roll_back, time_us
 from trainer.compression.activations import LinkMeter
-from trainer.errors import IncompatiblePeerError, RefusedError, TrainerError
-from trainer.network.discovery import Announcement, settled_uid
+from trainer.errors import IncompatiblePeerError, RefusedError, TrainerError, TrainerUsageError
+from trainer.inner import StepResult
+from trainer.model.config import stage_names
+from trainer.network.discovery import Announcement, open_discovery, settled_uid
 from trainer.network.discovery.stage_report import MAX_REASON, StageReport, StageUid
+from trainer.network.rpc import Endpoint
 from trainer.outer.engine.strategy import OuterResult
 from trainer.pipeline.stage import StepInfo
 from trainer.pipeline.worker import StageWorker
@@ -29,30 +37,33 @@ from trainer.run.config import RunConfig
 from trainer.run.node.identity import NodeStats, identity_of
 from trainer.run.node.network import Network
 from trainer.run.node.stopping import StopRequest
-from trainer.run.swarm.building import BuiltStage
-from trainer.run.swarm.compatibility import SwarmTerms, check_first_weights, check_fit
-from trainer.run.swarm.judging import JudgedCollective
-from trainer.run.swarm.keeper import KeeperSearch
-from trainer.run.swarm.lifecycle import RejoinDelay, StateCatchUp, is_ahead, shut_down_gracefully, version_of_state
-from trainer.run.swarm.peer_view import RunPeerView, StagePeerView, holds_stage
-from trainer.run.swarm.saving import WorkerSaving
-from trainer.run.swarm.shape import SwarmShape, target_tokens_of
-from trainer.run.swarm.startup import as_usage_errors
-from trainer.run.swarm.startup_check import StartupVersionCheck
-from trainer.run.swarm.synchroniser import (
-    DilocoSynchroniser,
-    ReplicaSynchroniser,
-    SpartaSynchroniser,
-    state_choice,
-    state_form,
+from trainer.run.node.watching import Watch
+from trainer.run.swarm.building import BuiltStage, WorkerSaving, build_stage_site
+from trainer.run.swarm.keeper import check_keeper
+from trainer.run.swarm.lifecycle import (
+    StartupVersionCheck,
+    catch_up,
+    check_first_weights,
+    is_ahead,
+    neediest_stage,
+    rejoin_delay_s,
+    shut_down_gracefully,
+    version_of_state,
 )
-from trainer.run.swarm.worker_watch import WorkerWatch
+from trainer.run.swarm.peer_view import SwarmPeers, holds_stage
+from trainer.run.swarm.shape import SwarmShape, as_usage_errors, only_process, shape_of, target_tokens_of
+from trainer.run.swarm.synchroniser import JudgedCollective, ReplicaSynchroniser, StagePeers, state_choice, state_form
 
-__all__ = ["WorkerNode"]
+__all__ = ["WorkerNode", "run_worker"]
 
 logger = logging.getLogger(__name__)
 
+_AUTO = "auto"
 _LOOK_S = 0.25
+_DHT_START_S = 20.0
+"""Time for a DHT to start on a busy machine."""
+_SETTLE_S = 3.0
+"""After the first peer was discovered, for the rest to be."""
 _COMPUTE_S = 120.0
 _MAX_FAREWELL_S = 4.0
 """At most so long for the others to hear the last announcement."""
@@ -64,12 +75,63 @@ _ACCEPTS: Final[dict[ServiceStatus, Accepts]] = {"joining": "nothing", "serving"
 T = TypeVar("T")
 
 
+def run_worker(config: RunConfig, stage: str, stop: StopRequest, *, at: str = "") -> None:
+    """Holds a stage until it is asked to stop; ``auto``: the one that needs help most.
+
+    With ``at``, a time as `trainer.checkpoint.stages.parse_time` reads it, it begins with the checkpoint of then.
+
+    Raises:
+        TrainerUsageError: it cannot begin with what it was given, and could not the next time either.
+        TrainerError: it cannot begin, or not go on.
+        LoaderError: the store's vocabulary cannot be read.
+    """
+    if config.strategy not in ("diloco", "async_sparta"):
+        raise TrainerUsageError(f"strategy: expected diloco or async_sparta in a swarm, found {config.strategy}")
+    names = stage_names(config.swarm.num_stages)
+    if stage not in (_AUTO, *names):  # Before the store is asked.
+        raise TrainerUsageError(f"--stage: expected {_AUTO} or one of {', '.join(names)}, found {stage!r}")
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    check_keeper(config)
+    with only_process(config), stop.on_signals():
+        shape = shape_of(config)
+        if stage == _AUTO:
+            reports = asyncio.run(_announced_reports(config, stop))
+            stage = neediest_stage(names, reports, int(identity_of(config).peer_id[:8], 16))
+            logger.info("%d workers are there; %s needs help most", len(reports), stage)
+        with as_usage_errors():
+            if at:
+                now_us, folder = time_us(time.time()), config.swarm.checkpoint.directory
+                # In use by others of this stage, if there are any; this worker takes up their state later.
+                until_us = parse_time(at, now_us)
+                done = roll_back(folder, config.run_id, until_us, now_us, plan=shape.plan, stages=(stage,), in_use=True)
+                logger.info("%d newer checkpoints of %s are set aside in %s", len(done.moved), stage, done.folder)
+            built = build_stage_site(config, shape, stage)
+        WorkerNode(config, shape, built, stop).run()
+
+
+async def _announced_reports(config: RunConfig, stop: StopRequest) -> list[StageReport]:
+    """What all workers announce of their stages, after a while for discovery."""
+    async with AsyncExitStack() as stack:
+        endpoint = Endpoint(identity_of(config), config.run_id, config.rpc)
+        discovery = open_discovery(endpoint, config.discovery, stage_names(config.swarm.num_stages))
+        await endpoint.start()
+        stack.push_async_callback(endpoint.stop)
+        await discovery.start()
+        stack.push_async_callback(discovery.close)
+        ends_s, is_settling = time.monotonic() + config.swarm.join.first_peers_s + _DHT_START_S, False
+        while time.monotonic() < ends_s and not stop():
+            await asyncio.sleep(2 * _LOOK_S)
+            if not is_settling and await discovery.peers():
+                ends_s, is_settling = min(ends_s, time.monotonic() + _SETTLE_S), True
+        return [said.stage for said in await discovery.peers() if said.stage is not None]
+
+
 class WorkerNode:
     """One worker; ``stop`` says whether it has been asked to stop."""
 
     def __init__(self, config: RunConfig, shape: SwarmShape, built: BuiltStage, stop: StopRequest) -> None:
         self._config = config
-        self._shape = shape
         self._built = built
         self._stop = stop
         self._is_diloco = config.strategy == "diloco"
@@ -84,8 +146,9 @@ class WorkerNode:
         self._fit_task: concurrent.futures.Future[None] | None = None
         self._last_round_size = 0
         """Members of the last committed round, until that has been looked at."""
-        self._rejoin_delay = RejoinDelay()
-        rows, sparta, join = shape.model.vocab_size, config.swarm.sparta, config.swarm.join
+        self._joined_s = -math.inf
+        self._rejoin_delay_s = 0.0
+        rows, sparta = shape.model.vocab_size, config.swarm.sparta
         self._network: Network[Any] = Network(
             config,
             identity_of(config),
@@ -98,22 +161,33 @@ class WorkerNode:
             stages=shape.plan.names,
             near=shape.plan.around(built.name),
         )
-        self._stage_peers = StagePeerView(self._network)
-        self._synchroniser = self._make_synchroniser()
-        meter = LinkMeter(f"{built.name} of {config.node_id}", built.codec, config.swarm.subspace.max_error)
-        self._terms = SwarmTerms(shape)
-        self._run_peers = RunPeerView(self._network, self._terms, KeeperSearch(config))
+        network, self._stage_peers = self._network, StagePeers(self._network)
+        self._peers = SwarmPeers(config, shape, lambda: network.announcements)
+        self._synchroniser = ReplicaSynchroniser(
+            config,
+            built,
+            JudgedCollective(
+                network.collective,
+                network.peer_id,
+                network.distrust,
+                num_slices=0 if self._is_diloco else sparta.num_slices,
+            ),
+            self._stage_peers,
+            lambda: network.collective.behind,
+            rows,
+        )
         self._startup_check = StartupVersionCheck(
             built.name,
             shape.plan.names,
             config.swarm.checkpoint,
-            _GRACE_LOOKS * join.first_peers_s,
+            _GRACE_LOOKS * config.swarm.join.first_peers_s,
             version=lambda: built.replica.version,
-            reports=self._run_peers.reports,
+            reports=self._peers.reports,
         )
+        self._meter = LinkMeter(f"{built.name} of {config.node_id}", built.codec, config.swarm.subspace.max_error)
         staleness = config.swarm.stage.max_staleness
         self._worker = StageWorker(
-            self._network.endpoint,
+            network.endpoint,
             shape.plan,
             built.name,
             built.replica,
@@ -122,35 +196,24 @@ class WorkerNode:
             target_tokens=target_tokens_of(config),
             peers=self._stage_peers.peers,
             strategy=self._synchroniser,
-            meter=meter,
+            meter=self._meter,
             batches=config.swarm.stage.backward == "recompute",
             num_fragments=config.diloco.num_fragments if self._is_diloco else sparta.num_slices,
             # Gradients of forward passes that are older than `max_staleness` are refused anyway.
             max_lead=max(staleness, config.diloco.inner_steps) if self._is_diloco else staleness,
             on_step=self._stepped,
             on_round=self._after_round,
-            drivers=self._run_peers.drivers,
-            keeper=self._run_peers.keeper,
+            drivers=self._peers.drivers,
+            keeper=lambda: said.peer_id if (said := self._peers.keeper()) is not None else None,
         )
-        self._worker.service.workers = self._run_peers.workers
-        who = self._network.peer_id[:16]
-        self._saving = WorkerSaving(config, shape, built, self._synchroniser, self._worker, who)
-        self._watch = WorkerWatch(config, self._network, self._worker, meter, stop.ask)
-
-    def _make_synchroniser(self) -> ReplicaSynchroniser[Any]:
-        config, built, collective = self._config, self._built, self._network.collective
-        rows, num_slices = self._shape.model.vocab_size, 0 if self._is_diloco else config.swarm.sparta.num_slices
-        judged = JudgedCollective(collective, self._network.peer_id, self._network.distrust, num_slices=num_slices)
-        if self._is_diloco:
-            return DilocoSynchroniser(config, built.module, judged, self._stage_peers, lambda: collective.behind, rows)
-        return SpartaSynchroniser(config, built, judged, self._stage_peers, rows)
+        self._worker.service.workers = lambda stage: {
+            said.peer_id: said.peer() for said in self._peers.workers_heard(stage)
+        }
+        self._saving = WorkerSaving(config, shape, built, self._synchroniser, self._worker, network.peer_id[:16])
+        self._watch = Watch(config, network, stop.ask, self._figures)
 
     def run(self) -> None:
-        """Serves until it is asked to stop.
-
-        Raises:
-            TrainerError: it cannot begin, or not go on.
-        """
+        """Serves until it is asked to stop; raises `TrainerError` if it cannot begin, or not go on."""
         self._set_status("joining")
         with self._watch, self._saving.checkpoints:
             try:
@@ -159,7 +222,9 @@ class WorkerNode:
                     self._startup_check.has_first_weights = not self._is_resumed
                 self._worker.register()
                 self._network.start(self)
-                self._check_fit()
+                check = self._peers.fit_check(self._network.endpoint)
+                self._await(check.begin(self._stop))
+                self._fit_task = asyncio.run_coroutine_threadsafe(check.go_on(), self._network.loop)
                 self._take_part()
             finally:
                 if self._fit_task is not None:
@@ -167,23 +232,13 @@ class WorkerNode:
                 self._network.stop()
         logger.info("%s stopped at version %d", self._uid, self._built.replica.version)
 
-    def _check_fit(self) -> None:
-        """Compares this worker with its peers, now and from now on."""
-
-        def heard() -> tuple[Announcement, ...]:
-            return self._network.announcements
-
-        check = self._terms.fit_check(self._network.endpoint, heard, self._config.run_id)
-        self._await(check_fit(check, heard, stop=self._stop))
-        self._fit_task = asyncio.run_coroutine_threadsafe(check.go_on(), self._network.loop)
-
     def _take_part(self) -> None:
         self._worker.start()
         self._worker_task = asyncio.run_coroutine_threadsafe(self._worker.run(), self._network.loop)
         try:
             if self._is_diloco and self._synchroniser.place()[0]:
                 # To the others, what a checkpoint brought back is worth as much as the result of a round.
-                self._network.publish(self._synchroniser.shared_state())
+                self._network.publish(self._synchroniser.trainer.shared_state())
             if self._join():
                 self._serve()
             self._leave()
@@ -196,8 +251,8 @@ class WorkerNode:
     def _join(self) -> bool:
         """Takes up the others' state when their round begins, and serves from then on; False: it is asked to stop."""
         self._wait_for_others()
-        catch_up = StateCatchUp(
-            config=self._config.swarm.join,
+        may_serve = catch_up(
+            self._config.swarm.join,
             others=self._stage_peers.serving,
             take_up=self._take_up_state,
             may_be_first=self._startup_check.may_serve,
@@ -207,10 +262,10 @@ class WorkerNode:
             clock=time.monotonic,
             sleep=time.sleep,
         )
-        if not catch_up.run():
+        if not may_serve:
             return False
         self._lost_touch, self._is_current = False, True
-        self._rejoin_delay.joined(time.monotonic())
+        self._joined_s = time.monotonic()
         # From now on the others wait for it in a round.
         self._network.collective.move_to(self._synchroniser.place()[0])
         self._set_status("serving")
@@ -233,15 +288,11 @@ class WorkerNode:
         while looks and time.monotonic() < deadline_s and not self._stop() and not self._stage_peers.serving():
             time.sleep(_LOOK_S)
         if not self._built.replica.version:
-            check_first_weights(self._built.began_from, self._config.swarm.start_from, self._run_peers.reports())
+            check_first_weights(self._built.began_from, self._config.swarm.start_from, self._peers.reports())
         self._uid = self._settled_uid()
 
     def _is_over(self) -> bool:
-        """Whether the worker is asked to stop.
-
-        Raises:
-            TrainerError: its compute thread cannot go on, or the others train something else.
-        """
+        """Whether the worker is asked to stop; raises what ends its compute thread or its comparison with others."""
         for task in (self._worker_task, self._fit_task):
             if task is not None and task.done():
                 task.result()
@@ -274,7 +325,7 @@ class WorkerNode:
     def _adopt(self, shared: Any) -> None:
         """In the compute thread: weights, schedule and version are the others' from now on."""
         self._synchroniser.adopt(shared)
-        self._saving.adopted()
+        self._saving.changed(adopted=True)
         self._startup_check.has_first_weights = False
         versions = [said.stage.version for said in self._network.donors if said.stage is not None]
         self._worker.stepper.start_over(version_of_state(shared.num_inner_steps, versions))
@@ -304,7 +355,8 @@ class WorkerNode:
         self._is_resumed = self._is_current = False
         self._network.collective.move_to(-1)  # Nobody waits in a round for a worker without a state to contribute.
         self._network.let_go()
-        ends_s = time.monotonic() + self._rejoin_delay.next_s(time.monotonic())
+        self._rejoin_delay_s = rejoin_delay_s(self._rejoin_delay_s, time.monotonic() - self._joined_s)
+        ends_s = time.monotonic() + self._rejoin_delay_s
         while time.monotonic() < ends_s and not self._is_over():
             time.sleep(_LOOK_S)
         self._join()
@@ -321,48 +373,77 @@ class WorkerNode:
         round_index = self._synchroniser.place()[0]
         if round_index >= self._published_round + every_rounds:
             self._published_round = round_index
-            self._network.publish(self._compute(self._synchroniser.shared_state))
+            self._network.publish(self._compute(self._synchroniser.trainer.shared_state))
 
     def _stepped(self, info: StepInfo) -> None:
-        """In the compute thread, after each step."""
-        self._watch.stepped(info)
+        """In the compute thread, after each step; only the tail knows a loss."""
+        self._watch.observer.step(
+            StepResult(
+                step=info.version - 1,
+                loss=math.nan if info.loss is None else info.loss,
+                grad_norm=info.grad_norm,
+                lr=info.lr,
+                num_tokens=info.num_tokens,
+                skipped=not info.applied and info.num_tokens > 0,
+                seconds=info.seconds,
+            )
+        )
         self._saving.stepped(info)
 
     def _after_round(self, result: OuterResult) -> None:
         """In the compute thread, after each round."""
-        self._watch.round(result)
-        members = result.report.members if result.report is not None else ()
-        if result.report is not None and len(members) > 1 and (remarks := result.report.remarks()):
-            logger.warning("round %d of %s: %s", result.round_index, self._built.name, "; ".join(remarks))
+        members: tuple[str, ...] = ()
+        if result.report is None:
+            self._watch.observer.round_failed(result.round_index, result.error)
+        else:
+            self._watch.observer.round(result.report, outer_step=result.outer_step, state_digest="")
+            members = result.report.members
+            if len(members) > 1 and (remarks := result.report.remarks()):
+                logger.warning("round %d of %s: %s", result.round_index, self._built.name, "; ".join(remarks))
         if result.committed:
-            self._saving.shared()
+            self._saving.changed()
         if self._synchroniser.has_lost_touch(result):
             self._lost_touch = True
         elif result.committed and self._is_diloco:
-            self._network.publish(self._synchroniser.shared_state(), members)
+            self._network.publish(self._synchroniser.trainer.shared_state(), members)
             self._last_round_size = len(members)
 
     # -- leaving -------------------------------------------------------------------------------------------------------
 
     def _leave(self) -> None:
-        """Saves and shares this worker's state, unless it is not the stage's: an old one must not be the newest saved.
-
-        Raises:
-            CheckpointError: it could not be saved.
-        """
+        """Saves and shares this worker's state, if it is the stage's: an old one must not be the newest saved."""
         if not self._is_current or self._has_lost_touch():
             self._set_status("joining")
             logger.info("leaving without saving: this worker had not caught up with the others of %s", self._built.name)
             return
+
+        stepper = self._worker.stepper
+
+        def refuse() -> None:
+            self._worker.service.accepts = "nothing"
+            self._worker.runtime.refuse_jobs()
+
+        def step_and_save() -> None:  # In the compute thread, like `share`.
+            stepper.joining = True  # It does not follow the others' steps after that either.
+            stepper.flush()
+            self._saving.save_changes()
+
+        def share() -> None:  # The resulting state is for those that stay; the one before it was saved.
+            if self._stage_peers.serving():
+                stepper.note(self._synchroniser.share())
+                return
+            stepper.note(self._synchroniser.trainer.drain())
+            self._network.collective.move_to(-1)  # Others that leave too do not wait for this one.
+
         self._set_status("leaving")
         time.sleep(_LOOK_S)  # For drivers to hear of it.
         try:
             shut_down_gracefully(
                 leave_s=self._config.swarm.join.leave_s,
                 num_unanswered=lambda: self._worker.service.num_under_way,
-                refuse=self._refuse,
-                save=lambda timeout_s: self._compute(self._step_and_save, timeout_s),
-                share=lambda timeout_s: self._compute(self._share, timeout_s),
+                refuse=refuse,
+                save=lambda timeout_s: self._compute(step_and_save, timeout_s),
+                share=lambda timeout_s: self._compute(share, timeout_s),
                 clock=time.monotonic,
                 sleep=time.sleep,
             )
@@ -370,24 +451,6 @@ class WorkerNode:
             # Announces how much of its work outlives it; what the others have heard of does not count as perished.
             self._network.announce()
             time.sleep(min(_MAX_FAREWELL_S, 1.0 + 1.5 * self._config.discovery.poll_interval_s))
-
-    def _refuse(self) -> None:
-        self._worker.service.accepts = "nothing"
-        self._worker.runtime.refuse_jobs()
-
-    def _step_and_save(self) -> None:
-        """In the compute thread, which counts nothing any more."""
-        self._worker.stepper.joining = True  # It does not follow the others' steps after that either.
-        self._worker.stepper.flush()
-        self._saving.save_changes()
-
-    def _share(self) -> None:
-        """In the compute thread. The resulting state is for those that stay; the one before it was saved."""
-        if self._stage_peers.serving():
-            self._worker.stepper.note(self._synchroniser.share())
-            return
-        self._worker.stepper.note(self._synchroniser.drain())
-        self._network.collective.move_to(-1)  # Others that leave too do not wait for this one.
 
     # -- announcing ----------------------------------------------------------------------------------------------------
 
@@ -440,6 +503,25 @@ class WorkerNode:
 
     def _settled_uid(self) -> StageUid:
         return settled_uid(self._built.name, self._network.peer_id, self._uid, self._network.announcements)
+
+    def _figures(self) -> Iterator[tuple[str, str, float]]:
+        figures, link, replica = self._worker.runtime.figures, self._meter.figures(), self._worker.replica
+        yield "stage_version", "Optimizer steps behind the stage's weights.", replica.version
+        yield "stage_skipped_steps", "Steps not applied: gradient not finite.", replica.skipped_steps
+        yield "stage_queued", "Requests that wait.", figures.queued
+        yield "stage_queued_bytes", "Tensors of requests that wait.", figures.queued_bytes
+        yield "stage_computed", "Requests computed since the start.", figures.computed
+        yield "stage_batch_rows", "Rows computed at once, a moving average.", figures.batch_rows
+        yield "stage_compute_seconds", "Of a request, a moving average.", figures.compute_s
+        yield "stage_rows_per_second", "While there was work.", figures.rows_per_s
+        yield "stage_busy", "Share of the last while in which it computed.", figures.busy
+        yield "stage_cached_bytes", "Of forward passes whose backward pass is to come.", replica.cached_bytes
+        yield "link_raw_bytes", "Activations and gradients sent, before the codec.", link.raw_bytes
+        yield "link_wire_bytes", "What was sent for them.", link.wire_bytes
+        yield "link_ratio", "Of these two.", link.ratio
+        yield "link_error", "Relative reconstruction error of activations, a moving average.", link.error
+        yield "link_error_max", "The largest measured.", link.max_error
+        yield "link_alarms", "Measurements above the limit.", link.alarms
 
     # -- threads -------------------------------------------------------------------------------------------------------
 

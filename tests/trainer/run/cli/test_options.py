@@ -117,15 +117,11 @@ def test_help_and_version_do_not_wait_for_torch() -> None:
 
 
 @pytest.mark.slow
-def test_a_mistake_of_a_real_command_line(tmp_path: Path) -> None:
-    done = TrainerCommand(text_store(), tmp_path)("--node-id", "a", "--set", "inner.warmup=1", expect=2)
+def test_a_mistake_of_a_real_command_line_and_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
+    trainer = TrainerCommand(text_store(), tmp_path)
+    done = trainer("--node-id", "a", "--set", "inner.warmup=1", expect=2)
     assert done.stderr == "trainer: inner.warmup: there is no such option; did you mean warmup_steps?\n"
     assert done.stdout == ""
-
-
-@pytest.mark.slow
-def test_a_reader_that_has_seen_enough_ends_the_run_quietly(tmp_path: Path) -> None:
-    trainer = TrainerCommand(text_store(), tmp_path)
     line = trainer.line("--node-id", "a", "--max-steps", "1000", "--json")
     done = finished(["bash", "-c", 'set -o pipefail; "$@" | head -n 2', "_", *line], trainer.environment(), 0, WAIT_S)
     assert len(done.stdout.splitlines()) == 2

@@ -22,8 +22,8 @@ from trainer.model import Transformer
 from trainer.model.plan import StagePlan
 from trainer.monitor import TallyStatus
 from trainer.run.cli.app import run
+from trainer.run.cli.displays import settled_text
 from trainer.run.cli.swarm import ending_texts
-from trainer.run.cli.swarm_lines import settled_text
 from trainer.run.config import RunConfig, from_mapping
 from trainer.run.swarm.keeper import ledger_folder, read_last_account, write_last_account
 
@@ -74,11 +74,8 @@ def test_torchtitan_s_form_is_the_newest_by_default_and_a_run_can_begin_with_it(
     here: TrainerHere, run_file: Path, tmp_path: Path
 ) -> None:
     here.other("export", "--run", run_file, "--to", "torchtitan", tmp_path / "titan")
-    found = {
-        name: value
-        for stage in _PLAN.names
-        for name, value in load_initial_state(tmp_path / "titan", _PLAN, stage).items()
-    }
+    states = [load_initial_state(tmp_path / "titan", _PLAN, stage) for stage in _PLAN.names]
+    found = {name: value for state in states for name, value in state.items()}
     expected = _model(2).state_dict()
     assert found.keys() == expected.keys()
     num_ids = json.loads((tmp_path / "titan" / "genesis_model.json").read_text())["torchtitan"]["vocab_size"]
@@ -118,6 +115,7 @@ def test_rolled_back_the_newest_is_the_older(here: TrainerHere, run_file: Path, 
         (("--checkpoint-dir", "/nowhere"), 1, "found no whole one"),
         (("--node-id", "a"), 2, "--run: expected neither"),
         (("--to", "gguf"), 2, "--to: expected hf or torchtitan"),
+        (("--set", "swarm.checkpoint.every=5"), 2, "swarm.checkpoint.every: there is no such option"),
     ],
 )
 def test_what_cannot_be_exported(
@@ -125,33 +123,22 @@ def test_what_cannot_be_exported(
 ) -> None:
     assert said in here.other("export", "--run", run_file, tmp_path / "out", *options, expect=code)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_moment_needs_a_swarm_and_a_run_file_must_make_sense(here: TrainerHere, tmp_path: Path) -> None:
     assert "--at: expected --run" in here.other("export", tmp_path / "out", "--at", "now", expect=2)
-    (tmp_path / "run.yaml").write_text("swarm: {checkpoint: {every: 5}}\n")
-    said = here.other("export", "--run", tmp_path / "run.yaml", tmp_path / "out", expect=2)
-    assert "swarm.checkpoint.every: there is no such option" in said
 
 
 @pytest.mark.slow
-def test_a_store_of_another_vocabulary_is_refused(here: TrainerHere, run_file: Path, tmp_path: Path) -> None:
-    times = {stage: at + 6000 for stage, at in _NAMED.items()}
-    write_model(tmp_path / "swarm", _model(3), _PLAN, times, run_id="trial", vocabulary="0" * 64)
-    said = here.other("export", "--run", run_file, tmp_path / "out", expect=1)
-    assert "expected the vocabulary the model was trained with (000000000000), found another" in said
-
-
-@pytest.mark.slow
-def test_a_run_whose_store_is_not_there_says_how_to_name_another(
+def test_a_store_of_another_vocabulary_is_refused_and_one_that_is_not_there_can_be_named(
     here: TrainerHere, run_file: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "store").rename(tmp_path / "moved")
     said = here.other("export", "--run", run_file, tmp_path / "hf", expect=1)
-    assert (
-        "found no such folder; check the path (the tokenizer's store, as the run has it; --store names another)" in said
-    )
-    assert "files, of head" in here.other("export", "--run", run_file, "--store", tmp_path / "moved", tmp_path / "hf")
+    assert "found no such folder; check the path (the tokenizer's store, as the run has it; --store names" in said
+    elsewhere = ("--store", tmp_path / "moved")
+    assert "files, of head" in here.other("export", "--run", run_file, *elsewhere, tmp_path / "hf")
+    times = {stage: at + 6000 for stage, at in _NAMED.items()}
+    write_model(tmp_path / "swarm", _model(3), _PLAN, times, run_id="trial", vocabulary="0" * 64)
+    said = here.other("export", "--run", run_file, *elsewhere, tmp_path / "out", expect=1)
+    assert "expected the vocabulary the model was trained with (000000000000), found another" in said
 
 
 def _run_config(folder: Path) -> RunConfig:

@@ -61,24 +61,19 @@ wholes = st.builds(
 
 @pytest.mark.slow
 @given(wholes)
-def test_yaml_gives_back_what_it_was_given(whole: Whole) -> None:
+def test_yaml_and_changed_options_give_back_what_they_were_given(whole: Whole) -> None:
     assert from_mapping(Whole, yaml.safe_load(to_yaml(whole))) == whole
-
-
-@pytest.mark.slow
-@given(wholes)
-def test_changed_options_given_by_set_make_the_same(whole: Whole) -> None:
-    """Weights aside: their names can be no part of an option's name."""
-    whole = replace(whole, part=replace(whole.part, weights={}))
+    whole = replace(whole, part=replace(whole.part, weights={}))  # Their names can be no part of an option's name.
     values: dict[str, Any] = {}
     for name, value in changed_options(whole).items():
         values = merged(values, parse_override(f"{name}={yaml.safe_dump(value, default_flow_style=True, width=10**9)}"))
     assert from_mapping(Whole, values) == whole
 
 
-def test_what_is_at_its_default_is_not_among_the_changed() -> None:
+def test_what_is_at_its_default_is_not_among_the_changed_and_can_be_written_and_read() -> None:
     assert changed_options(Whole()) == {}
     assert changed_options(Whole(count=4, part=Part(weights={"a": 1.0}))) == {"count": 4, "part.weights": {"a": 1.0}}
+    assert from_mapping(RunConfig, yaml.safe_load(to_yaml(RunConfig()))) == RunConfig()
 
 
 @pytest.mark.parametrize(
@@ -105,11 +100,6 @@ def test_mistakes_are_told_with_the_name_of_the_option(values: dict[str, Any], s
     assert "\n" not in str(told.value)
 
 
-def test_what_yaml_is_odd_about_is_taken_as_it_is_meant() -> None:
-    assert from_mapping(Whole, yaml.safe_load("part: {rate: 3e-4}")).part.rate == 3e-4  # Text, to YAML 1.1.
-    assert from_mapping(Whole, yaml.safe_load("part:\ncount: 4")) == Whole(count=4)  # A heading with nothing under it.
-
-
 def test_a_secret_is_read_and_never_comes_out() -> None:
     whole = from_mapping(Whole, {"part": {"password": "hunter2"}})
     assert whole.part.password == "hunter2"
@@ -120,31 +110,26 @@ def test_a_secret_is_read_and_never_comes_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("content", "said"),
     [
-        ("- a\n- b\n", "expected a mapping of options, found list"),
-        ("7: 1\n", "expected a mapping of options"),
-        ("a: [1\nb: hunter2", "expected YAML, found"),
-        ("a: \x00hunter2", "expected YAML, found"),
+        (b"- a\n- b\n", "expected a mapping of options, found list"),
+        (b"7: 1\n", "expected a mapping of options"),
+        (b"a: [1\nb: hunter2", "expected YAML, found"),
+        (b"a: \x00hunter2", "expected YAML, found"),
+        (b"\xff\xfe\xff", r"run\.yaml: expected"),
+        (None, r"run\.yaml: cannot be read: No such file"),
     ],
 )
-def test_files_that_are_no_configuration(tmp_path: Path, text: str, said: str) -> None:
+def test_files_that_are_no_configuration(tmp_path: Path, content: bytes | None, said: str) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text(text)
+    if content is not None:
+        path.write_bytes(content)
     with pytest.raises(TrainerUsageError, match=said) as told:
         read_yaml(path)
     assert "hunter2" not in str(told.value)
     assert "\n" not in str(told.value)
-
-
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(TrainerUsageError, match=r"none\.yaml: cannot be read: No such file"):
-        read_yaml(tmp_path / "none.yaml")
-    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(TrainerUsageError, match=r"bytes\.yaml: expected"):
-        read_yaml(tmp_path / "bytes.yaml")
-    (tmp_path / "empty.yaml").write_text("# nothing yet\n")
-    assert read_yaml(tmp_path / "empty.yaml") == {}
+    path.write_text("# nothing yet\n")
+    assert read_yaml(path) == {}
 
 
 @pytest.mark.parametrize("text", ["lr", "=1", "inner..lr=1", "inner.lr.=1", "a b=1", "inner.lr=[1"])
@@ -173,19 +158,14 @@ def test_an_override_without_a_value_takes_back_what_the_file_says(nothing: str)
         overridden(f"cuont={nothing}")
 
 
-def test_an_empty_text_is_a_value() -> None:
-    assert parse_override('part.password=""') == {"part": {"password": ""}}
-
-
-def test_what_lies_above_wins_name_by_name() -> None:
+def test_what_yaml_is_odd_about_is_taken_as_it_is_meant_and_what_lies_above_wins_name_by_name() -> None:
+    assert from_mapping(Whole, yaml.safe_load("part: {rate: 3e-4}")).part.rate == 3e-4  # Text, to YAML 1.1.
+    assert from_mapping(Whole, yaml.safe_load("part:\ncount: 4")) == Whole(count=4)  # A heading with nothing under it.
+    assert parse_override('part.password=""') == {"part": {"password": ""}}, "an empty text is a value"
     below = {"a": 1, "part": {"x": 1, "y": {"z": 1}}, "list": [1, 2]}
     above = {"part": {"y": {"z": 2}}, "list": [3]}
     assert merged(below, above) == {"a": 1, "part": {"x": 1, "y": {"z": 2}}, "list": [3]}
     assert below["part"] == {"x": 1, "y": {"z": 1}}
-
-
-def test_every_option_of_a_run_can_be_written_and_read() -> None:
-    assert from_mapping(RunConfig, yaml.safe_load(to_yaml(RunConfig()))) == RunConfig()
 
 
 def test_every_option_says_what_it_means() -> None:
@@ -236,6 +216,10 @@ def test_every_option_says_what_it_means() -> None:
         ({"rule": {"trim_fraction": 0.7}}, "rule.trim_fraction: expected"),
         ({"api": {"port": 70_000}}, "api.port: expected 0 to 65535, found 70000"),
         ({"discovery": {"announce_interval_s": 60, "announcement_lifetime_s": 30}}, "discovery."),
+        ({"swarm": {"num_stages": 1}}, "swarm.num_stages: expected 2 or more, found 1"),
+        ({"swarm": {"vocab_rows": 1000}}, "swarm.vocab_rows: expected 0 or a multiple of 1024, found 1000"),
+        ({"swarm": {"activation_codec": "subspace+fp16"}}, "swarm.activation_codec: expected swarm.subspace.rank"),
+        ({"swarm": {"join": {"window": 0.0}}}, "swarm.join.window: expected more than 0"),
     ],
 )
 def test_what_makes_no_sense_is_told(values: dict[str, Any], said: str) -> None:
@@ -244,12 +228,11 @@ def test_what_makes_no_sense_is_told(values: dict[str, Any], said: str) -> None:
     assert str(told.value).startswith(said)
 
 
-def test_names_that_people_give_are_taken() -> None:
+def test_names_that_people_give_are_taken_and_the_store_comes_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in ("gpu-7", "node_2", "host.example.org", "7", "alice@lab:3"):
         assert replace(RunConfig(), node_id=name, run_id=name).node_id == name
-
-
-def test_the_store_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GENESIS_STORE", "s3://bucket/prefix")
     assert RunConfig().data.store == "s3://bucket/prefix"
     assert from_mapping(RunConfig, {"data": {"store": "/elsewhere"}}).data.store == "/elsewhere"

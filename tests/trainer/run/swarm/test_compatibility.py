@@ -25,8 +25,10 @@ from trainer.network.discovery.stage_report import StageReport, StageUid
 from trainer.network.rpc import Endpoint, Reply, Request
 from trainer.run.config import RunConfig, from_mapping
 from trainer.run.node.compatibility import TERMS, FitCheck, register_terms
+from trainer.run.node.identity import NodeStats
 from trainer.run.swarm.building import build_stage_site
-from trainer.run.swarm.compatibility import SwarmTerms, check_first_weights, check_fit
+from trainer.run.swarm.lifecycle import check_first_weights
+from trainer.run.swarm.peer_view import DriverPeerView, SwarmPeers
 from trainer.run.swarm.shape import DRIVER, SwarmShape, shape_of
 
 
@@ -53,7 +55,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_among(own: Endpoint, shape: SwarmShape, heard: list[Announcement]) -> FitCheck:
-    return SwarmTerms(shape).fit_check(own, lambda: heard, "r")
+    return SwarmPeers(config_with(), shape, lambda: tuple(heard)).fit_check(own)
 
 
 async def a_driver(stack: AsyncExitStack, shape: SwarmShape, name: str) -> Announcement:
@@ -75,11 +77,13 @@ async def meet(endpoint: Endpoint, shape: SwarmShape, heard: Sequence[Sequence[A
     """Hears these, one list after the other; returns whom it had heard of when it went on."""
     rest = list(heard)
 
-    def others() -> Sequence[Announcement]:
-        return rest.pop(0) if len(rest) > 1 else rest[0]
+    def others() -> tuple[Announcement, ...]:
+        return tuple(rest.pop(0) if len(rest) > 1 else rest[0])
 
+    view = DriverPeerView(config_with(discovery={"initial_peers": ["127.0.0.1:9"]}), endpoint, shape, NodeStats, print)
+    view.heard = others
     async with asyncio.timeout(30):
-        await check_fit(SwarmTerms(shape).fit_check(endpoint, others, "r"), others, wait_s=5.0)
+        await view.check_fit(5.0, lambda: False)
     return list(rest[0])
 
 
@@ -133,9 +137,17 @@ async def test_the_dead_count_for_nothing_and_those_alive_are_asked_whenever_the
 
 
 @on_event_loop
-async def test_the_answer_of_one_that_fits_ends_the_question(ours: SwarmShape, theirs: SwarmShape, quick: None) -> None:
+async def test_the_answer_of_one_that_fits_ends_the_question_and_so_does_being_the_first(
+    ours: SwarmShape, theirs: SwarmShape, quick: None
+) -> None:
     async with AsyncExitStack() as stack, running_endpoint() as own:
         resident = await a_driver(stack, ours, "resident")
+        heard: list[Announcement] = []
+        check = check_among(own, ours, heard)
+        await check.begin()
+        heard += [await a_driver(stack, theirs, f"newcomer-{number}") for number in range(2)]
+        async with asyncio.timeout(30):
+            await check.go_on()
         heard = [gone(resident)]
         check = check_among(own, ours, heard)
         async with asyncio.timeout(30):
@@ -144,17 +156,6 @@ async def test_the_answer_of_one_that_fits_ends_the_question(ours: SwarmShape, t
             heard += [resident, *[await a_driver(stack, theirs, f"stranger-{number}") for number in range(3)]]
             await check.go_on()
         assert not check.is_open
-
-
-@on_event_loop
-async def test_the_first_of_a_run_is_not_judged_by_who_comes_later(ours: SwarmShape, theirs: SwarmShape) -> None:
-    async with AsyncExitStack() as stack, running_endpoint() as own:
-        heard: list[Announcement] = []
-        check = check_among(own, ours, heard)
-        await check.begin()
-        heard += [await a_driver(stack, theirs, f"newcomer-{number}") for number in range(2)]
-        async with asyncio.timeout(30):
-            await check.go_on()
 
 
 @on_event_loop
@@ -179,38 +180,36 @@ async def test_a_refusal_that_says_nothing_of_terms_is_no_difference(ours: Swarm
 MINE, OTHER = "1" * 16, "2" * 16
 
 
-def _check(mine: str, *others: str, joining: int = 0) -> None:
-    """Among workers, the first of which are joining still."""
+@pytest.mark.parametrize(
+    ("mine", "others", "joining", "fits"),
+    [
+        *((mine, others, 0, True) for mine, others in ((MINE, ()), (MINE, ("", "")), (MINE, (MINE, "")))),
+        ("", (OTHER, OTHER), 0, True),  # It read none.
+        (MINE, (OTHER, MINE), 0, True),  # The other one is told.
+        *(
+            (MINE, others, 0, False)
+            for others in ((OTHER,), (OTHER, ""), (OTHER, MINE, OTHER), (OTHER, "3" * 16, MINE))
+        ),
+        (MINE, (OTHER, OTHER, MINE), 2, True),  # Those that serve decide,
+        (MINE, (MINE, MINE, OTHER), 2, False),
+        (MINE, (OTHER,), 1, False),  # and before any does whoever begins.
+    ],
+)
+def test_who_began_with_another_model_than_most_is_told_which_and_where(
+    mine: str, others: tuple[str, ...], joining: int, fits: bool
+) -> None:
+    statuses = ["joining"] * joining + ["serving"] * (len(others) - joining)
     reports = [
-        StageReport(
-            uid=str(StageUid("tail", 40 + number)),
-            incarnation="0" * 16,
-            status="joining" if number < joining else "serving",
-            began_from=each,
-        )
-        for number, each in enumerate(others)
+        StageReport(uid=str(StageUid("tail", 40 + number)), incarnation="0" * 16, status=status, began_from=each)
+        for number, (each, status) in enumerate(zip(others, statuses, strict=True))
     ]
-    check_first_weights(mine, "/models/a", reports)
-
-
-def test_who_began_as_most_did_or_with_nothing_goes_on() -> None:
-    for mine, others in ((MINE, ()), (MINE, ("", "")), (MINE, (MINE, "")), ("", (OTHER, OTHER))):
-        _check(mine, *others)
-    _check(MINE, OTHER, MINE)  # The other one is told.
-
-
-@pytest.mark.parametrize("others", [(OTHER,), (OTHER, ""), (OTHER, MINE, OTHER), (OTHER, "3" * 16, MINE)])
-def test_who_began_with_another_model_than_most_is_told_which_and_where(others: tuple[str, ...]) -> None:
-    expected = rf"expected .* tail\.0\.40 .* {OTHER}, found /models/a with {MINE}; give all"
-    with pytest.raises(IncompatiblePeerError, match=expected):
-        _check(MINE, *others)
-
-
-def test_those_that_serve_already_decide_and_before_any_does_whoever_begins() -> None:
-    _check(MINE, OTHER, OTHER, MINE, joining=2)
-    for others, joining in (((MINE, MINE, OTHER), 2), ((OTHER,), 1)):
-        with pytest.raises(IncompatiblePeerError):
-            _check(MINE, *others, joining=joining)
+    if fits:
+        check_first_weights(mine, "/models/a", reports)
+        return
+    with pytest.raises(
+        IncompatiblePeerError, match=rf" tail\.0\.4\d .* {OTHER}, found /models/a with {MINE}; give all"
+    ):
+        check_first_weights(mine, "/models/a", reports)
 
 
 def _model(folder: Path, seed: int) -> Path:

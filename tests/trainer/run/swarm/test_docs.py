@@ -15,7 +15,7 @@ from tests.support.pipeline_view import an_account
 from trainer.monitor import SwarmAccount
 from trainer.network.discovery import DiscoveryConfig
 from trainer.run.config import RunConfig, from_mapping
-from trainer.run.config.swarm import SwarmConfig
+from trainer.run.config.run import SwarmConfig
 
 TEXT = (Path(__file__).parents[4] / "docs" / "swarm.md").read_text(encoding="utf-8")
 _ROW = re.compile(r"^\| `([a-z_.]+)` \| (.*?) \| .+ \|$", re.MULTILINE)

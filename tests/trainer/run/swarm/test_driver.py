@@ -6,7 +6,7 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -108,25 +108,12 @@ def workers_of_all(shape: SwarmShape) -> list[Announcement]:
     return [said(shape, stage, key, stage) for stage, key in zip(shape.plan.names, "abc", strict=True)]
 
 
-def test_who_trains_something_else_is_not_asked_nor_noted(view: DriverPeerView, shape: SwarmShape) -> None:
-    view.hear(
-        (
-            said(shape, "head", "a", "head"),
-            said(shape, "stranger", "b", "tail", fits=False),
-            said(shape, "driver-7", "c"),
-            said(shape, "driver-8", "d", fits=False),
-        )
-    )
-    assert [(report.uid, peer.peer_id) for report, peer in view.stage_workers()] == [("head.0.40", OWN)]
-    assert view.other_drivers() == ["c" * 64]
-
-
 def keepers_found(view: DriverPeerView, heard: list[tuple[Announcement, ...]]) -> list[str | None]:
     """First letters of the keys that are taken for the keeper's, one list of announcements after the other."""
     found = []
     for announcements in heard:
         view.hear(announcements)
-        keeper = view.keeper()
+        keeper = view.keeper_peer()
         found.append(keeper.peer_id[0] if keeper is not None and keeper.peer_id else None)
     return found
 
@@ -155,10 +142,15 @@ def test_a_keepers_key_is_waited_for_however_long_it_is_away_and_no_name_stands_
     assert keeps_account(impostor, STRANGE)
 
 
-def test_a_stranger_is_named_once_while_it_is_there_and_forgotten_with_it(
+def test_a_stranger_is_not_asked_and_named_once_while_it_is_there_and_forgotten_with_it(
     view: DriverPeerView, shape: SwarmShape, caplog: pytest.LogCaptureFixture
 ) -> None:
     stranger = said(shape, "stranger", "b", "tail", fits=False)
+    head, *drivers = said(shape, "head", "a", "head"), said(shape, "d-7", "c"), said(shape, "d-8", "d", fits=False)
+    view.hear((head, stranger, *drivers))
+    assert [it.peer_id for it in view.workers_heard()] == [it.peer.peer_id for it in view.workers()] == [OWN]
+    assert [it.uid for it in view.reports()] == ["head.0.40"]
+    assert list(view.drivers()) == ["c" * 64]
     for announcements, told in (((stranger,), 1), ((stranger,), 1), ((), 1), ((stranger,), 2)):
         view.hear(announcements)
         assert not view.workers()
@@ -186,35 +178,20 @@ def test_a_word_is_as_old_as_the_announcement_not_as_the_look(view: DriverPeerVi
 
 @pytest.mark.slow
 @on_event_loop
-async def test_what_goes_wrong_with_one_look_does_not_end_looking(
-    config: RunConfig, shape: SwarmShape, caplog: pytest.LogCaptureFixture
-) -> None:
-    calls = iter(range(1000))
-    looked_on = asyncio.Event()
-
-    def heard(_others: tuple[Announcement, ...]) -> None:
-        if next(calls) == 0:
-            raise OSError("no space left for the log")
-        looked_on.set()
-
-    async with running_endpoint() as endpoint:
-        view = DriverPeerView(config, endpoint, shape, NodeStats, heard)
-        await view.start()
-        await asyncio.wait_for(looked_on.wait(), 20)
-        await view.stop()
-    assert "going on with those known before" in caplog.text
-
-
-@pytest.mark.slow
-@on_event_loop
-async def test_a_driver_whose_addresses_are_dead_says_which(
+async def test_a_driver_whose_addresses_are_dead_says_which_and_looks_on_whatever_goes_wrong_with_one_look(
     config: RunConfig, shape: SwarmShape, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("trainer.run.swarm.peer_view._UNHEARD_S", 0.2)
+    looks = iter(range(1000))
+
+    def heard(_others: tuple[Announcement, ...]) -> None:
+        if next(looks) == 0:
+            raise OSError("no space left for the log")
+
     dead = f"127.0.0.1:{free_port()}"
     discovery = DiscoveryConfig(initial_peers=(dead,), poll_interval_s=0.1)
     async with running_endpoint(run_id=config.run_id) as endpoint:
-        lonely = DriverPeerView(replace(config, discovery=discovery), endpoint, shape, NodeStats, lambda _: None)
+        lonely = DriverPeerView(replace(config, discovery=discovery), endpoint, shape, NodeStats, heard)
         await lonely.start()
         try:
             async with asyncio.timeout(30):
@@ -222,31 +199,25 @@ async def test_a_driver_whose_addresses_are_dead_says_which(
                     await asyncio.sleep(0.05)
         finally:
             await lonely.stop()
+    assert "going on with those known before" in caplog.text
+    assert next(looks) > 1
 
 
 async def for_ever() -> None:
     await asyncio.Event().wait()
 
 
-async def broken_disk() -> None:
-    raise LedgerError("the disk is full")
-
-
-async def broken_look() -> None:
-    raise ZeroDivisionError
-
-
 @pytest.mark.parametrize(
-    ("keeper", "look", "error"),
-    [(SimpleNamespace(failed=broken_disk), for_ever, LedgerError), (None, broken_look, ZeroDivisionError)],
+    ("of_keeper", "error"), [(True, LedgerError("the disk is full")), (False, ZeroDivisionError())]
 )
 @on_event_loop
-async def test_a_driver_ends_with_whatever_cannot_go_on(
-    keeper: Any, look: Callable[[], Awaitable[None]], error: type[Exception], make: Make
-) -> None:
+async def test_a_driver_ends_with_whatever_cannot_go_on(of_keeper: bool, error: Exception, make: Make) -> None:
+    async def broken() -> None:
+        raise error
+
     node = make().node
-    node._look, node._keeper = look, keeper
-    with pytest.raises(error):
+    node._look, node._keeper = (for_ever, SimpleNamespace(failed=broken)) if of_keeper else (broken, None)
+    with pytest.raises(type(error)):
         await asyncio.wait_for(node._drive(SimpleNamespace(run=for_ever)), 20)
 
 
@@ -319,33 +290,21 @@ async def test_it_does_not_wait_for_ever_nor_when_all_is_done(
     assert driver.begun.is_set()
 
 
-class HangingStore:
-    """Stands for `lanes_of`: it asks a store that does not answer."""
-
-    def __init__(self) -> None:
-        self.asked, self.released, self.given_up = threading.Event(), threading.Event(), threading.Event()
-
-    def __call__(self, *_args: object) -> tuple[Lane, ...]:
-        self.asked.set()
-        self.released.wait(30.0)
-        self.given_up.set()
-        return ()
-
-
-@pytest.fixture
-def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingStore]:
-    store = HangingStore()
-    monkeypatch.setattr("trainer.run.swarm.driver_node.lanes_of", store)
-    yield store
-    store.released.set()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["it begins", "it keeps the account"])
 @on_event_loop
 async def test_a_driver_that_is_asked_to_stop_waits_for_no_store(
-    when: str, make: Make, hanging: HangingStore, monkeypatch: pytest.MonkeyPatch
+    when: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked, released, given_up = threading.Event(), threading.Event(), threading.Event()
+
+    def hanging_store(*_: object) -> tuple[Lane, ...]:
+        asked.set()
+        released.wait(30.0)
+        given_up.set()
+        return ()
+
+    monkeypatch.setattr("trainer.run.swarm.driver_node.lanes_of", hanging_store)
     monkeypatch.setattr("trainer.run.swarm.driver_node._NOTE_SHARDS_S", 0.0)
     made = make()
     if when == "it begins":
@@ -354,11 +313,12 @@ async def test_a_driver_that_is_asked_to_stop_waits_for_no_store(
         driver = made.node._driver = Working()
         made.node._keeper = SimpleNamespace(failed=for_ever)
         running = asyncio.create_task(made.node._drive(driver))
-    while not hanging.asked.is_set() and not running.done():
+    while not asked.is_set() and not running.done():
         await asyncio.sleep(0.01)
     made.stop.ask()
     await running
-    assert not hanging.given_up.is_set()
+    assert not given_up.is_set()
+    released.set()
 
 
 def test_steps_and_their_rate_go_on_where_the_account_is(config: RunConfig, make: Make) -> None:
@@ -391,7 +351,7 @@ def test_what_a_keeper_leaves_is_the_account_behind_its_own_settling(
     heard_of = [
         StageReport(uid=f"{stage}.0.40", incarnation="1" * 16, status="serving") for stage in ("head", "body1", "tail")
     ]
-    monkeypatch.setattr("trainer.run.swarm.driver_node.DriverNode._reports", lambda _: heard_of)
+    monkeypatch.setattr("trainer.run.swarm.driver_node.DriverPeerView.reports", lambda _: heard_of)
     monkeypatch.setattr("trainer.run.swarm.driver_node._FIRST_WORKERS_S", 0.0)
     stop, began_at = StopRequest(), time.time() - 1
     config = config_with(
@@ -403,19 +363,18 @@ def test_what_a_keeper_leaves_is_the_account_behind_its_own_settling(
     line = SimpleNamespace(step=lambda _: None)
     node = DriverNode(config, shape_of(config), open_session(config.data), stop, line)
 
-    def ask_once_it_has_leased() -> None:
+    async def run_until_it_has_leased() -> None:
+        running = asyncio.create_task(node.run())
         deadline_s = time.monotonic() + 30
         while time.monotonic() < deadline_s:
             account = node.view.account()
             if account is not None and account.micro_batches.leased:
                 break
-            time.sleep(0.05)
+            await asyncio.sleep(0.05)
         stop.ask()
+        await running
 
-    asking = threading.Thread(target=ask_once_it_has_leased)
-    asking.start()
-    asyncio.run(node.run())
-    asking.join()
+    asyncio.run(run_until_it_has_leased())
     account = read_last_account(config, began_at)
     assert account is not None
     assert account.leases == 0
@@ -428,13 +387,14 @@ class Living:
     def __init__(self) -> None:
         self.done = 3
         self.silent: dict[str, float] = {}
+        self.banned: dict[str, float] = {}
         self.audit = AuditStatus()
         self._thread = threading.get_ident()
 
     def status(self) -> DriverStatus:
         assert threading.get_ident() == self._thread
         load = WorkerLoad(OWN, runtime_s=0.0, s_per_unit=1.0, proven=True, in_flight=2, num_done=3)
-        tail = StageView("tail", (load,), {OWN: "tail.0.40"}, {}, stalled_s=0.0)
+        tail = StageView("tail", (load,), {OWN: "tail.0.40"}, self.banned, stalled_s=0.0)
         return DriverStatus(4, self.done, 0, 0, 0, 99, {}, {}, {}, (tail,), self.audit, silent=self.silent)
 
 
@@ -465,7 +425,11 @@ def test_other_threads_are_shown_snapshots_of_workers_of_its_own_run_file(config
     assert (seen.in_flight, tail.num_serving, tail.version) == (4, 1, 7)
     assert [(worker.peer_id, worker.in_flight) for worker in tail.workers] == [(OWN, 2)]
     assert tail.workers[0].age_s < 60
-    driver.silent = {OWN: 12.0}
+    driver.banned = {OWN: 3600.0}
+    view.look()
+    tail = view.stages().stages[-1]
+    assert (tail.workers[0].banned_for_s, tail.num_serving) == (3600.0, 0)
+    driver.banned, driver.silent = {}, {OWN: 12.0}
     driver.audit = AuditStatus(undecided=(("head.0.32", "head.0.33"), ("tail.0.33", "tail.0.40")))
     assert tail.workers[0].differs_from == ()
     view.look()

@@ -19,8 +19,7 @@ from trainer.pipeline.ledger.records import WorkerSeen
 from trainer.run.cli.app import run
 from trainer.run.config import RunConfig, from_mapping
 from trainer.run.node.identity import identity_of, identity_path
-from trainer.run.swarm.account_opening import AccountOpening
-from trainer.run.swarm.keeper import check_keeper, keeper_among
+from trainer.run.swarm.keeper import AccountOpening, check_keeper, keeper_among
 
 SEED = "/ip4/{}/tcp/4001/p2p/12D3KooWQYV9dGMFoRzNStwpXztXaBUjtPqi6aU76ZgUriHhKust"
 
@@ -62,13 +61,6 @@ def test_a_name_is_believed_where_every_address_that_was_given_is_private(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_keeper_itself_is_told_its_own_key(tmp_path: Path) -> None:
-    config = config_of(tmp_path, node_id="driver-1", pipeline="swarm")
-    with pytest.raises(TrainerUsageError) as refused:
-        check_keeper(config)
-    assert f"swarm: {{ledger: {{keeper: {identity_of(config).peer_id}}}}}" in str(refused.value)
-
-
 @pytest.mark.parametrize("command", [["--pipeline", "swarm"], ["worker", "--stage", "head"]])
 def test_a_process_that_strangers_can_reach_does_not_begin_with_a_name(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -79,13 +71,19 @@ def test_a_process_that_strangers_can_reach_does_not_begin_with_a_name(
     assert "swarm.ledger.keeper: expected a key" in capsys.readouterr().err
 
 
-def test_a_key_is_made_beforehand_and_told_for_the_run_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_is_made_beforehand_and_told_for_the_run_file_also_to_the_keeper_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = ["identity", "--node-id", "driver-1", "--set", f"state_dir={tmp_path}"]
     assert (run(command), run(command)) == (0, 0)
     said = capsys.readouterr()
-    key = identity_of(config_of(tmp_path, node_id="driver-1")).peer_id
+    config = config_of(tmp_path, node_id="driver-1", pipeline="swarm")
+    key = identity_of(config).peer_id
     assert said.out.split() == [key, key]
     assert f"keeper: {key}" in said.err
+    with pytest.raises(TrainerUsageError) as refused:
+        check_keeper(config)
+    assert f"swarm: {{ledger: {{keeper: {key}}}}}" in str(refused.value)
 
 
 def test_a_swarm_on_one_machine_knows_its_keeper_beforehand(tmp_path: Path) -> None:
@@ -190,10 +188,9 @@ def test_an_account_fits_workers_that_are_ahead_by_what_was_leased_since_and_a_f
         assert opening.is_over(reports(*versions)) == bool(fits)
 
 
-@pytest.mark.parametrize("version", [0, 1000])
-def test_one_liar_a_stage_keeps_no_keeper_from_beginning(version: int, config: RunConfig) -> None:
-    kept = kept_until(version) if version else ListedLedger(LedgerConfig())
-    assert opening_of(config, kept).is_over([*reports(*[version] * 3), *reports(*[2**53 - 1] * 3)])
+def test_one_liar_a_stage_keeps_no_keeper_from_beginning(config: RunConfig) -> None:
+    for version, kept in ((0, ListedLedger(LedgerConfig())), (1000, kept_until(1000))):
+        assert opening_of(config, kept).is_over([*reports(*[version] * 3), *reports(*[2**53 - 1] * 3)])
 
 
 def test_checkpoints_on_this_machine_tell_before_their_workers_do(config: RunConfig) -> None:

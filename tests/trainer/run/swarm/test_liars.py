@@ -59,6 +59,18 @@ def test_one_of_five_under_the_trimmed_mean(cast: TrainingCast) -> None:
 
 
 @pytest.mark.long
+def test_by_default_who_lies_is_left_out_of_every_round(cast: TrainingCast) -> None:
+    alone = cast.run(4, {})
+    for attack in ("flip", "heavy_flip"):
+        outcome = cast.run(4, {}, attack, 1)
+        assert outcome.loss < TOLERANCE * alone.loss, attack
+        assert [len(named) for named in outcome.said_of_liars("dropped")] == [1] * NUM_ROUNDS
+        assert {report["rule"] for report in outcome.reports} == {"trimmed_mean"}
+        why = [reason for report in outcome.reports for _, reason in report["dropped"]]
+        assert all(reason.startswith("direction") for reason in why), why
+
+
+@pytest.mark.long
 def test_under_the_mean_the_report_says_what_happened(cast: TrainingCast) -> None:
     mean = {"rule": "mean", "validation": "log"}
     alone = clean(cast, "mean", 4)

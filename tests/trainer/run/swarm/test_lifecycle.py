@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,21 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.errors import CheckpointError, TrainerError, TrainerUsageError
+from trainer.errors import CheckpointError, TrainerError
 from trainer.model import preset
 from trainer.model.plan import StagePlan
 from trainer.network.discovery.stage_report import StageReport, StageUid
-from trainer.run.config import from_mapping
-from trainer.run.config.swarm import JoinConfig, SwarmConfig
+from trainer.run.config.run import JoinConfig
 from trainer.run.swarm.lifecycle import (
-    JoinWindow,
-    RejoinDelay,
-    StateCatchUp,
+    catch_up,
     is_ahead,
+    neediest_stage,
+    rejoin_delay_s,
     shut_down_gracefully,
     version_of_state,
 )
-from trainer.run.swarm.worker_start import neediest_stage
 
 ROUND_S = 10.0
 LEAVE_S = 30.0
@@ -51,12 +50,14 @@ class Stage:
     """From when on a worker that is alone may serve."""
     liars: tuple[float, ...] = ()
     """Others that always announce to be so far in the round."""
+    stands_still: bool = False
+    """The others do no work."""
     now_s: float = 0.0
     own_round: int = 0
     taken_at: list[float] = field(default_factory=list)
 
     def others(self) -> list[StageReport]:
-        round_index, position = divmod(self.now_s / ROUND_S, 1.0)
+        round_index, position = (7.0, 0.6) if self.stands_still else divmod(self.now_s / ROUND_S, 1.0)
         positions = [position] * self.num_others + list(self.liars)
         return [report("tail", round_index=100 + int(round_index), round_position=each) for each in positions]
 
@@ -73,9 +74,9 @@ class Stage:
         assert seconds > 0
         self.now_s += seconds
 
-    def catch_up(self, is_over: Callable[[], bool] | None = None, **options: float) -> StateCatchUp:
-        return StateCatchUp(
-            config=JoinConfig(idle_s=1e6, **options),  # type: ignore[arg-type]
+    def catch_up(self, is_over: Callable[[], bool] | None = None, **options: float) -> bool:
+        return catch_up(
+            JoinConfig(**({"idle_s": 1e6} | options)),  # type: ignore[arg-type]
             others=self.others,
             take_up=self.take_up,
             may_be_first=lambda: self.now_s >= self.first_from_s,
@@ -93,29 +94,26 @@ def test_who_is_alone_serves_as_soon_as_it_may_whatever_it_comes_back_with(
     first_from_s: float, is_current: bool
 ) -> None:
     stage = Stage(num_others=0, first_from_s=first_from_s, is_current=is_current)
-    assert stage.catch_up().run()
+    assert stage.catch_up()
     assert first_from_s <= stage.now_s < first_from_s + 1.0
     assert not stage.taken_at
 
 
 def test_who_is_alone_and_may_not_be_the_first_takes_up_the_state_of_others_that_come() -> None:
-    stage = Stage(num_others=0, first_from_s=1e9)
-    waits = stage.sleep
+    class Empty(Stage):
+        def sleep(self, seconds: float) -> None:
+            super().sleep(seconds)
+            self.num_others = 3 if self.now_s > 5.0 else 0
 
-    def sleep(seconds: float) -> None:
-        waits(seconds)
-        stage.num_others = 3 if stage.now_s > 5.0 else 0
-
-    catch_up = stage.catch_up()
-    catch_up.sleep = sleep
-    assert catch_up.run()
+    stage = Empty(num_others=0, first_from_s=1e9)
+    assert stage.catch_up()
     assert len(stage.taken_at) == 1
 
 
 @given(st.floats(0, 30), st.floats(0.05, 1.0))
 def test_a_state_is_taken_up_in_the_first_part_of_a_round(begin_s: float, window: float) -> None:
     stage = Stage(now_s=begin_s)
-    assert stage.catch_up(window=window).run()
+    assert stage.catch_up(window=window)
     assert all(position < window for position in stage.taken_at)
     assert len(stage.taken_at) == 1
 
@@ -123,44 +121,39 @@ def test_a_state_is_taken_up_in_the_first_part_of_a_round(begin_s: float, window
 @given(st.integers(0, 40))
 def test_nobody_serves_without_the_others_state(fails: int) -> None:
     stage = Stage(fails=fails, ends_at_s=300.0)
-    served = stage.catch_up(window=1.0).run()
+    served = stage.catch_up(window=1.0)
     assert served == (len(stage.taken_at) > fails)
     assert stage.own_round or not served
 
 
 def test_who_is_too_far_behind_when_the_state_is_here_fetches_another() -> None:
-    stage = Stage(fetch_s=75.0)
+    class Slow(Stage):
+        def take_up(self) -> bool:
+            found = super().take_up()
+            self.fetch_s = 20.0
+            return found
 
-    def faster(take_up: Callable[[], bool] = stage.take_up) -> bool:
-        found = take_up()
-        stage.fetch_s = 20.0
-        return found
-
-    catch_up = stage.catch_up(max_rounds_behind=5)
-    catch_up.take_up = faster
-    assert catch_up.run()
+    stage = Slow(fetch_s=75.0)
+    assert stage.catch_up(max_rounds_behind=5)
     assert len(stage.taken_at) == 2
     assert stage.others()[0].round_index - stage.own_round <= 5
 
 
-def test_one_that_lies_about_the_round_keeps_nobody_out() -> None:
-    assert Stage(liars=(0.99,), ends_at_s=100.0).catch_up().run()
-
-
-def test_a_worker_that_is_to_stop_or_cannot_go_on_does_not_serve() -> None:
-    assert not Stage(fails=10**6, ends_at_s=5.0).catch_up().run()
+def test_one_that_lies_about_the_round_keeps_nobody_out_and_who_is_to_stop_does_not_serve() -> None:
+    assert Stage(liars=(0.99,), ends_at_s=100.0).catch_up()
+    assert not Stage(fails=10**6, ends_at_s=5.0).catch_up()
 
     def broken() -> bool:
         raise TrainerError("the compute thread cannot go on")
 
     with pytest.raises(TrainerError, match="compute thread"):
-        Stage().catch_up(broken).run()
+        Stage().catch_up(broken)
 
 
 def test_what_is_waited_for_and_what_ends_it_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "trainer.run.swarm.lifecycle"):
-        assert Stage(now_s=5.0, fails=1).catch_up().run()
-        assert Stage(now_s=60.2, fails=100, ends_at_s=200.0).catch_up().run() is False
+        assert Stage(now_s=5.0, fails=1).catch_up()
+        assert Stage(now_s=60.2, fails=100, ends_at_s=200.0).catch_up() is False
     first, second, *later = [record.message for record in caplog.records]
     end = "the next round of the others begins (round {}), or when it has not moved for 1e+06 s"
     begin = "waiting for the stage's state: "
@@ -171,32 +164,21 @@ def test_what_is_waited_for_and_what_ends_it_is_logged_once_a_minute(caplog: pyt
     assert len(later) == 2
 
 
-def test_who_comes_back_with_the_others_state_serves_at_once_and_fetches_nothing() -> None:
+def test_who_is_current_serves_at_once_and_a_round_that_stands_still_counts_as_a_beginning() -> None:
     stage = Stage(now_s=0.5 * ROUND_S, is_current=True)
-    assert stage.catch_up().run()
+    assert stage.catch_up()
     assert stage.now_s == 0.5 * ROUND_S and not stage.taken_at
-
-
-def test_a_newcomer_waits_for_the_next_round_or_for_one_that_stands_still() -> None:
-    window = JoinWindow(JoinConfig(window=0.1, idle_s=20.0))
-    seen = [(7, 0.05, 0.0), (7, 0.5, 1.0), (7, 0.6, 20.0), (7, 0.6, 39.0), (7, 0.6, 40.0), (7, 0.7, 41.0), (8, 0, 42.0)]
-    assert [window.is_open(*each) for each in seen] == [True, False, False, False, True, False, True]
+    stage = Stage(stands_still=True, now_s=5.0)
+    assert stage.catch_up(window=0.1, idle_s=20.0)
+    assert 25.0 <= stage.now_s < 26.0 and len(stage.taken_at) == 1
 
 
 def test_a_worker_that_keeps_losing_touch_asks_less_and_less_often() -> None:
-    delay = RejoinDelay()
-    assert delay.next_s(0.0) == 0.0
-    waited = []
-    now_s = 0.0
+    assert rejoin_delay_s(0.0, math.inf) == rejoin_delay_s(16.0, 30.0) == 0.0
+    waited = [0.0]
     for _ in range(8):
-        delay.joined(now_s)
-        waited.append(delay.next_s(now_s + 1.0))
-        now_s += 1.0 + waited[-1]
-    assert waited == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 16.0, 16.0]
-    delay.joined(now_s)
-    assert delay.next_s(now_s + 30.0) == 0.0
-    delay.joined(now_s + 30.0)
-    assert delay.next_s(now_s + 31.0) == 0.5
+        waited.append(rejoin_delay_s(waited[-1], 1.0))
+    assert waited == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 16.0, 16.0]
 
 
 @pytest.mark.parametrize(
@@ -245,39 +227,22 @@ def test_who_comes_back_with_more_keeps_it_unless_most_of_the_stage_has_less(oth
 def test_the_neediest_stage_has_nobody_or_the_least_rate_of_all_its_workers(
     rates: list[tuple[str, float]], neediest: str
 ) -> None:
-    assert neediest_stage(PLAN, [report(stage, rows_per_s=rate) for stage, rate in rates]) == neediest
+    assert neediest_stage(PLAN.names, [report(stage, rows_per_s=rate) for stage, rate in rates]) == neediest
 
 
-def test_a_worker_that_joins_counts_for_its_stage_and_one_that_leaves_does_not() -> None:
-    joining = report("body-1", status="joining", rows_per_s=1.0)
-    assert neediest_stage(PLAN, [report("head", rows_per_s=1.0), joining]) == "tail"
-    leaving = report("head", status="leaving", rows_per_s=9.0)
-    assert neediest_stage(PLAN, [leaving, report("body-1", rows_per_s=1.0), report("tail", rows_per_s=1.0)]) == "head"
-
-
-def test_newcomers_that_come_together_spread() -> None:
-    chosen = Counter(neediest_stage(PLAN, [], number) for number in range(30))
+def test_joining_workers_count_and_leaving_ones_do_not_and_newcomers_that_come_together_spread() -> None:
+    joining, leaving = report("body-1", status="joining", rows_per_s=1.0), report("head", 9, "leaving", rows_per_s=9.0)
+    assert neediest_stage(PLAN.names, [report("head", rows_per_s=1.0), joining]) == "tail"
+    others = [report(stage, rows_per_s=1.0) for stage in ("body-1", "tail")]
+    assert neediest_stage(PLAN.names, [leaving, *others]) == "head"
+    chosen = Counter(neediest_stage(PLAN.names, [], number) for number in range(30))
     assert chosen == {"head": 10, "body-1": 10, "tail": 10}
 
 
 @pytest.mark.slow
 @given(st.lists(st.tuples(st.sampled_from(PLAN.names), st.floats(0, 1e6)), max_size=12), st.integers(0, 2**32))
 def test_the_choice_is_always_a_stage_of_the_run(found: list[tuple[str, float]], number: int) -> None:
-    assert neediest_stage(PLAN, [report(stage, rows_per_s=rate) for stage, rate in found], number) in PLAN.names
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"num_stages": 1}, "num_stages: expected 2 or more, found 1"),
-        ({"vocab_rows": 1000}, "multiple of 1024, found 1000"),
-        ({"activation_codec": "subspace+fp16"}, r"expected swarm\.subspace\.rank"),
-        ({"join": {"window": 0.0}}, "window: expected more than 0"),
-    ],
-)
-def test_options_that_make_no_sense(options: dict[str, object], said: str) -> None:
-    with pytest.raises(TrainerUsageError, match=said):
-        from_mapping(SwarmConfig, options, "swarm.")
+    assert neediest_stage(PLAN.names, [report(stage, rows_per_s=rate) for stage, rate in found], number) in PLAN.names
 
 
 @dataclass
@@ -315,13 +280,10 @@ class Leaver:
         self.now_s += seconds
 
 
-def test_what_is_under_way_is_answered_before_anything_is_refused() -> None:
+def test_what_is_under_way_is_answered_before_anything_is_refused_but_holds_nothing_up_for_ever() -> None:
     did = Leaver(answered_at_s=(2.0, 7.0)).leave()
     assert list(did) == ["refuse", "save", "share"]
     assert 7.0 <= did["refuse"] < 7.5
-
-
-def test_who_never_gets_an_answer_does_not_hold_it_up_for_longer_than_it_may() -> None:
     leaver = Leaver(answered_at_s=(1e9,))
     did = leaver.leave()
     assert list(did) == ["refuse", "save", "share"]
@@ -329,20 +291,11 @@ def test_who_never_gets_an_answer_does_not_hold_it_up_for_longer_than_it_may() -
     assert leaver.now_s == pytest.approx(LEAVE_S, abs=0.5)
 
 
-def test_a_round_that_cannot_be_had_costs_the_round_alone() -> None:
+def test_what_could_not_be_saved_is_shared_and_said_and_a_round_that_fails_costs_the_round_alone() -> None:
     assert list(Leaver(fails={"share": TrainerError("busy")}).leave()) == ["refuse", "save", "share"]
-
-
-def test_what_could_not_be_saved_is_shared_and_said() -> None:
     leaver = Leaver(fails={"save": CheckpointError("no space left")})
     with pytest.raises(CheckpointError, match="no space"):
         leaver.leave()
     assert [name for name, _ in leaver.did] == ["refuse", "save", "share"]
-
-
-def test_saving_has_time_even_if_nothing_is_left() -> None:
-    leaver = Leaver(takes_s={"save": 100.0})
-    assert leaver.leave()["share"] == 0.0
-    leaver.did.clear()
-    leaver.answered_at_s = (1e9,)
-    assert leaver.leave()["save"] >= 5.0
+    assert Leaver(takes_s={"save": 100.0}).leave()["share"] == 0.0
+    assert Leaver(takes_s={"save": 100.0}, answered_at_s=(1e9,)).leave()["save"] >= 5.0, "however little is left"

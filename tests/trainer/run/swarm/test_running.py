@@ -22,10 +22,21 @@ from tests.support.pretended_swarm import PROGRAM
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, TrainerUsageError
 from trainer.monitor import SwarmStages, WorkerStatus
 from trainer.run.cli.app import run
-from trainer.run.cli.swarm_lines import _JsonLines, _PlainLines, _Table, account_text, stage_table, workers_table
-from trainer.run.swarm.children import RestartPolicy
-from trainer.run.swarm.running import LocalSwarm, free_ports, run_local, seed_address, seed_spec, swarm_specs
-from trainer.run.swarm.swarm_snapshot import ProcessCount, SwarmSnapshot, ask_account, ask_stages, snapshot_through
+from trainer.run.cli.displays import _SwarmJson, _SwarmLines, _Table, account_text, stage_table, workers_table
+from trainer.run.swarm.running import (
+    LocalSwarm,
+    ProcessCount,
+    SwarmSnapshot,
+    ask_account,
+    ask_stages,
+    free_ports,
+    run_local,
+    seed_address,
+    seed_spec,
+    snapshot_through,
+    swarm_specs,
+)
+from trainer.run.swarm.tree import RestartPolicy
 
 _ROOT = Path(__file__).resolve().parents[4]
 _STAGES = ("head", "body-1", "tail")
@@ -101,25 +112,25 @@ def test_all_workers_and_drivers_get_names_ports_and_places_to_begin() -> None:
 def test_seeds_know_those_before_them_and_all_others_know_the_seeds(tmp_path: Path) -> None:
     swarm = _swarm(num_seeds=2)
     ports = _ports(swarm)
-    first = seed_spec(swarm, ports, tmp_path, [])
-    second = seed_spec(swarm, ports, tmp_path, ["/ip4/a"])
+    first, second = (seed_spec(swarm, ports, tmp_path, known) for known in ([], ["/ip4/a"]))
     assert "--initial-peers" not in first.command
     assert second.command[-2:] == ("--initial-peers", "/ip4/a")
     assert (first.name, second.name) == ("seed-1", "seed-2")
     for spec in swarm_specs(swarm, ports, ["/ip4/a", "/ip4/b"]):
-        given = [
-            value for name, value in zip(spec.command, spec.command[1:], strict=False) if name == "--initial-peers"
-        ]
+        given = [value for name, value in pairwise(spec.command) if name == "--initial-peers"]
         assert given == ["/ip4/a", "/ip4/b"]
 
 
-def test_a_seed_is_ready_when_it_has_printed_a_whole_line() -> None:
-    header = "--- 2026-11-21 python -m trainer seed --initial-peers /ip4/other\n"
-    assert seed_address(header) is None
-    assert seed_address(header + "ready\n  --initial-peers /ip4/127.0.0.1/tc") is None
-    assert (
-        seed_address(header + "ready\n  --initial-peers /ip4/x/p2p/Qm\n  --initial-peers /ip4/y\n") == "/ip4/x/p2p/Qm"
-    )
+@pytest.mark.parametrize(
+    ("printed", "address"),
+    [
+        ("", None),
+        ("ready\n  --initial-peers /ip4/127.0.0.1/tc", None),  # Not a whole line.
+        ("ready\n  --initial-peers /ip4/x/p2p/Qm\n  --initial-peers /ip4/y\n", "/ip4/x/p2p/Qm"),
+    ],
+)
+def test_a_seed_is_ready_when_it_has_printed_a_whole_line(printed: str, address: str | None) -> None:
+    assert seed_address(f"--- 2026-11-21 python -m trainer seed --initial-peers /ip4/other\n{printed}") == address
 
 
 def test_free_ports_are_free_and_different() -> None:
@@ -229,26 +240,26 @@ def test_the_command_ends_whole_on_ctrl_c(calls: Path, tmp_path: Path) -> None:
     assert f"state_dir={tmp_path / 'all' / 'state'}" in settings
 
 
-def test_an_interrupt_is_said_and_exit_code_130(
+def test_mistakes_and_interrupts_are_one_line_and_their_exit_codes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
+    file = _run_file(tmp_path, "num_stages: 1")
+    assert run(["swarm", "up", "--run", str(file)]) == 2
+    assert capsys.readouterr().err == "trainer: swarm.num_stages: expected 2 or more, found 1\n"
+    assert run(["swarm", "up", "--run", str(file), "--workers", "0"]) == 2
+    capsys.readouterr()
     monkeypatch.setattr("trainer.run.swarm.running.run_local", interrupted)
     assert run(["swarm", "up", "--run", str(_run_file(tmp_path)), "--folder", str(tmp_path)]) == 130
     assert capsys.readouterr().err == "trainer: interrupted; nothing was saved since the last checkpoint\n"
 
 
-def test_mistakes_are_one_line_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = _run_file(tmp_path, "num_stages: 1")
-    assert run(["swarm", "up", "--run", str(file)]) == 2
-    assert capsys.readouterr().err == "trainer: swarm.num_stages: expected 2 or more, found 1\n"
-    assert run(["swarm", "up", "--run", str(file), "--workers", "0"]) == 2
-
-
 @pytest.mark.slow
-def test_a_driver_tells_its_stages_and_the_account(driver_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_driver_tells_its_stages_and_the_account_and_one_that_does_not_add_up_is_a_failure(
+    driver_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert ask_stages(driver_url + "/") == some_stages()
     assert ask_account(driver_url) == an_account()
     assert run(["swarm", "status", "--api", driver_url]) == 0
@@ -260,11 +271,6 @@ def test_a_driver_tells_its_stages_and_the_account(driver_url: str, capsys: pyte
     assert "head.0.43" in text and "empty for 8 s" in text and "lost at body-1: 3 (unclear)" in text
     assert run(["swarm", "status", "--api", driver_url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["account"]["micro_batches"]["done"] == 100
-
-
-def test_an_account_that_does_not_add_up_is_a_failure(
-    driver_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
     wrong = an_account(micro_batches={"leased": 120, "done": 100, "lost": 3, "open": 16})
     monkeypatch.setattr(SeenPipeline, "account", lambda _: wrong)
     assert run(["swarm", "status", "--api", driver_url]) == 1
@@ -317,10 +323,10 @@ def test_a_terminal_is_redrawn_in_place_with_lines_cut_to_its_width(monkeypatch:
 
 def test_elsewhere_it_is_one_line_or_one_object() -> None:
     plain, objects = io.StringIO(), io.StringIO()
-    _PlainLines(plain).show(_snapshot())
+    _SwarmLines(plain).show(_snapshot())
     assert plain.getvalue().count("\n") == 1
     assert "3/4 processes" in plain.getvalue() and plain.getvalue().endswith("nobody serves tail\n")
-    lines = _JsonLines(objects)
+    lines = _SwarmJson(objects)
     lines.event("x")
     lines.show(_snapshot())
     event, shown = (json.loads(line) for line in objects.getvalue().splitlines())
@@ -335,20 +341,17 @@ def _stages_with(*workers: WorkerStatus, at: int = 0, **changes: object) -> Swar
     return stages.model_copy(update={"stages": (stage,)})
 
 
-def test_what_is_wrong_with_workers_is_shown_and_whose_it_is() -> None:
+def test_what_is_wrong_with_workers_is_shown_and_whose_it_is_and_those_who_disagree_are_both_named() -> None:
     worker = a_worker("head.0.42", node_id="head.1", unsaved_s=63.2, unsaved_because="No space left\x1b[2J")
     troubled = _stages_with(*(worker,) * 10)
     snapshot = SwarmSnapshot((ProcessCount("head", 1, 1, 0),), troubled)
     said = "head.1: no checkpoint for 63 s: No space left?[2J"
     assert stage_table(snapshot)[2:-2] == [said] * 8 + ["and 2 more of this kind: see swarm status"]
     plain = io.StringIO()
-    _PlainLines(plain).show(snapshot)
+    _SwarmLines(plain).show(snapshot)
     assert f"; {said}; {said}" in plain.getvalue()
     assert "no checkpoint for 63 s: No space left" in workers_table(troubled, None)[1]
     assert "no checkpoint" not in "\n".join(stage_table(SwarmSnapshot(stages=troubled))), "the table of workers says it"
-
-
-def test_workers_that_disagree_are_both_named() -> None:
     pairs = ((42, 43), (43, 42))
     seen = _stages_with(
         *(a_worker(f"tail.0.{a}", node_id=f"tail.{a}", differs_from=(f"tail.0.{b}",)) for a, b in pairs)
@@ -356,6 +359,9 @@ def test_workers_that_disagree_are_both_named() -> None:
     assert "computes something else than tail.0.43; one of them is wrong" in "\n".join(workers_table(seen, None))
     table = stage_table(SwarmSnapshot((ProcessCount("tail", 2, 2, 0),), seen))
     assert "tail.42: computes something else than tail.0.43" in "\n".join(table)
+    lines = workers_table(_stages_with(a_worker("head.0.42", node_id="a\nb\x1b[2J" * 20)), None)
+    assert len(lines) == 2, "a name of a node cannot break the table"
+    assert not any(character in line for line in lines for character in "\n\x1b")
 
 
 def test_a_worker_that_does_not_answer_is_not_shown_as_busy() -> None:
@@ -370,9 +376,3 @@ def test_a_worker_that_does_not_answer_is_not_shown_as_busy() -> None:
     ]
     assert workers_table(stages, None)[1].split()[:7] == ["tail.0.42", "tail.1", "silent", "12", "–", "–", "–"]
     assert stage_table(snapshot, is_coloured=True)[1].startswith("\x1b[31mtail")
-
-
-def test_a_name_of_a_node_cannot_break_the_table() -> None:
-    lines = workers_table(_stages_with(a_worker("head.0.42", node_id="a\nb\x1b[2J" * 20)), None)
-    assert len(lines) == 2
-    assert not any(character in line for line in lines for character in "\n\x1b")

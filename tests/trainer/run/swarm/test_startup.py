@@ -7,9 +7,10 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,13 +22,17 @@ from tests.support.trainer_command import ROOT
 from trainer.checkpoint.stages import StagewiseConfig
 from trainer.errors import TrainerUsageError
 from trainer.model.plan import StagePlan
+from trainer.network.discovery import Announcement
 from trainer.network.discovery.stage_report import StageReport, StageUid
 from trainer.run.cli.app import run
 from trainer.run.config import RunConfig, from_mapping
+from trainer.run.node.network import Network
 from trainer.run.node.stopping import StopRequest
+from trainer.run.swarm.building import build_stage_site
 from trainer.run.swarm.driver_node import run_driver
-from trainer.run.swarm.startup import only_process
-from trainer.run.swarm.startup_check import StartupVersionCheck
+from trainer.run.swarm.lifecycle import StartupVersionCheck
+from trainer.run.swarm.shape import only_process, shape_of
+from trainer.run.swarm.worker_node import WorkerNode
 
 GRACE_S = 30.0
 RUN = """
@@ -42,7 +47,7 @@ swarm: {num_stages: 2}
 _HOLDER = """
 import sys
 from trainer.run.config import RunConfig
-from trainer.run.swarm.startup import only_process
+from trainer.run.swarm.shape import only_process
 
 with only_process(RunConfig(node_id="driver-1", state_dir=sys.argv[1])):
     print("held", flush=True)
@@ -78,14 +83,7 @@ def test_the_second_of_a_name_is_refused_until_the_first_is_killed(tmp_path: Pat
         finally:
             first.kill()
             first.wait(20)
-    for _ in range(2):
-        with only_process(config_in(tmp_path)):
-            pass
-
-
-@pytest.mark.slow
-def test_a_name_is_free_again_whatever_ends_its_process(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), only_process(config_in(tmp_path)):
+    with pytest.raises(ZeroDivisionError), only_process(config_in(tmp_path)):  # Free again, whatever ends a process.
         raise ZeroDivisionError
     with only_process(config_in(tmp_path)):
         pass
@@ -179,8 +177,8 @@ def test_swarm_up_ends_at_once_and_says_why(run_file: Path, tmp_path: Path) -> N
         assert log.read_text().count("--- ") == 1
 
 
-def worker(stage: str, version: int, saved: int = 0, status: str = "serving") -> StageReport:
-    content = {"uid": str(StageUid(stage, 40)), "incarnation": "0" * 16, "status": status}
+def worker(stage: str, version: int, saved: int = 0, status: str = "serving", round_index: int = 0) -> StageReport:
+    content = {"uid": str(StageUid(stage, 40)), "incarnation": "0" * 16, "status": status, "round_index": round_index}
     return StageReport.model_validate({**content, "version": version, "saved": saved})
 
 
@@ -241,13 +239,9 @@ def test_somebody_who_comes_with_the_stage_s_state_meanwhile_ends_the_wait() -> 
     beginner.now_s = GRACE_S - 1
     beginner.others.append(worker("head", 12, saved=12, status="joining"))
     assert beginner.check.may_serve()
-    beginner.others.pop()
+    beginner.others[-1] = worker("head", 12, saved=12, status="leaving")  # No help.
     beginner.now_s = GRACE_S + 1  # Counted anew.
     assert not beginner.check.may_serve()
-
-
-def test_one_that_leaves_with_the_state_is_no_help() -> None:
-    assert not Beginner([*FAR, worker("head", 12, saved=12, status="leaving")]).check.may_serve()
 
 
 def test_before_anybody_has_saved_a_stage_whose_only_worker_died_begins_anew_loudly_and_for_good(
@@ -261,10 +255,8 @@ def test_before_anybody_has_saved_a_stage_whose_only_worker_died_begins_anew_lou
     assert beginner.check.may_serve()
     beginner.check.compare()
     assert len(caplog.records) == 1
-
-
-def test_who_sets_the_option_begins_anew_loudly(caplog: pytest.LogCaptureFixture) -> None:
-    assert Beginner(FAR, begin_anew=True).check.may_serve()
+    caplog.clear()
+    assert Beginner(FAR, begin_anew=True).check.may_serve(), "the option is set"
     assert "BEGINS ANEW" in caplog.text
 
 
@@ -282,11 +274,9 @@ def test_others_that_come_later_are_looked_at_until_the_stage_has_stepped_for_a_
     beginner.others = [worker("body-1", 5040, saved=5040), worker("tail", 5030, saved=5030)]
     assert beginner.check.may_serve()
 
-
-def test_a_worker_that_has_the_stage_s_state_may_serve() -> None:
     beginner = Beginner(FAR, version=1)
     beginner.check.has_first_weights = False
-    assert beginner.check.may_serve()
+    assert beginner.check.may_serve(), "it has the stage's state"
 
 
 @pytest.mark.parametrize(
@@ -306,6 +296,46 @@ def test_versions_that_are_far_apart_are_logged_once_when_all_serve(
     assert len(caplog.records) == is_told
     if is_told:
         assert f"(head at version {head}, body-1 at version {body}, tail at version {tail})" in caplog.text
+
+
+@pytest.fixture
+def worker_node(tmp_path: Path) -> Iterator[WorkerNode]:
+    with PipelineSwarm(tmp_path, strategy="diloco") as swarm:
+        config = replace(swarm.config, node_id="head")
+        shape = shape_of(config)
+        yield WorkerNode(config, shape, build_stage_site(config, shape, "head"), StopRequest())
+
+
+def tell(monkeypatch: pytest.MonkeyPatch, name: str, value: Any) -> None:
+    """What the network of any node says from now on."""
+    monkeypatch.setattr(Network, name, property(lambda _: value))
+
+
+def announced(stage: StageReport, number: int) -> Announcement:
+    return Announcement(peer_id=f"{number:064x}", node_id=f"n{number}", run_id="pipeline", address="h:1", stage=stage)
+
+
+@pytest.mark.parametrize("versions", [[40], [0, 0, 0, 40], [40, 10**9, 10**9]])
+def test_a_state_has_the_version_of_the_holder_nearest_to_its_steps(
+    worker_node: WorkerNode, monkeypatch: pytest.MonkeyPatch, versions: list[int]
+) -> None:
+    donors = tuple(announced(worker("head", version), number) for number, version in enumerate(versions))
+    tell(monkeypatch, "donors", donors)
+    monkeypatch.setattr(Network, "publish", lambda *_: None)
+    worker_node._adopt(replace(worker_node._synchroniser.trainer.shared_state(), outer_step=2, num_inner_steps=38))
+    assert worker_node.progress().inner_step == 40
+
+
+@pytest.mark.parametrize(("rounds", "is_current"), [([0], True), ([0, 0, 5], True), ([0, 5, 5], False), ([5], False)])
+def test_a_resumed_worker_is_current_only_in_the_round_most_others_are_in(
+    worker_node: WorkerNode, monkeypatch: pytest.MonkeyPatch, rounds: list[int], is_current: bool
+) -> None:
+    said = tuple(announced(worker("head", 0, round_index=index), number) for number, index in enumerate(rounds))
+    monkeypatch.setattr(Network, "alike", lambda _: said)
+    tell(monkeypatch, "shares_common_state", True)
+    assert not worker_node._is_still_current(), "without a checkpoint of its own"
+    worker_node._is_resumed = True
+    assert worker_node._is_still_current() == is_current
 
 
 @pytest.mark.long

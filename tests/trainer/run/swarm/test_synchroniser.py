@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +20,7 @@ from trainer.outer.engine.collective import Collective, Contribution, RoundResul
 from trainer.outer.engine.strategy import OuterResult
 from trainer.outer.sparta import SpartaConfig, SpartaTrainer
 from trainer.run.config import RunConfig
-from trainer.run.swarm.judging import JudgedCollective, contradiction_of, others_share
-from trainer.run.swarm.synchroniser import DilocoSynchroniser
+from trainer.run.swarm.synchroniser import JudgedCollective, ReplicaSynchroniser, contradiction_of, others_share
 
 CONFIG = RunConfig(diloco=DiLoCoConfig(inner_steps=2, outer_lr=1.0, outer_momentum=0.0))
 
@@ -39,11 +40,12 @@ class Others:
 
 def diloco_replica(
     group: ReplicaGroup, rank: int, others: Others
-) -> tuple[DilocoSynchroniser, Callable[[int], list[OuterResult]]]:
+) -> tuple[ReplicaSynchroniser, Callable[[int], list[OuterResult]]]:
     """One, and what trains it."""
     model = Quadratic(0)
     collective = MeetingCollective(group, rank)
-    synchroniser = DilocoSynchroniser(CONFIG, model, collective, others, lambda: others.behind, 0)
+    built: Any = SimpleNamespace(module=model)
+    synchroniser = ReplicaSynchroniser(CONFIG, built, collective, others, lambda: others.behind, 0)
 
     def train(num_steps: int) -> list[OuterResult]:
         results = []
@@ -74,7 +76,7 @@ def test_rounds_that_the_others_made_without_it_do() -> None:
     assert not any(synchroniser.has_lost_touch(result) for result in failed[:3])
     others.reached = 1
     assert synchroniser.has_lost_touch(failed[3]), "they went on, and it has failed often enough before"
-    synchroniser.adopt(synchroniser.shared_state())
+    synchroniser.adopt(synchroniser.trainer.shared_state())
     assert not synchroniser.has_lost_touch(failed[4]), "counted from the state that was taken up"
 
 
@@ -94,10 +96,7 @@ def test_one_failed_round_does_not_unless_the_others_hold_another_state() -> Non
 
 SLICES = 4
 Change = Callable[[Tensor], Tensor]
-LIES: dict[str, Change] = {
-    "-3 times": lambda work: -3 * work,
-    "1,000 times": lambda work: 1000 * work,
-}
+LIES: dict[str, Change] = {"-3 times": lambda work: -3 * work, "1,000 times": lambda work: 1000 * work}
 HARMLESS: dict[str, Change] = {
     "the truth": lambda work: work,
     "nothing": torch.zeros_like,
@@ -168,8 +167,7 @@ def trained(strategy: str, lie: Change, num_rounds: int) -> tuple[list[OuterResu
                     result = trainer.after_inner_step()
                 if not number:
                     results.append(result)
-                    weights.append(before)
-                    weights.append(bits(model))
+                    weights.extend((before, bits(model)))
 
         return train
 
@@ -204,16 +202,12 @@ def test_what_an_honest_replica_may_bring_is_averaged(brought: str, strategy: st
     assert all(before != after for before, after in list(pairwise(weights))[::2])
 
 
-def test_the_other_s_part_of_a_weighted_mean() -> None:
-    own, other = torch.randn(2, 100, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(others_share(own, 0.4 * own + 0.6 * other, 0.4), other)
-
-
 @pytest.mark.parametrize(
     ("other", "is_wrong"), [(1.0, False), (0.0, False), (9.0, False), (11.0, True), (-0.1, True), (-3.0, True)]
 )
-def test_a_contradiction_is_direction_or_size(other: float, is_wrong: bool) -> None:
-    own = torch.randn(100, generator=torch.Generator().manual_seed(0))
+def test_a_contradiction_is_direction_or_size_of_the_other_s_part(other: float, is_wrong: bool) -> None:
+    own, another = torch.randn(2, 100, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(others_share(own, 0.4 * own + 0.6 * another, 0.4), another)
     assert bool(contradiction_of(own, other * own)) is is_wrong
     assert contradiction_of(torch.zeros(100), own) is None
 
@@ -230,12 +224,10 @@ def test_who_has_done_little_itself_or_was_alone_does_not_judge(weights: tuple[f
     judged = JudgedCollective(Weighted(group, 0), "replica-0", lambda key, _: distrusted.append(key))
 
     def bring(collective: Collective, value: float) -> Callable[[], RoundResult]:
-        vector = torch.full((8,), value)
-        zeros = torch.zeros(8)
-        contribution = Contribution(
-            round_index=0, vector=vector, num_batches=1, age_s=0.0, reference=zeros, state_digest=""
+        brought = {"vector": torch.full((8,), value), "reference": torch.zeros(8)}
+        return lambda: collective.reduce(
+            Contribution(round_index=0, num_batches=1, age_s=0.0, state_digest="", **brought)
         )
-        return lambda: collective.reduce(contribution)
 
     try:
         run_replicas([bring(judged, 1.0), bring(MeetingCollective(group, 1), -3.0)])

@@ -9,13 +9,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Self
 
 import pytest
 
 from tests.support.dht_processes import descendants, wait_until_gone
-from trainer.run.swarm.children import Child, ChildSpec, RestartPolicy, Role
-from trainer.run.swarm.tree import ExitStatus, ProcessTree
+from trainer.run.swarm.tree import Child, ChildSpec, ExitStatus, ProcessTree, RestartPolicy, Role
 
 _ROOT = Path(__file__).resolve().parents[4]
 _WITHIN_S = 40.0
@@ -29,30 +27,23 @@ ENDS = "print('ready')"
 DIES = "import sys; print('trainer: the disk is full', file=sys.stderr); sys.exit(1)"
 
 
-class Watched:
+class Watched(ProcessTree):
     """A tree and what it told."""
 
     def __init__(self, folder: Path, policy: RestartPolicy, grace_s: float, asked: Callable[[], bool]) -> None:
         self.told: list[str] = []
-        self.tree = ProcessTree(folder, policy, tell=self.told.append, grace_s=grace_s, asked=asked)
         self.pids: set[int] = set()
+        super().__init__(folder, policy, tell=self.told.append, grace_s=grace_s, asked=asked)
 
-    def __enter__(self) -> Self:
-        self.tree.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.tree.__exit__(*error)
-
-    def add(self, name: str, program: str, role: Role = "worker", stage: str = "head") -> Child:
+    def begin(self, name: str, program: str, role: Role = "worker", stage: str = "head") -> Child:
         command = (sys.executable, "-S", "-c", program)
-        return self.tree.add(ChildSpec(name=name, role=role, stage=stage if role == "worker" else "", command=command))
+        return self.add(ChildSpec(name=name, role=role, stage=stage if role == "worker" else "", command=command))
 
     def until(self, holds: Callable[[], bool]) -> ExitStatus | None:
         """Looks after the tree until something holds or it is over."""
         deadline_s = time.monotonic() + _WITHIN_S
         while not holds():
-            status = self.tree.look()
+            status = self.look()
             if status is not None:
                 return status
             assert time.monotonic() < deadline_s, self.told
@@ -70,11 +61,14 @@ class Watched:
         self._note_pids()
 
     def _note_pids(self) -> None:
-        self.pids |= {child.pid for child in self.tree.children if child.pid is not None}
+        self.pids |= {child.pid for child in self.children if child.pid is not None}
+
+
+Make = Callable[..., Watched]
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., Watched]]:
+def make(tmp_path: Path) -> Iterator[Make]:
     made: list[Watched] = []
 
     def tree(
@@ -85,17 +79,17 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Watched]]:
 
     yield tree
     for watched in made:
-        for child in watched.tree.children:
+        for child in watched.children:
             child.kill()
-        watched.tree.end()
+        watched.end()
 
 
-def test_it_is_done_when_all_drivers_are_and_ends_the_others(make: Callable[..., Watched]) -> None:
+def test_it_is_done_when_all_drivers_are_and_ends_the_others(make: Make) -> None:
     with make() as watched:
-        worker = watched.add("head.1", OBEYS)
+        worker = watched.begin("head.1", OBEYS)
         watched.until_up(worker)
-        watched.add("driver-1", ENDS, "driver")
-        watched.add("driver-2", ENDS, "driver")
+        watched.begin("driver-1", ENDS, "driver")
+        watched.begin("driver-2", ENDS, "driver")
         assert watched.until_over() == ExitStatus(0, "all drivers are done")
         assert worker.status == "running"
     wait_until_gone(watched.pids)
@@ -103,9 +97,9 @@ def test_it_is_done_when_all_drivers_are_and_ends_the_others(make: Callable[...,
     assert not worker.was_killed
 
 
-def test_a_child_that_is_killed_is_restarted(make: Callable[..., Watched]) -> None:
+def test_a_child_that_is_killed_is_restarted(make: Make) -> None:
     with make() as watched:
-        worker = watched.add("head.1", OBEYS)
+        worker = watched.begin("head.1", OBEYS)
         watched.until_up(worker)
         first = worker.pid
         assert first is not None
@@ -117,10 +111,10 @@ def test_a_child_that_is_killed_is_restarted(make: Callable[..., Watched]) -> No
     assert worker.log_path.read_text().count("--- ") == 2
 
 
-def test_one_that_dies_again_and_again_ends_the_tree_and_is_quoted(make: Callable[..., Watched]) -> None:
+def test_one_that_dies_again_and_again_ends_the_tree_and_is_quoted(make: Make) -> None:
     with make() as watched:
-        watched.add("tail.1", OBEYS, stage="tail")
-        bad = watched.add("head.1", DIES)
+        watched.begin("tail.1", OBEYS, stage="tail")
+        bad = watched.begin("head.1", DIES)
         status = watched.until_over()
     wait_until_gone(watched.pids)
     assert status.exit_code == 1
@@ -130,25 +124,22 @@ def test_one_that_dies_again_and_again_ends_the_tree_and_is_quoted(make: Callabl
     assert pauses == ["0.05 s", "0.1 s"]
 
 
-def test_a_steady_life_clears_the_failures_before_it(make: Callable[..., Watched]) -> None:
+def test_a_steady_life_clears_failures_and_options_that_make_no_sense_are_not_tried_again(make: Make) -> None:
     with make(RestartPolicy(first_pause_s=0.01, steady_s=0.0, max_failures=2)) as watched:
-        flaky = watched.add("head.1", DIES)
+        flaky = watched.begin("head.1", DIES)
         assert watched.until(lambda: flaky.num_restarts == 3) is None
-
-
-def test_options_that_make_no_sense_are_not_tried_again(make: Callable[..., Watched]) -> None:
     with make() as watched:
-        wrong = watched.add("head.1", "import sys; print('trainer: preset: expected one'); sys.exit(2)")
+        wrong = watched.begin("head.1", "import sys; print('trainer: preset: expected one'); sys.exit(2)")
         assert watched.until_over() == ExitStatus(2, "head.1: preset: expected one")
     assert watched.told == [f"head.1 cannot begin (exit code 2); see {wrong.log_path}"]
     assert wrong.num_restarts == 0
 
 
-def test_the_reason_is_what_a_child_prints_in_its_last_life(make: Callable[..., Watched], tmp_path: Path) -> None:
+def test_the_reason_is_what_a_child_prints_in_its_last_life(make: Make, tmp_path: Path) -> None:
     log = tmp_path / "head.1.log"
     log.write_text("--- an earlier life\ntrainer: another reason\n")
     with make(NO_RESTART) as watched:
-        child = watched.add(
+        child = watched.begin(
             "head.1", "print('INFO up'); print('trainer: the disk is full'); print('WARNING late'); exit(1)"
         )
         assert watched.until(lambda: child.status == "dead") is None
@@ -157,30 +148,27 @@ def test_the_reason_is_what_a_child_prints_in_its_last_life(make: Callable[..., 
         assert child.last_words() == "it printed nothing"
 
 
-def test_without_restarts_the_others_go_on_until_the_drivers_are_done_or_dead(make: Callable[..., Watched]) -> None:
+def test_without_restarts_the_others_go_on_until_the_drivers_are_done_or_dead_or_a_stage_is_empty(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with make(NO_RESTART) as watched:
-        watched.add("head.1", OBEYS)
-        dies = watched.add("head.2", DIES)
+        watched.begin("head.1", OBEYS)
+        dies = watched.begin("head.2", DIES)
         assert watched.until(lambda: dies.status == "dead") is None
-        watched.add("driver-1", ENDS, "driver")
+        watched.begin("driver-1", ENDS, "driver")
         assert watched.until_over() == ExitStatus(0, "all drivers are done")
-        watched.add("driver-2", DIES, "driver")
+        watched.begin("driver-2", DIES, "driver")
         status = watched.until_over()
     assert status.exit_code == 1 and "driver-2 cannot be kept alive" in status.reason
-
-
-def test_a_stage_nobody_holds_any_more_ends_the_tree(
-    make: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr("trainer.run.swarm.tree._EMPTY_STAGE_S", 0.1)
     with make(NO_RESTART) as watched:
-        watched.add("driver-1", OBEYS, "driver")
-        watched.add("head.1", OBEYS)
-        watched.add("tail.1", DIES, stage="tail")
+        watched.begin("driver-1", OBEYS, "driver")
+        watched.begin("head.1", OBEYS)
+        watched.begin("tail.1", DIES, stage="tail")
         assert watched.until_over() == ExitStatus(1, "no worker of stage tail is left")
 
 
-def test_drivers_end_before_workers_and_workers_before_seeds(make: Callable[..., Watched], tmp_path: Path) -> None:
+def test_drivers_end_before_workers_and_workers_before_seeds(make: Make, tmp_path: Path) -> None:
     """So that what is under way is settled while there is somebody to answer."""
     notes = (
         "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); print('up', flush=True); "
@@ -189,16 +177,14 @@ def test_drivers_end_before_workers_and_workers_before_seeds(make: Callable[...,
     log = str(tmp_path / "order")
     roles: list[tuple[str, Role]] = [("seed-1", "seed"), ("head.1", "worker"), ("driver-1", "driver")]
     with make() as watched:
-        watched.until_up(*(watched.add(name, notes.format(log=log, name=role[0]), role) for name, role in roles))
+        watched.until_up(*(watched.begin(name, notes.format(log=log, name=role[0]), role) for name, role in roles))
     assert Path(log).read_text() == "dws"
 
 
-def test_one_that_does_not_end_is_killed_and_waited_for_meanwhile(
-    make: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_does_not_end_is_killed_and_waited_for_meanwhile(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.run.swarm.tree._SAY_S", 0.2)
     with make(grace_s=2.0) as watched:
-        children = [watched.add("head.1", STUBBORN), watched.add("driver-1", OBEYS, "driver")]
+        children = [watched.begin("head.1", STUBBORN), watched.begin("driver-1", OBEYS, "driver")]
         watched.until_up(*children)
     wait_until_gone(watched.pids)
     assert [child.was_killed for child in children] == [True, False]
@@ -207,45 +193,40 @@ def test_one_that_does_not_end_is_killed_and_waited_for_meanwhile(
     assert watched.told[-1] == "head.1: not ended 2 s after SIGTERM; killed"
 
 
-def test_a_second_ctrl_c_kills_what_is_left(make: Callable[..., Watched]) -> None:
+def test_a_second_ctrl_c_kills_what_is_left_and_an_error_ends_it(make: Make) -> None:
     watched = make(grace_s=600.0)
-    watched.until_up(watched.add("head.1", STUBBORN))
+    watched.until_up(watched.begin("head.1", STUBBORN))
     before = signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(KeyboardInterrupt):
-            watched.tree.end()
+            watched.end()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     wait_until_gone(watched.pids)
     assert watched.told == ["interrupted: killing head.1; their unsaved work is lost, checkpoints stay whole"]
-
-
-@pytest.mark.parametrize("was_asked_before", [True, False])
-def test_a_request_to_end_while_it_is_ending_is_answered_with_what_is_waited_for(
-    was_asked_before: bool, make: Callable[..., Watched]
-) -> None:
-    answers = iter([was_asked_before, False])
-    with make(grace_s=0.3, asked=lambda: next(answers, True)) as watched:
-        watched.until_up(watched.add("head.1", STUBBORN))
-    told = [text for text in watched.told if "Ctrl+C" in text]
-    assert told == ([] if was_asked_before else ["ending already, waiting for head.1; Ctrl+C again kills what is left"])
-
-
-def test_an_error_of_the_caller_ends_the_children_too(make: Callable[..., Watched]) -> None:
-    with pytest.raises(RuntimeError), make() as watched:
-        watched.until_up(watched.add("head.1", OBEYS))
+    with pytest.raises(RuntimeError), make() as watched:  # So does an error of the caller, in order.
+        watched.until_up(watched.begin("head.2", OBEYS))
         raise RuntimeError("a display that broke")
     wait_until_gone(watched.pids)
 
 
-def test_a_child_that_was_waited_for_is_sent_nothing(
-    make: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("was_asked_before", [True, False])
+def test_a_request_to_end_while_it_is_ending_is_answered_with_what_is_waited_for(
+    was_asked_before: bool, make: Make
 ) -> None:
+    answers = iter([was_asked_before, False])
+    with make(grace_s=0.3, asked=lambda: next(answers, True)) as watched:
+        watched.until_up(watched.begin("head.1", STUBBORN))
+    told = [text for text in watched.told if "Ctrl+C" in text]
+    assert told == ([] if was_asked_before else ["ending already, waiting for head.1; Ctrl+C again kills what is left"])
+
+
+def test_a_child_that_was_waited_for_is_sent_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process id may be another process's by now."""
     watched = make(NO_RESTART)
-    child = watched.add("head.1", ENDS)
+    child = watched.begin("head.1", ENDS)
     assert watched.until(lambda: child.status == "dead") is None
     monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("a signal was sent"))
     child.ask_to_end()
@@ -256,8 +237,7 @@ def test_a_child_that_was_waited_for_is_sent_nothing(
 _PARENT = f"""
 import sys, time
 from pathlib import Path
-from trainer.run.swarm.children import ChildSpec, RestartPolicy
-from trainer.run.swarm.tree import ProcessTree
+from trainer.run.swarm.tree import ChildSpec, ProcessTree, RestartPolicy
 
 with ProcessTree(Path(sys.argv[1]), RestartPolicy()) as tree:
     for name, role, program in (("head.1", "worker", {STUBBORN!r}), ("driver-1", "driver", {OBEYS!r})):

@@ -1,8 +1,4 @@
-"""A thousand identities that announce themselves to all nodes, for an hour each, as drivers and workers of the run.
-
-Most name a port where nobody listens. Some are real nodes, which answer whatever discovery asks and pass on all others.
-All announce the terms of the run, which they have read in announcements of its nodes.
-"""
+"""Attacks by announcements, under as many keys as one likes."""
 
 from __future__ import annotations
 
@@ -27,16 +23,66 @@ from trainer.network.discovery.stage_report import StageReport
 from trainer.network.rpc import Endpoint, Identity, Reply, Request, RpcConfig
 from trainer.run.config import RunConfig, from_mapping, read_yaml
 
-__all__ = ["attack"]
-
-_NUM_DEAD = 1040
-_NUM_LISTENING = 24
+_NUM_IDENTITIES, _NUM_NEWCOMERS = 40, 2
+_MAX_KNOCKS_PER_NODE = 3.0
+"""In the first minute; fewer from then on."""
+_FORBIDDEN = ("127.0.0.1:22", "10.11.12.13:4100", "169.254.169.254:4100", "0.0.0.0:4100")
+_NUM_DEAD, _NUM_LISTENING = 1040, 24
 _LIFETIME_S = 3600.0
 _RECORDS_PER_ANSWER = 256
 
 
-async def attack(target: Target) -> None:
-    """Announces all of them at every node, over and over."""
+async def knocking(target: Target) -> None:
+    """Names a port of somebody else in 40 announcements, so that all nodes of the run connect there.
+
+    The victim is a service of this machine, which counts who comes; a few a minute may come from each node.
+    """
+    chance = random.Random(target.seed)
+    run_id = from_mapping(RunConfig, read_yaml(Path(target.run_file))).run_id
+    knocks = 0
+
+    async def accept(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal knocks
+        knocks += 1
+        await asyncio.sleep(1.0)
+        writer.close()
+
+    victim = await asyncio.start_server(accept, "127.0.0.77", 0)
+    port = victim.sockets[0].getsockname()[1]
+    rpc = RpcConfig(host=target.source_host, stop_grace_s=0.1)
+    liars = [Endpoint(Identity.create(), run_id, rpc) for _ in range(_NUM_IDENTITIES)]
+    until_s = time.monotonic() + target.seconds
+    announced = 0
+    while time.monotonic() < until_s:
+        for number, liar in enumerate(liars):
+            name = chance.choice(list(target.addresses))
+            address = _FORBIDDEN[number // 4 % 4] if number % 4 == 0 else f"127.0.0.77:{port}"
+            uid = f"body1.0.{100 + number}"
+            wire = announce(
+                liar.identity,
+                lifetime_s=_LIFETIME_S,
+                node_id=f"liar-{number}",
+                run_id=run_id,
+                address=address,
+                stage=StageReport(uid=uid, incarnation="0" * 16, status="serving"),
+            )
+            announced += await send_record(liar, target.peer(name), wire)
+    for liar in liars:
+        await liar.stop()
+    victim.close()
+    print(json.dumps({"announced": announced, "knocks": knocks}))  # noqa: T201
+    num_nodes = len(target.addresses) + _NUM_NEWCOMERS
+    allowed = _MAX_KNOCKS_PER_NODE * num_nodes * max(1.0, target.seconds / 60.0)
+    assert announced >= _NUM_IDENTITIES
+    assert 0 < knocks <= allowed, f"expected at most {allowed:.0f} knocks by {num_nodes} nodes, found {knocks}"
+
+
+async def sybils(target: Target) -> None:
+    """A thousand identities that announce themselves to all nodes, for an hour each, as drivers and workers of the run.
+
+    Most name a port where nobody listens. Some are real nodes, which answer whatever discovery asks and pass on all
+    others. All announce the terms of the run, which they have read in announcements of its nodes.
+    """
     chance = random.Random(target.seed)
     run_id = from_mapping(RunConfig, read_yaml(Path(target.run_file))).run_id
     dead = [Identity.create() for _ in range(_NUM_DEAD)]
@@ -77,7 +123,6 @@ async def attack(target: Target) -> None:
 
 
 async def _listening(run_id: str, rpc: RpcConfig, records: dict[str, bytes], chance: random.Random) -> Endpoint:
-    """A node that is there, and tells whoever asks of all the others."""
     endpoint = Endpoint(Identity.create(), run_id, rpc)
 
     async def exchange(_: Request[PeerExchangeRequest]) -> Reply[PeerExchangeReply]:

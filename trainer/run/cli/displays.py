@@ -1,20 +1,31 @@
-"""How a swarm is displayed: a table that is redrawn on a terminal, a line every ten seconds elsewhere, or JSON."""
+"""How a node's training and a swarm are displayed: redrawn on a terminal, plain lines elsewhere, or JSON lines."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import TextIO
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Never, TextIO
+
+import typer
 
 from trainer.monitor.pipeline import StageStatus, SwarmAccount, SwarmStages, WorkerStatus
-from trainer.run.swarm.running import Display
-from trainer.run.swarm.swarm_snapshot import ProcessCount, SwarmSnapshot
 
-__all__ = ["account_text", "settled_text", "stage_table", "status_json", "swarm_line", "workers_table"]
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+    from trainer.inner import StepResult
+    from trainer.outer.engine.strategy import OuterResult
+    from trainer.run.config import RunConfig
+    from trainer.run.node.stopping import StopRequest
+    from trainer.run.node.training import TrainingDisplay
+    from trainer.run.swarm.running import Display, ProcessCount, SwarmSnapshot
 
 _BOLD, _RED, _RESET = "\x1b[1m", "\x1b[31m", "\x1b[0m"
 _TERMINAL_EVERY_S, _LINE_EVERY_S = 1.0, 10.0
@@ -27,13 +38,156 @@ _UNKNOWN = f"{'–':>9}{'–':>7}{'–':>8}"
 """In the place of `_load_text`."""
 
 
-def swarm_line(*, as_json: bool) -> Display:
+@contextmanager
+def training_display(
+    config: RunConfig, stop: StopRequest, *, as_json: bool, is_first: bool = True
+) -> Iterator[TrainingDisplay]:
+    """Yields the display that suits the output; ranks of a cluster other than the first one display nothing.
+
+    It asks ``stop`` when the reader of the JSON lines has gone.
+    """
+    if not is_first:
+        yield _NoLines()
+    elif as_json:
+        yield _JsonLines(stop)
+    elif sys.stderr.isatty():
+        from tqdm import tqdm
+        from tqdm.contrib.logging import logging_redirect_tqdm
+
+        with tqdm(total=config.max_steps or None, unit="step", dynamic_ncols=True) as bar, logging_redirect_tqdm():
+            yield _Bar(bar)
+    else:
+        lines = _PlainLines()
+        try:
+            yield lines
+        finally:
+            lines.end()
+
+
+class _NoLines:
+    """Displays nothing."""
+
+    def step(self, result: StepResult) -> None:
+        pass
+
+    def outer(self, result: OuterResult) -> None:
+        pass
+
+
+class _PlainLines:
+    """Prints a line every ten seconds, for the first and the last step, and for each round."""
+
+    def __init__(self) -> None:
+        self._latest: StepResult | None = None
+        self._next_s = 0.0
+        self._num_tokens = 0
+        self._since_s: float | None = None
+
+    def step(self, result: StepResult) -> None:
+        self._latest = result
+        self._num_tokens += result.num_tokens
+        if time.monotonic() >= self._next_s:
+            self._print(result)
+
+    def end(self) -> None:
+        """Prints the last step, if it was not printed."""
+        if self._latest is not None:
+            self._print(self._latest)
+
+    def _print(self, result: StepResult) -> None:
+        now_s = time.monotonic()
+        since_s = self._since_s if self._since_s is not None else now_s - result.seconds
+        speed = self._num_tokens / max(now_s - since_s, 1e-9)
+        typer.echo(f"step {result.step + 1}  {_figures(result)}  {speed:,.0f} tokens/s", err=True)
+        self._latest = None
+        self._next_s, self._num_tokens, self._since_s = now_s + _LINE_EVERY_S, 0, now_s
+
+    def outer(self, result: OuterResult) -> None:
+        typer.echo(_round(result), err=True)
+
+
+class _Bar:
+    """Shows tqdm's bar."""
+
+    def __init__(self, bar: tqdm[Never]) -> None:
+        self._bar = bar
+
+    def step(self, result: StepResult) -> None:
+        if not self._bar.n and result.step:
+            self._bar.initial = result.step
+        self._bar.n = result.step  # Other drivers of a pipeline do steps too.
+        self._bar.set_postfix_str(_figures(result), refresh=False)
+        self._bar.update(1)
+
+    def outer(self, result: OuterResult) -> None:
+        self._bar.write(_round(result), file=sys.stderr)
+
+
+class _JsonLines:
+    """Prints one object a line; when the reader closes the pipe (such as ``head``), the node saves and ends."""
+
+    def __init__(self, stop: StopRequest) -> None:
+        self._stop = stop
+
+    def step(self, result: StepResult) -> None:
+        self._put(
+            kind="step",
+            step=result.step,
+            loss=result.loss if math.isfinite(result.loss) else None,
+            grad_norm=result.grad_norm if math.isfinite(result.grad_norm) else None,
+            lr=result.lr,
+            num_tokens=result.num_tokens,
+            skipped=result.skipped,
+            seconds=round(result.seconds, 6),
+        )
+
+    def outer(self, result: OuterResult) -> None:
+        report = result.report
+        self._put(
+            kind="round",
+            round_index=result.round_index,
+            outer_step=result.outer_step,
+            committed=result.committed,
+            error=result.error,
+            members=list(report.members) if report is not None else [],
+            dropped=[list(entry) for entry in report.dropped] if report is not None else [],
+            completeness=report.completeness if report is not None else 0.0,
+            seconds=round(report.seconds if report is not None else result.waited_s, 6),
+        )
+
+    def _put(self, **fields: object) -> None:
+        try:
+            typer.echo(json.dumps(fields, separators=(",", ":")))
+        except BrokenPipeError:
+            # What is still buffered would fail again, at the latest at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            self._stop.ask()
+
+
+def _figures(result: StepResult) -> str:
+    norm = f"  |g| {result.grad_norm:.2f}" if math.isfinite(result.grad_norm) or result.skipped else ""
+    return f"loss {result.loss:.4f}  lr {result.lr:.2e}{norm}" + ("  skipped: not finite" if result.skipped else "")
+
+
+def _round(result: OuterResult) -> str:
+    if result.report is None:
+        return f"outer step {result.outer_step}: round {result.round_index} failed: {result.error}"
+    report = result.report
+    text = (
+        f"outer step {result.outer_step}: {len(report.members)} member{'s' * (len(report.members) != 1)}, "
+        f"{100 * report.completeness:.0f} % complete, {report.seconds:.2f} s, "
+        f"{report.sent_bytes / 1e6:.1f} MB out, {report.received_bytes / 1e6:.1f} MB in"
+    )
+    return "; ".join((text, *report.remarks()))
+
+
+def swarm_display(*, as_json: bool) -> Display:
     """Returns the display that suits the output."""
     if as_json:
-        return _JsonLines(sys.stdout)
+        return _SwarmJson(sys.stdout)
     if sys.stderr.isatty():
         return _Table(sys.stderr, is_coloured=not os.environ.get("NO_COLOR"))
-    return _PlainLines(sys.stderr)
+    return _SwarmLines(sys.stderr)
 
 
 def stage_table(snapshot: SwarmSnapshot, *, is_coloured: bool = False) -> list[str]:
@@ -43,20 +197,17 @@ def stage_table(snapshot: SwarmSnapshot, *, is_coloured: bool = False) -> list[s
     """
     counts = {count.name: count for count in snapshot.processes}
     stages = {stage.stage: stage for stage in snapshot.stages.stages} if snapshot.stages is not None else {}
-    names = list(dict.fromkeys([*stages, *counts]))
     processes = f"{'processes':>11}" if counts else ""
     heading = f"{'stage':<10}{processes}{'serving':>9}{'version':>9}{'rows/s':>9}{'busy':>7}{'queued':>8}"
-    lines = [f"{_BOLD}{heading}{_RESET}" if is_coloured else heading]
-    for name in names:
+    lines = [(_BOLD, heading)]
+    for name in dict.fromkeys([*stages, *counts]):
         stage = stages.get(name)
-        text = _shown(_row(name, counts, stage))
         is_empty = stage is not None and not stage.num_serving
-        lines.append(f"{_RED}{text}{_RESET}" if is_coloured and is_empty else text)
-    troubles = _troubles(snapshot.stages) if counts else []  # Else a table of the workers has them.
-    troubles = [f"{_RED}{text}{_RESET}" if is_coloured else text for text in troubles]
+        lines.append((_RED if is_empty else "", _shown(_row(name, counts, stage))))
+    if counts:  # Else a table of the workers has them.
+        lines += [(_RED, trouble) for trouble in _troubles(snapshot.stages)]
     return [
-        *lines,
-        *troubles,
+        *(f"{colour}{text}{_RESET}" if is_coloured and colour else text for colour, text in lines),
         *_keeper_troubles(snapshot.stages),
         _progress_text(snapshot),
         account_text(snapshot.account),
@@ -109,12 +260,12 @@ def workers_table(stages: SwarmStages, account: SwarmAccount | None) -> list[str
 
 def status_json(stages: SwarmStages, account: SwarmAccount | None) -> str:
     """Returns all of it as one JSON object."""
-    return json.dumps(
-        {
-            "stages": stages.model_dump(mode="json"),
-            "account": None if account is None else account.model_dump(mode="json"),
-        }
-    )
+    return json.dumps(_plain(stages, account))
+
+
+def _plain(stages: SwarmStages | None, account: SwarmAccount | None) -> dict[str, object]:
+    parts = {"stages": stages, "account": account}
+    return {name: None if part is None else part.model_dump(mode="json") for name, part in parts.items()}
 
 
 def _shown(text: str) -> str:
@@ -219,7 +370,7 @@ class _Table:
         self._stream.flush()
 
 
-class _PlainLines:
+class _SwarmLines:
     """One line for all."""
 
     every_s = _LINE_EVERY_S
@@ -228,7 +379,7 @@ class _PlainLines:
         self._stream = stream
 
     def event(self, text: str) -> None:
-        self._put(f"{time.strftime('%H:%M:%S')} {text}")
+        print(f"{time.strftime('%H:%M:%S')} {text}", file=self._stream, flush=True)
 
     def show(self, snapshot: SwarmSnapshot) -> None:
         running = sum(count.running for count in snapshot.processes)
@@ -236,14 +387,11 @@ class _PlainLines:
         empty = [stage.stage for stage in snapshot.stages.stages if not stage.num_serving] if snapshot.stages else []
         text = f"{_progress_text(snapshot)}  {running}/{wanted} processes  {account_text(snapshot.account)}"
         text += f"  nobody serves {', '.join(empty)}" if empty else ""
-        self._put("; ".join([text, *_troubles(snapshot.stages), *_keeper_troubles(snapshot.stages)]))
-
-    def _put(self, text: str) -> None:
-        self._stream.write(f"{text}\n")
-        self._stream.flush()
+        troubles = [*_troubles(snapshot.stages), *_keeper_troubles(snapshot.stages)]
+        print("; ".join([text, *troubles]), file=self._stream, flush=True)
 
 
-class _JsonLines:
+class _SwarmJson:
     """One object a line on standard output."""
 
     every_s = _LINE_EVERY_S
@@ -255,20 +403,9 @@ class _JsonLines:
         self._put({"kind": "event", "text": text})
 
     def show(self, snapshot: SwarmSnapshot) -> None:
-        self._put(
-            {
-                "kind": "swarm",
-                "tokens_per_s": snapshot.tokens_per_s,
-                "is_stale": snapshot.is_stale,
-                "processes": [
-                    {"name": it.name, "running": it.running, "wanted": it.wanted, "restarts": it.restarts}
-                    for it in snapshot.processes
-                ],
-                "stages": None if snapshot.stages is None else snapshot.stages.model_dump(mode="json"),
-                "account": None if snapshot.account is None else snapshot.account.model_dump(mode="json"),
-            }
-        )
+        figures = {"tokens_per_s": snapshot.tokens_per_s, "is_stale": snapshot.is_stale}
+        processes = {"processes": [asdict(count) for count in snapshot.processes]}
+        self._put({"kind": "swarm", **figures, **processes, **_plain(snapshot.stages, snapshot.account)})
 
     def _put(self, content: dict[str, object]) -> None:
-        self._stream.write(json.dumps(content, separators=(",", ":")) + "\n")
-        self._stream.flush()
+        print(json.dumps(content, separators=(",", ":")), file=self._stream, flush=True)
