@@ -7,10 +7,9 @@
     await endpoint.start()
     reply = await endpoint.call(peer, "demo/ask", Ask(text="?"), Answer, timeout_s=10)
 
-Everything happens on the event loop in which `start` was awaited. The calling side believes nothing that comes back
-before it is verified. A peer whose answer fails a check is as good as one that did not answer: the caller gets
-PeerUnavailableError, and the reason is counted with the refusals. An answer that the peer has signed but that does not
-fit the question is a MalformedAnswerError. RefusedError is what the *peer* refused.
+Everything happens on the event loop in which `start` was awaited. A peer whose answer fails a check is as good as one
+that did not answer: the caller gets PeerUnavailableError, and the reason is counted with the refusals. A signed answer
+that does not fit the question is a MalformedAnswerError. RefusedError is what the *peer* refused.
 """
 
 from __future__ import annotations
@@ -32,20 +31,17 @@ from typing_extensions import Buffer
 from genesis.open_files import raise_open_files
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedError, TrainerUsageError
 from trainer.network.rpc.boundary import parse_body, peer_boundary
-from trainer.network.rpc.call import CALL_FRAMES, STREAM_FRAMES, CallTerms, RpcCall
 from trainer.network.rpc.channels import ChannelPool, PeerChannel, channel_options, generic_handler
 from trainer.network.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig, has_port
 from trainer.network.rpc.connections import AcceptedSockets
 from trainer.network.rpc.dialing import Dialing
 from trainer.network.rpc.envelope import SealedFrame
 from trainer.network.rpc.identity import Identity, certificate_digest, make_certificate
+from trainer.network.rpc.limits import Share
 from trainer.network.rpc.messages import Peer, PeerId, Reply, Request, peer_name
 from trainer.network.rpc.serving import Method, Serving
-from trainer.network.rpc.standing import Share
 from trainer.network.rpc.stream import Stream
-from trainer.network.rpc.wire import ClientWire, end_task
-
-__all__ = ["Endpoint"]
+from trainer.network.rpc.wire import CALL_FRAMES, STREAM_FRAMES, CallTerms, ClientWire, RpcCall, end_task
 
 logger = logging.getLogger(__name__)
 
@@ -66,13 +62,7 @@ OpenFrame: TypeAlias = Callable[[bytes], SealedFrame | None]
 
 
 class Endpoint:
-    """Serves and calls.
-
-    Args:
-        identity: signs everything this node says.
-        run_id: messages of other runs are refused; 1 to 128 characters.
-        config: addresses, times and limits.
-    """
+    """Serves and calls, signing everything as ``identity``; messages of other runs than ``run_id`` are refused."""
 
     def __init__(self, identity: Identity, run_id: str, config: RpcConfig) -> None:
         if not 1 <= len(run_id) <= 128:
@@ -123,15 +113,12 @@ class Endpoint:
         """Makes a call answerable.
 
         Args:
-            method: lower-case letters, digits and ``_./-``, at most 64.
+            method: lower-case letters, digits and ``_./-``, at most 64; not taken yet.
             body_model: what its body must be.
             handler: called once for each call that passed every check; cancelled when its caller gives up. What it
                 raises as RefusedError the caller gets; anything else becomes the refusal ``internal``.
             max_payload_bytes: more is refused.
             any_recipient: also answer callers who know this node's address only.
-
-        Raises:
-            TrainerUsageError: the name is taken.
         """
         self._serving.add(Method(method, body_model, max_payload_bytes, any_recipient, call_handler=handler))
 
@@ -148,11 +135,7 @@ class Endpoint:
         self._serving.add(Method(method, body_model, max_payload_bytes, any_recipient, stream_handler=handler))
 
     async def start(self) -> None:
-        """Begins to listen.
-
-        Raises:
-            TrainerUsageError: the address cannot be listened on.
-        """
+        """Begins to listen; raises TrainerUsageError where the address cannot be listened on."""
         max_connections = self._fitting_connections()
         options = [
             *channel_options(self._config),
@@ -235,10 +218,8 @@ class Endpoint:
         except TimeoutError:
             if not deadline.expired():
                 raise
-            raise PeerUnavailableError(
-                f"{peer_name(peer.peer_id, peer.address)}: expected an answer to {method!r} within {timeout_s:g} s, "
-                "found none"
-            ) from None
+            who, what = peer_name(peer.peer_id, peer.address), f"an answer to {method!r}"
+            raise PeerUnavailableError(f"{who}: expected {what} within {timeout_s:g} s, found none") from None
 
     @asynccontextmanager
     async def open_stream(
@@ -251,14 +232,8 @@ class Endpoint:
         """
         async with self._begun(peer, method, timeout_s, STREAM_FRAMES) as (call, open_answer):
             await call.send("open", body=body)
-            stream = Stream(
-                call,
-                open_answer,
-                silence_s=self._config.stall_timeout_s if stall_timeout_s is None else stall_timeout_s,
-                share=Share(peer.peer_id or peer.address, True),
-                max_frames=self._config.max_queued_frames,
-                budget=self._serving.budget,
-            )
+            share = Share(peer.peer_id or peer.address, True)
+            stream = Stream(call, open_answer, self._config, share, self._serving.budget, stall_timeout_s)
             call.wire.start_heartbeats(self._config.heartbeat_s)
             async with stream.reading():
                 yield stream
@@ -299,11 +274,7 @@ class Endpoint:
                 await wire.close(_LAST_WRITE_TIMEOUT_S)
 
     def _open_answer(self, peer: Peer, channel: PeerChannel, call: RpcCall, raw: bytes) -> SealedFrame | None:
-        """Checks a frame that came back; the first one that passes also confirms the peer's certificate.
-
-        Raises:
-            PeerUnavailableError: it fails a check.
-        """
+        """Checks a frame that came back; the first one that passes also confirms the peer's certificate."""
         try:
             frame = call.open(raw)
         except RefusedError as error:
@@ -321,16 +292,14 @@ class Endpoint:
 
     def _fitting_connections(self) -> int:
         """As many as configured, or as the process may hold open."""
-        wanted = self._config.max_connections
-        granted = raise_open_files(wanted + _SPARE_DESCRIPTORS)
-        fitting = max(1, min(wanted, max(granted - _SPARE_DESCRIPTORS, granted // 2)))
-        if fitting < wanted:
-            logger.warning(
-                "expected to hold %d files open, found a limit of %d: at most %d connections; raise it by 'ulimit -n'",
-                wanted + _SPARE_DESCRIPTORS,
-                granted,
-                fitting,
+        needed = self._config.max_connections + _SPARE_DESCRIPTORS
+        granted = raise_open_files(needed)
+        fitting = max(1, min(self._config.max_connections, max(granted - _SPARE_DESCRIPTORS, granted // 2)))
+        if fitting < self._config.max_connections:
+            text = (
+                "expected to hold %d files open, found a limit of %d: at most %d connections; raise it by 'ulimit -n'"
             )
+            logger.warning(text, needed, granted, fitting)
         return fitting
 
     def _listen(self, server: aio.Server) -> int:

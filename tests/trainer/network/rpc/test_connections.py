@@ -13,7 +13,7 @@ from tests.support.raw_http2 import any_certificate
 from tests.support.rpc_pair import ask, running_endpoint, until
 from trainer.network.rpc import Endpoint
 from trainer.network.rpc.connections import AcceptedSockets, Connection, Connections, worst_connections
-from trainer.network.rpc.standing import (
+from trainer.network.rpc.limits import (
     KEPT_S,
     MAX_PER_ADDRESS,
     MAX_PROVEN,
@@ -23,10 +23,11 @@ from trainer.network.rpc.standing import (
     Standing,
 )
 
+_where_visible = pytest.mark.skipif(not AcceptedSockets.are_visible(), reason="no /proc/self/fd here")
+
 
 class _Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
+    now_s = 0.0
 
     def __call__(self) -> float:
         return self.now_s
@@ -104,15 +105,12 @@ def test_an_address_keeps_its_share_and_the_longest_idle_go_first() -> None:
     assert _closed(connections, 80) == [f"ipv4:192.0.2.1:{number}" for number in range(2, 12)]
 
 
-def test_near_the_limit_the_address_with_most_gives_way() -> None:
+def test_near_the_limit_the_address_with_most_gives_way_and_proven_peers_keep_theirs_but_not_any_number() -> None:
     connections = [_connection(number, f"192.0.2.{number}") for number in range(40)]
     connections += [_connection(100 + number, "198.51.100.7") for number in range(20)]
     assert _closed(connections, 80) == []
     connections += [_connection(200 + number, f"203.0.113.{number}") for number in range(10)]
     assert _closed(connections, 80) == [f"ipv4:198.51.100.7:{100 + number}" for number in range(10)]
-
-
-def test_proven_peers_keep_theirs_but_not_any_number() -> None:
     connections = [_connection(number, peer_id=f"proven {number}") for number in range(60)]
     assert _closed(connections, 64) == []
     connections = [_connection(number, peer_id="proven") for number in range(60)]
@@ -162,7 +160,7 @@ async def _drained(reader: asyncio.StreamReader) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not AcceptedSockets.are_visible(), reason="no /proc/self/fd here")
+@_where_visible
 @pytest.mark.parametrize("tls", [False, True])
 @on_event_loop
 async def test_idle_connections_of_one_host_keep_nobody_out(tls: bool) -> None:
@@ -185,7 +183,7 @@ async def test_idle_connections_of_one_host_keep_nobody_out(tls: bool) -> None:
                 task.cancel()
 
 
-@pytest.mark.skipif(not AcceptedSockets.are_visible(), reason="no /proc/self/fd here")
+@_where_visible
 @on_event_loop
 async def test_a_guard_sees_and_shuts_accepted_connections_only() -> None:
     async with running_endpoint() as endpoint, running_endpoint() as other:

@@ -14,8 +14,7 @@ from tests.support.rpc_node import RUN_ID, Question
 from tests.support.rpc_pair import ask, refused, running_endpoint, until
 from trainer.errors import RefusedError
 from trainer.network.rpc import Endpoint, Identity
-from trainer.network.rpc.limits import ByteBudget, Claim, Slot, Slots
-from trainer.network.rpc.standing import Share
+from trainer.network.rpc.limits import ByteBudget, Share, Slot, Slots
 
 PROVEN_A, PROVEN_B = Share("a", True), Share("b", True)
 
@@ -30,7 +29,7 @@ class _Calls:
     def take(self, name: str, share: Share, *, holder: str = "", stalled_s: float | None = None) -> Slot:
         now_s = asyncio.get_running_loop().time()
         since = None if stalled_s is None else now_s - stalled_s
-        return self.slots.take(Claim(share, holder or name, lambda: since, lambda: self.shed.append(name), keep_s=0.25))
+        return self.slots.take(Slot(share, holder or name, lambda: since, lambda: self.shed.append(name), keep_s=0.25))
 
     def is_busy(self, share: Share, holder: str = "newcomer") -> bool:
         try:
@@ -57,7 +56,7 @@ async def test_slots_are_bounded_per_holder_and_in_all_and_come_back() -> None:
     held.append(calls.take("3", PROVEN_B, holder="b"))
     assert calls.is_busy(PROVEN_B, "b")
     for slot in [*held, *held]:
-        slot.give()
+        calls.slots.give(slot)
     assert len(calls.slots) == 0
     assert not calls.is_busy(PROVEN_A, "a")
 
@@ -109,8 +108,8 @@ async def test_when_all_is_full_the_address_that_holds_most_gives_way_and_proven
 async def test_a_slot_given_back_is_not_shed() -> None:
     calls = _calls()
     slot = calls.take("a", PROVEN_A, stalled_s=3.0)
-    slot.give()
-    slot.shed()
+    calls.slots.give(slot)
+    calls.slots.shed(slot)
     assert not calls.shed
     assert not calls.slots.stalled(asyncio.get_running_loop().time())
 

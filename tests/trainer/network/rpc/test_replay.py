@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.errors import RefusedError
-from trainer.network.rpc.replay import ReplayGuard
-from trainer.network.rpc.standing import Share
+from trainer.network.rpc.limits import ReplayGuard, Share
 from trainer.network.rpc.token_buckets import TokenBuckets
 
 _WINDOW_S = 100.0
