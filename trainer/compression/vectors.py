@@ -215,11 +215,7 @@ _CODECS: Final = MappingProxyType[str, Codec]({"fp32": Fp32Codec(), "fp16": Fp16
 
 
 def codec_named(name: str) -> Codec:
-    """Returns the codec of that name.
-
-    Raises:
-        TrainerUsageError: there is none.
-    """
+    """Returns the codec of that name. Raises TrainerUsageError: there is none."""
     if name not in _CODECS:
         raise TrainerUsageError(f"expected a codec of {', '.join(_CODECS)}, found {name!r}")
     return _CODECS[name]
