@@ -67,13 +67,9 @@ class Codec(ABC):
     """Of each block."""
 
     def encode(self, vector: Tensor) -> memoryview:
-        """Encodes a vector.
+        """Encodes a vector, fp32[n], contiguous, on the CPU.
 
-        Args:
-            vector: fp32[n], contiguous, on the CPU.
-
-        Returns:
-            Read-only bytes. They may share memory with ``vector``: send or copy them before it changes.
+        The bytes are read-only and may share memory with ``vector``: send or copy them before it changes.
 
         Raises:
             CodecError: NaN or infinity in the vector, or it is not such a vector.
@@ -84,14 +80,8 @@ class Codec(ABC):
     def decode(self, buffer: Buffer, num_values: int, out: Tensor | None = None) -> Tensor:
         """Decodes what ``encode`` returned, or a stranger sent; its size is checked before anything is allocated.
 
-        Args:
-            buffer: contiguous bytes.
-            num_values: expected number of values.
-            out: fp32[num_values], contiguous; written and returned instead of a new vector.
-
-        Returns:
-            fp32[num_values], sharing no memory with ``buffer``. fp32 and fp16 carry NaN and infinity as they came:
-            see ``trainer.aggregation.finite_rows``.
+        Returns ``out``, or a new fp32[num_values] that shares no memory with ``buffer``. fp32 and fp16 carry NaN and
+        infinity as they came: see ``trainer.aggregation.finite_rows``.
 
         Raises:
             CodecError: the buffer has another size, or no honest encoder made it, or ``out`` does not fit.
@@ -240,13 +230,7 @@ def _finite_extremes(codec: CodecName, vector: Tensor) -> tuple[float, float]:
 
 
 def _encode_blocks(blocks: Tensor, scales: Tensor, levels: Tensor) -> None:
-    """Writes the scale of every block and the nearest level of every value.
-
-    Args:
-        blocks: fp32[b, values of a block].
-        scales: fp32[b], written; 0 of a block that is sent as zeros.
-        levels: int8[b, values of a block], written.
-    """
+    """Writes the scale of every block, fp32[b], and the nearest level of every value, int8[b, values of a block]."""
     scratch = torch.empty(min(_CHUNK_BLOCKS, len(blocks)), blocks.shape[1])
     for start in range(0, len(blocks), _CHUNK_BLOCKS):
         chunk = blocks[start : start + _CHUNK_BLOCKS]

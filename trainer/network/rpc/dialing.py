@@ -190,17 +190,14 @@ class Dialing:
         if (ip, port) in self._named_sockets:
             return ""
         kind = host_kind(ip)
-        if kind == "unusable" or (kind is not None and not self._is_allowed(kind)):
+        # A machine in a private network: where no public node was named, the run is there.
+        is_derived = kind == self._derived_kind and "public" not in self._kinds_of_named
+        is_allowed = kind is None or kind in self._kinds or self._allows_private or is_derived
+        if kind == "unusable" or not is_allowed:
             return "private"
         if self._is_own(ip, port):
             return "own"
         return "port" if port < _MIN_STRANGERS_PORT else ""
-
-    def _is_allowed(self, kind: HostKind) -> bool:
-        if kind in self._kinds or self._allows_private:
-            return True
-        # A machine in a private network: where no public node was named, the run is there.
-        return kind == self._derived_kind and "public" not in self._kinds_of_named
 
     def _is_own(self, ip: str, port: int) -> bool:
         return (ip, port) in self._own or (host_kind(ip) == "loopback" and port == self._own_loopback_port)

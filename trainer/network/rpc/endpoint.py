@@ -1,12 +1,5 @@
 """A node's single entry point for calls: it answers what is registered, and calls others.
 
-    async def answer(request: Request[Ask]) -> Reply[Answer]:
-        return Reply(Answer(text=request.body.text))
-
-    endpoint.register("demo/ask", Ask, answer)
-    await endpoint.start()
-    reply = await endpoint.call(peer, "demo/ask", Ask(text="?"), Answer, timeout_s=10)
-
 Everything happens on the event loop in which `start` was awaited. A peer whose answer fails a check is as good as one
 that did not answer: the caller gets PeerUnavailableError, and the reason is counted with the refusals. A signed answer
 that does not fit the question is a MalformedAnswerError. RefusedError is what the *peer* refused.
@@ -110,15 +103,11 @@ class Endpoint:
         max_payload_bytes: int = MAX_PAYLOAD_BYTES,
         any_recipient: bool = False,
     ) -> None:
-        """Makes a call answerable.
+        """Makes a call answerable; ``any_recipient``: also to callers who know this node's address only.
 
-        Args:
-            method: lower-case letters, digits and ``_./-``, at most 64; not taken yet.
-            body_model: what its body must be.
-            handler: called once for each call that passed every check; cancelled when its caller gives up. What it
-                raises as RefusedError the caller gets; anything else becomes the refusal ``internal``.
-            max_payload_bytes: more is refused.
-            any_recipient: also answer callers who know this node's address only.
+        The handler is called once for each call that passed every check, and cancelled when its caller gives up. What
+        it raises as RefusedError the caller gets; anything else becomes the refusal ``internal``. A method's name is of
+        lower-case letters, digits and ``_./-``, at most 64, and not taken yet.
         """
         self._serving.add(Method(method, body_model, max_payload_bytes, any_recipient, call_handler=handler))
 
@@ -183,14 +172,9 @@ class Endpoint:
     ) -> Reply[ReplyT]:
         """Calls ``peer`` once: nothing is tried again.
 
-        Args:
-            peer: must sign the answer.
-            method: as registered there.
-            body: its JSON form takes at most 64 KiB with the header.
-            reply_model: what the answer's body must be.
-            payload: at most 1 MiB.
-            timeout_s: until the answer must be here, connection included.
-            stall_timeout_s: silence to bear; None: the configured one.
+        The peer must sign the answer, whose body must be a ``reply_model``. ``timeout_s`` includes the connection;
+        ``stall_timeout_s`` is the silence to bear (None: the configured one). The body's JSON takes at most 64 KiB with
+        the header, the payload 1 MiB.
 
         Raises:
             PeerUnavailableError: no connection, no answer in time, silence, or an answer that fails a check.

@@ -111,17 +111,15 @@ class Serving:
                 raise RefusedError(Reason.STOPPING, "this node is going down")
             with self.connections.in_use(context.peer()) as connection:
                 await _ServedCall(self, connection, context).run()
-        except RefusedError as error:
-            self.counters.count_refusal(error.reason)
-            logger.debug("refused a call from %s: %s", context.peer(), error)
-            await _abort(context, *status_for(error))
         except PeerUnavailableError as error:
             logger.debug("a caller went away: %s", error)
             await _abort(context, grpc.StatusCode.UNAVAILABLE, "the caller fell silent", ())
         except RpcError as error:
-            self.counters.count_refusal(Reason.INTERNAL)
+            internal = RefusedError(Reason.INTERNAL, "the request cannot be handled")
+            refusal = error if isinstance(error, RefusedError) else internal
+            self.counters.count_refusal(refusal.reason)
             logger.debug("refused a call from %s: %s", context.peer(), error)
-            await _abort(context, *status_for(RefusedError(Reason.INTERNAL, "the request cannot be handled")))
+            await _abort(context, *status_for(refusal))
 
     async def guard(self, port: int) -> None:
         """Ends connections and calls that take up what others need, for as long as the server listens at ``port``."""

@@ -26,13 +26,8 @@ from trainer.network.rpc.wire import RpcCall, end_task
 class Stream:
     """One end of a stream; `send` and `receive` may be awaited concurrently, on the endpoint's event loop.
 
-    Args:
-        call: sends; nothing else may read from its wire.
-        open_frame: checks a frame in full; returns None for a heartbeat.
-        config: how many frames may wait, read ahead and checked.
-        share: what their bytes count for in ``budget``.
-        budget: of bytes that may wait.
-        silence_s: after which the peer is given up; None: the configured time.
+    Nothing else may read from the wire of ``call``. ``open_frame`` checks a frame in full, and returns None for a
+    heartbeat. The bytes of frames that wait, read ahead and checked, count for ``share`` in ``budget``.
     """
 
     def __init__(
@@ -62,9 +57,8 @@ class Stream:
     async def send(self, index: int, payload: Buffer) -> None:
         """Sends a frame after those sent before; waits until the connection has taken the one before.
 
-        Args:
-            index: the sender's own number for it, in [0, 2**53).
-            payload: at most the method's ``max_payload_bytes``; may be changed once this returns.
+        ``index`` is the sender's own number for it, in [0, 2**53). The payload, at most the method's
+        ``max_payload_bytes``, may be changed once this returns.
 
         Raises:
             PeerUnavailableError: the peer died, fell silent, or has finished.

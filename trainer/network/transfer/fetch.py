@@ -63,12 +63,8 @@ def choose_state(own: tuple[int, str], announcements: Iterable[Announcement]) ->
     that see the same announcements choose the same. Each node has one vote: a single liar wins only against a state
     that nobody but this node holds.
 
-    Args:
-        own: outer step and digest of the state this node holds; an empty digest if it holds none worth keeping.
-        announcements: verified ones of other nodes; those with an empty `state_digest` have no vote.
-
-    Returns:
-        The digest to fetch; None: keep the own state, or nobody has any.
+    ``own`` is the outer step and digest of the state this node holds; an empty digest has no vote. Returns the digest
+    to fetch; None: keep the own state, or nobody has any.
     """
     votes = {"": own}
     # Of a node that is listed twice the highest step and digest count, whatever the order.

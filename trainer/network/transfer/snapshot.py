@@ -87,11 +87,7 @@ def write_snapshot(
 ) -> Descriptor:
     """Writes a snapshot, then removes all but the last ``keep``, this one included; others fetch it by its digest.
 
-    Args:
-        directory: of the snapshots; made if it is missing.
-        meta: JSON, equal on all nodes that hold equal state.
-        tensors: by name; unchanged until this returns.
-        keep: number of snapshots.
+    ``meta`` is JSON, equal on all nodes that hold equal state; the tensors must not change until this returns.
 
     Raises:
         TrainerUsageError: `meta` is no JSON, or a tensor's dtype is not supported.
