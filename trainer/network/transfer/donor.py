@@ -112,9 +112,9 @@ class Empty(Message):
 class _OpenSnapshot:
     descriptor: Descriptor
     descriptor_bytes: bytes
-    pages_file: int
+    pages: bytes
     data_file: int
-    last_used_s: float
+    last_used_s: float = 0.0
 
 
 class StateDonor:
@@ -140,7 +140,7 @@ class StateDonor:
     def close(self) -> None:
         """Closes the files; later requests open them anew."""
         for digest in list(self._open):
-            self._close(digest)
+            os.close(self._open.pop(digest).data_file)
 
     async def _send_descriptor(self, request: Request[DescriptorRequest]) -> Reply[Empty]:
         return Reply(Empty(), self._opened(request.body.digest).descriptor_bytes)
@@ -150,8 +150,8 @@ class StateDonor:
         page = request.body.page
         if page >= len(snapshot.descriptor.pages):
             raise RefusedError("page", f"expected a page below {len(snapshot.descriptor.pages)}, found {page}")
-        size_bytes = snapshot.descriptor.page_chunks(page) * DIGEST_BYTES
-        return Reply(Empty(), os.pread(snapshot.pages_file, size_bytes, page * PAGE_CHUNKS * DIGEST_BYTES))
+        step = PAGE_CHUNKS * DIGEST_BYTES
+        return Reply(Empty(), snapshot.pages[page * step : (page + 1) * step])
 
     async def _send_chunks(self, request: Request[ChunksRequest], stream: ServerStream) -> None:
         snapshot = self._opened(request.body.digest)
@@ -181,28 +181,18 @@ class StateDonor:
         by_use = sorted(self._open, key=lambda each: self._open[each].last_used_s, reverse=True)
         for position, each in enumerate(by_use):
             if position >= _MAX_HELD - 1 or now_s - self._open[each].last_used_s > _HOLD_S:
-                self._close(each)
+                os.close(self._open.pop(each).data_file)
         if digest not in self._open:
             self._open[digest] = _open_snapshot(self._directory / digest, digest)
         self._open[digest].last_used_s = now_s
         return self._open[digest]
 
-    def _close(self, digest: str) -> None:
-        snapshot = self._open.pop(digest)
-        os.close(snapshot.pages_file)
-        os.close(snapshot.data_file)
-
 
 def _open_snapshot(folder: Path, digest: str) -> _OpenSnapshot:
-    files: list[int] = []
-    flags = os.O_RDONLY | os.O_CLOEXEC
     try:
-        descriptor_bytes = (folder / DESCRIPTOR_NAME).read_bytes()
+        descriptor_bytes, pages = (folder / DESCRIPTOR_NAME).read_bytes(), (folder / PAGES_NAME).read_bytes()
         descriptor = parse_descriptor(descriptor_bytes, digest)
-        files.append(os.open(folder / PAGES_NAME, flags))
-        files.append(os.open(folder / DATA_NAME, flags))
+        data_file = os.open(folder / DATA_NAME, os.O_RDONLY | os.O_CLOEXEC)
     except (OSError, StateTransferError):
-        for file in files:
-            os.close(file)
         raise RefusedError("unknown_state", f"the state {digest[:16]}… is not here (any more)") from None
-    return _OpenSnapshot(descriptor, descriptor_bytes, files[0], files[1], 0.0)
+    return _OpenSnapshot(descriptor, descriptor_bytes, pages, data_file)

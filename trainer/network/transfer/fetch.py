@@ -17,7 +17,8 @@ import logging
 import os
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median_low
 
@@ -106,11 +107,9 @@ async def fetch_state(
                 await asyncio.to_thread(_check_finite, snapshot, expectation)
                 return snapshot
             part.open()
-            try:
+            with closing(part):
                 await _fetch_parts(endpoint, donors, digest, part, expectation, config or StateConfig())
                 return await asyncio.to_thread(_finish, part, expectation)
-            finally:
-                part.close()
     except TimeoutError:
         raise StateTransferError(
             f"the state {digest[:16]}… was not fetched from {len(donors)} donors within {timeout_s:g} s; "
@@ -153,7 +152,9 @@ async def _fetch_parts(
     missing = await asyncio.to_thread(part.begin, descriptor, pages)
     if len(missing) < descriptor.num_chunks:
         logger.info("%d of %d chunks are here already", descriptor.num_chunks - len(missing), descriptor.num_chunks)
-    await _ChunkDownload(endpoint, donors, descriptor, part, missing, config).run()
+    named = [_Donor(name, peer) for name, peer in {_donor_name(peer): peer for peer in donors}.items()]
+    pool = ChunkPool(missing, config.chunks_per_request)
+    await _ChunkDownload(endpoint, named, digest, descriptor, part, pool, config).run()
 
 
 async def _first_valid(
@@ -278,38 +279,30 @@ class _LyingDonorError(Exception):
     """A donor sent something else than the digest names."""
 
 
+@dataclass(slots=True, eq=False)
 class _ChunkDownload:
     """Downloads the missing chunks of a state into a part file; `run` it once."""
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        donors: Sequence[Peer],
-        descriptor: Descriptor,
-        part: PartFile,
-        missing: Sequence[int],
-        config: StateConfig,
-    ) -> None:
-        self._endpoint = endpoint
-        self._digest = descriptor.digest
-        self._descriptor = descriptor
-        self._part = part
-        self._config = config
-        self._donors = [_Donor(name, peer) for name, peer in {_donor_name(peer): peer for peer in donors}.items()]
-        self._pool = ChunkPool(missing, config.chunks_per_request)
-        self._changed = asyncio.Event()
-        """Replaced each time it is set."""
+    endpoint: Endpoint
+    donors: list[_Donor]
+    digest: str
+    descriptor: Descriptor
+    part: PartFile
+    pool: ChunkPool
+    config: StateConfig
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Replaced each time it is set."""
 
     async def run(self) -> None:
         """Returns when all chunks are there; raises StateTransferError if no donor is left or the disk fails."""
         workers = [
             asyncio.create_task(self._work(donor))
-            for donor in self._donors
-            for _ in range(self._config.parallel_per_donor)
+            for donor in self.donors
+            for _ in range(self.config.parallel_per_donor)
         ]
         working = set(workers)
         try:
-            while working and self._pool.num_missing:
+            while working and self.pool.num_missing:
                 ended, working = await asyncio.wait(working, return_when=asyncio.FIRST_COMPLETED)
                 for worker in ended:
                     worker.result()
@@ -317,20 +310,20 @@ class _ChunkDownload:
             for worker in workers:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
-        if self._pool.num_missing:
-            reasons = "; ".join(f"{donor.name}: {donor.dropped}" for donor in self._donors)
+        if self.pool.num_missing:
+            reasons = "; ".join(f"{donor.name}: {donor.dropped}" for donor in self.donors)
             raise StateTransferError(
-                f"{self._pool.num_missing} of {self._descriptor.num_chunks} chunks of the state {self._digest[:16]}… "
+                f"{self.pool.num_missing} of {self.descriptor.num_chunks} chunks of the state {self.digest[:16]}… "
                 f"could not be fetched: {reasons or 'there are no donors'}; what was received is kept"
             )
 
     async def _work(self, donor: _Donor) -> None:
         """Requests one run of chunks after another from one donor, until all are there or it is dropped."""
-        while not donor.dropped and self._pool.num_missing:
-            num_workers = self._config.parallel_per_donor * sum(not donor.dropped for donor in self._donors)
-            taken = self._pool.take(donor.name, num_workers)
+        while not donor.dropped and self.pool.num_missing:
+            num_workers = self.config.parallel_per_donor * sum(not donor.dropped for donor in self.donors)
+            taken = self.pool.take(donor.name, num_workers)
             if not taken:
-                await self._changed.wait()
+                await self.changed.wait()
                 continue
             pause_s = 0.0
             try:
@@ -343,32 +336,32 @@ class _ChunkDownload:
             except TrainerUsageError as error:  # Its address cannot be dialled.
                 donor.dropped = str(error)
             finally:
-                self._pool.give_back(donor.name, taken)
-                self._changed.set()  # Wakes workers that had nothing to do.
-                self._changed = asyncio.Event()
+                self.pool.give_back(donor.name, taken)
+                self.changed.set()  # Wakes workers that had nothing to do.
+                self.changed = asyncio.Event()
             if pause_s and not donor.dropped:
                 await asyncio.sleep(pause_s)
 
     async def _request(self, donor: _Donor, indices: list[int]) -> None:
         """Receives, verifies and writes one run of chunks."""
-        body = ChunksRequest(digest=self._digest, indices=tuple(indices))
-        timeout_s, stall_timeout_s = self._config.chunk_timeout_s * len(indices), self._config.stall_timeout_s
-        async with self._endpoint.open_stream(
+        body = ChunksRequest(digest=self.digest, indices=tuple(indices))
+        timeout_s, stall_timeout_s = self.config.chunk_timeout_s * len(indices), self.config.stall_timeout_s
+        async with self.endpoint.open_stream(
             donor.peer, CHUNKS_METHOD, body, timeout_s=timeout_s, stall_timeout_s=stall_timeout_s
         ) as stream:
             for index in indices:
                 payload = await self._receive(donor, stream, index)
-                if self._pool.is_missing(index):
-                    if not await asyncio.to_thread(self._part.is_valid, index, payload):
+                if self.pool.is_missing(index):
+                    if not await asyncio.to_thread(self.part.is_valid, index, payload):
                         raise _LyingDonorError(f"sent a chunk {index} that does not match its digest")
-                    await asyncio.to_thread(self._part.write, index, payload)
-                    self._pool.done(index)
+                    await asyncio.to_thread(self.part.write, index, payload)
+                    self.pool.done(index)
                 donor.num_failures = 0
-                if not any(map(self._pool.is_missing, indices)):
+                if not any(map(self.pool.is_missing, indices)):
                     return  # Other donors sent the rest.
 
     async def _receive(self, donor: _Donor, stream: Stream, index: int) -> memoryview:
-        timeout_s = self._config.chunk_timeout_s
+        timeout_s = self.config.chunk_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 frame = await stream.receive()
@@ -378,7 +371,7 @@ class _ChunkDownload:
             raise PeerUnavailableError(f"{donor.name} ended before it sent all chunks")
         if frame.index != index:
             raise _LyingDonorError(f"sent chunk {frame.index} for chunk {index}")
-        if len(frame.payload) != self._descriptor.chunk_bytes(index):
+        if len(frame.payload) != self.descriptor.chunk_bytes(index):
             raise _LyingDonorError(f"sent {len(frame.payload)} bytes as chunk {index}")
         return frame.payload
 
@@ -386,12 +379,12 @@ class _ChunkDownload:
         """Counts a failure and drops the donor after too many; returns the pause before the next request."""
         is_busy = isinstance(error, RefusedError) and error.reason == "busy"
         donor.num_failures += 1
-        if not is_busy and donor.num_failures >= self._config.max_failures:
+        if not is_busy and donor.num_failures >= self.config.max_failures:
             donor.dropped = str(error)
             logger.warning("%s is asked no more: %s", donor.name, error)
         else:
             logger.debug("%s failed (%d in a row): %s", donor.name, donor.num_failures, error)
-        return min(self._config.retry_pause_s * 2.0 ** min(donor.num_failures - 1, 10), _MAX_PAUSE_S)
+        return min(self.config.retry_pause_s * 2.0 ** min(donor.num_failures - 1, 10), _MAX_PAUSE_S)
 
 
 def _donor_name(peer: Peer) -> str:
