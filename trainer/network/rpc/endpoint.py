@@ -34,7 +34,7 @@ from trainer.network.rpc.limits import Share
 from trainer.network.rpc.messages import Peer, PeerId, Reply, Request, peer_name
 from trainer.network.rpc.serving import Method, Serving
 from trainer.network.rpc.stream import Stream
-from trainer.network.rpc.wire import CALL_FRAMES, STREAM_FRAMES, CallTerms, ClientWire, RpcCall, end_task
+from trainer.network.rpc.wire import CALL_FRAMES, STREAM_FRAMES, CallerEnd, CallTerms, end_task
 
 logger = logging.getLogger(__name__)
 
@@ -187,17 +187,17 @@ class Endpoint:
         try:
             async with deadline, self._begun(peer, method, timeout_s, CALL_FRAMES) as (call, open_answer):
                 await call.send("request", body=body, payload=payload)
-                wire, reply = call.wire, None
-                while (raw := await wire.read_within(silence_s)) is not None:  # Until the peer has finished.
-                    with peer_boundary(wire.who):
+                reply = None
+                while (raw := await call.read_within(silence_s)) is not None:  # Until the peer has finished.
+                    with peer_boundary(call.who):
                         reply = open_answer(raw) or reply
                 if reply is None:
-                    raise PeerUnavailableError(f"{wire.who}: expected a reply, found the end of the call")
-                with peer_boundary(wire.who):
+                    raise PeerUnavailableError(f"{call.who}: expected a reply, found the end of the call")
+                with peer_boundary(call.who):
                     try:
                         parsed = parse_body(reply, reply_model)
                     except RefusedError as error:
-                        raise MalformedAnswerError(self._complaint(wire.who, error)) from None
+                        raise MalformedAnswerError(self._complaint(call.who, error)) from None
                 return Reply(parsed, reply.payload, reply.header.sender)
         except TimeoutError:
             if not deadline.expired():
@@ -218,7 +218,7 @@ class Endpoint:
             await call.send("open", body=body)
             share = Share(peer.peer_id or peer.address, True)
             stream = Stream(call, open_answer, self._config, share, self._serving.budget, stall_timeout_s)
-            call.wire.start_heartbeats(self._config.heartbeat_s)
+            call.start_heartbeats(self._config.heartbeat_s)
             async with stream.reading():
                 yield stream
                 await stream.finish()
@@ -226,7 +226,7 @@ class Endpoint:
     @asynccontextmanager
     async def _begun(
         self, peer: Peer, method: str, timeout_s: float, expected: frozenset[str]
-    ) -> AsyncIterator[tuple[RpcCall, OpenFrame]]:
+    ) -> AsyncIterator[tuple[CallerEnd, OpenFrame]]:
         """Begins a call over a channel to ``peer``, and gives what opens its answers; ends it with the block."""
         who = peer_name(peer.peer_id, peer.address)
         try:
@@ -235,7 +235,7 @@ class Endpoint:
         except TimeoutError:
             raise PeerUnavailableError(f"{who}: expected a connection within {timeout_s:g} s, found none") from None
         grpc_call = channel.begin(timeout_s)
-        wire = ClientWire(grpc_call, who, self.counters)
+        call = CallerEnd(grpc_call, who, self.counters)
         terms = CallTerms(
             method=method,
             run_id=self.run_id,
@@ -245,7 +245,7 @@ class Endpoint:
             certificate_sha256=channel.certificate_sha256,
             max_payload_bytes=MAX_PAYLOAD_BYTES,
         )
-        call = RpcCall(terms, "caller", self.identity, expected, wire)
+        call.bind(terms, self.identity, expected)
         try:
             yield call, partial(self._open_answer, peer, channel, call)
         except PeerUnavailableError:
@@ -255,14 +255,14 @@ class Endpoint:
             try:
                 await self._channels.finish(channel, grpc_call)
             finally:
-                await wire.close(_LAST_WRITE_TIMEOUT_S)
+                await call.close(_LAST_WRITE_TIMEOUT_S)
 
-    def _open_answer(self, peer: Peer, channel: PeerChannel, call: RpcCall, raw: bytes) -> SealedFrame | None:
+    def _open_answer(self, peer: Peer, channel: PeerChannel, call: CallerEnd, raw: bytes) -> SealedFrame | None:
         """Checks a frame that came back; the first one that passes also confirms the peer's certificate."""
         try:
             frame = call.open(raw)
         except RefusedError as error:
-            raise PeerUnavailableError(self._complaint(call.wire.who, error)) from None
+            raise PeerUnavailableError(self._complaint(call.who, error)) from None
         if frame is not None and frame.header.sequence == 0:
             self._channels.confirm(peer, channel, frame.header.sender)
             for listener in self.contacts.when_answered:

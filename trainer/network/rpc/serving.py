@@ -31,15 +31,7 @@ from trainer.network.rpc.identity import Identity
 from trainer.network.rpc.limits import ByteBudget, Contacts, ReplayGuard, Share, Slot, Slots, Standing
 from trainer.network.rpc.messages import Counters, PeerId, Reason, Reply, Request, peer_name
 from trainer.network.rpc.stream import Stream
-from trainer.network.rpc.wire import (
-    STREAM_FRAMES,
-    CallTerms,
-    RpcCall,
-    ServerContext,
-    ServerWire,
-    check_bound,
-    status_for,
-)
+from trainer.network.rpc.wire import STREAM_FRAMES, CalleeEnd, CallTerms, ServerContext, check_bound, status_for
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +121,7 @@ class Serving:
         for slot in self.calls.stalled(asyncio.get_running_loop().time() - self.config.stall_timeout_s):
             self.calls.shed(slot)
 
-    def admit(self, frame: SealedFrame, connection: Connection) -> tuple[Method, CallTerms, Share]:
+    def admit(self, frame: SealedFrame, connection: Connection, call: CalleeEnd) -> tuple[Method, Share]:
         """Checks a first frame as far as that needs no payload: addressing, clock, signature, replay."""
         header = frame.header
         if header.kind not in ("request", "open") or header.origin != "caller" or header.sequence != 0:
@@ -155,7 +147,8 @@ class Serving:
         share = self.standing.share(header.sender, connection.address)
         self._replay_guard.remember(header.sender, bytes.fromhex(header.nonce), header.sent_at, share)
         self.connections.identified(connection, header.sender)
-        return method, terms, share
+        call.bind(terms, self.identity, STREAM_FRAMES)
+        return method, share
 
 
 class _ServedCall:
@@ -164,7 +157,7 @@ class _ServedCall:
     def __init__(self, serving: Serving, connection: Connection, context: ServerContext) -> None:
         self._serving = serving
         self._connection = connection
-        self._wire = ServerWire(context, serving.counters)
+        self._call = CalleeEnd(context, serving.counters)
         self._patience = asyncio.timeout(None)
         self._sender: PeerId = ""
         """Empty: not verified yet."""
@@ -185,7 +178,7 @@ class _ServedCall:
         """Ends it, and its connection if the other side takes nothing; returns at once."""
         if self._sender:
             self._serving.standing.disprove(self._sender)
-        if self._wire.stalled_since is not None:
+        if self._call.stalled_since is not None:
             self._serving.connections.cut_stalled(self._connection)
         with suppress(RuntimeError):  # It has ended meanwhile, and is on its way out.
             self._patience.reschedule(asyncio.get_running_loop().time())
@@ -197,7 +190,7 @@ class _ServedCall:
             await self._in_slots(patience=1.0)
             return
         share = serving.connections.share(connection)
-        waiting = serving.greylisted.take(Slot(share, self._wire.who, lambda: None, self.shed))
+        waiting = serving.greylisted.take(Slot(share, self._call.who, lambda: None, self.shed))
         try:
             async with asyncio.timeout(_GREYLISTED_PATIENCE * serving.config.stall_timeout_s):
                 await connection.turn.acquire()
@@ -216,31 +209,31 @@ class _ServedCall:
 
         ``patience`` multiplies the time that a stalled call is borne.
         """
-        serving, connection, wire = self._serving, self._connection, self._wire
+        serving, connection, call = self._serving, self._connection, self._call
         stall_timeout_s = serving.config.stall_timeout_s
         begun_at_s = asyncio.get_running_loop().time()
         share = serving.connections.share(connection)
-        slots, slot = serving.waiting, serving.waiting.take(Slot(share, wire.who, lambda: begun_at_s, self.shed))
+        slots, slot = serving.waiting, serving.waiting.take(Slot(share, call.who, lambda: begun_at_s, self.shed))
         try:
             # From the start: a request of 1 MiB may take longer over a slow link than its caller bears silence.
-            wire.start_heartbeats(serving.config.heartbeat_s)
+            call.start_heartbeats(serving.config.heartbeat_s)
             frame = await self._first_frame()
-            method, terms, share = serving.admit(frame, connection)
+            method, share = serving.admit(frame, connection, call)
             sender = self._sender = frame.header.sender
             borne_s = (patience - 1.0) * stall_timeout_s
-            own = Slot(share, sender, lambda: wire.stalled_since, self.shed, _KEEP_STALLED_S, borne_s)
+            own = Slot(share, sender, lambda: call.stalled_since, self.shed, _KEEP_STALLED_S, borne_s)
             own_slots = serving.calls if method.stream_handler is None else serving.streams
             own_slots.take(own)
             slots.give(slot)
             slots, slot = own_slots, own
-            wire.who = peer_name(sender, connection.grpc_peer)
-            await self._handle(method, terms, frame, share)
+            call.who = peer_name(sender, connection.grpc_peer)
+            await self._handle(method, frame, share)
             serving.connections.ended_well(connection, sender)
             for listener in serving.contacts.when_served:
                 listener(sender, connection.address, method.name)
         finally:
             try:
-                await wire.close(patience * stall_timeout_s, partial(serving.connections.cut_stalled, connection))
+                await call.close(patience * stall_timeout_s, partial(serving.connections.cut_stalled, connection))
             finally:
                 slots.give(slot)
 
@@ -251,22 +244,21 @@ class _ServedCall:
             async with asyncio.timeout(timeout_s):
                 frame = None
                 while frame is None:
-                    raw = await self._wire.read()
+                    raw = await self._call.read()
                     if raw is None:
                         raise RefusedError(Reason.NO_REQUEST, "expected a request, found none")
-                    with peer_boundary(self._wire.who):
+                    with peer_boundary(self._call.who):
                         frame = parse_header(raw)
                 return frame
         except TimeoutError:
             raise RefusedError(Reason.NO_REQUEST, f"expected a request within {timeout_s:g} s, found none") from None
 
-    async def _handle(self, method: Method, terms: CallTerms, frame: SealedFrame, share: Share) -> None:
-        serving = self._serving
+    async def _handle(self, method: Method, frame: SealedFrame, share: Share) -> None:
+        serving, call = self._serving, self._call
         with peer_boundary(frame.header.sender):
             verify_payload(frame)
             body = parse_body(frame, method.body_model)
         request = Request(frame.header.sender, body, frame.payload, self._connection.address)
-        call = RpcCall(terms, "callee", serving.identity, STREAM_FRAMES, self._wire)
         if method.call_handler is not None:
             async with self._bounded(method):
                 reply = await method.call_handler(request)
@@ -293,7 +285,7 @@ class _ServedCall:
         except RefusedError:
             raise
         except Exception as error:
-            if error is self._wire.error:
+            if error is self._call.error:
                 raise
             if limit.expired():
                 text = f"expected {method.name!r} to take at most {max_call_s:g} s"

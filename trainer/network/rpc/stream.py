@@ -26,7 +26,7 @@ from trainer.network.rpc.wire import RpcCall, end_task
 class Stream:
     """One end of a stream; `send` and `receive` may be awaited concurrently, on the endpoint's event loop.
 
-    Nothing else may read from the wire of ``call``. ``open_frame`` checks a frame in full, and returns None for a
+    Nothing else may read from ``call``. ``open_frame`` checks a frame in full, and returns None for a
     heartbeat. The bytes of frames that wait, read ahead and checked, count for ``share`` in ``budget``.
     """
 
@@ -40,7 +40,6 @@ class Stream:
         silence_s: float | None = None,
     ) -> None:
         self._call = call
-        self._wire = call.wire
         self._open_frame = open_frame
         self._silence_s = config.stall_timeout_s if silence_s is None else silence_s
         self._share = share
@@ -99,7 +98,7 @@ class Stream:
             yield self
         finally:
             await end_task(self._pump)
-            self._fail(PeerUnavailableError(f"{self._wire.who}: this side closed the stream"))
+            self._fail(PeerUnavailableError(f"{self._call.who}: this side closed the stream"))
             while self._waiting:
                 _, size_bytes = self._waiting.popleft()
                 self._budget.give(self._share, size_bytes)
@@ -120,7 +119,7 @@ class Stream:
                 await self._wait_for_room()
                 reading = self._begin_reading()
                 await asyncio.sleep(0)  # So that it is under way while this frame is verified.
-                with peer_boundary(self._wire.who):
+                with peer_boundary(self._call.who):
                     frame = self._open_frame(raw)
                 if frame is None:
                     continue
@@ -131,14 +130,14 @@ class Stream:
                     self._budget.take(self._share, len(raw))
                 self._arrived.set()
             if not self._ended:
-                raise PeerUnavailableError(f"{self._wire.who} stopped before the end of the stream")
+                raise PeerUnavailableError(f"{self._call.who} stopped before the end of the stream")
         except RpcError as error:
             self._fail(error)
         finally:
             await end_task(reading)
 
     def _begin_reading(self) -> asyncio.Task[bytes | None]:
-        return asyncio.create_task(self._wire.read_within(self._silence_s), name="genesis-rpc-read")
+        return asyncio.create_task(self._call.read_within(self._silence_s), name="genesis-rpc-read")
 
     async def _wait_for_room(self) -> None:
         """Waits while the queue is full; an empty one may always take a frame, so that no stream waits for another."""
@@ -151,7 +150,7 @@ class Stream:
     def _fail(self, error: RpcError) -> None:
         if self.error is None:
             self.error = error
-        self._wire.fail(error)
+        self._call.fail(error)
         self._arrived.set()
 
 

@@ -1,9 +1,8 @@
 """One call as its two ends see it: a gRPC stream at each end, which frames belong to it, and in what order.
 
-A `Wire` passes whole frames, and fails with this package's errors. One write is in flight at a time, as gRPC demands,
-and heartbeats go out while there is nothing else to send. An `RpcCall` binds every frame to its call by nonce, method,
-run, both identities, direction and its place in the sequence; one that was signed for another call or place is refused
-before its signature is looked at.
+One write is in flight at a time, as gRPC demands, and heartbeats go out while there is nothing else to send. Every
+frame is bound to its call by nonce, method, run, both identities, direction and its place in the sequence; one that was
+signed for another call or place is refused before its signature is looked at.
 
 A refusal is a gRPC status, not a signed message: it can be sent before anything about the caller is known, costs no
 signature that a flood could make this node spend, and an attacker who could forge one could as well cut the connection.
@@ -17,7 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Literal, cast
+from typing import Any, ClassVar, Final, Literal, cast
 
 import grpc
 from grpc import aio
@@ -71,19 +70,53 @@ class PeerFinishedError(PeerUnavailableError):
     """The peer ended the call in good order while this side had more to say."""
 
 
-class Wire(ABC):
-    """One end of a gRPC stream; it writes in tasks, so that a sender can give up without breaking off a frame."""
+@dataclass(frozen=True, slots=True)
+class CallTerms:
+    """What all frames of one call have in common."""
+
+    method: str
+    run_id: str
+    nonce: str
+    caller: PeerId
+    callee: PeerId | None
+    """None: the caller does not know yet whom it reaches; the first answer says."""
+    certificate_sha256: str
+    max_payload_bytes: int
+
+
+class RpcCall(ABC):
+    """One end of a call: sends its frames in the order in which tasks give them, and checks those of the other end.
+
+    It writes in tasks, so that a sender can give up without breaking off a frame. Until `bind` it can read, write
+    heartbeats and fail: the callee knows the terms from the first frame only.
+    """
+
+    _origin: ClassVar[Literal["caller", "callee"]]
 
     def __init__(self, who: str, counters: Counters) -> None:
         self.who = who
         """The other end, for messages."""
         self.error: RpcError | None = None
         """The first error of the call, in either direction; later ones are consequences of it."""
+        self.ended = False
+        """Whether this end has sent its last frame."""
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._counters = counters
         self._writing: asyncio.Task[None] | None = None
         self._begun_s = 0.0
         self._heartbeats: asyncio.Task[None] | None = None
+        self._turn = asyncio.Lock()
+        self._num_sent = 0
+        self._num_received = 0
+        self._other_ended = False
+
+    def bind(self, terms: CallTerms, identity: Identity, expected: frozenset[str]) -> None:
+        """Sets what the frames of the call have in common, who signs, and which kinds the other end may send."""
+        self._terms = terms
+        self._identity = identity
+        self._expected = expected
+        self._other = terms.callee if self._origin == "caller" else terms.caller
+        self._num_received = 0 if self._origin == "caller" else 1  # The callee has taken the first frame already.
 
     @property
     def stalled_since(self) -> float | None:
@@ -120,15 +153,15 @@ class Wire(ABC):
         self._begun_s = asyncio.get_running_loop().time()
         self._heartbeats = asyncio.create_task(self._send_heartbeats(heartbeat_s), name="genesis-rpc-heartbeats")
 
-    async def settle(self) -> None:
+    async def _settle(self) -> None:
         """Waits until no write is in flight, or raises the first error of the call; cancels nothing."""
         while self._writing is not None and not self._writing.done() and self.error is None:
             await asyncio.wait({self._writing, self._failed}, return_when=asyncio.FIRST_COMPLETED)
         if self.error is not None:
             raise self.error
 
-    def begin_write(self, raw: bytes) -> None:
-        """Begins to write a frame; no other write may be in flight (no await since `settle`)."""
+    def _begin_write(self, raw: bytes) -> None:
+        """Begins to write a frame; no other write may be in flight (no await since `_settle`)."""
         self._begun_s = asyncio.get_running_loop().time()
         self._writing = asyncio.create_task(self._write_frame(raw), name="genesis-rpc-write")
 
@@ -150,6 +183,82 @@ class Wire(ABC):
                 self._writing.cancel()
         await end_task(self._writing)
 
+    async def send(
+        self,
+        kind: Literal["request", "open", "reply", "data", "end"],
+        *,
+        index: int = 0,
+        body: BaseModel | None = None,
+        payload: Buffer = b"",
+    ) -> None:
+        """Sends a frame; returns when the connection has taken the frame before, or, after the last frame, that one.
+
+        Raises:
+            RpcError: the first error of the call.
+            TrainerUsageError: what is to be sent is no frame, or comes after the last one; the call goes on.
+        """
+        if not 0 <= index <= _MAX_INDEX:
+            raise TrainerUsageError(f"expected a frame's index from 0 to 2**53 - 1, found {index}")
+        dumped = None if body is None else body.model_dump(mode="json")
+        if not isinstance(dumped, dict | None):
+            raise TrainerUsageError(f"expected a body with named fields, found {type(body).__name__}")
+        async with self._turn:
+            await asyncio.sleep(0)  # So that the write begun last is in flight while this frame is sealed.
+            if self.error is not None:
+                raise self.error
+            if self.ended:
+                raise TrainerUsageError("expected nothing after the end of the stream, found another frame")
+            fields: dict[str, object] = {
+                "kind": kind,
+                "origin": self._origin,
+                "method": self._terms.method,
+                "run_id": self._terms.run_id,
+                "recipient": self._other or "",
+                "nonce": self._terms.nonce,
+                "sequence": self._num_sent,
+                "index": index,
+                "sent_at": time.time(),
+                "certificate_sha256": self._terms.certificate_sha256,
+                "body": dumped,
+            }
+            raw = seal(self._identity, fields, payload)
+            await self._settle()
+            # From here on nothing is awaited, so that a cancelled send has either sent its frame or left no gap.
+            self._begin_write(raw)
+            self._num_sent += 1
+            self.ended = kind in ("reply", "end")
+        if self.ended:
+            await self._settle()
+
+    async def end(self) -> None:
+        """Sends the end, unless it was sent before, or the other side has finished in good order without it."""
+        if self.ended:
+            return
+        try:
+            await self.send("end")
+        except PeerFinishedError:
+            self.ended = True
+
+    def open(self, raw: bytes) -> SealedFrame | None:
+        """Returns the frame that came, checked in full; None for a heartbeat. Raises RefusedError."""
+        frame = parse_header(raw)
+        if frame is None:
+            return None
+        header = frame.header
+        if header.origin == self._origin or header.kind not in self._expected or self._other_ended:
+            raise RefusedError(Reason.KIND, f"expected no frame of kind {header.kind} by the {header.origin} here")
+        check_bound(frame, self._terms, self._other, self._identity.peer_id)
+        if header.nonce != self._terms.nonce or header.sequence != self._num_received:
+            raise RefusedError(
+                Reason.SEQUENCE, f"expected frame {self._num_received} of this call, found {header.sequence} of one"
+            )
+        verify_header(frame)
+        verify_payload(frame)
+        self._num_received += 1
+        self._other = header.sender
+        self._other_ended = header.kind in ("reply", "end")
+        return frame
+
     async def _write_frame(self, raw: bytes) -> None:
         try:
             await self._write(raw)
@@ -162,7 +271,7 @@ class Wire(ABC):
         while self.error is None:
             await asyncio.sleep(max(self._begun_s + heartbeat_s - loop.time(), heartbeat_s / 8))
             if self.stalled_since is None and loop.time() - self._begun_s >= heartbeat_s:
-                self.begin_write(HEARTBEAT)
+                self._begin_write(HEARTBEAT)
 
     @abstractmethod
     async def _read(self) -> object: ...
@@ -171,8 +280,10 @@ class Wire(ABC):
     async def _write(self, raw: bytes) -> None: ...
 
 
-class ClientWire(Wire):
+class CallerEnd(RpcCall):
     """The caller's end; a cancelled read or write ends the call, because gRPC does so."""
+
+    _origin = "caller"
 
     def __init__(self, call: ClientCall, who: str, counters: Counters) -> None:
         super().__init__(who, counters)
@@ -234,8 +345,10 @@ class ClientWire(Wire):
         return PeerUnavailableError(f"{self.who} is not available ({code.name.lower()}: {text or 'no detail'})")
 
 
-class ServerWire(Wire):
+class CalleeEnd(RpcCall):
     """The callee's end; gRPC cancels the handler's task when the caller goes away."""
+
+    _origin = "callee"
 
     def __init__(self, context: ServerContext, counters: Counters) -> None:
         super().__init__(context.peer(), counters)
@@ -252,124 +365,6 @@ class ServerWire(Wire):
             await self._context.write(raw)
         except aio.BaseError as error:
             raise PeerUnavailableError(f"{self.who} went away ({error})") from None
-
-
-@dataclass(frozen=True, slots=True)
-class CallTerms:
-    """What all frames of one call have in common."""
-
-    method: str
-    run_id: str
-    nonce: str
-    caller: PeerId
-    callee: PeerId | None
-    """None: the caller does not know yet whom it reaches; the first answer says."""
-    certificate_sha256: str
-    max_payload_bytes: int
-
-
-class RpcCall:
-    """One end of a call: sends its frames in the order in which tasks give them, and checks those of the other end.
-
-    ``expected`` are the kinds of frame the other end may send; the callee has taken the first frame already.
-    """
-
-    def __init__(
-        self,
-        terms: CallTerms,
-        origin: Literal["caller", "callee"],
-        identity: Identity,
-        expected: frozenset[str],
-        wire: Wire,
-    ) -> None:
-        self._terms = terms
-        self._origin = origin
-        self._identity = identity
-        self._expected = expected
-        self.wire = wire
-        self._turn = asyncio.Lock()
-        self._num_sent = 0
-        self._num_received = 0 if origin == "caller" else 1
-        self._other = terms.callee if origin == "caller" else terms.caller
-        self._other_ended = False
-        self.ended = False
-        """Whether this end has sent its last frame."""
-
-    async def send(
-        self,
-        kind: Literal["request", "open", "reply", "data", "end"],
-        *,
-        index: int = 0,
-        body: BaseModel | None = None,
-        payload: Buffer = b"",
-    ) -> None:
-        """Sends a frame; returns when the connection has taken the frame before, or, after the last frame, that one.
-
-        Raises:
-            RpcError: the first error of the call.
-            TrainerUsageError: what is to be sent is no frame, or comes after the last one; the call goes on.
-        """
-        if not 0 <= index <= _MAX_INDEX:
-            raise TrainerUsageError(f"expected a frame's index from 0 to 2**53 - 1, found {index}")
-        dumped = None if body is None else body.model_dump(mode="json")
-        if not isinstance(dumped, dict | None):
-            raise TrainerUsageError(f"expected a body with named fields, found {type(body).__name__}")
-        async with self._turn:
-            await asyncio.sleep(0)  # So that the write begun last is in flight while this frame is sealed.
-            if self.wire.error is not None:
-                raise self.wire.error
-            if self.ended:
-                raise TrainerUsageError("expected nothing after the end of the stream, found another frame")
-            fields: dict[str, object] = {
-                "kind": kind,
-                "origin": self._origin,
-                "method": self._terms.method,
-                "run_id": self._terms.run_id,
-                "recipient": self._other or "",
-                "nonce": self._terms.nonce,
-                "sequence": self._num_sent,
-                "index": index,
-                "sent_at": time.time(),
-                "certificate_sha256": self._terms.certificate_sha256,
-                "body": dumped,
-            }
-            raw = seal(self._identity, fields, payload)
-            await self.wire.settle()
-            # From here on nothing is awaited, so that a cancelled send has either sent its frame or left no gap.
-            self.wire.begin_write(raw)
-            self._num_sent += 1
-            self.ended = kind in ("reply", "end")
-        if self.ended:
-            await self.wire.settle()
-
-    async def end(self) -> None:
-        """Sends the end, unless it was sent before, or the other side has finished in good order without it."""
-        if self.ended:
-            return
-        try:
-            await self.send("end")
-        except PeerFinishedError:
-            self.ended = True
-
-    def open(self, raw: bytes) -> SealedFrame | None:
-        """Returns the frame that came, checked in full; None for a heartbeat. Raises RefusedError."""
-        frame = parse_header(raw)
-        if frame is None:
-            return None
-        header = frame.header
-        if header.origin == self._origin or header.kind not in self._expected or self._other_ended:
-            raise RefusedError(Reason.KIND, f"expected no frame of kind {header.kind} by the {header.origin} here")
-        check_bound(frame, self._terms, self._other, self._identity.peer_id)
-        if header.nonce != self._terms.nonce or header.sequence != self._num_received:
-            raise RefusedError(
-                Reason.SEQUENCE, f"expected frame {self._num_received} of this call, found {header.sequence} of one"
-            )
-        verify_header(frame)
-        verify_payload(frame)
-        self._num_received += 1
-        self._other = header.sender
-        self._other_ended = header.kind in ("reply", "end")
-        return frame
 
 
 def check_bound(frame: SealedFrame, terms: CallTerms, sender: PeerId | None, recipient: PeerId) -> None:

@@ -101,7 +101,7 @@ async def test_frames_of_a_stream() -> None:
         good = begun({}, {"sequence": 2, "kind": "end"})
         # The mirror would have ended by the time the last one comes; this handler is still at work.
         after_the_end = [
-            hostile.frame(method="test/deaf", nonce=nonce, **frame)  # type: ignore[arg-type]
+            hostile.frame(method="test/deaf", nonce=nonce, **frame)
             for nonce in [next(nonces)]
             for frame in (
                 {"kind": "open", "body": {"sleep_s": 0.5}},
