@@ -13,8 +13,7 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 from grpc import aio
@@ -24,11 +23,11 @@ from typing_extensions import Buffer
 from genesis.open_files import raise_open_files
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedError, TrainerUsageError
 from trainer.network.rpc.boundary import parse_body, peer_boundary
-from trainer.network.rpc.channels import ChannelPool, PeerChannel, channel_options, generic_handler
+from trainer.network.rpc.channels import ChannelPool, channel_options, generic_handler
 from trainer.network.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig, has_port
 from trainer.network.rpc.connections import AcceptedSockets
 from trainer.network.rpc.dialing import Dialing
-from trainer.network.rpc.envelope import SealedFrame
+from trainer.network.rpc.envelope import EnvelopeHeader
 from trainer.network.rpc.identity import Identity, certificate_digest, make_certificate
 from trainer.network.rpc.limits import Share
 from trainer.network.rpc.messages import Peer, PeerId, Reply, Request, peer_name
@@ -51,7 +50,6 @@ _LAST_WRITE_TIMEOUT_S = 1.0
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 ReplyT = TypeVar("ReplyT", bound=BaseModel)
-OpenFrame: TypeAlias = Callable[[bytes], SealedFrame | None]
 
 
 class Endpoint:
@@ -185,19 +183,19 @@ class Endpoint:
         silence_s = self._config.stall_timeout_s if stall_timeout_s is None else stall_timeout_s
         deadline = asyncio.timeout(timeout_s)
         try:
-            async with deadline, self._begun(peer, method, timeout_s, CALL_FRAMES) as (call, open_answer):
+            async with deadline, self._begun(peer, method, timeout_s, CALL_FRAMES) as call:
                 await call.send("request", body=body, payload=payload)
                 reply = None
                 while (raw := await call.read_within(silence_s)) is not None:  # Until the peer has finished.
                     with peer_boundary(call.who):
-                        reply = open_answer(raw) or reply
+                        reply = call.open(raw) or reply
                 if reply is None:
                     raise PeerUnavailableError(f"{call.who}: expected a reply, found the end of the call")
                 with peer_boundary(call.who):
                     try:
                         parsed = parse_body(reply, reply_model)
                     except RefusedError as error:
-                        raise MalformedAnswerError(self._complaint(call.who, error)) from None
+                        raise MalformedAnswerError(call.complaint(error)) from None
                 return Reply(parsed, reply.payload, reply.header.sender)
         except TimeoutError:
             if not deadline.expired():
@@ -214,10 +212,10 @@ class Endpoint:
         A block left after both sides have ended waits for the peer's handler to finish; left earlier, it cancels the
         handler. Arguments and errors as `call`; errors come from the stream's methods or the end of the block.
         """
-        async with self._begun(peer, method, timeout_s, STREAM_FRAMES) as (call, open_answer):
+        async with self._begun(peer, method, timeout_s, STREAM_FRAMES) as call:
             await call.send("open", body=body)
             share = Share(peer.peer_id or peer.address, True)
-            stream = Stream(call, open_answer, self._config, share, self._serving.budget, stall_timeout_s)
+            stream = Stream(call, self._config, share, self._serving.budget, stall_timeout_s)
             call.start_heartbeats(self._config.heartbeat_s)
             async with stream.reading():
                 yield stream
@@ -226,8 +224,14 @@ class Endpoint:
     @asynccontextmanager
     async def _begun(
         self, peer: Peer, method: str, timeout_s: float, expected: frozenset[str]
-    ) -> AsyncIterator[tuple[CallerEnd, OpenFrame]]:
-        """Begins a call over a channel to ``peer``, and gives what opens its answers; ends it with the block."""
+    ) -> AsyncIterator[CallerEnd]:
+        """Begins a call over a channel to ``peer``, and ends it with the block."""
+
+        def answered(header: EnvelopeHeader) -> None:
+            self._channels.confirm(peer, channel, header.sender)
+            for listener in self.contacts.when_answered:
+                listener(header.sender, peer.address, header.method)
+
         who = peer_name(peer.peer_id, peer.address)
         try:
             async with asyncio.timeout(timeout_s):
@@ -235,7 +239,7 @@ class Endpoint:
         except TimeoutError:
             raise PeerUnavailableError(f"{who}: expected a connection within {timeout_s:g} s, found none") from None
         grpc_call = channel.begin(timeout_s)
-        call = CallerEnd(grpc_call, who, self.counters)
+        call = CallerEnd(grpc_call, who, self.counters, answered)
         terms = CallTerms(
             method=method,
             run_id=self.run_id,
@@ -247,7 +251,7 @@ class Endpoint:
         )
         call.bind(terms, self.identity, expected)
         try:
-            yield call, partial(self._open_answer, peer, channel, call)
+            yield call
         except PeerUnavailableError:
             await self._channels.drop_if_dead(peer, channel)
             raise
@@ -256,23 +260,6 @@ class Endpoint:
                 await self._channels.finish(channel, grpc_call)
             finally:
                 await call.close(_LAST_WRITE_TIMEOUT_S)
-
-    def _open_answer(self, peer: Peer, channel: PeerChannel, call: CallerEnd, raw: bytes) -> SealedFrame | None:
-        """Checks a frame that came back; the first one that passes also confirms the peer's certificate."""
-        try:
-            frame = call.open(raw)
-        except RefusedError as error:
-            raise PeerUnavailableError(self._complaint(call.who, error)) from None
-        if frame is not None and frame.header.sequence == 0:
-            self._channels.confirm(peer, channel, frame.header.sender)
-            for listener in self.contacts.when_answered:
-                listener(frame.header.sender, peer.address, frame.header.method)
-        return frame
-
-    def _complaint(self, who: str, error: RefusedError) -> str:
-        """Counts an answer that failed a check, and describes it."""
-        self.counters.count_refusal(error.reason)
-        return f"{who} gave an answer that fails a check ({error.reason}): {error}"
 
     def _fitting_connections(self) -> int:
         """As many as configured, or as the process may hold open."""

@@ -264,7 +264,7 @@ class _ServedCall:
                 reply = await method.call_handler(request)
                 await call.send("reply", body=reply.body, payload=reply.payload)
         elif method.stream_handler is not None:
-            stream = Stream(call, call.open, serving.config, share, serving.budget)
+            stream = Stream(call, serving.config, share, serving.budget)
             try:
                 async with stream.reading(), self._bounded(method):
                     await method.stream_handler(request, stream)

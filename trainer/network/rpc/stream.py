@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from typing_extensions import Buffer
@@ -17,7 +17,6 @@ from typing_extensions import Buffer
 from trainer.errors import PeerUnavailableError, RpcError
 from trainer.network.rpc.boundary import peer_boundary
 from trainer.network.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig
-from trainer.network.rpc.envelope import SealedFrame
 from trainer.network.rpc.limits import ByteBudget, Share
 from trainer.network.rpc.messages import Frame
 from trainer.network.rpc.wire import RpcCall, end_task
@@ -26,21 +25,19 @@ from trainer.network.rpc.wire import RpcCall, end_task
 class Stream:
     """One end of a stream; `send` and `receive` may be awaited concurrently, on the endpoint's event loop.
 
-    Nothing else may read from ``call``. ``open_frame`` checks a frame in full, and returns None for a
-    heartbeat. The bytes of frames that wait, read ahead and checked, count for ``share`` in ``budget``.
+    Nothing else may read from ``call``. The bytes of frames that wait, read ahead and checked, count for ``share`` in
+    ``budget``.
     """
 
     def __init__(
         self,
         call: RpcCall,
-        open_frame: Callable[[bytes], SealedFrame | None],
         config: RpcConfig,
         share: Share,
         budget: ByteBudget,
         silence_s: float | None = None,
     ) -> None:
         self._call = call
-        self._open_frame = open_frame
         self._silence_s = config.stall_timeout_s if silence_s is None else silence_s
         self._share = share
         self._max_frames = config.max_queued_frames
@@ -120,7 +117,7 @@ class Stream:
                 reading = self._begin_reading()
                 await asyncio.sleep(0)  # So that it is under way while this frame is verified.
                 with peer_boundary(self._call.who):
-                    frame = self._open_frame(raw)
+                    frame = self._call.open(raw)
                 if frame is None:
                     continue
                 if frame.header.kind == "end":

@@ -28,6 +28,7 @@ from trainer.network.rpc.channels import ClientCall
 from trainer.network.rpc.envelope import (
     HEARTBEAT,
     MAX_FRAME_BYTES,
+    EnvelopeHeader,
     SealedFrame,
     parse_header,
     seal,
@@ -285,9 +286,28 @@ class CallerEnd(RpcCall):
 
     _origin = "caller"
 
-    def __init__(self, call: ClientCall, who: str, counters: Counters) -> None:
+    def __init__(
+        self, call: ClientCall, who: str, counters: Counters, answered: Callable[[EnvelopeHeader], None]
+    ) -> None:
         super().__init__(who, counters)
         self._call = call
+        self._answered = answered
+        """Is told of the first frame that passes its checks."""
+
+    def open(self, raw: bytes) -> SealedFrame | None:
+        """Returns the frame that came, checked in full; raises PeerUnavailableError where it fails a check."""
+        try:
+            frame = super().open(raw)
+        except RefusedError as error:
+            raise PeerUnavailableError(self.complaint(error)) from None
+        if frame is not None and frame.header.sequence == 0:
+            self._answered(frame.header)
+        return frame
+
+    def complaint(self, error: RefusedError) -> str:
+        """Counts an answer that failed a check, and describes it."""
+        self._counters.count_refusal(error.reason)
+        return f"{self.who} gave an answer that fails a check ({error.reason}): {error}"
 
     async def _read(self) -> object:
         try:
