@@ -30,12 +30,7 @@ class Stream:
     """
 
     def __init__(
-        self,
-        call: RpcCall,
-        config: RpcConfig,
-        share: Share,
-        budget: ByteBudget,
-        silence_s: float | None = None,
+        self, call: RpcCall, config: RpcConfig, share: Share, budget: ByteBudget, silence_s: float | None = None
     ) -> None:
         self._call = call
         self._silence_s = config.stall_timeout_s if silence_s is None else silence_s

@@ -28,13 +28,7 @@ from trainer.network.discovery.announcement import Announcement
 from trainer.network.rpc.endpoint import Endpoint
 from trainer.network.rpc.messages import Peer, Reply
 from trainer.network.rpc.stream import Stream
-from trainer.network.transfer.descriptor import (
-    DESCRIPTOR_NAME,
-    DIGEST_BYTES,
-    Descriptor,
-    Expectation,
-    parse_descriptor,
-)
+from trainer.network.transfer.descriptor import DESCRIPTOR_NAME, DIGEST_BYTES, Descriptor, Expectation, parse_descriptor
 from trainer.network.transfer.donor import (
     CHUNKS_METHOD,
     DESCRIPTOR_METHOD,

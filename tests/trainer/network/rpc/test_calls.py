@@ -41,13 +41,6 @@ async def test_a_call_carries_body_and_payload_both_ways(tls: bool) -> None:
 
 
 @pytest.mark.slow
-@on_event_loop
-async def test_a_slow_handler_is_waited_for_far_beyond_the_stall_timeout() -> None:
-    async with endpoint_pair(heartbeat_s=0.05, stall_timeout_s=0.3) as (caller, callee):
-        await ask(caller, callee.peer, "slow", 1.0)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("ended_by", ["deadline", "cancellation", "the callee's own limit"])
 @on_event_loop
 async def test_the_end_of_a_call_cancels_its_handler(ended_by: str) -> None:
@@ -71,9 +64,9 @@ async def test_the_end_of_a_call_cancels_its_handler(ended_by: str) -> None:
 
 
 @on_event_loop
-async def test_calls_run_side_by_side_on_one_connection() -> None:
-    async with endpoint_pair() as (caller, callee):
-        await asyncio.gather(*(ask(caller, callee.peer, str(number), 0.2) for number in range(20)))
+async def test_calls_run_side_by_side_and_are_waited_for_far_beyond_the_stall_timeout() -> None:
+    async with endpoint_pair(heartbeat_s=0.05, stall_timeout_s=0.3) as (caller, callee):
+        await asyncio.gather(*(ask(caller, callee.peer, str(number), 1.0) for number in range(20)))
 
 
 @on_event_loop
@@ -271,10 +264,7 @@ async def test_both_halves_of_a_stream_hear_of_a_peers_end(method: str, signal_n
     with rpc_node() as node:
         async with running_endpoint() as caller:
             async with caller.open_stream(node.peer, method, Question(sleep_s=60), timeout_s=_LONG_S) as stream:
-                halves = [
-                    asyncio.create_task(_receive_for_ever(stream)),
-                    asyncio.create_task(_send_for_ever(stream)),
-                ]
+                halves = [asyncio.create_task(_receive_for_ever(stream)), asyncio.create_task(_send_for_ever(stream))]
                 await asyncio.sleep(0.5)
                 assert not any(half.done() for half in halves)
                 getattr(node, signal_name)()

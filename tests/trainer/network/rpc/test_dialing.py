@@ -176,8 +176,7 @@ def test_a_named_host_name_makes_its_kind_known(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("is_in_contact", "expected_s"),
-    [(False, [0, 20, 80, 260, 800, 2420]), (True, [0, 10, 40, *range(100, 3600, 60)])],
+    ("is_in_contact", "expected_s"), [(False, [0, 20, 80, 260, 800, 2420]), (True, [0, 10, 40, *range(100, 3600, 60)])]
 )
 def test_an_address_nobody_answered_at_is_tried_after_pauses_that_grow(
     is_in_contact: bool, expected_s: list[float]

@@ -176,9 +176,7 @@ async def test_a_silent_donor_is_dropped_and_the_time_is_kept_and_what_was_recei
 
 
 @on_event_loop
-async def test_donors_without_the_state_and_unreachable_ones_are_named_and_cost_nothing_but_time(
-    state: _State,
-) -> None:
+async def test_donors_without_the_state_and_unreachable_ones_are_named_and_cost_nothing_but_time(state: _State) -> None:
     missing = replace(state, digest="0" * 64)
     with pytest.raises(StateTransferError, match=r"no donor sent the descriptor .* is not here \(any more\)"):
         await missing.fetch(StateDonor, StateDonor)
