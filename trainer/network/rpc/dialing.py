@@ -68,8 +68,8 @@ class Dialing:
         self._allows_private = False
         self._kinds: set[HostKind] = {"public"}
         """Kinds of address that the operator has named."""
-        self._kinds_of_named: set[HostKind] = set()
-        """Among them, the kinds of the initial peers."""
+        self._is_public_named = False
+        """Whether an initial peer has a public address."""
         self._derived_kind: HostKind | None = None
         self._named: set[str] = set()
         self._named_sockets: set[Socket] = set()
@@ -89,7 +89,7 @@ class Dialing:
         self._resolving = asyncio.Semaphore(_MAX_RESOLVING)
         public = config.public_address
         for host in (config.host, split_address(public)[0] if has_port(public) else public):
-            self._learn_kind(host, self._kinds)
+            self._learn_kind(host)
 
     def guard(self, named: Iterable[str], *, allow_private: bool) -> None:
         """From now on judges addresses, because they may come from strangers.
@@ -103,7 +103,7 @@ class Dialing:
         for address in named:
             self._named.add(address)
             host = split_address(address)[0] if has_port(address) else address
-            self._learn_kind(host, self._kinds, self._kinds_of_named)
+            self._learn_kind(host, of_initial_peer=True)
 
     def listening_at(self, address: str, port: int) -> None:
         """Learns that this node is reached at ``address`` (``host:port``), and listens on ``port`` of its own host."""
@@ -143,7 +143,7 @@ class Dialing:
         hosts = await self._resolve(host)
         if peer.address in self._named:
             for ip in hosts:
-                self._learn_kind(ip, self._kinds, self._kinds_of_named)
+                self._learn_kind(ip, of_initial_peer=True)
                 self._named_sockets.add((ip, port))
             return tuple((ip, port) for ip in hosts)
         reason = "name"
@@ -191,7 +191,7 @@ class Dialing:
             return ""
         kind = host_kind(ip)
         # A machine in a private network: where no public node was named, the run is there.
-        is_derived = kind == self._derived_kind and "public" not in self._kinds_of_named
+        is_derived = kind == self._derived_kind and not self._is_public_named
         is_allowed = kind is None or kind in self._kinds or self._allows_private or is_derived
         if kind == "unusable" or not is_allowed:
             return "private"
@@ -238,8 +238,8 @@ class Dialing:
         remember(self._resolved, host, (self._clock() + _RESOLVED_FOR_S, hosts), _MAX_REMEMBERED)
         return hosts
 
-    def _learn_kind(self, host: str, *into: set[HostKind]) -> None:
+    def _learn_kind(self, host: str, *, of_initial_peer: bool = False) -> None:
         kind: HostKind | None = "loopback" if host == "localhost" else host_kind(host)
         if kind is not None and kind != "unusable":
-            for kinds in into:
-                kinds.add(kind)
+            self._kinds.add(kind)
+            self._is_public_named |= of_initial_peer and kind == "public"

@@ -30,13 +30,13 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 from typing_extensions import Buffer
 
 from trainer.errors import RefusedError, TrainerUsageError
 from trainer.network.rpc.config import MAX_PAYLOAD_BYTES
 from trainer.network.rpc.identity import Identity, verify_signature
-from trainer.network.rpc.messages import Reason
+from trainer.network.rpc.messages import Message, Reason
 
 MAGIC: Final = b"\x89GnR"
 PROTOCOL_VERSION: Final = 2
@@ -54,10 +54,8 @@ _Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _Counter = Annotated[int, Field(ge=0, lt=2**53)]
 
 
-class EnvelopeHeader(BaseModel):
+class EnvelopeHeader(Message):
     """What the sender signs about a frame."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
     kind: Literal["request", "open", "reply", "data", "end"]
     """request begins a call and reply ends it; open begins a stream, and data and end go in both its directions."""
