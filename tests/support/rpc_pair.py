@@ -14,6 +14,15 @@ from trainer.errors import RefusedError
 from trainer.network.rpc import Endpoint, Identity, Peer, Reply, Request, Stream
 
 
+class Clock:
+    """Tells the seconds that a test sets."""
+
+    now_s = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
 @asynccontextmanager
 async def running_endpoint(
     identity: Identity | None = None, run_id: str = RUN_ID, **options: object

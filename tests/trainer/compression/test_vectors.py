@@ -56,17 +56,8 @@ def test_round_trip_is_within_the_bound(name, values):
     assert torch.isfinite(decoded).all()
     assert ((decoded.double() - vector.double()).abs() <= BOUNDS[name](vector)).all()
     assert torch.equal(vector, torch.from_numpy(values)), "encoding changed its argument"
-
-
-@pytest.mark.slow
-@all_codecs
-@settings(max_examples=50, deadline=None)
-@given(values=vectors)
-def test_what_was_decoded_encodes_to_the_same_values(name, values):
-    codec = codec_named(name)
-    once = codec.decode(codec.encode(torch.from_numpy(values.copy())), len(values))
-    twice = codec.decode(codec.encode(once), len(values))
-    assert ((twice.double() - once.double()).abs() <= once.double().abs() * 1e-6).all()
+    again = codec.decode(codec.encode(decoded), len(vector))
+    assert ((again.double() - decoded.double()).abs() <= decoded.double().abs() * 1e-6).all()
 
 
 @all_codecs

@@ -108,7 +108,6 @@ class RpcCall(ABC):
         self._heartbeats: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()
         self._num_sent = 0
-        self._num_received = 0
         self._other_ended = False
 
     def bind(self, terms: CallTerms, identity: Identity, expected: frozenset[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.event_loop import on_event_loop
 from tests.support.raw_http2 import any_certificate
-from tests.support.rpc_pair import ask, running_endpoint, until
+from tests.support.rpc_pair import Clock, ask, running_endpoint, until
 from trainer.network.rpc import Endpoint
 from trainer.network.rpc.connections import AcceptedSockets, Connection, Connections, worst_connections
 from trainer.network.rpc.limits import (
@@ -26,15 +26,8 @@ from trainer.network.rpc.limits import (
 _where_visible = pytest.mark.skipif(not AcceptedSockets.are_visible(), reason="no /proc/self/fd here")
 
 
-class _Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def test_strangers_share_their_address_and_proven_peers_do_not() -> None:
-    standing = Standing(_Clock())
+    standing = Standing(Clock())
     standing.prove("good", "192.0.2.1")
     assert standing.share("good", "192.0.2.1") == Share("good", True)
     assert standing.share("other", "192.0.2.1") == Share("192.0.2.1", False)
@@ -44,7 +37,7 @@ def test_strangers_share_their_address_and_proven_peers_do_not() -> None:
 
 
 def test_an_address_has_so_many_proven_peers_and_the_first_stay() -> None:
-    clock = _Clock()
+    clock = Clock()
     standing = Standing(clock)
     for number in range(2 * MAX_PER_ADDRESS):
         clock.now_s += 1.0
@@ -63,7 +56,7 @@ def test_an_address_has_so_many_proven_peers_and_the_first_stay() -> None:
 
 
 def test_proven_and_greylisted_ones_are_bounded_in_all() -> None:
-    standing = Standing(_Clock())
+    standing = Standing(Clock())
     for number in range(MAX_PROVEN + 10):
         standing.prove(str(number), f"192.0.{number // 50}.{number % 50}")
     assert len(standing) == MAX_PROVEN
@@ -73,12 +66,12 @@ def test_proven_and_greylisted_ones_are_bounded_in_all() -> None:
 
 
 def test_an_address_is_greylisted_for_a_minute_after_its_strangers_let_answers_stall() -> None:
-    clock = _Clock()
+    clock = Clock()
     standing = Standing(clock)
     for _ in range(3):
         standing.let_stall("192.0.2.1")
     assert not standing.is_greylisted("192.0.2.1")
-    clock.now_s = 61.0
+    clock.now_s += 61.0
     standing.let_stall("192.0.2.1")
     assert not standing.is_greylisted("192.0.2.1")  # Those before are forgotten.
     for _ in range(3):
@@ -118,7 +111,7 @@ def test_near_the_limit_the_address_with_most_gives_way_and_proven_peers_keep_th
 
 
 def test_a_peer_is_proven_by_calls_in_good_order_for_a_while_on_one_connection() -> None:
-    clock = _Clock()
+    clock = Clock()
     standing = Standing(clock)
     connections = Connections(16, standing, clock)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.rpc_pair import Clock
 from trainer.errors import TrainerUsageError
 from trainer.network.rpc import Endpoint, Identity
 from trainer.network.rpc.config import RpcConfig, split_address
@@ -21,18 +22,11 @@ from trainer.network.rpc.remote_address import address_group, host_kind, is_priv
 _OWN = "f" * 64
 
 
-class _Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def _dialing(
-    *named: str, allow_private: bool = False, port: int = 4100, clock: _Clock | None = None, **config: Any
+    *named: str, allow_private: bool = False, port: int = 4100, clock: Clock | None = None, **config: Any
 ) -> Dialing:
     rpc = RpcConfig(**({"host": "8.8.8.8"} | config))
-    dialing = Dialing(rpc, _OWN, clock or _Clock())
+    dialing = Dialing(rpc, _OWN, clock or Clock())
     dialing.guard(named, allow_private=allow_private)
     dialing.listening_at(f"{rpc.host if rpc.host != '0.0.0.0' else '192.168.1.5'}:{port}", port)
     return dialing
@@ -181,11 +175,11 @@ def test_a_named_host_name_makes_its_kind_known(monkeypatch: pytest.MonkeyPatch)
 def test_an_address_nobody_answered_at_is_tried_after_pauses_that_grow(
     is_in_contact: bool, expected_s: list[float]
 ) -> None:
-    clock = _Clock()
+    clock = Clock()
     dialing = _dialing(clock=clock)
     tries_s = []
     for _ in range(3600):
-        clock.now += 1.0
+        clock.now_s += 1.0
         if is_in_contact:
             dialing.in_contact("1.1.1.1")
         try:
@@ -193,7 +187,7 @@ def test_an_address_nobody_answered_at_is_tried_after_pauses_that_grow(
         except DialRefusedError as error:
             assert error.reason == "pause"
         else:
-            tries_s.append(clock.now - 1001.0)
+            tries_s.append(clock.now_s - 1_000_001.0)
     assert tries_s == expected_s
 
 
@@ -213,7 +207,7 @@ def test_where_a_node_answers_there_is_no_limit_until_it_has_been_gone_for_long(
 
 @pytest.mark.slow
 def test_a_host_that_is_silent_is_not_scanned() -> None:
-    clock = _Clock()
+    clock = Clock()
     dialing = _dialing(clock=clock)
 
     def num_tried(first_port: int, host: str = "1.1.1.1") -> int:
@@ -228,15 +222,15 @@ def test_a_host_that_is_silent_is_not_scanned() -> None:
         return count
 
     assert num_tried(5000) == 8
-    clock.now += 60
+    clock.now_s += 60
     assert num_tried(6000) == 6
     assert num_tried(6000, "[2606:4700::1]") + num_tried(6000, "[2606:4700::2]") == 8  # One /64.
     dialing.in_contact("1.1.1.1")  # Many nodes behind one address, one of which calls.
     assert num_tried(7000) == 64
-    clock.now += 60
+    clock.now_s += 60
     assert num_tried(7200) == 60
     for port in range(8000, 8200):  # All of which answer.
-        clock.now += 1
+        clock.now_s += 1
         _admit(dialing, f"1.1.1.1:{port}")
         dialing.answered(("1.1.1.1", port))
     assert dialing.num_dials("1.1.1.1") == 64
@@ -248,10 +242,10 @@ def test_a_host_that_is_silent_is_not_scanned() -> None:
 
 @pytest.mark.slow
 def test_what_is_remembered_is_bounded() -> None:
-    clock = _Clock()
+    clock = Clock()
     dialing = _dialing(clock=clock)
     for number in range(5000):
-        clock.now += 0.025  # 40 a second, as many as discovery tries.
+        clock.now_s += 0.025  # 40 a second, as many as discovery tries.
         host = f"1.2.{number // 250}.{number % 250}"
         _admit(dialing, f"{host}:4100")
         dialing.in_contact(host)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.support.event_loop import on_event_loop
 from tests.support.raw_http2 import NoWindow, no_window_connection
 from tests.support.rpc_node import RUN_ID, Question
-from tests.support.rpc_pair import ask, refused, running_endpoint, until
+from tests.support.rpc_pair import Clock, ask, refused, running_endpoint, until
 from trainer.errors import RefusedError
 from trainer.network.rpc import Endpoint, Identity
 from trainer.network.rpc.limits import ByteBudget, ReplayGuard, Share, Slot, Slots
@@ -255,14 +255,7 @@ async def test_a_greylisted_address_has_one_call_of_a_connection_served_at_a_tim
 
 
 _WINDOW_S = 100.0
-_START = 1_000_000.0
-
-
-class _Clock:
-    now = _START
-
-    def __call__(self) -> float:
-        return self.now
+_START = Clock.now_s
 
 
 def _guard(clock: Callable[[], float], *, total: int = 1000, per_peer: int = 1000) -> ReplayGuard:
@@ -281,7 +274,7 @@ def _take(guard: ReplayGuard, sender: str, nonce: int, sent_at: float, address: 
 
 
 def test_a_second_time_and_a_wrong_clock_are_refused_but_not_another_sender() -> None:
-    guard = _guard(_Clock())
+    guard = _guard(Clock())
     assert [_take(guard, sender, 1, _START) for sender in ("a", "a", "b", "b")] == ["taken", "replayed"] * 2
     # One nonce with another time is still one request.
     assert [_take(guard, "a", 2, _START + offset_s) for offset_s in (-90, 90)] == ["taken", "replayed"]
@@ -291,50 +284,50 @@ def test_a_second_time_and_a_wrong_clock_are_refused_but_not_another_sender() ->
 
 
 def test_when_full_the_new_are_refused_and_the_old_stay_known() -> None:
-    clock = _Clock()
+    clock = Clock()
     guard = _guard(clock, per_peer=3)
     assert [_take(guard, "a", nonce, _START) for nonce in range(4)] == ["taken"] * 3 + ["rate"]
     assert [_take(guard, "a", nonce, _START) for nonce in range(3)] == ["replayed"] * 3
     assert _take(guard, "b", 0, _START) == "taken"
-    clock.now += 2.2 * _WINDOW_S
-    assert _take(guard, "a", 9, clock.now) == "taken"
+    clock.now_s += 2.2 * _WINDOW_S
+    assert _take(guard, "a", 9, clock.now_s) == "taken"
     assert len(guard) == 1
     guard = _guard(clock, total=50)
-    taken = [_take(guard, str(sender), 0, clock.now) for sender in range(1000)]
+    taken = [_take(guard, str(sender), 0, clock.now_s) for sender in range(1000)]
     assert taken == ["taken"] * 50 + ["rate"] * 950 and len(guard) == 50
 
 
 def test_one_address_cannot_use_up_what_is_remembered_for_all() -> None:
     """However many senders it pretends to be and whatever clock; and it gets on again within seconds all the time."""
-    clock = _Clock()
+    clock = Clock()
     guard = _guard(clock, total=4000)
     taken = 0
     for second in range(600):
-        clock.now += 1.0
-        flood = [_take(guard, f"{second}.{it}", it, clock.now + 90, "198.51.100.7") for it in range(30)]
+        clock.now_s += 1.0
+        flood = [_take(guard, f"{second}.{it}", it, clock.now_s + 90, "198.51.100.7") for it in range(30)]
         taken += flood.count("taken")
         assert set(flood) <= {"taken", "rate"}
         assert flood.count("taken") >= 3
         assert len(guard) <= 1000
     assert taken < 30 * 600 / 4
-    assert _take(guard, "of another host", 0, clock.now, "192.0.2.1") == "taken"
-    assert _take(guard, "proven", 0, clock.now) == "taken"
+    assert _take(guard, "of another host", 0, clock.now_s, "192.0.2.1") == "taken"
+    assert _take(guard, "proven", 0, clock.now_s) == "taken"
 
 
 def test_many_addresses_leave_a_quarter_to_proven_senders() -> None:
-    guard = _guard(_Clock(), total=400)
+    guard = _guard(Clock(), total=400)
     taken = [_take(guard, f"{it}", 0, _START, f"192.0.2.{it}") for it in range(400)]
     assert taken == ["taken"] * 300 + ["rate"] * 100
     assert [_take(guard, "proven", nonce, _START) for nonce in range(101)] == ["taken"] * 100 + ["rate"]
 
 
 def test_a_clock_set_back_reopens_nothing() -> None:
-    clock = _Clock()
+    clock = Clock()
     guard = _guard(clock)
     assert _take(guard, "a", 1, _START) == "taken"
-    clock.now += 300
-    assert _take(guard, "a", 2, clock.now) == "taken"
-    clock.now = _START
+    clock.now_s += 300
+    assert _take(guard, "a", 2, clock.now_s) == "taken"
+    clock.now_s = _START
     assert _take(guard, "a", 1, _START) == "clock"
 
 
@@ -343,12 +336,12 @@ def test_a_clock_set_back_reopens_nothing() -> None:
 )
 def test_no_message_is_ever_taken_twice(events: list[tuple[int, int, float, float]]) -> None:
     """Whatever is sent again, at whatever times, under a clock that jumps both ways."""
-    clock = _Clock()
+    clock = Clock()
     guard = _guard(clock, per_peer=8, total=20)
     seen: list[tuple[str, int, float]] = []
     for sender, nonce, offset_s, jump_s in events:
-        clock.now += jump_s
-        message = (str(sender), nonce, clock.now + offset_s)
+        clock.now_s += jump_s
+        message = (str(sender), nonce, clock.now_s + offset_s)
         for candidate in [message, *seen]:
             if _take(guard, *candidate) == "taken":
                 assert candidate not in seen
@@ -386,9 +379,9 @@ def test_a_token_given_back_can_be_taken_again_and_no_bucket_overflows() -> None
 
 
 def test_full_buckets_are_not_remembered() -> None:
-    clock = _Clock()
+    clock = Clock()
     buckets = TokenBuckets(8.0, 1.0, clock)
     for number in range(50_000):
-        clock.now += 0.01
+        clock.now_s += 0.01
         buckets.take(str(number))
     assert len(buckets) <= 8192
