@@ -277,6 +277,7 @@ def test_donors_that_die_or_stop_in_mid_transfer_cost_nobody_the_state(state: _S
             peers = [killed.peer, stopped.peer, good.peer]
             fetching = asyncio.create_task(state.fetch_from(endpoint, peers, timeout_s=60))
             while endpoint.counters.received_bytes < 3 << 20:
+                assert not fetching.done()
                 await asyncio.sleep(0.01)
             killed.process.send_signal(signal.SIGKILL)
             stopped.process.send_signal(signal.SIGSTOP)
