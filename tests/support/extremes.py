@@ -9,8 +9,6 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-__all__ = ["EXAMPLES", "INTEGERS", "NUMBERS", "SHAPES", "changed", "damaged", "outcome"]
-
 EXAMPLES = settings(
     max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -26,14 +24,8 @@ INTEGERS = st.sampled_from([0, -1, 1, *_BORDERS]) | st.integers(-(2**130), 2**13
 """Of any size, mostly beside a border."""
 NUMBERS = INTEGERS | st.floats(allow_nan=False, allow_infinity=False) | st.sampled_from([1e308, 5e-324, -0.0])
 SHAPES = st.lists(st.sampled_from([0, 0, 1, 2, 3, 2**24, 2**31, 2**47, 2**48 - 1]) | st.integers(0, 2**49), max_size=6)
-_VALUES = st.one_of(
-    NUMBERS,
-    st.none(),
-    st.booleans(),
-    st.text(max_size=8),
-    st.lists(NUMBERS, max_size=3),
-    st.dictionaries(st.text(max_size=4), NUMBERS, max_size=2),
-)
+_CONTAINERS = st.lists(NUMBERS, max_size=3) | st.dictionaries(st.text(max_size=4), NUMBERS, max_size=2)
+_VALUES = NUMBERS | st.none() | st.booleans() | st.text(max_size=8) | _CONTAINERS
 
 
 @st.composite

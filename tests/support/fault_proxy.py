@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
 from typing import Any, Self
 
 _HANG_AT_MOST_S = 60.0
@@ -54,6 +53,7 @@ class Fault(Enum):
     STALE = "the first answer there was to the same request (GET only)"
 
 
+_UNASKED_FAULTS = {Fault.ERROR_500, Fault.SLOW_DOWN, Fault.TOO_MANY, Fault.HANG, Fault.CUT_BEFORE}
 _BODY_FAULTS = {Fault.SHORT_BODY, Fault.CUT_BODY, Fault.BIT_FLIP, Fault.DRIP, Fault.STALE}
 WRITE_FAULTS = tuple(fault for fault in Fault if fault not in _BODY_FAULTS)
 READ_FAULTS = (
@@ -146,17 +146,11 @@ class FaultProxy:
         alter: Callable[[Request, Reply], Reply] | None = None,
         retry_after: str = "1",
     ) -> None:
-        """Describes the proxy.
+        """Describes the proxy of the real server at ``target_port``.
 
-        Args:
-            target_port: of the real server, on 127.0.0.1.
-            seed: of the schedule.
-            rate: share of the requests that suffer a fault.
-            faults: which they are drawn from.
-            only: requests it is false for always pass and do not count.
-            answer: replies in the server's place where it does not return None; asked before any fault.
-            alter: changes what the server replied, before any fault.
-            retry_after: the header of `Fault.TOO_MANY`.
+        A share ``rate`` of the requests suffers one of ``faults``; those that ``only`` is false for pass and do not
+        count. ``answer`` replies in the server's place where it does not return None, and ``alter`` changes what the
+        server replied, both before any fault. ``retry_after`` is the header of `Fault.TOO_MANY`.
         """
         self.injected: Counter[Fault] = Counter()
         self.passed: list[Request] = []
@@ -177,8 +171,7 @@ class FaultProxy:
     @property
     def port(self) -> int:
         """Where the proxy listens."""
-        if self._server is None:
-            raise RuntimeError("the proxy has not been started")
+        assert self._server is not None, "the proxy has not been started"
         return int(self._server.server_address[1])
 
     @property
@@ -210,9 +203,7 @@ class FaultProxy:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def handle(self, request: Request, client: socket.socket) -> Reply | None:
@@ -236,33 +227,23 @@ class FaultProxy:
     def _suffer(
         self, fault: Fault | None, request: Request, client: socket.socket, draw: random.Random
     ) -> Reply | None:
+        reply = None if fault in _UNASKED_FAULTS else self._asked(request)
         match fault:
-            case Fault.ERROR_500:
+            case Fault.ERROR_500 | Fault.LATE_500:
                 return _s3_error(500, "InternalError")
             case Fault.SLOW_DOWN:
                 return _s3_error(503, "SlowDown")
             case Fault.TOO_MANY:
                 return Reply(429, headers=(("Retry-After", self._retry_after),))
-            case Fault.HANG:
+            case Fault.HANG | Fault.LOST_ACK_HANG:
                 return self._hang(client)
-            case Fault.CUT_BEFORE:
+            case Fault.CUT_BEFORE | Fault.LOST_ACK:
                 return None
-            case _:
-                reply = self._asked(request)
-        match fault:
-            case Fault.LOST_ACK:
-                return None
-            case Fault.LOST_ACK_HANG:
-                return self._hang(client)
-            case Fault.LATE_500:
-                return _s3_error(500, "InternalError")
             case Fault.LATENCY:
                 self.pause(_LATENCY_S)
-                return reply
             case Fault.STALE:
                 return self._remembered.get((request.method, request.path), reply)
-            case _:
-                return reply if reply is None or fault is None else _damaged(fault, reply, draw)
+        return reply if reply is None or fault is None else _damaged(fault, reply, draw)
 
     def _asked(self, request: Request) -> Reply | None:
         """What the server replies, altered and remembered."""
@@ -274,12 +255,10 @@ class FaultProxy:
         return reply
 
     def _hang(self, client: socket.socket) -> None:
-        waited = 0.0
-        while waited < _HANG_AT_MOST_S and not self._stopping.is_set():
+        for _ in range(int(_HANG_AT_MOST_S / 0.1)):
             readable, _, _ = select.select([client], [], [], 0.1)
-            if readable:  # The client closed its end; nothing else comes, since the request was read whole.
-                return
-            waited += 0.1
+            if readable or self._stopping.is_set():
+                return  # The client closed its end; nothing else comes, since the request was read whole.
 
     def _forward(self, request: Request) -> Reply | None:
         connection = http.client.HTTPConnection("127.0.0.1", self._target_port, timeout=_FORWARD_TIMEOUT_S)
@@ -294,9 +273,8 @@ class FaultProxy:
             with self._schedule.lock:
                 self.passed.append(Request(request.method, request.path, request.headers, b""))
             hop = ("connection", "transfer-encoding", "keep-alive")
-            return Reply(
-                response.status, body, tuple(item for item in response.getheaders() if item[0].lower() not in hop)
-            )
+            headers = tuple(item for item in response.getheaders() if item[0].lower() not in hop)
+            return Reply(response.status, body, headers)
         except (OSError, http.client.HTTPException):
             return None  # The server is down or being killed by the test: to the client, a cut connection.
         finally:

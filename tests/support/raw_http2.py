@@ -16,8 +16,6 @@ from trainer.network.rpc.channels import METHOD_PATH
 from trainer.network.rpc.envelope import seal
 from trainer.network.rpc.identity import certificate_digest
 
-__all__ = ["NoWindow", "any_certificate", "no_window_connection"]
-
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _SETTINGS, _PING = 0, 1, 4, 6
 _END_STREAM, _ACK, _END_HEADERS = 1, 1, 4

@@ -1,8 +1,4 @@
-"""A node that only answers, as a process of its own that tests can stop, continue and kill; and what it answers.
-
-Run as ``python -m tests.support.rpc_node``: reads its settings as one JSON line, prints where it is reached, and ends
-with its standard input.
-"""
+"""A node that only answers, as a process of its own that tests can stop, continue and kill; and what it answers."""
 
 from __future__ import annotations
 
@@ -17,17 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.network.rpc import (
-    Endpoint,
-    Identity,
-    Message,
-    Peer,
-    Reply,
-    Request,
-    RpcConfig,
-    Stream,
-    load_or_create_identity,
-)
+from trainer.network.rpc import Endpoint, Identity, Message, Peer, Reply, Request, RpcConfig, Stream
+from trainer.network.rpc.identity import load_or_create_identity
 
 RUN_ID = "test-run"
 FAST = {"host": "127.0.0.1", "heartbeat_s": 0.1, "stall_timeout_s": 1.0, "stop_grace_s": 0.2}
@@ -35,16 +22,12 @@ FAST = {"host": "127.0.0.1", "heartbeat_s": 0.1, "stall_timeout_s": 1.0, "stop_g
 
 
 class Question(Message):
-    """What tests ask."""
-
     text: str = ""
     numbers: tuple[int, ...] = ()
     sleep_s: float = 0.0
 
 
 class Answer(Message):
-    """What they get."""
-
     text: str = ""
     cancelled: int = 0
 
@@ -106,8 +89,6 @@ def register_test_methods(endpoint: Endpoint) -> None:
 
 @dataclass
 class RpcNode:
-    """A running one."""
-
     process: subprocess.Popen[str]
     peer: Peer
 
@@ -133,46 +114,28 @@ class RpcNode:
 @contextmanager
 def rpc_node(*, identity_path: str = "", **options: object) -> Iterator[RpcNode]:
     """Starts a node in another process, and kills it at the end."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.rpc_node"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        settings = {"identity_path": identity_path, "options": {**FAST, "tls": False, **options}}
-        process.stdin.write(json.dumps(settings) + "\n")
-        process.stdin.flush()
-        said = json.loads(process.stdout.readline())
-        certificate = said["certificate"]
-        yield RpcNode(process, Peer(said["peer_id"], said["address"], certificate.encode() if certificate else None))
-    finally:
-        process.kill()
-        process.wait()
-        process.stdin.close()
-        process.stdout.close()
+    command = [sys.executable, "-m", "tests.support.rpc_node", identity_path, json.dumps(options)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            peer_id, address, certificate = json.loads(process.stdout.readline())
+            yield RpcNode(process, Peer(peer_id, address, certificate.encode() or None))
+        finally:
+            process.kill()
 
 
 async def _serve(identity_path: str, options: dict[str, object]) -> None:
+    """Prints where it is reached, and ends with its standard input."""
     identity = load_or_create_identity(identity_path) if identity_path else Identity.create()
-    endpoint = Endpoint(identity, RUN_ID, RpcConfig(**options))  # type: ignore[arg-type]
+    endpoint = Endpoint(identity, RUN_ID, fast_config(**options))
     register_test_methods(endpoint)
     await endpoint.start()
-    certificate = endpoint.certificate.decode() if endpoint.certificate else ""
-    said = {"peer_id": endpoint.peer_id, "address": endpoint.address, "certificate": certificate}
-    sys.stdout.write(json.dumps(said) + "\n")
+    said = json.dumps([endpoint.peer_id, endpoint.address, (endpoint.certificate or b"").decode()])
+    sys.stdout.write(said + "\n")
     sys.stdout.flush()
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     await endpoint.stop()
 
 
-def main() -> None:
-    """The process."""
-    settings = json.loads(sys.stdin.readline())
-    asyncio.run(_serve(settings["identity_path"], settings["options"]))
-
-
 if __name__ == "__main__":
-    main()
+    asyncio.run(_serve(sys.argv[1], json.loads(sys.argv[2])))

@@ -5,12 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
 import pytest
 
 from tests.support.rpc_node import RUN_ID, Answer, Question, fast_config, register_test_methods
 from trainer.errors import RefusedError
 from trainer.network.rpc import Endpoint, Identity, Peer, Reply, Request, Stream
+
+
+class Clock:
+    """Tells the seconds that a test sets."""
+
+    now_s = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
 
 
 @asynccontextmanager
@@ -54,19 +64,11 @@ async def open_stream(
 
 
 async def ask(
-    caller: Endpoint,
-    peer: Peer,
-    text: str = "",
-    sleep_s: float = 0.0,
-    *,
-    payload: bytes = b"",
-    timeout_s: float = 20.0,
-    stall_timeout_s: float | None = None,
+    caller: Endpoint, peer: Peer, text: str = "", sleep_s: float = 0.0, *, timeout_s: float = 20.0, **options: Any
 ) -> Reply[Answer]:
-    """Calls ``test/echo``; the reply is what was asked."""
+    """Calls ``test/echo``, with a payload and ``stall_timeout_s`` as `Endpoint.call`; the reply is what was asked."""
     question = Question(text=text, sleep_s=sleep_s)
-    options = {"payload": payload, "timeout_s": timeout_s, "stall_timeout_s": stall_timeout_s}
-    reply = await caller.call(peer, "test/echo", question, Answer, **options)  # type: ignore[arg-type]
+    reply = await caller.call(peer, "test/echo", question, Answer, timeout_s=timeout_s, **options)
     assert reply.body.text == text
     return reply
 

@@ -14,15 +14,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig
 from trainer.network.transfer import Expectation, StateConfig, StateDonor, fetch_state
-
-__all__ = ["Actor", "actors", "peer_fields"]
 
 _ROOT = Path(__file__).parents[2]
 
@@ -49,23 +47,18 @@ class Actor:
 @contextmanager
 def actors(*options: dict[str, Any]) -> Iterator[list[Actor]]:
     """Starts a process for each, all at once, and kills them at the end."""
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    started: list[Actor] = []
-    try:
+    with ExitStack() as stack:
+        started = []
         for each in options:
             command = [sys.executable, "-m", "tests.support.state_actor", json.dumps(each)]
-            started.append(Actor(subprocess.Popen(command, cwd=_ROOT, **pipes)))
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_ROOT)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            started.append(Actor(process))
         for one in started:
             one.said = one.read_line()
             assert one.said, f"expected the actor to start, found it ended with {one.process.wait(10)}"
         yield started
-    finally:
-        for one in started:
-            one.process.kill()
-            one.process.wait(10)
-            for pipe in (one.process.stdin, one.process.stdout):
-                if pipe is not None:
-                    pipe.close()
 
 
 def peer_fields(peer: Peer) -> list[str]:

@@ -4,14 +4,10 @@
     payload = codec.encode(vector)                   # a read-only view of bytes, good for one message
     codec.decode(payload, vector.numel(), out=row)   # into memory the caller already has
 
-Guarantees: a codec keeps no state; decoding is a pure function of the bytes, the same bits on every machine; a buffer
-that no honest encoder made is a ``CodecError``, never a crash, a silent wrong value or an allocation of the sender's
-choosing; the error of each codec is bounded and stated with it. What an encoding leaves out, the residual, is added to
-the next contribution (`trainer.collective`).
-
-The trade-off: int8 is a plain absmax grid over blocks of 1,024 values (3.98 times fewer bytes than fp32), because one
-core encodes 6 GB/s of fp32 that way and decodes 12. Error feedback removes the bias that a finer grid would cost time
-to avoid.
+Guarantees: decoding is a pure function of the bytes, the same bits on every machine; a buffer that no honest encoder
+made is a ``CodecError``, never a crash, a silent wrong value or an allocation of the sender's choosing; each codec
+states its error. The trade-off: int8 is a plain absmax grid, because one core encodes 6 GB/s of fp32 that way and
+decodes 12; error feedback (`trainer.collective`) removes the bias that a finer grid would cost time to avoid.
 """
 
 from __future__ import annotations
@@ -61,21 +57,19 @@ if sys.byteorder != "little":  # pragma: no cover - no machine with torch wheels
 
 
 class Codec(ABC):
-    """Encodes vectors as bytes and decodes them."""
+    """Encodes vectors as bytes and decodes them; keeps no state."""
 
     name: ClassVar[CodecName]
-    """As in configurations and messages."""
     block_values: ClassVar[int] = 1
     """Values that share a scale; parts of a vector are cut at blocks."""
+    _value_bytes: ClassVar[int]
+    _scale_bytes: ClassVar[int] = 0
+    """Of each block."""
 
     def encode(self, vector: Tensor) -> memoryview:
-        """Encodes a vector.
+        """Encodes a vector, fp32[n], contiguous, on the CPU.
 
-        Args:
-            vector: fp32[n], contiguous, on the CPU.
-
-        Returns:
-            Read-only bytes. They may share memory with ``vector``: send or copy them before it changes.
+        The bytes are read-only and may share memory with ``vector``: send or copy them before it changes.
 
         Raises:
             CodecError: NaN or infinity in the vector, or it is not such a vector.
@@ -86,14 +80,8 @@ class Codec(ABC):
     def decode(self, buffer: Buffer, num_values: int, out: Tensor | None = None) -> Tensor:
         """Decodes what ``encode`` returned, or a stranger sent; its size is checked before anything is allocated.
 
-        Args:
-            buffer: contiguous bytes.
-            num_values: expected number of values.
-            out: fp32[num_values], contiguous; written and returned instead of a new vector.
-
-        Returns:
-            fp32[num_values], sharing no memory with ``buffer``. fp32 and fp16 carry NaN and infinity as they came:
-            see ``trainer.aggregation.finite_rows``.
+        Returns ``out``, or a new fp32[num_values] that shares no memory with ``buffer``. fp32 and fp16 carry NaN and
+        infinity as they came: see ``trainer.aggregation.finite_rows``.
 
         Raises:
             CodecError: the buffer has another size, or no honest encoder made it, or ``out`` does not fit.
@@ -106,8 +94,6 @@ class Codec(ABC):
                 f"{self.name}: expected {self.encoded_bytes(num_values)} bytes for {num_values} values, found "
                 f"{view.nbytes}; drop the message"
             )
-        if num_values < 0:
-            raise CodecError(f"expected 0 or more values, found {num_values}")
         vector = torch.empty(num_values, dtype=torch.float32) if out is None else out
         _check_vector(vector)
         if vector.numel() != num_values:
@@ -115,13 +101,13 @@ class Codec(ABC):
         self._decode(np.frombuffer(view, dtype=np.uint8), vector)
         return vector
 
+    def encoded_bytes(self, num_values: int) -> int:
+        """Returns the size of an encoding."""
+        return num_values * self._value_bytes + -(-num_values // self.block_values) * self._scale_bytes
+
     def values_per_part(self, part_bytes: int = 1 << 20) -> int:
         """Returns how many values fit ``part_bytes``, in whole blocks; at least one block."""
         return max(1, part_bytes // self.encoded_bytes(self.block_values)) * self.block_values
-
-    @abstractmethod
-    def encoded_bytes(self, num_values: int) -> int:
-        """Returns the size of an encoding, in bytes."""
 
     @abstractmethod
     def _encode(self, vector: Tensor) -> memoryview: ...
@@ -134,10 +120,7 @@ class Fp32Codec(Codec):
     """Little-endian fp32: lossless, and encoding shares the vector's memory."""
 
     name: ClassVar[CodecName] = "fp32"
-
-    def encoded_bytes(self, num_values: int) -> int:
-        """See ``Codec.encoded_bytes``."""
-        return 4 * num_values
+    _value_bytes: ClassVar[int] = 4
 
     def _encode(self, vector: Tensor) -> memoryview:
         _finite_extremes(self.name, vector)
@@ -156,10 +139,7 @@ class Fp16Codec(Codec):
     """
 
     name: ClassVar[CodecName] = "fp16"
-
-    def encoded_bytes(self, num_values: int) -> int:
-        """See ``Codec.encoded_bytes``."""
-        return 2 * num_values
+    _value_bytes: ClassVar[int] = 2
 
     def _encode(self, vector: Tensor) -> memoryview:
         smallest, largest = _finite_extremes(self.name, vector)
@@ -184,16 +164,13 @@ class Int8Codec(Codec):
 
     name: ClassVar[CodecName] = "int8"
     block_values: ClassVar[int] = BLOCK_VALUES
-
-    def encoded_bytes(self, num_values: int) -> int:
-        """See ``Codec.encoded_bytes``."""
-        return num_values + 4 * _num_blocks(num_values)
+    _value_bytes: ClassVar[int] = 1
+    _scale_bytes: ClassVar[int] = 4
 
     def _encode(self, vector: Tensor) -> memoryview:
         num_values, num_whole = vector.numel(), vector.numel() // BLOCK_VALUES
         encoded = torch.empty(self.encoded_bytes(num_values), dtype=torch.int8)
-        scales = encoded[: 4 * _num_blocks(num_values)].view(torch.float32)
-        levels = encoded[4 * _num_blocks(num_values) :]
+        scales, levels = encoded[: encoded.numel() - num_values].view(torch.float32), encoded[-num_values:]
         split = num_whole * BLOCK_VALUES
         if num_whole:
             whole = vector[:split].view(-1, BLOCK_VALUES)
@@ -203,21 +180,24 @@ class Int8Codec(Codec):
         return encoded.numpy().view(np.uint8).data.toreadonly()
 
     def _decode(self, encoded: NDArray[np.uint8], out: Tensor) -> None:
-        num_values = out.numel()
-        num_blocks, num_whole = _num_blocks(num_values), num_values // BLOCK_VALUES
+        num_values, num_whole = out.numel(), out.numel() // BLOCK_VALUES
+        if not num_values:
+            return
         # Copied once: a quarter of the vector's bytes, and torch warns of memory it may not write.
         copied = torch.empty(encoded.size, dtype=torch.int8)
         np.copyto(copied.numpy(), encoded.view(np.int8))
-        scales, levels = copied[: 4 * num_blocks].view(torch.float32), copied[4 * num_blocks :]
-        _check_scales(scales)
-        if num_values and int(levels.amin()) < -_LEVELS:
+        scales, levels = copied[:-num_values].view(torch.float32), copied[-num_values:]
+        smallest, largest = (float(extreme) for extreme in torch.aminmax(scales))
+        if not (smallest >= 0.0 and largest <= _MAX_SCALE):
+            raise CodecError(
+                f"int8: expected scales from 0 to {_MAX_SCALE:.4g}, found {smallest:.4g} to {largest:.4g}; drop the "
+                "message"
+            )
+        if int(levels.amin()) < -_LEVELS:
             raise CodecError("int8: expected levels from -127 to 127, found -128; drop the message")
         split = num_whole * BLOCK_VALUES
-        torch.mul(
-            levels[:split].view(-1, BLOCK_VALUES),
-            scales[:num_whole, None],
-            out=out[:split].view(-1, BLOCK_VALUES),
-        )
+        whole = levels[:split].view(-1, BLOCK_VALUES)
+        torch.mul(whole, scales[:num_whole, None], out=out[:split].view(-1, BLOCK_VALUES))
         torch.mul(levels[split:], scales[num_whole:], out=out[split:])
 
 
@@ -225,11 +205,7 @@ _CODECS: Final = MappingProxyType[str, Codec]({"fp32": Fp32Codec(), "fp16": Fp16
 
 
 def codec_named(name: str) -> Codec:
-    """Returns the codec of that name.
-
-    Raises:
-        TrainerUsageError: there is none.
-    """
+    """Returns the codec of that name. Raises TrainerUsageError: there is none."""
     if name not in _CODECS:
         raise TrainerUsageError(f"expected a codec of {', '.join(_CODECS)}, found {name!r}")
     return _CODECS[name]
@@ -253,33 +229,17 @@ def _finite_extremes(codec: CodecName, vector: Tensor) -> tuple[float, float]:
     return smallest, largest
 
 
-def _num_blocks(num_values: int) -> int:
-    return -(-num_values // BLOCK_VALUES)
-
-
-def _block_scales(blocks: Tensor) -> NDArray[np.float32]:
-    """The scale of each block of fp32[b, values of a block], 0 for one that is sent as zeros."""
-    # Reductions by torch (twice as fast), the few numbers that come of them by numpy (a fifth of the cost of a call).
-    magnitudes: NDArray[np.float32] = np.maximum(blocks.amax(1).numpy(), -blocks.amin(1).numpy())
-    if not np.isfinite(magnitudes).all():
-        raise CodecError("int8: expected finite values, found NaN or infinity; drop the contribution")
-    scales: NDArray[np.float32] = np.minimum(magnitudes / _LEVELS, _MAX_SCALE)
-    scales[magnitudes < SMALLEST_MAGNITUDE] = 0
-    return scales
-
-
 def _encode_blocks(blocks: Tensor, scales: Tensor, levels: Tensor) -> None:
-    """Writes the scale of every block and the nearest level of every value.
-
-    Args:
-        blocks: fp32[b, values of a block].
-        scales: fp32[b], written.
-        levels: int8[b, values of a block], written.
-    """
+    """Writes the scale of every block, fp32[b], and the nearest level of every value, int8[b, values of a block]."""
     scratch = torch.empty(min(_CHUNK_BLOCKS, len(blocks)), blocks.shape[1])
     for start in range(0, len(blocks), _CHUNK_BLOCKS):
         chunk = blocks[start : start + _CHUNK_BLOCKS]
-        found = _block_scales(chunk)
+        # Reductions by torch (twice as fast), the few numbers that come of them by numpy (a fifth of a call's cost).
+        magnitudes: NDArray[np.float32] = np.maximum(chunk.amax(1).numpy(), -chunk.amin(1).numpy())
+        if not np.isfinite(magnitudes).all():
+            raise CodecError("int8: expected finite values, found NaN or infinity; drop the contribution")
+        found: NDArray[np.float32] = np.minimum(magnitudes / _LEVELS, _MAX_SCALE)
+        found[magnitudes < SMALLEST_MAGNITUDE] = 0
         # A block that is sent as zeros is multiplied by 0.
         reciprocals = np.divide(np.float32(1), found, out=np.zeros_like(found), where=found > 0)
         scaled = torch.mul(chunk, torch.from_numpy(reciprocals)[:, None], out=scratch[: len(chunk)]).round_()
@@ -287,13 +247,3 @@ def _encode_blocks(blocks: Tensor, scales: Tensor, levels: Tensor) -> None:
             scaled.clamp_(-127, 127)
         scales[start : start + _CHUNK_BLOCKS] = torch.from_numpy(found)
         levels[start : start + _CHUNK_BLOCKS] = scaled
-
-
-def _check_scales(scales: Tensor) -> None:
-    if scales.numel() == 0:
-        return
-    smallest, largest = (float(extreme) for extreme in torch.aminmax(scales))
-    if not (smallest >= 0.0 and largest <= _MAX_SCALE):
-        raise CodecError(
-            f"int8: expected scales from 0 to {_MAX_SCALE:.4g}, found {smallest:.4g} to {largest:.4g}; drop the message"
-        )

@@ -6,13 +6,9 @@
     reply = await endpoint.call(peer, "round/propose", proposal, Verdict, timeout_s=30)
 
 Guarantees: no handler runs, and no answer is returned, before sender, recipient, run, clock, replay, signature and
-digest were checked. A peer that is stopped or dead is noticed after `stall_timeout_s` of silence, however long its
-handler may take. What peers can make this node hold is bounded for each peer, for each address and in all, and a slot
-that its holder leaves unused goes to the next caller. The trade-off: each frame is signed (50 µs) and verified (140 µs)
-by itself, so that any one of them proves to others what a peer said; at 1 MiB a frame that is some 7 % of the time that
-a frame takes over loopback.
-
-Modules are imported when one of their names is first used: gRPC (0.2 s) only where calls are made.
+digest were checked. A silent peer is noticed after `stall_timeout_s`. What peers can make this node hold is bounded for
+each peer, for each address and in all. The trade-off: each frame is signed (50 µs) and verified (140 µs) by itself, so
+that any one of them proves to others what a peer said. gRPC (0.2 s) is imported only where calls are made.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Where a peer's message becomes a value: a body that its model does not take, or an error that nobody foresaw.
+"""Where a peer's message becomes a value. An error that nobody foresaw beneath it is the peer's.
 
-Decoders raise this package's errors for what they know to be wrong. Beneath them are json, numpy, torch and gRPC, each
-with errors of its own. `peer_boundary` makes those the peer's errors: one that passed through would end the task that
-had asked, and with it the process.
+One that passed through would end the task that had asked, and with it the process.
 """
 
 from __future__ import annotations
@@ -19,8 +17,6 @@ from trainer.errors import MalformedAnswerError, RefusedError, TrainerError
 from trainer.network.rpc.envelope import SealedFrame, first_line
 from trainer.network.rpc.messages import Reason
 
-__all__ = ["parse_body", "peer_boundary"]
-
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
 logger = logging.getLogger(__name__)
@@ -28,12 +24,9 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def peer_boundary(who: str) -> Iterator[None]:
-    """Encloses the handling of one message of one peer, and nothing that is this node's own affair.
+    """Encloses the handling of one message of the peer ``who``, and nothing that is this node's own affair.
 
     Errors of this package, time-outs and cancellations pass through unchanged.
-
-    Args:
-        who: the peer, for messages.
 
     Raises:
         MalformedAnswerError: anything else was raised; logged with its traceback.
@@ -50,17 +43,12 @@ def peer_boundary(who: str) -> Iterator[None]:
 
 
 def parse_body(frame: SealedFrame, model: type[BodyT]) -> BodyT:
-    """Parses the body of a verified frame.
-
-    Raises:
-        RefusedError: ``body``: the model does not take it.
-    """
+    """Parses the body of a verified frame; raises RefusedError (``body``) where the model does not take it."""
+    expected = f"expected a body such as {model.__name__}"
     if frame.header.body is None:
-        raise RefusedError(Reason.BODY, f"expected a body such as {model.__name__}, found none")
+        raise RefusedError(Reason.BODY, f"{expected}, found none")
     try:
         # As JSON, not as the parsed object: strict models take a list for a tuple only where JSON has no tuples.
         return model.model_validate_json(json.dumps(frame.header.body))
     except ValidationError as error:
-        raise RefusedError(
-            Reason.BODY, f"expected a body such as {model.__name__}, found {first_line(error)}"
-        ) from None
+        raise RefusedError(Reason.BODY, f"{expected}, found {first_line(error)}") from None

@@ -1,11 +1,8 @@
 """Connections to peers: one gRPC channel for each (address, certificate), kept while it works.
 
-A channel that fails is dropped together with gRPC's backoff (1 s to 120 s by default), so that the next call tries anew
-at once: callers decide how often a dead peer is tried, and the first call finds a restarted one. Where addresses come
-from strangers `Dialing` sets the limit.
-
-Before a channel is opened, one connection fetches the certificate that is shown there. So an address that belongs to
-another service gets one connection, and no gRPC channel that keeps trying.
+A channel that fails is dropped together with gRPC's backoff, so that the next call tries anew at once: callers decide
+how often a dead peer is tried, and `Dialing` where addresses come from strangers. Before a channel is opened, one
+connection fetches the certificate that is shown there, so an address of another service gets no more than that.
 """
 
 from __future__ import annotations
@@ -32,26 +29,15 @@ from trainer.network.rpc.identity import CERTIFICATE_NAME, certificate_digest
 from trainer.network.rpc.messages import Peer, PeerId
 from trainer.network.rpc.token_buckets import remember
 
-__all__ = [
-    "METHOD_PATH",
-    "ChannelPool",
-    "ClientCall",
-    "PeerChannel",
-    "channel_options",
-    "fetch_certificate",
-    "generic_handler",
-]
-
 METHOD_PATH = "/genesis.trainer.Rpc/Exchange"
 """The one gRPC method; the signed header names the method of this protocol."""
 
 MAX_CHANNELS = 256
 
 WINDOW_BYTES = 8 << 20
-"""How much of a stream gRPC takes in before its reader asks for it.
+"""How much of a stream gRPC takes in before its reader asks for it (640 Mbit/s at 0.1 s there and back).
 
-Fixed, since gRPC's own guess of a connection's bandwidth times delay has no bound: on a busy machine it let 79 MiB
-pile up before a reader that had stopped. A connection of 0.1 s there and back carries 640 Mbit/s a stream with it.
+Fixed, since gRPC's own guess has no bound: on a busy machine it let 79 MiB pile up before a reader that had stopped.
 """
 
 _REFUSED = os.strerror(errno.ECONNREFUSED).lower()
@@ -94,9 +80,9 @@ class PeerChannel:
     """A channel to one peer, and the certificate it is bound to."""
 
     address: str
+    certificate_sha256: str
     where: Socket
     certificate_pem: bytes | None
-    certificate_sha256: str
     channel: aio.Channel
     calls: set[ClientCall] = field(default_factory=set)
 
@@ -133,26 +119,24 @@ class ChannelPool:
             PeerUnavailableError: it is not to be dialled, cannot be reached, or shows another certificate.
             TrainerUsageError: the address is malformed.
         """
-        expected = self._expected_certificate(peer)
+        expected = None
+        if self._config.tls:
+            expected = self._pins.get((peer.peer_id, peer.address)) if peer.certificate is None else peer.certificate
         if expected is not None or not self._config.tls:
             key = (peer.address, _digest_or_unavailable(peer, expected))
             if key in self._channels and not self._closed:
                 self._channels.move_to_end(key)
                 return self._channels[key]
         where, certificate = await self._find(peer, expected)
-        digest = _digest_or_unavailable(peer, certificate)
-        key = (peer.address, digest)
-        if key not in self._channels:
-            await self._make_room()
+        key = (peer.address, _digest_or_unavailable(peer, certificate))
+        for other in list(self._channels.values()) if key not in self._channels else ():
+            # A node that shows another certificate has restarted: its old channel would try to connect for ever.
+            if other.address == peer.address or (len(self._channels) >= MAX_CHANNELS and not other.calls):
+                await self._retire(other)
         if self._closed:
             raise PeerUnavailableError(f"{peer.address}: expected a running endpoint, found it stopped on this side")
         if key not in self._channels:
-            # A node that shows another certificate has restarted: its old channel would try to connect for ever.
-            for other in [it for it in self._channels.values() if it.address == peer.address]:
-                await self._retire(other)
-        if key not in self._channels:
-            channel = self._open_channel(where, certificate)
-            self._channels[key] = PeerChannel(peer.address, where, certificate, digest, channel)
+            self._channels[key] = PeerChannel(*key, where, certificate, self._open_channel(where, certificate))
         self._channels.move_to_end(key)
         return self._channels[key]
 
@@ -176,7 +160,8 @@ class ChannelPool:
         """Ends a call, whatever state it is in."""
         channel.calls.discard(call)
         call.cancel()
-        await self._close_if_unused(channel)
+        if channel in self._retired:
+            await self._retire(channel)
 
     async def close(self) -> None:
         """Ends all calls and connections."""
@@ -194,27 +179,12 @@ class ChannelPool:
         if self._channels.get(key) is channel:
             del self._channels[key]
             self._retired.add(channel)
-        await self._close_if_unused(channel)
-
-    async def _close_if_unused(self, channel: PeerChannel) -> None:
         if channel in self._retired and not channel.calls:
             self._retired.discard(channel)
             await channel.channel.close()
 
-    def _expected_certificate(self, peer: Peer) -> bytes | None:
-        """Returns the certificate that the peer has to show; None: any, or there is no TLS."""
-        if not self._config.tls:
-            return None
-        if peer.certificate is not None:
-            return peer.certificate
-        return self._pins.get((peer.peer_id, peer.address))
-
     async def _find(self, peer: Peer, expected: bytes | None) -> tuple[Socket, bytes | None]:
-        """Returns where the peer is, and its certificate.
-
-        Raises:
-            PeerUnavailableError: it cannot be reached, or does not show the expected certificate.
-        """
+        """Returns where the peer is, and its certificate, which must be the expected one."""
         shown = self._shown.get(peer.address)
         if shown is not None and expected is not None and shown[1] == expected:
             # The expected peer has shown itself there before, under whatever claim: no further dial is needed.
@@ -273,12 +243,6 @@ class ChannelPool:
         credentials = grpc.ssl_channel_credentials(root_certificates=certificate_pem)
         return aio.secure_channel(target, credentials, options=options)
 
-    async def _make_room(self) -> None:
-        for key, channel in list(self._channels.items()):
-            if len(self._channels) >= MAX_CHANNELS and not channel.calls:
-                del self._channels[key]
-                await channel.channel.close()
-
 
 def _digest_or_unavailable(peer: Peer, certificate_pem: bytes | None) -> str:
     if certificate_pem is None:
@@ -293,7 +257,7 @@ async def fetch_certificate(host: str, port: int, timeout_s: float) -> bytes:
     """Fetches the certificate (PEM) that is shown at an address: no more than a claim until a signed reply confirms it.
 
     Raises:
-        PeerUnavailableError: there is no such host, it cannot be reached, or nothing there speaks TLS, or not in time.
+        PeerUnavailableError: it cannot be reached, or nothing there speaks TLS, or not in time.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False

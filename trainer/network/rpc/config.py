@@ -1,13 +1,12 @@
 """Options of an endpoint; the defaults fit a node on the open internet with some tens of peers.
 
 They bound what peers can make a node hold: ``max_calls`` requests of one frame each, three frames of each of
-``max_streams`` streams (one that waits, one being verified, one being read) and ``max_queued_bytes`` beyond. That is
-some 0.9 GiB if many hostile peers use up every limit at once (one identity alone: 150 MiB; one host: 0.4 GiB). The
+``max_streams`` streams (one that waits, one being verified, one being read) and ``max_queued_bytes`` beyond. The
 ``max_remembered`` nonces take some 100 bytes each (600 if each is of another sender).
 
-Identities cost nothing, so peers that have not proven useful (`trainer.network.rpc.standing`) share by IP address, and
-by /64 in IPv6: half of ``max_calls`` and ``max_streams``, a quarter of ``max_connections`` and ``max_remembered``, and
-as many queued bytes as one peer. All of them together leave a quarter of everything to the proven ones.
+Peers that have not proven useful (`trainer.network.rpc.limits`) share by IP address, and by /64 in IPv6: half of
+``max_calls`` and ``max_streams``, a quarter of ``max_connections`` and ``max_remembered``, and as many queued bytes as
+one peer. All of them together leave a quarter of everything to the proven ones.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from dataclasses import dataclass, fields
 
 from trainer.errors import TrainerUsageError
 from trainer.network.rpc.messages import is_peer_id
-
-__all__ = ["MAX_PAYLOAD_BYTES", "RpcConfig", "has_port", "split_address"]
 
 MAX_PAYLOAD_BYTES = 1 << 20
 
@@ -78,13 +75,6 @@ class RpcConfig:
     """Among them, for one peer: with 120 s of skew, a steady 546 requests a second."""
 
     def __post_init__(self) -> None:
-        """Checks every value.
-
-        Raises:
-            TrainerUsageError: naming the field and its value.
-        """
-        if not 0 <= self.port <= 65535:
-            raise TrainerUsageError(f"rpc.port: expected 0 to 65535, found {self.port}")
         if has_port(self.public_address):
             try:
                 split_address(self.public_address)
@@ -92,18 +82,20 @@ class RpcConfig:
                 raise TrainerUsageError(f"rpc.public_address: {error}") from None
         for name in (field.name for field in fields(self)):
             value = getattr(self, name)
-            if name == "stop_grace_s":
-                if not (math.isfinite(value) and value >= 0):
-                    raise TrainerUsageError(f"rpc.{name}: expected seconds, 0 or more, found {value}")
+            if name == "port":
+                is_good, expected = 0 <= value <= 65535, "0 to 65535"
+            elif name == "stop_grace_s":
+                is_good, expected = math.isfinite(value) and value >= 0, "seconds, 0 or more"
             elif name.endswith("_s"):
-                if not (math.isfinite(value) and value > 0):
-                    raise TrainerUsageError(f"rpc.{name}: expected a positive number of seconds, found {value}")
-            elif name.startswith("max_") and value < 1:
-                raise TrainerUsageError(f"rpc.{name}: expected 1 or more, found {value}")
-        if self.stall_timeout_s < 2 * self.heartbeat_s:
+                is_good, expected = math.isfinite(value) and value > 0, "a positive number of seconds"
+            else:
+                is_good, expected = not name.startswith("max_") or value >= 1, "1 or more"
+            if not is_good:
+                raise TrainerUsageError(f"rpc.{name}: expected {expected}, found {value}")
+        least_s = 2 * self.heartbeat_s
+        if self.stall_timeout_s < least_s:
             raise TrainerUsageError(
-                f"rpc.stall_timeout_s: expected at least two heartbeats ({2 * self.heartbeat_s} s), "
-                f"found {self.stall_timeout_s}"
+                f"rpc.stall_timeout_s: expected at least two heartbeats ({least_s} s), found {self.stall_timeout_s}"
             )
         for peer_id in self.allowed_peers:
             if not is_peer_id(peer_id):
@@ -116,11 +108,7 @@ def has_port(address: str) -> bool:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Splits ``"host:port"`` or ``"[v6]:port"`` into the host without brackets and the port.
-
-    Raises:
-        TrainerUsageError: it is neither.
-    """
+    """Splits ``"host:port"`` or ``"[v6]:port"`` into host without brackets and port; TrainerUsageError: neither."""
     host, colon, port = address.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]

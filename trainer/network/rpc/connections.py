@@ -1,13 +1,10 @@
 """The connections that others have opened to this node: what is known of each, and which are closed under pressure.
 
 gRPC accepts connections from anyone up to a number, and has no hook that could prefer one to another. So a guard looks
-once a second at the sockets themselves (`AcceptedSockets`). It ends the connections that an address has beyond its
-share, and the worst of all where they are close to gRPC's limit: those on which no signed message came before
-those that have, idle ones before those with calls, the longest idle first. Connections of proven peers count against no
-share and stay. 1,000 idle connections cost 2 ms of the event loop a second.
-
-The guard also ends single connections: gRPC's server cannot break off a call whose caller takes nothing, it can only
-wait until the connection ends.
+once a second at the sockets themselves (1,000 idle connections cost 2 ms). It ends the connections that an address has
+beyond its share, and the worst of all close to gRPC's limit: those on which no signed message came before those that
+have, idle ones before those with calls, the longest idle first. Connections of proven peers stay. It also ends single
+ones: gRPC's server cannot break off a call whose caller takes nothing, only wait until the connection ends.
 """
 
 from __future__ import annotations
@@ -21,16 +18,14 @@ import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from trainer.network.rpc.limits import MIN_GOOD_CALLS, MIN_TENURE_S, Share, Standing
 from trainer.network.rpc.messages import PeerId
 from trainer.network.rpc.remote_address import address_group, parse_ip
-from trainer.network.rpc.standing import MIN_GOOD_CALLS, MIN_TENURE_S, Share, Standing
-
-__all__ = ["AcceptedSockets", "Connection", "Connections", "group_of_grpc_peer", "worst_connections"]
 
 logger = logging.getLogger(__name__)
 
@@ -66,13 +61,9 @@ class Connection:
 def worst_connections(
     connections: Sequence[Connection], is_proven: Callable[[Connection], bool], max_total: int
 ) -> list[Connection]:
-    """Returns the connections to close.
+    """Returns the connections to close, where the server accepts ``max_total``.
 
-    Args:
-        connections: all there are.
-        is_proven: whether the peer behind one is proven; these are left alone.
-        max_total: how many the server accepts. Peers of an address that are not proven may have a quarter of them, at
-            least 16, and a quarter is kept free for newcomers.
+    Peers of an address that are not proven may have a quarter of them, at least 16; a quarter is kept for newcomers.
     """
     max_per_address = max(_MIN_SHARE, max_total // 4)
     by_address: dict[str, list[Connection]] = {}
@@ -96,13 +87,7 @@ def worst_connections(
 
 
 class Connections:
-    """The accepted connections of one endpoint.
-
-    Args:
-        max_connections: as many as the server accepts.
-        standing: which peers are proven; calls in good order add to it.
-        now: seconds of a clock that never goes back.
-    """
+    """The accepted connections of one endpoint; calls in good order on them add to ``standing``."""
 
     def __init__(self, max_connections: int, standing: Standing, now: Callable[[], float] = time.monotonic) -> None:
         self._max_connections = max_connections
@@ -196,9 +181,8 @@ class Connections:
 class AcceptedSockets:
     """The connections that a listening port of this process has accepted, found among the process's own descriptors.
 
-    gRPC owns its sockets and offers no way to list or close them; Linux shows a process its descriptors. A socket is
-    looked at through a duplicate, which pins it: gRPC may close its own descriptor at any time, and the number may be
-    another file's by then. A look costs 2 µs for each descriptor seen before (measured with 1,000).
+    A socket is looked at through a duplicate, which pins it: gRPC, which owns it, may close its own descriptor at any
+    time, and the number may be another file's by then. A look costs 2 µs for each descriptor seen before.
     """
 
     def __init__(self, port: int) -> None:
@@ -241,13 +225,10 @@ class AcceptedSockets:
             descriptor = self._descriptor_of.get(peer)
             if descriptor is None:
                 continue
-            try:
-                with socket.socket(fileno=os.dup(descriptor)) as pinned:
-                    if self._peer_on(pinned) == peer:
-                        pinned.shutdown(socket.SHUT_RDWR)
-                        return True
-            except OSError:
-                continue  # It was closed meanwhile.
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as pinned:  # It may be closed meanwhile.
+                if self._peer_on(pinned) == peer:
+                    pinned.shutdown(socket.SHUT_RDWR)
+                    return True
         return False
 
     def _peer_at(self, descriptor: int) -> str | None:

@@ -1,8 +1,7 @@
 """Which addresses this node connects to, and how often: strangers name addresses, and may name any machine's.
 
-Without this, a stranger who announces addresses could have all nodes of a run connect to services of their own machines
-and networks, or all at once to a victim. So every connection that an endpoint opens is judged here, by the address it
-goes to and not by the identity that is claimed for it:
+Every connection that an endpoint opens is judged here, by the address it goes to and not by the identity claimed for
+it; else a stranger could have all nodes of a run connect to services of their own machines, or at once to a victim:
 
 - Loopback, private and link-local addresses are dialled where the operator named one of that kind, or said that the run
   is private. A host name is resolved; what it resolves to is judged, and that is dialled.
@@ -10,9 +9,8 @@ goes to and not by the identity that is claimed for it:
 - An address at which no node has answered is tried once, then after pauses that grow. A host has a budget for all
   such ports together: 8 and then one in 10 s, or 64 and then one a second where it has been in contact with this node.
 
-Addresses that the operator named (`guard`) are exempt. The trade-off: a node that was silent when it was first tried
-waits for the end of the pause, 10 s where its host has been in contact and 20 s elsewhere. An endpoint without `guard`
-dials what its program names.
+Addresses that the operator named (`guard`) are exempt; an endpoint without `guard` dials what its program names. The
+trade-off: a node that was silent when it was first tried waits for the end of the pause, 10 or 20 s.
 """
 
 from __future__ import annotations
@@ -28,8 +26,6 @@ from trainer.network.rpc.config import RpcConfig, has_port, split_address
 from trainer.network.rpc.messages import Peer, PeerId
 from trainer.network.rpc.remote_address import HostKind, address_group, host_kind
 from trainer.network.rpc.token_buckets import TokenBuckets, remember
-
-__all__ = ["DialRefusedError", "Dialing", "Socket"]
 
 Socket = tuple[str, int]
 """An IP address and a port."""
@@ -54,12 +50,7 @@ _MAX_RESOLVING = 8
 
 
 class DialRefusedError(PeerUnavailableError):
-    """An address is not dialled.
-
-    Args:
-        reason: one word: ``private``, ``own``, ``port``, ``name``, ``pause`` or ``budget``.
-        text: one line for people.
-    """
+    """An address is not dialled: ``private``, ``own``, ``port``, ``name``, ``pause`` or ``budget`` is the reason."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
@@ -67,13 +58,7 @@ class DialRefusedError(PeerUnavailableError):
 
 
 class Dialing:
-    """Judges and counts the connections of one endpoint.
-
-    Args:
-        config: where the endpoint listens.
-        peer_id: this node, which may call itself.
-        clock: seconds of any clock.
-    """
+    """Judges and counts the connections of one endpoint, that of ``peer_id``, which may call itself."""
 
     def __init__(self, config: RpcConfig, peer_id: PeerId, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
@@ -83,8 +68,8 @@ class Dialing:
         self._allows_private = False
         self._kinds: set[HostKind] = {"public"}
         """Kinds of address that the operator has named."""
-        self._kinds_of_named: set[HostKind] = set()
-        """Among them, the kinds of the initial peers."""
+        self._is_public_named = False
+        """Whether an initial peer has a public address."""
         self._derived_kind: HostKind | None = None
         self._named: set[str] = set()
         self._named_sockets: set[Socket] = set()
@@ -102,9 +87,9 @@ class Dialing:
         """By whether the host has been in contact; for addresses where no node has answered."""
         self._resolved: OrderedDict[str, tuple[float, tuple[str, ...]]] = OrderedDict()
         self._resolving = asyncio.Semaphore(_MAX_RESOLVING)
-        told = (config.host, split_address(config.public_address)[0] if has_port(config.public_address) else "")
-        for host in (*told, config.public_address):
-            self._learn_kind(host, self._kinds)
+        public = config.public_address
+        for host in (config.host, split_address(public)[0] if has_port(public) else public):
+            self._learn_kind(host)
 
     def guard(self, named: Iterable[str], *, allow_private: bool) -> None:
         """From now on judges addresses, because they may come from strangers.
@@ -118,7 +103,7 @@ class Dialing:
         for address in named:
             self._named.add(address)
             host = split_address(address)[0] if has_port(address) else address
-            self._learn_kind(host, self._kinds, self._kinds_of_named)
+            self._learn_kind(host, of_initial_peer=True)
 
     def listening_at(self, address: str, port: int) -> None:
         """Learns that this node is reached at ``address`` (``host:port``), and listens on ``port`` of its own host."""
@@ -141,12 +126,9 @@ class Dialing:
         if not self._is_guarded or address in self._named:
             return ""
         try:
-            host, port = split_address(address)
+            return self._objection(*split_address(address))
         except TrainerUsageError:
             return "name"
-        if (host, port) in self._named_sockets:
-            return ""
-        return self._objection(host, port)
 
     async def admit(self, peer: Peer) -> tuple[Socket, ...]:
         """Returns where to connect for this peer, in order; counts a try of an address where no node has answered.
@@ -161,13 +143,12 @@ class Dialing:
         hosts = await self._resolve(host)
         if peer.address in self._named:
             for ip in hosts:
-                self._learn_kind(ip, self._kinds, self._kinds_of_named)
+                self._learn_kind(ip, of_initial_peer=True)
                 self._named_sockets.add((ip, port))
             return tuple((ip, port) for ip in hosts)
         reason = "name"
         for ip in hosts:
-            is_named = (ip, port) in self._named_sockets
-            reason = "" if is_named else self._objection(ip, port)
+            reason = self._objection(ip, port)
             if not reason:
                 self._count_try(peer.address, (ip, port))
                 return ((ip, port),)  # The others would be further tries.
@@ -206,34 +187,32 @@ class Dialing:
         return self._clock() - self._contacts.get(host, -_CONTACT_S) < _CONTACT_S
 
     def _objection(self, ip: str, port: int) -> str:
+        if (ip, port) in self._named_sockets:
+            return ""
         kind = host_kind(ip)
-        if kind == "unusable" or (kind is not None and not self._is_allowed(kind)):
+        # A machine in a private network: where no public node was named, the run is there.
+        is_derived = kind == self._derived_kind and not self._is_public_named
+        is_allowed = kind is None or kind in self._kinds or self._allows_private or is_derived
+        if kind == "unusable" or not is_allowed:
             return "private"
         if self._is_own(ip, port):
             return "own"
         return "port" if port < _MIN_STRANGERS_PORT else ""
 
-    def _is_allowed(self, kind: HostKind) -> bool:
-        if kind in self._kinds or self._allows_private:
-            return True
-        # A machine in a private network: where no public node was named, the run is there.
-        return kind == self._derived_kind and "public" not in self._kinds_of_named
-
     def _is_own(self, ip: str, port: int) -> bool:
         return (ip, port) in self._own or (host_kind(ip) == "loopback" and port == self._own_loopback_port)
 
     def _count_try(self, address: str, where: Socket) -> None:
-        """Counts a try; raises DialRefusedError: ``pause`` or ``budget``."""
+        """Counts a try; raises DialRefusedError (``pause`` or ``budget``)."""
         if where in self._answered or where in self._named_sockets:
             return
-        now_s = self._clock()
         group = address_group(where[0])
         is_in_contact = self._is_in_contact(group)
         until_s, last_pause_s = self._tried.get(where, (0.0, 0.0))
+        now_s = self._clock()
         if last_pause_s and until_s > now_s:
-            raise DialRefusedError(
-                "pause", f"{address} is not dialled for another {until_s - now_s:.0f} s: no node answered there"
-            )
+            text = f"{address} is not dialled for another {until_s - now_s:.0f} s: no node answered there"
+            raise DialRefusedError("pause", text)
         if not self._budgets[is_in_contact].take(group):
             raise DialRefusedError("budget", f"{address} is not dialled now: too many ports of its host were")
         first_s, longest_s = _PAUSES_IN_CONTACT_S if is_in_contact else _PAUSES_S
@@ -241,7 +220,7 @@ class Dialing:
         remember(self._tried, where, (now_s + pause_s, pause_s), _MAX_REMEMBERED)
 
     async def _resolve(self, host: str) -> tuple[str, ...]:
-        """Returns the addresses of a host; raises DialRefusedError: ``name`` if it cannot be looked up."""
+        """Returns the addresses of a host; raises DialRefusedError (``name``) if it cannot be looked up."""
         if host_kind(host) is not None:
             return (host,)
         known = self._resolved.get(host)
@@ -259,8 +238,8 @@ class Dialing:
         remember(self._resolved, host, (self._clock() + _RESOLVED_FOR_S, hosts), _MAX_REMEMBERED)
         return hosts
 
-    def _learn_kind(self, host: str, *into: set[HostKind]) -> None:
+    def _learn_kind(self, host: str, *, of_initial_peer: bool = False) -> None:
         kind: HostKind | None = "loopback" if host == "localhost" else host_kind(host)
         if kind is not None and kind != "unusable":
-            for kinds in into:
-                kinds.add(kind)
+            self._kinds.add(kind)
+            self._is_public_named |= of_initial_peer and kind == "public"

@@ -1,16 +1,8 @@
 """A node's single entry point for calls: it answers what is registered, and calls others.
 
-    async def answer(request: Request[Ask]) -> Reply[Answer]:
-        return Reply(Answer(text=request.body.text))
-
-    endpoint.register("demo/ask", Ask, answer)
-    await endpoint.start()
-    reply = await endpoint.call(peer, "demo/ask", Ask(text="?"), Answer, timeout_s=10)
-
-Everything happens on the event loop in which `start` was awaited. The calling side believes nothing that comes back
-before it is verified. A peer whose answer fails a check is as good as one that did not answer: the caller gets
-PeerUnavailableError, and the reason is counted with the refusals. An answer that the peer has signed but that does not
-fit the question is a MalformedAnswerError. RefusedError is what the *peer* refused.
+Everything happens on the event loop in which `start` was awaited. A peer whose answer fails a check is as good as one
+that did not answer: the caller gets PeerUnavailableError, and the reason is counted with the refusals. A signed answer
+that does not fit the question is a MalformedAnswerError. RefusedError is what the *peer* refused.
 """
 
 from __future__ import annotations
@@ -21,8 +13,7 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 from grpc import aio
@@ -32,20 +23,17 @@ from typing_extensions import Buffer
 from genesis.open_files import raise_open_files
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedError, TrainerUsageError
 from trainer.network.rpc.boundary import parse_body, peer_boundary
-from trainer.network.rpc.call import CALL_FRAMES, STREAM_FRAMES, CallTerms, RpcCall
-from trainer.network.rpc.channels import ChannelPool, PeerChannel, channel_options, generic_handler
+from trainer.network.rpc.channels import ChannelPool, channel_options, generic_handler
 from trainer.network.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig, has_port
 from trainer.network.rpc.connections import AcceptedSockets
 from trainer.network.rpc.dialing import Dialing
-from trainer.network.rpc.envelope import SealedFrame
+from trainer.network.rpc.envelope import EnvelopeHeader
 from trainer.network.rpc.identity import Identity, certificate_digest, make_certificate
+from trainer.network.rpc.limits import Share
 from trainer.network.rpc.messages import Peer, PeerId, Reply, Request, peer_name
 from trainer.network.rpc.serving import Method, Serving
-from trainer.network.rpc.standing import Share
 from trainer.network.rpc.stream import Stream
-from trainer.network.rpc.wire import ClientWire, end_task
-
-__all__ = ["Endpoint"]
+from trainer.network.rpc.wire import CALL_FRAMES, STREAM_FRAMES, CallerEnd, CallTerms, end_task
 
 logger = logging.getLogger(__name__)
 
@@ -62,17 +50,10 @@ _LAST_WRITE_TIMEOUT_S = 1.0
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 ReplyT = TypeVar("ReplyT", bound=BaseModel)
-OpenFrame: TypeAlias = Callable[[bytes], SealedFrame | None]
 
 
 class Endpoint:
-    """Serves and calls.
-
-    Args:
-        identity: signs everything this node says.
-        run_id: messages of other runs are refused; 1 to 128 characters.
-        config: addresses, times and limits.
-    """
+    """Serves and calls, signing everything as ``identity``; messages of other runs than ``run_id`` are refused."""
 
     def __init__(self, identity: Identity, run_id: str, config: RpcConfig) -> None:
         if not 1 <= len(run_id) <= 128:
@@ -120,18 +101,11 @@ class Endpoint:
         max_payload_bytes: int = MAX_PAYLOAD_BYTES,
         any_recipient: bool = False,
     ) -> None:
-        """Makes a call answerable.
+        """Makes a call answerable; ``any_recipient``: also to callers who know this node's address only.
 
-        Args:
-            method: lower-case letters, digits and ``_./-``, at most 64.
-            body_model: what its body must be.
-            handler: called once for each call that passed every check; cancelled when its caller gives up. What it
-                raises as RefusedError the caller gets; anything else becomes the refusal ``internal``.
-            max_payload_bytes: more is refused.
-            any_recipient: also answer callers who know this node's address only.
-
-        Raises:
-            TrainerUsageError: the name is taken.
+        The handler is called once for each call that passed every check, and cancelled when its caller gives up. What
+        it raises as RefusedError the caller gets; anything else becomes the refusal ``internal``. A method's name is of
+        lower-case letters, digits and ``_./-``, at most 64, and not taken yet.
         """
         self._serving.add(Method(method, body_model, max_payload_bytes, any_recipient, call_handler=handler))
 
@@ -148,11 +122,7 @@ class Endpoint:
         self._serving.add(Method(method, body_model, max_payload_bytes, any_recipient, stream_handler=handler))
 
     async def start(self) -> None:
-        """Begins to listen.
-
-        Raises:
-            TrainerUsageError: the address cannot be listened on.
-        """
+        """Begins to listen; raises TrainerUsageError where the address cannot be listened on."""
         max_connections = self._fitting_connections()
         options = [
             *channel_options(self._config),
@@ -200,14 +170,9 @@ class Endpoint:
     ) -> Reply[ReplyT]:
         """Calls ``peer`` once: nothing is tried again.
 
-        Args:
-            peer: must sign the answer.
-            method: as registered there.
-            body: its JSON form takes at most 64 KiB with the header.
-            reply_model: what the answer's body must be.
-            payload: at most 1 MiB.
-            timeout_s: until the answer must be here, connection included.
-            stall_timeout_s: silence to bear; None: the configured one.
+        The peer must sign the answer, whose body must be a ``reply_model``. ``timeout_s`` includes the connection;
+        ``stall_timeout_s`` is the silence to bear (None: the configured one). The body's JSON takes at most 64 KiB with
+        the header, the payload 1 MiB.
 
         Raises:
             PeerUnavailableError: no connection, no answer in time, silence, or an answer that fails a check.
@@ -218,27 +183,25 @@ class Endpoint:
         silence_s = self._config.stall_timeout_s if stall_timeout_s is None else stall_timeout_s
         deadline = asyncio.timeout(timeout_s)
         try:
-            async with deadline, self._begun(peer, method, timeout_s, CALL_FRAMES) as (call, open_answer):
+            async with deadline, self._begun(peer, method, timeout_s, CALL_FRAMES) as call:
                 await call.send("request", body=body, payload=payload)
-                wire, reply = call.wire, None
-                while (raw := await wire.read_within(silence_s)) is not None:  # Until the peer has finished.
-                    with peer_boundary(wire.who):
-                        reply = open_answer(raw) or reply
+                reply = None
+                while (raw := await call.read_within(silence_s)) is not None:  # Until the peer has finished.
+                    with peer_boundary(call.who):
+                        reply = call.open(raw) or reply
                 if reply is None:
-                    raise PeerUnavailableError(f"{wire.who}: expected a reply, found the end of the call")
-                with peer_boundary(wire.who):
+                    raise PeerUnavailableError(f"{call.who}: expected a reply, found the end of the call")
+                with peer_boundary(call.who):
                     try:
                         parsed = parse_body(reply, reply_model)
                     except RefusedError as error:
-                        raise MalformedAnswerError(self._complaint(wire.who, error)) from None
+                        raise MalformedAnswerError(call.complaint(error)) from None
                 return Reply(parsed, reply.payload, reply.header.sender)
         except TimeoutError:
             if not deadline.expired():
                 raise
-            raise PeerUnavailableError(
-                f"{peer_name(peer.peer_id, peer.address)}: expected an answer to {method!r} within {timeout_s:g} s, "
-                "found none"
-            ) from None
+            who, what = peer_name(peer.peer_id, peer.address), f"an answer to {method!r}"
+            raise PeerUnavailableError(f"{who}: expected {what} within {timeout_s:g} s, found none") from None
 
     @asynccontextmanager
     async def open_stream(
@@ -249,17 +212,11 @@ class Endpoint:
         A block left after both sides have ended waits for the peer's handler to finish; left earlier, it cancels the
         handler. Arguments and errors as `call`; errors come from the stream's methods or the end of the block.
         """
-        async with self._begun(peer, method, timeout_s, STREAM_FRAMES) as (call, open_answer):
+        async with self._begun(peer, method, timeout_s, STREAM_FRAMES) as call:
             await call.send("open", body=body)
-            stream = Stream(
-                call,
-                open_answer,
-                silence_s=self._config.stall_timeout_s if stall_timeout_s is None else stall_timeout_s,
-                share=Share(peer.peer_id or peer.address, True),
-                max_frames=self._config.max_queued_frames,
-                budget=self._serving.budget,
-            )
-            call.wire.start_heartbeats(self._config.heartbeat_s)
+            share = Share(peer.peer_id or peer.address, True)
+            stream = Stream(call, self._config, share, self._serving.budget, stall_timeout_s)
+            call.start_heartbeats(self._config.heartbeat_s)
             async with stream.reading():
                 yield stream
                 await stream.finish()
@@ -267,8 +224,14 @@ class Endpoint:
     @asynccontextmanager
     async def _begun(
         self, peer: Peer, method: str, timeout_s: float, expected: frozenset[str]
-    ) -> AsyncIterator[tuple[RpcCall, OpenFrame]]:
-        """Begins a call over a channel to ``peer``, and gives what opens its answers; ends it with the block."""
+    ) -> AsyncIterator[CallerEnd]:
+        """Begins a call over a channel to ``peer``, and ends it with the block."""
+
+        def answered(header: EnvelopeHeader) -> None:
+            self._channels.confirm(peer, channel, header.sender)
+            for listener in self.contacts.when_answered:
+                listener(header.sender, peer.address, header.method)
+
         who = peer_name(peer.peer_id, peer.address)
         try:
             async with asyncio.timeout(timeout_s):
@@ -276,7 +239,7 @@ class Endpoint:
         except TimeoutError:
             raise PeerUnavailableError(f"{who}: expected a connection within {timeout_s:g} s, found none") from None
         grpc_call = channel.begin(timeout_s)
-        wire = ClientWire(grpc_call, who, self.counters)
+        call = CallerEnd(grpc_call, who, self.counters, answered)
         terms = CallTerms(
             method=method,
             run_id=self.run_id,
@@ -286,9 +249,9 @@ class Endpoint:
             certificate_sha256=channel.certificate_sha256,
             max_payload_bytes=MAX_PAYLOAD_BYTES,
         )
-        call = RpcCall(terms, "caller", self.identity, expected, wire)
+        call.bind(terms, self.identity, expected)
         try:
-            yield call, partial(self._open_answer, peer, channel, call)
+            yield call
         except PeerUnavailableError:
             await self._channels.drop_if_dead(peer, channel)
             raise
@@ -296,41 +259,18 @@ class Endpoint:
             try:
                 await self._channels.finish(channel, grpc_call)
             finally:
-                await wire.close(_LAST_WRITE_TIMEOUT_S)
-
-    def _open_answer(self, peer: Peer, channel: PeerChannel, call: RpcCall, raw: bytes) -> SealedFrame | None:
-        """Checks a frame that came back; the first one that passes also confirms the peer's certificate.
-
-        Raises:
-            PeerUnavailableError: it fails a check.
-        """
-        try:
-            frame = call.open(raw)
-        except RefusedError as error:
-            raise PeerUnavailableError(self._complaint(call.wire.who, error)) from None
-        if frame is not None and frame.header.sequence == 0:
-            self._channels.confirm(peer, channel, frame.header.sender)
-            for listener in self.contacts.when_answered:
-                listener(frame.header.sender, peer.address, frame.header.method)
-        return frame
-
-    def _complaint(self, who: str, error: RefusedError) -> str:
-        """Counts an answer that failed a check, and describes it."""
-        self.counters.count_refusal(error.reason)
-        return f"{who} gave an answer that fails a check ({error.reason}): {error}"
+                await call.close(_LAST_WRITE_TIMEOUT_S)
 
     def _fitting_connections(self) -> int:
         """As many as configured, or as the process may hold open."""
-        wanted = self._config.max_connections
-        granted = raise_open_files(wanted + _SPARE_DESCRIPTORS)
-        fitting = max(1, min(wanted, max(granted - _SPARE_DESCRIPTORS, granted // 2)))
-        if fitting < wanted:
-            logger.warning(
-                "expected to hold %d files open, found a limit of %d: at most %d connections; raise it by 'ulimit -n'",
-                wanted + _SPARE_DESCRIPTORS,
-                granted,
-                fitting,
+        needed = self._config.max_connections + _SPARE_DESCRIPTORS
+        granted = raise_open_files(needed)
+        fitting = max(1, min(self._config.max_connections, max(granted - _SPARE_DESCRIPTORS, granted // 2)))
+        if fitting < self._config.max_connections:
+            text = (
+                "expected to hold %d files open, found a limit of %d: at most %d connections; raise it by 'ulimit -n'"
             )
+            logger.warning(text, needed, granted, fitting)
         return fitting
 
     def _listen(self, server: aio.Server) -> int:

@@ -10,12 +10,11 @@
     ...     ...    payload: raw bytes, whose BLAKE3 is in the header
 
 Checks go from cheap to expensive, each with its own reason: sizes, magic and version before JSON (`parse_header`), JSON
-before the signature (`verify_header`, 140 µs), that before the digest of the payload (`verify_payload`, 0.17 ms a MiB;
-SHA-256 would take 0.62 ms, a quarter of all a frame costs). A header proves nothing before `verify_header`.
+before the signature (`verify_header`, 140 µs), that before the digest of the payload (`verify_payload`, 0.17 ms a MiB).
+A header proves nothing before `verify_header`.
 
-A heartbeat is the prefix alone with both sizes 0. It needs no signature because it carries nothing. All it does is to
-put off `stall_timeout_s`, which the deadline of the call bounds. An attacker who can inject one into the connection
-(with TLS: only the peer itself) could as well delay the real ones.
+A heartbeat is the prefix alone with both sizes 0. It needs no signature because it carries nothing but a delay of
+`stall_timeout_s`, which the deadline of the call bounds.
 
 The signature cannot be taken for one over another kind of document of the same key: announcements and manifests are
 JSON, and no JSON begins with byte 0x89.
@@ -31,27 +30,13 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 from typing_extensions import Buffer
 
 from trainer.errors import RefusedError, TrainerUsageError
 from trainer.network.rpc.config import MAX_PAYLOAD_BYTES
 from trainer.network.rpc.identity import Identity, verify_signature
-from trainer.network.rpc.messages import Reason
-
-__all__ = [
-    "HEARTBEAT",
-    "MAX_FRAME_BYTES",
-    "PROTOCOL_VERSION",
-    "EnvelopeHeader",
-    "SealedFrame",
-    "first_line",
-    "parse_header",
-    "parse_strict_json",
-    "seal",
-    "verify_header",
-    "verify_payload",
-]
+from trainer.network.rpc.messages import Message, Reason
 
 MAGIC: Final = b"\x89GnR"
 PROTOCOL_VERSION: Final = 2
@@ -69,10 +54,8 @@ _Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _Counter = Annotated[int, Field(ge=0, lt=2**53)]
 
 
-class EnvelopeHeader(BaseModel):
+class EnvelopeHeader(Message):
     """What the sender signs about a frame."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
     kind: Literal["request", "open", "reply", "data", "end"]
     """request begins a call and reply ends it; open begins a stream, and data and end go in both its directions."""
@@ -107,26 +90,17 @@ class SealedFrame:
 
 
 def seal(identity: Identity, fields: dict[str, object], payload: Buffer = b"") -> bytes:
-    """Makes a frame; hashes the payload once and copies it once.
+    """Makes a frame; hashes the payload, at most 1 MiB, once and copies it once.
 
-    Args:
-        identity: signs; becomes the header's sender.
-        fields: those of `EnvelopeHeader` but sender and payload_blake3, already of the right types.
-        payload: at most 1 MiB.
+    ``fields`` are those of `EnvelopeHeader` but sender and payload_blake3, already of the right types.
 
     Raises:
         TrainerUsageError: header or payload are larger than a frame may be, or hold what JSON cannot.
     """
     view = memoryview(payload).cast("B")
-    digest = blake3(view).hexdigest()
+    fields = {**fields, "sender": identity.peer_id, "payload_blake3": blake3(view).hexdigest()}
     try:
-        text = json.dumps(
-            {**fields, "sender": identity.peer_id, "payload_blake3": digest},
-            ensure_ascii=False,
-            separators=(",", ":"),
-            allow_nan=False,
-        )
-        header = text.encode()
+        header = json.dumps(fields, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
     except ValueError as error:
         raise TrainerUsageError(f"expected a body that JSON can hold, found {error}") from None
     if len(header) > _MAX_HEADER_BYTES:
@@ -141,11 +115,7 @@ def seal(identity: Identity, fields: dict[str, object], payload: Buffer = b"") -
 
 
 def parse_header(raw: bytes) -> SealedFrame | None:
-    """Reads sizes and header of a frame; returns None for a heartbeat.
-
-    Raises:
-        RefusedError: ``size``, ``magic``, ``protocol`` or ``head``.
-    """
+    """Reads sizes and header of a frame; returns None for a heartbeat. Raises RefusedError."""
     if raw == HEARTBEAT:
         return None
     if not _PREFIX.size <= len(raw) <= MAX_FRAME_BYTES:
@@ -154,32 +124,24 @@ def parse_header(raw: bytes) -> SealedFrame | None:
     if magic != MAGIC:
         raise RefusedError(Reason.MAGIC, f"expected a frame beginning {MAGIC!r}, found {magic!r}")
     if version != PROTOCOL_VERSION:
-        raise RefusedError(
-            Reason.PROTOCOL,
-            f"expected protocol version {PROTOCOL_VERSION}, found {version}; run the same release on all nodes",
-        )
+        text = f"expected protocol version {PROTOCOL_VERSION}, found {version}; run the same release on all nodes"
+        raise RefusedError(Reason.PROTOCOL, text)
     if header_bytes > _MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
-        raise RefusedError(
-            Reason.SIZE,
-            f"expected at most {_MAX_HEADER_BYTES} + {MAX_PAYLOAD_BYTES} bytes, found {header_bytes} + {payload_bytes}",
-        )
-    expected = _HEADER_START + header_bytes + payload_bytes
-    if len(raw) != expected:
-        raise RefusedError(Reason.SIZE, f"expected {expected} bytes as the prefix says, found {len(raw)}")
+        most = f"{_MAX_HEADER_BYTES} + {MAX_PAYLOAD_BYTES}"
+        raise RefusedError(Reason.SIZE, f"expected at most {most} bytes, found {header_bytes} + {payload_bytes}")
     payload_start = _HEADER_START + header_bytes
+    if len(raw) != payload_start + payload_bytes:
+        expected = payload_start + payload_bytes
+        raise RefusedError(Reason.SIZE, f"expected {expected} bytes as the prefix says, found {len(raw)}")
     try:
         header = EnvelopeHeader.model_validate(parse_strict_json(raw[_HEADER_START:payload_start]))
     except (ValidationError, ValueError, RecursionError) as error:
         raise RefusedError(Reason.HEAD, f"expected a header of this protocol, found {first_line(error)}") from None
-    return SealedFrame(header, raw, memoryview(raw)[payload_start : payload_start + payload_bytes])
+    return SealedFrame(header, raw, memoryview(raw)[payload_start:])
 
 
 def verify_header(frame: SealedFrame) -> None:
-    """Checks that the sender named in the header signed it.
-
-    Raises:
-        RefusedError: ``signature``.
-    """
+    """Checks that the sender named in the header signed it; raises RefusedError (``signature``)."""
     raw, sender = frame.raw, frame.header.sender
     signed = raw[: _PREFIX.size] + raw[_HEADER_START : len(raw) - len(frame.payload)]
     if not verify_signature(sender, signed, raw[_PREFIX.size : _HEADER_START]):
@@ -187,11 +149,7 @@ def verify_header(frame: SealedFrame) -> None:
 
 
 def verify_payload(frame: SealedFrame) -> None:
-    """Checks that the payload is the one that was signed.
-
-    Raises:
-        RefusedError: ``digest``.
-    """
+    """Checks that the payload is the one that was signed; raises RefusedError (``digest``)."""
     expected, found = frame.header.payload_blake3, blake3(frame.payload).hexdigest()
     if found != expected:
         raise RefusedError(Reason.DIGEST, f"expected a payload with BLAKE3 {expected}, found {found}")
@@ -212,8 +170,7 @@ def parse_strict_json(data: bytes) -> dict[str, Any]:
     parsers are known to disagree on is refused: repeated keys, NaN and infinities (also spelled 1e999), bytes that are
     not UTF-8, lone surrogates, integers that do not fit 64 bits, and nesting deeper than any message here.
 
-    Args:
-        data: UTF-8 text; its size, which the caller has bounded, bounds what is built here (some 30 bytes a byte).
+    The size of ``data``, which the caller has bounded, bounds what is built here (some 30 bytes a byte).
 
     Raises:
         ValueError: it is not a JSON object, or has two readings.

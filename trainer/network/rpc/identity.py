@@ -3,11 +3,10 @@
 The public key, as 64 hexadecimal digits, is the node's name everywhere. The key file is PKCS#8 PEM, mode 0600, made
 once and never overwritten: two processes that start at the same moment on one path end up with the same key.
 
-No authority knows the nodes, so each makes its own certificate at start, and others pin it. A certificate says nothing
-by itself (all bear the same name). It is trusted because the node's key vouches for it: by the signed announcement that
-contains it, or, fetched from an address of which nothing is known, by the first signed reply that names its digest.
-Requests name it too, so a node refuses a request that was meant for its life before a restart: that closes the gap
-which the replay guard, kept in memory only, would have.
+No authority knows the nodes, so each makes its own certificate at start, and others pin it. It is trusted because the
+node's key vouches for it: by the signed announcement that contains it, or, fetched from an address of which nothing is
+known, by the first signed reply that names its digest. Requests name it too, so a node refuses a request that was meant
+for its life before a restart: that closes the gap which the replay guard, kept in memory only, would have.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import logging
 import os
 import ssl
 import stat
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
@@ -36,18 +36,8 @@ from manifests.signing import generate_private_key, load_private_key, private_ke
 from trainer.errors import TrainerUsageError
 from trainer.network.rpc.messages import PeerId, is_peer_id
 
-__all__ = [
-    "CERTIFICATE_NAME",
-    "Identity",
-    "certificate_digest",
-    "load_or_create_identity",
-    "make_certificate",
-    "verify_signature",
-]
-
 CERTIFICATE_NAME: Final = "node.genesis.invalid"
 """The name in every node's certificate; `.invalid` resolves nowhere (RFC 2606)."""
-
 _CERTIFICATE_LIFETIME = timedelta(days=3650)
 
 logger = logging.getLogger(__name__)
@@ -76,10 +66,7 @@ class Identity:
 
 
 def load_or_create_identity(path: str | os.PathLike[str]) -> Identity:
-    """Reads the key at ``path``, or makes one there.
-
-    Args:
-        path: a file; ``~`` is expanded and its folder made.
+    """Reads the key at ``path``, or makes one there; ``~`` is expanded, the folder made.
 
     Raises:
         TrainerUsageError: the file holds something else, or cannot be read or written.
@@ -132,10 +119,8 @@ def _create_key_file(file: Path) -> None:
             out.write(private_key_pem(generate_private_key()))
             out.flush()
             os.fsync(out.fileno())
-        try:
+        with suppress(FileExistsError):
             os.link(draft, file)
-        except FileExistsError:
-            return
     finally:
         draft.unlink()
 
@@ -163,9 +148,5 @@ def make_certificate() -> tuple[bytes, bytes]:
 
 
 def certificate_digest(certificate_pem: bytes) -> str:
-    """Returns the SHA-256 of the certificate's DER form, hexadecimal.
-
-    Raises:
-        ValueError: it is not a certificate in PEM.
-    """
+    """Returns the SHA-256 of the certificate's DER form, hexadecimal; ValueError where it is no PEM."""
     return hashlib.sha256(ssl.PEM_cert_to_DER_cert(certificate_pem.decode("ascii"))).hexdigest()

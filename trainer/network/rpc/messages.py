@@ -1,7 +1,7 @@
 """What callers and handlers exchange: peers, requests, replies, frames of a stream, and reasons of refusals.
 
-A received payload is a read-only memoryview into the message as it came, because copying would cost too much. It keeps
-the whole message in memory for as long as it is held. Counters are changed on the event loop only.
+A received payload is a read-only memoryview into the message as it came, which stays in memory for as long as it is
+held. Counters are changed on the event loop only.
 """
 
 from __future__ import annotations
@@ -13,20 +13,6 @@ from enum import StrEnum
 from typing import Generic, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict
-
-__all__ = [
-    "Counters",
-    "Frame",
-    "Message",
-    "Payload",
-    "Peer",
-    "PeerId",
-    "Reason",
-    "Reply",
-    "Request",
-    "is_peer_id",
-    "peer_name",
-]
 
 _MAX_REASONS = 256
 _PEER_ID = re.compile(r"[0-9a-f]{64}")

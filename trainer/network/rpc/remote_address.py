@@ -9,8 +9,6 @@ from __future__ import annotations
 import ipaddress
 from typing import Literal, TypeAlias
 
-__all__ = ["HostKind", "address_group", "host_kind", "is_private_host", "parse_ip"]
-
 HostKind: TypeAlias = Literal["public", "private", "loopback", "link-local", "unusable"]
 """``unusable`` is no host's own address: multicast, unspecified, reserved."""
 

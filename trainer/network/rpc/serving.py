@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,19 +24,14 @@ from pydantic import BaseModel
 
 from trainer.errors import PeerUnavailableError, RefusedError, RpcError, TrainerUsageError
 from trainer.network.rpc.boundary import parse_body, peer_boundary
-from trainer.network.rpc.call import STREAM_FRAMES, CallTerms, RpcCall, check_bound
 from trainer.network.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig
 from trainer.network.rpc.connections import Connection, Connections
 from trainer.network.rpc.envelope import SealedFrame, parse_header, verify_header, verify_payload
 from trainer.network.rpc.identity import Identity
-from trainer.network.rpc.limits import ByteBudget, Claim, Slots
+from trainer.network.rpc.limits import ByteBudget, Contacts, ReplayGuard, Share, Slot, Slots, Standing
 from trainer.network.rpc.messages import Counters, PeerId, Reason, Reply, Request, peer_name
-from trainer.network.rpc.replay import ReplayGuard
-from trainer.network.rpc.standing import Contacts, Share, Standing
 from trainer.network.rpc.stream import Stream
-from trainer.network.rpc.wire import ServerContext, ServerWire, status_for
-
-__all__ = ["Method", "Serving"]
+from trainer.network.rpc.wire import STREAM_FRAMES, CalleeEnd, CallTerms, ServerContext, check_bound, status_for
 
 logger = logging.getLogger(__name__)
 
@@ -96,11 +91,7 @@ class Serving:
         )
 
     def add(self, method: Method) -> None:
-        """Makes a method callable.
-
-        Raises:
-            TrainerUsageError: its name is taken.
-        """
+        """Makes a method callable; raises TrainerUsageError if its name is taken."""
         if method.name in self._methods:
             raise TrainerUsageError(f"expected each method registered once, found {method.name!r} again")
         self._methods[method.name] = method
@@ -112,17 +103,15 @@ class Serving:
                 raise RefusedError(Reason.STOPPING, "this node is going down")
             with self.connections.in_use(context.peer()) as connection:
                 await _ServedCall(self, connection, context).run()
-        except RefusedError as error:
-            self.counters.count_refusal(error.reason)
-            logger.debug("refused a call from %s: %s", context.peer(), error)
-            await _abort(context, *status_for(error))
         except PeerUnavailableError as error:
             logger.debug("a caller went away: %s", error)
             await _abort(context, grpc.StatusCode.UNAVAILABLE, "the caller fell silent", ())
         except RpcError as error:
-            self.counters.count_refusal(Reason.INTERNAL)
+            internal = RefusedError(Reason.INTERNAL, "the request cannot be handled")
+            refusal = error if isinstance(error, RefusedError) else internal
+            self.counters.count_refusal(refusal.reason)
             logger.debug("refused a call from %s: %s", context.peer(), error)
-            await _abort(context, *status_for(RefusedError(Reason.INTERNAL, "the request cannot be handled")))
+            await _abort(context, *status_for(refusal))
 
     async def guard(self, port: int) -> None:
         """Ends connections and calls that take up what others need, for as long as the server listens at ``port``."""
@@ -130,14 +119,10 @@ class Serving:
 
     def _end_stalled_calls(self) -> None:
         for slot in self.calls.stalled(asyncio.get_running_loop().time() - self.config.stall_timeout_s):
-            slot.shed()
+            self.calls.shed(slot)
 
-    def admit(self, frame: SealedFrame, connection: Connection) -> tuple[Method, CallTerms, Share]:
-        """Checks a first frame as far as that needs no payload: addressing, clock, signature, replay.
-
-        Raises:
-            RefusedError: a check failed.
-        """
+    def admit(self, frame: SealedFrame, connection: Connection, call: CalleeEnd) -> tuple[Method, Share]:
+        """Checks a first frame as far as that needs no payload: addressing, clock, signature, replay."""
         header = frame.header
         if header.kind not in ("request", "open") or header.origin != "caller" or header.sequence != 0:
             raise RefusedError(Reason.KIND, f"expected a request first, found {header.kind} {header.sequence}")
@@ -162,7 +147,8 @@ class Serving:
         share = self.standing.share(header.sender, connection.address)
         self._replay_guard.remember(header.sender, bytes.fromhex(header.nonce), header.sent_at, share)
         self.connections.identified(connection, header.sender)
-        return method, terms, share
+        call.bind(terms, self.identity, STREAM_FRAMES)
+        return method, share
 
 
 class _ServedCall:
@@ -171,7 +157,7 @@ class _ServedCall:
     def __init__(self, serving: Serving, connection: Connection, context: ServerContext) -> None:
         self._serving = serving
         self._connection = connection
-        self._wire = ServerWire(context, serving.counters)
+        self._call = CalleeEnd(context, serving.counters)
         self._patience = asyncio.timeout(None)
         self._sender: PeerId = ""
         """Empty: not verified yet."""
@@ -192,7 +178,7 @@ class _ServedCall:
         """Ends it, and its connection if the other side takes nothing; returns at once."""
         if self._sender:
             self._serving.standing.disprove(self._sender)
-        if self._wire.stalled_since is not None:
+        if self._call.stalled_since is not None:
             self._serving.connections.cut_stalled(self._connection)
         with suppress(RuntimeError):  # It has ended meanwhile, and is on its way out.
             self._patience.reschedule(asyncio.get_running_loop().time())
@@ -204,14 +190,14 @@ class _ServedCall:
             await self._in_slots(patience=1.0)
             return
         share = serving.connections.share(connection)
-        waiting = serving.greylisted.take(Claim(share, self._wire.who, lambda: None, self.shed))
+        waiting = serving.greylisted.take(Slot(share, self._call.who, lambda: None, self.shed))
         try:
             async with asyncio.timeout(_GREYLISTED_PATIENCE * serving.config.stall_timeout_s):
                 await connection.turn.acquire()
         except TimeoutError:
             raise RefusedError(Reason.BUSY, "others at this address take no answers; try again later") from None
         finally:
-            waiting.give()
+            serving.greylisted.give(waiting)
         try:
             still_greylisted = serving.connections.takes_turns(connection)
             await self._in_slots(patience=_GREYLISTED_PATIENCE if still_greylisted else 1.0)
@@ -223,32 +209,33 @@ class _ServedCall:
 
         ``patience`` multiplies the time that a stalled call is borne.
         """
-        serving, connection, wire = self._serving, self._connection, self._wire
+        serving, connection, call = self._serving, self._connection, self._call
         stall_timeout_s = serving.config.stall_timeout_s
         begun_at_s = asyncio.get_running_loop().time()
         share = serving.connections.share(connection)
-        slot = serving.waiting.take(Claim(share, wire.who, lambda: begun_at_s, self.shed))
+        slots, slot = serving.waiting, serving.waiting.take(Slot(share, call.who, lambda: begun_at_s, self.shed))
         try:
             # From the start: a request of 1 MiB may take longer over a slow link than its caller bears silence.
-            wire.start_heartbeats(serving.config.heartbeat_s)
+            call.start_heartbeats(serving.config.heartbeat_s)
             frame = await self._first_frame()
-            method, terms, share = serving.admit(frame, connection)
+            method, share = serving.admit(frame, connection, call)
             sender = self._sender = frame.header.sender
-            slots = serving.calls if method.stream_handler is None else serving.streams
             borne_s = (patience - 1.0) * stall_timeout_s
-            claim = Claim(share, sender, lambda: wire.stalled_since, self.shed, _KEEP_STALLED_S, borne_s)
-            waited, slot = slot, slots.take(claim)
-            waited.give()
-            wire.who = peer_name(sender, connection.grpc_peer)
-            await self._handle(method, terms, frame, share)
+            own = Slot(share, sender, lambda: call.stalled_since, self.shed, _KEEP_STALLED_S, borne_s)
+            own_slots = serving.calls if method.stream_handler is None else serving.streams
+            own_slots.take(own)
+            slots.give(slot)
+            slots, slot = own_slots, own
+            call.who = peer_name(sender, connection.grpc_peer)
+            await self._handle(method, frame, share)
             serving.connections.ended_well(connection, sender)
             for listener in serving.contacts.when_served:
                 listener(sender, connection.address, method.name)
         finally:
             try:
-                await wire.close(patience * stall_timeout_s, partial(serving.connections.cut_stalled, connection))
+                await call.close(patience * stall_timeout_s, partial(serving.connections.cut_stalled, connection))
             finally:
-                slot.give()
+                slots.give(slot)
 
     async def _first_frame(self) -> SealedFrame:
         """Returns the request, sizes and header checked; lets heartbeats before it pass."""
@@ -257,71 +244,57 @@ class _ServedCall:
             async with asyncio.timeout(timeout_s):
                 frame = None
                 while frame is None:
-                    raw = await self._wire.read()
+                    raw = await self._call.read()
                     if raw is None:
                         raise RefusedError(Reason.NO_REQUEST, "expected a request, found none")
-                    with peer_boundary(self._wire.who):
+                    with peer_boundary(self._call.who):
                         frame = parse_header(raw)
                 return frame
         except TimeoutError:
             raise RefusedError(Reason.NO_REQUEST, f"expected a request within {timeout_s:g} s, found none") from None
 
-    async def _handle(self, method: Method, terms: CallTerms, frame: SealedFrame, share: Share) -> None:
-        serving = self._serving
+    async def _handle(self, method: Method, frame: SealedFrame, share: Share) -> None:
+        serving, call = self._serving, self._call
         with peer_boundary(frame.header.sender):
             verify_payload(frame)
             body = parse_body(frame, method.body_model)
         request = Request(frame.header.sender, body, frame.payload, self._connection.address)
-        call = RpcCall(terms, "callee", serving.identity, STREAM_FRAMES, self._wire)
         if method.call_handler is not None:
-            await self._run_handler(method, _answer(method.call_handler(request), call))
+            async with self._bounded(method):
+                reply = await method.call_handler(request)
+                await call.send("reply", body=reply.body, payload=reply.payload)
         elif method.stream_handler is not None:
-            stream = Stream(
-                call,
-                call.open,
-                silence_s=serving.config.stall_timeout_s,
-                share=share,
-                max_frames=serving.config.max_queued_frames,
-                budget=serving.budget,
-            )
+            stream = Stream(call, serving.config, share, serving.budget)
             try:
-                async with stream.reading():
-                    await self._run_handler(method, _converse(method.stream_handler(request, stream), call))
+                async with stream.reading(), self._bounded(method):
+                    await method.stream_handler(request, stream)
+                    await call.end()
             finally:
                 if isinstance(stream.error, RefusedError):
                     # The caller is told, and it is counted, even where the handler ignored it.
                     raise stream.error
 
-    async def _run_handler(self, method: Method, work: Awaitable[None]) -> None:
+    @asynccontextmanager
+    async def _bounded(self, method: Method) -> AsyncIterator[None]:
+        """Ends a handler in time, and makes its failure a refusal that says nothing of its inside."""
         max_call_s = self._serving.config.max_call_s
         limit = asyncio.timeout(max_call_s)
         try:
             async with limit:
-                await work
+                yield
         except RefusedError:
             raise
         except Exception as error:
-            if error is self._wire.error:
+            if error is self._call.error:
                 raise
             if limit.expired():
-                raise RefusedError(
-                    Reason.TIMEOUT, f"expected {method.name!r} to take at most {max_call_s:g} s"
-                ) from error
+                text = f"expected {method.name!r} to take at most {max_call_s:g} s"
+                raise RefusedError(Reason.TIMEOUT, text) from error
             logger.exception("the handler of %r failed", method.name)
             raise RefusedError(
                 Reason.INTERNAL,
                 f"the handler of {method.name!r} failed; the log of {self._serving.identity.peer_id} says how",
             ) from error
-
-
-async def _answer(handler: Awaitable[Reply[Any]], call: RpcCall) -> None:
-    reply = await handler
-    await call.send("reply", body=reply.body, payload=reply.payload)
-
-
-async def _converse(handler: Awaitable[None], call: RpcCall) -> None:
-    await handler
-    await call.end()
 
 
 async def _abort(

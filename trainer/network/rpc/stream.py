@@ -1,8 +1,5 @@
 """Streams: frames in both directions over one call, in order, with backpressure.
 
-`Stream.send` returns once the connection has taken the frame before, so that hashing a frame overlaps with sending the
-one before. `Stream.receive` takes from at most ``max_queued_frames`` frames that were read ahead and checked.
-
 A side that hears neither frame nor heartbeat for ``stall_timeout_s`` gives up. Silence is judged only while this side
 reads, so a peer is not called dead because this node leaves its frames unread; gRPC's pings and the call's deadline
 notice the rest.
@@ -12,52 +9,33 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from typing_extensions import Buffer
 
 from trainer.errors import PeerUnavailableError, RpcError
 from trainer.network.rpc.boundary import peer_boundary
-from trainer.network.rpc.call import RpcCall
-from trainer.network.rpc.config import MAX_PAYLOAD_BYTES
-from trainer.network.rpc.envelope import SealedFrame
-from trainer.network.rpc.limits import ByteBudget
+from trainer.network.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig
+from trainer.network.rpc.limits import ByteBudget, Share
 from trainer.network.rpc.messages import Frame
-from trainer.network.rpc.standing import Share
-from trainer.network.rpc.wire import end_task
-
-__all__ = ["ServerStream", "Stream"]
+from trainer.network.rpc.wire import RpcCall, end_task
 
 
 class Stream:
     """One end of a stream; `send` and `receive` may be awaited concurrently, on the endpoint's event loop.
 
-    Args:
-        call: sends; nothing else may read from its wire.
-        open_frame: checks a frame in full; returns None for a heartbeat.
-        silence_s: after which the peer is given up.
-        share: what the bytes of frames that wait count for in ``budget``.
-        max_frames: that may wait.
-        budget: of bytes that may wait.
+    Nothing else may read from ``call``. The bytes of frames that wait, read ahead and checked, count for ``share`` in
+    ``budget``.
     """
 
     def __init__(
-        self,
-        call: RpcCall,
-        open_frame: Callable[[bytes], SealedFrame | None],
-        *,
-        silence_s: float,
-        share: Share,
-        max_frames: int,
-        budget: ByteBudget,
+        self, call: RpcCall, config: RpcConfig, share: Share, budget: ByteBudget, silence_s: float | None = None
     ) -> None:
         self._call = call
-        self._wire = call.wire
-        self._open_frame = open_frame
-        self._silence_s = silence_s
+        self._silence_s = config.stall_timeout_s if silence_s is None else silence_s
         self._share = share
-        self._max_frames = max_frames
+        self._max_frames = config.max_queued_frames
         self._budget = budget
         self._waiting: deque[tuple[Frame, int]] = deque()
         self._arrived = asyncio.Event()
@@ -68,11 +46,10 @@ class Stream:
         """Why nothing more can be read, if that is so."""
 
     async def send(self, index: int, payload: Buffer) -> None:
-        """Sends a frame after those sent before; waits while the other side takes none.
+        """Sends a frame after those sent before; waits until the connection has taken the one before.
 
-        Args:
-            index: the sender's own number for it, in [0, 2**53).
-            payload: at most the method's ``max_payload_bytes``; may be changed once this returns.
+        ``index`` is the sender's own number for it, in [0, 2**53). The payload, at most the method's
+        ``max_payload_bytes``, may be changed once this returns.
 
         Raises:
             PeerUnavailableError: the peer died, fell silent, or has finished.
@@ -82,11 +59,7 @@ class Stream:
         await self._call.send("data", index=index, payload=payload)
 
     async def end(self) -> None:
-        """Says that no more frames come; returns when all are handed to the connection. Further calls do nothing.
-
-        Raises:
-            PeerUnavailableError, RefusedError: as `send`.
-        """
+        """Says that no more frames come, with the errors of `send`; further calls do nothing."""
         await self._call.end()
 
     async def receive(self) -> Frame | None:
@@ -112,35 +85,23 @@ class Stream:
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[Stream]:
         """Reads frames ahead, for the endpoint; drops those not taken at the end of the block."""
-        self._pump = asyncio.create_task(self._read_all(), name="genesis-rpc-read")
+        self._pump = asyncio.create_task(self._read_frames(), name="genesis-rpc-read")
         try:
             yield self
         finally:
             await end_task(self._pump)
-            self._fail(PeerUnavailableError(f"{self._wire.who}: this side closed the stream"))
+            self._fail(PeerUnavailableError(f"{self._call.who}: this side closed the stream"))
             while self._waiting:
                 _, size_bytes = self._waiting.popleft()
                 self._budget.give(self._share, size_bytes)
 
     async def finish(self) -> None:
-        """Waits, for the endpoint and if both sides have sent their end, until the other side has finished altogether.
-
-        Raises:
-            PeerUnavailableError, RefusedError: it did not finish in good order.
-        """
+        """Waits, where both sides have sent their end, until the other side has finished in good order."""
         if self._pump is None or not (self._call.ended and self._ended):
             return
         await asyncio.wait({self._pump})
         if self.error is not None:
             raise self.error
-
-    async def _read_all(self) -> None:
-        try:
-            await self._read_frames()
-            if not self._ended:
-                raise PeerUnavailableError(f"{self._wire.who} stopped before the end of the stream")
-        except RpcError as error:
-            self._fail(error)
 
     async def _read_frames(self) -> None:
         """Verifies a frame while the next one comes in."""
@@ -150,8 +111,8 @@ class Stream:
                 await self._wait_for_room()
                 reading = self._begin_reading()
                 await asyncio.sleep(0)  # So that it is under way while this frame is verified.
-                with peer_boundary(self._wire.who):
-                    frame = self._open_frame(raw)
+                with peer_boundary(self._call.who):
+                    frame = self._call.open(raw)
                 if frame is None:
                     continue
                 if frame.header.kind == "end":
@@ -160,11 +121,15 @@ class Stream:
                     self._waiting.append((Frame(frame.header.index, frame.payload), len(raw)))
                     self._budget.take(self._share, len(raw))
                 self._arrived.set()
+            if not self._ended:
+                raise PeerUnavailableError(f"{self._call.who} stopped before the end of the stream")
+        except RpcError as error:
+            self._fail(error)
         finally:
             await end_task(reading)
 
     def _begin_reading(self) -> asyncio.Task[bytes | None]:
-        return asyncio.create_task(self._wire.read_within(self._silence_s), name="genesis-rpc-read")
+        return asyncio.create_task(self._call.read_within(self._silence_s), name="genesis-rpc-read")
 
     async def _wait_for_room(self) -> None:
         """Waits while the queue is full; an empty one may always take a frame, so that no stream waits for another."""
@@ -177,7 +142,7 @@ class Stream:
     def _fail(self, error: RpcError) -> None:
         if self.error is None:
             self.error = error
-        self._wire.fail(error)
+        self._call.fail(error)
         self._arrived.set()
 
 

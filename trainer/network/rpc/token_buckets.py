@@ -1,9 +1,4 @@
-"""Counts by address, identity or host in bounded memory: token buckets, tables that forget, counters without zeros.
-
-A token bucket begins full, gives one token to each event, and gets ``per_s`` tokens a second back. Full buckets are not
-remembered, so what is held is bounded by the keys that were active within ``capacity / per_s`` seconds; above
-`_MIN_PRUNED` keys the full ones are dropped, which costs one pass over the table for each doubling.
-"""
+"""Counts by address, identity or host in bounded memory: token buckets, tables that forget, counters without zeros."""
 
 from __future__ import annotations
 
@@ -12,8 +7,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["TokenBuckets", "count_down", "remember"]
-
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -21,12 +14,10 @@ _MIN_PRUNED = 4096
 
 
 class TokenBuckets:
-    """A token bucket for each key.
+    """A token bucket for each key: full with ``capacity`` tokens (at least 1) at first, it gets back ``per_s``.
 
-    Args:
-        capacity: tokens of a full one; at least 1.
-        per_s: tokens that it gets back a second.
-        clock: seconds; a clock that is set back gives nothing back meanwhile.
+    Full buckets are dropped in one pass for each doubling of the table, so what is held is bounded by the keys that
+    were active within ``capacity / per_s`` seconds. A clock that is set back gives nothing back meanwhile.
     """
 
     def __init__(self, capacity: float, per_s: float, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,6 +1,8 @@
-"""The two ends of one gRPC stream, made alike: they pass whole frames, and fail with this package's errors.
+"""One call as its two ends see it: a gRPC stream at each end, which frames belong to it, and in what order.
 
-One write is in flight at a time, as gRPC demands, and heartbeats go out while there is nothing else to send.
+One write is in flight at a time, as gRPC demands, and heartbeats go out while there is nothing else to send. Every
+frame is bound to its call by nonce, method, run, both identities, direction and its place in the sequence; one that was
+signed for another call or place is refused before its signature is looked at.
 
 A refusal is a gRPC status, not a signed message: it can be sent before anything about the caller is known, costs no
 signature that a flood could make this node spend, and an attacker who could forge one could as well cut the connection.
@@ -10,34 +12,41 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Final, cast
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, Literal, cast
 
 import grpc
 from grpc import aio
+from pydantic import BaseModel
+from typing_extensions import Buffer
 
-from trainer.errors import PeerUnavailableError, RefusedError, RpcError
+from trainer.errors import PeerUnavailableError, RefusedError, RpcError, TrainerUsageError
 from trainer.network.rpc.channels import ClientCall
-from trainer.network.rpc.envelope import HEARTBEAT, MAX_FRAME_BYTES
-from trainer.network.rpc.messages import Counters, Reason
-
-__all__ = [
-    "REASON_KEY",
-    "ClientWire",
-    "PeerFinishedError",
-    "ServerContext",
-    "ServerWire",
-    "Wire",
-    "end_task",
-    "status_for",
-]
+from trainer.network.rpc.envelope import (
+    HEARTBEAT,
+    MAX_FRAME_BYTES,
+    EnvelopeHeader,
+    SealedFrame,
+    parse_header,
+    seal,
+    verify_header,
+    verify_payload,
+)
+from trainer.network.rpc.identity import Identity
+from trainer.network.rpc.messages import Counters, PeerId, Reason
 
 REASON_KEY: Final = "genesis-reason"
 """The trailing metadata that carries the reason of a refusal."""
+CALL_FRAMES = frozenset({"reply"})
+STREAM_FRAMES = frozenset({"data", "end"})
 
 ServerContext = aio.ServicerContext[bytes, bytes]
 
+_CERTIFICATE_HINT = ": the node restarted, or there is a man in the middle"
+_MAX_INDEX = 2**53 - 1
 _STATUS_TIMEOUT_S = 1.0
 _CUT_TIMEOUT_S = 1.0
 """GRPC notices that a connection has ended as soon as its threads get to run."""
@@ -62,32 +71,57 @@ class PeerFinishedError(PeerUnavailableError):
     """The peer ended the call in good order while this side had more to say."""
 
 
-class Wire(ABC):
-    """One end of a call.
+@dataclass(frozen=True, slots=True)
+class CallTerms:
+    """What all frames of one call have in common."""
 
-    It writes frames one at a time, in tasks of their own, so that a sender can give up without breaking off a frame.
+    method: str
+    run_id: str
+    nonce: str
+    caller: PeerId
+    callee: PeerId | None
+    """None: the caller does not know yet whom it reaches; the first answer says."""
+    certificate_sha256: str
+    max_payload_bytes: int
+
+
+class RpcCall(ABC):
+    """One end of a call: sends its frames in the order in which tasks give them, and checks those of the other end.
+
+    It writes in tasks, so that a sender can give up without breaking off a frame. Until `bind` it can read, write
+    heartbeats and fail: the callee knows the terms from the first frame only.
     """
+
+    _origin: ClassVar[Literal["caller", "callee"]]
 
     def __init__(self, who: str, counters: Counters) -> None:
         self.who = who
         """The other end, for messages."""
         self.error: RpcError | None = None
         """The first error of the call, in either direction; later ones are consequences of it."""
+        self.ended = False
+        """Whether this end has sent its last frame."""
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._counters = counters
         self._writing: asyncio.Task[None] | None = None
         self._begun_s = 0.0
         self._heartbeats: asyncio.Task[None] | None = None
+        self._turn = asyncio.Lock()
+        self._num_sent = 0
+        self._other_ended = False
+
+    def bind(self, terms: CallTerms, identity: Identity, expected: frozenset[str]) -> None:
+        """Sets what the frames of the call have in common, who signs, and which kinds the other end may send."""
+        self._terms = terms
+        self._identity = identity
+        self._expected = expected
+        self._other = terms.callee if self._origin == "caller" else terms.caller
+        self._num_received = 0 if self._origin == "caller" else 1  # The callee has taken the first frame already.
 
     @property
     def stalled_since(self) -> float | None:
         """When the write in flight began (the event loop's clock); None: nothing is in flight."""
         return None if self._writing is None or self._writing.done() else self._begun_s
-
-    def raise_if_failed(self) -> None:
-        """Raises the first error of the call, if there is one."""
-        if self.error is not None:
-            raise self.error
 
     def fail(self, error: RpcError) -> None:
         """Records ``error``, unless there is one."""
@@ -105,12 +139,7 @@ class Wire(ABC):
         return frame
 
     async def read_within(self, silence_s: float) -> bytes | None:
-        """Reads a frame, or gives the peer up.
-
-        Raises:
-            PeerUnavailableError: neither frame nor heartbeat came for ``silence_s``, or the peer is gone.
-            RefusedError: it refused.
-        """
+        """Reads a frame, or gives the peer up once neither frame nor heartbeat has come for ``silence_s``."""
         try:
             async with asyncio.timeout(silence_s):
                 return await self.read()
@@ -124,30 +153,23 @@ class Wire(ABC):
         self._begun_s = asyncio.get_running_loop().time()
         self._heartbeats = asyncio.create_task(self._send_heartbeats(heartbeat_s), name="genesis-rpc-heartbeats")
 
-    async def settle(self) -> None:
-        """Waits until no write is in flight; cancels nothing.
-
-        Raises:
-            RpcError: the first error of the call.
-        """
+    async def _settle(self) -> None:
+        """Waits until no write is in flight, or raises the first error of the call; cancels nothing."""
         while self._writing is not None and not self._writing.done() and self.error is None:
             await asyncio.wait({self._writing, self._failed}, return_when=asyncio.FIRST_COMPLETED)
-        self.raise_if_failed()
+        if self.error is not None:
+            raise self.error
 
-    def begin_write(self, raw: bytes) -> None:
-        """Begins to write a frame; no other write may be in flight (no await since `settle`)."""
+    def _begin_write(self, raw: bytes) -> None:
+        """Begins to write a frame; no other write may be in flight (no await since `_settle`)."""
         self._begun_s = asyncio.get_running_loop().time()
         self._writing = asyncio.create_task(self._write_frame(raw), name="genesis-rpc-write")
 
     async def close(self, patience_s: float, cut: Callable[[], object] | None = None) -> None:
-        """Stops the heartbeats, and lets a write that is in flight come to its end.
+        """Stops the heartbeats, and lets a write that is in flight come to its end, for ``patience_s``.
 
         It must not be broken off: gRPC's server cannot send the status of a call while a write is in flight, and would
-        leave the call open. The write ends when the other side reads, cancels the call, or gRPC's pings find it dead.
-
-        Args:
-            patience_s: how long it may take.
-            cut: ends the connection of a side that has taken nothing for so long; the write ends with it.
+        leave the call open. ``cut`` ends the connection of a side that takes nothing, and the write with it.
         """
         try:
             await end_task(self._heartbeats)
@@ -161,20 +183,95 @@ class Wire(ABC):
                 self._writing.cancel()
         await end_task(self._writing)
 
+    async def send(
+        self,
+        kind: Literal["request", "open", "reply", "data", "end"],
+        *,
+        index: int = 0,
+        body: BaseModel | None = None,
+        payload: Buffer = b"",
+    ) -> None:
+        """Sends a frame; returns when the connection has taken the frame before, or, after the last frame, that one.
+
+        Raises:
+            RpcError: the first error of the call.
+            TrainerUsageError: what is to be sent is no frame, or comes after the last one; the call goes on.
+        """
+        if not 0 <= index <= _MAX_INDEX:
+            raise TrainerUsageError(f"expected a frame's index from 0 to 2**53 - 1, found {index}")
+        dumped = None if body is None else body.model_dump(mode="json")
+        if not isinstance(dumped, dict | None):
+            raise TrainerUsageError(f"expected a body with named fields, found {type(body).__name__}")
+        async with self._turn:
+            await asyncio.sleep(0)  # So that the write begun last is in flight while this frame is sealed.
+            if self.error is not None:
+                raise self.error
+            if self.ended:
+                raise TrainerUsageError("expected nothing after the end of the stream, found another frame")
+            fields: dict[str, object] = {
+                "kind": kind,
+                "origin": self._origin,
+                "method": self._terms.method,
+                "run_id": self._terms.run_id,
+                "recipient": self._other or "",
+                "nonce": self._terms.nonce,
+                "sequence": self._num_sent,
+                "index": index,
+                "sent_at": time.time(),
+                "certificate_sha256": self._terms.certificate_sha256,
+                "body": dumped,
+            }
+            raw = seal(self._identity, fields, payload)
+            await self._settle()
+            # From here on nothing is awaited, so that a cancelled send has either sent its frame or left no gap.
+            self._begin_write(raw)
+            self._num_sent += 1
+            self.ended = kind in ("reply", "end")
+        if self.ended:
+            await self._settle()
+
+    async def end(self) -> None:
+        """Sends the end, unless it was sent before, or the other side has finished in good order without it."""
+        if self.ended:
+            return
+        try:
+            await self.send("end")
+        except PeerFinishedError:
+            self.ended = True
+
+    def open(self, raw: bytes) -> SealedFrame | None:
+        """Returns the frame that came, checked in full; None for a heartbeat. Raises RefusedError."""
+        frame = parse_header(raw)
+        if frame is None:
+            return None
+        header = frame.header
+        if header.origin == self._origin or header.kind not in self._expected or self._other_ended:
+            raise RefusedError(Reason.KIND, f"expected no frame of kind {header.kind} by the {header.origin} here")
+        check_bound(frame, self._terms, self._other, self._identity.peer_id)
+        if header.nonce != self._terms.nonce or header.sequence != self._num_received:
+            raise RefusedError(
+                Reason.SEQUENCE, f"expected frame {self._num_received} of this call, found {header.sequence} of one"
+            )
+        verify_header(frame)
+        verify_payload(frame)
+        self._num_received += 1
+        self._other = header.sender
+        self._other_ended = header.kind in ("reply", "end")
+        return frame
+
     async def _write_frame(self, raw: bytes) -> None:
         try:
             await self._write(raw)
+            self._counters.sent_bytes += len(raw)
         except RpcError as error:
             self.fail(error)
-        else:
-            self._counters.sent_bytes += len(raw)
 
     async def _send_heartbeats(self, heartbeat_s: float) -> None:
         loop = asyncio.get_running_loop()
         while self.error is None:
             await asyncio.sleep(max(self._begun_s + heartbeat_s - loop.time(), heartbeat_s / 8))
             if self.stalled_since is None and loop.time() - self._begun_s >= heartbeat_s:
-                self.begin_write(HEARTBEAT)
+                self._begin_write(HEARTBEAT)
 
     @abstractmethod
     async def _read(self) -> object: ...
@@ -183,12 +280,33 @@ class Wire(ABC):
     async def _write(self, raw: bytes) -> None: ...
 
 
-class ClientWire(Wire):
+class CallerEnd(RpcCall):
     """The caller's end; a cancelled read or write ends the call, because gRPC does so."""
 
-    def __init__(self, call: ClientCall, who: str, counters: Counters) -> None:
+    _origin = "caller"
+
+    def __init__(
+        self, call: ClientCall, who: str, counters: Counters, answered: Callable[[EnvelopeHeader], None]
+    ) -> None:
         super().__init__(who, counters)
         self._call = call
+        self._answered = answered
+        """Is told of the first frame that passes its checks."""
+
+    def open(self, raw: bytes) -> SealedFrame | None:
+        """Returns the frame that came, checked in full; raises PeerUnavailableError where it fails a check."""
+        try:
+            frame = super().open(raw)
+        except RefusedError as error:
+            raise PeerUnavailableError(self.complaint(error)) from None
+        if frame is not None and frame.header.sequence == 0:
+            self._answered(frame.header)
+        return frame
+
+    def complaint(self, error: RefusedError) -> str:
+        """Counts an answer that failed a check, and describes it."""
+        self._counters.count_refusal(error.reason)
+        return f"{self.who} gave an answer that fails a check ({error.reason}): {error}"
 
     async def _read(self) -> object:
         try:
@@ -218,10 +336,7 @@ class ClientWire(Wire):
             raise PeerUnavailableError(f"{self.who}: the call was ended on this side") from None
 
     async def _error_after_end(self) -> RpcError:
-        """Returns the error of a call that takes no more frames.
-
-        Its status follows what the other side sent before, once that is read.
-        """
+        """Returns the error of a call that takes no more frames; its status follows what was sent before."""
         ended = asyncio.Event()
         self._call.add_done_callback(lambda _call: ended.set())
         try:
@@ -242,17 +357,17 @@ class ClientWire(Wire):
         if code is grpc.StatusCode.OK:
             return PeerFinishedError(f"{self.who} has finished the call and takes no more frames")
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return RefusedError(
-                Reason.SIZE,
-                f"{self.who}: expected messages of at most {MAX_FRAME_BYTES} bytes, found a larger one ({text})",
-            )
+            most = f"messages of at most {MAX_FRAME_BYTES} bytes"
+            return RefusedError(Reason.SIZE, f"{self.who}: expected {most}, found a larger one ({text})")
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return RefusedError(Reason.PROTOCOL, f"{self.who} serves something else than this protocol ({text})")
         return PeerUnavailableError(f"{self.who} is not available ({code.name.lower()}: {text or 'no detail'})")
 
 
-class ServerWire(Wire):
+class CalleeEnd(RpcCall):
     """The callee's end; gRPC cancels the handler's task when the caller goes away."""
+
+    _origin = "callee"
 
     def __init__(self, context: ServerContext, counters: Counters) -> None:
         super().__init__(context.peer(), counters)
@@ -269,6 +384,24 @@ class ServerWire(Wire):
             await self._context.write(raw)
         except aio.BaseError as error:
             raise PeerUnavailableError(f"{self.who} went away ({error})") from None
+
+
+def check_bound(frame: SealedFrame, terms: CallTerms, sender: PeerId | None, recipient: PeerId) -> None:
+    """Checks what a header claims against what its receiver knows (``sender`` None: anyone); raises RefusedError."""
+    header = frame.header
+    for reason, expected, found, hint in (
+        (Reason.RUN, terms.run_id, header.run_id, ""),
+        (Reason.RECIPIENT, recipient, header.recipient, ""),
+        (Reason.SENDER, header.sender if sender is None else sender, header.sender, ""),
+        (Reason.CERTIFICATE, terms.certificate_sha256, header.certificate_sha256, _CERTIFICATE_HINT),
+        (Reason.METHOD, terms.method, header.method, ""),
+    ):
+        if found != expected:
+            raise RefusedError(reason, f"expected a message with {reason} {expected!r}, found one with {found!r}{hint}")
+    if len(frame.payload) > terms.max_payload_bytes:
+        raise RefusedError(
+            Reason.PAYLOAD_SIZE, f"expected at most {terms.max_payload_bytes} bytes, found {len(frame.payload)}"
+        )
 
 
 async def end_task(task: asyncio.Task[Any] | None) -> None:

@@ -12,11 +12,10 @@ disk (twice its size with the two snapshots kept), so that serving it needs no m
 
 from __future__ import annotations
 
-from trainer.network.transfer.config import StateConfig
-from trainer.network.transfer.descriptor import Descriptor, Expectation, TensorSpec, snapshots_in
-from trainer.network.transfer.donor import StateDonor
+from trainer.network.transfer.descriptor import Descriptor, Expectation, TensorSpec
+from trainer.network.transfer.donor import StateConfig, StateDonor
 from trainer.network.transfer.fetch import choose_state, fetch_descriptor, fetch_state
-from trainer.network.transfer.snapshot import Snapshot, describe, load_snapshot, write_snapshot
+from trainer.network.transfer.snapshot import Snapshot, describe, load_snapshot, snapshots_in, write_snapshot
 
 __all__ = [
     "Descriptor",

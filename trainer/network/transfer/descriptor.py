@@ -1,4 +1,4 @@
-"""The parts of a snapshot, in memory and on disk; one digest verifies every byte of it.
+"""The parts of a snapshot, in memory; one digest verifies every byte of it.
 
 The tensors' bytes, in the order of their names, are one long string cut into chunks of 1 MiB. The SHA-256 digests of
 the chunks, 32 bytes each, fill pages of 16,384 (16 GiB of data a page). The descriptor, canonical JSON, names the
@@ -6,51 +6,22 @@ tensors, the caller's `meta` and the SHA-256 of each page; its own SHA-256 is th
 
     digest → descriptor → page → chunk
 
-A state of 90 GB (85,000 chunks) has six pages of half a MiB and a descriptor of 1 kB. Equal tensors and equal `meta`
-give an equal digest on every machine, so members of a run compare digests to see whether they agree; `meta` must hold
-nothing that differs between them (no times, no names).
-
-    {directory}/{digest}/descriptor.json   the descriptor
-    {directory}/{digest}/pages             SHA-256 of each chunk, 32 bytes each
-    {directory}/{digest}/data              the tensors' bytes
-
-This module imports no torch: donors and the reader of run files do not need it.
+Equal tensors and equal `meta` give an equal digest on every machine, so members of a run compare digests to see whether
+they agree; `meta` must hold nothing that differs between them (no times, no names).
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Final, Literal, Self, TypeAlias
 
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
-from genesis.store.durable import sync_folder
 from manifests.serialisation import canonical_json, sha256_hex
 from trainer.errors import StateTransferError, TrainerUsageError
 from trainer.network.rpc.messages import Message
-
-__all__ = [
-    "CHUNK_BYTES",
-    "DATA_NAME",
-    "DESCRIPTOR_NAME",
-    "DIGEST_BYTES",
-    "MAX_DESCRIPTOR_BYTES",
-    "MAX_EXTENT",
-    "PAGES_NAME",
-    "PAGE_CHUNKS",
-    "Descriptor",
-    "Expectation",
-    "Meta",
-    "TensorSpec",
-    "make_descriptor",
-    "parse_descriptor",
-    "publish",
-    "snapshots_in",
-]
 
 CHUNK_BYTES: Final = 1 << 20
 DIGEST_BYTES: Final = 32
@@ -60,12 +31,8 @@ MAX_DESCRIPTOR_BYTES: Final = 1 << 20
 
 DESCRIPTOR_NAME, PAGES_NAME, DATA_NAME = "descriptor.json", "pages", "data"
 
-_ITEM_BYTES = {
-    **dict.fromkeys(("bool", "uint8", "int8"), 1),
-    **dict.fromkeys(("int16", "float16", "bfloat16"), 2),
-    **dict.fromkeys(("int32", "float32"), 4),
-    **dict.fromkeys(("int64", "float64"), 8),
-}
+_ITEM_BYTES = {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "float16": 2, "bfloat16": 2, "int32": 4, "float32": 4}
+_ITEM_BYTES |= {"int64": 8, "float64": 8}
 _MAX_SIZE_BYTES = 1 << 50
 MAX_EXTENT: Final = 1 << 48
 """Above the product of a tensor's dimensions, those of 0 left out: torch counts strides of empty tensors as well."""
@@ -139,24 +106,17 @@ class Descriptor(Message):
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """The state a caller accepts; checked before anything of the claimed size is allocated.
-
-    Args:
-        max_bytes: most bytes of tensors.
-        tensors: dtype and shape by name, exactly these; None accepts any.
-        finite: refuse NaN and infinities in any tensor.
-    """
+    """The state a caller accepts; checked before anything of the claimed size is allocated."""
 
     max_bytes: int
+    """Of all tensors."""
     tensors: Mapping[str, tuple[str, tuple[int, ...]]] | None = None
+    """Dtype and shape by name, exactly these; None accepts any."""
     finite: bool = True
+    """Refuse NaN and infinities in any tensor."""
 
     def check(self, descriptor: Descriptor) -> None:
-        """Compares a descriptor with the expectation.
-
-        Raises:
-            StateTransferError: they differ; the message names the first difference.
-        """
+        """Raises StateTransferError, naming the first difference, for a descriptor of another state."""
         if descriptor.size_bytes > self.max_bytes:
             raise StateTransferError(
                 f"expected a state of at most {self.max_bytes} bytes, found one of {descriptor.size_bytes}"
@@ -177,11 +137,7 @@ class Expectation:
 
 
 def make_descriptor(meta: Meta, tensors: tuple[TensorSpec, ...], pages: tuple[str, ...]) -> Descriptor:
-    """Builds a descriptor.
-
-    Raises:
-        TrainerUsageError: a name or `meta` cannot be written as JSON, or the descriptor would be too long.
-    """
+    """Builds a descriptor; raises TrainerUsageError for what JSON cannot hold, or a message not carry."""
     try:
         descriptor = Descriptor(meta=dict(meta), tensors=tensors, pages=pages)
         size_bytes = len(descriptor.to_bytes())
@@ -211,28 +167,3 @@ def parse_descriptor(data: bytes, digest: str) -> Descriptor:
     if descriptor.size_bytes > _MAX_SIZE_BYTES or len(descriptor.pages) != -(-descriptor.num_chunks // PAGE_CHUNKS):
         raise StateTransferError(f"the state {digest[:16]}…: its pages do not fit its {descriptor.size_bytes} bytes")
     return descriptor
-
-
-def snapshots_in(directory: str | os.PathLike[str]) -> list[str]:
-    """Returns the digests of the complete snapshots in ``directory``, newest first."""
-    folder = Path(directory)
-    if not folder.is_dir():
-        return []
-    found = [path for path in folder.iterdir() if len(path.name) == 64 and (path / DESCRIPTOR_NAME).is_file()]
-    return [path.name for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)]
-
-
-def publish(draft: Path, target: Path) -> None:
-    """Renames a draft, whose files are synced, to its final name; a snapshot already there becomes the newest.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
-    os.utime(draft)
-    try:
-        draft.rename(target)
-    except OSError:
-        if not (target / DESCRIPTOR_NAME).is_file():
-            raise
-        os.utime(target)
-    sync_folder(target.parent)

@@ -1,15 +1,14 @@
-"""Serves the node's snapshots to newcomers, within limits, from the disk; with the messages that fetchers send.
+"""Serves the node's snapshots to newcomers, within limits, from the disk; with options and messages of both sides.
 
-Threads read chunks with pread, so neither training nor the event loop waits for the disk, and a throttle spreads their
-bytes over time, so that a newcomer leaves the uplink to the rounds. The donor does not verify what it sends: the
-fetcher checks each chunk, and a damaged disk costs it one donor. A snapshot requested within the last minute stays
-readable after newer ones have replaced it, because its files are held open: the next outer step does not cut off a
-fetcher.
+Threads read chunks with pread, so neither training nor the event loop waits for the disk, and a throttle leaves the
+uplink to the rounds. The donor does not verify what it sends: the fetcher checks each chunk. A snapshot requested
+within the last minute stays readable after newer ones have replaced it, because its files are held open.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from dataclasses import dataclass
@@ -19,11 +18,10 @@ from typing import Annotated
 from pydantic import Field
 
 from genesis.store.throttle import Throttle
-from trainer.errors import RefusedError, StateTransferError
+from trainer.errors import RefusedError, StateTransferError, TrainerUsageError
 from trainer.network.rpc.endpoint import Endpoint
 from trainer.network.rpc.messages import Message, Reply, Request
 from trainer.network.rpc.stream import ServerStream
-from trainer.network.transfer.config import StateConfig
 from trainer.network.transfer.descriptor import (
     CHUNK_BYTES,
     DATA_NAME,
@@ -36,23 +34,52 @@ from trainer.network.transfer.descriptor import (
     parse_descriptor,
 )
 
-__all__ = [
-    "CHUNKS_METHOD",
-    "DESCRIPTOR_METHOD",
-    "PAGE_METHOD",
-    "ChunksRequest",
-    "DescriptorRequest",
-    "Empty",
-    "PageRequest",
-    "StateDonor",
-]
-
 DESCRIPTOR_METHOD = "state/descriptor"
 PAGE_METHOD = "state/page"
 CHUNKS_METHOD = "state/chunks"
 _MAX_CHUNKS_PER_REQUEST = 256
 _HOLD_S = 60.0
 _MAX_HELD = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateConfig:
+    """How nodes serve and fetch state."""
+
+    keep_snapshots: int = 2
+    """Snapshots kept on disk; one more exists while it is written."""
+    max_upload_bytes_per_s: float = 0.0
+    """Most bytes a second served to all fetchers together; 0: no limit."""
+    max_uploads: int = 8
+    """Most transfers served at once; further requests are refused as busy."""
+    parallel_per_donor: int = 2
+    """Concurrent transfers from one donor."""
+    chunks_per_request: int = 16
+    """Most chunks (1 MiB each) per request; fewer towards the end, so that all donors finish together."""
+    stall_timeout_s: float = 10.0
+    """Seconds without a chunk or a heartbeat after which a donor's chunks are requested from others."""
+    chunk_timeout_s: float = 60.0
+    """Seconds one chunk may take, with or without heartbeats."""
+    max_failures: int = 3
+    """Consecutive failures (no chunk between them) after which a donor is dropped."""
+    retry_pause_s: float = 1.0
+    """Seconds before a donor that failed, or was busy, is retried; doubles each time."""
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("keep_snapshots", 1, 1000),
+            ("max_uploads", 1, 1024),
+            ("parallel_per_donor", 1, 64),
+            ("chunks_per_request", 1, 256),
+            ("stall_timeout_s", 0.1, 3600),
+            ("chunk_timeout_s", 0.1, 3600),
+            ("max_failures", 1, 1000),
+            ("retry_pause_s", 0.01, 3600),
+            ("max_upload_bytes_per_s", 0, 1e15),
+        ):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and low <= value <= high):
+                raise TrainerUsageError(f"{name}: expected {low:g} to {high:g}, found {value!r}")
 
 
 class DescriptorRequest(Message):
@@ -85,9 +112,9 @@ class Empty(Message):
 class _OpenSnapshot:
     descriptor: Descriptor
     descriptor_bytes: bytes
-    pages_file: int
+    pages: bytes
     data_file: int
-    last_used_s: float
+    last_used_s: float = 0.0
 
 
 class StateDonor:
@@ -113,7 +140,7 @@ class StateDonor:
     def close(self) -> None:
         """Closes the files; later requests open them anew."""
         for digest in list(self._open):
-            self._close(digest)
+            os.close(self._open.pop(digest).data_file)
 
     async def _send_descriptor(self, request: Request[DescriptorRequest]) -> Reply[Empty]:
         return Reply(Empty(), self._opened(request.body.digest).descriptor_bytes)
@@ -123,8 +150,8 @@ class StateDonor:
         page = request.body.page
         if page >= len(snapshot.descriptor.pages):
             raise RefusedError("page", f"expected a page below {len(snapshot.descriptor.pages)}, found {page}")
-        size_bytes = snapshot.descriptor.page_chunks(page) * DIGEST_BYTES
-        return Reply(Empty(), os.pread(snapshot.pages_file, size_bytes, page * PAGE_CHUNKS * DIGEST_BYTES))
+        step = PAGE_CHUNKS * DIGEST_BYTES
+        return Reply(Empty(), snapshot.pages[page * step : (page + 1) * step])
 
     async def _send_chunks(self, request: Request[ChunksRequest], stream: ServerStream) -> None:
         snapshot = self._opened(request.body.digest)
@@ -149,37 +176,23 @@ class StateDonor:
             self._num_uploads -= 1
 
     def _opened(self, digest: str) -> _OpenSnapshot:
-        """Returns the snapshot with its files open; closes those unused for a minute, and the oldest beyond a few.
-
-        Raises:
-            RefusedError: this node does not have it, or no longer.
-        """
+        """Returns the snapshot with its files open; closes those unused for a minute, and the oldest beyond a few."""
         now_s = time.monotonic()
         by_use = sorted(self._open, key=lambda each: self._open[each].last_used_s, reverse=True)
         for position, each in enumerate(by_use):
             if position >= _MAX_HELD - 1 or now_s - self._open[each].last_used_s > _HOLD_S:
-                self._close(each)
+                os.close(self._open.pop(each).data_file)
         if digest not in self._open:
             self._open[digest] = _open_snapshot(self._directory / digest, digest)
         self._open[digest].last_used_s = now_s
         return self._open[digest]
 
-    def _close(self, digest: str) -> None:
-        snapshot = self._open.pop(digest)
-        os.close(snapshot.pages_file)
-        os.close(snapshot.data_file)
-
 
 def _open_snapshot(folder: Path, digest: str) -> _OpenSnapshot:
-    files: list[int] = []
-    flags = os.O_RDONLY | os.O_CLOEXEC
     try:
-        descriptor_bytes = (folder / DESCRIPTOR_NAME).read_bytes()
+        descriptor_bytes, pages = (folder / DESCRIPTOR_NAME).read_bytes(), (folder / PAGES_NAME).read_bytes()
         descriptor = parse_descriptor(descriptor_bytes, digest)
-        files.append(os.open(folder / PAGES_NAME, flags))
-        files.append(os.open(folder / DATA_NAME, flags))
+        data_file = os.open(folder / DATA_NAME, os.O_RDONLY | os.O_CLOEXEC)
     except (OSError, StateTransferError):
-        for file in files:
-            os.close(file)
         raise RefusedError("unknown_state", f"the state {digest[:16]}… is not here (any more)") from None
-    return _OpenSnapshot(descriptor, descriptor_bytes, files[0], files[1], 0.0)
+    return _OpenSnapshot(descriptor, descriptor_bytes, pages, data_file)

@@ -1,11 +1,13 @@
 """Chooses the state a node adopts, and fetches it from several donors at once, by its digest, trusting none of them.
 
 Descriptor, pages and chunks are each verified against the digest chain before they are used; a donor that sends other
-bytes is dropped and named. The chunks of a donor that dies, stalls or is slow are requested from the others
-(`ChunkPool`). What has been received survives this process (`PartFile`): the next call resumes there. It becomes a
-snapshot only when all of it is there, has been read back from the disk, and is finite. That reading costs about a third
-of the time on a fast link: 512 MiB over loopback with TLS took 2.3 s to receive and 1.8 s to verify (2 cores, shared
-with the donors); on 100 Mbit/s it is 2 %.
+bytes is dropped and named. While chunks are left, each request to a donor asks for the next run of them, at most half
+of an even share of what is left, so that all finish at about the same time. When none is left, an idle donor is asked
+for a chunk that another still owes; the first to send it wins. So one slow donor delays the end by one chunk at most.
+
+What has been received survives this process (`PartFile`): the next call resumes there. It becomes a snapshot only when
+all of it is there, has been read back from the disk, and is finite. That reading costs about a third of the time on a
+fast link (512 MiB over loopback with TLS: 2.3 s to receive, 1.8 s to verify), and 2 % on 100 Mbit/s.
 """
 
 from __future__ import annotations
@@ -13,35 +15,40 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median_low
 
 from manifests.serialisation import sha256_hex
-from trainer.errors import RpcError, StateTransferError, TrainerUsageError
+from trainer.errors import PeerUnavailableError, RefusedError, RpcError, StateTransferError, TrainerUsageError
 from trainer.network.discovery.announcement import Announcement
 from trainer.network.rpc.endpoint import Endpoint
 from trainer.network.rpc.messages import Peer, Reply
-from trainer.network.transfer.config import StateConfig
-from trainer.network.transfer.descriptor import (
-    DESCRIPTOR_NAME,
-    DIGEST_BYTES,
-    Descriptor,
-    Expectation,
-    parse_descriptor,
+from trainer.network.rpc.stream import Stream
+from trainer.network.transfer.descriptor import DESCRIPTOR_NAME, DIGEST_BYTES, Descriptor, Expectation, parse_descriptor
+from trainer.network.transfer.donor import (
+    CHUNKS_METHOD,
+    DESCRIPTOR_METHOD,
+    PAGE_METHOD,
+    ChunksRequest,
+    DescriptorRequest,
+    Empty,
+    PageRequest,
+    StateConfig,
 )
-from trainer.network.transfer.donor import DESCRIPTOR_METHOD, PAGE_METHOD, DescriptorRequest, Empty, PageRequest
-from trainer.network.transfer.download import ChunkDownload, donor_name
-from trainer.network.transfer.part_file import PartFile
-from trainer.network.transfer.snapshot import Snapshot, load_snapshot
+from trainer.network.transfer.snapshot import PartFile, Snapshot, load_snapshot
 from trainer.network.transfer.tensor_bytes import all_finite
-
-__all__ = ["choose_state", "fetch_descriptor", "fetch_state"]
 
 logger = logging.getLogger(__name__)
 
 _SMALL_REQUEST_TIMEOUT_S = 60.0
 _MAX_CONCURRENT_REQUESTS = 3
+_MAX_HOLDERS = 2
+"""Donors that may be asked for one chunk at a time: more would only compete."""
+_MAX_PAUSE_S = 30.0
 
 
 def choose_state(own: tuple[int, str], announcements: Iterable[Announcement]) -> str | None:
@@ -51,12 +58,8 @@ def choose_state(own: tuple[int, str], announcements: Iterable[Announcement]) ->
     that see the same announcements choose the same. Each node has one vote: a single liar wins only against a state
     that nobody but this node holds.
 
-    Args:
-        own: outer step and digest of the state this node holds; an empty digest if it holds none worth keeping.
-        announcements: verified ones of other nodes; those with an empty `state_digest` have no vote.
-
-    Returns:
-        The digest to fetch; None: keep the own state, or nobody has any.
+    ``own`` is the outer step and digest of the state this node holds; an empty digest has no vote. Returns the digest
+    to fetch; None: keep the own state, or nobody has any.
     """
     votes = {"": own}
     # Of a node that is listed twice the highest step and digest count, whatever the order.
@@ -81,19 +84,9 @@ async def fetch_state(
     timeout_s: float,
     config: StateConfig | None = None,
 ) -> Snapshot:
-    """Fetches a state, or loads it from ``directory`` if it is there.
+    """Fetches a state from nodes that claim to hold it, or loads it from ``directory`` if it is there.
 
-    Args:
-        endpoint: this node's.
-        donors: nodes that claim to hold it.
-        digest: of the snapshot.
-        directory: of the snapshots; a partial fetch stays there for the next call.
-        expectation: the state to accept; checked before space is reserved.
-        timeout_s: seconds for the whole fetch.
-        config: how to spread the requests.
-
-    Returns:
-        The verified snapshot, which is then also in ``directory``.
+    The expectation is checked before space is reserved. A partial fetch stays in ``directory`` for the next call.
 
     Raises:
         StateTransferError: the donors did not send the whole state in time; it does not meet the expectation; or the
@@ -108,11 +101,9 @@ async def fetch_state(
                 await asyncio.to_thread(_check_finite, snapshot, expectation)
                 return snapshot
             part.open()
-            try:
+            with closing(part):
                 await _fetch_parts(endpoint, donors, digest, part, expectation, config or StateConfig())
                 return await asyncio.to_thread(_finish, part, expectation)
-            finally:
-                part.close()
     except TimeoutError:
         raise StateTransferError(
             f"the state {digest[:16]}… was not fetched from {len(donors)} donors within {timeout_s:g} s; "
@@ -128,11 +119,8 @@ async def fetch_descriptor(
     Raises:
         StateTransferError: none sent it; the message says of each donor why.
     """
-    body = DescriptorRequest(digest=digest)
-    what = f"the descriptor of the state {digest[:16]}…"
-    data = await _first_valid(
-        endpoint, donors, stall_timeout_s, DESCRIPTOR_METHOD, body, what, lambda payload: sha256_hex(payload) == digest
-    )
+    body, what = DescriptorRequest(digest=digest), f"the descriptor of the state {digest[:16]}…"
+    data = await _first_valid(endpoint, donors, stall_timeout_s, DESCRIPTOR_METHOD, body, what, digest)
     return parse_descriptor(data, digest)
 
 
@@ -148,29 +136,19 @@ async def _fetch_parts(
     if descriptor is None:
         descriptor = await fetch_descriptor(endpoint, donors, digest, stall_timeout_s=config.stall_timeout_s)
     expectation.check(descriptor)
-    pages = [
-        page if page is not None else await _fetch_page(endpoint, donors, descriptor, number, config.stall_timeout_s)
-        for number, page in enumerate(part.saved_pages(descriptor))
-    ]
+    pages = []
+    for number, page in enumerate(part.saved_pages(descriptor)):
+        if page is None:
+            body, what = PageRequest(digest=digest, page=number), f"page {number} of the state {digest[:16]}…"
+            wanted = descriptor.pages[number], descriptor.page_chunks(number) * DIGEST_BYTES
+            page = await _first_valid(endpoint, donors, config.stall_timeout_s, PAGE_METHOD, body, what, *wanted)
+        pages.append(page)
     missing = await asyncio.to_thread(part.begin, descriptor, pages)
     if len(missing) < descriptor.num_chunks:
         logger.info("%d of %d chunks are here already", descriptor.num_chunks - len(missing), descriptor.num_chunks)
-    await ChunkDownload(endpoint, donors, descriptor, part, missing, config).run()
-
-
-async def _fetch_page(
-    endpoint: Endpoint, donors: Sequence[Peer], descriptor: Descriptor, number: int, stall_timeout_s: float
-) -> bytes:
-    size_bytes, page_digest = descriptor.page_chunks(number) * DIGEST_BYTES, descriptor.pages[number]
-    return await _first_valid(
-        endpoint,
-        donors,
-        stall_timeout_s,
-        PAGE_METHOD,
-        PageRequest(digest=descriptor.digest, page=number),
-        f"page {number} of the state {descriptor.digest[:16]}…",
-        lambda payload: len(payload) == size_bytes and sha256_hex(payload) == page_digest,
-    )
+    named = [_Donor(name, peer) for name, peer in {_donor_name(peer): peer for peer in donors}.items()]
+    pool = ChunkPool(missing, config.chunks_per_request)
+    await _ChunkDownload(endpoint, named, digest, descriptor, part, pool, config).run()
 
 
 async def _first_valid(
@@ -180,36 +158,33 @@ async def _first_valid(
     method: str,
     body: DescriptorRequest | PageRequest,
     what: str,
-    is_valid: Callable[[bytes], bool],
+    digest: str,
+    size_bytes: int | None = None,
 ) -> bytes:
-    """Sends a request to the donors, a few at a time, and returns the first valid payload.
-
-    Raises:
-        StateTransferError: none sent it; the message says of each donor why.
-    """
+    """Sends a request to the donors, a few at a time, and returns the first payload of this digest and size."""
     problems: list[str] = []
-    waiting = list(donors)
-    under_way: dict[asyncio.Task[Reply[Empty]], Peer] = {}
+    waiting = deque(donors)
+    under_way: dict[asyncio.Task[Reply[Empty]], str] = {}
     try:
         while waiting or under_way:
             while waiting and len(under_way) < _MAX_CONCURRENT_REQUESTS:
-                peer = waiting.pop(0)
+                peer = waiting.popleft()
                 call = endpoint.call(
                     peer, method, body, Empty, timeout_s=_SMALL_REQUEST_TIMEOUT_S, stall_timeout_s=stall_timeout_s
                 )
-                under_way[asyncio.create_task(call)] = peer
+                under_way[asyncio.create_task(call)] = _donor_name(peer)
             done, _ = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                peer = under_way.pop(task)
+                donor = under_way.pop(task)
                 try:
                     payload = bytes(task.result().payload)
                 except (RpcError, TrainerUsageError) as error:  # The latter: an address that cannot be dialled.
-                    problems.append(f"{donor_name(peer)}: {error}")
+                    problems.append(f"{donor}: {error}")
                     continue
-                if is_valid(payload):
+                if size_bytes in (None, len(payload)) and sha256_hex(payload) == digest:
                     return payload
-                problems.append(f"{donor_name(peer)}: sent something else")
-                logger.warning("%s sent something else than %s", donor_name(peer), what)
+                problems.append(f"{donor}: sent something else")
+                logger.warning("%s sent something else than %s", donor, what)
     finally:
         for task in under_way:
             task.cancel()
@@ -235,3 +210,176 @@ def _check_finite(snapshot: Snapshot, expectation: Expectation) -> None:
             raise StateTransferError(
                 f"the state {snapshot.descriptor.digest[:16]}…: tensor {name!r} holds NaN or infinities; not adopted"
             )
+
+
+class ChunkPool:
+    """The indices of the missing chunks, and the donors asked for each; at most ``max_run`` in one request."""
+
+    def __init__(self, missing: Iterable[int], max_run: int) -> None:
+        self._waiting = deque(missing)
+        self._max_run = max_run
+        self._holders: dict[int, list[str]] = {}
+
+    @property
+    def num_missing(self) -> int:
+        """Number of chunks not received yet."""
+        return len(self._waiting) + len(self._holders)
+
+    def take(self, donor: str, num_workers: int) -> list[int]:
+        """Assigns the next chunks to a donor, none if there is nothing it could help with now.
+
+        ``num_workers`` requests to all donors together may be under way.
+        """
+        if self._waiting:
+            run = max(1, min(self._max_run, len(self._waiting) // (2 * max(1, num_workers))))
+            taken = [self._waiting.popleft() for _ in range(run)]
+        else:
+            held = self._holders.items()
+            taken = [index for index, donors in held if donor not in donors and len(donors) < _MAX_HOLDERS][:1]
+        for index in taken:
+            self._holders.setdefault(index, []).append(donor)
+        return taken
+
+    def is_missing(self, index: int) -> bool:
+        """Returns whether a chunk that was assigned has not been received yet."""
+        return index in self._holders
+
+    def done(self, index: int) -> bool:
+        """Notes that a chunk was received; returns False if another donor was faster."""
+        return self._holders.pop(index, None) is not None
+
+    def give_back(self, donor: str, indices: Iterable[int]) -> None:
+        """Takes chunks back from a donor; those that no other donor has are assigned next."""
+        for index in sorted(indices, reverse=True):
+            holders = self._holders.get(index)
+            if holders is not None and donor in holders:
+                holders.remove(donor)
+                if not holders:
+                    del self._holders[index]
+                    self._waiting.appendleft(index)
+
+
+@dataclass(slots=True)
+class _Donor:
+    name: str
+    peer: Peer
+    num_failures: int = 0
+    """Consecutive, without a chunk between them."""
+    dropped: str = ""
+    """Why it was dropped; empty: it was not."""
+
+
+class _LyingDonorError(Exception):
+    """A donor sent something else than the digest names."""
+
+
+@dataclass(slots=True, eq=False)
+class _ChunkDownload:
+    """Downloads the missing chunks of a state into a part file; `run` it once."""
+
+    endpoint: Endpoint
+    donors: list[_Donor]
+    digest: str
+    descriptor: Descriptor
+    part: PartFile
+    pool: ChunkPool
+    config: StateConfig
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Replaced each time it is set."""
+
+    async def run(self) -> None:
+        """Returns when all chunks are there; raises StateTransferError if no donor is left or the disk fails."""
+        workers = [
+            asyncio.create_task(self._work(donor))
+            for donor in self.donors
+            for _ in range(self.config.parallel_per_donor)
+        ]
+        working = set(workers)
+        try:
+            while working and self.pool.num_missing:
+                ended, working = await asyncio.wait(working, return_when=asyncio.FIRST_COMPLETED)
+                for worker in ended:
+                    worker.result()
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+        if self.pool.num_missing:
+            reasons = "; ".join(f"{donor.name}: {donor.dropped}" for donor in self.donors)
+            raise StateTransferError(
+                f"{self.pool.num_missing} of {self.descriptor.num_chunks} chunks of the state {self.digest[:16]}… "
+                f"could not be fetched: {reasons or 'there are no donors'}; what was received is kept"
+            )
+
+    async def _work(self, donor: _Donor) -> None:
+        """Requests one run of chunks after another from one donor, until all are there or it is dropped."""
+        while not donor.dropped and self.pool.num_missing:
+            num_workers = self.config.parallel_per_donor * sum(not donor.dropped for donor in self.donors)
+            taken = self.pool.take(donor.name, num_workers)
+            if not taken:
+                await self.changed.wait()
+                continue
+            pause_s = 0.0
+            try:
+                await self._request(donor, taken)
+            except _LyingDonorError as error:
+                donor.dropped = str(error)
+                logger.warning("%s is asked no more: it %s", donor.name, error)
+            except RpcError as error:
+                pause_s = self._note_failure(donor, error)
+            except TrainerUsageError as error:  # Its address cannot be dialled.
+                donor.dropped = str(error)
+            finally:
+                self.pool.give_back(donor.name, taken)
+                self.changed.set()  # Wakes workers that had nothing to do.
+                self.changed = asyncio.Event()
+            if pause_s and not donor.dropped:
+                await asyncio.sleep(pause_s)
+
+    async def _request(self, donor: _Donor, indices: list[int]) -> None:
+        """Receives, verifies and writes one run of chunks."""
+        body = ChunksRequest(digest=self.digest, indices=tuple(indices))
+        timeout_s, stall_timeout_s = self.config.chunk_timeout_s * len(indices), self.config.stall_timeout_s
+        async with self.endpoint.open_stream(
+            donor.peer, CHUNKS_METHOD, body, timeout_s=timeout_s, stall_timeout_s=stall_timeout_s
+        ) as stream:
+            for index in indices:
+                payload = await self._receive(donor, stream, index)
+                if self.pool.is_missing(index):
+                    if not await asyncio.to_thread(self.part.is_valid, index, payload):
+                        raise _LyingDonorError(f"sent a chunk {index} that does not match its digest")
+                    await asyncio.to_thread(self.part.write, index, payload)
+                    self.pool.done(index)
+                donor.num_failures = 0
+                if not any(map(self.pool.is_missing, indices)):
+                    return  # Other donors sent the rest.
+
+    async def _receive(self, donor: _Donor, stream: Stream, index: int) -> memoryview:
+        timeout_s = self.config.chunk_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                frame = await stream.receive()
+        except TimeoutError:
+            raise PeerUnavailableError(f"{donor.name} did not send a chunk within {timeout_s:g} s") from None
+        if frame is None:
+            raise PeerUnavailableError(f"{donor.name} ended before it sent all chunks")
+        if frame.index != index:
+            raise _LyingDonorError(f"sent chunk {frame.index} for chunk {index}")
+        if len(frame.payload) != self.descriptor.chunk_bytes(index):
+            raise _LyingDonorError(f"sent {len(frame.payload)} bytes as chunk {index}")
+        return frame.payload
+
+    def _note_failure(self, donor: _Donor, error: RpcError) -> float:
+        """Counts a failure and drops the donor after too many; returns the pause before the next request."""
+        is_busy = isinstance(error, RefusedError) and error.reason == "busy"
+        donor.num_failures += 1
+        if not is_busy and donor.num_failures >= self.config.max_failures:
+            donor.dropped = str(error)
+            logger.warning("%s is asked no more: %s", donor.name, error)
+        else:
+            logger.debug("%s failed (%d in a row): %s", donor.name, donor.num_failures, error)
+        return min(self.config.retry_pause_s * 2.0 ** min(donor.num_failures - 1, 10), _MAX_PAUSE_S)
+
+
+def _donor_name(peer: Peer) -> str:
+    return f"donor {(peer.peer_id or 'unknown')[:16]}… at {peer.address}"

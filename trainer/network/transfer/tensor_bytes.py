@@ -12,19 +12,13 @@ import torch
 from trainer.errors import TrainerUsageError
 from trainer.network.transfer.descriptor import CHUNK_BYTES, Dtype, TensorSpec
 
-__all__ = ["all_finite", "chunks_of", "payload_of", "specs_of", "tensors_in"]
-
 _TORCH_DTYPES: dict[Dtype, torch.dtype] = {name: getattr(torch, name) for name in get_args(Dtype)}
 _DTYPES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 _FINITE_BLOCK = 1 << 22
 
 
 def specs_of(tensors: Mapping[str, torch.Tensor]) -> tuple[TensorSpec, ...]:
-    """Returns name, dtype and shape of each tensor, sorted by name.
-
-    Raises:
-        TrainerUsageError: a dtype is not supported, or the machine is big-endian.
-    """
+    """Returns name, dtype and shape of each tensor, sorted by name; TrainerUsageError for a dtype not supported."""
     if sys.byteorder != "little":
         raise TrainerUsageError("expected a little-endian machine, found a big-endian one; state is exchanged as bytes")
     specs = []

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from trainer.compression.activations.codec import ActivationCodec, Direction
+from trainer.compression.activations import ActivationCodec, Direction
 from trainer.errors import MalformedAnswerError, PeerUnavailableError
 from trainer.network.rpc import Endpoint
 from trainer.network.rpc.boundary import peer_boundary

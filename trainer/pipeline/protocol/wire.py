@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from trainer.compression.activations.packing import IDS
+from trainer.compression.activations import IDS
 
 __all__ = ["ACTIVATION", "GRADIENT", "IDS", "LABELS", "part_of", "wire_ids"]
 

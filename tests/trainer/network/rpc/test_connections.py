@@ -10,10 +10,10 @@ import pytest
 
 from tests.support.event_loop import on_event_loop
 from tests.support.raw_http2 import any_certificate
-from tests.support.rpc_pair import ask, running_endpoint, until
+from tests.support.rpc_pair import Clock, ask, running_endpoint, until
 from trainer.network.rpc import Endpoint
 from trainer.network.rpc.connections import AcceptedSockets, Connection, Connections, worst_connections
-from trainer.network.rpc.standing import (
+from trainer.network.rpc.limits import (
     KEPT_S,
     MAX_PER_ADDRESS,
     MAX_PROVEN,
@@ -23,17 +23,11 @@ from trainer.network.rpc.standing import (
     Standing,
 )
 
-
-class _Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
+_where_visible = pytest.mark.skipif(not AcceptedSockets.are_visible(), reason="no /proc/self/fd here")
 
 
 def test_strangers_share_their_address_and_proven_peers_do_not() -> None:
-    standing = Standing(_Clock())
+    standing = Standing(Clock())
     standing.prove("good", "192.0.2.1")
     assert standing.share("good", "192.0.2.1") == Share("good", True)
     assert standing.share("other", "192.0.2.1") == Share("192.0.2.1", False)
@@ -43,7 +37,7 @@ def test_strangers_share_their_address_and_proven_peers_do_not() -> None:
 
 
 def test_an_address_has_so_many_proven_peers_and_the_first_stay() -> None:
-    clock = _Clock()
+    clock = Clock()
     standing = Standing(clock)
     for number in range(2 * MAX_PER_ADDRESS):
         clock.now_s += 1.0
@@ -62,7 +56,7 @@ def test_an_address_has_so_many_proven_peers_and_the_first_stay() -> None:
 
 
 def test_proven_and_greylisted_ones_are_bounded_in_all() -> None:
-    standing = Standing(_Clock())
+    standing = Standing(Clock())
     for number in range(MAX_PROVEN + 10):
         standing.prove(str(number), f"192.0.{number // 50}.{number % 50}")
     assert len(standing) == MAX_PROVEN
@@ -72,12 +66,12 @@ def test_proven_and_greylisted_ones_are_bounded_in_all() -> None:
 
 
 def test_an_address_is_greylisted_for_a_minute_after_its_strangers_let_answers_stall() -> None:
-    clock = _Clock()
+    clock = Clock()
     standing = Standing(clock)
     for _ in range(3):
         standing.let_stall("192.0.2.1")
     assert not standing.is_greylisted("192.0.2.1")
-    clock.now_s = 61.0
+    clock.now_s += 61.0
     standing.let_stall("192.0.2.1")
     assert not standing.is_greylisted("192.0.2.1")  # Those before are forgotten.
     for _ in range(3):
@@ -104,15 +98,12 @@ def test_an_address_keeps_its_share_and_the_longest_idle_go_first() -> None:
     assert _closed(connections, 80) == [f"ipv4:192.0.2.1:{number}" for number in range(2, 12)]
 
 
-def test_near_the_limit_the_address_with_most_gives_way() -> None:
+def test_near_the_limit_the_address_with_most_gives_way_and_proven_peers_keep_theirs_but_not_any_number() -> None:
     connections = [_connection(number, f"192.0.2.{number}") for number in range(40)]
     connections += [_connection(100 + number, "198.51.100.7") for number in range(20)]
     assert _closed(connections, 80) == []
     connections += [_connection(200 + number, f"203.0.113.{number}") for number in range(10)]
     assert _closed(connections, 80) == [f"ipv4:198.51.100.7:{100 + number}" for number in range(10)]
-
-
-def test_proven_peers_keep_theirs_but_not_any_number() -> None:
     connections = [_connection(number, peer_id=f"proven {number}") for number in range(60)]
     assert _closed(connections, 64) == []
     connections = [_connection(number, peer_id="proven") for number in range(60)]
@@ -120,7 +111,7 @@ def test_proven_peers_keep_theirs_but_not_any_number() -> None:
 
 
 def test_a_peer_is_proven_by_calls_in_good_order_for_a_while_on_one_connection() -> None:
-    clock = _Clock()
+    clock = Clock()
     standing = Standing(clock)
     connections = Connections(16, standing, clock)
 
@@ -162,7 +153,7 @@ async def _drained(reader: asyncio.StreamReader) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not AcceptedSockets.are_visible(), reason="no /proc/self/fd here")
+@_where_visible
 @pytest.mark.parametrize("tls", [False, True])
 @on_event_loop
 async def test_idle_connections_of_one_host_keep_nobody_out(tls: bool) -> None:
@@ -185,7 +176,7 @@ async def test_idle_connections_of_one_host_keep_nobody_out(tls: bool) -> None:
                 task.cancel()
 
 
-@pytest.mark.skipif(not AcceptedSockets.are_visible(), reason="no /proc/self/fd here")
+@_where_visible
 @on_event_loop
 async def test_a_guard_sees_and_shuts_accepted_connections_only() -> None:
     async with running_endpoint() as endpoint, running_endpoint() as other:

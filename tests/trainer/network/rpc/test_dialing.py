@@ -1,14 +1,19 @@
-"""Where an endpoint connects when addresses come from strangers, and how often."""
+"""Options and addresses; where an endpoint connects when addresses come from strangers, and how often."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from trainer.network.rpc.config import RpcConfig
+from tests.support.rpc_pair import Clock
+from trainer.errors import TrainerUsageError
+from trainer.network.rpc import Endpoint, Identity
+from trainer.network.rpc.config import RpcConfig, split_address
 from trainer.network.rpc.connections import group_of_grpc_peer
 from trainer.network.rpc.dialing import Dialing, DialRefusedError
 from trainer.network.rpc.messages import Peer
@@ -17,19 +22,11 @@ from trainer.network.rpc.remote_address import address_group, host_kind, is_priv
 _OWN = "f" * 64
 
 
-class _Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def _dialing(
-    *named: str, allow_private: bool = False, port: int = 4100, clock: _Clock | None = None, **config: Any
+    *named: str, allow_private: bool = False, port: int = 4100, clock: Clock | None = None, **config: Any
 ) -> Dialing:
     rpc = RpcConfig(**({"host": "8.8.8.8"} | config))
-    dialing = Dialing(rpc, _OWN, clock or _Clock())
+    dialing = Dialing(rpc, _OWN, clock or Clock())
     dialing.guard(named, allow_private=allow_private)
     dialing.listening_at(f"{rpc.host if rpc.host != '0.0.0.0' else '192.168.1.5'}:{port}", port)
     return dialing
@@ -46,31 +43,24 @@ def _refusal(dialing: Dialing, address: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("host", "group"),
+    ("name_of", "host", "group"),
     [
-        ("203.0.113.7", "203.0.113.7"),
-        ("[2001:db8:1:2:3::4]", "2001:db8:1:2::/64"),
-        ("2001:db8:1:2:ffff::", "2001:db8:1:2::/64"),
-        ("::ffff:203.0.113.7", "203.0.113.7"),
-        ("fe80::1%eth0", "fe80::/64"),
-        ("Node.Example", "node.example"),
+        (address_group, "203.0.113.7", "203.0.113.7"),
+        (address_group, "[2001:db8:1:2:3::4]", "2001:db8:1:2::/64"),
+        (address_group, "2001:db8:1:2:ffff::", "2001:db8:1:2::/64"),
+        (address_group, "::ffff:203.0.113.7", "203.0.113.7"),
+        (address_group, "fe80::1%eth0", "fe80::/64"),
+        (address_group, "Node.Example", "node.example"),
+        (group_of_grpc_peer, "ipv4:127.0.0.1:5000", "127.0.0.1"),
+        (group_of_grpc_peer, "ipv6:%5B2001:db8::1%5D:5000", "2001:db8::/64"),
+        (group_of_grpc_peer, "ipv6:[::1]:5000", "::/64"),
+        (group_of_grpc_peer, "unix:/tmp/socket", "unix:/tmp/socket"),
     ],
 )
-def test_what_counts_as_one_host(host: str, group: str) -> None:
-    assert address_group(host) == group
-
-
-@pytest.mark.parametrize(
-    ("grpc_peer", "group"),
-    [
-        ("ipv4:127.0.0.1:5000", "127.0.0.1"),
-        ("ipv6:%5B2001:db8::1%5D:5000", "2001:db8::/64"),
-        ("ipv6:[::1]:5000", "::/64"),
-        ("unix:/tmp/socket", "unix:/tmp/socket"),
-    ],
-)
-def test_how_grpc_names_them(grpc_peer: str, group: str) -> None:
-    assert group_of_grpc_peer(grpc_peer) == group
+def test_what_counts_as_one_host_here_and_as_grpc_names_it(
+    name_of: Callable[[str], str], host: str, group: str
+) -> None:
+    assert name_of(host) == group
 
 
 @pytest.mark.parametrize(
@@ -87,9 +77,7 @@ def test_kinds_of_host(kind: str, hosts: tuple[str, ...]) -> None:
     for host in hosts:
         assert host_kind(host) == kind
         assert is_private_host(host) == (kind != "public")
-
-
-def test_names_are_judged_by_themselves() -> None:
+    # Names are judged by themselves.
     names = ("localhost", "a.localhost.", "node.example")
     assert [host_kind(name) for name in names] == [None] * 3
     assert [is_private_host(name) for name in names] == [True, True, False]
@@ -181,35 +169,26 @@ def test_a_named_host_name_makes_its_kind_known(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-def test_an_address_nobody_answered_at_is_tried_after_pauses_that_grow() -> None:
-    clock = _Clock()
+@pytest.mark.parametrize(
+    ("is_in_contact", "expected_s"), [(False, [0, 20, 80, 260, 800, 2420]), (True, [0, 10, 40, *range(100, 3600, 60)])]
+)
+def test_an_address_nobody_answered_at_is_tried_after_pauses_that_grow(
+    is_in_contact: bool, expected_s: list[float]
+) -> None:
+    clock = Clock()
     dialing = _dialing(clock=clock)
-    tries = []
+    tries_s = []
     for _ in range(3600):
-        clock.now += 1.0
+        clock.now_s += 1.0
+        if is_in_contact:
+            dialing.in_contact("1.1.1.1")
         try:
             _admit(dialing, "1.1.1.1:4100")
         except DialRefusedError as error:
             assert error.reason == "pause"
         else:
-            tries.append(clock.now - 1001.0)
-    assert tries == [0.0, 20.0, 80.0, 260.0, 800.0, 2420.0]
-
-
-@pytest.mark.slow
-def test_a_host_in_contact_is_tried_once_a_minute_at_least() -> None:
-    clock = _Clock()
-    dialing = _dialing(clock=clock)
-    tries = 0
-    for _ in range(600):
-        clock.now += 1.0
-        dialing.in_contact("1.1.1.1")
-        try:
-            _admit(dialing, "1.1.1.1:4100")
-        except DialRefusedError:
-            continue
-        tries += 1
-    assert tries == 12
+            tries_s.append(clock.now_s - 1_000_001.0)
+    assert tries_s == expected_s
 
 
 def test_where_a_node_answers_there_is_no_limit_until_it_has_been_gone_for_long() -> None:
@@ -228,7 +207,7 @@ def test_where_a_node_answers_there_is_no_limit_until_it_has_been_gone_for_long(
 
 @pytest.mark.slow
 def test_a_host_that_is_silent_is_not_scanned() -> None:
-    clock = _Clock()
+    clock = Clock()
     dialing = _dialing(clock=clock)
 
     def num_tried(first_port: int, host: str = "1.1.1.1") -> int:
@@ -243,15 +222,15 @@ def test_a_host_that_is_silent_is_not_scanned() -> None:
         return count
 
     assert num_tried(5000) == 8
-    clock.now += 60
+    clock.now_s += 60
     assert num_tried(6000) == 6
     assert num_tried(6000, "[2606:4700::1]") + num_tried(6000, "[2606:4700::2]") == 8  # One /64.
     dialing.in_contact("1.1.1.1")  # Many nodes behind one address, one of which calls.
     assert num_tried(7000) == 64
-    clock.now += 60
+    clock.now_s += 60
     assert num_tried(7200) == 60
     for port in range(8000, 8200):  # All of which answer.
-        clock.now += 1
+        clock.now_s += 1
         _admit(dialing, f"1.1.1.1:{port}")
         dialing.answered(("1.1.1.1", port))
     assert dialing.num_dials("1.1.1.1") == 64
@@ -263,13 +242,70 @@ def test_a_host_that_is_silent_is_not_scanned() -> None:
 
 @pytest.mark.slow
 def test_what_is_remembered_is_bounded() -> None:
-    clock = _Clock()
+    clock = Clock()
     dialing = _dialing(clock=clock)
     for number in range(5000):
-        clock.now += 0.025  # 40 a second, as many as discovery tries.
+        clock.now_s += 0.025  # 40 a second, as many as discovery tries.
         host = f"1.2.{number // 250}.{number % 250}"
         _admit(dialing, f"{host}:4100")
         dialing.in_contact(host)
         dialing.answered((host, 4101))
     tables = (dialing._tried, dialing._budgets[False], dialing._contacts, dialing._answered)
     assert all(len(table) <= 4096 for table in tables)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"port": -1},
+        {"port": 65536},
+        {"heartbeat_s": 0.0},
+        {"stall_timeout_s": math.nan},
+        {"connect_timeout_s": -1.0},
+        {"max_clock_skew_s": math.inf},
+        {"stop_grace_s": -0.1},
+        {"max_calls": 0},
+        {"max_queued_bytes": 0},
+        {"heartbeat_s": 6.0, "stall_timeout_s": 10.0},
+        {"allowed_peers": ("me",)},
+        {"public_address": "host:port"},
+        {"public_address": "host:70000"},
+    ],
+)
+def test_a_bad_option_is_named(options: dict[str, object]) -> None:
+    name = "stall_timeout_s" if len(options) == 2 else next(iter(options))
+    with pytest.raises(TrainerUsageError, match=rf"rpc\.{name}: expected .* found"):
+        RpcConfig(**options)  # type: ignore[arg-type]
+
+
+def test_addresses() -> None:
+    assert split_address("10.0.0.1:4100") == ("10.0.0.1", 4100)
+    assert split_address("node.example:1") == ("node.example", 1)
+    assert split_address("[2001:db8::1]:443") == ("2001:db8::1", 443)
+    for address in ("", "host", "host:", ":1", "host:0", "host:65536", "host:1x", "2001:db8::1", "h:١"):
+        with pytest.raises(TrainerUsageError, match="expected an address"):
+            split_address(address)
+
+
+@pytest.mark.parametrize(
+    ("public", "host", "expected"),
+    [
+        ("203.0.113.7:99", "127.0.0.1", "203.0.113.7:99"),
+        ("gpu.example", "127.0.0.1", "gpu.example:0"),
+        ("[2001:db8::1]:99", "127.0.0.1", "[2001:db8::1]:99"),
+        ("[2001:db8::1]", "127.0.0.1", "[2001:db8::1]:0"),
+        ("", "10.1.2.3", "10.1.2.3:0"),
+        ("", "::1", "[::1]:0"),
+    ],
+)
+def test_the_address_others_are_told(public: str, host: str, expected: str) -> None:
+    endpoint = Endpoint(Identity.create(), "run", RpcConfig(host=host, public_address=public))
+    assert endpoint.address == expected
+
+
+def test_listening_everywhere_gives_an_address_of_this_machine_and_a_run_has_a_name() -> None:
+    host, _, _ = Endpoint(Identity.create(), "run", RpcConfig()).address.rpartition(":")
+    assert host not in ("", "0.0.0.0", "::")
+    for run_id in ("", "r" * 129):
+        with pytest.raises(TrainerUsageError, match="run_id"):
+            Endpoint(Identity.create(), run_id, RpcConfig())

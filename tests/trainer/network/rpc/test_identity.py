@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import logging
 import re
 import socket
 import stat
@@ -32,12 +31,16 @@ sys.stdout.write(load_or_create_identity(sys.argv[1]).peer_id)
 """
 
 
-def test_an_identity_is_made_once_and_kept(tmp_path: Path) -> None:
+def test_an_identity_is_made_once_and_kept_to_its_owner(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "keys" / "node.pem"
     first = load_or_create_identity(path)
     assert load_or_create_identity(path).peer_id == first.peer_id
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert [file.name for file in path.parent.iterdir()] == ["node.pem"]
+    assert not caplog.records
+    path.chmod(0o644)
+    load_or_create_identity(path)
+    assert "chmod 600" in caplog.text
 
 
 @pytest.mark.slow
@@ -57,44 +60,19 @@ def test_a_file_that_is_no_key_is_named_and_left_alone(tmp_path: Path, content: 
     with pytest.raises(TrainerUsageError, match=r"node\.pem.*move it away"):
         load_or_create_identity(path)
     assert path.read_bytes() == content
-
-
-def test_a_path_that_cannot_be_written_is_a_usage_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
     with pytest.raises(TrainerUsageError, match="cannot be used"):
-        load_or_create_identity(tmp_path / "file" / "node.pem")
+        load_or_create_identity(path / "node.pem")
 
 
-def test_a_key_others_may_read_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "node.pem"
-    load_or_create_identity(path)
-    path.chmod(0o644)
-    with caplog.at_level(logging.WARNING):
-        load_or_create_identity(path)
-    assert "chmod 600" in caplog.text
-
-
-def test_signatures_are_of_one_key_over_one_message() -> None:
+def test_signatures_are_of_one_key_under_one_name_over_one_message() -> None:
     signer, other = Identity.create(), Identity.create()
-    signature = signer.sign(b"message")
-    assert verify_signature(signer.peer_id, b"message", signature)
-    assert not verify_signature(signer.peer_id, b"massage", signature)
-    assert not verify_signature(other.peer_id, b"message", signature)
-    assert not verify_signature(signer.peer_id, b"message", signature[:-1])
-
-
-def test_a_key_goes_under_one_name_only() -> None:
-    signer = Identity.create()
-    signature = signer.sign(b"message")
-    name = signer.peer_id
-    for other in ({name.upper(), f" {name}", name[:32] + " " + name[32:], "", "zz"}) - {name}:
-        assert not verify_signature(other, b"message", signature)
-
-
-def test_the_private_key_is_not_printed() -> None:
-    identity = Identity.create()
-    assert "Ed25519PrivateKey" not in repr(identity)
-    assert identity.peer_id in repr(identity)
+    name, signature = signer.peer_id, signer.sign(b"message")
+    assert verify_signature(name, b"message", signature)
+    assert not verify_signature(name, b"massage", signature)
+    assert not verify_signature(name, b"message", signature[:-1])
+    for wrong in {other.peer_id, name.upper(), f" {name}", name[:32] + " " + name[32:], "", "zz"} - {name}:
+        assert not verify_signature(wrong, b"message", signature)
+    assert "Ed25519PrivateKey" not in repr(signer) and name in repr(signer)
 
 
 @asynccontextmanager
@@ -195,23 +173,30 @@ def test_what_the_network_says_is_said_in_words(failure: OSError, said: str, mon
 @pytest.mark.slow
 @on_event_loop
 async def test_where_no_certificate_is_to_be_had_it_is_said_why() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent, socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        for host, port, timeout_s, said in (
-            ("127.0.0.1", silent.getsockname()[1], 1.0, r"shows no TLS certificate \(no answer in 1 s\)"),
-            ("127.0.0.1", free.getsockname()[1], 20.0, "refuses connections: nothing listens there"),
-            ("x" * 70, 4100, 20.0, "cannot be reached: no such host"),
-        ):
-            with pytest.raises(PeerUnavailableError, match=f"^{host}:{port} {said}"):
-                await fetch_certificate(host, port, timeout_s)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        where = silent.getsockname()
+        with pytest.raises(PeerUnavailableError, match=r"shows no TLS certificate \(no answer in 1 s\)"):
+            await fetch_certificate(*where, 1.0)
+    for host, said in ((where[0], "refuses connections"), ("x" * 70, "cannot be reached: no such host")):
+        with pytest.raises(PeerUnavailableError, match=f"^{host}:{where[1]} {said}"):
+            await fetch_certificate(host, where[1], 20.0)
 
 
 @on_event_loop
-async def test_plain_and_tls_do_not_mix() -> None:
-    async with running_endpoint(tls=True) as secure, running_endpoint(tls=False) as plain:
-        for caller, callee in ((secure, plain), (plain, secure)):
+async def test_each_start_makes_another_certificate_and_none_and_others_do_not_mix() -> None:
+    async with endpoint_pair(tls=True) as (one, other), running_endpoint(tls=False) as plain:
+        assert one.certificate != other.certificate and plain.certificate is None
+        host, _, port = one.address.rpartition(":")
+        shown = await fetch_certificate(host, int(port), 5.0)
+        assert certificate_digest(shown) == certificate_digest(one.certificate or b"")
+        header, footer = b"-----BEGIN CERTIFICATE-----\n", b"-----END CERTIFICATE-----\n"
+        for certificate in (b"", b"\xff\xfe", header, header + b"QUJD\n" + footer, header + b"?\n" + footer):
+            with pytest.raises(PeerUnavailableError):
+                await ask(one, Peer(other.peer_id, other.address, certificate))
+        for caller, callee in ((one, plain), (plain, one)):
             with pytest.raises(PeerUnavailableError):
                 await ask(caller, Peer(callee.peer_id, callee.address))
+        assert (await ask(one, other.peer)).sender == other.peer_id
 
 
 @on_event_loop
@@ -224,16 +209,6 @@ async def test_a_request_to_a_nodes_former_life_is_refused_by_its_next() -> None
         channel.certificate_sha256 = certificate_digest(former)
         with refused("certificate"):
             await ask(caller, second.peer)
-
-
-@on_event_loop
-async def test_certificates_that_are_none() -> None:
-    async with running_endpoint(tls=True) as caller, running_endpoint(tls=True) as callee:
-        header, footer = b"-----BEGIN CERTIFICATE-----\n", b"-----END CERTIFICATE-----\n"
-        for certificate in (b"", b"\xff\xfe", header, header + b"QUJD\n" + footer, header + b"?\n" + footer):
-            with pytest.raises(PeerUnavailableError):
-                await ask(caller, Peer(callee.peer_id, callee.address, certificate))
-        assert (await ask(caller, callee.peer)).sender == callee.peer_id
 
 
 @pytest.mark.slow
@@ -249,14 +224,3 @@ async def test_many_peers_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None
                 await ask(caller, other.peer)
         assert len(caller._channels) == 3
         assert (await waiting).sender == first.peer_id
-
-
-@on_event_loop
-async def test_each_start_makes_another_certificate() -> None:
-    async with endpoint_pair(tls=True) as (one, other):
-        assert one.certificate != other.certificate
-        host, _, port = one.address.rpartition(":")
-        shown = await fetch_certificate(host, int(port), 5.0)
-        assert certificate_digest(shown) == certificate_digest(one.certificate or b"")
-    async with running_endpoint() as plain:
-        assert plain.certificate is None

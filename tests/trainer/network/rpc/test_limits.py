@@ -1,21 +1,24 @@
-"""What goes on at once: how it is counted, and that callers who take slots and leave them lying keep nobody out."""
+"""What peers have at once: how it is counted, that callers who leave slots lying keep nobody out, no request twice."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.support.event_loop import on_event_loop
 from tests.support.raw_http2 import NoWindow, no_window_connection
 from tests.support.rpc_node import RUN_ID, Question
-from tests.support.rpc_pair import ask, refused, running_endpoint, until
+from tests.support.rpc_pair import Clock, ask, refused, running_endpoint, until
 from trainer.errors import RefusedError
 from trainer.network.rpc import Endpoint, Identity
-from trainer.network.rpc.limits import ByteBudget, Claim, Slot, Slots
-from trainer.network.rpc.standing import Share
+from trainer.network.rpc.limits import ByteBudget, ReplayGuard, Share, Slot, Slots
+from trainer.network.rpc.token_buckets import TokenBuckets
 
 PROVEN_A, PROVEN_B = Share("a", True), Share("b", True)
 
@@ -30,7 +33,7 @@ class _Calls:
     def take(self, name: str, share: Share, *, holder: str = "", stalled_s: float | None = None) -> Slot:
         now_s = asyncio.get_running_loop().time()
         since = None if stalled_s is None else now_s - stalled_s
-        return self.slots.take(Claim(share, holder or name, lambda: since, lambda: self.shed.append(name), keep_s=0.25))
+        return self.slots.take(Slot(share, holder or name, lambda: since, lambda: self.shed.append(name), keep_s=0.25))
 
     def is_busy(self, share: Share, holder: str = "newcomer") -> bool:
         try:
@@ -52,13 +55,15 @@ def _stranger(address: str) -> Share:
 @on_event_loop
 async def test_slots_are_bounded_per_holder_and_in_all_and_come_back() -> None:
     calls = _calls(total=3)
-    held = [calls.take("1", PROVEN_A, holder="a"), calls.take("2", PROVEN_A, holder="a")]
+    held = [calls.take("1", PROVEN_A, holder="a", stalled_s=0.1), calls.take("2", PROVEN_A, holder="a")]
     assert calls.is_busy(PROVEN_A, "a")
     held.append(calls.take("3", PROVEN_B, holder="b"))
     assert calls.is_busy(PROVEN_B, "b")
     for slot in [*held, *held]:
-        slot.give()
-    assert len(calls.slots) == 0
+        calls.slots.give(slot)
+        calls.slots.shed(slot)  # Without effect: it was given back.
+    assert len(calls.slots) == 0 and not calls.shed
+    assert not calls.slots.stalled(asyncio.get_running_loop().time())
     assert not calls.is_busy(PROVEN_A, "a")
 
 
@@ -105,17 +110,7 @@ async def test_when_all_is_full_the_address_that_holds_most_gives_way_and_proven
     assert calls.shed[1:] == ["many 1", "single", "many 0", "a"]
 
 
-@on_event_loop
-async def test_a_slot_given_back_is_not_shed() -> None:
-    calls = _calls()
-    slot = calls.take("a", PROVEN_A, stalled_s=3.0)
-    slot.give()
-    slot.shed()
-    assert not calls.shed
-    assert not calls.slots.stalled(asyncio.get_running_loop().time())
-
-
-def test_a_budget_is_bounded_per_share_and_in_all() -> None:
+def test_a_budget_is_bounded_per_share_and_in_all_and_strangers_do_not_use_it_up() -> None:
     budget = ByteBudget(100, 60)
     budget.take(PROVEN_A, 50)
     assert not budget.has_room(PROVEN_A, 11)
@@ -125,15 +120,11 @@ def test_a_budget_is_bounded_per_share_and_in_all() -> None:
     budget.give(PROVEN_A, 50)
     assert budget.has_room(PROVEN_A, 55)
     assert budget.total_bytes == 45
-
-
-@pytest.mark.parametrize("num_addresses", [1, 2])
-def test_strangers_do_not_use_up_a_budget(num_addresses: int) -> None:
     budget = ByteBudget(100, 40)
-    for number in range(num_addresses):
+    for number in range(2):
         budget.take(_stranger(f"192.0.2.{number}"), 40)
-    assert not budget.has_room(_stranger("192.0.2.0"), 1)
-    assert budget.has_room(PROVEN_A, 20)
+        assert not budget.has_room(_stranger("192.0.2.0"), 1)
+        assert budget.has_room(PROVEN_A, 20)
 
 
 _LIMITS = {"max_calls": 8, "max_calls_per_peer": 2, "max_streams": 8, "max_streams_per_peer": 2}
@@ -261,3 +252,136 @@ async def test_a_greylisted_address_has_one_call_of_a_connection_served_at_a_tim
         await until(lambda: not len(serving.greylisted) and not len(serving.calls) and not len(serving.waiting))
         # Calls in good order end one after the other, each in its turn.
         await asyncio.gather(*(ask(newcomer, victim.peer, text) for text in "abc"))
+
+
+_WINDOW_S = 100.0
+_START = Clock.now_s
+
+
+def _guard(clock: Callable[[], float], *, total: int = 1000, per_peer: int = 1000) -> ReplayGuard:
+    return ReplayGuard(window_s=_WINDOW_S, max_entries=total, max_entries_per_peer=per_peer, now=clock)
+
+
+def _take(guard: ReplayGuard, sender: str, nonce: int, sent_at: float, address: str = "") -> str:
+    """``address``: of a sender that is not proven."""
+    try:
+        guard.check_clock(sent_at)
+        share = Share(address, False) if address else Share(sender, True)
+        guard.remember(sender, nonce.to_bytes(16, "big"), sent_at, share)
+    except RefusedError as error:
+        return error.reason
+    return "taken"
+
+
+def test_a_second_time_and_a_wrong_clock_are_refused_but_not_another_sender() -> None:
+    guard = _guard(Clock())
+    assert [_take(guard, sender, 1, _START) for sender in ("a", "a", "b", "b")] == ["taken", "replayed"] * 2
+    # One nonce with another time is still one request.
+    assert [_take(guard, "a", 2, _START + offset_s) for offset_s in (-90, 90)] == ["taken", "replayed"]
+    for offset_s, how_much in ((-130.0, "130.0 s behind"), (101.5, "101.5 s ahead")):
+        with refused("clock", how_much):
+            guard.check_clock(_START + offset_s)
+
+
+def test_when_full_the_new_are_refused_and_the_old_stay_known() -> None:
+    clock = Clock()
+    guard = _guard(clock, per_peer=3)
+    assert [_take(guard, "a", nonce, _START) for nonce in range(4)] == ["taken"] * 3 + ["rate"]
+    assert [_take(guard, "a", nonce, _START) for nonce in range(3)] == ["replayed"] * 3
+    assert _take(guard, "b", 0, _START) == "taken"
+    clock.now_s += 2.2 * _WINDOW_S
+    assert _take(guard, "a", 9, clock.now_s) == "taken"
+    assert len(guard) == 1
+    guard = _guard(clock, total=50)
+    taken = [_take(guard, str(sender), 0, clock.now_s) for sender in range(1000)]
+    assert taken == ["taken"] * 50 + ["rate"] * 950 and len(guard) == 50
+
+
+def test_one_address_cannot_use_up_what_is_remembered_for_all() -> None:
+    """However many senders it pretends to be and whatever clock; and it gets on again within seconds all the time."""
+    clock = Clock()
+    guard = _guard(clock, total=4000)
+    taken = 0
+    for second in range(600):
+        clock.now_s += 1.0
+        flood = [_take(guard, f"{second}.{it}", it, clock.now_s + 90, "198.51.100.7") for it in range(30)]
+        taken += flood.count("taken")
+        assert set(flood) <= {"taken", "rate"}
+        assert flood.count("taken") >= 3
+        assert len(guard) <= 1000
+    assert taken < 30 * 600 / 4
+    assert _take(guard, "of another host", 0, clock.now_s, "192.0.2.1") == "taken"
+    assert _take(guard, "proven", 0, clock.now_s) == "taken"
+
+
+def test_many_addresses_leave_a_quarter_to_proven_senders() -> None:
+    guard = _guard(Clock(), total=400)
+    taken = [_take(guard, f"{it}", 0, _START, f"192.0.2.{it}") for it in range(400)]
+    assert taken == ["taken"] * 300 + ["rate"] * 100
+    assert [_take(guard, "proven", nonce, _START) for nonce in range(101)] == ["taken"] * 100 + ["rate"]
+
+
+def test_a_clock_set_back_reopens_nothing() -> None:
+    clock = Clock()
+    guard = _guard(clock)
+    assert _take(guard, "a", 1, _START) == "taken"
+    clock.now_s += 300
+    assert _take(guard, "a", 2, clock.now_s) == "taken"
+    clock.now_s = _START
+    assert _take(guard, "a", 1, _START) == "clock"
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.floats(-150, 150), st.floats(-60, 120)), max_size=60)
+)
+def test_no_message_is_ever_taken_twice(events: list[tuple[int, int, float, float]]) -> None:
+    """Whatever is sent again, at whatever times, under a clock that jumps both ways."""
+    clock = Clock()
+    guard = _guard(clock, per_peer=8, total=20)
+    seen: list[tuple[str, int, float]] = []
+    for sender, nonce, offset_s, jump_s in events:
+        clock.now_s += jump_s
+        message = (str(sender), nonce, clock.now_s + offset_s)
+        for candidate in [message, *seen]:
+            if _take(guard, *candidate) == "taken":
+                assert candidate not in seen
+                seen.append(candidate)
+        assert len(guard) <= 20
+
+
+@given(
+    st.floats(1.0, 50.0),
+    st.floats(0.1, 100.0),
+    st.lists(st.tuples(st.floats(0.0, 20.0), st.sampled_from("abc")), max_size=200),
+)
+def test_no_key_takes_more_than_its_bucket_and_the_time_give(
+    capacity: float, per_s: float, steps: list[tuple[float, str]]
+) -> None:
+    now_s = 0.0
+    buckets = TokenBuckets(capacity, per_s, lambda: now_s)
+    taken = dict.fromkeys("abc", 0)
+    for pause_s, key in steps:
+        now_s += pause_s
+        has, wait_s = buckets.left(key) >= 1.0, buckets.wait_s(key)
+        assert has == (wait_s == 0.0) == buckets.take(key)
+        taken[key] += has
+    assert all(count <= capacity + per_s * now_s + 1e-6 for count in taken.values())
+
+
+def test_a_token_given_back_can_be_taken_again_and_no_bucket_overflows() -> None:
+    buckets = TokenBuckets(2.0, 0.5, lambda: 0.0)
+    assert [buckets.take("a") for _ in range(3)] == [True, True, False]
+    assert buckets.wait_s("a") == 2.0
+    for _ in range(5):
+        buckets.give_back("a")
+        buckets.give_back("never taken from")
+    assert [buckets.take("a") for _ in range(3)] == [True, True, False]
+
+
+def test_full_buckets_are_not_remembered() -> None:
+    clock = Clock()
+    buckets = TokenBuckets(8.0, 1.0, clock)
+    for number in range(50_000):
+        clock.now_s += 0.01
+        buckets.take(str(number))
+    assert len(buckets) <= 8192

@@ -1,12 +1,13 @@
-"""A snapshot is whole or not there, reads back bit for bit, and is named by what is in it."""
+"""A snapshot is whole or not there, is named by what is in it, and keeps what was fetched of it and verified."""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,20 +17,22 @@ from hypothesis import strategies as st
 
 from manifests.serialisation import sha256_hex
 from trainer.errors import StateTransferError, TrainerUsageError
-from trainer.network.transfer.descriptor import CHUNK_BYTES, Expectation, parse_descriptor, snapshots_in
-from trainer.network.transfer.snapshot import describe, load_snapshot, write_snapshot
+from trainer.network.transfer.descriptor import CHUNK_BYTES, Descriptor, Expectation, parse_descriptor
+from trainer.network.transfer.snapshot import PartFile, describe, load_snapshot, snapshots_in, write_snapshot
 from trainer.network.transfer.tensor_bytes import all_finite, chunks_of, payload_of
 
 Make = Callable[..., dict[str, torch.Tensor]]
+FileSizeLimit = Callable[[int], AbstractContextManager[None]]
 
 _DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.float64]
 
 
 def _all_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    def content(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[object, ...]]:
-        return {name: (it.dtype, it.shape, bytes(payload_of({name: it}))) for name, it in tensors.items()}
-
-    return content(found) == content(expected)
+    contents = [
+        {name: (it.dtype, it.shape, bytes(payload_of({name: it}))) for name, it in tensors.items()}
+        for tensors in (found, expected)
+    ]
+    return contents[0] == contents[1]
 
 
 def test_it_reads_back_bit_for_bit(tmp_path: Path, make_tensors: Make) -> None:
@@ -46,12 +49,14 @@ def test_it_reads_back_bit_for_bit(tmp_path: Path, make_tensors: Make) -> None:
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_tensors_read_back(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    shapes = st.lists(st.integers(0, 5), max_size=3)
-    tensors = {}
-    for name in data.draw(st.sets(st.text(st.characters(codec="utf-8"), min_size=1, max_size=5), max_size=5)):
-        shape = data.draw(shapes)
-        dtype = data.draw(st.sampled_from(_DTYPES))
-        tensors[name] = torch.randint(0, 2, shape).to(dtype)
+    shapes, names = (
+        st.lists(st.integers(0, 5), max_size=3),
+        st.text(st.characters(codec="utf-8"), min_size=1, max_size=5),
+    )
+    tensors = {
+        name: torch.randint(0, 2, data.draw(shapes)).to(data.draw(st.sampled_from(_DTYPES)))
+        for name in data.draw(st.sets(names, max_size=5))
+    }
     folder = tmp_path_factory.mktemp("snapshots")
     digest = write_snapshot(folder, {}, tensors).digest
     assert _all_same(load_snapshot(folder, digest).tensors, tensors)
@@ -122,9 +127,7 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
         write_snapshot(tmp_path / "file", {}, {"x": torch.zeros(1)})
 
 
-def test_a_full_disk_leaves_nothing_behind(
-    tmp_path: Path, make_tensors: Make, file_size_limit: Callable[[int], AbstractContextManager[None]]
-) -> None:
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, make_tensors: Make, file_size_limit: FileSizeLimit) -> None:
     kept = write_snapshot(tmp_path, {}, make_tensors(10)).digest
     with file_size_limit(1 << 20), pytest.raises(StateTransferError, match="cannot be written"):
         write_snapshot(tmp_path, {}, make_tensors(1_000_000))
@@ -180,19 +183,126 @@ def test_expectations(make_tensors: Make) -> None:
             expectation.check(descriptor)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_one_bad_value_is_found_anywhere(bad: float) -> None:
-    tensor = torch.zeros((1 << 22) + 5)
-    assert all_finite(tensor)
-    tensor[-1] = bad
-    assert not all_finite(tensor)
-    assert not all_finite(tensor.to(torch.bfloat16).reshape(-1, 1))
-    assert all_finite(torch.ones(3, dtype=torch.int64))
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_large_values_are_finite_though_their_sum_is_not(dtype: torch.dtype) -> None:
-    tensor = torch.full((1000,), torch.finfo(dtype).max, dtype=dtype)
-    assert all_finite(tensor)
-    tensor[500] = float("inf")
-    assert not all_finite(tensor)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_one_bad_value_is_found_anywhere_and_large_ones_are_finite_though_their_sum_is_not(
+    dtype: torch.dtype, bad: float
+) -> None:
+    large, many = torch.full((1000,), torch.finfo(dtype).max, dtype=dtype), torch.zeros((1 << 22) + 5, dtype=dtype)
+    assert all(map(all_finite, (large, many, torch.ones(3, dtype=torch.int64))))
+    large[500] = many[-1] = bad
+    assert not any(map(all_finite, (large, many, many.reshape(-1, 1))))
+
+
+class _Source:
+    """A snapshot elsewhere, to copy chunks from."""
+
+    def __init__(self, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+        self.descriptor: Descriptor = write_snapshot(folder, {}, tensors)
+        self.digest = self.descriptor.digest
+        self.pages = [(folder / self.digest / "pages").read_bytes()] if self.descriptor.pages else []
+        self._data = (folder / self.digest / "data").read_bytes()
+
+    def chunk(self, index: int) -> memoryview:
+        return memoryview(self._data)[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
+
+
+@pytest.fixture
+def source(tmp_path: Path, make_tensors: Make) -> _Source:
+    return _Source(tmp_path / "source", make_tensors(400_000))
+
+
+@contextmanager
+def opened(directory: Path, digest: str) -> Iterator[PartFile]:
+    part = PartFile(directory, digest)
+    part.open()
+    try:
+        yield part
+    finally:
+        part.close()
+
+
+def test_it_resumes_where_it_stopped(tmp_path: Path, source: _Source) -> None:
+    with opened(tmp_path, source.digest) as part:
+        assert part.saved_descriptor() is None
+        assert part.begin(source.descriptor, source.pages) == [0, 1, 2, 3]
+        for index in (0, 2):
+            part.write(index, source.chunk(index))
+        part.write(3, source.chunk(0)[: source.descriptor.chunk_bytes(3)])  # As if torn by a crash.
+    with opened(tmp_path, source.digest) as part:
+        assert part.saved_descriptor() == source.descriptor
+        assert part.saved_pages(source.descriptor) == source.pages
+        assert part.begin(source.descriptor, source.pages) == [1, 3]
+        with pytest.raises(StateTransferError, match="damaged in chunk 1"):
+            part.load()
+        flipped = bytearray(source.chunk(1))
+        flipped[-1] ^= 1
+        assert not any(part.is_valid(1, it) for it in (memoryview(flipped), source.chunk(0), source.chunk(1)[:-1]))
+        for index in (1, 3):
+            assert part.is_valid(index, source.chunk(index))
+            part.write(index, source.chunk(index))
+        part.load()
+        part.publish()
+    assert snapshots_in(tmp_path) == [source.digest]
+    assert {path.name for path in tmp_path.iterdir()} == {source.digest, "source"}
+    load_snapshot(tmp_path, source.digest)
+
+
+def test_damaged_leftovers_are_fetched_again(tmp_path: Path, source: _Source) -> None:
+    with opened(tmp_path, source.digest) as part:
+        part.begin(source.descriptor, source.pages)
+    for name in ("descriptor.json", "pages", "data"):
+        (tmp_path / f".fetch-{source.digest}" / name).write_bytes(b"{}")
+    with opened(tmp_path, source.digest) as part:
+        assert part.saved_descriptor() is None
+        assert part.saved_pages(source.descriptor) == [None]
+        assert part.begin(source.descriptor, source.pages) == [0, 1, 2, 3]
+
+
+def test_two_do_not_fetch_one_state_into_one_folder(tmp_path: Path, source: _Source) -> None:
+    second = PartFile(tmp_path, source.digest)
+    with opened(tmp_path, source.digest), pytest.raises(StateTransferError, match="another process fetches"):
+        second.open()
+    second.open()
+    second.close()
+
+
+def test_the_newest_interrupted_fetch_is_kept_and_no_other(tmp_path: Path, source: _Source) -> None:
+    """Space is reserved whole: without this each state that was not fetched to its end would stay for good."""
+    directory = tmp_path / "states"
+    for age_s, digest in ((20.0, "b" * 64), (30.0, "c" * 64), (10.0, "a" * 64)):
+        with opened(directory, digest) as part:
+            part.begin(source.descriptor, source.pages)
+        folder = directory / f".fetch-{digest}"
+        begun_s = folder.stat().st_mtime - age_s
+        os.utime(folder, (begun_s, begun_s))
+    with opened(directory, source.digest) as part:
+        part.begin(source.descriptor, source.pages)
+        left = {path.name.removeprefix(".fetch-") for path in directory.iterdir()}
+        assert left == {digest + end for digest in ("a" * 64, source.digest) for end in ("", ".lock")}
+
+
+def test_what_others_are_fetching_is_not_removed(tmp_path: Path, source: _Source) -> None:
+    digests = {*(letter * 64 for letter in "abc"), source.digest}
+    with ExitStack() as stack:
+        for digest in sorted(digests):
+            stack.enter_context(opened(tmp_path, digest))
+        assert {path.name for path in tmp_path.glob(".fetch-*[!k]")} == {f".fetch-{digest}" for digest in digests}
+
+
+def test_a_write_after_the_end_touches_no_other_file(tmp_path: Path, source: _Source) -> None:
+    with opened(tmp_path, source.digest) as part:
+        part.begin(source.descriptor, source.pages)
+    with (tmp_path / "bystander").open("wb"), pytest.raises(StateTransferError, match="cannot be written"):
+        part.write(0, source.chunk(0))
+    assert (tmp_path / "bystander").read_bytes() == b""
+
+
+def test_a_full_disk_is_reported_before_anything_is_fetched(
+    tmp_path: Path, source: _Source, file_size_limit: FileSizeLimit
+) -> None:
+    full = pytest.raises(StateTransferError, match=r"does not fit into .*; make room")
+    with opened(tmp_path, source.digest) as part, file_size_limit(1 << 20), full:
+        part.begin(source.descriptor, source.pages)
+    with opened(tmp_path, source.digest) as part:
+        assert part.begin(source.descriptor, source.pages) == [0, 1, 2, 3]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 
@@ -9,8 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainer.compression.activations import ACTIVATION_CODECS, ActivationCodec, activation_codec, ids_spec
-from trainer.compression.activations.codec import Direction
+from trainer.compression.activations import (
+    ACTIVATION_CODECS,
+    ActivationCodec,
+    Direction,
+    LinkMeter,
+    activation_codec,
+    ids_spec,
+)
 from trainer.errors import BasisError, CodecError, NonFiniteActivationError, TrainerUsageError
 from trainer.model.subspace import Basis, basis_of, fixed_table
 from trainer.network.transfer.tensor_bytes import chunks_of, specs_of, tensors_in
@@ -21,6 +28,7 @@ _ROTATED = Basis(torch.linalg.qr(torch.randn(_DIM, _RANK, generator=torch.Genera
 """No coordinates: what a file may bring."""
 _FIXED = fixed_table(_NUM_IDS, _DIM, 1, 0.2)
 _all_codecs = pytest.mark.parametrize("name", ACTIVATION_CODECS)
+_examples = settings(max_examples=25, deadline=None)
 _shapes = st.tuples(st.integers(1, 5), st.integers(1, 90))
 
 
@@ -37,21 +45,19 @@ def _hidden(shape: tuple[int, int], seed: int, scale: float = 1.0) -> tuple[Tens
 
 def _sent(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Over the wire: as bytes, and back."""
-    specs = specs_of(tensors)
     data = b"".join(map(bytes, chunks_of(tensors)))
-    return tensors_in(torch.frombuffer(bytearray(data), dtype=torch.uint8).numpy(), specs)
+    return tensors_in(torch.frombuffer(bytearray(data), dtype=torch.uint8).numpy(), specs_of(tensors))
 
 
 def _tolerance(name: str, magnitude: float) -> float:
     """Largest error of a value, by what each packing promises; a subspace adds up `_RANK` of them."""
-    each = {"fp32": 0.0, "fp16": 2.0**-11, "int8": 0.51 / 127}[
-        name.partition("+")[2] or name.replace("subspace", "fp32")
-    ]
+    packing = name.partition("+")[2] or name.replace("subspace", "fp32")
+    each = {"fp32": 0.0, "fp16": 2.0**-11, "int8": 0.51 / 127}[packing]
     return (each * (_RANK if "subspace" in name else 1) + 2e-6) * magnitude
 
 
 @_all_codecs
-@settings(max_examples=25, deadline=None)
+@_examples
 @given(shape=_shapes, seed=st.integers(0, 2**20), scale=st.floats(1e-3, 1e4))
 def test_an_activation_arrives_within_what_its_codec_promises(
     name: str, shape: tuple[int, int], seed: int, scale: float
@@ -59,19 +65,16 @@ def test_an_activation_arrives_within_what_its_codec_promises(
     codec = _codec(name)
     hidden, ids = _hidden(shape, seed, scale)
     own_ids = ids if codec.needs_ids else None
-
     encoded = codec.encode(hidden, own_ids)
     decoded = codec.decode(_sent(encoded.tensors), own_ids)
-
     assert decoded.shape == hidden.shape and decoded.dtype == torch.float32
-    largest = float(hidden.abs().max()) + scale * 6
-    assert float((decoded - hidden).abs().max()) <= _tolerance(name, largest)
+    assert float((decoded - hidden).abs().max()) <= _tolerance(name, float(hidden.abs().max()) + scale * 6)
     assert encoded.raw_bytes == 4 * hidden.numel()
     assert encoded.wire_bytes == codec.wire_bytes(*shape, _DIM, "activation")
 
 
 @_all_codecs
-@settings(max_examples=25, deadline=None)
+@_examples
 @given(shape=_shapes, seed=st.integers(0, 2**20), exponent=st.integers(-30, 6))
 def test_a_gradient_arrives_with_what_the_subspace_keeps_of_it(
     name: str, shape: tuple[int, int], seed: int, exponent: int
@@ -79,32 +82,26 @@ def test_a_gradient_arrives_with_what_the_subspace_keeps_of_it(
     codec = _codec(name)
     gradient = 10.0**exponent * torch.randn(*shape, _DIM, generator=torch.Generator().manual_seed(seed))
     kept = gradient @ _BASIS.matrix @ _BASIS.matrix.T if codec.needs_ids else gradient
-
     decoded = codec.grad_decode(_sent(codec.grad_encode(gradient).tensors))
-
     assert float((decoded - kept).abs().max()) <= _tolerance(name, 6 * float(gradient.abs().max()))
 
 
 @_all_codecs
-@settings(max_examples=25, deadline=None)
+@_examples
 @given(shape=_shapes, direction=st.sampled_from(["activation", "gradient"]))
 def test_exactly_the_announced_tensors_travel(name: str, shape: tuple[int, int], direction: Direction):
     codec = _codec(name)
     hidden, ids = _hidden(shape, 0)
     encoded = codec.encode(hidden, ids) if direction == "activation" else codec.grad_encode(hidden)
-
     specs = codec.specs(*shape, _DIM, direction)
-
     assert specs_of(encoded.tensors) == tuple(sorted(specs, key=lambda spec: spec.name))
     assert encoded.wire_bytes == sum(spec.size_bytes for spec in specs)
     codec.check(encoded.tensors, *shape, _DIM, direction)
 
 
-def test_activation_gradient_ids_and_labels_have_names_of_their_own():
+def test_activation_gradient_and_ids_have_names_of_their_own():
     specs = [spec for direction in ("activation", "gradient") for spec in _codec("int8").specs(1, 2, _DIM, direction)]
-
     names = sorted(spec.name for spec in (*specs, ids_spec(1, 2)))
-
     assert names == ["activation", "activation.scales", "gradient", "gradient.scales", "ids"]
 
 
@@ -113,7 +110,6 @@ def test_activation_gradient_ids_and_labels_have_names_of_their_own():
 )
 def test_bytes_saved(name: str, ratio: float):
     encoded = _codec(name).encode(*_hidden((8, 128), 0))
-
     assert encoded.raw_bytes / encoded.wire_bytes == pytest.approx(ratio, rel=0.01)
 
 
@@ -126,19 +122,15 @@ def test_what_is_in_the_subspace_travels_and_what_is_not_is_lost(basis: Basis):
     outside = torch.randn(2, 8, _DIM, generator=generator)
     kept = outside @ basis.matrix @ basis.matrix.T
     torch.testing.assert_close(codec.grad_decode(codec.grad_encode(outside).tensors), kept, rtol=0, atol=1e-5)
-    outside -= kept
-
-    decoded = codec.decode(codec.encode(hidden + outside, ids).tensors, ids)
-
+    decoded = codec.decode(codec.encode(hidden + outside - kept, ids).tensors, ids)
     torch.testing.assert_close(decoded, hidden, rtol=0, atol=1e-5)
 
 
-def test_a_constrained_stages_activation_arrives_to_its_last_bits():
+def test_a_constrained_stages_activation_arrives_to_its_last_bits_with_ids_of_either_width():
     hidden, ids = _hidden((4, 64), 0, scale=30.0)
-
-    decoded = _codec("subspace").decode(_codec("subspace").encode(hidden, ids).tensors, ids)
-
-    torch.testing.assert_close(decoded, hidden, rtol=1e-6, atol=1e-7)
+    tensors = _codec("subspace").encode(hidden, ids).tensors
+    for own_ids in (ids, ids.int()):
+        torch.testing.assert_close(_codec("subspace").decode(tensors, own_ids), hidden, rtol=1e-6, atol=1e-7)
 
 
 def test_a_gradient_is_the_derivative_by_the_coefficients():
@@ -146,62 +138,49 @@ def test_a_gradient_is_the_derivative_by_the_coefficients():
     codec = _codec("subspace")
     coefficients = codec.encode(hidden, ids).tensors["activation"].clone().requires_grad_()
     target = torch.randn(2, 5, _DIM, generator=torch.Generator().manual_seed(2))
-    decoded = _FIXED[ids] + coefficients @ _BASIS.matrix.T
-
-    (decoded * target).sum().backward()
-
+    ((_FIXED[ids] + coefficients @ _BASIS.matrix.T) * target).sum().backward()
     torch.testing.assert_close(codec.grad_encode(target).tensors["gradient"], coefficients.grad)
 
 
 @pytest.mark.parametrize("name", [name for name in ACTIVATION_CODECS if not name.endswith("int8")])
 def test_rows_do_not_depend_on_their_neighbours_but_in_int8(name: str):
-    codec = _codec(name)
     hidden, ids = _hidden((3, 16), 0)
     hidden[2] *= 1e3
-
-    together, alone = codec.encode(hidden, ids).tensors, codec.encode(hidden[:1], ids[:1]).tensors
-
+    together, alone = (_codec(name).encode(hidden[:end], ids[:end]).tensors for end in (3, 1))
     for tensor_name, tensor in alone.items():
         torch.testing.assert_close(together[tensor_name][:1], tensor, rtol=0, atol=1e-5)
 
 
 @_all_codecs
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_not_sent(name: str, value: float):
+def test_what_is_not_finite_is_neither_sent_nor_taken(name: str, value: float):
     codec = _codec(name)
     hidden, ids = _hidden((2, 8), 0)
+    activation, gradient = codec.encode(hidden, ids).tensors, codec.grad_encode(hidden).tensors
     hidden[1, 7, 3] = value
-
     with pytest.raises(NonFiniteActivationError, match="activation: expected finite"):
         codec.encode(hidden, ids)
     with pytest.raises(NonFiniteActivationError, match="gradient: expected finite"):
         codec.grad_encode(hidden)
-
-
-@pytest.mark.parametrize("name", ["fp32", "fp16", "subspace", "subspace+fp16"])
-def test_what_is_not_finite_is_not_taken(name: str):
-    codec = _codec(name)
-    hidden, ids = _hidden((2, 8), 0)
-    activation, gradient = codec.encode(hidden, ids).tensors, codec.grad_encode(hidden).tensors
-    activation["activation"][0, 0, 0] = math.nan
-    gradient["gradient"][0, 0, 0] = math.inf
-
-    with pytest.raises(NonFiniteActivationError):
-        codec.decode(activation, ids)
-    with pytest.raises(NonFiniteActivationError):
-        codec.grad_decode(gradient)
+    if not name.endswith("int8"):  # Its levels are whole numbers.
+        activation["activation"][0, 0, 0] = gradient["gradient"][0, 0, 0] = value
+        with pytest.raises(NonFiniteActivationError):
+            codec.decode(activation, ids)
+        with pytest.raises(NonFiniteActivationError):
+            codec.grad_decode(gradient)
 
 
 @pytest.mark.parametrize("name", ["fp16", "int8", "subspace+fp16", "subspace+int8"])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
-def test_a_scale_that_nobody_made_is_refused(name: str, value: float):
-    codec = _codec(name)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, None])
+def test_a_scale_that_nobody_made_or_that_is_missing_is_refused(name: str, value: float | None):
     hidden, ids = _hidden((2, 8), 0)
-    tensors = codec.encode(hidden, ids).tensors
-    tensors["activation.scales"][0] = value
-
+    tensors = _codec(name).encode(hidden, ids).tensors
+    if value is None:
+        del tensors["activation.scales"]
+    else:
+        tensors["activation.scales"][0] = value
     with pytest.raises(CodecError, match="scales"):
-        codec.decode(tensors, ids)
+        _codec(name).decode(tensors, ids)
 
 
 @_all_codecs
@@ -218,28 +197,15 @@ def test_a_scale_that_nobody_made_is_refused(name: str, value: float):
     ],
 )
 def test_other_tensors_than_announced_are_refused(name: str, spoil: Callable[[dict[str, Tensor]], dict[str, Tensor]]):
-    codec = _codec(name)
-    hidden, ids = _hidden((2, 300), 0)
-    tensors = spoil(codec.encode(hidden, ids).tensors)
-
+    tensors = spoil(_codec(name).encode(*_hidden((2, 300), 0)).tensors)
     with pytest.raises(CodecError, match="expected"):
-        codec.check(tensors, 2, 300, _DIM, "activation")
-
-
-@pytest.mark.parametrize("name", ["fp16", "int8"])
-def test_missing_scales_are_refused_by_decoding_too(name: str):
-    codec = _codec(name)
-    tensors = codec.encode(*_hidden((2, 8), 0)).tensors
-
-    with pytest.raises(CodecError, match="scales"):
-        codec.decode({"activation": tensors["activation"]})
+        _codec(name).check(tensors, 2, 300, _DIM, "activation")
 
 
 def test_decoding_refuses_what_does_not_go_together():
     codec = _codec("subspace")
     hidden, ids = _hidden((2, 8), 0)
     tensors = codec.encode(hidden, ids).tensors
-
     for wrong in (None, ids[:, :-1], ids + _NUM_IDS, ids - _NUM_IDS, ids.float(), ids.flatten()):
         with pytest.raises(CodecError, match="ids"):
             codec.decode(tensors, wrong)
@@ -255,39 +221,26 @@ def test_decoding_refuses_what_does_not_go_together():
         codec.grad_encode(torch.zeros(2, 8))
 
 
-def test_ids_of_the_wire_serve_as_well():
-    codec = _codec("subspace")
-    hidden, ids = _hidden((2, 8), 0)
-
-    torch.testing.assert_close(codec.decode(codec.encode(hidden, ids).tensors, ids.int()), hidden)
-
-
 def test_half_precision_activations_are_encoded_in_fp32_also_under_autocast():
     codec = activation_codec("subspace", _ROTATED, _FIXED)
     _, ids = _hidden((2, 8), 0)
     hidden = _FIXED[ids] + torch.ones(2, 8, _RANK) @ _ROTATED.matrix.T
-
     with torch.autocast("cpu", dtype=torch.bfloat16):
         decoded = codec.decode(codec.encode(hidden, ids).tensors, ids)
         half = codec.encode(hidden.bfloat16(), ids).tensors["activation"]
-
     torch.testing.assert_close(decoded, hidden, rtol=0, atol=1e-5)
     assert half.dtype == torch.float32
 
 
 def test_zeros_and_extremes_of_fp32_survive_fp16():
-    codec = _codec("fp16")
     gradient = torch.zeros(4, 2, 3)
-    gradient[1] = 3e-38
-    gradient[2] = 3e38
+    gradient[1], gradient[2] = 3e-38, 3e38
     gradient[3, 0, 0], gradient[3, 1, 2] = 1e-12, 1e-6
-
-    decoded = codec.grad_decode(codec.grad_encode(gradient).tensors)
-
+    decoded = _codec("fp16").grad_decode(_codec("fp16").grad_encode(gradient).tensors)
     torch.testing.assert_close(decoded, gradient, rtol=2**-10, atol=1e-45)
 
 
-def test_names_and_needs_are_checked():
+def test_names_needs_and_numbers_are_checked():
     with pytest.raises(TrainerUsageError, match="expected one of fp32"):
         activation_codec("zstd")
     for basis, fixed in ((None, _FIXED), (_BASIS, None), (_BASIS, _FIXED[:, :-1])):
@@ -297,3 +250,60 @@ def test_names_and_needs_are_checked():
         activation_codec("subspace", Basis(torch.ones(_DIM, 2)), _FIXED)
     with pytest.raises(TrainerUsageError, match="width 24, found 32"):
         _codec("subspace").specs(1, 1, 32, "activation")
+    for max_error, every in ((0.0, 1), (math.nan, 1), (0.1, 0)):
+        with pytest.raises(TrainerUsageError, match="max_error"):
+            LinkMeter("a → b", activation_codec("fp32"), max_error, every=every)
+
+
+_WITHIN, _IDS = _hidden((2, 4), 1)
+_STRAYED = _WITHIN + 0.1 * torch.randn(2, 4, _DIM, generator=torch.Generator().manual_seed(0))
+
+
+def _send(meter: LinkMeter, codec_name: str, hidden: Tensor) -> float | None:
+    return meter.activation(hidden, _IDS, _codec(codec_name).encode(hidden, _IDS))
+
+
+def _meter(codec_name: str, **options: object) -> LinkMeter:
+    return LinkMeter("head → tail", _codec(codec_name), 0.01, **options)  # type: ignore[arg-type]
+
+
+def test_bytes_of_activations_and_gradients_are_counted():
+    meter = _meter("subspace")
+    assert meter.figures().ratio == 1.0
+    _send(meter, "subspace", _WITHIN)
+    meter.gradient(_codec("subspace").grad_encode(_WITHIN))
+    figures = meter.figures()
+    assert (figures.raw_bytes, figures.wire_bytes, figures.num_tensors) == (2 * 8 * 24 * 4, 2 * 8 * 4 * 4, 2)
+    assert figures.ratio == 6.0
+
+
+@_all_codecs
+def test_a_constrained_model_raises_no_alarm(name: str):
+    meter = _meter(name, every=1)
+    for _ in range(5):
+        _send(meter, name, _WITHIN)
+    figures = meter.figures()
+    assert figures.alarms == 0 and figures.error < 0.02
+    assert (figures.error < 1e-6) == (name in ("fp32", "subspace"))
+
+
+@pytest.mark.parametrize("codec_name", ["subspace", "subspace+int8"])
+def test_a_model_that_has_strayed_is_counted_and_said_once_a_minute(codec_name: str, caplog: pytest.LogCaptureFixture):
+    now_s = 1000.0
+    meter = _meter(codec_name, every=1, clock=lambda: now_s)
+    with caplog.at_level(logging.WARNING):
+        for num_said in (1, 1, 1, 1, 2):
+            now_s += 15.0
+            _send(meter, codec_name, _STRAYED)
+            assert len(caplog.records) == num_said
+    assert "head → tail" in caplog.records[1].message and "5 times" in caplog.records[1].message
+    assert meter.figures().alarms == 5
+    assert meter.figures().max_error >= meter.figures().error > 0.05
+
+
+def test_only_every_so_many_activations_are_measured_and_the_average_follows_slowly():
+    meter = _meter("subspace", every=3)
+    measured = [_send(meter, "subspace", _WITHIN if number < 6 else _STRAYED) is not None for number in range(7)]
+    assert measured == [True, False, False, True, False, False, True]
+    figures = meter.figures()
+    assert 0.05 * figures.max_error < figures.error < 0.2 * figures.max_error
