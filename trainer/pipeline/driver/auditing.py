@@ -1,27 +1,19 @@
 """Whether workers compute what they say: some of their answers are compared with another worker's.
 
-An answer of the right form and full of noise passes every other check, and a worker that gives such answers is the
-fastest of its stage. So of a random share of the micro-batches that a worker has counted (`AuditRates`), a second
-worker of the stage evaluates the same input and the same upstream gradient, which counts nothing: output or loss, and
-the gradient of the input, have to be alike (`trainer.pipeline.driver.comparison`). Where they differ, a third one is
-asked, and each of them is examined by itself (`_contradicts_itself`): asked for its output on both sides of the input,
-an honest worker's gradient predicts how that output changes. So
+Of a random share of the micro-batches that a worker has counted, a second worker of the stage evaluates the same input
+and upstream gradient, which counts nothing: what both computed has to be alike. Where it is not, a third one is asked,
+and each is examined by itself: an honest worker's gradient predicts how its output changes when the input moves. So
 
 - a worker that contradicts itself while another does not is wrong, also where it is one of two, or where most lie;
 - else a worker that differs from two others that are alike is wrong;
 - else it is undecided: both workers are named, and both are given work.
 
-A worker found wrong twice, or four times in answers of different versions, is banned as one that answers nonsense. A
-stage's only worker is examined alone.
+A worker found wrong twice, or four times in answers of different versions, is banned. A stage's only worker is examined
+alone. In chains (spec P-12) the driver sees no activation, so a drawn micro-batch is sent by hub.
 
-A comparison costs 0.77 of a counted pass at another worker; at one in 64 that is 1.2 %.
-
-In chains (spec P-12) the driver sees no activation and no gradient, so a drawn micro-batch is sent by hub, and counted
-as any other (`draws`).
-
-Not found are: a worker that lies in chains only; one whose answers are closer than replicas are to each other; one that
-lies consistently about the same input, and whose lie is the gradient of its other lie (a body that
-passes on its input and its gradient unchanged), where it is one of two or most lie alike.
+A comparison costs 0.77 of a counted pass at another worker; at one in 64 that is 1.2 %. Not found are: a worker that
+lies in chains only; one whose answers are closer than replicas are to each other; one whose lie about the same input is
+always the same and the gradient of its other lie, where it is one of two or most lie alike.
 """
 
 from __future__ import annotations
@@ -67,6 +59,7 @@ _MAX_WORKERS = 4096
 _WITNESSES = 2
 _EXAMINED_TIMES = 3
 _LIED = Verdict("audit", "none", "long-ban")
+_UNUSABLE = (RpcError, CodecError, NonFiniteActivationError)
 
 
 @dataclass(slots=True)
@@ -80,8 +73,8 @@ class AuditRates:
     """How often each worker is audited, by key.
 
     A new worker is audited with each of its first micro-batches, then with half of them, a quarter and so on as it
-    passes, down to one in ``every`` (0: no audits); a worker that was found wrong, with each until it has passed
-    `FORGIVEN_AFTER` times. So a new worker has some fifteen audits within its first 150 micro-batches.
+    passes, down to one in ``every`` (0: never): some fifteen times within its first 150. A worker that was found wrong
+    is audited with each until it has passed `FORGIVEN_AFTER` times.
     """
 
     def __init__(self, every: int) -> None:
@@ -106,11 +99,7 @@ class AuditRates:
             record.strikes = 0.0
 
     def struck(self, key: str, weight: float = 1.0) -> bool:
-        """Counts a comparison that found a worker wrong, which weighs less where that is less certain.
-
-        Returns:
-            Whether that was its last strike; its record starts anew then.
-        """
+        """Counts a comparison that found a worker wrong; returns whether it was the last, so its record starts anew."""
         record = self._record(key)
         record.passed_in_a_row = 0
         record.strikes += weight
@@ -206,26 +195,24 @@ class Auditor:
     async def _audit(self, visit: Visit) -> None:
         try:
             await self._compare(visit)
-        except (RpcError, CodecError, NonFiniteActivationError) as error:
+        except _UNUSABLE as error:
             logger.info("a comparison of workers failed: %s", error)
 
     async def _compare(self, visit: Visit) -> None:
         """Compares the answers with another worker's evaluation, and where they differ finds out which is wrong."""
-        worker, said = visit.worker, await self._said(visit)
+        worker, said = visit.worker, await self._output(visit, *visit.answers)
         others = [other for other in self._pools[worker.stage].usable() if other.key != worker.key]
         self._random.shuffle(others)
-        if others:
-            self._unopposed.discard(worker.stage)
-        else:
+        if not others:
             if worker.stage not in self._unopposed:
                 logger.info("stage %s has a single worker: nobody shows whether it computes what it says", worker.stage)
             self._unopposed.add(worker.stage)
-            weight = await self._contradicts_itself(worker, visit, said, ())
-            if weight:
+            if weight := await self._contradicts_itself(worker, visit, said, ()):
                 self._strike(worker, "what it says contradicts itself", weight)
             else:
                 self._rates.passed(worker.key)
             return
+        self._unopposed.discard(worker.stage)
         witnesses: dict[StageWorker, StageOutput] = {}
         for other in others:
             try:
@@ -282,14 +269,13 @@ class Auditor:
         """
         try:
             return await self._examined(worker, visit, said, others)
-        except (RpcError, CodecError, NonFiniteActivationError) as error:
+        except _UNUSABLE as error:
             logger.info("%s is not examined: %s", worker, error)
             return 0.0
 
     async def _examined(
         self, worker: StageWorker, visit: Visit, said: StageOutput, others: Sequence[Tensor | None]
     ) -> float:
-        """See `_contradicts_itself`; raises RpcError if the worker gives no evaluation."""
         if said.gradient is None:
             again = await self._evaluated(worker, visit)
             return _weight([said, again]) if difference(said, again) else 0.0
@@ -316,7 +302,7 @@ class Auditor:
                 break
         else:
             return 0.0
-        outputs = [await self._output(answered, visit) for answered in answers]
+        outputs = [await self._output(visit, answered) for answered in answers]
 
         def is_contradicted() -> bool:
             ratio = slope_ratio(
@@ -351,24 +337,16 @@ class Auditor:
 
     async def _evaluated(self, worker: StageWorker, visit: Visit) -> StageOutput:
         answered = await self._caller.evaluate(worker, visit.micro_batch, visit.given, visit.gradient)
-        return await self._output(answered, visit)
+        return await self._output(visit, answered)
 
-    async def _said(self, visit: Visit) -> StageOutput:
-        """Returns what the worker answered while it counted."""
-        outputs = [await self._output(answered, visit) for answered in visit.answers]
-        return StageOutput(
-            activation=next((each.activation for each in outputs if each.activation is not None), None),
-            loss=next((each.loss for each in outputs if each.loss is not None), None),
-            gradient=next((each.gradient for each in outputs if each.gradient is not None), None),
-            version=outputs[-1].version,
-        )
-
-    async def _output(self, answered: Answered, visit: Visit) -> StageOutput:
-        body, ids = answered.body, visit.micro_batch.input_ids
+    async def _output(self, visit: Visit, *answers: Answered) -> StageOutput:
+        """Decodes what a worker answered to one request, or to the forward and the backward pass."""
+        body, ids = answers[-1].body, visit.micro_batch.input_ids
+        tensors = {name: tensor for answered in answers for name, tensor in answered.tensors.items()}
         loss = None if body.loss_sum is None else body.loss_sum / max(1, body.num_tokens)
         with peer_boundary("an audited worker"):
             return await asyncio.to_thread(
-                output_of, self._form, answered.tensors, ids, loss=loss, scale=body.scale, version=body.version
+                output_of, self._form, tensors, ids, loss=loss, scale=body.scale, version=body.version
             )
 
 

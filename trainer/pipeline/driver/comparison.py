@@ -1,13 +1,8 @@
 """Whether two workers of a stage computed the same, and whether a worker's gradient is that of its own output.
 
 Replicas of a stage drift apart between averages, are a few steps apart, and the link's codec rounds their answers. So
-the comparison is rough, by direction *and* size: activations and gradients are alike if their cosine is `MIN_COSINE` or
-more and neither is more than `MAX_RATIO` times as large as the other; losses are alike if they differ by less than
-half, or by less than `MIN_NATS` a label. Of an activation the stage's own part is compared: with a subspace codec
-without the tokens' fixed rows, which nobody computes.
-
-A gradient can be examined without another worker: an input that is moved along it by a little changes the output by
-what the gradient predicts, or the gradient is not that of this output (`slope_ratio`).
+the comparison is rough, by direction *and* size. Of an activation the stage's own part is compared: with a subspace
+codec without the tokens' fixed rows, which nobody computes.
 """
 
 from __future__ import annotations
@@ -25,7 +20,9 @@ __all__ = ["MAX_SLOPE_RATIO", "StageOutput", "difference", "midpoint", "nudge", 
 
 MIN_COSINE = 0.3
 MAX_RATIO = 4.0
+"""Of the larger norm to the smaller one."""
 MIN_NATS = 1.0
+"""A label; losses are also alike if they differ by less than half."""
 MAX_SLOPE_RATIO = 4.0
 """Between the change that a gradient predicts and the one that is seen."""
 _NUDGE = 0.05

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from trainer.errors import TrainerUsageError
@@ -11,9 +11,6 @@ from trainer.errors import TrainerUsageError
 __all__ = ["DriverConfig", "Routing"]
 
 Routing = Literal["hub", "chain"]
-
-_SECONDS = ("request_timeout_s", "unclear_s", "ban_s", "max_ban_s", "malformed_ban_s", "drain_s", "refresh_s")
-_LEAST = {"max_in_flight": 1, "max_in_flight_per_worker": 1, "max_attempts": 1, "audit_every": 0}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,11 +48,11 @@ class DriverConfig:
 
     def __post_init__(self) -> None:
         """Raises TrainerUsageError, with the field and its value, if a value makes no sense."""
-        for name, least in _LEAST.items():
-            count: int = getattr(self, name)
+        for name in ("max_in_flight", "max_in_flight_per_worker", "max_attempts", "audit_every"):
+            least, count = 0 if name == "audit_every" else 1, getattr(self, name)
             if count < least:
                 raise TrainerUsageError(f"driver.{name}: expected {least} or more, found {count}")
-        for name in _SECONDS:
+        for name in (field.name for field in fields(self) if field.name.endswith("_s")):
             value: float = getattr(self, name)
             if not (math.isfinite(value) and 0 < value <= 86_400):
                 raise TrainerUsageError(f"driver.{name}: expected more than 0 and at most 86400 s, found {value}")

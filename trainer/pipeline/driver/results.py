@@ -13,12 +13,9 @@
 | ``internal``, ``timeout``, no answer   | not clear      | banned for a while | another, when it is clear   |
 | a malformed answer                     | not clear      | banned for long    | another, when it is clear   |
 
-A worker that has not heard of this driver yet answers ``not-a-driver``. ``already-applied`` is honest only as the
-answer to a repetition; as the answer to a first request it is what a worker would say that wants nothing trained.
-
-Only requests that apply something can be unclear; a forward pass is repeated elsewhere. A refusal speaks of the request
-it answers only, not of an earlier one of the same micro-batch whose answer did not arrive. A worker that was told not
-to count a micro-batch refuses it as ``expired`` for some 20 s, so each of these uses up a quarter of an attempt only.
+``already-applied`` is honest only as the answer to a repetition; as the answer to a first request it is what a worker
+would say that wants nothing trained. A worker that was told not to count a micro-batch refuses it as ``expired`` for
+some 20 s, so each of these uses up a quarter of an attempt only.
 """
 
 from __future__ import annotations
@@ -50,8 +47,7 @@ class Verdict:
     """What a failed request says."""
 
     reason: str
-    """One word for counters: the refusal's if it is known (``refused`` for others), ``unavailable`` or
-    ``malformed-answer``. Workers choose their words freely, and reasons end up in settlements and counters."""
+    """One word for counters; workers choose theirs freely, so an unknown one is ``refused``."""
     effect: Literal["none", "unclear", "counted"]
     blame: Literal["none", "rest", "leave", "doubt", "ban", "firm-ban", "long-ban"]
     attempts: float = 1.0
@@ -109,9 +105,8 @@ class HopTime:
     stage: str
     method: str
     worker: str
-    """The worker's name for people."""
+    """Its name for people."""
     key: str
-    """The worker's key."""
     round_trip_s: float
     compute_s: float
     queue_s: float
@@ -129,7 +124,6 @@ class MicroBatchOutcome:
     loss_sum: float = 0.0
     """Over the labels that count; 0 unless the tail answered."""
     num_tokens: int = 0
-    """Labels that counted."""
     stage: str | None = None
     """Lost: the stage that did not, or may not, have counted it."""
     reason: str | None = None

@@ -1,10 +1,9 @@
 """One request to one worker, and whether what comes back is a valid answer to it.
 
 All that can be checked without computing the answer anew is checked here, so what leaves this module may be passed on:
-tensors of the names, types and shapes that the run's codec makes (`ActivationCodec.specs`), all of them finite; the
-number of rows; a finite loss of as many labels as there are; and the stages in which the micro-batch is counted. The
-driver passes tensors on under the names they came with (`trainer.pipeline.protocol.wire`), and decodes them only to
-compare workers with each other (`trainer.pipeline.driver.auditing`).
+tensors of the names, types and shapes that the run's codec makes, all of them finite; the number of rows; a finite loss
+of as many labels as there are; and the stages in which the micro-batch is counted. The driver passes tensors on under
+the names they came with, and decodes them only to compare workers with each other.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TypeVar
 
 from torch import Tensor
@@ -29,25 +29,7 @@ from trainer.network.transfer.tensor_bytes import all_finite, specs_of
 from trainer.pipeline.driver.config import DriverConfig
 from trainer.pipeline.driver.results import HopTime
 from trainer.pipeline.driver.workers import StageWorker
-from trainer.pipeline.protocol.messages import (
-    APPLIED,
-    BACKWARD,
-    CHAIN,
-    EVALUATE,
-    FORWARD,
-    TAIL,
-    AppliedAnswer,
-    AppliedAsk,
-    BackwardAsk,
-    ChainAsk,
-    CountedAs,
-    EvaluateAsk,
-    ForwardAsk,
-    Hop,
-    StageAnswer,
-    StageAsk,
-    TailAsk,
-)
+from trainer.pipeline.protocol import messages
 from trainer.pipeline.protocol.tensors import ask_tensors
 from trainer.pipeline.protocol.wire import ACTIVATION, GRADIENT, IDS, LABELS, wire_ids
 from trainer.pipeline.protocol.work import MicroBatch, StageCredit, boottime_s
@@ -58,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 _GRACE_S = 2.0
 
-AskT = TypeVar("AskT", bound=StageAsk)
+AskT = TypeVar("AskT", bound=messages.StageAsk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +51,10 @@ class LinkForm:
     dim: int
     """Width of the model."""
 
-    def specs(self, micro_batch: MicroBatch, direction: Direction) -> tuple[TensorSpec, ...]:
-        """Returns the tensors of an activation or a gradient of a micro-batch, sorted by name."""
+    def specs(self, micro_batch: MicroBatch, direction: Direction) -> list[TensorSpec]:
+        """Returns the tensors of an activation or a gradient of a micro-batch."""
         num_rows, num_positions = micro_batch.input_ids.shape
-        return tuple(sorted(self.codec.specs(num_rows, num_positions, self.dim, direction), key=lambda spec: spec.name))
+        return list(self.codec.specs(num_rows, num_positions, self.dim, direction))
 
     def input_of(self, micro_batch: MicroBatch, activation: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
         """Returns a stage's input: ids for the head, else the activation, with the ids where the codec needs them."""
@@ -85,7 +67,7 @@ class LinkForm:
 class Answered:
     """A checked answer."""
 
-    body: StageAnswer
+    body: messages.StageAnswer
     tensors: Mapping[str, Tensor]
     hop: HopTime
 
@@ -104,8 +86,8 @@ class StageCaller:
 
     async def forward(self, worker: StageWorker, micro_batch: MicroBatch, given: Mapping[str, Tensor]) -> Answered:
         """Runs a stage forward."""
-        ask = self._request(ForwardAsk, worker, micro_batch)
-        answered = await self._ask(worker, FORWARD, ask, given, self._form.specs(micro_batch, ACTIVATION))
+        ask = self._request(messages.ForwardAsk, worker, micro_batch)
+        answered = await self._ask(worker, messages.FORWARD, ask, given, self._form.specs(micro_batch, ACTIVATION))
         if answered.body.applied:
             raise MalformedAnswerError(f"{worker}: expected a forward pass to be counted nowhere, found it counted")
         return answered
@@ -122,10 +104,11 @@ class StageCaller:
         ``given`` is the stage's input, ``gradient`` that with respect to its output (None for head and tail).
         """
         is_tail = worker.stage == self._tail
-        ask = self._request(EvaluateAsk, worker, micro_batch, with_gradient=worker.stage != self._head)
-        specs = (*(() if is_tail else self._form.specs(micro_batch, ACTIVATION)), *self._gradient(worker, micro_batch))
+        ask = self._request(messages.EvaluateAsk, worker, micro_batch, with_gradient=worker.stage != self._head)
+        outputs = [] if is_tail else self._form.specs(micro_batch, ACTIVATION)
         given = {**given, **(gradient or {}), **({LABELS: wire_ids(micro_batch.labels)} if is_tail else {})}
-        answered = await self._ask(worker, EVALUATE, ask, given, tuple(sorted(specs, key=lambda spec: spec.name)))
+        specs = outputs + self._gradient(worker, micro_batch)
+        answered = await self._ask(worker, messages.EVALUATE, ask, given, specs)
         if is_tail:
             _check_loss(worker, answered.body, micro_batch)
         return answered
@@ -144,22 +127,22 @@ class StageCaller:
         ``given`` is the gradient with respect to the stage's output, and the stage's input unless the worker has it.
         """
         fields = {"forward_version": forward_version, "num_tokens": num_tokens}
-        ask = self._request(BackwardAsk, worker, micro_batch, **fields)
-        answered = await self._ask(worker, BACKWARD, ask, given, self._gradient(worker, micro_batch))
+        ask = self._request(messages.BackwardAsk, worker, micro_batch, **fields)
+        answered = await self._ask(worker, messages.BACKWARD, ask, given, self._gradient(worker, micro_batch))
         _check_counted(worker, answered.body, (worker.stage,))
         return answered
 
     async def tail(self, worker: StageWorker, micro_batch: MicroBatch, given: Mapping[str, Tensor]) -> Answered:
         """Has the tail compute loss and gradient, and count the micro-batch."""
-        ask = self._request(TailAsk, worker, micro_batch)
-        return await self._ask_with_labels([worker], TAIL, ask, micro_batch, given)
+        ask = self._request(messages.TailAsk, worker, micro_batch)
+        return await self._ask_with_labels([worker], messages.TAIL, ask, micro_batch, given)
 
     async def chain(
         self, route: Sequence[StageWorker], micro_batch: MicroBatch, given: Mapping[str, Tensor]
     ) -> Answered:
         """Has the workers of a route, one a stage, pass a micro-batch on among themselves."""
         hops = tuple(
-            Hop(
+            messages.Hop(
                 stage=worker.stage,
                 peer_id=worker.key,
                 address=worker.peer.address,
@@ -167,8 +150,8 @@ class StageCaller:
             )
             for worker in route[1:]
         )
-        ask = self._request(ChainAsk, route[0], micro_batch, num_stages=len(route), route=hops)
-        return await self._ask_with_labels(route, CHAIN, ask, micro_batch, given)
+        ask = self._request(messages.ChainAsk, route[0], micro_batch, num_stages=len(route), route=hops)
+        return await self._ask_with_labels(route, messages.CHAIN, ask, micro_batch, given)
 
     async def applied(
         self, worker: StageWorker, micro_batch: MicroBatch, *, refuse_from_now: bool, timeout_s: float
@@ -178,15 +161,17 @@ class StageCaller:
         Returns:
             The incarnation that answers, and its credit; None: it has not counted it.
         """
-        ask = AppliedAsk(micro_batches=(micro_batch.key,), refuse_from_now=refuse_from_now)
-        async with _ended_at(worker, APPLIED, timeout_s + _GRACE_S):
-            reply = await self._endpoint.call(worker.peer, APPLIED, ask, AppliedAnswer, timeout_s=timeout_s)
+        ask = messages.AppliedAsk(micro_batches=(micro_batch.key,), refuse_from_now=refuse_from_now)
+        async with _ended_at(worker, messages.APPLIED, timeout_s + _GRACE_S):
+            reply = await self._endpoint.call(
+                worker.peer, messages.APPLIED, ask, messages.AppliedAnswer, timeout_s=timeout_s
+            )
         said = reply.body
+        if micro_batch.key not in said.micro_batches:
+            return said.incarnation, None
         with peer_boundary(str(worker)):
-            is_counted = micro_batch.key in said.micro_batches
-            counted_as = said.counted_as or CountedAs(incarnation=said.incarnation, applied_number=0)
-            credit = StageCredit(stage=worker.stage, **counted_as.model_dump()) if is_counted else None
-        return said.incarnation, credit
+            counted_as = said.counted_as or messages.CountedAs(incarnation=said.incarnation, applied_number=0)
+            return said.incarnation, StageCredit(stage=worker.stage, **counted_as.model_dump())
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -199,25 +184,17 @@ class StageCaller:
         within_s = min(86_400.0, max(0.001, min(self._config.request_timeout_s * num_stages, left_s)))
         if "apply_within_s" in model.model_fields:
             fields["apply_within_s"] = within_s
-        return model.model_validate(
-            {
-                "micro_batch": micro_batch.key,
-                "stage": worker.stage,
-                "num_rows": num_rows,
-                "num_positions": num_positions,
-                "answer_within_s": within_s,
-                **fields,
-            }
-        )
+        common = {"micro_batch": micro_batch.key, "stage": worker.stage, "answer_within_s": within_s}
+        return model.model_validate({**common, "num_rows": num_rows, "num_positions": num_positions, **fields})
 
-    def _gradient(self, worker: StageWorker, micro_batch: MicroBatch) -> tuple[TensorSpec, ...]:
-        return () if worker.stage == self._head else self._form.specs(micro_batch, GRADIENT)
+    def _gradient(self, worker: StageWorker, micro_batch: MicroBatch) -> list[TensorSpec]:
+        return [] if worker.stage == self._head else self._form.specs(micro_batch, GRADIENT)
 
     async def _ask_with_labels(
         self,
         route: Sequence[StageWorker],
         method: str,
-        ask: StageAsk,
+        ask: messages.StageAsk,
         micro_batch: MicroBatch,
         given: Mapping[str, Tensor],
     ) -> Answered:
@@ -233,50 +210,39 @@ class StageCaller:
         self,
         worker: StageWorker,
         method: str,
-        ask: StageAsk,
+        ask: messages.StageAsk,
         given: Mapping[str, Tensor],
-        specs: tuple[TensorSpec, ...],
+        expected: Sequence[TensorSpec],
     ) -> Answered:
-        timeout_s = ask.answer_within_s
-        begun_s = time.monotonic()
+        """Raises MalformedAnswerError if the tensors are not the expected ones, or hold NaN or infinities."""
+        timeout_s, begun_s = ask.answer_within_s, time.monotonic()
+        size_bytes = sum(spec.size_bytes for spec in expected)
+        kind = messages.StageAnswer
         async with _ended_at(worker, method, timeout_s + _GRACE_S):
             answer = await ask_tensors(
-                self._endpoint,
-                worker.peer,
-                method,
-                ask,
-                given,
-                StageAnswer,
-                answer_bytes=sum(spec.size_bytes for spec in specs),
-                timeout_s=timeout_s,
+                self._endpoint, worker.peer, method, ask, given, kind, answer_bytes=size_bytes, timeout_s=timeout_s
             )
-        round_trip_s = time.monotonic() - begun_s
-        body = answer.body
+        took_s, body = time.monotonic() - begun_s, answer.body
         if body.num_rows != ask.num_rows:
             raise MalformedAnswerError(f"{worker}: expected an answer of {ask.num_rows} rows, found {body.num_rows}")
         with peer_boundary(str(worker)):
-            _check_tensors(worker, answer.tensors, specs)
-        hop = HopTime(
-            worker.stage, method, worker.uid, worker.key, round_trip_s, body.compute_s, body.queue_s, body.version
+            wanted, found = tuple(sorted(expected, key=attrgetter("name"))), specs_of(answer.tensors)
+            if found != wanted:
+                raise MalformedAnswerError(f"{worker}: expected {_listed(wanted)}, found {_listed(found)}")
+            for name, tensor in answer.tensors.items():
+                if not all_finite(tensor):
+                    raise MalformedAnswerError(f"{worker}: expected finite values, found others in {name!r}")
+        times = took_s, body.compute_s, body.queue_s
+        return Answered(
+            body, answer.tensors, HopTime(worker.stage, method, worker.uid, worker.key, *times, body.version)
         )
-        return Answered(body, answer.tensors, hop)
 
 
-def _check_tensors(worker: StageWorker, tensors: Mapping[str, Tensor], expected: tuple[TensorSpec, ...]) -> None:
-    """Raises MalformedAnswerError if tensors are not the expected ones, or hold NaN or infinities."""
-
-    def listed(specs: tuple[TensorSpec, ...]) -> str:
-        return ", ".join(f"{spec.name} {spec.dtype}{list(spec.shape)}" for spec in specs) or "no tensors"
-
-    found = specs_of(tensors)
-    if found != expected:
-        raise MalformedAnswerError(f"{worker}: expected {listed(expected)}, found {listed(found)}")
-    for name, tensor in tensors.items():
-        if not all_finite(tensor):
-            raise MalformedAnswerError(f"{worker}: expected finite values, found others in {name!r}")
+def _listed(specs: Sequence[TensorSpec]) -> str:
+    return ", ".join(f"{spec.name} {spec.dtype}{list(spec.shape)}" for spec in specs) or "no tensors"
 
 
-def _check_counted(worker: StageWorker, body: StageAnswer, stages: Sequence[str]) -> None:
+def _check_counted(worker: StageWorker, body: messages.StageAnswer, stages: Sequence[str]) -> None:
     if sorted(body.applied) != sorted(stages) or body.applied_number < 1:
         raise MalformedAnswerError(
             f"{worker}: expected it to be counted in {', '.join(stages)}, found {', '.join(body.applied) or 'none'}"
@@ -284,7 +250,7 @@ def _check_counted(worker: StageWorker, body: StageAnswer, stages: Sequence[str]
         )
 
 
-def _check_loss(worker: StageWorker, body: StageAnswer, micro_batch: MicroBatch) -> None:
+def _check_loss(worker: StageWorker, body: messages.StageAnswer, micro_batch: MicroBatch) -> None:
     expected = micro_batch.num_tokens
     if body.num_tokens != expected:
         raise MalformedAnswerError(f"{worker}: expected the loss of {expected} labels, found {body.num_tokens}")

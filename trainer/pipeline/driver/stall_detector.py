@@ -1,13 +1,9 @@
 """The stall detector: logs which workers do not answer while micro-batches wait for them, and when they answer again.
 
-A worker that is stopped or cut off fails only when a request times out, after a minute by default, and where it is the
-only one of its stage everything waits until then. So a worker that has given no answer for `_ASK_AFTER_S` is asked for
-its status, which a live one answers within milliseconds however much it has to compute: neither slow workers nor, in a
-chain, those before the one that hangs are named. The cost is a message of a few bytes for every 5 s that a micro-batch
-takes at a worker.
-
-One decision depends on it: where all workers of a stage are banned, those banned for silence are asked too, and one
-that answers gets work again at once.
+A worker that is stopped or cut off fails only when a request times out, after a minute by default. So one that has
+given no answer for `_ASK_AFTER_S` is asked for its status, which a live one answers within milliseconds however much it
+has to compute: neither slow workers nor, in a chain, those before the one that hangs are named. Where all workers of a
+stage are banned, those banned for silence are asked too, and one that answers gets work again at once.
 """
 
 from __future__ import annotations
@@ -15,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from trainer.errors import PeerUnavailableError, RpcError
 from trainer.network.rpc import Endpoint
@@ -67,14 +63,18 @@ class StallDetector:
     async def look(self) -> None:
         """Asks workers that have been quiet for a while, and logs what has changed."""
         there = {worker.key: (pool, worker) for pool in self._pools.values() for worker in pool.workers()}
-        self._forget_others(there.keys())
-        waits = {key: wait for pool in self._pools.values() for key, wait in pool.waits().items() if key in there}
-        now = self._clock()
-        quiet = [
-            key
-            for key, (since_s, _) in waits.items()
-            if now - max(since_s, self._heard_s.get(key, since_s)) >= min(_ASK_AFTER_S, self._name_after_s / 2)
-        ]
+        for key in self._silent.keys() - there.keys():  # They are no longer announced.
+            worker, since_s = self._silent.pop(key)
+            logger.warning("%s is gone: nothing came from it for %.0f s", worker.uid, self._clock() - since_s)
+        self._heard_s = {key: heard_s for key, heard_s in self._heard_s.items() if key in there}
+        waits = {
+            key: (max(since_s, self._heard_s.get(key, since_s)), num_waiting)
+            for pool in self._pools.values()
+            for key, (since_s, num_waiting) in pool.waits().items()
+            if key in there
+        }
+        now, quiet_s = self._clock(), min(_ASK_AFTER_S, self._name_after_s / 2)
+        quiet = [key for key, (since_s, _) in waits.items() if now - since_s >= quiet_s]
         banned = [worker.key for pool in self._pools.values() for worker in pool.to_be_asked()]
         asked = list(dict.fromkeys([*quiet, *self._silent, *banned]))
         answers = await asyncio.gather(*(self._answers(there[key][1]) for key in asked))
@@ -89,35 +89,20 @@ class StallDetector:
                     pool.answers(worker)
             elif key in waits and key not in self._silent:
                 since_s, num_waiting = waits[key]
-                since_s = max(since_s, self._heard_s.get(key, since_s))
                 if now - since_s >= self._name_after_s:
                     self._silent[key] = (worker, since_s)
-                    logger.warning(
-                        "%s has not answered for %.0f s; micro-batches wait for it (%d)",
-                        worker.uid,
-                        now - since_s,
-                        num_waiting,
-                    )
+                    text = "%s has not answered for %.0f s; micro-batches wait for it (%d)"
+                    logger.warning(text, worker.uid, now - since_s, num_waiting)
 
     def silent(self) -> dict[str, float]:
         """Returns the seconds without an answer of the workers that were named, by key."""
         now = self._clock()
         return {key: now - since_s for key, (_, since_s) in self._silent.items()}
 
-    def _forget_others(self, there: Iterable[str]) -> None:
-        """Forgets the workers that are no longer announced."""
-        kept = set(there)
-        for key in self._silent.keys() - kept:
-            worker, since_s = self._silent.pop(key)
-            logger.warning("%s is gone: nothing came from it for %.0f s", worker.uid, self._clock() - since_s)
-        self._heard_s = {key: heard_s for key, heard_s in self._heard_s.items() if key in kept}
-
     async def _answers(self, worker: StageWorker) -> bool:
         """Whether anything comes back; a refusal is an answer too."""
         try:
             await self._endpoint.call(worker.unpinned().peer, STATUS, StatusAsk(), StatusAnswer, timeout_s=_ANSWER_S)
-        except PeerUnavailableError:
-            return False
-        except RpcError:
-            return True
+        except RpcError as error:
+            return not isinstance(error, PeerUnavailableError)
         return True

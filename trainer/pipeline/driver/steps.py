@@ -15,7 +15,7 @@ from trainer.pipeline.driver.pool import StagePool
 from trainer.pipeline.driver.workers import StageWorker
 from trainer.pipeline.worker.status import STATUS, StatusAnswer, StatusAsk
 
-__all__ = ["StepBarrier", "StepLoss", "StepLosses"]
+__all__ = ["StepBarrier", "StepLoss"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,27 +33,6 @@ class StepLoss:
     """Mean over the labels that count."""
     num_tokens: int
     micro_batches: int
-
-
-class StepLosses:
-    """Sums losses until a step's tokens are complete.
-
-    With one driver a step here is a step of the stages; with several, each sees its own share of every step.
-    """
-
-    def __init__(self, target_tokens: int) -> None:
-        self._target_tokens = target_tokens
-        self._sums = StepLoss(0, 0.0, 0, 0)
-
-    def add(self, loss_sum: float, num_tokens: int) -> StepLoss | None:
-        """Adds a micro-batch; returns the step that it completes, if any."""
-        sums = self._sums
-        sums = StepLoss(sums.step, sums.loss + loss_sum, sums.num_tokens + num_tokens, sums.micro_batches + 1)
-        if sums.num_tokens < self._target_tokens:
-            self._sums = sums
-            return None
-        self._sums = StepLoss(sums.step + 1, 0.0, 0, 0)
-        return StepLoss(sums.step, sums.loss / max(1, sums.num_tokens), sums.num_tokens, sums.micro_batches)
 
 
 class StepBarrier:
@@ -92,25 +71,21 @@ class StepBarrier:
         A banned worker is not waited for: it gets nothing of the next step either.
         """
         usable = set(self._workers())
-        awaited = [self._has_stepped(worker, was + 1) for worker, was in self._before.items() if worker in usable]
-        for behind in filter(None, await asyncio.gather(*awaited)):
-            logger.warning("%s has not taken the step within %.0f s; going on", behind, self._timeout_s)
+        await asyncio.gather(*(self._step_taken(*each) for each in self._before.items() if each[0] in usable))
         self.begun_tokens = 0
         self._before = {}
 
     def _workers(self) -> list[StageWorker]:
         return [worker for pool in self._pools.values() for worker in pool.usable()]
 
-    async def _has_stepped(self, worker: StageWorker, version: int) -> StageWorker | None:
-        """Returns the worker if it has not."""
+    async def _step_taken(self, worker: StageWorker, before: int) -> None:
         deadline_s, pause_s = time.monotonic() + self._timeout_s, _POLL_S
-        while time.monotonic() < deadline_s:
-            found = await self._version(worker)
-            if found is None or found >= version:
-                return worker if found is None else None
+        while time.monotonic() < deadline_s and (found := await self._version(worker)) is not None:
+            if found > before:
+                return
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _MAX_POLL_S)
-        return worker
+        logger.warning("%s has not taken the step within %.0f s; going on", worker, self._timeout_s)
 
     async def _version(self, worker: StageWorker) -> int | None:
         """Returns the version of a worker's weights; None if it does not answer."""

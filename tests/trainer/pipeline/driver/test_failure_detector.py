@@ -16,6 +16,7 @@ from tests.support.event_loop import on_event_loop
 from tests.support.toy_drive import FAST, Drive, driving
 from tests.support.toy_stage import ToyStage
 from trainer.network.rpc import Peer
+from trainer.pipeline.driver import DriverConfig
 from trainer.pipeline.driver.failure_detector import Bans, LivenessProbe
 from trainer.pipeline.driver.workers import LastWord, StageWorker
 from trainer.pipeline.protocol.messages import BACKWARD, CHAIN
@@ -224,7 +225,7 @@ async def test_a_worker_elsewhere_that_was_killed_is_replaced_once_it_has_been_s
 
 @pytest.fixture
 def book() -> Bans:
-    return Bans(ban_s=30.0, max_ban_s=3600.0, malformed_ban_s=3600.0)
+    return Bans(DriverConfig())
 
 
 def test_bans_double_up_to_an_hour(book: Bans) -> None:
@@ -336,7 +337,7 @@ def test_those_who_left_are_forgotten_when_their_ban_is_over(book: Bans) -> None
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("fms"), st.floats(0, 500)), max_size=60))
 def test_no_ban_is_longer_than_it_may_be(events: list[tuple[str, str, float]]) -> None:
-    book, now = Bans(ban_s=30.0, max_ban_s=3600.0, malformed_ban_s=3600.0), 0.0
+    book, now = Bans(DriverConfig()), 0.0
     for worker, kind, pause_s in events:
         now += pause_s
         if kind == "f":
